@@ -1,0 +1,39 @@
+# Needs make and Python 3.11 with venv; everything else is installed into .venv on first use.
+#   make serve ARGS="--port 8000"    start the server
+#   make test ARGS="-k migration"    run the tests
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.installed
+
+.PHONY: serve test lint bench build clean
+
+serve: $(READY)
+	@exec $(BIN)/penstock serve $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+# The variable keeps pyright from asking the network for newer versions of itself.
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+build: $(READY)
+	$(BIN)/python -m build
+
+clean:
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,test]' -c constraints.txt
+	touch $@
