@@ -1,0 +1,81 @@
+"""AsyncEngine: one request in, a stream of items out. The contract everything that serves holds."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, TypeVar, overload
+
+from .context import Context
+from .declared import handler_types
+from .racing import until_killed
+from .stage import Stage
+from .stream import ResponseStream
+
+In_contra = TypeVar("In_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class AsyncEngine(Stage, ABC, Generic[In_contra, Out_co]):
+    """One request in, a stream of items out. A model, a router, a remote worker, a whole graph: each is one.
+
+    The contract, checked by `pipeline.testing.check_engine`:
+
+    E1. The stream's context has the id and the control of the request.
+    E2. A request that cannot be served fails with a `PenstockError`: raised by `generate`, raised by the first read,
+        or as a first item that is an error. Nothing stays open then.
+    E3. After *stop* the stream ends by itself, soon, without raising; what was made before may still be delivered.
+    E4. After *kill* the stream ends at once, without raising, and delivers nothing more, whatever it waits for.
+    E5. Closing, at any point and any number of times, releases everything.
+    E6. Dropping the stream without closing it releases everything on the loop's next turns.
+    E7. Items come in the order they were made, none twice, none lost while the request runs.
+    E8. Nothing follows the end: neither after the last item, nor after an error item, nor after a raise.
+    E9. Nothing stays open after any ending: no stream, no task, no reservation.
+    E10. Concurrent requests do not affect each other: neither items, nor stop, kill, close or faults.
+    E11. A request stopped or killed beforehand gets `Cancelled`, or a stream that ends under E3 or E4.
+    E12. Cancelling the task that waits, in `generate` or in a read, releases everything.
+
+    Source: dynamo lib/runtime/src/engine.rs, AsyncEngine.
+    """
+
+    @abstractmethod
+    def generate(self, request: Context[In_contra]) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
+        """Returns as soon as there is a stream; the items are waited for in the stream. See the contract."""
+
+
+Handler = Callable[[In], AsyncIterator[Out]] | Callable[[In, Context[Any]], AsyncIterator[Out]]
+"""An async generator function of the payload, or of the payload and the `context`."""
+
+
+class FunctionEngine(AsyncEngine[In, Out]):
+    """An engine from an async generator function of the payload, and of the context if it names one.
+
+        async def count(to: int, context: Context) -> AsyncIterator[int]: ...
+
+    The function hears of a stop through the context and should end early; a kill ends its stream even if it waits.
+    """
+
+    def __init__(self, handler: Handler[In, Out]) -> None:
+        self._handler: Callable[..., AsyncIterator[Out]] = handler
+        self._takes_context = "context" in inspect.signature(handler).parameters
+        self._name = getattr(handler, "__name__", None)
+        self.declares = handler_types(handler)
+
+    def __str__(self) -> str:
+        return self.name
+
+    async def generate(self, request: Context[In]) -> ResponseStream[Out]:
+        extra = {"context": request} if self._takes_context else {}
+        return ResponseStream(until_killed(self._handler(request.payload, **extra), request), request)
+
+
+@overload
+def engine(handler: Callable[[In], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
+@overload
+def engine(handler: Callable[[In, Context[Any]], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
+def engine(handler: Handler[Any, Out]) -> FunctionEngine[Any, Out]:
+    """Decorator: makes an async generator function an engine. See `FunctionEngine`."""
+    return FunctionEngine(handler)

@@ -1,0 +1,42 @@
+"""Once: a reservation's release, done exactly once whoever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .loop import Home
+
+
+class Once:
+    """Runs its action on the first `release()` and never again.
+
+    Give one to the stream that keeps a reservation (`ResponseStream(items, context, once)`) and release it in the
+    generator's `finally` too: the stream covers the ways out on which the generator never started. The action must
+    not wait. What it raises goes to whoever released.
+    """
+
+    __slots__ = ("_action", "_home")
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action: Callable[[], object] | None = action
+        self._home = Home()
+
+    @property
+    def is_released(self) -> bool:
+        return self._action is None
+
+    def release(self) -> None:
+        """Runs the action, unless that has been done."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+    def cancel(self) -> bool:
+        """Drops the action without running it; False if it was released or cancelled before."""
+        action, self._action = self._action, None
+        return action is not None
+
+    def release_soon(self) -> None:
+        """Releases on the next turn of the loop it was made in; safe in a finaliser and in any thread."""
+        if self._action is not None:
+            self._home.run_soon(self.release)
