@@ -1,0 +1,33 @@
+"""For tests of stages and graphs: scripted engines, probes, faults, virtual time, the contracts as checks.
+
+Usable with any test runner; with pytest the fixtures of `plugin` come by themselves.
+"""
+
+from .check import check_engine, check_operator
+from .clock import VirtualTimeLoop, run_in_virtual_time, virtual_time
+from .engine_rules import ENGINE_RULES
+from .faults import Fault, Faults, Malformed
+from .operator_rules import OPERATOR_RULES
+from .probe import Ending, OpenStreams, Probe, watch_streams
+from .scripted import Fail, ScriptedEngine, Stall, Wait
+
+__all__ = [
+    "ENGINE_RULES",
+    "OPERATOR_RULES",
+    "Ending",
+    "Fail",
+    "Fault",
+    "Faults",
+    "Malformed",
+    "OpenStreams",
+    "Probe",
+    "ScriptedEngine",
+    "Stall",
+    "VirtualTimeLoop",
+    "Wait",
+    "check_engine",
+    "check_operator",
+    "run_in_virtual_time",
+    "virtual_time",
+    "watch_streams",
+]

@@ -1,0 +1,107 @@
+"""check_engine and check_operator: prove a stage against its numbered contract with one call."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from ..engine import AsyncEngine
+from ..errors import ContractViolation
+from ..operator import Operator
+from .engine_rules import ENGINE_RULES
+from .operator_rules import OPERATOR_RULES, OperatorSubject
+from .subject import Subject
+
+EngineFactory = Callable[[], AsyncEngine[Any, Any] | AbstractAsyncContextManager[AsyncEngine[Any, Any]]]
+
+
+async def check_engine(
+    factory: EngineFactory,
+    *,
+    request: Any,
+    expected: list[Any] | None = None,
+    bad_request: Any = None,
+    within_s: float = 2.0,
+    answer_within_s: float = 60.0,
+    slack_items: int = 16,
+    open_count: Callable[[Any], int] | None = None,
+    rules: Iterable[str] | None = None,
+) -> None:
+    """Checks E1 to E12 of `AsyncEngine` on fresh engines; raises an ExceptionGroup of all violations.
+
+    `factory` gives the engine, or an async context manager of it. `request` is a payload whose answer has well more
+    than `slack_items` items, so that an ignored stop shows. `expected` are its items (None: as in a first run).
+    `bad_request` is a payload the engine refuses (None: E2 is not checked). `within_s` bounds every ending,
+    `answer_within_s` every undisturbed answer, and `slack_items` what may still come after a stop. `open_count` asks
+    the engine what it holds open. `rules` limits the check. Works in real and in virtual time.
+    """
+    subject = Subject(
+        factory,
+        request,
+        expected=expected,
+        bad_request=bad_request,
+        within_s=within_s,
+        answer_within_s=answer_within_s,
+        slack_items=slack_items,
+        open_count=open_count,
+    )
+    await _check("engine", {name: (rule, subject) for name, rule in ENGINE_RULES.items()}, rules)
+
+
+async def check_operator(
+    factory: Callable[[], Operator[Any, Any, Any, Any]],
+    *,
+    request: Any,
+    items: list[Any],
+    expected: list[Any] | None = None,
+    bad_request: Any = None,
+    within_s: float = 2.0,
+    answer_within_s: float = 60.0,
+    slack_items: int = 16,
+    handles_errors: bool = False,
+    rules: Iterable[str] | None = None,
+) -> None:
+    """Checks O1 to O6 of `Operator`, and E1 to E12 of the operator on an engine; raises all violations as a group.
+
+    `items` is what the stage below answers with: well more than `slack_items`. `handles_errors` says that errors from
+    below are this operator's business (O2 and O3 are then not checked). The rest as in `check_engine`.
+    """
+    common = Subject(
+        factory,
+        request,
+        expected=expected,
+        bad_request=bad_request,
+        within_s=within_s,
+        answer_within_s=answer_within_s,
+        slack_items=slack_items,
+    )
+    operator = OperatorSubject(factory, request, items, common, handles_errors)
+    checks: dict[str, Any] = {name: (rule, operator) for name, rule in OPERATOR_RULES.items()}
+    checks |= {name: (rule, operator.subject()) for name, rule in ENGINE_RULES.items()}
+    await _check("operator", checks, rules)
+
+
+async def _check(
+    what: str, checks: dict[str, tuple[Callable[[Any], Awaitable[None]], Any]], rules: Iterable[str] | None
+) -> None:
+    violations: list[Exception] = []
+    for name in checks if rules is None else rules:
+        check, subject = checks[name]
+        try:
+            await check(subject)
+        except Exception as failure:
+            violations.append(_violation(name, check, failure))
+    if violations:
+        raise ExceptionGroup(f"the {what} breaks {len(violations)} rules of its contract", violations)
+
+
+def _violation(rule: str, check: Any, failure: BaseException) -> ContractViolation:
+    """What a rule's check raised, as a violation of that rule."""
+    title = check.__name__.partition("_")[2].replace("_", " ")
+    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
+        failure = failure.exceptions[0]
+    text = str(failure) if isinstance(failure, ContractViolation) else f"the check met {failure!r}"
+    violation = ContractViolation(f"{rule} ({title}): {text}", rule=rule)
+    violation.__cause__ = failure
+    return violation

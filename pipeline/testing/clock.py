@@ -1,0 +1,64 @@
+"""Virtual time: waiting costs nothing, on trio and on asyncio.
+
+Whenever every task waits, the clock jumps to the next deadline. The code under test is the production code; it only
+has to take its time from anyio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
+
+import anyio
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never sleeps for a timer: says how long it was asked to sleep instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slept_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout <= 0:  # nothing but other threads or sockets to wait for, or no wait at all
+            return super().select(timeout)
+        ready = super().select(0)
+        if not ready:
+            self.slept_s += timeout
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop in virtual time, starting at 0."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.slept_s
+
+
+def virtual_time(backend: Literal["trio", "asyncio"] = "trio") -> tuple[str, dict[str, Any]]:
+    """A backend with its options, clock at 0: for `anyio.run`, and for pytest's `anyio_backend` fixture.
+
+    Take a new one for each run. trio must be installed for "trio".
+    """
+    if backend == "asyncio":
+        return backend, {"loop_factory": VirtualTimeLoop}
+    from trio.testing import MockClock  # only who asks for trio needs it
+
+    return backend, {"clock": MockClock(autojump_threshold=0)}
+
+
+def run_in_virtual_time(
+    main: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "trio"
+) -> T:
+    """Runs the async function to its end in virtual time and returns its result."""
+    name, options = virtual_time(backend)
+    return anyio.run(main, *args, backend=name, backend_options=options)

@@ -1,0 +1,101 @@
+"""Counting what is open: a probe in a graph, and a ledger of every stream in the process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+from weakref import WeakSet
+
+from .. import stream as _stream
+from ..context import Context
+from ..engine import AsyncEngine
+from ..once import Once
+from ..operator import PASSES_THROUGH, Operator
+from ..stream import ResponseStream
+
+
+class Ending(StrEnum):
+    """How a stream ended, as its reader saw it."""
+
+    REFUSED = "refused"  # there was no stream: `generate` raised
+    ENDED = "ended"  # it ran out
+    FAILED = "failed"  # a read raised
+    CLOSED = "closed"  # its reader closed or dropped it, or was cancelled, before the end
+    UNREAD = "unread"  # the same, before the first read
+
+
+class Probe(Operator[Any, Any, Any, Any]):
+    """Passes everything on and keeps count.
+
+    `open` streams now, `requests` and `items` so far, and the `endings` in order, one for each request.
+    """
+
+    declares = PASSES_THROUGH
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.items = 0
+        self.open = 0
+        self.endings: list[Ending] = []
+
+    async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
+        self.requests += 1
+        try:
+            stream = await next.generate(request)
+        except BaseException:
+            self.endings.append(Ending.REFUSED)
+            raise
+        self.open += 1
+        unread = Once(lambda: self._ended(Ending.UNREAD))
+        return ResponseStream(self._count(stream, unread), request, stream, unread)
+
+    def _ended(self, ending: Ending) -> None:
+        self.open -= 1
+        self.endings.append(ending)
+
+    async def _count(self, stream: ResponseStream[Any], unread: Once) -> AsyncGenerator[Any, None]:
+        ending = Ending.ENDED
+        try:
+            async with stream:
+                async for item in stream:
+                    self.items += 1
+                    yield item
+        except Exception:
+            ending = Ending.FAILED
+            raise
+        except BaseException:  # the generator is closed, or the reading task cancelled
+            ending = Ending.CLOSED
+            raise
+        finally:
+            if unread.cancel():
+                self._ended(ending)
+
+
+class OpenStreams:
+    """Every stream made while it watches."""
+
+    def __init__(self) -> None:
+        self._seen: WeakSet[ResponseStream[Any]] = WeakSet()
+        self.made = 0
+
+    def __call__(self, stream: ResponseStream[Any]) -> None:
+        self.made += 1
+        self._seen.add(stream)
+
+    @property
+    def open(self) -> list[ResponseStream[Any]]:
+        """Those that have neither ended nor been closed."""
+        return [stream for stream in self._seen if stream.is_open]
+
+
+@contextmanager
+def watch_streams() -> Iterator[OpenStreams]:
+    """Watches every stream made inside the block; blocks may nest, the outer one then misses what the inner sees."""
+    watcher, before = OpenStreams(), _stream._opened
+    _stream._opened = watcher
+    try:
+        yield watcher
+    finally:
+        _stream._opened = before

@@ -1,0 +1,128 @@
+"""What a rule is checked on: a subject, the requests to give it, and the means to see what it leaves open."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint
+from attrs import define, field, frozen
+
+from ..context import Context
+from ..engine import AsyncEngine
+from ..errors import ContractViolation
+from ..stream import ResponseStream
+from .probe import OpenStreams, watch_streams
+
+_SETTLE_TURNS = 20
+"""Turns of the loop that finalisers and ending tasks are given."""
+
+
+@define
+class Subject:
+    """An engine under check, made anew for each rule by `make`."""
+
+    make: Callable[[], Any]
+    """Gives the engine, or an async context manager of it."""
+    request: Any
+    """A payload the engine answers with several items."""
+    expected: list[Any] | None = None
+    """The items of an undisturbed answer; None: whatever the first undisturbed run gives."""
+    bad_request: Any = None
+    """A payload that fails; None: this engine refuses nothing."""
+    within_s: float = 2.0
+    """How soon is soon, for endings that need the engine's help."""
+    slack_items: int = 16
+    """Items that may still come after a stop."""
+    open_count: Callable[[Any], int] | None = None
+    """Asks the engine how much it holds open, tasks and streams aside."""
+    answer_within_s: float = 60.0
+    """How long an undisturbed answer may take."""
+
+    @asynccontextmanager
+    async def engine(self) -> AsyncIterator[AsyncEngine[Any, Any]]:
+        made = self.make()
+        async with made if isinstance(made, AbstractAsyncContextManager) else nullcontext(made) as engine:
+            yield engine
+
+    def ask(self) -> Context[Any]:
+        return Context(self.request)
+
+    async def read(self, stream: ResponseStream[Any], count: int) -> list[Any]:
+        """Up to `count` items. Raises ContractViolation if they take too long."""
+        items: list[Any] = []
+        with within(self.answer_within_s, "an undisturbed answer"):
+            while len(items) < count:
+                try:
+                    items.append(await stream.__anext__())
+                except StopAsyncIteration:
+                    break
+        return items
+
+    async def drain(self, stream: ResponseStream[Any]) -> list[Any]:
+        """All items, without closing. Raises ContractViolation if the answer takes too long."""
+        with within(self.answer_within_s, "an undisturbed answer"):
+            return [item async for item in stream]
+        raise AssertionError  # `within` raised
+
+
+@frozen
+class Watch:
+    """Sees what a subject has open, compared with when the watch began."""
+
+    engine: AsyncEngine[Any, Any]
+    open_count: Callable[[Any], int] | None
+    streams: OpenStreams
+    tasks_before: frozenset[int] = field(factory=lambda: _task_ids())
+
+    async def expect_nothing_open(self, when: str) -> None:
+        """Raises ContractViolation if a stream, a task or a reservation is left after some turns of the loop."""
+        gc.collect(0)
+        for _ in range(_SETTLE_TURNS):
+            await checkpoint()
+            if not self._left():
+                return
+        raise ContractViolation(f"{when}: {', '.join(self._left())} left open")
+
+    def _left(self) -> list[str]:
+        left = []
+        if streams := self.streams.open:
+            left.append(f"{len(streams)} streams")
+        if tasks := _task_ids() - self.tasks_before:
+            left.append(f"{len(tasks)} tasks")
+        if self.open_count is not None and (held := self.open_count(self.engine)):
+            left.append(f"{held} reservations")
+        return left
+
+
+@asynccontextmanager
+async def watched(subject: Subject) -> AsyncIterator[tuple[AsyncEngine[Any, Any], Watch]]:
+    """A fresh engine, and a watch over it."""
+    with watch_streams() as streams:
+        async with subject.engine() as engine:
+            yield engine, Watch(engine, subject.open_count, streams)
+
+
+def _task_ids() -> frozenset[int]:
+    return frozenset(task.id for task in anyio.get_running_tasks())
+
+
+@contextmanager
+def within(seconds: float, what: str) -> Any:
+    """Raises ContractViolation if the block takes longer."""
+    with anyio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise ContractViolation(f"{what} took more than {seconds:g} s")
+
+
+@contextmanager
+def no_warnings() -> Any:
+    """For blocks that drop a stream on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield

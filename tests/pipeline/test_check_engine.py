@@ -1,0 +1,335 @@
+"""The engine contract's checks: they pass a good engine, and each is proved by an engine that breaks its rule."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Context,
+    ContractViolation,
+    Disconnected,
+    InvalidArgument,
+    Once,
+    ResponseStream,
+    engine,
+    until_killed,
+)
+from pipeline.testing import ENGINE_RULES, Fail, ScriptedEngine, Stall, Wait, check_engine
+
+pytestmark = pytest.mark.anyio
+
+COUNT = 40
+BAD = -1
+
+
+class Good(AsyncEngine[int, int]):
+    """Counts up to the payload; the subject that every broken one below changes in one place."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        if request.payload == BAD:
+            raise InvalidArgument("negative", field="payload")
+        self.open += 1
+        release = Once(self._closed)
+        return ResponseStream(self.items(request, release), request, release)
+
+    def _closed(self) -> None:
+        self.open -= 1
+
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        try:
+            for i in range(request.payload):
+                if request.is_stopped:
+                    return
+                yield i
+        finally:
+            release.release()
+
+
+class AnotherContext(Good):
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        stream = await super().generate(request)
+        stream.context = Context(None)
+        return stream
+
+
+class ForeignError(Good):
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        if request.payload == BAD:
+            raise KeyError("negative")
+        return await super().generate(request)
+
+
+class IgnoresStop(Good):
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        try:
+            for i in range(request.payload):
+                if request.is_killed:
+                    return
+                yield i
+        finally:
+            release.release()
+
+
+class RaisesOnStop(Good):
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        async for item in super().items(request, release):
+            yield item
+        if request.is_stopped and not request.is_killed:
+            raise Disconnected("stopped")
+
+
+class DeliversAfterKill(Good):
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        async for item in super().items(request, release):
+            yield item
+        if request.is_killed:
+            yield -1
+
+
+class NeverWakesForKill(Good):
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        try:
+            for i in range(request.payload):
+                if request.is_stopped:
+                    return
+                await anyio.sleep(100)
+                yield i
+        finally:
+            release.release()
+
+
+class ReleasesOnlyWhenRead(Good):
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        if request.payload == BAD:
+            raise InvalidArgument("negative")
+        self.open += 1
+        return ResponseStream(self.items(request, Once(self._closed)), request)
+
+
+class ReleasesOnlyOnClose(Good):
+    """Holds its generator elsewhere, so that a dropped stream is not finalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        stream = await super().generate(request)
+        self.kept.append(stream)
+        return stream
+
+
+class SwapsItems(Good):
+    calls = 0
+
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        self.calls += 1
+        first = None
+        async for item in super().items(request, release):
+            if self.calls % 2 == 0 and item == 4:
+                first = item
+                continue
+            yield item
+            if first is not None:
+                yield first
+                first = None
+
+
+class TalksAfterAnError(Good):
+    async def generate(self, request: Context[int]) -> ResponseStream[Any]:
+        if request.payload == BAD:
+            return ResponseStream.of([Annotated.from_error("bad"), Annotated.from_data(1)], request)
+        return await super().generate(request)
+
+
+class LeavesATask(Good):
+    def __init__(self, tasks: Any) -> None:
+        super().__init__()
+        self.tasks = tasks
+
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        async for item in super().items(request, release):
+            yield item
+        self.tasks.start_soon(anyio.sleep_forever)
+
+
+@asynccontextmanager
+async def leaves_a_task() -> AsyncIterator[Good]:
+    async with anyio.create_task_group() as tasks:
+        yield LeavesATask(tasks)
+        tasks.cancel_scope.cancel()
+
+
+class SharesItsCounter(Good):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = -1
+
+    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        self.last = -1
+        try:
+            while self.last + 1 < request.payload and not request.is_stopped:
+                self.last += 1
+                yield self.last
+        finally:
+            release.release()
+
+
+class IgnoresAnEarlierKill(Good):
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        if request.is_killed:
+            return ResponseStream(_ones(), request)
+        return await super().generate(request)
+
+
+async def _ones() -> AsyncGenerator[int, None]:
+    yield 1
+
+
+class KeepsACancelledRead(Good):
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        stream = await super().generate(request)
+        return ResponseStream(self.waiting(request, stream), request)
+
+    async def waiting(self, request: Context[int], stream: ResponseStream[int]) -> AsyncGenerator[int, None]:
+        self.kept = stream
+        while not request.is_stopped:
+            await checkpoint()
+            try:
+                yield await stream.__anext__()
+            except (StopAsyncIteration, GeneratorExit):
+                break
+        await stream.aclose()
+
+
+BROKEN = {
+    "E1": AnotherContext,
+    "E2": ForeignError,
+    "E3": IgnoresStop,
+    "E4": DeliversAfterKill,
+    "E5": ReleasesOnlyWhenRead,
+    "E6": ReleasesOnlyOnClose,
+    "E7": SwapsItems,
+    "E8": TalksAfterAnError,
+    "E9": leaves_a_task,
+    "E10": SharesItsCounter,
+    "E11": IgnoresAnEarlierKill,
+    "E12": KeepsACancelledRead,
+}
+
+
+async def collect_what_broken_subjects_left() -> None:
+    """Their streams are dropped here, and not with a warning in somebody else's test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(3):
+            gc.collect()
+            await checkpoint()
+
+
+async def _broken_rules(factory: Any, rules: list[str] | None = None) -> set[str]:
+    try:
+        await check_engine(factory, request=COUNT, bad_request=BAD, open_count=lambda e: e.open, rules=rules)
+    except ExceptionGroup as group:
+        return {violation.rule for violation in group.exceptions if isinstance(violation, ContractViolation)}
+    finally:
+        await collect_what_broken_subjects_left()
+    return set()
+
+
+async def test_a_good_engine_passes_every_rule() -> None:
+    assert await _broken_rules(Good) == set()
+
+
+@pytest.mark.parametrize("rule", list(ENGINE_RULES))
+async def test_each_rule_catches_the_engine_that_breaks_it(rule: str) -> None:
+    assert rule in await _broken_rules(BROKEN[rule], [rule])
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"), [(RaisesOnStop, "E3"), (NeverWakesForKill, "E4"), (NeverWakesForKill, "E3")]
+)
+async def test_other_ways_to_break_a_rule_are_caught(broken: type[Good], rule: str) -> None:
+    assert rule in await _broken_rules(broken, [rule])
+
+
+async def test_all_violations_are_reported_together() -> None:
+    assert {"E1", "E5"} <= await _broken_rules(type("Both", (AnotherContext, ReleasesOnlyWhenRead), {}))
+
+
+async def test_a_function_engine_that_waits_without_looking_holds_the_contract_but_for_stop() -> None:
+    @engine
+    async def stubborn(count: int) -> AsyncIterator[int]:
+        for i in range(count):
+            await anyio.sleep(10)
+            yield i
+
+    await check_engine(lambda: stubborn, request=3, within_s=50, rules=[r for r in ENGINE_RULES if r != "E3"])
+
+
+async def test_a_function_engine_that_looks_at_its_context_holds_the_whole_contract() -> None:
+    @engine
+    async def count(to: int, context: Context[int]) -> AsyncIterator[int]:
+        for i in range(to):
+            if context.is_stopped:
+                return
+            await checkpoint()
+            yield i
+
+    await check_engine(lambda: count, request=COUNT, expected=list(range(COUNT)))
+
+
+async def test_a_scripted_engine_holds_the_contract() -> None:
+    script = [*range(5), Wait(1), *range(5, COUNT)]
+    await check_engine(
+        lambda: ScriptedEngine(lambda to: script[:to] if to > 0 else [Fail(InvalidArgument("bad"))]),
+        request=COUNT,
+        bad_request=BAD,
+        open_count=lambda e: e.open,
+    )
+
+
+async def test_a_stalled_engine_still_ends_on_stop_kill_and_cancellation() -> None:
+    endings = ["E1", "E3", "E4", "E6", "E11", "E12"]
+    await check_engine(lambda: ScriptedEngine([0, 1, 2, Stall()]), request=1, rules=endings)
+
+
+async def test_an_engine_that_never_ends_is_reported_instead_of_waited_for() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await check_engine(lambda: ScriptedEngine([0, Stall()]), request=1, rules=["E5", "E7", "E8", "E9", "E10"])
+    assert len(caught.value.exceptions) == 5
+
+
+async def test_until_killed_ends_a_stream_that_ignores_stop() -> None:
+    async def deaf() -> AsyncGenerator[int, None]:
+        yield 1
+        await anyio.sleep_forever()
+
+    request = Context(None)
+    stream = ResponseStream(until_killed(deaf(), request), request)
+    async with stream, anyio.create_task_group() as tasks:
+        assert await anext(stream) == 1
+        request.stop()
+        with anyio.move_on_after(50) as waited:
+            await request.killed()
+        assert waited.cancelled_caught
+        tasks.start_soon(_kill_after, request, 1.0)
+        assert [item async for item in stream] == []
+
+
+async def _kill_after(request: Context[Any], seconds: float) -> None:
+    await anyio.sleep(seconds)
+    request.kill()
