@@ -19,6 +19,7 @@
     ├── BackendError                raised by engine code; one subclass per kind, `Backend<Kind>` in text
     ├── StreamClosed                we closed it: a stream was used after its close
     │   └── StreamBusy              we are still reading it: a second reader, or a close during a read
+    ├── BufferOverflow              a source pushed more than its reader took and its buffer holds
     ├── ContractViolation           a stage broke a numbered rule of its contract
     ├── RegistryError               a context registry entry is missing or of another type
     ├── CodecError                  bytes or values that cannot be translated
@@ -199,6 +200,10 @@ class StreamClosed(PenstockError):
 
 class StreamBusy(StreamClosed):
     """Another task is inside this stream now: read it from one task, and stop or kill its context to end it."""
+
+
+class BufferOverflow(PenstockError):
+    """A source pushed more than its reader took and its buffer holds."""
 
 
 class ContractViolation(PenstockError):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
+from contextvars import Context
+from math import isinf
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import anyio
 
@@ -43,6 +45,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.slept_s
 
+    def call_at(
+        self, when: float, callback: Callable[[*Args], object], *args: *Args, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As in any loop; only that a timer for the end of time is no deadline to jump towards."""
+        if isinf(when):
+            return asyncio.TimerHandle(when, callback, args, self, context)
+        return super().call_at(when, callback, *args, context=context)
+
 
 def virtual_time(backend: Literal["trio", "asyncio"] = "trio") -> tuple[str, dict[str, Any]]:
     """A backend with its options, clock at 0: for `anyio.run`, and for pytest's `anyio_backend` fixture.
@@ -57,7 +67,7 @@ def virtual_time(backend: Literal["trio", "asyncio"] = "trio") -> tuple[str, dic
 
 
 def run_in_virtual_time(
-    main: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "trio"
+    main: Callable[[*Args], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "trio"
 ) -> T:
     """Runs the async function to its end in virtual time and returns its result."""
     name, options = virtual_time(backend)

@@ -1,0 +1,105 @@
+"""Errors <-> plain records: an error crosses a process and comes back as the same class with its chain.
+
+A record is `{"error_type", "message"}`, plus `details` for classes with facts of their own and `caused_by` for the
+next link. Types are plain names, backend errors `{"Backend": kind}`.
+
+Source: dynamo lib/runtime/src/error.rs, DynamoError serde form. `details` is ours; other readers ignore it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import (
+    BackendError,
+    BackendUnknown,
+    ContractViolation,
+    InvalidArgument,
+    MessageTooLarge,
+    PenstockError,
+    StatusError,
+    Unknown,
+    chain,
+    to_error,
+)
+from .protocols.wire import InvalidRecord
+
+_DETAILS: dict[type[PenstockError], dict[str, type]] = {
+    InvalidArgument: {"field": str},
+    StatusError: {"status": int},
+    MessageTooLarge: {"size_bytes": int, "limit_bytes": int},
+    ContractViolation: {"rule": str},
+}
+
+
+def error_to_plain(error: BaseException) -> dict[str, Any]:
+    """The record of an error and its causes; a foreign exception is converted first, a cycle of causes ends."""
+    record: dict[str, Any] | None = None
+    for link in reversed(list(chain(to_error(error)))):
+        outer = _link_to_plain(link)
+        if record is not None:
+            outer["caused_by"] = record
+        record = outer
+    assert record is not None, "a chain has at least the error itself"
+    return record
+
+
+def _link_to_plain(link: BaseException) -> dict[str, Any]:
+    """One link of the chain without its cause."""
+    if not isinstance(link, PenstockError):
+        return {"error_type": Unknown.type_name, "message": str(link) or type(link).__name__}
+    kind = {"Backend": link.kind} if isinstance(link, BackendError) else link.type_name
+    record: dict[str, Any] = {"error_type": kind, "message": link.message}
+    if details := {name: getattr(link, name) for name in _details_of(type(link))}:
+        record["details"] = details
+    return record
+
+
+def error_from_plain(record: Any) -> PenstockError:
+    """The error a record tells of, with its causes. An unknown type becomes `Unknown`, an unknown kind of backend
+    error `BackendUnknown`. Raises InvalidRecord for anything that is not such a record."""
+    links: list[dict[str, Any]] = []
+    while record is not None:
+        if not isinstance(record, dict):
+            raise InvalidRecord("expected an error record", ".".join(["caused_by"] * len(links)))
+        links.append(record)
+        record = record.get("caused_by")
+    if not links:
+        raise InvalidRecord("expected an error record, found null")
+    error: PenstockError | None = None
+    for link in reversed(links):
+        error = _link_from_plain(link, error)
+    assert error is not None
+    return error
+
+
+def _link_from_plain(record: dict[str, Any], cause: PenstockError | None) -> PenstockError:
+    """One link of the chain over its cause."""
+    message = record.get("message", "")
+    if not isinstance(message, str):
+        raise InvalidRecord("expected a string", "message")
+    cls = _class_of(record.get("error_type"))
+    try:
+        return cls(message, cause=cause, **_read_details(cls, record.get("details")))
+    except TypeError:  # a class whose constructor asks for more than a record holds
+        return Unknown(message, cause=cause)
+
+
+def _class_of(kind: Any) -> type[PenstockError]:
+    if isinstance(kind, str):
+        return PenstockError._by_name.get(kind, Unknown)
+    if isinstance(kind, dict) and kind.keys() == {"Backend"} and isinstance(kind["Backend"], str):
+        return PenstockError._by_name.get(f"Backend{kind['Backend']}", BackendUnknown)
+    raise InvalidRecord("expected the name of an error type", "error_type")
+
+
+def _details_of(cls: type[PenstockError]) -> dict[str, type]:
+    """The facts a class carries beside its message, with the type of each."""
+    return next((_DETAILS[base] for base in cls.__mro__ if base in _DETAILS), {})
+
+
+def _read_details(cls: type[PenstockError], details: Any) -> dict[str, Any]:
+    """Those facts of the class that the record holds in the right type; others are left at their defaults."""
+    if not isinstance(details, dict):
+        return {}
+    return {name: details[name] for name, kind in _details_of(cls).items() if type(details.get(name)) is kind}

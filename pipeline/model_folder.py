@@ -1,0 +1,105 @@
+"""A model card from a model's folder. The one door of json5.
+
+Source: dynamo lib/llm/src/model_card.rs, ModelDeploymentCard::load_from_disk.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import json5
+from attrs import evolve
+
+from .card_checksum import checked_file
+from .errors import InvalidArgument
+from .protocols.card import (
+    GenerationConfigFile,
+    ModelDeploymentCard,
+    ModelInfoFile,
+    PromptFormatterFile,
+    TaggedFile,
+    TokenizerFile,
+)
+from .protocols.wire import U32_MAX
+
+F = TypeVar("F", bound=TaggedFile)
+
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def card_from_folder(folder: Path, *, kv_cache_block_size: int, display_name: str | None = None) -> ModelDeploymentCard:
+    """The card of the model in `folder`: its files, checksums and context length; other fields at their defaults.
+
+    Reads every file it names. Raises InvalidArgument for a configuration that cannot be used; OSError as reading does.
+    """
+    card = ModelDeploymentCard.named(display_name or folder.name, kv_cache_block_size=kv_cache_block_size)
+    return evolve(
+        card,
+        source_path=str(folder),
+        model_info=_find(folder, ModelInfoFile, hf_config_json=CONFIG),
+        tokenizer=_find(folder, TokenizerFile, hf_tokenizer_json="tokenizer.json", tik_token_model="tiktoken.model"),
+        prompt_formatter=_find(folder, PromptFormatterFile, hf_tokenizer_config_json=TOKENIZER_CONFIG),
+        chat_template_file=_find(
+            folder,
+            PromptFormatterFile,
+            hf_chat_template="chat_template.jinja",
+            hf_chat_template_json="chat_template.json",
+        ),
+        gen_config=_find(folder, GenerationConfigFile, hf_generation_config_json="generation_config.json"),
+        architectural_max_context_length=architectural_context_length(folder),
+    )
+
+
+def _find(folder: Path, cls: type[F], **names: str) -> F | None:
+    """The first of these files the folder has, as its kind."""
+    for kind, name in names.items():
+        if (path := folder / name).is_file():
+            return cls(kind, checked_file(path))
+    return None
+
+
+def architectural_context_length(folder: Path) -> int | None:
+    """The context length in tokens the model's own files give; 0 counts as none.
+
+    Looked for in the configuration, its text part, then the tokenizer's configuration. Raises InvalidArgument for a
+    configuration whose value is there and is no length.
+    """
+    config = _read_object(folder / CONFIG)
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        if "max_position_embeddings" in part and (length := _length(part["max_position_embeddings"])):
+            return length
+    # Tokenizers without a limit say 10**30, so what is out of range here is no error.
+    limit = _read_object(folder / TOKENIZER_CONFIG).get("model_max_length")
+    return limit if type(limit) is int and 0 < limit <= U32_MAX else None
+
+
+def _length(value: Any) -> int:
+    if type(value) is int and 0 <= value <= U32_MAX:
+        return value
+    name = "max_position_embeddings"
+    raise InvalidArgument(f"{CONFIG}: {name} must be a number of tokens", field=name)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, read leniently where plain JSON fails; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = _read_json5(text, path.name)
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path.name}: expected an object")
+    return value
+
+
+def _read_json5(text: str, name: str) -> Any:
+    try:
+        return json5.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: not a JSON file") from error

@@ -1,0 +1,82 @@
+"""The records that flow through a graph and travel between processes: data only.
+
+The most used ones are here; further faces are `openai`, `nvext`, `timing`, `card` and `runtime_config`.
+"""
+
+from __future__ import annotations
+
+from .finish_reason import FinishReason
+from .metrics_annotation import LLM_METRICS_EVENT, METRIC_EVENTS, PAYLOAD_USAGE_EVENT, LLMMetricAnnotation
+from .nvext import AgentHints, NvExt, NvExtResponse
+from .options import GuidedDecodingOptions, OutputOptions, SamplingOptions, StopConditions
+from .output import (
+    BackendOutput,
+    EmbeddingsEngineOutput,
+    LLMEngineOutput,
+    PromptLogprobEntry,
+    PromptLogprobs,
+    TopLogprob,
+)
+from .request import (
+    AgentContext,
+    BlockExtraInfo,
+    BootstrapInfo,
+    MmObject,
+    MmRoutingInfo,
+    MultimodalData,
+    PrefillResult,
+    PreprocessedEmbeddingRequest,
+    PreprocessedRequest,
+    TraceLink,
+)
+from .routing import RouterConfigOverride, RouterParams, RoutingConstraints, RoutingHints
+from .timing import RequestPhase, RoutingData, TimingInfo, WorkerIdInfo
+from .tracker import PhasePermit, RequestTracker, worker_gauges
+from .usage import CompletionTokensDetails, CompletionUsage, PromptTokensDetails
+from .wire import InvalidRecord
+
+__all__ = [
+    "LLM_METRICS_EVENT",
+    "METRIC_EVENTS",
+    "PAYLOAD_USAGE_EVENT",
+    "AgentContext",
+    "AgentHints",
+    "BackendOutput",
+    "BlockExtraInfo",
+    "BootstrapInfo",
+    "CompletionTokensDetails",
+    "CompletionUsage",
+    "EmbeddingsEngineOutput",
+    "FinishReason",
+    "GuidedDecodingOptions",
+    "InvalidRecord",
+    "LLMEngineOutput",
+    "LLMMetricAnnotation",
+    "MmObject",
+    "MmRoutingInfo",
+    "MultimodalData",
+    "NvExt",
+    "NvExtResponse",
+    "OutputOptions",
+    "PhasePermit",
+    "PrefillResult",
+    "PreprocessedEmbeddingRequest",
+    "PreprocessedRequest",
+    "PromptLogprobEntry",
+    "PromptLogprobs",
+    "PromptTokensDetails",
+    "RequestPhase",
+    "RequestTracker",
+    "RouterConfigOverride",
+    "RouterParams",
+    "RoutingConstraints",
+    "RoutingData",
+    "RoutingHints",
+    "SamplingOptions",
+    "StopConditions",
+    "TimingInfo",
+    "TopLogprob",
+    "TraceLink",
+    "WorkerIdInfo",
+    "worker_gauges",
+]

@@ -1,0 +1,49 @@
+"""Parts of a message or of an output: text, links to media, inline audio.
+
+Source: dynamo lib/protocols, chat message content parts; lib/llm/src/protocols/common/llm_backend.rs, content parts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from attrs import define
+
+from .wire import InvalidRecord
+
+ContentKind = Literal["text", "image_url", "video_url", "audio_url", "input_audio", "refusal"]
+
+
+@define(slots=True)
+class MediaUrl:
+    """Where a picture, film or sound is found: http(s) or data URL."""
+
+    url: str
+    detail: str | None = None
+    uuid: str | None = None
+
+
+@define(slots=True)
+class InputAudio:
+    """Sound inside the request: base64 `data` in `format`."""
+
+    data: str
+    format: str
+
+
+@define(slots=True)
+class ContentPart:
+    """One part; the field named like `type` holds it. Raises InvalidRecord if that field is not set."""
+
+    type: ContentKind
+    text: str | None = None
+    image_url: MediaUrl | None = None
+    video_url: MediaUrl | None = None
+    audio_url: MediaUrl | None = None
+    input_audio: InputAudio | None = None
+    refusal: str | None = None
+    uuid: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if getattr(self, self.type) is None:
+            raise InvalidRecord(f"is required in a part of type {self.type}", self.type)

@@ -1,0 +1,132 @@
+"""What a request asks of the engine: when to stop, how to sample, what to return.
+
+Source: dynamo lib/llm/src/protocols/common.rs, StopConditions, SamplingOptions, GuidedDecodingOptions, OutputOptions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define
+
+from .wire import I32, I64, U8, U32, InvalidRecord, null
+
+MAX_GRAMMAR_NESTING = 500
+"""Bracket depth above which a grammar is refused: grammar compilers recurse once per level."""
+
+TEMPERATURE_RANGE = (0.0, 1.0)
+TOP_P_RANGE = (0.0, 1.0)
+FREQUENCY_PENALTY_RANGE = (-1.0, 1.0)
+"""The ranges engines are commonly tuned for; what HTTP accepts is wider and checked there."""
+
+
+@define(slots=True)
+class StopConditions:
+    """When generation ends. Text of visible stop ids is kept, that of the user's and the hidden (model's) is not."""
+
+    max_tokens: U32 | None = null()
+    stop: list[str] | None = null()
+    stop_token_ids: list[U32] | None = null()
+    stop_token_ids_visible: list[U32] | None = null()
+    stop_token_ids_hidden: list[U32] | None = null()
+    min_tokens: U32 | None = null()
+    ignore_eos: bool | None = null()
+    max_thinking_tokens: U32 | None = null()
+
+    def apply_ignore_eos(self) -> None:
+        """Drop every stop string and stop id if `ignore_eos` is set; all else stays."""
+        if self.ignore_eos:
+            self.stop = None
+            self.stop_token_ids = self.stop_token_ids_visible = self.stop_token_ids_hidden = None
+
+
+@define(slots=True)
+class GuidedDecodingOptions:
+    """A form the output must have: at most one of the kinds, with an optional engine `backend`.
+
+    Raises InvalidRecord for two kinds together, or a grammar nested deeper than `MAX_GRAMMAR_NESTING`.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        kinds = self.kinds()
+        if len(kinds) > 1:
+            raise InvalidRecord(f"only one kind of guided decoding may be given, found {', '.join(kinds)}")
+        if self.grammar is not None and bracket_depth(self.grammar) > MAX_GRAMMAR_NESTING:
+            raise InvalidRecord(f"brackets are nested deeper than {MAX_GRAMMAR_NESTING} levels", "grammar")
+
+    def kinds(self) -> list[str]:
+        """The names of the kinds that are set; an empty `choice` is not."""
+        names = ("json", "regex", "grammar", "whitespace_pattern", "structural_tag")
+        return [name for name in names if getattr(self, name) is not None] + (["choice"] if self.choice else [])
+
+    @classmethod
+    def from_optional(
+        cls,
+        *,
+        json: Any = None,
+        regex: str | None = None,
+        choice: list[str] | None = None,
+        grammar: str | None = None,
+        backend: str | None = None,
+        whitespace_pattern: str | None = None,
+        structural_tag: Any = None,
+    ) -> GuidedDecodingOptions | None:
+        """The options, or None if no kind is set; a backend alone asks for nothing."""
+        options = cls(json, regex, choice or None, grammar, backend, whitespace_pattern, structural_tag)
+        return options if options.kinds() else None
+
+
+def bracket_depth(text: str) -> int:
+    """The deepest nesting of round, square and curly brackets, wherever they stand."""
+    depth = deepest = 0
+    for byte in text.encode("utf-8", "surrogatepass"):
+        if byte in b"([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b")]}" and depth:
+            depth -= 1
+    return deepest
+
+
+@define(slots=True)
+class SamplingOptions:
+    """How the next token is drawn."""
+
+    n: U8 | None = null()
+    best_of: U8 | None = null()
+    presence_penalty: float | None = null()
+    frequency_penalty: float | None = null()
+    repetition_penalty: float | None = null()
+    temperature: float | None = null()
+    top_p: float | None = null()
+    top_k: I32 | None = null()
+    min_p: float | None = null()
+    use_beam_search: bool | None = null()
+    length_penalty: float | None = null()
+    seed: I64 | None = null()
+    include_stop_str_in_output: bool | None = null()
+    guided_decoding: GuidedDecodingOptions | None = null()
+
+    def force_greedy(self) -> None:
+        """Drop everything that would make the draw other than the most likely token."""
+        self.presence_penalty = self.frequency_penalty = self.repetition_penalty = None
+        self.temperature = self.top_p = self.top_k = self.min_p = None
+
+
+@define(slots=True)
+class OutputOptions:
+    """What comes back beside the tokens."""
+
+    logprobs: U32 | None = null()
+    prompt_logprobs: U32 | None = null()
+    skip_special_tokens: bool | None = null()
+    formatted_prompt: bool | None = null()
+    return_tokens_as_token_ids: bool | None = null()

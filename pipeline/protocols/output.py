@@ -1,0 +1,150 @@
+"""What comes back: a chunk of an engine, the same after detokenizing, embeddings, prompt log probabilities.
+
+The two chunk records are made once per token, so their constructors only store.
+
+Source: dynamo lib/llm/src/protocols/common/llm_backend.rs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from attrs import define, evolve
+
+from .content import ContentPart
+from .finish_reason import FinishReason
+from .request import TraceLink
+from .timing import RoutingData
+from .usage import CompletionUsage
+from .wire import I64, U8, U32, null
+
+OutputType = Literal["text", "image", "video", "audio"]
+
+
+@define(slots=True)
+class TopLogprob:
+    """One candidate for a position: its rank (1 is the most likely) and natural log probability."""
+
+    rank: U32
+    token_id: U32
+    logprob: float
+    token: str | None = null()
+    bytes: list[U8] | None = None
+
+
+@define(slots=True)
+class LLMEngineOutput:
+    """One chunk of an engine's stream; the one with a finish reason is the last of its choice.
+
+    `log_probs` has one entry per token, `top_logprobs` one list of candidates per token.
+    """
+
+    token_ids: list[U32]
+    tokens: list[str | None] | None = null()
+    text: str | None = null()
+    output_type: OutputType = "text"
+    content_parts: list[ContentPart] | None = None
+    cum_log_probs: float | None = null()
+    log_probs: list[float] | None = null()
+    top_logprobs: list[list[TopLogprob]] | None = null()
+    finish_reason: FinishReason | None = null()
+    stop_reason: I64 | str | None = None
+    index: U32 | None = null()
+    disaggregated_params: Any = None
+    encoder_result: dict[str, Any] | None = None
+    extra_args: Any = None
+    engine_data: Any = None
+    worker_trace_link: TraceLink | None = None
+    completion_usage: CompletionUsage | None = None
+    routing_data: RoutingData | None = None
+
+    @classmethod
+    def token(cls, token_id: int) -> LLMEngineOutput:
+        """A chunk of one token and nothing else."""
+        return cls([token_id])
+
+    @classmethod
+    def cancelled(cls) -> LLMEngineOutput:
+        """The last chunk of a choice that was given up."""
+        return cls([], finish_reason=FinishReason.CANCELLED)
+
+    @classmethod
+    def stop(cls) -> LLMEngineOutput:
+        """The last chunk of a choice that met a stop condition."""
+        return cls([], finish_reason=FinishReason.STOP)
+
+    @classmethod
+    def length(cls) -> LLMEngineOutput:
+        """The last chunk of a choice that reached its token limit."""
+        return cls([], finish_reason=FinishReason.LENGTH)
+
+    @classmethod
+    def error(cls, message: str) -> LLMEngineOutput:
+        """The last chunk of a choice that failed."""
+        return cls([], finish_reason=FinishReason.error(message))
+
+    @classmethod
+    def encode_terminal(cls, encoder_result: dict[str, Any]) -> LLMEngineOutput:
+        """The only chunk of an encoder: no tokens, index 0, its result."""
+        return cls([], finish_reason=FinishReason.STOP, index=0, encoder_result=encoder_result)
+
+    @property
+    def error_message(self) -> str | None:
+        """The message if the finish reason is an error, else None."""
+        reason = self.finish_reason
+        return reason.message if reason is not None and reason.is_error else None
+
+    def with_tokens(self, token_ids: list[int]) -> LLMEngineOutput:
+        """A copy with these tokens."""
+        return evolve(self, token_ids=token_ids)
+
+    def with_usage(self, usage: CompletionUsage) -> LLMEngineOutput:
+        """A copy with these counts."""
+        return evolve(self, completion_usage=usage)
+
+    def with_encoder_result(self, encoder_result: dict[str, Any]) -> LLMEngineOutput:
+        """A copy with this encoder result."""
+        return evolve(self, encoder_result=encoder_result)
+
+
+@define(slots=True)
+class BackendOutput:
+    """A chunk after detokenizing: `tokens` is the text of each token, None where it was not to be shown."""
+
+    token_ids: list[U32]
+    tokens: list[str | None]
+    text: str | None = null()
+    cum_log_probs: float | None = null()
+    log_probs: list[float] | None = null()
+    top_logprobs: list[list[TopLogprob]] | None = null()
+    finish_reason: FinishReason | None = null()
+    stop_reason: I64 | str | None = None
+    index: U32 | None = null()
+    completion_usage: CompletionUsage | None = None
+    disaggregated_params: Any = None
+    encoder_result: dict[str, Any] | None = None
+    worker_trace_link: TraceLink | None = None
+    engine_data: Any = None
+    routing_data: RoutingData | None = None
+
+
+@define(slots=True)
+class EmbeddingsEngineOutput:
+    """One vector per input."""
+
+    embeddings: list[list[float]]
+    prompt_tokens: U32
+    total_tokens: U32
+
+
+@define(slots=True)
+class PromptLogprobEntry:
+    """The log probability of one token at one prompt position."""
+
+    logprob: float
+    rank: U32 | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs: TypeAlias = list[dict[U32, PromptLogprobEntry] | None]
+"""One map from token id to its entry per prompt position; None where there is none (the first position)."""

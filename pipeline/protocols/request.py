@@ -1,0 +1,232 @@
+"""PreprocessedRequest: a request in tokens, as it travels to a worker, and the records inside it.
+
+Source: dynamo lib/llm/src/protocols/common/preprocessor.rs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+from uuid import UUID
+
+from attrs import define, field, frozen
+
+from .options import OutputOptions, SamplingOptions, StopConditions
+from .routing import RouterConfigOverride, RouterParams, RoutingHints
+from .tracker import RequestTracker
+from .usage import PromptTokensDetails
+from .wire import U16, U32, U64, InvalidRecord, never, null, skip
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:\S+", re.IGNORECASE)
+_HOST = re.compile(r"(?!(?:https?|wss?|ftp):)|\w+://[^\s/?#]", re.IGNORECASE)
+"""The schemes that name a host must do so."""
+
+
+@define(slots=True)
+class BootstrapInfo:
+    """Where decode meets prefill for the KV transfer of this request."""
+
+    bootstrap_host: str
+    bootstrap_port: U16
+    bootstrap_room: U64
+    handoff_id: UUID | None = None
+
+
+@define(slots=True)
+class TraceLink:
+    """The generate span of the worker before this one: 32 and 16 hex digits. Written by the framework only."""
+
+    trace_id: str
+    span_id: str
+
+
+@define(slots=True)
+class PrefillResult:
+    """What prefill hands to decode; the parameters are the engine's own and not looked into."""
+
+    disaggregated_params: Any
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+@define(slots=True)
+class MmObject:
+    """A media object inside a block: its hash and the token ranges [start, end] it covers."""
+
+    mm_hash: U64
+    offsets: list[tuple[U64, U64]]
+
+
+@define(slots=True)
+class BlockExtraInfo:
+    """The media objects of one block."""
+
+    mm_objects: list[MmObject]
+
+
+@define(slots=True)
+class MmRoutingInfo:
+    """Another token sequence to route by, for prompts with media; a block without media has None."""
+
+    routing_token_ids: list[U32]
+    block_mm_infos: list[BlockExtraInfo | None]
+    expanded_prompt_len: U64 = 0
+
+
+@frozen
+class MultimodalData:
+    """One media item: a link, a link taken unchecked, a decoded buffer's descriptor, or just its id.
+
+    On the wire an object with the kind as its one key. `RawUrl` is written as `Url`, so only a receiver that gets a
+    well formed link can read it back.
+    """
+
+    kind: Literal["Url", "RawUrl", "Decoded", "UuidOnly"]
+    value: Any
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"Url" if self.kind == "RawUrl" else self.kind: self.value}
+
+    @classmethod
+    def from_wire(cls, value: Any) -> MultimodalData:
+        """Raises InvalidRecord for anything but one known key with its kind of value."""
+        if not isinstance(value, dict) or len(value) != 1:
+            raise InvalidRecord("expected an object with one of the keys Url, RawUrl, Decoded, UuidOnly")
+        ((kind, content),) = value.items()
+        if kind not in ("Url", "RawUrl", "Decoded", "UuidOnly"):
+            raise InvalidRecord("expected one of the keys Url, RawUrl, Decoded, UuidOnly")
+        if kind == "Decoded":
+            if not isinstance(content, dict):
+                raise InvalidRecord("expected an object", kind)
+        elif not isinstance(content, str):
+            raise InvalidRecord("expected a string", kind)
+        elif kind == "Url" and not (_URL.fullmatch(content) and _HOST.match(content)):
+            raise InvalidRecord("expected a URL with its scheme", kind)
+        return cls(kind, content)
+
+
+@define(slots=True)
+class Compaction:
+    """Why and how an agent shortened its conversation before this request."""
+
+    trigger: str | None = None
+    reason: str | None = None
+    implementation: str | None = None
+    phase: str | None = None
+    strategy: str | None = None
+
+
+@define(slots=True)
+class AgentKvHints:
+    """What an agent knows about its cached blocks."""
+
+    evict_session: bool | None = None
+
+
+@define(slots=True)
+class AgentContext:
+    """The agent session a request belongs to."""
+
+    session_id: str
+    parent_session_id: str | None = None
+    session_final: bool | None = None
+    compaction: Compaction | None = None
+    kv_hints: AgentKvHints | None = None
+    input_trigger: Literal["user_message", "tool_result", "other"] | None = None
+
+
+@define(slots=True)
+class PreprocessedRequest:
+    """A request in tokens. `token_ids` grows while it migrates; `prompt_embeds` (base64) takes precedence over it.
+
+    `annotations` are plain names or `key:value`. `is_probe` marks a health canary, which engines serve without asking
+    other workers. `tracker` and `migration_state` stay in this process.
+    """
+
+    token_ids: list[U32]
+    model: str = ""
+    prompt_embeds: str | None = None
+    multi_modal_data: dict[str, list[MultimodalData]] | None = None
+    multi_modal_uuids: dict[str, list[str | None]] | None = None
+    mm_routing_info: MmRoutingInfo | None = None
+    stop_conditions: StopConditions = field(factory=StopConditions)
+    sampling_options: SamplingOptions = field(factory=SamplingOptions)
+    output_options: OutputOptions = field(factory=OutputOptions)
+    eos_token_ids: list[U32] = field(factory=list)
+    mdc_sum: str | None = null()
+    annotations: list[str] = field(factory=list)
+    routing: RoutingHints | None = None
+    router_config_override: RouterConfigOverride | None = null()
+    prefill_result: PrefillResult | None = None
+    encoder_result: dict[str, Any] | None = None
+    migration_link: TraceLink | None = None
+    bootstrap_info: BootstrapInfo | None = None
+    extra_args: Any = None
+    require_reasoning: bool = skip(False)
+    router: RouterParams | None = None
+    agent_context: AgentContext | None = None
+    mm_processor_kwargs: Any = None
+    request_timestamp_ms: float | None = None
+    is_probe: bool = skip(False, name="_HEALTH_CHECK")
+    tracker: RequestTracker | None = never()
+    migration_state: Any = never()
+
+    def has_annotation(self, annotation: str) -> bool:
+        """Whether exactly this annotation was asked for."""
+        return annotation in self.annotations
+
+    def get_annotation_value(self, key: str) -> str | None:
+        """The text after `key:` of the first annotation that starts so, colons included."""
+        return annotation_value(self.annotations, key)
+
+    def ensure_routing(self) -> RoutingHints:
+        """The routing hints, made empty if there were none."""
+        if self.routing is None:
+            self.routing = RoutingHints()
+        return self.routing
+
+    def block_mm_routing_info(self) -> tuple[list[int], list[BlockExtraInfo | None] | None]:
+        """The tokens to look for in the KV index and their blocks' media.
+
+        Those of the media routing information if it has tokens, else the prompt's own and None.
+        """
+        info = self.mm_routing_info
+        if info is None or not info.routing_token_ids:
+            return self.token_ids, None
+        return info.routing_token_ids, info.block_mm_infos
+
+    def attach_router_hint(self, hint: Mapping[str, Any]) -> None:
+        """Merge `hint` into `extra_args.kv_transfer_params`; other keys stay, a part that is no object is replaced.
+
+        A key that is there already gets the new value, so a request that moves on carries its newest hint.
+        """
+        extra = dict(self.extra_args) if isinstance(self.extra_args, dict) else {}
+        known = extra.get("kv_transfer_params")
+        extra["kv_transfer_params"] = {**(known if isinstance(known, dict) else {}), **hint}
+        self.extra_args = extra
+
+
+@define(slots=True)
+class PreprocessedEmbeddingRequest:
+    """Texts to embed, each as its token ids."""
+
+    token_ids: list[list[U32]]
+    model: str
+    encoding_format: str | None = null()
+    dimensions: U32 | None = null()
+    mdc_sum: str | None = null()
+    annotations: list[str] = field(factory=list)
+
+    def has_annotation(self, annotation: str) -> bool:
+        """Whether exactly this annotation was asked for."""
+        return annotation in self.annotations
+
+    def get_annotation_value(self, key: str) -> str | None:
+        """The text after `key:` of the first annotation that starts so, colons included."""
+        return annotation_value(self.annotations, key)
+
+
+def annotation_value(annotations: Sequence[str], key: str) -> str | None:
+    """The text after `key:` in the first annotation that starts so; None if there is none."""
+    prefix = f"{key}:"
+    return next((text[len(prefix) :] for text in annotations if text.startswith(prefix)), None)

@@ -1,0 +1,70 @@
+"""Where the time of a request went and which workers had it.
+
+Source: dynamo lib/llm/src/protocols/common/timing.rs, TimingInfo, WorkerIdInfo, RoutingData, RequestPhase.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import define
+
+from .wire import U32, U64
+
+
+class RequestPhase(StrEnum):
+    """Which half of a request a worker is asked for; aggregated is both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+@define(slots=True)
+class WorkerIdInfo:
+    """The workers of a request and their data parallel ranks."""
+
+    prefill_worker_id: U64 | None = None
+    prefill_dp_rank: U32 | None = None
+    decode_worker_id: U64 | None = None
+    decode_dp_rank: U32 | None = None
+
+
+@define(slots=True)
+class TimingInfo:
+    """Durations of a request in milliseconds; `request_received_ms` is milliseconds since the epoch."""
+
+    request_received_ms: U64
+    prefill_wait_time_ms: float | None = None
+    prefill_time_ms: float | None = None
+    ttft_ms: float | None = None
+    total_time_ms: float | None = None
+    kv_hit_rate: float | None = None
+    router_queue_depth: U64 | None = None
+    kv_transfer_estimated_latency_ms: float | None = None
+
+    def fill_gaps(self, other: TimingInfo) -> None:
+        """Take each duration this record lacks from `other`; the time of receipt stays."""
+        for name in _FILLABLE:
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(other, name))
+
+
+_FILLABLE = (
+    "prefill_wait_time_ms",
+    "prefill_time_ms",
+    "ttft_ms",
+    "total_time_ms",
+    "kv_hit_rate",
+    "router_queue_depth",
+    "kv_transfer_estimated_latency_ms",
+)
+
+
+@define(slots=True)
+class RoutingData:
+    """What a router learned about a request and reports with its output."""
+
+    timing: TimingInfo | None = None
+    worker_id: WorkerIdInfo | None = None
+    token_ids: list[U32] | None = None

@@ -1,0 +1,303 @@
+"""RequestTracker: when a request passed which point, and which workers had it.
+
+Source: dynamo lib/llm/src/protocols/common/timing.rs, RequestTracker. Other than there, clocks come from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from attrs import Factory, define, field
+
+from .timing import RequestPhase, RoutingData, TimingInfo, WorkerIdInfo
+
+_log = logging.getLogger(__name__)
+_NANOSECONDS_MAX = 2**64 - 1
+
+
+class PermitGate(Protocol):
+    """One permit that any task may give back, such as `anyio.Semaphore(1)`."""
+
+    async def acquire(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class PhasePermit:
+    """Holds the phase of a request; the next `set_phase` waits until it is released. Released once, however often."""
+
+    def __init__(self, gate: PermitGate) -> None:
+        self._gate: PermitGate | None = gate
+
+    def release(self) -> None:
+        """Let the next phase begin."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@define(slots=True)
+class WorkerSlot:
+    """The worker of one phase."""
+
+    worker_id: int | None = None
+    dp_rank: int | None = None
+    worker_type: str | None = None
+
+    def record(self, worker_id: int, dp_rank: int | None, worker_type: str | None) -> None:
+        """The first worker stays, its rank and type may follow; another worker is logged and ignored."""
+        if self.worker_id is not None and self.worker_id != worker_id:
+            _log.warning("worker %s already had this phase, worker %s is not recorded", self.worker_id, worker_id)
+            return
+        self.worker_id = worker_id
+        if self.dp_rank is None:
+            self.dp_rank = dp_rank
+        elif dp_rank is not None and dp_rank != self.dp_rank:
+            _log.warning("worker %s was rank %s already, rank %s is not recorded", worker_id, self.dp_rank, dp_rank)
+        if self.worker_type is None:
+            self.worker_type = worker_type
+
+
+@define(slots=True, eq=False)
+class RequestTracker:
+    """One request's times, counts and workers, shared by all its stages and attempts. Belongs to one event loop.
+
+    `clock` gives monotonic seconds, `wall_ms` milliseconds since the epoch, `gate` a fresh permit gate, asked for when
+    the first phase is set. The first value recorded holds, but the last holds for `finish` and `osl_tokens`.
+    """
+
+    _clock: Callable[[], float]
+    _wall_ms: Callable[[], int]
+    _gate: Callable[[], PermitGate] = field(repr=False)
+    received: float = field(init=False, default=Factory(lambda self: self._clock(), takes_self=True))
+    received_ms: int = field(init=False, default=Factory(lambda self: self._wall_ms(), takes_self=True))
+    phase: RequestPhase = field(init=False, default=RequestPhase.AGGREGATED)
+    prefill_start: float | None = field(init=False, default=None)
+    first_token: float | None = field(init=False, default=None)
+    decode_first_token: float | None = field(init=False, default=None)
+    prefill_complete: float | None = field(init=False, default=None)
+    finish: float | None = field(init=False, default=None)
+    osl_tokens: int = field(init=False, default=0)
+    isl_tokens: int | None = field(init=False, default=None)
+    cached_tokens: int | None = field(init=False, default=None)
+    overlap_blocks: float | None = field(init=False, default=None)
+    isl_blocks: int | None = field(init=False, default=None)
+    router_queue_depth: int | None = field(init=False, default=None)
+    tokenize_latency_s: float | None = field(init=False, default=None)
+    detokenize_count: int = field(init=False, default=0)
+    prefill_worker: WorkerSlot = field(init=False, factory=WorkerSlot)
+    decode_worker: WorkerSlot = field(init=False, factory=WorkerSlot)
+    external_query_token_ids: list[int] | None = field(init=False, default=None)
+    _detokenize_ns: int = field(init=False, default=0)
+    _external_timing: TimingInfo | None = field(init=False, default=None)
+    _external_workers: WorkerIdInfo | None = field(init=False, default=None)
+    _opened_gate: PermitGate | None = field(init=False, default=None)
+
+    async def set_phase(self, phase: RequestPhase) -> PhasePermit:
+        """Wait until the phase before is let go, then begin this one; the caller releases the permit.
+
+        A prefill in the background so has its worker recorded before the phase turns to decode.
+        """
+        if self._opened_gate is None:
+            self._opened_gate = self._gate()
+        gate = self._opened_gate
+        await gate.acquire()
+        self.phase = phase
+        return PhasePermit(gate)
+
+    def _now_once(self, name: str) -> bool:
+        """Record the time under `name` unless there is one; whether this was the first."""
+        if getattr(self, name) is not None:
+            return False
+        setattr(self, name, self._clock())
+        return True
+
+    def record_prefill_start(self) -> bool:
+        """Prefill began; whether this was the first time."""
+        return self._now_once("prefill_start")
+
+    def record_first_token(self) -> bool:
+        """The first token is there, in disaggregation that of prefill; whether this was the first time."""
+        return self._now_once("first_token")
+
+    def record_decode_first_token(self) -> bool:
+        """Decode's own first token is there; whether this was the first time."""
+        return self._now_once("decode_first_token")
+
+    def record_prefill_complete(self) -> bool:
+        """Prefill handed over; whether this was the first time."""
+        return self._now_once("prefill_complete")
+
+    def record_finish(self) -> None:
+        """The request is finished as of now; later calls move it."""
+        self.finish = self._clock()
+
+    def record_osl(self, osl_tokens: int) -> None:
+        """So many output tokens up to now."""
+        self.osl_tokens = osl_tokens
+
+    def record_isl(self, isl_tokens: int, cached_tokens: int | None = None) -> None:
+        """So many input tokens, and how many of them a worker had cached, where that is known."""
+        if self.isl_tokens is None:
+            self.isl_tokens = isl_tokens
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
+
+    def record_kv_hit(self, overlap_blocks: float, isl_blocks: int) -> None:
+        """So many of the input's blocks were on the chosen worker."""
+        if self.isl_blocks is None:
+            self.overlap_blocks, self.isl_blocks = overlap_blocks, isl_blocks
+
+    def record_worker(self, worker_id: int, dp_rank: int | None = None, worker_type: str | None = None) -> None:
+        """The worker of the current phase; an aggregated one has both."""
+        if self.phase is not RequestPhase.DECODE:
+            self.prefill_worker.record(worker_id, dp_rank, worker_type)
+        if self.phase is not RequestPhase.PREFILL:
+            self.decode_worker.record(worker_id, dp_rank, worker_type)
+
+    def record_router_queue_depth(self, depth: int) -> None:
+        """So many requests waited in the router when this one came."""
+        if self.router_queue_depth is None:
+            self.router_queue_depth = depth
+
+    def record_tokenize_latency(self, seconds: float) -> None:
+        """Tokenizing took so long."""
+        if self.tokenize_latency_s is None:
+            self.tokenize_latency_s = seconds
+
+    def record_detokenize(self, nanoseconds: int) -> None:
+        """One more detokenizing step took so long; the sum ends at the largest u64."""
+        self._detokenize_ns = min(self._detokenize_ns + nanoseconds, _NANOSECONDS_MAX)
+        self.detokenize_count += 1
+
+    def record_external_timing(self, timing: TimingInfo) -> None:
+        """Times another router measured; they only fill gaps of ours."""
+        if self._external_timing is None:
+            self._external_timing = timing
+
+    def record_external_workers(self, workers: WorkerIdInfo) -> None:
+        """Workers another router chose; they only fill gaps of ours."""
+        if self._external_workers is None:
+            self._external_workers = workers
+
+    def record_external_query_token_ids(self, token_ids: list[int]) -> None:
+        """Token ids another router answered a query with."""
+        if self.external_query_token_ids is None:
+            self.external_query_token_ids = token_ids
+
+    @property
+    def prefill_wait_time_ms(self) -> float | None:
+        return _between_ms(self.received, self.prefill_start)
+
+    @property
+    def prefill_time_ms(self) -> float | None:
+        return _between_ms(self.prefill_start, self.first_token)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        return _between_ms(self.received, self.first_token)
+
+    @property
+    def total_time_ms(self) -> float | None:
+        return _between_ms(self.received, self.finish)
+
+    @property
+    def avg_itl_ms(self) -> float | None:
+        """Mean time between tokens; None below two tokens."""
+        decoding_ms = _between_ms(self.first_token, self.finish)
+        return None if decoding_ms is None or self.osl_tokens < 2 else decoding_ms / (self.osl_tokens - 1)
+
+    @property
+    def kv_hit_rate(self) -> float | None:
+        """Share of the input's blocks that were on the chosen worker."""
+        return self.overlap_blocks / self.isl_blocks if self.overlap_blocks is not None and self.isl_blocks else None
+
+    @property
+    def kv_transfer_estimated_latency_s(self) -> float | None:
+        """From the end of prefill to decode's first token, not below zero; None where both are one worker's."""
+        duration_ms = _between_ms(self.prefill_complete, self.decode_first_token)
+        return None if duration_ms is None else max(0.0, duration_ms / 1000)
+
+    @property
+    def detokenize_total_s(self) -> float | None:
+        return self._detokenize_ns / 1e9 if self.detokenize_count else None
+
+    def worker_info(self) -> WorkerIdInfo | None:
+        """Both phases' workers, field by field ours before another router's; None if no worker is known."""
+        other = self._external_workers or WorkerIdInfo()
+        prefill, decode = self.prefill_worker, self.decode_worker
+        info = WorkerIdInfo(
+            _first(prefill.worker_id, other.prefill_worker_id),
+            _first(prefill.dp_rank, other.prefill_dp_rank),
+            _first(decode.worker_id, other.decode_worker_id),
+            _first(decode.dp_rank, other.decode_dp_rank),
+        )
+        return None if info.prefill_worker_id is None and info.decode_worker_id is None else info
+
+    def timing_info(self) -> TimingInfo:
+        """All durations known by now, in milliseconds; gaps filled from another router's."""
+        transfer_s = self.kv_transfer_estimated_latency_s
+        timing = TimingInfo(
+            self.received_ms,
+            self.prefill_wait_time_ms,
+            self.prefill_time_ms,
+            self.ttft_ms,
+            self.total_time_ms,
+            self.kv_hit_rate,
+            self.router_queue_depth,
+            None if transfer_s is None else transfer_s * 1000,
+        )
+        if self._external_timing is not None:
+            timing.fill_gaps(self._external_timing)
+        return timing
+
+    def routing_data(self) -> RoutingData:
+        """Timing, workers and query tokens together, as they travel with an output."""
+        return RoutingData(self.timing_info(), self.worker_info(), self.external_query_token_ids)
+
+
+def _between_ms(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else (end - start) * 1000
+
+
+def _first(ours: int | None, theirs: int | None) -> int | None:
+    return theirs if ours is None else ours
+
+
+GAUGE_PREFIX = "dynamo_frontend_worker_last_"
+
+
+def worker_gauges(tracker: RequestTracker) -> list[tuple[str, dict[str, str], float]]:
+    """The per-worker gauges this request sets: name, labels, value.
+
+    Time to first token and input length belong to the prefill worker, time between tokens to the decode worker.
+    Empty where no worker or nothing measured is known.
+    """
+    ttft_ms, itl_ms = tracker.ttft_ms, tracker.avg_itl_ms
+    prefill, decode = tracker.prefill_worker, tracker.decode_worker
+    measured = (
+        ("time_to_first_token_seconds", prefill, "prefill", None if ttft_ms is None else ttft_ms / 1000),
+        ("input_sequence_tokens", prefill, "prefill", tracker.isl_tokens),
+        ("inter_token_latency_seconds", decode, "decode", None if itl_ms is None else itl_ms / 1000),
+    )
+    return [
+        (GAUGE_PREFIX + name, _labels(slot, phase), float(value))
+        for name, slot, phase, value in measured
+        if value is not None and slot.worker_id is not None
+    ]
+
+
+def _labels(slot: WorkerSlot, phase: str) -> dict[str, str]:
+    rank = "none" if slot.dp_rank is None else str(slot.dp_rank)
+    return {"worker_id": str(slot.worker_id), "dp_rank": rank, "worker_type": slot.worker_type or phase}

@@ -1,0 +1,127 @@
+"""Errors cross a process as what they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.error_wire import error_from_plain, error_to_plain
+from pipeline.errors import (
+    BackendError,
+    BackendUnknown,
+    CannotConnect,
+    ContractViolation,
+    Disconnected,
+    EngineShutdown,
+    InvalidArgument,
+    MessageTooLarge,
+    PenstockError,
+    StatusError,
+    StreamIncomplete,
+    Unknown,
+    chain,
+)
+from pipeline.protocols import InvalidRecord
+
+OURS = [cls for cls in PenstockError._by_name.values() if cls.__module__ == "pipeline.errors"]
+
+
+@pytest.mark.parametrize("cls", OURS, ids=lambda cls: cls.__name__)
+def test_every_class_comes_back_as_itself(cls: type[PenstockError]) -> None:
+    again = error_from_plain(error_to_plain(cls("text")))
+    expected = BackendUnknown if cls is BackendError else cls
+    assert (type(again), again.message) == (expected, "text")
+    assert again.__cause__ is None
+
+
+def test_plain_types_are_texts_and_backend_types_objects() -> None:
+    """ERR-04."""
+    assert error_to_plain(Disconnected("x")) == {"error_type": "Disconnected", "message": "x"}
+    assert error_to_plain(EngineShutdown("x")) == {"error_type": {"Backend": "EngineShutdown"}, "message": "x"}
+
+
+@pytest.mark.parametrize(
+    ("error", "facts"),
+    [
+        (InvalidArgument("m", field="a[1].b"), {"field": "a[1].b"}),
+        (StatusError("m", status=418), {"status": 418}),
+        (MessageTooLarge("m", size_bytes=9, limit_bytes=8), {"size_bytes": 9, "limit_bytes": 8}),
+        (ContractViolation("m", rule="E3"), {"rule": "E3"}),
+    ],
+)
+def test_facts_of_a_class_travel(error: PenstockError, facts: dict[str, Any]) -> None:
+    again = error_from_plain(error_to_plain(error))
+    assert type(again) is type(error)
+    assert {name: getattr(again, name) for name in facts} == facts
+
+
+@given(st.lists(st.sampled_from([Disconnected, CannotConnect, StreamIncomplete, Unknown]), min_size=1, max_size=5))
+def test_the_whole_chain_travels(classes: list[type[PenstockError]]) -> None:
+    error: PenstockError | None = None
+    for number, cls in enumerate(classes):
+        error = cls(f"link {number}", cause=error)
+    assert error is not None
+    again = error_from_plain(error_to_plain(error))
+    assert [(type(link), str(link)) for link in chain(again)] == [(type(link), str(link)) for link in chain(error)]
+
+
+def test_a_foreign_exception_becomes_unknown_with_its_causes() -> None:
+    error = OSError("socket")
+    error.__cause__ = Disconnected("peer")
+    again = error_from_plain(error_to_plain(error))
+    assert [(type(link), str(link)) for link in chain(again)] == [(Unknown, "socket"), (Disconnected, "peer")]
+
+
+def test_a_foreign_cause_inside_a_chain_becomes_unknown() -> None:
+    again = error_from_plain(error_to_plain(CannotConnect("c", cause=ValueError("deep"))))
+    assert [(type(link), str(link)) for link in chain(again)] == [(CannotConnect, "c"), (Unknown, "deep")]
+
+
+def test_a_cycle_of_causes_ends() -> None:
+    first, second = Disconnected("1"), CannotConnect("2")
+    first.__cause__, second.__cause__ = second, first
+    assert [str(link) for link in chain(error_from_plain(error_to_plain(first)))] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [("Newer", Unknown), ({"Backend": "Newer"}, BackendUnknown), ({"Backend": "EngineShutdown"}, EngineShutdown)],
+)
+def test_a_type_this_process_does_not_know_is_unknown(kind: Any, cls: type[PenstockError]) -> None:
+    assert type(error_from_plain({"error_type": kind, "message": "m"})) is cls
+
+
+def test_a_class_that_cannot_be_made_from_a_record_is_unknown() -> None:
+    class NeedsMore(PenstockError):
+        def __init__(self, message: str, worker: int, **kwargs: Any) -> None:
+            super().__init__(message, **kwargs)
+            self.worker = worker
+
+    again = error_from_plain(error_to_plain(NeedsMore("m", 3)))
+    assert (type(again), again.message) == (Unknown, "m")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        "text",
+        {"message": "m"},
+        {"error_type": 1, "message": "m"},
+        {"error_type": {"Other": "x"}, "message": "m"},
+        {"error_type": "Unknown", "message": 1},
+        {"error_type": "Unknown", "message": "m", "caused_by": "x"},
+    ],
+)
+def test_what_is_no_error_record_is_refused(record: Any) -> None:
+    with pytest.raises(InvalidRecord):
+        error_from_plain(record)
+
+
+def test_details_of_the_wrong_kind_are_left_out() -> None:
+    error = error_from_plain({"error_type": "StatusError", "message": "m", "details": {"status": "418"}})
+    assert isinstance(error, StatusError)
+    assert error.status == 500

@@ -1,0 +1,402 @@
+"""The Direction section of the house style, held by reading imports.
+
+A rule is a function from a path and its source to the lines that break it. One test runs it over the repository,
+another feeds it a file that must be caught, so no rule can pass by seeing nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import pytest
+from attrs import define, field, frozen
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("pipeline", "operators", "engines", "serving")
+USERS = ("examples", "tests", "benchmarks")
+
+MAY_IMPORT = {
+    "pipeline": {"pipeline"},
+    "operators": {"pipeline", "operators"},
+    "engines": {"pipeline", "engines"},
+    "serving": set(PRODUCT),
+}
+"""Folder of the product -> the folders of this repository it may import."""
+
+CORE = (
+    *("errors", "loop", "once", "stage", "declared", "draw"),
+    *("control", "registry", "context", "racing", "annotated", "stream", "engine", "operator", "segment"),
+)
+"""Modules of the core in order: each imports only what stands to its left, so a new one must take its place here."""
+
+CALL_TIME = {("stream", "rx"), ("operator", "segment")}
+"""Core modules that import a sibling inside a function: what a stream or an operator offers as a method."""
+
+FACES = {
+    *("pipeline", "pipeline.protocols", "pipeline.testing", "pipeline.network"),
+    *(f"pipeline.protocols.{group}" for group in ("card", "nvext", "openai", "runtime_config", "timing", "wire")),
+    *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
+    *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
+    *("operators", "engines"),
+    *("serving", "serving.graphs", "serving.http", "serving.replay"),
+}
+"""The modules other folders import from."""
+
+FACE_NAMES_MAX = 44
+
+DOORS = {
+    "blake3": {"pipeline/card_checksum.py"},
+    "cattrs": {"pipeline/codec.py"},
+    "json5": {"pipeline/model_folder.py"},
+    "jinja2": {"operators/chat_template.py"},
+    "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai_json.py"},
+    "nats": {"pipeline/network/nats.py"},
+    "opentelemetry": {"pipeline/tracing.py", "pipeline/metrics.py", "serving/telemetry.py"},
+    "pytest": {"pipeline/testing/plugin.py"},
+    "reactivex": {"pipeline/rx.py"},
+    "rich": {"serving/cli.py"},
+    "starlette": {"serving/http*.py"},
+    "tokenizers": {"operators/tokenizer.py"},
+    "transformers": {"engines/transformers.py"},
+    "typer": {"serving/cli.py"},
+    "uvicorn": {"serving/cli.py", "serving/server.py"},
+    "xxhash": {"pipeline/frames.py", "operators/kv/*.py"},
+}
+"""Foreign library -> the files that may import it (patterns)."""
+
+NAMED_IN_TYPES = {("pipeline/stream.py", "reactivex")}
+"""Files that name a library's types in annotations without importing it at run time."""
+
+LOOPS_AND_CLOCKS = {"asyncio": "anyio", "trio": "anyio", "time": "anyio's clock"}
+"""What pipeline, operators and engines do not import, and what they use instead."""
+
+LOOPS_ALLOWED = {"pipeline/testing/*.py": {"asyncio", "trio"}}
+"""Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries."""
+
+WALL_CLOCK: set[str] = set()
+"""Files that may ask for the time of day, to write it into a record and never to wait or to decide."""
+
+NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette")
+"""What `import pipeline` leaves for those who use it."""
+
+When = Literal["load", "call", "typing"]
+
+
+@frozen
+class Imported:
+    """One module that a file imports: absolute name, line, how it is written and when it happens."""
+
+    module: str
+    line: int
+    relative: bool
+    when: When
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+
+def files(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def module_name(path: str) -> str:
+    return ".".join(PurePosixPath(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_name(path: str) -> str:
+    return ".".join(PurePosixPath(path).parent.parts)
+
+
+def within(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+MODULES = {module_name(path) for path, _ in files(PRODUCT)}
+PACKAGES = {package_name(path) for path, _ in files(PRODUCT)}
+
+
+@define
+class Imports(ast.NodeVisitor):
+    """Collects every import of one file, with relative ones resolved and `from package import module` followed."""
+
+    path: str
+    found: list[Imported] = field(factory=list)
+    _when: list[When] = field(factory=lambda: ["load"])
+
+    @contextmanager
+    def _during(self, when: When) -> Iterator[None]:
+        self._when.append("typing" if self._when[-1] == "typing" else when)
+        try:
+            yield
+        finally:
+            self._when.pop()
+
+    def visit_If(self, node: ast.If) -> None:
+        guarded = ast.unparse(node.test).removeprefix("typing.") == "TYPE_CHECKING"
+        with self._during("typing" if guarded else self._when[-1]):
+            for child in node.body:
+                self.visit(child)
+        for child in node.orelse:
+            self.visit(child)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        with self._during("call"):
+            self.generic_visit(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.visit_FunctionDef(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self._add(node, [alias.name for alias in node.names])
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        package = package_name(self.path).split(".")
+        above = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*above, *filter(None, [node.module])])
+        full = [f"{module}.{alias.name}" for alias in node.names]
+        self._add(node, [name if name in MODULES else module for name in full], relative=node.level > 0)
+
+    def _add(self, node: ast.stmt, modules: list[str], relative: bool = False) -> None:
+        self.found += [Imported(name, node.lineno, relative, self._when[-1]) for name in dict.fromkeys(modules)]
+
+
+def imports(path: str, source: str) -> list[Imported]:
+    visitor = Imports(path)
+    visitor.visit(ast.parse(source))
+    return visitor.found
+
+
+Rule = Callable[[str, str], list[str]]
+
+
+def direction(path: str, source: str) -> list[str]:
+    """Folders import in one direction, and nothing of the product imports its users."""
+    forbidden = {*PRODUCT, *USERS} - MAY_IMPORT[path.partition("/")[0]]
+    return [f"{path}:{i.line}: imports {i.module}" for i in imports(path, source) if i.top in forbidden]
+
+
+def core_order(path: str, source: str) -> list[str]:
+    """The core imports leftwards, and inside a function only what is declared."""
+    own = module_name(path).removeprefix("pipeline.")
+    if own not in CORE:
+        return []
+    offenders = []
+    for i in imports(path, source):
+        other = i.module.removeprefix("pipeline.")
+        if i.top != "pipeline" or i.when == "typing":
+            continue
+        if i.when == "call" and (own, other) not in CALL_TIME:
+            offenders.append(f"{path}:{i.line}: imports {other} inside a function")
+        elif i.when == "load" and other not in CORE[: CORE.index(own)]:
+            offenders.append(f"{path}:{i.line}: imports {other}, which does not stand to its left")
+    return offenders
+
+
+def core_is_generic(path: str, source: str) -> list[str]:
+    """Core files know neither the protocols nor the network."""
+    if module_name(path).removeprefix("pipeline.") not in CORE:
+        return []
+    return [
+        f"{path}:{i.line}: imports {i.module}"
+        for i in imports(path, source)
+        if i.module.startswith(("pipeline.protocols", "pipeline.network"))
+    ]
+
+
+def protocols_are_data(path: str, source: str) -> list[str]:
+    """Protocols import the standard library, attrs and each other."""
+    if not path.startswith("pipeline/protocols/"):
+        return []
+    return [
+        f"{path}:{i.line}: imports {i.module}"
+        for i in imports(path, source)
+        if i.top not in sys.stdlib_module_names | {"attrs"} and not i.module.startswith("pipeline.protocols")
+    ]
+
+
+def one_door(path: str, source: str) -> list[str]:
+    """A foreign library is imported in its own files only."""
+    return [
+        f"{path}:{i.line}: imports {i.module}, whose door is {' or '.join(sorted(DOORS[i.top]))}"
+        for i in imports(path, source)
+        if i.top in DOORS
+        and not any(fnmatch(path, door) for door in DOORS[i.top])
+        and not (i.when == "typing" and (path, i.top) in NAMED_IN_TYPES)
+    ]
+
+
+def through_faces(path: str, source: str) -> list[str]:
+    """Across folders a face is imported absolutely, inside a folder everything relatively."""
+    package = package_name(path)
+    offenders = []
+    for i in imports(path, source):
+        if i.top not in PRODUCT:
+            continue
+        if not i.relative and package == (i.module if i.module in PACKAGES else i.module.rpartition(".")[0]):
+            offenders.append(f"{path}:{i.line}: imports {i.module} of its own folder absolutely")
+        elif i.module not in FACES and not i.relative:
+            offenders.append(f"{path}:{i.line}: imports {i.module}, which is not a face")
+        elif i.module not in FACES:
+            passed = [face for face in FACES if within(i.module, face) and not within(package, face)]
+            offenders += [f"{path}:{i.line}: reaches behind {face} for {i.module}" for face in passed]
+    return offenders
+
+
+def outside_time(path: str, source: str) -> list[str]:
+    """Neither a loop nor a clock is imported, nor the time of day asked for."""
+    allowed = {name for pattern, names in LOOPS_ALLOWED.items() if fnmatch(path, pattern) for name in names}
+    offenders = [
+        f"{path}:{i.line}: imports {i.module}, use {LOOPS_AND_CLOCKS[i.top]}"
+        for i in imports(path, source)
+        if i.top in LOOPS_AND_CLOCKS.keys() - allowed and not (i.top == "time" and path in WALL_CLOCK)
+    ]
+    if path not in WALL_CLOCK:
+        offenders += [
+            f"{path}:{node.lineno}: asks for the time of day"
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute)
+            and ast.unparse(node).endswith(("datetime.now", "datetime.utcnow", "datetime.today", "date.today"))
+        ]
+    return offenders
+
+
+def small_faces(path: str, source: str) -> list[str]:
+    """A face offers fewer than 45 names."""
+    if module_name(path) not in FACES:
+        return []
+    return [
+        f"{path}:{node.lineno}: {len(node.value.elts)} names"
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "__all__"
+        and isinstance(node.value, ast.List | ast.Tuple)
+        and len(node.value.elts) > FACE_NAMES_MAX
+    ]
+
+
+def loaded_by(statement: str) -> str:
+    """Which of `NOT_ON_IMPORT` a fresh interpreter has loaded after the statement."""
+    code = f"{statement}; import sys; print(*[name for name in {NOT_ON_IMPORT} if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return ran.stdout.strip()
+
+
+def hold(rule: Rule, folders: Iterable[str]) -> None:
+    offenders = [line for path, source in files(folders) for line in rule(path, source)]
+    assert not offenders, "\n".join([f"{rule.__doc__}", *offenders])
+
+
+def test_every_folder_of_the_product_is_read() -> None:
+    assert {path.partition("/")[0] for path, _ in files(PRODUCT)} == set(PRODUCT)
+
+
+def test_folders_import_in_one_direction() -> None:
+    hold(direction, PRODUCT)
+
+
+def test_in_the_core_left_does_not_import_right() -> None:
+    hold(core_order, ["pipeline"])
+
+
+def test_core_imports_neither_protocols_nor_network() -> None:
+    hold(core_is_generic, ["pipeline"])
+
+
+def test_protocols_import_only_attrs() -> None:
+    hold(protocols_are_data, ["pipeline"])
+
+
+def test_a_foreign_library_has_one_door() -> None:
+    hold(one_door, PRODUCT)
+
+
+def test_folders_meet_at_their_faces() -> None:
+    hold(through_faces, [*PRODUCT, "examples"])
+
+
+def test_loops_and_clocks_come_from_anyio() -> None:
+    hold(outside_time, ["pipeline", "operators", "engines"])
+
+
+def test_a_face_has_fewer_than_45_names() -> None:
+    hold(small_faces, PRODUCT)
+
+
+def test_importing_pipeline_loads_no_optional_library() -> None:
+    assert loaded_by("import pipeline") == ""
+
+
+@pytest.mark.parametrize("name", NOT_ON_IMPORT)
+def test_a_loaded_library_is_noticed(name: str) -> None:
+    assert name in loaded_by(f"import {name}").split()
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (direction, "operators/a.py", "from engines import Echo"),
+        (direction, "engines/a.py", "def f():\n    import operators"),
+        (direction, "pipeline/network/a.py", "if TYPE_CHECKING:\n    from operators import Migration"),
+        (direction, "engines/mocker/a.py", "import serving.http"),
+        (direction, "serving/a.py", "from tests import conftest"),
+        (core_order, "pipeline/context.py", "from .stream import ResponseStream"),
+        (core_order, "pipeline/errors.py", "from pipeline import context"),
+        (core_order, "pipeline/engine.py", "try:\n    from . import rx\nexcept ImportError:\n    pass"),
+        (core_order, "pipeline/stream.py", "async def f():\n    from .segment import link"),
+        (core_order, "pipeline/stream.py", "class A:\n    def f(self):\n        from .errors import StreamClosed"),
+        (core_is_generic, "pipeline/segment.py", "from .network.names import Instance"),
+        (core_is_generic, "pipeline/engine.py", "def f():\n    from pipeline.protocols import LLMEngineOutput"),
+        (protocols_are_data, "pipeline/protocols/a.py", "from ..errors import CodecError"),
+        (protocols_are_data, "pipeline/protocols/a.py", "import msgspec"),
+        (one_door, "operators/a.py", "from reactivex.subject import Subject"),
+        (one_door, "operators/a.py", "if TYPE_CHECKING:\n    from reactivex import Observable"),
+        (one_door, "serving/graphs.py", "def f():\n    from starlette.responses import Response"),
+        (through_faces, "operators/a.py", "from pipeline.loop import Home"),
+        (through_faces, "operators/a.py", "from pipeline import loop"),
+        (through_faces, "serving/a.py", "import operators.migration"),
+        (through_faces, "examples/a.py", "from engines.echo import Echo"),
+        (through_faces, "pipeline/codec.py", "from pipeline.errors import CodecError"),
+        (through_faces, "pipeline/codec.py", "from .protocols.request import PreprocessedRequest"),
+        (through_faces, "pipeline/testing/a.py", "from ..network.names import Instance"),
+        (outside_time, "operators/a.py", "import asyncio"),
+        (outside_time, "engines/a.py", "from trio.testing import MockClock"),
+        (outside_time, "operators/kv/a.py", "def f():\n    from time import monotonic"),
+        (outside_time, "pipeline/testing/a.py", "import time"),
+        (outside_time, "operators/a.py", "import datetime\nborn = datetime.datetime.now(datetime.UTC)"),
+        (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(45)]}"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_is_caught(rule: Rule, path: str, source: str) -> None:
+    assert rule(path, source)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (direction, "serving/graphs.py", "from operators import Migration\nfrom engines import Echo"),
+        (core_order, "pipeline/stream.py", "from .context import Context\ndef f():\n    from .rx import apply"),
+        (core_order, "pipeline/context.py", "if TYPE_CHECKING:\n    from .stream import ResponseStream"),
+        (core_is_generic, "pipeline/codec.py", "from pipeline.protocols import PreprocessedRequest"),
+        (protocols_are_data, "pipeline/protocols/a.py", "import json\nfrom attrs import frozen\nfrom .b import B"),
+        (one_door, "pipeline/stream.py", "if TYPE_CHECKING:\n    from reactivex import Observable"),
+        (one_door, "serving/http_errors.py", "import starlette"),
+        (through_faces, "operators/prefill/a.py", "from ..push_router import PushRouter\nfrom .b import B"),
+        (through_faces, "operators/a.py", "from .kv.cost import cost\nfrom pipeline import errors, Context"),
+        (through_faces, "pipeline/codec.py", "from pipeline.protocols import PreprocessedRequest"),
+        (outside_time, "pipeline/testing/a.py", "import asyncio\nimport trio"),
+        (outside_time, "operators/a.py", "from datetime import timedelta"),
+        (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(44)]}"),
+    ],
+)
+def test_a_file_that_keeps_a_rule_is_left_alone(rule: Rule, path: str, source: str) -> None:
+    assert not rule(path, source)
