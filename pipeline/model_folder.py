@@ -67,39 +67,46 @@ def architectural_context_length(folder: Path) -> int | None:
     Looked for in the configuration, its text part, then the tokenizer's configuration. Raises InvalidArgument for a
     configuration whose value is there and is no length.
     """
-    config = _read_object(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
-        if "max_position_embeddings" in part and (length := _length(part["max_position_embeddings"])):
+        if "max_position_embeddings" in part and (length := _length(folder, part["max_position_embeddings"])):
             return length
     # Tokenizers without a limit say 10**30, so what is out of range here is no error.
-    limit = _read_object(folder / TOKENIZER_CONFIG).get("model_max_length")
+    limit = read_object(folder / TOKENIZER_CONFIG).get("model_max_length")
     return limit if type(limit) is int and 0 < limit <= U32_MAX else None
 
 
-def _length(value: Any) -> int:
+def _length(folder: Path, value: Any) -> int:
     if type(value) is int and 0 <= value <= U32_MAX:
         return value
-    name = "max_position_embeddings"
-    raise InvalidArgument(f"{CONFIG}: {name} must be a number of tokens", field=name)
+    raise wrong_file(folder / CONFIG, "max_position_embeddings must be a number of tokens")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, read leniently where plain JSON fails; empty if there is no file."""
+def wrong_file(path: Path, problem: str) -> InvalidArgument:
+    """The error for a file of a model folder; its `field` is the file's name."""
+    return InvalidArgument(f"{path}: {problem}", field=path.name)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, read leniently where plain JSON fails; empty if there is no file.
+
+    Raises InvalidArgument that names the file if it holds anything else.
+    """
     if not path.is_file():
         return {}
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         value = json.loads(text)
     except ValueError:
-        value = _read_json5(text, path.name)
+        value = _read_json5(text, path)
     if not isinstance(value, dict):
-        raise InvalidArgument(f"{path.name}: expected an object")
+        raise wrong_file(path, "must hold a JSON object")
     return value
 
 
-def _read_json5(text: str, name: str) -> Any:
+def _read_json5(text: str, path: Path) -> Any:
     try:
         return json5.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{name}: not a JSON file") from error
+        raise wrong_file(path, "is not JSON") from error

@@ -1,0 +1,101 @@
+"""EchoEngine: answers with the prompt's own tokens; for tests, examples and measuring what stands around an engine.
+
+Source: dynamo lib/llm/src/engines.rs, the echo engine. Other than there, it follows every limit of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from itertools import cycle, islice
+
+import anyio
+from anyio.lowlevel import checkpoint
+from attrs import frozen
+
+from pipeline import Annotated, AsyncEngine, Context, Control, InvalidArgument, ResponseStream
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
+
+_ITEMS_PER_TURN = 64
+"""After so many items other tasks get a turn, where there is no delay."""
+
+
+class EchoEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
+    """Says the prompt's tokens, one an item, each after `delay_s`.
+
+    It ends with the prompt (finish reason stop) or as soon as there are `max_tokens` (length). It starts over until
+    there are `min_tokens`, and with `ignore_eos` until `max_tokens`. The choices of `n` take turns, each item with its
+    index. The last item has the usage. A probe is answered like any request. Raises InvalidArgument for limits that
+    contradict each other, and for a prompt given as embeddings.
+
+    After a stop, also during a delay, one item with finish reason cancelled follows; after a kill nothing.
+    """
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+
+    async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
+        return ResponseStream(self._say(_Answer.to(request.payload), request.control), request)
+
+    async def _say(self, answer: _Answer, control: Control) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+        delay_s = self.delay_s
+        for said, output in enumerate(answer.outputs()):
+            if delay_s:
+                with anyio.move_on_after(delay_s):
+                    await control.stopped()
+            elif said % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
+                await checkpoint()
+            if control.is_stopped:
+                if not control.is_killed:
+                    yield Annotated(answer.cancelled(said, output.index))
+                return
+            yield Annotated(output)
+
+
+@frozen
+class _Answer:
+    """What will be said to a request."""
+
+    prompt: list[int]
+    length_tokens: int
+    """Of each choice."""
+    finish: FinishReason
+    choices: int
+
+    @classmethod
+    def to(cls, request: PreprocessedRequest) -> _Answer:
+        """Decides it. Raises InvalidArgument for a request that cannot be answered."""
+        prompt, stop = request.token_ids, request.stop_conditions
+        least, most = stop.min_tokens or 0, stop.max_tokens
+        choices = 1 if request.sampling_options.n is None else request.sampling_options.n
+        if request.prompt_embeds is not None:
+            raise InvalidArgument("there are no tokens to echo in embeddings", field="prompt_embeds")
+        if choices < 1:
+            raise InvalidArgument(f"n must be at least 1, got {choices}", field="n")
+        if most is not None and not least <= most:
+            raise InvalidArgument(f"max_tokens is {most}, which is below min_tokens, {least}", field="max_tokens")
+        length = max(len(prompt), least) if prompt else 0
+        if most is not None:
+            length = min(length, most) if not (prompt and stop.ignore_eos) else most
+        return cls(prompt, length, FinishReason.LENGTH if length == most else FinishReason.STOP, choices)
+
+    def outputs(self) -> Iterator[LLMEngineOutput]:
+        """All chunks in order; where there is one choice they have no index."""
+        indexes = [None] if self.choices == 1 else range(self.choices)
+        tokens = islice(cycle(self.prompt), self.length_tokens)
+        for token_id in islice(tokens, self.length_tokens - 1 if self.length_tokens else 0):
+            for index in indexes:
+                yield LLMEngineOutput([token_id], index=index)
+        last = list(tokens)
+        for index in indexes:
+            output = LLMEngineOutput(last[:], index=index, finish_reason=self.finish)
+            if index == indexes[-1]:
+                output.completion_usage = self._usage(self.length_tokens * self.choices)
+            yield output
+
+    def cancelled(self, said: int, index: int | None) -> LLMEngineOutput:
+        """The last chunk of an answer that was given up after so many tokens."""
+        output = LLMEngineOutput([], index=index, finish_reason=FinishReason.CANCELLED)
+        return output.with_usage(self._usage(said))
+
+    def _usage(self, completion_tokens: int) -> CompletionUsage:
+        return CompletionUsage.of(len(self.prompt), completion_tokens)

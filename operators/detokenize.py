@@ -1,0 +1,200 @@
+"""Detokenize: token ids from an engine to text, ended at stop ids and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from attrs import evolve
+
+from pipeline import (
+    Annotated,
+    AnyContext,
+    AsyncEngine,
+    CodecError,
+    Context,
+    ContractViolation,
+    Operator,
+    ResponseStream,
+)
+from pipeline.protocols import BackendOutput, FinishReason, LLMEngineOutput, PreprocessedRequest, TopLogprob
+
+from .choice_decoder import ChoiceDecoder, StopRules
+from .model import Model
+from .tokenizer import Tokenizer
+
+
+class Detokenize(
+    Operator[PreprocessedRequest, Annotated[BackendOutput], PreprocessedRequest, Annotated[LLMEngineOutput]]
+):
+    """Turns the tokens of each choice into text and ends the choice where the request says.
+
+        PreprocessedRequest      ──► unchanged
+        Annotated[BackendOutput] ◄── Annotated[LLMEngineOutput]
+
+    Stands below Migration, so that a retry decodes anew behind all that was said so far. Events and items without data
+    pass untouched, as does text the engine wrote itself. Text that may be the beginning of a stop string is held back;
+    it is shown when it turns out not to be, and before an error or the end.
+
+    Once every choice has finished and one of them by our rules, the engine is stopped, the last item delivered, and the
+    engine's stream closed; the caller's context is not stopped by this. A token that is none finishes its choice with
+    the error "decode error: ...", an answer for a choice that was not asked for ends all with an error finish. The
+    number of tokens is the engine's business. An item of any other kind raises ContractViolation.
+
+    Source: dynamo lib/llm/src/backend.rs, Backend.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._tokenizer = model.tokenizer
+
+    async def generate(
+        self,
+        request: Context[PreprocessedRequest],
+        next: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]],
+    ) -> ResponseStream[Annotated[BackendOutput]]:
+        decoding = Decoding(self._tokenizer, request.payload)
+        below = request.child(request.payload)
+        stream = await next.generate(below)
+        return ResponseStream(_decode(stream, below, decoding), request, stream)
+
+
+async def _decode(
+    stream: ResponseStream[Annotated[LLMEngineOutput]], below: AnyContext, decoding: Decoding
+) -> AsyncGenerator[Annotated[BackendOutput], None]:
+    failure: Exception | None = None
+    errors: list[Annotated[Any]] = []
+    async with stream:
+        try:
+            async for item in stream:
+                if item.is_error:
+                    errors.append(item)
+                    break
+                ready = decoding.convert(item)
+                if decoding.is_over:
+                    below.stop()
+                if ready is not None:
+                    yield ready
+                if decoding.is_over:
+                    return
+        except Exception as error:
+            failure = error
+        for last in [*decoding.rest(is_broken=bool(errors or failure)), *errors]:
+            if not below.is_killed:
+                yield last
+    if failure is not None and not below.is_killed:
+        raise failure
+
+
+class Decoding:
+    """All choices of one request. Pure; `is_over` once there is nothing left to wait for from the engine."""
+
+    __slots__ = ("_choices", "_tokenizer", "_unfinished", "is_over")
+
+    def __init__(self, tokenizer: Tokenizer, request: PreprocessedRequest) -> None:
+        rules = StopRules.of(request)
+        skip = request.output_options.skip_special_tokens is not False
+        count = request.sampling_options.n or 1
+        self._tokenizer = tokenizer
+        self._choices = [
+            ChoiceDecoder(tokenizer.decoder(request.token_ids, skip_special_tokens=skip), rules) for _ in range(count)
+        ]
+        self._unfinished = set(range(count))
+        self.is_over = False
+
+    def convert(self, item: Annotated[LLMEngineOutput]) -> Annotated[BackendOutput] | None:
+        """The item in text; itself if it is an event or without data, None if its choice has finished before."""
+        output = item.data
+        if output is None or item.event is not None:
+            untouched: Annotated[Any] = item
+            return untouched
+        if not isinstance(output, LLMEngineOutput):
+            raise ContractViolation(f"an engine's item carries LLMEngineOutput, this one {type(output).__name__}")
+        index = output.index or 0
+        if index not in self._unfinished:
+            return None if index < len(self._choices) else item.transfer(self._unknown_choice(output))
+        choice = self._choices[index]
+        tokens: list[str | None] = []
+        if output.text is None:
+            text = choice.feed(output.token_ids, tokens)
+        else:
+            text = output.text
+            tokens += output.tokens or [None] * len(output.token_ids)
+        finish, stop_reason = output.finish_reason, output.stop_reason
+        if finish is not None and choice.finish is None:
+            held = choice.flush()
+            text = held + text if output.text is not None else text + held
+        if choice.finish is not None:
+            finish, stop_reason = choice.finish, choice.stop_reason
+        if finish is not None:
+            self._unfinished.discard(index)
+            self.is_over = not self._unfinished and any(choice.finish is not None for choice in self._choices)
+        return item.transfer(self._chunk(output, text, tokens, finish, stop_reason))
+
+    def rest(self, is_broken: bool) -> list[Annotated[BackendOutput]]:
+        """What unfinished choices still hold, as items without tokens.
+
+        Of a broken stream only text: an unfinished character can still be completed by whoever goes on with it.
+        """
+        held = []
+        for index in sorted(self._unfinished):
+            choice = self._choices[index]
+            text = choice.release() if is_broken else choice.flush()
+            if text or choice.finish is not None:
+                only_index = index if len(self._choices) > 1 else None
+                held.append(
+                    Annotated(BackendOutput([], [], text or None, index=only_index, finish_reason=choice.finish))
+                )
+        return held
+
+    def _unknown_choice(self, output: LLMEngineOutput) -> BackendOutput:
+        """Ends the request: whoever answers for a choice nobody asked for cannot be trusted with the others."""
+        self.is_over = True
+        message = f"the engine answered for choice {output.index}, asked for were {len(self._choices)}"
+        return BackendOutput([], [], index=output.index, finish_reason=FinishReason.error(message))
+
+    def _chunk(
+        self,
+        output: LLMEngineOutput,
+        text: str,
+        tokens: list[str | None],
+        finish: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> BackendOutput:
+        """The engine's chunk around our text, cut behind the token that ended the choice."""
+        token_ids, log_probs, top_logprobs = output.token_ids, output.log_probs, output.top_logprobs
+        taken = len(tokens)
+        if taken < len(token_ids):
+            token_ids = token_ids[:taken]
+            log_probs = log_probs and log_probs[:taken]
+            top_logprobs = top_logprobs and top_logprobs[:taken]
+        if top_logprobs is not None:
+            top_logprobs = [[self._spelled(candidate) for candidate in position] for position in top_logprobs]
+        # By position: this is made once per token.
+        return BackendOutput(
+            token_ids,
+            tokens,
+            text or output.text,
+            output.cum_log_probs,
+            log_probs,
+            top_logprobs,
+            finish,
+            stop_reason,
+            output.index,
+            output.completion_usage,
+            output.disaggregated_params,
+            output.encoder_result,
+            output.worker_trace_link,
+            output.engine_data,
+            output.routing_data,
+        )
+
+    def _spelled(self, candidate: TopLogprob) -> TopLogprob:
+        """The candidate with its text and bytes, where the engine left them out and the id is a token."""
+        if candidate.token is not None and candidate.bytes is not None:
+            return candidate
+        try:
+            data = self._tokenizer.token_bytes(candidate.token_id)
+        except CodecError:
+            return candidate
+        text = candidate.token if candidate.token is not None else data.decode(errors="replace")
+        return evolve(candidate, token=text, bytes=list(data) if candidate.bytes is None else candidate.bytes)

@@ -1,0 +1,147 @@
+"""Preprocess: a chat or completion request in text to a request in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
+from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest
+from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+
+from .model import Model
+from .prompt import prompt_of
+from .request_options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
+from .validation import validate
+
+REQUEST_ID = "request_id"
+FORMATTED_PROMPT = "formatted_prompt"
+TOKEN_IDS = "token_ids"
+
+
+class Preprocess(
+    Operator[
+        ChatCompletionRequest | CompletionRequest,
+        Annotated[BackendOutput],
+        PreprocessedRequest,
+        Annotated[BackendOutput],
+    ]
+):
+    """Validates a request, renders and tokenizes its prompt, and says what it asks for in the engine's terms.
+
+        ChatCompletionRequest | CompletionRequest ──► PreprocessedRequest
+        Annotated[BackendOutput]                  ◄── unchanged
+
+    Raises InvalidArgument that names the field for whatever is wrong with the request, and for more than one prompt:
+    who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here.
+
+    The stream is the next stage's own, unless the request asks for annotations (`nvext.annotations`): `request_id`,
+    `formatted_prompt` and `token_ids` then come first, as events, in this order.
+
+    Source: dynamo lib/llm/src/preprocessor.rs, OpenAIPreprocessor.
+    """
+
+    def __init__(self, model: Model, *, ignore_unsupported: bool = False) -> None:
+        self.model = model
+        self._ignore_unsupported = ignore_unsupported
+
+    async def generate(
+        self,
+        request: Context[ChatCompletionRequest | CompletionRequest],
+        next: AsyncEngine[PreprocessedRequest, Annotated[BackendOutput]],
+    ) -> ResponseStream[Annotated[BackendOutput]]:
+        asked = request.payload
+        validate(asked, ignore_unsupported=self._ignore_unsupported)
+        payload, annotations = preprocess(asked, self.model, request.id)
+        stream = await next.generate(request.with_payload(payload))
+        if not annotations:
+            return stream
+        return ResponseStream(_announced(annotations, stream), request, stream)
+
+
+def preprocess(
+    request: ChatCompletionRequest | CompletionRequest, model: Model, request_id: str
+) -> tuple[PreprocessedRequest, list[Annotated[BackendOutput]]]:
+    """A valid request in tokens, and the annotations it asks for. Pure. Raises as `Preprocess`."""
+    nvext = request.nvext or NvExt()
+    wanted = nvext.annotations or []
+    given = nvext.token_data
+    prompt = prompt_of(request, model) if given is None or FORMATTED_PROMPT in wanted else given
+    if given is not None:
+        token_ids = list(given)
+    else:
+        token_ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    values = {
+        REQUEST_ID: request_id,
+        FORMATTED_PROMPT: prompt if isinstance(prompt, str) else None,
+        TOKEN_IDS: token_ids if given is None else None,
+    }
+    return in_tokens(request, model, token_ids), [
+        Annotated[BackendOutput].from_annotation(name, value)
+        for name, value in values.items()
+        if name in wanted and value is not None
+    ]
+
+
+def in_tokens(
+    request: ChatCompletionRequest | CompletionRequest, model: Model, token_ids: list[int]
+) -> PreprocessedRequest:
+    """The request in the engine's terms, with these tokens as its prompt. Raises as `Preprocess`."""
+    nvext = request.nvext or NvExt()
+    eos_token_ids = [] if request.ignore_eos else list(model.eos_token_ids)
+    conditions = stop_conditions(request, eos_token_ids)
+    if request.prompt_embeds is None:
+        place = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        conditions.max_tokens = fit(model, len(token_ids), conditions.max_tokens, place)
+    return PreprocessedRequest(
+        token_ids,
+        model=request.model,
+        prompt_embeds=request.prompt_embeds,
+        stop_conditions=conditions,
+        sampling_options=sampling_options(request),
+        output_options=output_options(request),
+        eos_token_ids=eos_token_ids,
+        annotations=list(nvext.annotations or ()),
+        routing=routing_hints(request),
+        router=nvext.router,
+        extra_args=extra_args(request),
+        mm_processor_kwargs=request.mm_processor_kwargs,
+        request_timestamp_ms=nvext.request_timestamp_ms,
+    )
+
+
+def fit(model: Model, prompt_tokens: int, max_tokens: int | None, place: str) -> int | None:
+    """How many tokens the answer may have: as many as asked for, else all that are left; None if it has no limit here.
+
+    Raises InvalidArgument if the prompt, which came in the field `place`, or prompt and answer together are more than
+    the model takes, where the model wants that checked here.
+    """
+    limit = model.context_length
+    if limit is None:
+        return max_tokens
+    if prompt_tokens >= limit and model.reject_prompt_overflow:
+        raise InvalidArgument(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            field=place,
+        )
+    answer = max_tokens or 1
+    if prompt_tokens + answer > limit and model.reject_total_overflow:
+        raise InvalidArgument(
+            f"This model takes at most {limit} combined prompt and answer tokens. However, you requested "
+            f"{prompt_tokens + answer}: {prompt_tokens} in the prompt and {answer} in the answer.",
+            field=place,
+        )
+    return limit - prompt_tokens if max_tokens is None and prompt_tokens < limit else max_tokens
+
+
+async def _announced(
+    annotations: list[Annotated[BackendOutput]], stream: ResponseStream[Annotated[BackendOutput]]
+) -> AsyncGenerator[Annotated[BackendOutput], None]:
+    """The annotations, then the stream."""
+    async with stream:
+        for annotation in annotations:
+            if stream.context.is_killed:
+                return
+            yield annotation
+        async for item in stream:
+            yield item

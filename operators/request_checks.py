@@ -1,0 +1,228 @@
+"""The checks behind the table of `validation`: each says what is wrong with one field's value.
+
+A check yields (where below the field, what is wrong); an empty place is the field itself.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import re
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pipeline.protocols import NvExt
+from pipeline.protocols.openai import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    NamedToolChoice,
+    Prompt,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+)
+
+CHOICES_MAX = 128
+STOPS_MAX = 32
+TOOLS_MAX = 1536
+SUFFIX_CHARACTERS_MAX = 10_000
+PROMPT_EMBEDS_BYTES_MIN, PROMPT_EMBEDS_BYTES_MAX = 100, 10 * 1024 * 1024
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+Fault: TypeAlias = tuple[str, str]
+Check: TypeAlias = Callable[[Any, Any], Iterator[Fault]]
+"""Given the field's value and the whole request."""
+
+
+def between(label: str, low: float, high: float, *, above_low: bool = False) -> Check:
+    """A number from `low` to `high`, or with `above_low` greater than `low`; never NaN."""
+
+    def check(value: float, _: GenerationRequest) -> Iterator[Fault]:
+        if not low <= value <= high or (above_low and value == low):
+            yield "", f"{label} must be between {low} and {high}, got {value}"
+
+    return check
+
+
+def at_least(label: str, low: float) -> Check:
+    """A number not below `low`."""
+
+    def check(value: float, _: GenerationRequest) -> Iterator[Fault]:
+        if not value >= low:
+            yield "", f"{label} must be at least {low}, got {value}"
+
+    return check
+
+
+def not_blank(label: str) -> Check:
+    """A text with something in it."""
+
+    def check(value: str, _: GenerationRequest) -> Iterator[Fault]:
+        if not value.strip():
+            yield "", f"{label} cannot be empty"
+
+    return check
+
+
+def known_only(unknown: Mapping[str, Any], request: GenerationRequest) -> Iterator[Fault]:
+    """No field that has no meaning here, all named together."""
+    deprecated = [name for name in ("functions", "function_call") if getattr(request, name, None) is not None]
+    if names := [*unknown, *deprecated]:
+        yield "", "Unsupported parameter(s): " + ", ".join(f"`{name}`" for name in names)
+
+
+def own_template_args(args: Mapping[str, Any], _: ChatCompletionRequest) -> Iterator[Fault]:
+    """A request cannot bring its own template."""
+    if "chat_template" in args:
+        yield "chat_template", "Chat_template_args cannot hold a chat_template"
+
+
+def messages(found: Sequence[ChatMessage], _: ChatCompletionRequest) -> Iterator[Fault]:
+    """At least one message, of text only."""
+    if not found:
+        yield "", "Messages array cannot be empty"
+    for i, message in enumerate(found):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type not in ("text", "refusal"):
+                yield f"[{i}].content[{j}].type", f"Messages cannot hold content of type {part.type} for this model"
+
+
+def tool_call_arguments(found: Sequence[ChatMessage], _: ChatCompletionRequest) -> Iterator[Fault]:
+    """The arguments of the assistant's tool calls are JSON objects."""
+    for i, message in enumerate(found):
+        for j, call in enumerate(message.tool_calls or ()):
+            if not _is_json_object(call.function.arguments):
+                place = f"[{i}].tool_calls[{j}].function.arguments"
+                yield place, f"Messages{place} must be a JSON object"
+
+
+def logit_bias(biases: Mapping[str, float], _: GenerationRequest) -> Iterator[Fault]:
+    """Each between -100 and 100."""
+    for token, bias in biases.items():
+        if not -100 <= bias <= 100:
+            yield token, f"Logit_bias for token {token} must be between -100 and 100, got {bias}"
+
+
+def choices(n: int, request: GenerationRequest) -> Iterator[Fault]:
+    """Not too many, over all prompts, and different ones only if there is chance."""
+    if not 1 <= n <= CHOICES_MAX:
+        yield "", f"N must be between 1 and {CHOICES_MAX}, got {n}"
+    if n > 1 and request.temperature == 0:
+        yield "", f"N must be 1 when temperature is 0, got {n}"
+
+
+def total_choices(prompt: Prompt, request: CompletionRequest) -> Iterator[Fault]:
+    """Prompts times choices."""
+    batch, n = batch_size(prompt), 1 if request.n is None else request.n
+    if batch * n > CHOICES_MAX:
+        product = f"batch_size × n = {batch} × {n} = {batch * n}"  # noqa: RUF001  # the client's wording
+        yield "", f"Total choices ({product}) exceeds maximum of {CHOICES_MAX}"
+
+
+def best_of(value: int, request: GenerationRequest) -> Iterator[Fault]:
+    """Not fewer than are returned."""
+    n = 1 if request.n is None else request.n
+    if value < n:
+        yield "", f"Best_of must be greater than or equal to n, got best_of={value} and n={n}"
+
+
+def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fault]:
+    """Strings or ids, none of them empty."""
+    if isinstance(stops, str):
+        if not stops:
+            yield "", "Stop cannot be an empty string"
+        return
+    if not 1 <= len(stops) <= STOPS_MAX:
+        yield "", f"Stop must have between 1 and {STOPS_MAX} entries, got {len(stops)}"
+    for i, entry in enumerate(stops):
+        if entry == "":
+            yield f"[{i}]", f"Stop[{i}] cannot be an empty string"
+
+
+def tools(found: Sequence[Tool], _: ChatCompletionRequest) -> Iterator[Fault]:
+    """Not too many, each with a usable name."""
+    if len(found) > TOOLS_MAX:
+        yield "", f"Tools must have at most {TOOLS_MAX} entries, got {len(found)}"
+    for i, tool in enumerate(found):
+        if not TOOL_NAME.fullmatch(tool.function.name):
+            place = f"[{i}].function.name"
+            yield place, f"Tools{place} must be 1 to 128 letters, digits, underscores or dashes"
+
+
+def tool_choice(choice: ToolChoice, request: ChatCompletionRequest) -> Iterator[Fault]:
+    """Nothing is required that is not there."""
+    names = {tool.function.name for tool in request.tools or ()}
+    if choice == "required" and not names:
+        yield "", "Tool_choice is required, but there are no tools"
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        yield "function.name", f"Tool_choice names {choice.function.name}, which is not among the tools"
+
+
+def response_format(form: ResponseFormat, _: GenerationRequest) -> Iterator[Fault]:
+    """A JSON schema that is wanted is there, with its name."""
+    if form.type != "json_schema":
+        return
+    schema = form.json_schema
+    if schema is None:
+        yield "json_schema", "Response_format of type json_schema needs a json_schema"
+    elif not schema.name.strip():
+        yield "json_schema.name", "Response_format json_schema name cannot be empty"
+    elif not isinstance(schema.schema, dict):
+        yield "json_schema.schema", "Response_format json_schema needs a schema, which must be an object"
+
+
+def only_with_stream(_: object, request: GenerationRequest) -> Iterator[Fault]:
+    if not request.stream:
+        yield "", "Stream_options can only be given when stream is true"
+
+
+def prompt(found: Prompt | None, request: CompletionRequest) -> Iterator[Fault]:
+    """There is one, or embeddings instead, and no part of it is empty."""
+    if found is None:
+        if request.prompt_embeds is None:
+            yield "", "Prompt or prompt_embeds must be given"
+    elif not found:
+        yield "", f"Prompt {'string' if isinstance(found, str) else 'array'} cannot be empty"
+    elif not isinstance(found, str):
+        for i, entry in enumerate(found):
+            if not isinstance(entry, int) and not entry:
+                yield f"[{i}]", f"Prompt[{i}] cannot be empty"
+
+
+def prompt_embeds(found: str, _: GenerationRequest) -> Iterator[Fault]:
+    """Base64, of a size that may be a tensor."""
+    try:
+        size = len(b64decode(found, validate=True))
+    except (binascii.Error, ValueError):
+        yield "", "Prompt_embeds must be valid base64"
+        return
+    if not PROMPT_EMBEDS_BYTES_MIN <= size <= PROMPT_EMBEDS_BYTES_MAX:
+        limits = f"between {PROMPT_EMBEDS_BYTES_MIN} and {PROMPT_EMBEDS_BYTES_MAX}"
+        yield "", f"Prompt_embeds must decode to {limits} bytes, got {size}"
+
+
+def suffix(text: str, _: CompletionRequest) -> Iterator[Fault]:
+    if len(text) > SUFFIX_CHARACTERS_MAX:
+        yield "", f"Suffix must have at most {SUFFIX_CHARACTERS_MAX} characters, got {len(text)}"
+
+
+def nvext(extension: NvExt, request: GenerationRequest) -> Iterator[Fault]:
+    """Token ids come back for a single choice only."""
+    is_batch = isinstance(request, CompletionRequest) and batch_size(request.prompt) > 1
+    if "completion_token_ids" in (extension.extra_fields or ()) and (is_batch or request.n not in (None, 1)):
+        yield "extra_fields", "Nvext extra field completion_token_ids needs exactly one choice"
+
+
+def batch_size(found: Prompt | None) -> int:
+    """How many prompts there are in a completion request's `prompt`."""
+    return 1 if found is None or isinstance(found, str) or (found and isinstance(found[0], int)) else len(found)
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False

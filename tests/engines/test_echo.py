@@ -1,0 +1,189 @@
+"""EchoEngine: says the prompt back under every limit of the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines import EchoEngine
+from pipeline import Annotated, Context, InvalidArgument
+from pipeline.protocols import (
+    CompletionUsage,
+    FinishReason,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
+from pipeline.testing import check_engine, run_in_virtual_time
+
+pytestmark = pytest.mark.anyio
+
+STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
+
+
+def asked(prompt: int, n: int | None = None, **conditions: Any) -> PreprocessedRequest:
+    """A request whose prompt is 0, 1, 2, ... of that length."""
+    sampling = SamplingOptions(n=n)
+    return PreprocessedRequest(
+        list(range(prompt)), stop_conditions=StopConditions(**conditions), sampling_options=sampling
+    )
+
+
+async def echo(request: PreprocessedRequest, delay_s: float = 0.0) -> list[LLMEngineOutput]:
+    stream = await EchoEngine(delay_s).generate(Context(request))
+    outputs = [item.data for item in await stream.collect()]
+    assert None not in outputs
+    return [output for output in outputs if output is not None]
+
+
+def tokens(outputs: list[LLMEngineOutput], index: int | None = None) -> list[int]:
+    return [token_id for output in outputs if output.index == index for token_id in output.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("request_", "said", "finish"),
+    [
+        (asked(3), [0, 1, 2], STOP),
+        (asked(3, max_tokens=9), [0, 1, 2], STOP),
+        (asked(3, max_tokens=3), [0, 1, 2], LENGTH),
+        (asked(3, max_tokens=2), [0, 1], LENGTH),
+        (asked(3, max_tokens=0), [], LENGTH),
+        (asked(3, max_tokens=7, ignore_eos=True), [0, 1, 2, 0, 1, 2, 0], LENGTH),
+        (asked(3, ignore_eos=True), [0, 1, 2], STOP),
+        (asked(3, min_tokens=5), [0, 1, 2, 0, 1], STOP),
+        (asked(3, min_tokens=5, max_tokens=8), [0, 1, 2, 0, 1], STOP),
+        (asked(0), [], STOP),
+        (asked(0, max_tokens=5, ignore_eos=True), [], STOP),
+        (asked(0, min_tokens=5), [], STOP),
+        (PreprocessedRequest([1], is_probe=True), [1], STOP),
+    ],
+)
+async def test_it_ends_with_the_prompt_or_at_its_limit(
+    request_: PreprocessedRequest, said: list[int], finish: FinishReason
+) -> None:
+    """The last one is the canary of PRT-01."""
+    outputs = await echo(request_)
+    assert tokens(outputs) == said
+    assert all(len(output.token_ids) == 1 for output in outputs[:-1]), "one token an item"
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [finish]
+    assert outputs[-1].completion_usage == CompletionUsage.of(len(request_.token_ids), len(said))
+
+
+@given(prompt=st.integers(0, 5), n=st.integers(1, 4), limits=st.tuples(st.none() | st.integers(0, 9), st.booleans()))
+def test_every_choice_says_the_same_and_ends_once(prompt: int, n: int, limits: tuple[int | None, bool]) -> None:
+    max_tokens, ignore_eos = limits
+    conditions = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
+    outputs = run_in_virtual_time(echo, asked(prompt, n, **conditions), backend="asyncio")
+    alone = tokens(run_in_virtual_time(echo, asked(prompt, **conditions), backend="asyncio"))
+    indexes: list[int | None] = [None] if n == 1 else list(range(n))
+    for index in indexes:
+        assert tokens(outputs, index) == alone
+        finishes = [output.finish_reason for output in outputs if output.index == index]
+        assert finishes.count(None) == len(finishes) - 1
+        assert finishes[-1] is not None
+    assert [output.completion_usage is None for output in outputs] == [True] * (len(outputs) - 1) + [False]
+    assert outputs[-1].completion_usage == CompletionUsage.of(prompt, len(alone) * n)
+
+
+async def test_choices_take_turns() -> None:
+    assert [(output.token_ids, output.index) for output in await echo(asked(2, 2))] == [
+        ([0], 0),
+        ([0], 1),
+        ([1], 0),
+        ([1], 1),
+    ]
+
+
+async def test_each_token_takes_its_delay() -> None:
+    began = anyio.current_time()
+    assert len(await echo(asked(4), delay_s=2.5)) == 4
+    assert anyio.current_time() - began == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 5.0])
+async def test_a_stop_gives_one_cancelled_item_with_what_was_said(delay_s: float) -> None:
+    context = Context(asked(100))
+    async with await EchoEngine(delay_s).generate(context) as stream:
+        await stream.__anext__()
+        context.stop()
+        rest = [item async for item in stream]
+    assert rest == [
+        Annotated(LLMEngineOutput([], finish_reason=CANCELLED, completion_usage=CompletionUsage.of(100, 1)))
+    ]
+
+
+async def test_a_stop_between_the_ends_of_two_choices_cancels_the_one_that_goes_on() -> None:
+    context = Context(asked(1, 2))
+    async with await EchoEngine().generate(context) as stream:
+        assert (await stream.__anext__()).data == LLMEngineOutput([0], index=0, finish_reason=STOP)
+        context.stop()
+        (last,) = [item.data async for item in stream]
+    assert last is not None
+    assert (last.index, last.finish_reason) == (1, CANCELLED)
+
+
+async def test_nothing_follows_the_last_item_even_after_a_stop() -> None:
+    context = Context(asked(1))
+    async with await EchoEngine().generate(context) as stream:
+        await stream.__anext__()
+        context.stop()
+        assert [item async for item in stream] == []
+
+
+@pytest.mark.parametrize(("verb", "items"), [("stop", 1), ("kill", 0)])
+async def test_a_delay_is_cut_short(verb: str, items: int) -> None:
+    context = Context(asked(100))
+    began = anyio.current_time()
+    async with await EchoEngine(delay_s=3600).generate(context) as stream, anyio.create_task_group() as tasks:
+        tasks.start_soon(_later, verb, context)
+        assert len([item async for item in stream]) == items
+    assert anyio.current_time() - began < 2
+
+
+async def _later(verb: str, context: Context[Any]) -> None:
+    await anyio.sleep(1)
+    getattr(context, verb)()
+
+
+async def test_a_long_answer_without_a_delay_lets_others_run() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await checkpoint()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(count)
+        await echo(asked(10_000))
+        tasks.cancel_scope.cancel()
+    assert turns > 100
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (asked(3, n=0), "n"),
+        (asked(3, max_tokens=2, min_tokens=3), "max_tokens"),
+        (asked(3, max_tokens=-1), "max_tokens"),
+        (PreprocessedRequest([], prompt_embeds="AAAA"), "prompt_embeds"),
+    ],
+)
+async def test_a_request_that_cannot_be_answered_is_refused_before_its_first_item(
+    request_: PreprocessedRequest, field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await EchoEngine().generate(Context(request_))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
+async def test_the_engine_contract_holds(delay_s: float) -> None:
+    await check_engine(lambda: EchoEngine(delay_s), request=asked(60, 2), bad_request=asked(1, n=0))
