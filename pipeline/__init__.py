@@ -3,7 +3,7 @@
 from .annotated import Annotated
 from .context import AnyContext, Context
 from .control import Control, State
-from .engine import AsyncEngine, FunctionEngine, engine
+from .engine import AsyncEngine, ErasedEngine, function_engine
 from .errors import (
     BackendError,
     Cancelled,
@@ -51,7 +51,7 @@ __all__ = [
     "Control",
     "Disconnected",
     "EngineShutdown",
-    "FunctionEngine",
+    "ErasedEngine",
     "GraphError",
     "InvalidArgument",
     "LateEngine",
@@ -74,7 +74,7 @@ __all__ = [
     "Unavailable",
     "Unknown",
     "WorkerOverloaded",
-    "engine",
+    "function_engine",
     "identity",
     "link",
     "map_request",

@@ -7,8 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, TypeVar, overload
 
+from attrs import frozen
+
 from .context import Context
 from .declared import handler_types
+from .errors import PenstockError
 from .racing import until_killed
 from .stage import Stage
 from .stream import ResponseStream
@@ -73,9 +76,28 @@ class FunctionEngine(AsyncEngine[In, Out]):
 
 
 @overload
-def engine(handler: Callable[[In], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
+def function_engine(handler: Callable[[In], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
 @overload
-def engine(handler: Callable[[In, Context[Any]], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
-def engine(handler: Handler[Any, Out]) -> FunctionEngine[Any, Out]:
+def function_engine(handler: Callable[[In, Context[Any]], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
+def function_engine(handler: Handler[Any, Out]) -> FunctionEngine[Any, Out]:
     """Decorator: makes an async generator function an engine. See `FunctionEngine`."""
     return FunctionEngine(handler)
+
+
+@frozen
+class ErasedEngine:
+    """An engine in a registry of many kinds, beside the types it was stored under.
+
+    Source: dynamo lib/runtime/src/engine.rs, AnyAsyncEngine.
+    """
+
+    engine: AsyncEngine[Any, Any]
+    request: Any
+    item: Any
+    error: type[BaseException] = PenstockError
+
+    def typed(
+        self, request: type[In], item: type[Out], error: type[BaseException] = PenstockError
+    ) -> AsyncEngine[In, Out] | None:
+        """The engine, if it was stored under exactly these types; None otherwise."""
+        return self.engine if (self.request, self.item, self.error) == (request, item, error) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -66,7 +67,7 @@ async def o2_errors_go_to_the_caller(subject: OperatorSubject) -> None:
     failing = ScriptedEngine(subject.items, fails=error)
     mid = ScriptedEngine([*subject.items[:1], Fail(error)])
     for below in (failing, mid):
-        async with watched(evolve(subject.common, make=lambda below=below: subject.on(below))) as (engine, watch):
+        async with watched(evolve(subject.common, make=partial(subject.on, below))) as (engine, watch):
             try:
                 await (await engine.generate(Context(subject.request))).collect()
             except PenstockError as raised:

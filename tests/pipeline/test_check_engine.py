@@ -21,7 +21,7 @@ from pipeline import (
     InvalidArgument,
     Once,
     ResponseStream,
-    engine,
+    function_engine,
     until_killed,
 )
 from pipeline.testing import ENGINE_RULES, Fail, ScriptedEngine, Stall, Wait, check_engine
@@ -271,7 +271,7 @@ async def test_all_violations_are_reported_together() -> None:
 
 
 async def test_a_function_engine_that_waits_without_looking_holds_the_contract_but_for_stop() -> None:
-    @engine
+    @function_engine
     async def stubborn(count: int) -> AsyncIterator[int]:
         for i in range(count):
             await anyio.sleep(10)
@@ -281,7 +281,7 @@ async def test_a_function_engine_that_waits_without_looking_holds_the_contract_b
 
 
 async def test_a_function_engine_that_looks_at_its_context_holds_the_whole_contract() -> None:
-    @engine
+    @function_engine
     async def count(to: int, context: Context[int]) -> AsyncIterator[int]:
         for i in range(to):
             if context.is_stopped:

@@ -148,6 +148,7 @@ def test_a_cycle_of_causes_ends() -> None:
     [(Disconnected(), True), (StreamIncomplete(), True), (Cancelled(), False), (WorkerOverloaded(), False)],
 )
 def test_which_errors_blame_the_worker(error: PenstockError, blamed: bool) -> None:
+    """RT-12."""
     assert blames_worker(error) is blamed
 
 

@@ -13,13 +13,14 @@ from pipeline import (
     AsyncEngine,
     Chain,
     Context,
+    ErasedEngine,
     LateEngine,
     Operator,
     ResponseStream,
     Segment,
     SegmentSink,
     Stage,
-    engine,
+    function_engine,
     identity,
     link,
     map_request,
@@ -31,7 +32,7 @@ from pipeline.testing import Faults, OpenStreams, Probe, ScriptedEngine, check_e
 pytestmark = pytest.mark.anyio
 
 
-@engine
+@function_engine
 async def characters(text: str) -> AsyncIterator[str]:
     for character in text:
         yield character
@@ -155,6 +156,16 @@ async def test_a_graph_is_an_engine_inside_another() -> None:
     inner = Twice() >> Echo()
     assert await ask(Twice() >> inner, "a") == ["a"] * 4
     assert await ask((Twice() >> Twice()) >> (Twice() >> Echo()), "a") == ["a"] * 8
+
+
+async def test_an_engine_stored_erased_is_recovered_under_its_exact_types_only() -> None:
+    """ENG-01."""
+    stored = ErasedEngine(Echo(), str, str)
+    recovered = stored.typed(str, str)
+    assert recovered is not None
+    assert await ask(recovered, "ab") == ["a", "b"]
+    for wrong in (stored.typed(int, str), stored.typed(str, int), stored.typed(str, str, OSError)):
+        assert wrong is None
 
 
 async def test_a_chain_is_an_operator() -> None:
