@@ -70,6 +70,7 @@ class Identity(Operator[Any, Any, Any, Any]):
     """Changes nothing; the stream is the next stage's own, at no cost."""
 
     declares = PASSES_THROUGH
+    adds_time = False
 
     async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
         return await next.generate(request)
@@ -77,6 +78,8 @@ class Identity(Operator[Any, Any, Any, Any]):
 
 class MapRequest(Operator[T, Y, X, Y]):
     """Changes the request only: `change(payload)`; what it raises goes to the caller."""
+
+    adds_time = False
 
     def __init__(self, change: Callable[[T], X]) -> None:
         self.change = change
@@ -87,6 +90,8 @@ class MapRequest(Operator[T, Y, X, Y]):
 
 class MapResponse(Operator[X, U, X, T]):
     """Changes each item only: `change(item)`; what it raises ends the stream."""
+
+    adds_time = False
 
     def __init__(self, change: Callable[[T], U]) -> None:
         self.change = change

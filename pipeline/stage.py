@@ -18,6 +18,9 @@ class Stage:
     declares: tuple[Any, ...] | None = None
     """Types known only of this instance, in the order of its base's parameters; None: those of its class."""
 
+    adds_time: bool = True
+    """Whether the stage can take time of its own, so that a trace shows it."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         # How it was called, so that a graph prints as it was written. attrs classes are frozen at times.

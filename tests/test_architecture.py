@@ -60,7 +60,7 @@ DOORS = {
     "nats": {"pipeline/network/nats.py"},
     "opentelemetry": {"pipeline/tracing.py", "pipeline/metrics.py", "serving/telemetry.py"},
     "pytest": {"pipeline/testing/plugin.py"},
-    "reactivex": {"pipeline/rx.py"},
+    "reactivex": {"pipeline/rx*.py"},
     "rich": {"serving/cli.py"},
     "starlette": {"serving/http*.py"},
     "tokenizers": {"operators/tokenizer.py"},

@@ -333,3 +333,19 @@ async def test_until_killed_ends_a_stream_that_ignores_stop() -> None:
 async def _kill_after(request: Context[Any], seconds: float) -> None:
     await anyio.sleep(seconds)
     request.kill()
+
+
+async def test_a_kill_from_another_thread_ends_a_stream_that_waits() -> None:
+    async def deaf() -> AsyncGenerator[int, None]:
+        await anyio.sleep_forever()
+        yield 1
+
+    request = Context(None)
+    async with ResponseStream(until_killed(deaf(), request), request) as stream, anyio.create_task_group() as tasks:
+        tasks.start_soon(_kill_in_a_thread, request)
+        assert [item async for item in stream] == []
+
+
+async def _kill_in_a_thread(request: Context[Any]) -> None:
+    await anyio.wait_all_tasks_blocked()
+    await anyio.to_thread.run_sync(request.kill)

@@ -1,0 +1,214 @@
+"""Metrics: name, unit, labels and buckets of every instrument, in one table, and recording by those names.
+
+    metrics = Metrics(meter)                                   # a family's instruments, made when first used
+    metrics.add("requests_total", 1, model="m", endpoint="chat_completions", ...)
+    metrics.record("time_to_first_token_seconds", 0.12, model="m")
+
+Uses the API of OpenTelemetry only: whoever runs the program configures it.
+Source: dynamo lib/llm/src/http/service/metrics.rs, lib/runtime/src/metrics.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import frozen
+from opentelemetry import metrics as otel
+
+from .errors import InvalidArgument
+
+Kind = Literal["counter", "gauge", "histogram"]
+Family = Literal["frontend", "component"]
+
+PREFIXES: dict[Family, str] = {"frontend": "dynamo_frontend", "component": "dynamo_component"}
+_MAX_BUCKETS = 512
+
+
+@frozen
+class Buckets:
+    """Bounds that grow evenly on a logarithmic scale, the first one 0."""
+
+    min: float
+    max: float
+    count: int
+
+    def bounds(self) -> tuple[float, ...]:
+        """0, then `min * (max/min) ** (i / (count-1))` rounded to two digits, without duplicates."""
+        if self.count < 2:
+            return (0.0,) * self.count
+        growth = self.max / self.min
+        steps = (self.min * growth ** (i / (self.count - 1)) for i in range(1, self.count))
+        return tuple(dict.fromkeys([0.0, *(float(f"{step:.2g}") for step in steps)]))
+
+    def overridden(self, name: str, environment: Mapping[str, str]) -> Buckets:
+        """These with what `DYN_METRICS_<NAME>_MIN`, `_MAX` and `_COUNT` say; unchanged if that makes no sense."""
+        variable = f"DYN_METRICS_{name.upper()}_"
+        try:
+            low = float(environment.get(f"{variable}MIN", self.min))
+            high = float(environment.get(f"{variable}MAX", self.max))
+            count = int(environment.get(f"{variable}COUNT", self.count))
+        except ValueError:
+            return self
+        sensible = 0 < low < high and math.isfinite(high) and 0 <= count <= _MAX_BUCKETS
+        return Buckets(low, high, count) if sensible else self
+
+
+@frozen
+class Instrument:
+    """One row of the table. A gauge is moved up and down; a histogram's `buckets` may also be its bounds themselves."""
+
+    name: str
+    kind: Kind
+    unit: str
+    description: str
+    labels: tuple[str, ...]
+    buckets: Buckets | tuple[float, ...] = ()
+
+    def bounds(self, environment: Mapping[str, str]) -> tuple[float, ...]:
+        """The upper bounds of a histogram's buckets, the last one, infinity, left out."""
+        if isinstance(self.buckets, Buckets):
+            return self.buckets.overridden(self.name, environment).bounds()
+        return self.buckets
+
+
+_MODEL = ("model",)
+_REQUEST = ("model", "endpoint", "request_type")
+_VERDICT = (*_REQUEST, "status", "error_type")
+_INSTANCE = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
+_DURATION = Buckets(1, 512, 10)
+_INPUT = Buckets(50, 128_000, 12)
+_POWERS_OF_TWO = tuple(2.0**power for power in range(-1, 10))
+
+TABLE: dict[Family, tuple[Instrument, ...]] = {
+    "frontend": (
+        Instrument("requests_started_total", "counter", "", "Requests that came in", _REQUEST),
+        Instrument("requests_total", "counter", "", "Requests that ended, by verdict", _VERDICT),
+        Instrument("inflight_requests", "gauge", "", "Requests between arrival and end", _MODEL),
+        Instrument("active_requests", "gauge", "", "Requests whose answer has begun", _MODEL),
+        Instrument("queued_requests", "gauge", "", "Requests whose answer has not begun", _MODEL),
+        Instrument("disconnected_clients", "gauge", "", "Clients that left before their answer ended", ()),
+        Instrument("request_duration_seconds", "histogram", "s", "From arrival to end", _MODEL, _DURATION),
+        Instrument("input_sequence_tokens", "histogram", "", "Tokens of a prompt", _MODEL, _INPUT),
+        Instrument("output_sequence_tokens", "histogram", "", "Tokens of an answer", _MODEL, Buckets(50, 32_000, 10)),
+        Instrument("output_tokens_total", "counter", "", "Tokens of all answers", _MODEL),
+        Instrument(
+            "time_to_first_token_seconds",
+            "histogram",
+            "s",
+            "From arrival to the first token",
+            _MODEL,
+            Buckets(0.001, 480, 18),
+        ),
+        Instrument(
+            "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
+        ),
+        Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
+        Instrument(
+            "tokenizer_latency_ms",
+            "histogram",
+            "",  # exporters that append units to names know another word for it
+            "Tokenizing a prompt; detokenizing, the mean of a token",
+            ("operation",),
+            _POWERS_OF_TWO,
+        ),
+        Instrument("model_cancellation_total", "counter", "", "Requests given up by their client", _REQUEST),
+    ),
+    "component": (
+        Instrument("requests_total", "counter", "", "Requests taken", _INSTANCE),
+        Instrument("inflight_requests", "gauge", "", "Requests taken and not ended", _INSTANCE),
+        Instrument("request_duration_seconds", "histogram", "s", "From taking to end", _INSTANCE, _DURATION),
+        Instrument("cancellation_total", "counter", "", "Requests stopped or killed by their caller", _INSTANCE),
+        Instrument("errors_total", "counter", "", "Requests that failed", (*_INSTANCE, "error_type")),
+    ),
+}
+"""Every instrument of a family, its name without the family's prefix. Names end in their unit."""
+
+
+class Metrics:
+    """Records by the names of a family's table. A name, or a set of labels, that is not there raises ValueError.
+
+    `prefix` replaces the family's own and is made a valid name; blank counts as none. `environment` may change
+    buckets. Without a meter the globally configured one is used, which until then records nothing.
+    """
+
+    def __init__(
+        self,
+        meter: otel.Meter | None = None,
+        *,
+        family: Family = "frontend",
+        prefix: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._meter = otel.get_meter("penstock") if meter is None else meter
+        self._prefix = sanitize_name(prefix) if prefix and prefix.strip() else PREFIXES[family]
+        self._environment = environment or {}
+        self._rows = {row.name: row for row in TABLE[family]}
+        self._labels = {row.name: frozenset(row.labels) for row in TABLE[family]}
+        self._made: dict[str, Any] = {}
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Adds to a counter, or moves a gauge up or down."""
+        self._instrument(name, labels, ("counter", "gauge")).add(value, labels)
+
+    def record(self, name: str, value: float, **labels: str) -> None:
+        """Puts a value into a histogram."""
+        self._instrument(name, labels, ("histogram",)).record(value, labels)
+
+    def buckets(self, name: str) -> tuple[float, ...]:
+        """The bucket bounds of a histogram, for those who count by themselves."""
+        return self._row(name).bounds(self._environment)
+
+    def full_name(self, name: str) -> str:
+        """The name with its prefix."""
+        return f"{self._prefix}_{self._row(name).name}"
+
+    def _row(self, name: str) -> Instrument:
+        if name not in self._rows:
+            raise ValueError(f"no metric {name!r} among {', '.join(self._rows)}")
+        return self._rows[name]
+
+    def _instrument(self, name: str, labels: dict[str, str], kinds: tuple[Kind, ...]) -> Any:
+        row = self._row(name)
+        if row.kind not in kinds:
+            raise ValueError(f"{name} is a {row.kind}")
+        if labels.keys() != self._labels[name]:
+            raise ValueError(f"{name} has the labels {sorted(row.labels)}, not {sorted(labels)}")
+        if (made := self._made.get(name)) is None:
+            made = self._made[name] = self._make(row)
+        return made
+
+    def _make(self, row: Instrument) -> object:
+        name, unit, text = self.full_name(row.name), row.unit, row.description
+        if row.kind == "counter":
+            return self._meter.create_counter(name, unit, text)
+        if row.kind == "gauge":
+            return self._meter.create_up_down_counter(name, unit, text)
+        bounds = row.bounds(self._environment)
+        return self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=bounds)
+
+
+def component_name(name: str) -> str:
+    """The full name of a worker's own metric: `test metric` is `dynamo_component_test_metric`."""
+    return f"{PREFIXES['component']}_{sanitize_name(name)}"
+
+
+def sanitize_name(name: str) -> str:
+    """A valid metric name: letters, digits, `_` and `:`, not starting with a digit. Raises InvalidArgument for none."""
+    return _sanitized(re.sub(r"[^A-Za-z0-9_:]", "_", name), name, "metric name")
+
+
+def sanitize_label(name: str) -> str:
+    """A valid label name: as a metric's but without `:` and the reserved `__` before it."""
+    cleaned = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    while cleaned.startswith("__"):
+        cleaned = cleaned.removeprefix("__")
+    return _sanitized(cleaned, name, "label")
+
+
+def _sanitized(cleaned: str, name: str, what: str) -> str:
+    if not cleaned.strip("_"):
+        raise InvalidArgument(f"{name!r} leaves nothing of a {what}", field=what)
+    return f"_{cleaned}" if cleaned[0].isdigit() else cleaned

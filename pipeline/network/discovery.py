@@ -1,0 +1,264 @@
+"""Discovery: which instances serve an endpoint, and which models they serve.
+
+    register ──► store ──► watch: Added, Removed, TaintsUpdated
+
+Source: dynamo lib/runtime/src/discovery. Other than there, leases and conflict rules are written once, over any store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any, Generic, TypeVar, cast
+
+from attrs import asdict, evolve, frozen
+
+from pipeline import InvalidArgument, Unavailable
+from pipeline.protocols.card import ModelDeploymentCard
+from pipeline.protocols.runtime_config import TOPOLOGY_TAINT_PREFIX
+from pipeline.rx import Observable, ObserverBase, ops
+
+from .names import EndpointId, Instance, instance_key
+from .store import Change, Gone, Store
+
+T = TypeVar("T")
+
+INSTANCES, MODELS = "v1/instances", "v1/mdc"
+_ATTEMPTS = 8
+"""How often a write is tried that others get in the way of."""
+
+
+@frozen
+class Model:
+    """A card as one instance serves it; with a suffix it is an adapter on that instance."""
+
+    endpoint: EndpointId
+    instance_id: int
+    card: ModelDeploymentCard
+    suffix: str | None = None
+
+    @property
+    def key(self) -> str:
+        base = instance_key(self.endpoint, self.instance_id)
+        return base if self.suffix is None else f"{base}/{self.suffix}"
+
+
+@frozen
+class Added(Generic[T]):
+    """Somebody appeared; an instance also if it is published again with other content."""
+
+    item: T
+
+
+@frozen
+class Removed(Generic[T]):
+    """Somebody is gone, as last known."""
+
+    item: T
+
+
+@frozen
+class TaintsUpdated:
+    """Only the taints of a known card changed; they are sorted."""
+
+    item: Model
+    taints: tuple[str, ...]
+
+
+class Lease:
+    """One holder's share in a registration, kept alive by the store until it is given back.
+
+    The last share that is released removes the registration at once; the last one abandoned, as by a crash, lets it
+    lapse within its time to live.
+    """
+
+    def __init__(self, shares: dict[str, int], store: Store, key: str) -> None:
+        shares[key] = shares.get(key, 0) + 1
+        self._shares, self._store, self._key = shares, store, key
+        self._is_held = True
+
+    async def release(self) -> None:
+        """Gives the share back; does nothing the second time."""
+        if self._was_last():
+            await self._store.delete(self._key)
+
+    def abandon(self) -> None:
+        """Stops renewing."""
+        if self._was_last():
+            self._store.abandon(self._key)
+
+    def _was_last(self) -> bool:
+        if not self._is_held:
+            return False
+        self._is_held = False
+        self._shares[self._key] -= 1
+        if self._shares[self._key]:
+            return False
+        del self._shares[self._key]
+        return True
+
+
+class Discovery:
+    """Registrations of one runtime, and a view of everybody's."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._shares: dict[str, int] = {}
+
+    async def register(self, instance: Instance, *, ttl_s: float) -> Lease:
+        """Publishes the instance; one that is there with other content is published again."""
+        key = f"{INSTANCES}/{instance.key}"
+        await self._write(key, instance, lambda _: instance, ttl_s)
+        return Lease(self._shares, self._store, key)
+
+    async def register_model(self, model: Model, *, ttl_s: float) -> Lease:
+        """Publishes the card; the same card again keeps taints that were updated meanwhile.
+
+        Raises InvalidArgument, and leaves what was there, if the instance has another card there already, or the
+        endpoint serves another model.
+        """
+        key = f"{MODELS}/{model.key}"
+        model = evolve(model, card=deepcopy(model.card))
+        await self._check_conflict(model)
+        await self._write(key, model, lambda known: _kept(cast("Model", known), model), ttl_s)
+        lease = Lease(self._shares, self._store, key)
+        try:
+            await self._check_conflict(model)  # somebody may have been quicker
+        except BaseException:
+            await lease.release()
+            raise
+        return lease
+
+    async def update_taints(self, endpoint: EndpointId, instance_id: int, taints: Iterable[str]) -> None:
+        """Sets the caller's taints on the base card of an instance of this runtime; those of its topology stay.
+
+        Raises InvalidArgument for a card of somebody else and for a reserved taint that is not the card's own, and
+        Unavailable if others kept changing the card.
+        """
+        key = f"{MODELS}/{instance_key(endpoint, instance_id)}"
+        if key not in self._shares:
+            raise InvalidArgument(f"this process has no card at {endpoint.path}/{instance_id}")
+        wanted = frozenset(taints)
+        await self._replace(key, lambda known: _with_taints(cast("Model", known), wanted))
+
+    async def instances(self, prefix: str = "") -> list[Instance]:
+        """All, or those of a namespace, component or endpoint, given as its path (`ns/comp`)."""
+        return [cast("Instance", value) for value in (await self._store.entries(_under(INSTANCES, prefix))).values()]
+
+    async def models(self, prefix: str = "") -> list[Model]:
+        """All cards, or those under the path."""
+        return [cast("Model", value) for value in (await self._store.entries(_under(MODELS, prefix))).values()]
+
+    def watch(self, prefix: str = "") -> Observable[Added[Instance] | Removed[Instance]]:
+        """The instances under the path as they are now, then every change, while the runtime is open."""
+        return self._watch(_under(INSTANCES, prefix), _instance_event)
+
+    def watch_models(self, prefix: str = "") -> Observable[Added[Model] | Removed[Model] | TaintsUpdated]:
+        """The cards under the path as they are now, then every change. A card changes in its taints only."""
+        return self._watch(_under(MODELS, prefix), _model_event)
+
+    def _watch(self, prefix: str, event: Callable[[Any, Change], Any]) -> Observable[Any]:
+        def subscribe(observer: ObserverBase[Any], scheduler: Any = None) -> Any:
+            known: dict[str, Any] = {}
+
+            def translate(change: Change) -> Any:
+                found = event(known.get(change.key), change)
+                if isinstance(found, Removed):
+                    del known[change.key]
+                elif found is not None:
+                    known[change.key] = found.item
+                return found
+
+            events = ops.map(translate)(self._store.watch(prefix))
+            return ops.filter(lambda found: found is not None)(events).subscribe(observer, scheduler=scheduler)
+
+        return Observable(subscribe)
+
+    async def _check_conflict(self, model: Model) -> None:
+        if (problem := conflict(await self.models(model.endpoint.path), model)) is not None:
+            raise InvalidArgument(problem, field="display_name")
+
+    async def _write(self, key: str, value: object, changed: Callable[[object], object], ttl_s: float) -> None:
+        """Creates the key, or replaces its value by `changed(value)`, which also renews what was abandoned."""
+        for _ in range(_ATTEMPTS):
+            if (await self._store.create(key, value, ttl_s=ttl_s)).outcome == "created":
+                return
+            if await self._replace(key, changed):
+                return
+        raise Unavailable(f"{key} keeps changing")
+
+    async def _replace(self, key: str, changed: Callable[[object], object]) -> bool:
+        """Replaces the value by `changed(value)`; False if there is none. Raises Unavailable as `update_taints`."""
+        for _ in range(_ATTEMPTS):
+            if (known := await self._store.get(key)) is None:
+                return False
+            written = await self._store.replace(key, changed(known.value), known.revision)
+            if written.outcome != "retry":
+                return written.outcome == "created"
+        raise Unavailable(f"{key} keeps changing")
+
+
+def conflict(known: Iterable[Model], new: Model) -> str | None:
+    """Why the card cannot join those of its endpoint, None if it can.
+
+    Base cards share the display name. An adapter belongs to a base model, known by its source path.
+    """
+    for other in known:
+        if other.key == new.key:
+            continue
+        if other.suffix is None and new.suffix is None:
+            fits = other.card.display_name == new.card.display_name
+        else:
+            both_adapters = other.suffix is not None and new.suffix is not None
+            fits = both_adapters or other.card.effective_source_path == new.card.effective_source_path
+        if not fits:
+            return f"{new.endpoint} serves {other.card.display_name!r}, so it cannot serve {new.card.display_name!r}"
+    return None
+
+
+def _under(bucket: str, prefix: str) -> str:
+    return f"{bucket}/{prefix}" if prefix else bucket
+
+
+def _kept(known: Model, again: Model) -> Model:
+    """What stays when a card is registered again: the known one, with its taints."""
+    if _fixed(known.card) != _fixed(again.card):
+        raise InvalidArgument(
+            f"the card of {known.card.display_name!r} at {known.key} cannot change in place except for its taints"
+        )
+    return known
+
+
+def _fixed(card: ModelDeploymentCard) -> dict[str, Any]:
+    """The card without what may change."""
+    content = asdict(card)
+    del content["mdc_sum"], content["runtime_config"]["taints"]
+    return content
+
+
+def _with_taints(model: Model, taints: frozenset[str]) -> Model:
+    settings = model.card.runtime_config
+    own = {taint for taint in settings.taints if taint.startswith(TOPOLOGY_TAINT_PREFIX)}
+    for taint in taints:
+        if taint.startswith(TOPOLOGY_TAINT_PREFIX) and taint not in own:
+            raise InvalidArgument(f"taint {taint!r} is reserved: it comes from the card's topology", field="taints")
+    return evolve(model, card=evolve(model.card, runtime_config=evolve(settings, taints=set(taints))))
+
+
+def _instance_event(known: Instance | None, change: Change) -> Added[Instance] | Removed[Instance] | None:
+    if isinstance(change, Gone):
+        return None if known is None else Removed(known)
+    value = cast("Instance", change.value)
+    return None if value == known else Added(value)
+
+
+def _model_event(known: Model | None, change: Change) -> Added[Model] | Removed[Model] | TaintsUpdated | None:
+    if isinstance(change, Gone):
+        return None if known is None else Removed(known)
+    value = cast("Model", change.value)
+    if known is None:
+        return Added(value)
+    taints = value.card.runtime_config.taints
+    if taints == known.card.runtime_config.taints or _fixed(value.card) != _fixed(known.card):
+        return None
+    return TaintsUpdated(value, tuple(sorted(taints)))

@@ -1,0 +1,139 @@
+"""Workers: the live instances of one endpoint, as a router sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+
+from pipeline import AsyncEngine, Context, ResponseStream, Unavailable
+from pipeline.rx import BehaviorSubject, CompositeDisposable, Disposable, DisposableBase, Observable, RefCountDisposable
+
+from .discovery import Added, Removed
+from .names import EndpointId, Instance
+from .request_plane import not_found
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+In_contra = TypeVar("In_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
+
+Ids = tuple[int, ...]
+
+
+class Workers(Protocol[In_contra, Out_co]):
+    """What a router needs to know of its pool; `runtime.workers(...)` and `static_workers(...)` give one."""
+
+    @property
+    def name(self) -> str:
+        """Whose instances these are, for messages and drawings."""
+        ...
+
+    def instance_ids(self) -> Ids:
+        """The instances that are there now, sorted."""
+        ...
+
+    def changes(self) -> Observable[Ids]:
+        """`instance_ids` now and after every change; completes when the pool is closed."""
+        ...
+
+    def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
+        """That instance as an engine; asked while it is not there, it raises CannotConnect."""
+        ...
+
+    async def wait_for_instances(self, count: int = 1) -> Ids:
+        """The instances, once there are at least so many. Raises Unavailable if the pool is closed before."""
+        ...
+
+
+class _Pool(Generic[In, Out]):
+    """Instances by id, and the news of their change."""
+
+    def __init__(self, name: str, engines: Mapping[int, AsyncEngine[In, Out]]) -> None:
+        self.name = name
+        self._engines = dict(engines)
+        self._ids: BehaviorSubject[Ids] = BehaviorSubject(tuple(sorted(engines)))
+
+    def instance_ids(self) -> Ids:
+        return self._ids.value
+
+    def changes(self) -> Observable[Ids]:
+        return self._ids
+
+    def engine(self, instance_id: int) -> AsyncEngine[In, Out]:
+        found = self._engines.get(instance_id)
+        return _Missing(self.name, instance_id) if found is None else found
+
+    async def wait_for_instances(self, count: int = 1) -> Ids:
+        known = anyio.Event()
+
+        def look(ids: Ids) -> None:
+            if len(ids) >= count:
+                known.set()
+
+        listening = self.changes().subscribe(look, on_completed=known.set)
+        try:
+            await known.wait()
+        finally:
+            listening.dispose()
+        if len(self.instance_ids()) < count:
+            raise Unavailable(f"{self.name} was closed before it had {count} instances")
+        return self.instance_ids()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class EndpointWorkers(_Pool[In, Out]):
+    """Follows discovery until it is closed and nobody listens to `changes` any more."""
+
+    def __init__(
+        self,
+        endpoint: EndpointId,
+        watch: Observable[Added[Instance] | Removed[Instance]],
+        connect: Callable[[Instance], AsyncEngine[In, Out]],
+    ) -> None:
+        super().__init__(str(endpoint), {})
+        self._connect = connect
+        followed = watch.subscribe(self._follow, on_completed=self._end)
+        self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
+
+    def changes(self) -> Observable[Ids]:
+        def subscribe(observer: Any, _: Any = None) -> DisposableBase:
+            return CompositeDisposable(self._ids.subscribe(observer), self._users.disposable)
+
+        return Observable(subscribe)
+
+    def close(self) -> None:
+        """Gives this view up; a listener of `changes` still gets its news until it is disposed."""
+        self._users.dispose()
+
+    def _follow(self, event: Added[Instance] | Removed[Instance]) -> None:
+        instance_id = event.item.instance_id
+        if isinstance(event, Added):
+            self._engines[instance_id] = self._connect(event.item)
+        else:
+            self._engines.pop(instance_id, None)
+        if (ids := tuple(sorted(self._engines))) != self._ids.value:
+            self._ids.on_next(ids)
+
+    def _end(self) -> None:
+        self._engines.clear()
+        self._ids.value = ()
+        self._ids.on_completed()
+
+
+def static_workers(engines: Mapping[int, AsyncEngine[In, Out]], *, name: str = "static") -> Workers[In, Out]:
+    """A pool that never changes, from engines at hand: for tests, and for programs of one file."""
+    return _Pool(name, engines)
+
+
+class _Missing(AsyncEngine[Any, Any]):
+    """In the place of an instance that is not there."""
+
+    def __init__(self, pool: str, instance_id: int) -> None:
+        self._pool, self._instance_id = pool, instance_id
+
+    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+        raise not_found(self._pool, self._instance_id)

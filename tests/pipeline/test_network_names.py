@@ -1,0 +1,110 @@
+"""Names of endpoints and instances."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import InvalidArgument
+from pipeline.codec import from_json, to_json
+from pipeline.network import EndpointId, Instance, detect_device_type
+from pipeline.network.names import matches_prefix
+
+NAMES = st.from_regex(r"[a-z0-9_-]+", fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("namespace1/component1/endpoint1", ("namespace1", "component1", "endpoint1")),
+        ("namespace.component.endpoint", ("namespace", "component", "endpoint")),
+        ("namespace/component.endpoint", ("namespace", "component", "endpoint")),
+        ("dyn://ns.comp.ep", ("ns", "comp", "ep")),
+        ("  dyn://ns/comp/ep ", ("ns", "comp", "ep")),
+        ("worker", ("NS", "worker", "E")),
+        ("ns.worker", ("ns", "worker", "E")),
+        ("ns/comp/a/b.c", ("ns", "comp", "a_b_c")),
+        ("", ("NS", "C", "E")),
+        ("/comp/", ("NS", "comp", "E")),
+        ("ns//ep", ("ns", "C", "ep")),
+    ],
+)
+def test_an_endpoint_is_read_from_text(text: str, parts: tuple[str, str, str]) -> None:
+    """DISC-01."""
+    assert EndpointId.parse(text) == EndpointId(*parts)
+
+
+@given(NAMES, NAMES, NAMES)
+def test_the_text_of_an_endpoint_reads_back(namespace: str, component: str, endpoint: str) -> None:
+    where = EndpointId(namespace, component, endpoint)
+    assert EndpointId.parse(str(where)) == where == EndpointId.parse(where.path)
+
+
+@pytest.mark.parametrize("name", ["Upper", "with space", "ümlaut", "a*b", "a>b"])
+@pytest.mark.parametrize("field", ["namespace", "component"])
+def test_a_name_of_other_characters_is_refused(field: str, name: str) -> None:
+    parts = {"namespace": "ns", "component": "comp", field: name}
+    with pytest.raises(InvalidArgument) as caught:
+        EndpointId(parts["namespace"], parts["component"], "ep").checked()
+    assert caught.value.field == field
+
+
+def test_the_default_names_are_valid() -> None:
+    EndpointId.parse("").checked()
+
+
+def test_nested_namespaces_and_free_endpoints_are_names() -> None:
+    where = EndpointId("parent.child", "comp", "Any*Thing")
+    assert where.checked() is where
+
+
+def test_an_instance_is_told_by_its_full_identity() -> None:
+    instance = Instance.of(EndpointId("ns", "comp", "ep"), 255)
+    assert str(instance) == "ns/comp/ep/255"
+    assert instance.key == "ns/comp/ep/ff"
+    assert instance.endpoint_id == EndpointId("ns", "comp", "ep")
+
+
+@pytest.mark.parametrize("codec", ["msgpack", "json", None])
+def test_an_instance_crosses_the_wire(codec: object) -> None:
+    """DISC-18: the codec round-trips, and without the field it is unset."""
+    instance = Instance("ns", "comp", "ep", 7, {"nats_tcp": "subject"}, "cuda", codec)  # type: ignore[arg-type]
+    data = to_json(instance)
+    assert (b"request_plane_codec" in data) == (codec is not None)
+    assert from_json(data, Instance) == instance
+
+
+@pytest.mark.parametrize(
+    ("key", "matches"),
+    [
+        ("ns/component", True),
+        ("ns/component/x", True),
+        ("ns/component2/x", False),
+        ("ns", False),
+    ],
+)
+def test_a_prefix_ends_between_slashes(key: str, matches: bool) -> None:
+    """DISC-07."""
+    assert matches_prefix(key, "ns/component") is matches
+    assert matches_prefix(key, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "device"),
+    [
+        ({}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": "none"}, "cpu"),
+        ({"CUDA_VISIBLE_DEVICES": "void"}, "cpu"),
+        ({"NVIDIA_VISIBLE_DEVICES": "none"}, "cpu"),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, "cpu"),
+        ({"NVIDIA_VISIBLE_DEVICES": ""}, "cuda"),
+        ({"NVIDIA_VISIBLE_DEVICES": "-1"}, "cuda"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "void"}, "cpu"),
+    ],
+)
+def test_the_device_type_follows_what_is_visible(environment: dict[str, str], device: str) -> None:
+    assert detect_device_type(environment) == device
