@@ -13,6 +13,12 @@ from .prompt import prompt_of
 from .request_options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from .validation import validate
 
+PROMPT_TOKENS = "prompt_tokens"
+"""Registry entry where the length of the prompt is left, for whoever counts the tokens of the answer.
+
+An answer that ends at a stop string has no last word of its worker, and its usage only this.
+"""
+
 REQUEST_ID = "request_id"
 FORMATTED_PROMPT = "formatted_prompt"
 TOKEN_IDS = "token_ids"
@@ -35,7 +41,8 @@ class Preprocess(
     who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here.
 
     The stream is the next stage's own, unless the request asks for annotations (`nvext.annotations`): `request_id`,
-    `formatted_prompt` and `token_ids` then come first, as events, in this order.
+    `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt in tokens is
+    left in the registry, under `PROMPT_TOKENS`.
 
     Source: dynamo lib/llm/src/preprocessor.rs, OpenAIPreprocessor.
     """
@@ -52,6 +59,7 @@ class Preprocess(
         asked = request.payload
         validate(asked, ignore_unsupported=self._ignore_unsupported)
         payload, annotations = preprocess(asked, self.model, request.id)
+        request.registry.insert_shared(PROMPT_TOKENS, len(payload.token_ids))
         stream = await next.generate(request.with_payload(payload))
         if not annotations:
             return stream

@@ -59,6 +59,7 @@ DOORS = {
     "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai_json.py"},
     "nats": {"pipeline/network/nats.py"},
     "opentelemetry": {"pipeline/tracing.py", "pipeline/metrics.py", "serving/telemetry.py"},
+    "prometheus_client": {"serving/telemetry.py"},
     "pytest": {"pipeline/testing/plugin.py"},
     "reactivex": {"pipeline/rx*.py"},
     "rich": {"serving/cli.py"},

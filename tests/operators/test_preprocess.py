@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from operators import ByteTokenizer, Model, Preprocess
+from operators import PROMPT_TOKENS, ByteTokenizer, Model, Preprocess
 from pipeline import Annotated, AnyContext, Context, InvalidArgument, ResponseStream, Segment, link
 from pipeline.codec import from_plain
 from pipeline.protocols import BackendOutput, OutputOptions, PreprocessedRequest, RouterParams, StopConditions
@@ -200,3 +200,10 @@ async def test_the_operator_contract_holds(annotations: list[str]) -> None:
         items=ITEMS,
         bad_request=chat(temperature=9),
     )
+
+
+@pytest.mark.anyio
+async def test_the_length_of_the_prompt_is_left_for_whoever_counts() -> None:
+    request = Context(CompletionRequest(model="echo", prompt="four"))
+    await (await (Preprocess(Model.byte_level()) >> ScriptedEngine([])).generate(request)).collect()
+    assert request.registry.get(PROMPT_TOKENS, int) == 4

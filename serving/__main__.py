@@ -1,0 +1,7 @@
+"""`python -m serving` is the program too."""
+
+from __future__ import annotations
+
+from .cli import main
+
+main()

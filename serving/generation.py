@@ -1,0 +1,173 @@
+"""Generation: one request through its graph, from its first item to its last, and what ended it.
+
+    graph ── item ──► usage, metrics, delivery
+    client gone, silence ── kill ──► graph
+
+Knows nothing of HTTP: what becomes of the items is the delivery's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+from attrs import define, field
+
+from operators import PROMPT_TOKENS
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, ResponseTimeout, StreamIncomplete
+from pipeline.errors import BackendUnknown
+from pipeline.protocols import BackendOutput
+
+from .delivery import Delivery
+from .openai_usage import UsageCount
+from .problems import error_of
+from .prompts import Generation as Request
+from .request_meter import RequestMeter
+
+Graph = AsyncEngine[Request, Annotated[BackendOutput]]
+"""What serves a model: OpenAI requests in, detokenized items out."""
+
+LEADING_ANNOTATIONS_MAX = 16
+"""Annotations looked past for the first item; after more of them the answer has begun anyway."""
+
+KILL_GRACE_S = 2.0
+"""How long a killed graph may take to end before its task is cancelled."""
+
+
+@define(eq=False)
+class Generation:
+    """One request on its way. `context` is the whole request; each prompt runs under a context below it."""
+
+    graph: Graph
+    context: Context[Request]
+    prompts: Sequence[Request]
+    usage: UsageCount
+    meter: RequestMeter
+    client_gone: bool = field(init=False, default=False)
+    finished: bool = field(init=False, default=False)
+    _complete: bool = field(init=False, default=False)
+    _items: int = field(init=False, default=0)
+    _waits_for_client: int = field(init=False, default=0)
+    _timed_out: bool = field(init=False, default=False)
+    _reading: anyio.CancelScope = field(init=False, factory=anyio.CancelScope)
+
+    async def run(self, delivery: Delivery) -> Exception | None:
+        """Reads every prompt's stream to its end, all streams are closed then. Returns what failed first, if any."""
+        try:
+            with self._reading:
+                await self._read_all(delivery)
+            if self._reading.cancelled_caught:
+                self._explain_short_end(self.context, begun=True)
+        except Exception as failure:
+            return failure
+        finally:
+            self._complete = True
+        return None
+
+    async def _read_all(self, delivery: Delivery) -> None:
+        if len(self.prompts) == 1:
+            await self._read(self.context.with_payload(self.prompts[0]), 0, delivery)
+            return
+        parts = [self._part(request, position) for position, request in enumerate(self.prompts)]
+        try:
+            async with anyio.create_task_group() as readers:
+                for position, part in enumerate(parts):
+                    readers.start_soon(self._read, part, position, delivery)
+        except ExceptionGroup as group:  # the others were cancelled for the first one's sake
+            raise group.exceptions[0] from None
+
+    def _part(self, request: Request, position: int) -> Context[Request]:
+        """A request of its own for one prompt of many: nothing but stop and kill is shared with the others."""
+        part = Context(request, id=f"{self.context.id}-{position}", metadata=self.context.metadata)
+        part.trace = self.context.trace
+        self.context.control.link_child(part.control)
+        return part
+
+    async def _read(self, context: Context[Request], prompt: int, delivery: Delivery) -> None:
+        leading, begun, finished, full = 0, False, False, False
+        async with await self.graph.generate(context) as stream:
+            if (prompt_tokens := context.registry.get_optional(PROMPT_TOKENS, int)) is not None:
+                self.usage.prompt(prompt, prompt_tokens)
+            async for item in stream:
+                self._items += 1
+                if item.event is not None:
+                    _raise_error(item)
+                    delivery.annotate(item)
+                output = item.data
+                if output is None:
+                    leading += 1
+                    if leading <= LEADING_ANNOTATIONS_MAX or begun:
+                        continue
+                else:
+                    if output.finish_reason is not None:
+                        finished = _finished(output)
+                    self.meter.tokens(len(output.token_ids))
+                    self.usage.add(output, prompt)
+                    full = delivery.take(output, prompt)
+                if not begun:
+                    begun = True
+                    delivery.begin()
+                if full:
+                    await self._wait_for_client(delivery)
+        self.finished = self.finished or finished
+        if not finished:
+            self._explain_short_end(context, begun=begun)
+
+    def _explain_short_end(self, context: Context[Request], *, begun: bool) -> None:
+        """Raises why a stream ended without a finish reason, where that is known."""
+        if self._timed_out:
+            raise ResponseTimeout("the engine said nothing for too long")
+        if context.is_stopped:
+            raise Cancelled("the request was stopped")
+        if not begun:
+            raise StreamIncomplete("the engine's stream ended without an item")
+
+    async def _wait_for_client(self, delivery: Delivery) -> None:
+        self._waits_for_client += 1
+        try:
+            await delivery.room()
+        finally:
+            self._waits_for_client -= 1
+
+    # -- what may end it from outside, each a task of its own
+
+    async def watch_client(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Kills the request when its client goes away; a graph that ignores that is cancelled."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._complete:
+            self.lose_client()
+            await self._cancel_later()
+
+    def lose_client(self) -> None:
+        """The client is gone: nothing is of use any more."""
+        self.client_gone = True
+        self.context.kill()
+
+    async def watch_silence(self, timeout_s: float) -> None:
+        """Kills the request when its engine makes nothing for `timeout_s`; seen at the latest after twice that."""
+        seen = -1
+        while seen != self._items or self._waits_for_client:
+            seen = self._items
+            await anyio.sleep(timeout_s)
+        self._timed_out = True
+        self.context.kill()
+        await self._cancel_later()
+
+    async def _cancel_later(self) -> None:
+        await anyio.sleep(KILL_GRACE_S)
+        self._reading.cancel()
+
+
+def _raise_error(item: Annotated[BackendOutput]) -> None:
+    if (error := error_of(item)) is not None:
+        raise error
+
+
+def _finished(output: BackendOutput) -> bool:
+    """True; raises if the choice finished with an error."""
+    reason = output.finish_reason
+    if reason is not None and reason.is_error:
+        raise BackendUnknown(reason.message)
+    return True

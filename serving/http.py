@@ -1,0 +1,142 @@
+"""An OpenAI-compatible ASGI app over any engine; any server runs it, any other app mounts it.
+
+    app(graph)                                   one graph, under its model's name
+    app({"llama": graph, "echo": other})         several
+
+Source: dynamo lib/llm/src/http/service/{service_v2,openai,health,metrics}.rs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pipeline.codec import to_json
+from pipeline.protocols.openai import ModelList
+
+from .availability import Availability, Phase
+from .generation import Graph
+from .http_generation import CHAT, COMPLETIONS, GenerationEndpoint
+from .http_request import REQUEST_ID
+from .openai_json import encode
+from .options import HttpOptions
+from .problems import INTERNAL, Problem, Refusal
+from .service import Service, served
+from .telemetry import Telemetry
+
+
+def app(
+    graph: Graph | Mapping[str, Graph],
+    *,
+    options: HttpOptions | None = None,
+    availability: Availability | None = None,
+    telemetry: Telemetry | None = None,
+) -> Starlette:
+    """The app of one graph, or of several by the model name clients ask for.
+
+    It owns nothing but its counters: graphs are neither opened nor closed, and it needs no lifespan. A program that
+    drains passes the `availability` it will drain; metrics go to `telemetry`, by default to one of the app's own.
+    Raises ValueError for a single graph without a model in it: give that one a name.
+    """
+    service = Service(
+        models=served(graph),
+        options=options or HttpOptions(),
+        availability=availability or Availability(),
+        telemetry=telemetry or Telemetry(),
+    )
+    handlers = {HTTPException: _unroutable, Refusal: _refused, Exception: _failed}
+    application = Starlette(routes=_routes(service), exception_handlers=handlers)
+    application.router.redirect_slashes = False
+    return application
+
+
+def _routes(service: Service) -> list[Route]:
+    pages = _Pages(service)
+    return [
+        Route("/v1/chat/completions", GenerationEndpoint(service, CHAT), methods=["POST"]),
+        Route("/v1/completions", GenerationEndpoint(service, COMPLETIONS), methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{id:path}", pages.model),
+        Route("/health", pages.health),
+        Route("/live", pages.live),
+        Route("/metrics", pages.metrics),
+    ]
+
+
+class _Pages:
+    """The small answers around the two APIs."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def models(self, request: Request) -> Response:
+        """All models."""
+        infos = [model.info(self._service.options) for model in self._service.models.values()]
+        return _json(request, to_json(ModelList(infos)))
+
+    async def model(self, request: Request) -> Response:
+        """One model; names may contain slashes. An exact name wins over the question whether one is ready."""
+        name = request.path_params["id"]
+        if (model := self._service.models.get(name)) is not None:
+            return _json(request, to_json(model.info(self._service.options)))
+        asked = name.removesuffix("/ready")
+        if asked != name and asked in self._service.models:
+            return _json(request, encode({"model": asked, "namespaces": {}}))
+        raise Refusal(404, "Model not found")
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken, also without workers; 503 while draining."""
+        phase = self._service.availability.phase
+        if phase is Phase.READY:
+            instances = self._service.instances()
+            endpoints = sorted({instance.rpartition("/")[0] for instance in instances})
+            return _json(request, encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
+        body = {"status": "not_ready", "stage": phase.value, "message": "Service is not ready"}
+        return _json(request, encode(body), 503)
+
+    async def live(self, request: Request) -> Response:
+        """200 until the program stops, also while it drains."""
+        stopping = self._service.availability.phase is Phase.STOPPING
+        return _json(request, encode({"status": "stopping" if stopping else "live"}), 503 if stopping else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """All metrics as Prometheus text."""
+        telemetry = self._service.telemetry
+        return Response(telemetry.text(), media_type=telemetry.media_type, headers=_echo(request))
+
+
+def _echo(request: Request) -> dict[str, str]:
+    echo = request.headers.get(REQUEST_ID)
+    return {} if echo is None else {REQUEST_ID: echo}
+
+
+def _json(request: Request, body: bytes, status: int = 200) -> Response:
+    return Response(body, status, _echo(request), "application/json")
+
+
+def _problem(request: Request, problem: Problem) -> Response:
+    return _json(request, problem.body(), problem.status)
+
+
+async def _unroutable(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method; the methods there are come along."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _problem(request, Problem(404, f"Route not found: {request.method} {request.url.path}", "not_found"))
+    response = _problem(request, Problem(error.status_code, "Method not allowed", "validation"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _problem(request, error.problem)
+
+
+async def _failed(request: Request, _: Exception) -> Response:
+    return _problem(request, INTERNAL)

@@ -1,0 +1,160 @@
+"""POST of a chat or a completion: an ASGI application for each.
+
+    read ──► exchange ──► event stream, or one JSON answer
+      └─────────┴───────► error status
+
+Source: dynamo lib/llm/src/http/service/openai.rs, handler_{chat_completions,completions}, and disconnect.rs. Other
+than there, a stream whose first item is an error gets that error's status too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from attrs import frozen
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from operators import validate
+from pipeline import Context, PenstockError
+from pipeline.protocols.nvext import apply_headers
+from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.tracing import extract
+
+from .generation import Generation
+from .http_exchange import Exchange
+from .http_reply import reply_problem
+from .http_request import RequestHeaders, parse, read_body
+from .openai_answers import Answer, ChatAnswer, CompletionAnswer
+from .openai_chunks import ChatChunks, Chunks, CompletionChunks
+from .openai_form import AnswerForm
+from .openai_usage import UsageCount
+from .problems import CLIENT_GONE, Problem, Refusal, explain
+from .prompts import Generation as Request
+from .prompts import one_per_prompt
+from .request_meter import RequestMeter
+from .service import ServedModel, Service
+
+_log = logging.getLogger(__name__)
+
+
+@frozen
+class Api:
+    """One of the two generation APIs."""
+
+    request: type[ChatCompletionRequest | CompletionRequest]
+    endpoint: str
+    id_prefix: str
+    chunks: type[Chunks]
+    answer: type[Answer]
+
+
+CHAT = Api(ChatCompletionRequest, "chat_completions", "chatcmpl-", ChatChunks, ChatAnswer)
+COMPLETIONS = Api(CompletionRequest, "completions", "cmpl-", CompletionChunks, CompletionAnswer)
+
+_NOT_IMPLEMENTED = ("functions", "function_call")
+
+
+class GenerationEndpoint:
+    """Answers one API's requests for one service."""
+
+    def __init__(self, service: Service, api: Api) -> None:
+        self._service = service
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI. Every error becomes an answer; a client that is gone gets none."""
+        headers = RequestHeaders.of(scope)
+        try:
+            request = await self._read(headers, receive)
+        except ClientDisconnect:
+            return
+        except PenstockError as error:
+            await reply_problem(send, self._explain(error), headers.echo)
+            return
+        with self._meter(request) as meter:
+            meter.ended(await self._answer(request, meter, headers, receive, send))
+
+    async def _read(self, headers: RequestHeaders, receive: Receive) -> Request:
+        """The request in the body, with what its headers say. Raises ClientDisconnect, or why it is no request."""
+        headers.require_json()
+        body = await read_body(headers, receive, self._service.options.body_limit_mb)
+        request: Request = parse(body, self._api.request)
+        request.nvext = apply_headers(request.nvext, headers.values) if self._service.options.nvext else None
+        return request
+
+    def _meter(self, request: Request) -> RequestMeter:
+        known = request.model in self._service.models
+        telemetry = self._service.telemetry
+        return RequestMeter(telemetry, request.model if known else None, self._api.endpoint, bool(request.stream))
+
+    async def _answer(
+        self, request: Request, meter: RequestMeter, headers: RequestHeaders, receive: Receive, send: Send
+    ) -> Problem | None:
+        """Answers the request; returns the problem it ended with, if any, which the client was told."""
+        try:
+            model = self._find(request)
+            context = Context(request, id=headers.request_id(), metadata=headers.metadata())
+            if "traceparent" in headers.values:
+                context.trace = extract(headers.values)
+            prompts = self._prompts(request)
+            generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter)
+            exchange = Exchange(generation, self._service.options, headers.echo, receive, send)
+            with self._service.availability.admit(context):
+                try:
+                    failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
+                finally:
+                    meter.prompts(generation.usage)
+        except ClientDisconnect:
+            return CLIENT_GONE
+        except Exception as failed:
+            problem = self._explain(failed)
+            await reply_problem(send, problem, headers.echo)
+            return problem
+        return None if failure is None else self._explain(failure)
+
+    async def _exchange(self, exchange: Exchange, form: AnswerForm) -> Exception | None:
+        usage = exchange.generation.usage
+        if exchange.generation.context.payload.stream:
+            return await exchange.stream(self._api.chunks(form, usage))
+        await exchange.whole(self._api.answer(form, usage))
+        return None
+
+    def _find(self, request: Request) -> ServedModel:
+        """The model asked for.
+
+        Raises Refusal while not ready (503), for features there will never be (501), and for an unknown name (404).
+        """
+        self._service.availability.check()
+        for name in _NOT_IMPLEMENTED:
+            if getattr(request, name, None) is not None:
+                raise Refusal(501, f"`{name}` is not supported, use `tools`")
+        model = self._service.models.get(request.model)
+        if model is None:
+            validate(request, ignore_unsupported=True)  # an empty name is an invalid one first
+            raise Refusal(404, "Model not found")
+        return model
+
+    def _prompts(self, request: Request) -> list[Request]:
+        """One request for each prompt; many are checked here together, for the graph sees them one by one."""
+        prompts = one_per_prompt(request)
+        if len(prompts) > 1:
+            validate(request, ignore_unsupported=True)
+        return prompts
+
+    def _form(self, request: Request, context: Context[Request], prompts: int) -> AnswerForm:
+        return AnswerForm.of(
+            request,
+            id=self._api.id_prefix + context.id,
+            created=int(time.time()),
+            prompts=prompts,
+            force_usage=self._service.options.force_usage,
+        )
+
+    def _explain(self, failure: Exception) -> Problem:
+        """What the client is told; what it is not told is logged."""
+        problem = explain(failure, self._service.options.overload_status)
+        if problem.kind == "internal":
+            _log.error("a request failed", exc_info=failure)
+        return problem

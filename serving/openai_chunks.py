@@ -1,0 +1,126 @@
+"""Items of a stream -> OpenAI chunks, as the bytes of server-sent events.
+
+Per token only the text is encoded: what stands around it in the event is rendered once per choice.
+
+Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions}/delta.rs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from pipeline.codec import to_plain
+from pipeline.protocols import BackendOutput
+from pipeline.protocols.openai import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatDelta,
+    Completion,
+    CompletionChoice,
+)
+
+from .openai_form import AnswerForm
+from .openai_json import PLACE, around, encode, event
+from .openai_usage import UsageCount
+
+
+class Chunks(ABC):
+    """Renders the items of one answer; remembers which choices have begun."""
+
+    def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
+        self.form = form
+        self._usage = usage
+        # Only a form without these has chunks that differ in nothing but their text.
+        self._plain = not (form.continuous_usage or form.logprobs or form.extra_fields)
+        self._choices_per_prompt = form.choices_per_prompt
+        self._begun: set[int] = set()
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def frame(self, output: BackendOutput, prompt: int = 0) -> bytes | None:
+        """The event of one item; None where the item shows nothing, such as half a character."""
+        index = prompt * self._choices_per_prompt + (output.index or 0)
+        if self._plain and output.finish_reason is None:
+            if not (text := output.text):
+                return None
+            if (around_text := self._around.get(index)) is not None:
+                return around_text[0] + encode(text) + around_text[1]
+        return self._whole(output, index)
+
+    def usage_frame(self) -> bytes:
+        """The event after the last chunk, with the usage and no choices."""
+        return event(to_plain(self._chunk([])) | {"usage": to_plain(self._usage.total())})
+
+    def _whole(self, output: BackendOutput, index: int) -> bytes | None:
+        """The event made from the whole record: a choice's first and last chunk, and all that show more than text."""
+        nvext = self.form.nvext(output)
+        shows_logprobs = self.form.logprobs is not None and bool(output.log_probs)
+        if not (output.text or output.finish_reason or nvext or shows_logprobs):
+            return None
+        plain = self._finished(self._chunk([self._choice(output, index, first=index not in self._begun)]))
+        self._begun.add(index)
+        if self._plain and index not in self._around:
+            self._around[index] = around(self._finished(self._chunk([self._text_choice(index)])))
+        return event(plain if nvext is None else plain | {"nvext": to_plain(nvext)})
+
+    def _finished(self, chunk: ChatCompletionChunk | Completion) -> dict[str, Any]:
+        """The chunk as a plain value, with the usage key only for those who asked for usage."""
+        plain: dict[str, Any] = to_plain(chunk)
+        if not self.form.include_usage:
+            del plain["usage"]
+        elif self.form.continuous_usage:
+            plain["usage"] = to_plain(self._usage.total())
+        return plain
+
+    @abstractmethod
+    def _chunk(self, choices: list[Any]) -> ChatCompletionChunk | Completion:
+        """A chunk of these choices."""
+
+    @abstractmethod
+    def _text_choice(self, index: int) -> ChatChunkChoice | CompletionChoice:
+        """A later choice with `PLACE` as its text and nothing else."""
+
+    @abstractmethod
+    def _choice(self, output: BackendOutput, index: int, *, first: bool) -> ChatChunkChoice | CompletionChoice:
+        """The item's part of its choice."""
+
+
+class ChatChunks(Chunks):
+    """Chunks of a chat; the role comes with the first one of each choice."""
+
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(self.form.id, self.form.created, self.form.model, choices)
+
+    def _text_choice(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(content=PLACE))
+
+    def _choice(self, output: BackendOutput, index: int, *, first: bool) -> ChatChunkChoice:
+        reason = output.finish_reason
+        return ChatChunkChoice(
+            index,
+            ChatDelta("assistant" if first else None, output.text or ("" if first else None)),
+            None if reason is None else reason.openai_completion,
+            None if self.form.logprobs is None else self.form.logprobs.chat(output),
+        )
+
+
+class CompletionChunks(Chunks):
+    """Chunks of a text completion."""
+
+    def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
+        super().__init__(form, usage)
+        self._offsets: dict[int, int] = {}
+
+    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(self.form.id, self.form.created, self.form.model, choices)
+
+    def _text_choice(self, index: int) -> CompletionChoice:
+        return CompletionChoice(PLACE, index)
+
+    def _choice(self, output: BackendOutput, index: int, *, first: bool) -> CompletionChoice:
+        reason, text, logprobs = output.finish_reason, output.text or "", None
+        if self.form.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs = self.form.logprobs.completion(output, offset)
+            self._offsets[index] = offset + len(text)
+        return CompletionChoice(text, index, logprobs, None if reason is None else reason.openai_completion)

@@ -1,0 +1,190 @@
+"""From an error to what its client may see: an HTTP status, a message, a class for the metrics.
+
+Only this module decides it. The status is that of the error's facts; the message is the error's own only where it was
+written for the client.
+
+Source: dynamo lib/llm/src/http/service/openai.rs, ErrorMessage, and error.rs. Other than there, one table serves
+whole answers, streams and metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Literal
+
+from attrs import frozen
+
+from pipeline import (
+    Annotated,
+    Cancelled,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    ResponseTimeout,
+    StatusError,
+    Unavailable,
+    WorkerOverloaded,
+    to_error,
+)
+from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, chain
+
+from .openai_json import encode, event
+
+ErrorKind = Literal[
+    "validation",
+    "not_found",
+    "overload",
+    "unavailable",
+    "cancelled",
+    "response_timeout",
+    "not_implemented",
+    "internal",
+]
+"""Classes of errors in the metrics."""
+
+_REASONS = {413: "Payload Too Large", CLIENT_CLOSED_REQUEST: "Client Closed Request", OVERLOADED: "Overloaded"}
+_INTERNAL = "Internal server error"
+_CANCELLED = "Request cancelled"
+_VALIDATION = "Validation: "
+
+
+@frozen
+class Problem:
+    """What a client is told: status, message, and perhaps details; `kind` is for the metrics."""
+
+    status: int
+    message: str
+    kind: ErrorKind
+    details: dict[str, Any] | None = None
+
+    @property
+    def reason(self) -> str:
+        """The status in words."""
+        if (known := _REASONS.get(self.status)) is not None:
+            return known
+        try:
+            return HTTPStatus(self.status).phrase
+        except ValueError:
+            return "Error"
+
+    def body(self) -> bytes:
+        """The JSON body of an error response."""
+        plain: dict[str, Any] = {"message": self.message, "type": self.reason, "code": self.status}
+        return encode(plain if self.details is None else plain | {"details": self.details})
+
+    def frame(self) -> bytes:
+        """The event that tells it in the middle of a stream."""
+        reason = self.reason.lower().replace(" ", "_").replace("-", "_")
+        return event({"error": {"message": self.message, "type": reason, "code": self.status}})
+
+
+INTERNAL = Problem(500, _INTERNAL, "internal")
+"""Whatever a client is told nothing of."""
+
+CLIENT_GONE = Problem(CLIENT_CLOSED_REQUEST, _CANCELLED, "cancelled")
+"""Nobody is there any more to be told."""
+
+
+class Refusal(PenstockError):
+    """The HTTP side itself refuses a request; `problem` is the whole answer."""
+
+    def __init__(self, status: int, message: str, kind: ErrorKind | None = None) -> None:
+        super().__init__(message)
+        self.problem = Problem(status, message, kind or kind_of(status, message))
+
+
+def kind_of(status: int, message: str, overload_status: int = OVERLOADED) -> ErrorKind:
+    """The class of a status that comes without one."""
+    if status == overload_status:
+        return "overload"
+    if status == 400:
+        return "validation" if message.startswith(_VALIDATION) else "internal"
+    if (kind := _KINDS.get(status)) is not None:
+        return kind
+    return "validation" if 400 <= status < 500 else "internal"
+
+
+_KINDS: dict[int, ErrorKind] = {
+    404: "not_found",
+    429: "overload",
+    OVERLOADED: "overload",
+    503: "unavailable",
+    CLIENT_CLOSED_REQUEST: "cancelled",
+    501: "not_implemented",
+}
+
+
+def explain(error: BaseException, overload_status: int = OVERLOADED) -> Problem:
+    """What the client is told of this error and its causes: the first row of the table that holds for any of them."""
+    links = [link for link in chain(to_error(error)) if isinstance(link, PenstockError)]
+    for errors, describe in _PRECEDENCE:
+        for link in links:
+            if isinstance(link, errors):
+                return describe(link, overload_status)
+    return INTERNAL
+
+
+def _fixed(kind: ErrorKind, message: str) -> Callable[[PenstockError, int], Problem]:
+    """The status of the error's facts with always the same text."""
+
+    def describe(error: PenstockError, overload_status: int) -> Problem:
+        status = error.facts.status
+        return Problem(overload_status if status == OVERLOADED else status, message, kind)
+
+    return describe
+
+
+def _own_text(error: PenstockError, _: int) -> Problem:
+    return Problem(error.facts.status, error.message, "validation")
+
+
+def _asserted(error: PenstockError, overload_status: int) -> Problem:
+    """A status an engine asks for: shown with its text only where the client is to blame."""
+    assert isinstance(error, StatusError)
+    status, kind = error.status, kind_of(error.status, error.message, overload_status)
+    if 400 <= status < CLIENT_CLOSED_REQUEST:
+        return Problem(status, error.message, kind)
+    if status == CLIENT_CLOSED_REQUEST:
+        return Problem(status, _CANCELLED, kind)
+    if status in (503, overload_status):
+        return Problem(status, _INTERNAL, kind)
+    if 500 <= status < 600:
+        return Problem(500, _INTERNAL, "internal", {"backend_status": status})
+    return INTERNAL
+
+
+def _refused(error: PenstockError, _: int) -> Problem:
+    assert isinstance(error, Refusal)
+    return error.problem
+
+
+_PRECEDENCE: tuple[tuple[tuple[type[PenstockError], ...], Callable[[PenstockError, int], Problem]], ...] = (
+    ((Refusal,), _refused),
+    ((ResourceExhausted, WorkerOverloaded), _fixed("overload", "Service temporarily overloaded")),
+    ((Unavailable,), _fixed("unavailable", "Service temporarily unavailable")),
+    ((InvalidArgument, BackendInvalidArgument), _own_text),
+    ((Cancelled,), _fixed("cancelled", _CANCELLED)),
+    ((StatusError,), _asserted),
+    ((ResponseTimeout,), _fixed("response_timeout", _INTERNAL)),
+)
+
+
+def error_of(item: Annotated[Any]) -> PenstockError | None:
+    """The error of an error item; one that has only a comment may name its status there, as JSON."""
+    error = item.extract_error()
+    if error is None or item.error is not None:
+        return error
+    return _said("".join(item.comment or ())) or error
+
+
+def _said(comment: str) -> StatusError | None:
+    """The error in a comment of the form `{"message": text, "code": status}`."""
+    try:
+        said = json.loads(comment)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or not isinstance(said.get("code"), int):
+        return None
+    return StatusError(str(said.get("message", "")), status=said["code"])

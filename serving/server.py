@@ -1,0 +1,128 @@
+"""Running an app as a program: sockets, signals, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+import anyio
+import uvicorn
+from anyio.abc import TaskStatus
+
+from .availability import Availability
+
+GRACE_S = 5.0
+"""How long running requests may go on after the first signal."""
+
+_FLUSH_S = 2
+"""How long killed requests have to tell their clients."""
+
+_BACKLOG = 2048
+
+
+class HttpServer:
+    """uvicorn around an app, on a listening socket that it closes in the end."""
+
+    def __init__(self, application: Any, listener: socket.socket, *, access_log: bool = False) -> None:
+        self._listener = listener
+        self.url = url_of(listener)
+        config = uvicorn.Config(
+            application,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=access_log,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
+        self._server = _Uvicorn(config)
+
+    async def run(self) -> None:
+        """Serves until `stop`; asyncio only. Then answers that are on their way get a little time."""
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            self._listener.close()
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ends `run`; `at_once` without waiting for connections, and without a word about those it cuts off."""
+        self._server.should_exit = True
+        if at_once:
+            self._server.force_exit = True
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without its signal handling, which would end the program by the signal itself."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    server: HttpServer, availability: Availability, ready: Callable[[], object], grace_s: float = GRACE_S
+) -> None:
+    """Serves until a signal: the first one drains, the second ends at once. Calls `ready` when signals are heard.
+
+    While draining, `/health` says 503, nothing new is taken, and what runs may go on for `grace_s`; then it is killed.
+    """
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(_obey_signals, server, availability, grace_s)
+        ready()
+        await server.run()
+        tasks.cancel_scope.cancel()
+
+
+async def _obey_signals(
+    server: HttpServer, availability: Availability, grace_s: float, *, task_status: TaskStatus[None]
+) -> None:
+    async def drain() -> None:
+        await availability.drain(grace_s)
+        server.stop()
+
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
+        async with anyio.create_task_group() as tasks:
+            await anext(signals)
+            tasks.start_soon(drain)
+            await anext(signals)
+            availability.stop()
+            server.stop(at_once=True)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket whose connections send every token at once, without waiting for more to fill a packet.
+
+    Port 0 takes a free one. Raises OSError if nobody can listen there. Event loops turn Nagle's algorithm off only for
+    sockets that say they are TCP, and uvicorn's own do not.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of what the socket listens to."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    """Runs the async function on the fastest loop there is; an interrupt before it serves just ends it."""
+    with suppress(KeyboardInterrupt):
+        anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})

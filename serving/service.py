@@ -1,0 +1,77 @@
+"""Service: what all requests of one app share: its models, its options, its availability, its telemetry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from operators import Preprocess
+from pipeline import Segment, Stage
+from pipeline.protocols.openai import ModelInfo
+
+from .availability import Availability
+from .generation import Graph
+from .options import HttpOptions
+from .telemetry import Telemetry
+
+
+@frozen
+class ServedModel:
+    """A graph under the name clients ask for."""
+
+    name: str
+    graph: Graph
+    context_length_tokens: int | None = None
+    created: int = field(factory=lambda: int(time.time()))
+
+    def info(self, options: HttpOptions) -> ModelInfo:
+        """The model as the list of models shows it."""
+        return ModelInfo(
+            self.name,
+            self.created,
+            context_window=options.context_window_tokens or self.context_length_tokens,
+            max_output_tokens=options.max_output_tokens,
+        )
+
+
+@frozen
+class Service:
+    """One app's shared things. Models by name."""
+
+    models: Mapping[str, ServedModel]
+    options: HttpOptions
+    availability: Availability
+    telemetry: Telemetry
+
+    def instances(self) -> list[str]:
+        """The instances behind the graphs' pools as they are now, each once."""
+        stages = [stage for model in self.models.values() for stage in _stages(model.graph)]
+        return sorted({member for stage in stages for member in stage.members()})
+
+
+def served(graph: Graph | Mapping[str, Graph]) -> dict[str, ServedModel]:
+    """The models of one graph or several. Raises ValueError for a single graph that has no model in it."""
+    if isinstance(graph, Mapping):
+        return {name: ServedModel(name, each, _context_length(each)) for name, each in graph.items()}
+    preprocess = _preprocess(graph)
+    if preprocess is None:
+        raise ValueError("this graph does not say which model it serves: pass a mapping of names to graphs")
+    name = preprocess.model.name
+    return {name: ServedModel(name, graph, preprocess.model.context_length)}
+
+
+def _context_length(graph: Graph) -> int | None:
+    preprocess = _preprocess(graph)
+    return None if preprocess is None else preprocess.model.context_length
+
+
+def _preprocess(graph: Graph) -> Preprocess | None:
+    """The stage of the graph that knows its model, also inside a span around it."""
+    stages = [getattr(stage, "stage", stage) for stage in _stages(graph)]
+    return next((stage for stage in stages if isinstance(stage, Preprocess)), None)
+
+
+def _stages(graph: Graph) -> Sequence[Stage]:
+    return graph.stages if isinstance(graph, Segment) else (graph,)

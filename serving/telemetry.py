@@ -1,0 +1,61 @@
+"""Telemetry: OpenTelemetry metrics of one program, shown as Prometheus text.
+
+The library records through `pipeline.metrics` and configures nothing; this is the configuration. Nothing of it is
+global, so several apps in one process show only their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from pipeline.metrics import Metrics
+
+from .token_gaps import GapCounts, TokenGaps
+
+_GAPS = "inter_token_latency_seconds"
+
+
+class Telemetry:
+    """The metrics of one app, and their text."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, *, prefix: str | None = None, environment: Mapping[str, str] | None = None) -> None:
+        """`prefix` replaces that of all names, `environment` may change buckets: see `pipeline.metrics`."""
+        self._registry = CollectorRegistry()
+        reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=self._registry)
+        self._provider = MeterProvider([reader], Resource.get_empty(), shutdown_on_exit=False)
+        self.metrics = Metrics(self._provider.get_meter("penstock"), prefix=prefix, environment=environment)
+        self.gaps = TokenGaps(self.metrics.buckets(_GAPS))
+        self._registry.register(_Gaps(self.gaps, self.metrics.full_name(_GAPS)))
+
+    def text(self) -> bytes:
+        """All metrics as they are now."""
+        return generate_latest(self._registry)
+
+
+class _Gaps(Collector):
+    """Shows the token gaps among the other metrics."""
+
+    def __init__(self, gaps: TokenGaps, name: str) -> None:
+        self._gaps = gaps
+        self._name = name
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, "Between two tokens", labels=["model"])
+        for model, counts in self._gaps.all().items():
+            family.add_metric([model], _cumulative(counts), counts.sum_s)
+        yield family
+
+
+def _cumulative(counts: GapCounts) -> list[tuple[str, float]]:
+    bounds = [*map(str, counts.bounds_s), "+Inf"]
+    return list(zip(bounds, accumulate(counts.counts), strict=True))

@@ -1,0 +1,95 @@
+"""The standard graph as a whole, in one process and in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from operators import Preprocess, PushRouter
+from pipeline import Annotated, Context, InvalidArgument, Unavailable
+from pipeline.protocols import BackendOutput
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
+from pipeline.testing import Probe, ScriptedEngine, watch_streams
+from serving.config import GraphConfig
+from serving.graphs import standard_graph
+
+pytestmark = pytest.mark.anyio
+
+
+def chat(text: str, **fields: Any) -> Context[ChatCompletionRequest | CompletionRequest]:
+    message = ChatMessage(role="user", content=text)
+    return Context(ChatCompletionRequest(model="echo", messages=[message], **fields))
+
+
+async def text_of(graph: Any, request: Context[Any]) -> str:
+    async with await graph.generate(request) as stream:
+        items: list[Annotated[BackendOutput]] = [item async for item in stream]
+    return "".join(item.data.text or "" for item in items if item.data is not None)
+
+
+async def test_it_echoes_and_leaves_nothing_open() -> None:
+    with watch_streams() as streams:
+        async with standard_graph(GraphConfig(workers=2)) as graph:
+            assert await text_of(graph, chat("grüße, 世界")) == "grüße, 世界"
+    assert streams.open == []
+
+
+async def test_max_tokens_and_stop_strings_hold() -> None:
+    async with standard_graph(GraphConfig()) as graph:
+        assert await text_of(graph, chat("abcdef", max_tokens=3)) == "abc"
+        assert await text_of(graph, chat("abcdef", stop="cd")) == "ab"
+
+
+async def test_requests_go_round_the_workers() -> None:
+    async with standard_graph(GraphConfig(workers=3)) as graph:
+        drawing = graph.draw("text")
+        assert drawing.count("dyn://penstock.engine.generate/") == 3
+        texts = [await text_of(graph, chat(text)) for text in "abcd"]
+    assert texts == list("abcd")
+
+
+async def test_its_parts_can_be_exchanged() -> None:
+    probe = Probe()
+    async with standard_graph(GraphConfig()) as graph:
+        seen = graph.insert_before(PushRouter, probe)
+        assert await text_of(seen, chat("hello")) == "hello"
+        dead = graph.replace(PushRouter, ScriptedEngine([], fails=Unavailable("gone")))
+        with pytest.raises(Unavailable):
+            await dead.generate(chat("hello"))
+    assert probe.items == 5
+    assert probe.open == 0
+
+
+async def test_a_wrong_request_is_refused_before_any_worker() -> None:
+    probe = Probe()
+    async with standard_graph(GraphConfig()) as graph:
+        with pytest.raises(InvalidArgument, match=r"^Validation: "):
+            await graph.insert_after(Preprocess, probe).generate(chat("x", temperature=9))
+    assert probe.requests == 0
+
+
+async def test_concurrent_requests_do_not_mix() -> None:
+    texts = [f"request {number} " * 5 for number in range(50)]
+    answers: dict[str, str] = {}
+
+    async with standard_graph(GraphConfig(workers=2, engine_args={"delay_s": "0.01"})) as graph:
+
+        async def ask(text: str) -> None:
+            answers[text] = await text_of(graph, chat(text))
+
+        async with anyio.create_task_group() as tasks:
+            for text in texts:
+                tasks.start_soon(ask, text)
+    assert answers == {text: text for text in texts}
+
+
+async def test_a_kill_ends_a_slow_answer() -> None:
+    async with standard_graph(GraphConfig(engine_args={"delay_s": "100"})) as graph:
+        request = chat("hello")
+        with watch_streams() as streams, anyio.fail_after(1):
+            async with await graph.generate(request) as stream:
+                request.kill()
+                assert [item async for item in stream] == []
+        assert streams.open == []

@@ -1,0 +1,135 @@
+"""The program as a user starts it: what it prints, how it ends, and what it answers to wrong options."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+ROOT_COMMAND = [sys.executable, "-m", "serving"]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ROOT_COMMAND, *options], capture_output=True, text=True, timeout=30, check=False)
+
+
+@contextmanager
+def program(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running server and its address."""
+    command = [*ROOT_COMMAND, "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("Serving "), line + str(process.stderr and process.stderr.read())
+            yield process, line.split("http://")[1].strip()
+        finally:
+            process.kill()
+
+
+@contextmanager
+def post(address: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
+    """The response to a chat, its connection open."""
+    body = {"model": "echo", "messages": [{"role": "user", "content": "hello"}]} | fields
+    with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            yield response
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals) -> None:
+    with program("--model-name", "echo") as (process, address):
+        with post(address) as response:
+            answer = json.loads(response.read())
+        assert answer["choices"][0]["message"]["content"] == "hello"
+        began = time.monotonic()
+        process.send_signal(sent)
+        _, errors = process.communicate(timeout=10)
+        assert (process.returncode, errors) == (0, "")
+        assert time.monotonic() - began < 3
+
+
+def test_the_first_signal_lets_answers_finish() -> None:
+    with program("--engine-arg", "delay_s=0.1") as (process, address):
+        with post(address, stream=True, max_tokens=5) as response:
+            response.read(1)
+            process.send_signal(signal.SIGINT)
+            rest = response.read().decode()
+        assert '"length"' in rest or '"stop"' in rest
+        assert rest.endswith("data: [DONE]\n\n")
+        assert process.wait(timeout=10) == 0
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    messages = [{"role": "user", "content": "x" * 1000}]
+    with (
+        program("--engine-arg", "delay_s=0.1") as (process, address),
+        post(address, stream=True, messages=messages) as response,
+    ):
+        response.read(1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+        assert (process.returncode, errors) == (0, "")
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("form", ["text", "mermaid", "dot"])
+def test_a_graph_is_drawn_in_each_form(form: str) -> None:
+    ended = run("graph", "--form", form, "--workers", "2")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert all(name in ended.stdout for name in ("Preprocess", "Detokenize", "PushRouter"))
+    assert ended.stdout.count("dyn://penstock.engine.generate/") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "gpt"], ["--engine", "echo", "gpt"]),
+        (["--engine-arg", "delay_s=soon"], ["--engine-arg delay_s", "a number", "soon"]),
+        (["--engine-arg", "volume=3"], ["--engine-arg volume", "delay_s"]),
+        (["--engine-arg", "delay_s"], ["--engine-arg", "NAME=VALUE"]),
+        (["--engine-arg", "delay_s=1", "--engine-arg", "delay_s=2"], ["--engine-arg", "twice"]),
+        (["--workers", "0"], ["--workers", "0"]),
+        (["--workers", "many"], ["--workers", "integer"]),
+        (["--router", "nearest"], ["--router", "round-robin"]),
+        (["--port", "70000"], ["--port", "65535"]),
+        (["--model-path", "/nowhere"], ["/nowhere"]),
+        (["--unheard-of"], ["--unheard-of"]),
+    ],
+)
+def test_a_wrong_option_ends_with_a_line_that_names_it(options: list[str], words: list[str]) -> None:
+    ended = run("serve", *options)
+    assert ended.returncode == 2
+    last_line = ended.stderr.strip().splitlines()[-1]
+    assert all(word in last_line for word in words)
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_port_that_is_taken_is_a_line_too() -> None:
+    with program() as (_, address):
+        ended = run("serve", "--port", address.rpartition(":")[2])
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+
+
+def test_help_is_cheap() -> None:
+    """What serves and computes is not loaded to answer a question."""
+    code = (
+        "import sys\nfrom serving.cli import main\nsys.argv = ['penstock', 'serve', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([name for name in ('starlette', 'uvicorn', 'tokenizers', 'jinja2', 'torch') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--model-path" in ended.stdout
+    assert ended.stdout.strip().splitlines()[-1] == "[]"

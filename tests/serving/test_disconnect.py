@@ -1,0 +1,277 @@
+"""A client that goes away ends its request all the way down; whatever ends it, nothing stays open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline import AnyContext, AsyncEngine, Context, ResponseStream
+from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
+from serving.availability import Availability, Phase
+from serving.generation import KILL_GRACE_S
+from serving.http import app
+from serving.options import HttpOptions
+
+pytestmark = pytest.mark.anyio
+
+
+class Stubborn(AsyncEngine[Any, Any]):
+    """Hears neither stop nor kill; only cancelling its task ends it."""
+
+    def __init__(self, before: list[Any], *, in_generate: bool = False) -> None:
+        self.before = before
+        self.in_generate = in_generate
+        self.open = 0
+
+    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+        if self.in_generate:
+            self.open += 1
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self.open -= 1
+        return ResponseStream(self._say(), request)
+
+    async def _say(self) -> AsyncGenerator[Any, None]:
+        self.open += 1
+        try:
+            for item in self.before:
+                yield item
+            await anyio.sleep_forever()
+        finally:
+            self.open -= 1
+
+
+def engines(token: Any) -> list[Any]:
+    return [
+        ScriptedEngine([Stall()]),
+        ScriptedEngine([token("a"), Stall()]),
+        Stubborn([]),
+        Stubborn([token("a")]),
+        Stubborn([], in_generate=True),
+    ]
+
+
+@pytest.mark.parametrize("which", range(5), ids=["first", "middle", "stubborn first", "stubborn", "generate"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
+async def test_a_client_that_goes_away_ends_its_request(chat: Any, token: Any, which: int, stream: bool) -> None:
+    """FE-55, FE-56, FE-58: also while the first item is waited for, and with an engine that ignores kill."""
+    engine = engines(token)[which]
+    exchange = chat(app({"m": engine}), stream=stream)
+    with watch_streams() as streams, anyio.fail_after(KILL_GRACE_S + 1):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(exchange.run)
+            await anyio.sleep(0.5)
+            assert engine.open == 1
+            assert not exchange.returned
+            exchange.leave()
+    assert exchange.returned
+    assert engine.open == 0
+    assert streams.open == []
+    assert b"[DONE]" not in exchange.content
+
+
+async def test_a_kill_reaches_the_context_at_once(chat: Any, token: Any) -> None:
+    engine = ScriptedEngine([token("a"), Stall()])
+    exchange, left = chat(app({"m": engine}), stream=True), -1.0
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await exchange.until(lambda so_far: so_far.writes)
+        left = anyio.current_time()
+        exchange.leave()
+    assert engine.requests[0].is_killed
+    assert anyio.current_time() == left
+
+
+async def test_every_prompt_of_a_batch_ends_with_its_client(complete: Any, token: Any) -> None:
+    engine = ScriptedEngine([token("a"), Stall()])
+    exchange = complete(app({"m": engine}), prompt=["a", "b", "c"], stream=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await anyio.sleep(1)
+        assert engine.open == 3
+        exchange.leave()
+    assert engine.open == 0
+
+
+async def test_a_server_may_say_with_an_error_that_the_client_is_gone(chat: Any, token: Any) -> None:
+    engine = ScriptedEngine(lambda _: [token("a"), Wait(1), *[token("b")] * 5, Stall()])
+    exchange = chat(app({"m": engine}), stream=True)
+    exchange.breaks_on_send = True
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await exchange.until(lambda so_far: so_far.writes)
+        exchange.leave()
+    assert engine.open == 0
+    assert exchange.returned
+
+
+async def test_a_client_that_leaves_after_its_answer_is_no_disconnect(chat: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine([token("a"), last()])
+    for stream in (True, False):
+        await chat(app({"m": engine}), stream=stream).run()
+        assert not engine.requests[-1].is_stopped
+
+
+async def test_a_slow_client_holds_its_engine_back(chat: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine([*[token("x" * 1000)] * 1000, last()])
+    exchange = chat(app({"m": engine}), stream=True)
+    exchange.stop_reading()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await anyio.sleep(1)
+        assert engine.delivered < 100
+        exchange.read_on()
+    assert engine.delivered == 1001
+    assert exchange.text == "x" * 1_000_000
+
+
+async def test_a_client_that_leaves_while_it_reads_nothing_frees_the_engine(chat: Any, token: Any) -> None:
+    engine = ScriptedEngine([token("x" * 1000)] * 1000)
+    exchange = chat(app({"m": engine}), stream=True)
+    exchange.stop_reading()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await anyio.sleep(1)
+        exchange.leave()
+    assert engine.open == 0
+    assert engine.delivered < 1000
+
+
+# -- silence
+
+
+@pytest.mark.parametrize("engine_type", [ScriptedEngine, Stubborn])
+async def test_a_silent_engine_is_given_up(chat: Any, token: Any, engine_type: Any) -> None:
+    steps = [token("a"), Stall()] if engine_type is ScriptedEngine else [token("a")]
+    engine = engine_type(steps)
+    exchange = chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True)
+    began = anyio.current_time()
+    await exchange.run()
+    assert 10 <= anyio.current_time() - began <= 20 + KILL_GRACE_S
+    assert exchange.chunks[-1]["error"]["code"] == 500
+    assert engine.open == 0
+
+
+async def test_a_silent_engine_before_the_first_item_is_a_status(chat: Any) -> None:
+    engine = ScriptedEngine([Stall()])
+    exchange = await chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True).run()
+    assert (exchange.status, exchange.json["message"]) == (500, "Internal server error")
+
+
+async def test_an_engine_that_speaks_now_and_then_is_not_silent(chat: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine([*[token("a"), Wait(9)] * 5, last()])
+    exchange = await chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True).run()
+    assert exchange.text == "aaaaa"
+    assert "error" not in exchange.chunks[-1]
+
+
+async def test_a_slow_client_is_not_the_engines_silence(chat: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine([*[token("x" * 1000)] * 1000, last()])
+    exchange = chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True)
+    exchange.stop_reading()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await anyio.sleep(100)
+        exchange.read_on()
+    assert "error" not in exchange.chunks[-1]
+
+
+async def test_a_waiting_client_gets_comments(chat: Any, token: Any, last: Any) -> None:
+    """FE-61."""
+    engine = ScriptedEngine([Wait(1), token("a"), Wait(1), last()])
+    exchange = await chat(app({"m": engine}, options=HttpOptions(keep_alive_s=0.4)), stream=True).run()
+    assert exchange.content.startswith(b":\n\n:\n\ndata: {")
+    assert exchange.content.count(b":\n\n") == 4
+    assert len(exchange.chunks) == 2
+
+
+async def test_a_waiting_client_gets_nothing_unless_wished(chat: Any, token: Any, last: Any) -> None:
+    """FE-62."""
+    exchange = chat(app({"m": ScriptedEngine([Wait(100), token("a"), last()])}), stream=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await anyio.sleep(99)
+        assert (exchange.status, exchange.writes) == (0, [])
+
+
+async def test_an_error_after_a_comment_is_a_frame(chat: Any) -> None:
+    engine = ScriptedEngine([Wait(1)])
+    exchange = await chat(app({"m": engine}, options=HttpOptions(keep_alive_s=0.4)), stream=True).run()
+    assert exchange.status == 200
+    assert exchange.chunks[-1]["error"]["code"] == 500
+
+
+# -- draining
+
+
+def stopping(context: AnyContext) -> None:
+    context.stop()
+
+
+def killing(context: AnyContext) -> None:
+    context.kill()
+
+
+@pytest.mark.parametrize("end", [stopping, killing])
+async def test_a_stopped_request_ends_with_an_orderly_tail(chat: Any, token: Any, end: Any) -> None:
+    engine = ScriptedEngine([token("a"), Stall()])
+    exchange = chat(app({"m": engine}), stream=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await exchange.until(lambda so_far: so_far.writes)
+        end(engine.requests[0])
+    error = {"message": "Request cancelled", "type": "client_closed_request", "code": 499}
+    assert exchange.chunks[-1] == {"error": error}
+
+
+async def test_a_stop_that_the_engine_answers_is_a_normal_end(chat: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine(lambda _: [token("a"), last()])
+    exchange = chat(app({"m": engine}), stream=True)
+    await exchange.run()
+    assert "error" not in exchange.chunks[-1]
+
+
+async def test_draining_refuses_what_is_new_and_finishes_what_runs(
+    chat: Any, request_to: Any, token: Any, last: Any
+) -> None:
+    """FE-10, FE-11."""
+    availability = Availability()
+    service = app({"m": ScriptedEngine([token("a"), Wait(3), last()])}, availability=availability)
+    running = chat(service, stream=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.until(lambda so_far: so_far.writes)
+        tasks.start_soon(availability.drain, 5)
+        await anyio.sleep(1)
+        refused = await chat(service).run()
+        assert (refused.status, refused.json["message"]) == (503, "Service is not ready")
+        health = await request_to(service, "/health", method="GET").run()
+        assert (health.status, health.json["status"], health.json["stage"]) == (503, "not_ready", "draining")
+        assert (await request_to(service, "/live", method="GET").run()).status == 200
+        assert (await request_to(service, "/v1/not_a_route", method="GET").run()).status == 404
+        assert (await request_to(service, "/metrics", method="GET").run()).status == 200
+    assert "error" not in running.chunks[-1]
+    assert (await request_to(service, "/live", method="GET").run()).status == 503
+
+
+async def test_draining_ends_what_takes_too_long(chat: Any, token: Any) -> None:
+    availability, engine = Availability(), ScriptedEngine([token("a"), Stall()])
+    running = chat(app({"m": engine}, availability=availability), stream=True)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await running.until(lambda so_far: so_far.writes)
+        began = anyio.current_time()
+        await availability.drain(5)
+        assert anyio.current_time() - began == pytest.approx(5)
+    assert running.chunks[-1]["error"]["code"] == 499
+    assert (availability.phase, availability.in_flight, engine.open) == (Phase.STOPPING, 0, 0)
+
+
+async def test_draining_an_idle_program_takes_no_time() -> None:
+    availability, began = Availability(), anyio.current_time()
+    await availability.drain(5)
+    assert anyio.current_time() == began

@@ -1,0 +1,249 @@
+"""What clients get when something is wrong, before, at and after the first item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline import (
+    Annotated,
+    Cancelled,
+    Disconnected,
+    InvalidArgument,
+    ResourceExhausted,
+    StatusError,
+    StreamIncomplete,
+    Unavailable,
+)
+from pipeline.protocols import BackendOutput, FinishReason
+from pipeline.testing import Fail, ScriptedEngine, Wait, watch_streams
+from serving.http import app
+from serving.options import HttpOptions
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "/etc/secret: KeyError at 0x7f"
+ANNOTATION = Annotated[Any].from_annotation("token_ids", [1])
+INTERNAL = {"message": "Internal server error", "type": "Internal Server Error", "code": 500}
+
+
+def early(error: Exception) -> list[tuple[str, ScriptedEngine]]:
+    """Engines that fail with the error at each place before their first item."""
+    return [
+        ("generate raises", ScriptedEngine([], fails=error)),
+        ("the first read raises", ScriptedEngine([Fail(error)])),
+        ("the first item is an error", ScriptedEngine([Annotated[Any].from_error(error)])),
+        ("it comes after annotations", ScriptedEngine([*[ANNOTATION] * 16, Annotated[Any].from_error(error)])),
+        ("it comes late", ScriptedEngine([Wait(3), Fail(error)])),
+    ]
+
+
+@pytest.mark.parametrize("place", range(5), ids=[name for name, _ in early(ValueError())])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (InvalidArgument("unsupported JSON schema keyword"), 400, "unsupported JSON schema keyword"),
+        (Unavailable(SECRET), 503, "Service temporarily unavailable"),
+        (ResourceExhausted(SECRET), 529, "Service temporarily overloaded"),
+        (Cancelled(SECRET), 499, "Request cancelled"),
+        (StatusError("no such adapter", status=404), 404, "no such adapter"),
+        (Disconnected(SECRET), 500, "Internal server error"),
+        (RuntimeError(SECRET), 500, "Internal server error"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_an_error_before_the_first_item_is_a_status(
+    chat: Any, place: int, stream: bool, error: Exception, status: int, message: str
+) -> None:
+    """FE-43, FE-50."""
+    _, engine = early(error)[place]
+    with watch_streams() as streams:
+        answer = await chat(app({"m": engine}), stream=stream).run()
+    assert (answer.status, answer.json["code"], answer.json["message"]) == (status, status, message)
+    assert set(answer.json) == {"message", "type", "code"}
+    assert streams.open == []
+    assert engine.open == 0
+
+
+async def test_after_many_annotations_the_answer_has_begun(chat: Any) -> None:
+    engine = ScriptedEngine([*[ANNOTATION] * 17, Wait(1), Fail(InvalidArgument("late"))])
+    answer = await chat(app({"m": engine}), stream=True).run()
+    assert answer.status == 200
+    assert answer.chunks[-1] == {"error": {"message": "late", "type": "bad_request", "code": 400}}
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        [Fail(RuntimeError(SECRET))],
+        [Annotated[Any].from_error(Disconnected(SECRET))],
+        [Annotated(BackendOutput([], [], None, finish_reason=FinishReason.error(SECRET)))],
+        [Annotated[Any](None, None, "error", [SECRET], None)],
+    ],
+    ids=["raise", "error item", "finish reason", "comment only"],
+)
+async def test_an_error_in_the_middle_is_one_frame_and_done(chat: Any, token: Any, failing: list[Any]) -> None:
+    engine = ScriptedEngine([token("a"), Wait(1), *failing, token("never")])
+    answer = await chat(app({"m": engine}), stream=True).run()
+    assert answer.status == 200
+    assert answer.text == "a"
+    error = {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+    assert [chunk for chunk in answer.chunks if "error" in chunk] == [error]
+    assert answer.chunks[-1] == error
+    assert SECRET.encode() not in answer.content
+    assert engine.open == 0
+
+
+async def test_an_error_in_the_middle_of_a_whole_answer_is_a_status(chat: Any, token: Any) -> None:
+    engine = ScriptedEngine([token("a"), Fail(RuntimeError(SECRET))])
+    answer = await chat(app({"m": engine})).run()
+    assert (answer.status, answer.json) == (500, INTERNAL)
+
+
+async def test_an_error_item_may_name_its_status_in_its_comment(chat: Any) -> None:
+    """FE-49, FE-53."""
+    cases = [('{"code": 499}', 499, "Request cancelled"), ('{"code": 422, "message": "x"}', 422, "x"), ("y", 500, None)]
+    for comment, status, message in cases:
+        engine = ScriptedEngine([Annotated[Any](None, None, "error", [comment], None)])
+        answer = await chat(app({"m": engine})).run()
+        assert (answer.status, answer.json["message"]) == (status, message or "Internal server error")
+
+
+async def test_an_error_of_any_prompt_of_a_batch_is_a_status(complete: Any, token: Any, last: Any) -> None:
+    """FE-52."""
+
+    def script(request: Any) -> list[Any]:
+        if request.prompt == "bad":
+            return [Wait(1), Annotated[Any].from_error(InvalidArgument("invalid second prompt"))]
+        return [token("a"), Wait(60), last()]
+
+    for stream in (True, False):
+        engine = ScriptedEngine(script)
+        answer = await complete(app({"m": engine}), prompt=["good", "bad"], stream=stream).run()
+        assert (answer.status, answer.json["message"]) == (400, "invalid second prompt")
+        assert engine.open == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_stream_without_an_item_is_no_answer(chat: Any, stream: bool) -> None:
+    answer = await chat(app({"m": ScriptedEngine([])}), stream=stream).run()
+    assert (answer.status, answer.json) == (500, INTERNAL)
+
+
+async def test_the_status_of_overload_can_be_chosen(chat: Any) -> None:
+    engine = ScriptedEngine([], fails=ResourceExhausted(SECRET))
+    answer = await chat(app({"m": engine}, options=HttpOptions(overload_status=503))).run()
+    assert (answer.status, answer.json["message"]) == (503, "Service temporarily overloaded")
+
+
+async def test_an_unknown_model_is_not_found(chat: Any) -> None:
+    """FE-07."""
+    answer = await chat(app({"m": ScriptedEngine([])}), model="bar").run()
+    assert (answer.status, answer.json) == (404, {"message": "Model not found", "type": "Not Found", "code": 404})
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b"", "invalid JSON"),
+        (b"{", "invalid JSON"),
+        (b"[]", "expected an object"),
+        (b"{}", "model"),
+        (b'{"model": "m"}', "messages"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": 7}]}', "messages[0].content"),
+        (b'{"model": "m", "messages": [], "max_tokens": true}', "max_tokens"),
+        (b'{"model": "m", "messages": [], "nvext": {"unheard_of": 1}}', "nvext.unheard_of"),
+    ],
+)
+async def test_a_body_that_is_no_request_is_refused_with_the_place(request_to: Any, body: bytes, place: str) -> None:
+    """FE-05, FE-68."""
+    answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/chat/completions", body).run()
+    assert answer.status == 400
+    assert place in answer.json["message"]
+
+
+async def test_json_that_is_nearly_right_is_repaired(request_to: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine([token("a"), last()])
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a\nb\t\xff \\"c"}]}'
+    answer = await request_to(app({"m": engine}), "/v1/chat/completions", body).run()
+    assert answer.status == 200
+    assert engine.requests[0].payload.messages[0].content == 'a\nb\t\ufffd "c'
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        (None, 415),
+        ("text/plain", 415),
+        ("application/jsonp", 415),
+        ("application/json", 404),
+        ("application/json; charset=utf-8", 404),
+        ("Application/vnd.api+JSON", 404),
+    ],
+)
+async def test_the_body_must_be_said_to_be_json(request_to: Any, content_type: str | None, status: int) -> None:
+    """FE-16, FE-17."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    body = {"model": "unknown", "messages": [{"role": "user", "content": "x"}]}
+    answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/chat/completions", body, headers=headers).run()
+    assert answer.status == status
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_long_body_is_refused(request_to: Any, announced: bool) -> None:
+    headers = {"content-type": "application/json"} | ({"content-length": str(2**21)} if announced else {})
+    body = b"" if announced else b" " * 2**21
+    small = app({"m": ScriptedEngine([])}, options=HttpOptions(body_limit_mb=1))
+    answer = await request_to(small, "/v1/completions", body, headers=headers).run()
+    assert answer.status == 413
+    assert "limit of 1 MB" in answer.json["message"]
+
+
+@pytest.mark.parametrize("count", [64, 65])
+async def test_too_much_metadata_is_refused(chat: Any, token: Any, last: Any, count: int) -> None:
+    headers = {f"x-dynamo-meta-{number}": "v" for number in range(count)}
+    answer = await chat(app({"m": ScriptedEngine([token("a"), last()])}), headers=headers).run()
+    assert answer.status == (200 if count == 64 else 431)
+
+
+async def test_deprecated_function_fields_are_not_implemented(chat: Any) -> None:
+    for field in ("functions", "function_call"):
+        answer = await chat(app({"m": ScriptedEngine([])}), **{field: []}).run()
+        assert answer.status == 501
+        assert field in answer.json["message"]
+
+
+async def test_unknown_routes_and_wrong_methods_say_so(request_to: Any) -> None:
+    """FE-13, FE-14."""
+    service = app({"m": ScriptedEngine([])})
+    unknown = await request_to(service, "/v1/responses/resp_missing", method="GET").run()
+    assert (unknown.status, unknown.json["message"]) == (404, "Route not found: GET /v1/responses/resp_missing")
+    wrong = await request_to(service, "/v1/completions", method="GET").run()
+    assert (wrong.status, wrong.response_headers["allow"], wrong.json["code"]) == (405, "POST", 405)
+
+
+async def test_errors_repeat_the_clients_request_id_too(request_to: Any, chat: Any) -> None:
+    service, headers = app({"m": ScriptedEngine([])}), {"x-request-id": "r"}
+    for exchange in (
+        chat(service, model="bar", headers=headers),
+        request_to(service, "/nope", headers=headers),
+        request_to(service, "/v1/models/nope", method="GET", headers=headers),
+        request_to(service, "/v1/completions", b"", headers=headers),
+    ):
+        answer = await exchange.run()
+        assert answer.status >= 400
+        assert answer.response_headers["x-request-id"] == "r"
+
+
+async def test_a_short_end_is_no_error_unless_the_request_was_stopped(chat: Any, token: Any) -> None:
+    engine = ScriptedEngine([token("a")])
+    assert "error" not in (await chat(app({"m": engine}), stream=True).run()).chunks[-1]
+
+
+async def test_a_broken_worker_is_not_a_short_answer(chat: Any, token: Any) -> None:
+    for error in (StreamIncomplete(SECRET), Disconnected(SECRET)):
+        engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
+        answer = await chat(app({"m": engine}), stream=True).run()
+        assert answer.chunks[-1]["error"]["code"] == 500

@@ -1,0 +1,239 @@
+"""What `/metrics` shows after requests of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import Annotated, Cancelled, Context, Disconnected, InvalidArgument, ResourceExhausted, Unavailable
+from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, PromptTokensDetails
+from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
+from serving.http import app
+from serving.options import HttpOptions
+from serving.problems import Problem
+from serving.request_meter import RequestMeter
+from serving.telemetry import Telemetry
+from serving.token_gaps import TokenGaps
+
+pytestmark = pytest.mark.anyio
+
+Samples = dict[str, float]
+CHAT = 'endpoint="chat_completions",model="m"'
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry()
+
+
+def samples(telemetry: Telemetry) -> Samples:
+    """All samples that are not 0, by name and labels."""
+    text = telemetry.text().decode()
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        sample.name.removeprefix("dynamo_frontend_") + _labels(sample.labels): sample.value
+        for sample in found
+        if sample.value and not sample.name.endswith("_created")
+    }
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{labels[name]}"' for name in sorted(labels)) + "}" if labels else ""
+
+
+async def test_a_successful_request_is_counted_from_start_to_end(
+    chat: Any, token: Any, last: Any, telemetry: Telemetry
+) -> None:
+    service = app({"m": ScriptedEngine([Wait(2), token("a"), token("b"), last()])}, telemetry=telemetry)
+    await chat(service, stream=True).run()
+    seen = samples(telemetry)
+    assert seen[f'requests_started_total{{{CHAT},request_type="stream"}}'] == 1
+    assert (
+        seen[
+            'requests_total{endpoint="chat_completions",error_type="",model="m",request_type="stream",status="success"}'
+        ]
+        == 1
+    )
+    assert seen['output_tokens_total{model="m"}'] == 2
+    assert seen['output_sequence_tokens_count{model="m"}'] == 1
+    assert seen['input_sequence_tokens_sum{model="m"}'] == 5
+    assert seen['request_duration_seconds_sum{model="m"}'] == pytest.approx(2)
+    assert seen['time_to_first_token_seconds_sum{model="m"}'] == pytest.approx(2)
+    assert not [name for name in seen if name.startswith(("inflight", "active", "queued", "disconnected"))]
+
+
+async def test_requests_are_queued_until_they_begin_and_active_until_they_end(
+    chat: Any, token: Any, last: Any, telemetry: Telemetry
+) -> None:
+    service = app({"m": ScriptedEngine([Wait(2), token("a"), Wait(2), last()])}, telemetry=telemetry)
+
+    def gauges() -> list[float | None]:
+        seen = samples(telemetry)
+        return [seen.get(f'{name}_requests{{model="m"}}') for name in ("inflight", "queued", "active")]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(chat(service, stream=True).run)
+        await anyio.sleep(1)
+        assert gauges() == [1, 1, None]
+        await anyio.sleep(2)
+        assert gauges() == [1, None, 1]
+    assert gauges() == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("script", "error_type"),
+    [
+        ([Fail(InvalidArgument("x"))], "validation"),
+        ([Fail(ResourceExhausted("x"))], "overload"),
+        ([Fail(Unavailable("x"))], "unavailable"),
+        ([Fail(Cancelled("x"))], "cancelled"),
+        ([Fail(Disconnected("x"))], "internal"),
+        ([Stall()], "response_timeout"),
+        ([], "internal"),
+    ],
+)
+@pytest.mark.parametrize("begun", [True, False])
+async def test_every_failure_has_its_class(
+    chat: Any, token: Any, telemetry: Telemetry, script: list[Any], error_type: str, begun: bool
+) -> None:
+    steps = [token("a"), Wait(1), *(script or [Fail(RuntimeError())])] if begun else script
+    options = HttpOptions(silence_timeout_s=5)
+    await chat(app({"m": ScriptedEngine(steps)}, telemetry=telemetry, options=options), stream=True).run()
+    labels = f'endpoint="chat_completions",error_type="{error_type}",model="m",request_type="stream",status="error"'
+    assert samples(telemetry)[f"requests_total{{{labels}}}"] == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("said", [0, 1])
+async def test_a_client_that_leaves_is_counted(
+    chat: Any, token: Any, telemetry: Telemetry, stream: bool, said: int
+) -> None:
+    """FE-56, FE-58."""
+    service = app({"m": ScriptedEngine([*[token("a")] * said, Stall()])}, telemetry=telemetry)
+    exchange = chat(service, stream=stream)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(exchange.run)
+        await anyio.sleep(1)
+        exchange.leave()
+    seen, kind = samples(telemetry), "stream" if stream else "unary"
+    labels = f'endpoint="chat_completions",error_type="cancelled",model="m",request_type="{kind}",status="error"'
+    assert seen["disconnected_clients"] == 1
+    assert seen[f'model_cancellation_total{{{CHAT},request_type="{kind}"}}'] == 1
+    assert seen[f"requests_total{{{labels}}}"] == 1
+
+
+async def test_names_nobody_serves_never_become_labels(chat: Any, telemetry: Telemetry) -> None:
+    """FE-109."""
+    service = app({"m": ScriptedEngine([])}, telemetry=telemetry)
+    for name in ("nonexistent-model-1", "Foo"):
+        await chat(service, model=name).run()
+    text = telemetry.text().decode()
+    assert "nonexistent" not in text
+    assert "Foo" not in text
+    labels = 'endpoint="chat_completions",error_type="not_found",model="unknown_model",request_type="unary"'
+    assert samples(telemetry)[f'requests_total{{{labels},status="error"}}'] == 2
+
+
+async def test_cached_tokens_are_recorded_once_a_request(chat: Any, token: Any, telemetry: Telemetry) -> None:
+    usage = CompletionUsage(9, 1, 10, PromptTokensDetails(cached_tokens=4))
+    items = [Annotated(BackendOutput([1], ["a"], "a", completion_usage=usage)) for _ in range(2)]
+    end = Annotated(BackendOutput([], [], None, finish_reason=FinishReason.STOP))
+    await chat(app({"m": ScriptedEngine([*items, end])}, telemetry=telemetry)).run()
+    assert samples(telemetry)['cached_tokens_sum{model="m"}'] == 4
+
+
+async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: Telemetry) -> None:
+    """FE-112."""
+    with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
+        meter.tokens(5)
+    seen = samples(telemetry)
+    assert seen['time_to_first_token_seconds_count{model="m"}'] == 1
+    assert 'inter_token_latency_seconds_count{model="m"}' not in seen
+
+
+async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemetry) -> None:
+    """FE-113."""
+    with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
+        meter.tokens(1)
+        await anyio.sleep(0.2)
+        meter.tokens(4)
+        meter.tokens(0)
+    seen = samples(telemetry)
+    assert seen['inter_token_latency_seconds_count{model="m"}'] == 4
+    assert seen['inter_token_latency_seconds_sum{model="m"}'] == pytest.approx(0.2)
+
+
+async def test_a_request_without_a_verdict_is_an_internal_error(telemetry: Telemetry) -> None:
+    """FE-107."""
+    with RequestMeter(telemetry, "m", "completions", streams=False):
+        pass
+    labels = 'endpoint="completions",error_type="internal",model="m",request_type="unary",status="error"'
+    assert samples(telemetry)[f"requests_total{{{labels}}}"] == 1
+
+
+async def test_a_verdict_is_the_kind_of_its_problem(telemetry: Telemetry) -> None:
+    with RequestMeter(telemetry, "m", "completions", streams=False) as meter:
+        meter.ended(Problem(501, "x", "not_implemented"))
+    assert any('error_type="not_implemented"' in name for name in samples(telemetry))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        (None, "dynamo_frontend_"),
+        ("custom_prefix", "custom_prefix_"),
+        ("nv-llm/http service", "nv_llm_http_service_"),
+    ],
+)
+async def test_all_names_have_the_chosen_prefix(
+    chat: Any, token: Any, last: Any, prefix: str | None, expected: str
+) -> None:
+    """FE-106."""
+    telemetry = Telemetry(prefix=prefix)
+    await chat(app({"m": ScriptedEngine([token("a"), token("b"), last()])}, telemetry=telemetry)).run()
+    names = {line.split()[2] for line in telemetry.text().decode().splitlines() if line.startswith("# TYPE")}
+    assert {f"{expected}requests_total", f"{expected}inter_token_latency_seconds"} <= names
+    assert all(name.startswith(expected) for name in names)
+
+
+async def test_buckets_are_those_of_the_table(chat: Any, token: Any, last: Any) -> None:
+    """FE-110."""
+    telemetry = Telemetry(environment={"DYN_METRICS_INTER_TOKEN_LATENCY_SECONDS_COUNT": "2"})
+    await chat(app({"m": ScriptedEngine([token("a"), token("b"), last()])}, telemetry=telemetry)).run()
+    lines = telemetry.text().decode().splitlines()
+
+    def bounds(name: str) -> list[float]:
+        found = [line for line in lines if line.startswith(f"dynamo_frontend_{name}_bucket")]
+        return [float(line.partition('le="')[2].partition('"')[0]) for line in found]
+
+    assert bounds("request_duration_seconds") == [0, 2, 4, 8, 16, 32, 64, 130, 260, 510, float("inf")]
+    assert bounds("inter_token_latency_seconds") == [0, 2, float("inf")]
+
+
+def test_gaps_are_counted_in_the_bucket_that_holds_them() -> None:
+    gaps = TokenGaps([0.0, 1.0, 2.0])
+    for gap, times in ((0.0, 1), (0.5, 2), (1.0, 4), (1.5, 8), (9.0, 16)):
+        gaps.of("m").observe(gap, times)
+    assert gaps.all()["m"].counts == [1, 6, 8, 16]
+    assert gaps.of("m").sum_s == pytest.approx(0 + 1 + 4 + 12 + 144)
+
+
+async def test_each_app_shows_its_own_requests_only(chat: Any, request_to: Any, token: Any, last: Any) -> None:
+    first, second = (app({"m": ScriptedEngine([token("a"), last()])}) for _ in range(2))
+    await chat(first).run()
+    pages = [await request_to(each, "/metrics", method="GET").run() for each in (first, second)]
+    assert [b"requests_started_total{" in page.content for page in pages] == [True, False]
+    assert pages[0].response_headers["content-type"].startswith("text/plain")
+
+
+async def test_the_callers_span_goes_with_the_request(chat: Any, token: Any, last: Any) -> None:
+    engine = ScriptedEngine([token("a"), last()])
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    await chat(app({"m": engine}), headers={"traceparent": parent}).run()
+    await chat(app({"m": engine})).run()
+    seen: list[Context[Any]] = engine.requests
+    assert seen[0].trace is not None
+    assert seen[1].trace is None

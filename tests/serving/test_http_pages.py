@@ -1,0 +1,122 @@
+"""The small answers around the two APIs, and mounting the app in another one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from operators import Detokenize, Model, Preprocess
+from pipeline.testing import ScriptedEngine
+from pipeline.tracing import traced
+from serving.http import app
+from serving.options import HttpOptions
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def service() -> Any:
+    return app({"foo": ScriptedEngine([]), "shadow/ready": ScriptedEngine([])})
+
+
+async def page(request_to: Any, service: Any, path: str, method: str = "GET") -> Any:
+    return await request_to(service, path, method=method, headers={}).run()
+
+
+async def test_all_models_are_listed(request_to: Any, service: Any) -> None:
+    answer = await page(request_to, service, "/v1/models")
+    assert answer.json["object"] == "list"
+    assert [model["id"] for model in answer.json["data"]] == ["foo", "shadow/ready"]
+    assert {(model["object"], model["owned_by"]) for model in answer.json["data"]} == {("model", "nvidia")}
+    assert not {"context_window", "max_output_tokens"} & answer.json["data"][0].keys()
+
+
+async def test_sizes_of_models_can_be_overridden(request_to: Any) -> None:
+    """FE-118."""
+    options = HttpOptions(context_window_tokens=123, max_output_tokens=45)
+    answer = await page(request_to, app({"m": ScriptedEngine([])}, options=options), "/v1/models/m")
+    assert (answer.json["context_window"], answer.json["max_output_tokens"]) == (123, 45)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("/v1/models/foo", 200, {"id": "foo"}),
+        ("/v1/models/shadow/ready", 200, {"id": "shadow/ready"}),
+        ("/v1/models/foo/ready", 200, {"model": "foo", "namespaces": {}}),
+        ("/v1/models/foo/readiness", 404, {"code": 404}),
+        ("/v1/models/shadow", 404, {"message": "Model not found"}),
+        ("/health", 200, {"status": "healthy"}),
+        ("/live", 200, {"status": "live"}),
+    ],
+)
+async def test_pages(request_to: Any, service: Any, path: str, status: int, body: dict[str, Any]) -> None:
+    """FE-115, FE-116."""
+    answer = await page(request_to, service, path)
+    assert answer.status == status
+    assert body.items() <= answer.json.items()
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/foo/", "/health/", "/", "/v1/files", "/busy_threshold"])
+async def test_there_are_no_other_pages(request_to: Any, service: Any, path: str) -> None:
+    """FE-121, FE-124."""
+    answer = await page(request_to, service, path)
+    assert (answer.status, answer.json["type"]) == (404, "Not Found")
+
+
+class Pool(ScriptedEngine):
+    def members(self) -> list[str]:
+        return ["ns/b/ep/2", "ns/a/ep/1", "ns/b/ep/1"]
+
+
+async def test_health_names_the_instances_there_are(request_to: Any) -> None:
+    answer = await page(request_to, app({"m": Pool([]), "n": Pool([])}), "/health")
+    assert answer.json == {
+        "status": "healthy",
+        "endpoints": ["ns/a/ep", "ns/b/ep"],
+        "instances": ["ns/a/ep/1", "ns/b/ep/1", "ns/b/ep/2"],
+    }
+
+
+@pytest.mark.parametrize("outer", ["starlette", "fastapi"])
+async def test_the_app_can_be_mounted_under_a_prefix(request_to: Any, token: Any, last: Any, outer: str) -> None:
+    inner = app({"m": ScriptedEngine([token("a"), last()])})
+    if outer == "fastapi":
+        mounted: Any = FastAPI()
+        mounted.mount("/llm", inner)
+    else:
+        mounted = Starlette(routes=[Mount("/llm", inner)])
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    answer = await request_to(mounted, "/llm/v1/chat/completions", body).run()
+    assert answer.text == "a"
+    assert (await page(request_to, mounted, "/llm/v1/chat/completions")).status == 405
+    unknown = await page(request_to, mounted, "/llm/nope")
+    assert unknown.json["message"] == "Route not found: GET /llm/nope"
+
+
+async def test_a_single_graph_serves_under_the_name_of_its_model(request_to: Any) -> None:
+    model = Model.byte_level("tiny", context_length=77)
+    graph = Preprocess(model) >> Detokenize(model) >> ScriptedEngine([])
+    for served in (graph, traced(graph)):
+        answer = await page(request_to, app(served), "/v1/models")
+        assert [(each["id"], each["context_window"]) for each in answer.json["data"]] == [("tiny", 77)]
+
+
+def test_a_single_graph_without_a_model_needs_a_name() -> None:
+    with pytest.raises(ValueError, match="mapping"):
+        app(ScriptedEngine([]))
+
+
+async def test_a_bug_of_ours_shows_nothing_of_itself(request_to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = app({"m": ScriptedEngine([])})
+    monkeypatch.setattr("serving.http.to_json", lambda _: 1 / 0)
+    exchange = request_to(service, "/v1/models", method="GET")
+    with pytest.raises(ZeroDivisionError):  # for the server's log
+        await exchange.run()
+    assert exchange.status == 500
+    assert json.loads(exchange.content)["message"] == "Internal server error"
