@@ -1,0 +1,141 @@
+"""The standard graph on the embedded runtime: a request, an item, an idle stream, a stop."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from statistics import median
+from time import perf_counter
+
+import anyio
+
+from engines import EchoEngine
+from operators import Detokenize, Model, PushRouter
+from pipeline import Annotated, Context, Segment
+from pipeline.network import Runtime
+from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest, StopConditions
+
+from .measure import Result, best_of
+
+PROMPT_TOKENS = 64 * 16
+"""64 blocks of 16."""
+ITEMS = 20_000
+REQUESTS = 2_000
+STREAMS = 2_000
+STOPS = 200
+
+Graph = Segment[PreprocessedRequest, Annotated[BackendOutput]]
+
+
+@asynccontextmanager
+async def graph_on_runtime(delay_s: float = 0.0) -> AsyncIterator[Graph]:
+    """Detokenize and PushRouter over one echo engine served on the in-process runtime."""
+    model = Model.byte_level("echo")
+    async with Runtime.in_process() as runtime:
+        await runtime.serve("bench/echo/generate", EchoEngine(delay_s))
+        workers = runtime.workers("bench/echo/generate")
+        await workers.wait_for_instances()
+        yield Detokenize(model) >> PushRouter(workers)
+
+
+def request(max_tokens: int, prompt_tokens: int = PROMPT_TOKENS) -> PreprocessedRequest:
+    """A prompt of letters, answered with exactly `max_tokens` tokens."""
+    stop = StopConditions(max_tokens=max_tokens, ignore_eos=True)
+    return PreprocessedRequest(
+        model="echo", token_ids=[97 + i % 26 for i in range(prompt_tokens)], stop_conditions=stop
+    )
+
+
+async def _item_floor() -> float:
+    """What the echo engine alone would cost, written as a plain generator of the same items."""
+
+    async def items(count: int) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+        for i in range(count):
+            yield Annotated(LLMEngineOutput([97 + i % 26]))
+
+    async def run() -> int:
+        async for _ in items(ITEMS):
+            pass
+        return ITEMS
+
+    return await best_of(run)
+
+
+async def _per_item(graph: Graph) -> float:
+    async def run() -> int:
+        count = 0
+        async with await graph.generate(Context(request(ITEMS))) as stream:
+            async for _ in stream:
+                count += 1
+        return count
+
+    return await best_of(run)
+
+
+async def _per_request(graph: Graph) -> float:
+    async def run() -> int:
+        for _ in range(REQUESTS):
+            async with await graph.generate(Context(request(1))) as stream:
+                async for _ in stream:
+                    pass
+        return REQUESTS
+
+    return await best_of(run)
+
+
+async def _idle_stream_kib(graph: Graph) -> float:
+    """Memory of one stream that has given its first item and waits; its prompt and the reader's task not counted."""
+    payloads = [request(10, prompt_tokens=16) for _ in range(STREAMS)]
+    streams = []
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for payload in payloads:
+        stream = await graph.generate(Context(payload))
+        await anext(stream)
+        streams.append(stream)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    for stream in streams:
+        await stream.aclose()
+    return (after - before) / STREAMS / 1024
+
+
+async def _stop_to_end_us() -> float:
+    """From `stop` to the end of a stream whose engine waits, median."""
+    took: list[float] = []
+
+    async with graph_on_runtime(delay_s=60.0) as graph:
+
+        async def read(context: Context[PreprocessedRequest]) -> None:
+            async with await graph.generate(context) as stream:
+                async for _ in stream:
+                    pass
+            took.append(perf_counter())
+
+        for _ in range(STOPS):
+            context, stopped = Context(request(10)), 0.0
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read, context)
+                await anyio.wait_all_tasks_blocked()
+                context.stop()
+                stopped = perf_counter()
+            took[-1] -= stopped
+    return median(took) * 1e6
+
+
+async def measure() -> list[Result]:
+    floor = await _item_floor() * 1e6
+    async with graph_on_runtime() as graph:
+        per_item = await _per_item(graph) * 1e6
+        per_request = await _per_request(graph) * 1e6
+        idle_kib = await _idle_stream_kib(graph)
+    return [
+        Result("item through the standard graph, echo engine included", per_item, "µs", floor, "≤ 3 µs"),
+        Result("request of 1 item, 64-block prompt", per_request, "µs", None, "≤ 150 µs"),
+        Result("open idle stream", idle_kib, "KiB", None, "≤ 10 KB"),
+        Result("from stop to end, engine waiting (median)", await _stop_to_end_us(), "µs"),
+    ]

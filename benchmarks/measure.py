@@ -1,0 +1,39 @@
+"""Measuring: repeat, take the least disturbed run, report as a ratio."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from attrs import asdict, frozen
+
+REPEATS = 7
+
+
+@frozen
+class Result:
+    """One line of the table: what was measured, beside what it is held against in the same run."""
+
+    name: str
+    value: float
+    unit: str
+    floor: float | None = None
+    """The same in plain Python, or of the alternative."""
+    budget: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.floor if self.floor else None
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+async def best_of(run: Callable[[], Awaitable[int]], repeats: int = REPEATS) -> float:
+    """Seconds for one unit of work: the fastest of some runs, each of which says how many units it did."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        done = await run()
+        best = min(best, (time.perf_counter() - start) / done)
+    return best

@@ -1,0 +1,35 @@
+"""Declare a graph, look at it, ask it.
+
+python examples/declare_graph.py
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from engines import EchoEngine
+from operators import Detokenize, Model, Preprocess, PushRouter
+from pipeline import Context
+from pipeline.network import static_workers
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+
+model = Model.byte_level("echo")
+workers = static_workers({1: EchoEngine(), 2: EchoEngine(delay_s=0.01)}, name="demo")
+
+graph = Preprocess(model) >> Detokenize(model) >> PushRouter(workers)
+
+
+async def main() -> None:
+    print(graph)
+    print(graph.draw("text"))
+
+    chat = ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="What runs uphill?")])
+    async with await graph.generate(Context(chat)) as stream:
+        async for item in stream:
+            if item.data is not None and item.data.text:
+                print(item.data.text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    anyio.run(main)

@@ -1,0 +1,60 @@
+"""Every example runs and does what it says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+LINES_OF_A_PAGE = 66
+
+SAYS = {
+    "declare_graph": ["Preprocess(echo) >> Detokenize(echo) >> PushRouter(demo)", "What runs uphill?"],
+    "write_operator": ["holds the operator contract", "(cancelled)"],
+    "swap_in_test": ["passed"],
+    "reactive_stream": ["[0, 4, 16, 36, 64]", "20 numbers in batches"],
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs_as_a_script_and_says_what_it_should(name: str) -> None:
+    command = [sys.executable, "-X", "dev", "-W", "error", str(EXAMPLES[name])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for text in SAYS[name]:
+        assert text in done.stdout
+
+
+def test_the_fastapi_example_serves_its_route_and_the_api_under_its_prefix() -> None:
+    command = [sys.executable, "-c", _ASK_FASTAPI]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.split() == ['"HEY"', "echo", "hey"], done.stderr
+
+
+_ASK_FASTAPI = """
+from fastapi.testclient import TestClient
+from examples.embed_fastapi import application
+
+with TestClient(application) as client:
+    print(client.get("/shout?text=hey").text)
+    print(client.get("/ai/v1/models").json()["data"][0]["id"])
+    chat = {"model": "echo", "messages": [{"role": "user", "content": "hey"}]}
+    print(client.post("/ai/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"])
+"""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_fits_on_a_page_and_says_how_to_run_it(name: str) -> None:
+    source = EXAMPLES[name].read_text()
+    assert len(source.splitlines()) <= LINES_OF_A_PAGE
+    assert name in (ast.get_docstring(ast.parse(source)) or "")
+
+
+def test_every_example_is_run_here() -> None:
+    assert set(EXAMPLES) == {*SAYS, "embed_fastapi"}
