@@ -35,6 +35,9 @@ class State(IntEnum):
     KILLED = 2
 
 
+_CHILDREN_SWEPT_AT = 8
+"""With so many children, and then whenever they have doubled, the dead ones are forgotten."""
+
 # One lock for all: it is held for a few list operations and never while foreign code runs. Reentrant, because a
 # finaliser that stops a request may run inside such an operation.
 _lock = RLock()
@@ -43,12 +46,13 @@ _lock = RLock()
 class Control:
     """Stop, kill, and whoever wants to hear of it."""
 
-    __slots__ = ("__weakref__", "_children", "_heading", "_retained", "_state", "_watchers")
+    __slots__ = ("__weakref__", "_children", "_children_limit", "_heading", "_retained", "_state", "_watchers")
 
     def __init__(self) -> None:
         self._state = State.RUNNING
         self._heading = State.RUNNING  # the state its children are being brought to; never behind `_state`
         self._children: list[ref[Control]] | None = None
+        self._children_limit = _CHILDREN_SWEPT_AT
         self._watchers: dict[object, tuple[State, Callable[[], None]]] | None = None
         self._retained: list[object] | None = None
 
@@ -98,9 +102,12 @@ class Control:
     def link_child(self, child: Control) -> None:
         """Forwards stop and kill to the child from now on, before this one changes; a late child catches up."""
         with _lock:
-            alive = [r for r in self._children or () if r() is not None]
-            alive.append(ref(child))
-            self._children = alive
+            if self._children is None:
+                self._children = []
+            elif len(self._children) >= self._children_limit:
+                self._children = [r for r in self._children if r() is not None]
+                self._children_limit = max(_CHILDREN_SWEPT_AT, 2 * len(self._children))
+            self._children.append(ref(child))
             heading = self._heading
         if heading is not State.RUNNING:
             child._advance(heading)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar, overload
 
 from attrs import frozen
 
 from .context import Context
 from .declared import handler_types
-from .errors import PenstockError
+from .errors import GraphError, PenstockError, to_error
 from .racing import until_killed
 from .stage import Stage
 from .stream import ResponseStream
@@ -59,9 +60,13 @@ class FunctionEngine(AsyncEngine[In, Out]):
         async def count(to: int, context: Context) -> AsyncIterator[int]: ...
 
     The function hears of a stop through the context and should end early; a kill ends its stream even if it waits.
+    What it raises goes to the reader, a foreign exception as `Unknown`. Raises GraphError for a function that does not
+    yield its items.
     """
 
     def __init__(self, handler: Handler[In, Out]) -> None:
+        if inspect.iscoroutinefunction(handler):
+            raise GraphError(f"{handler.__name__} returns its answer; an engine's function yields items")
         self._handler: Callable[..., AsyncIterator[Out]] = handler
         self._takes_context = "context" in inspect.signature(handler).parameters
         self._name = getattr(handler, "__name__", None)
@@ -71,8 +76,18 @@ class FunctionEngine(AsyncEngine[In, Out]):
         return self.name
 
     async def generate(self, request: Context[In]) -> ResponseStream[Out]:
-        extra = {"context": request} if self._takes_context else {}
-        return ResponseStream(until_killed(self._handler(request.payload, **extra), request), request)
+        return ResponseStream(self._items(request), request)
+
+    async def _items(self, request: Context[In]) -> AsyncGenerator[Out, None]:
+        try:
+            extra = {"context": request} if self._takes_context else {}
+            async with aclosing(until_killed(self._handler(request.payload, **extra), request)) as items:
+                async for item in items:
+                    yield item
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise to_error(error) from error
 
 
 @overload

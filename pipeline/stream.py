@@ -101,7 +101,7 @@ class ResponseStream(Generic[T_co]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if self._closed:
+        if getattr(self, "_closed", True):  # also one that was never made whole
             return
         # A started generator is finalised by the loop's own hook, an owned stream by its own __del__. A release is
         # foreign code: not here, in the middle of whatever is being collected.

@@ -18,12 +18,15 @@ from pipeline import (
     Context,
     ContractViolation,
     Disconnected,
+    GraphError,
     InvalidArgument,
     Once,
     ResponseStream,
+    Unknown,
     function_engine,
     until_killed,
 )
+from pipeline.engine import FunctionEngine
 from pipeline.testing import ENGINE_RULES, Fail, ScriptedEngine, Stall, Wait, check_engine
 
 pytestmark = pytest.mark.anyio
@@ -290,6 +293,29 @@ async def test_a_function_engine_that_looks_at_its_context_holds_the_whole_contr
             yield i
 
     await check_engine(lambda: count, request=COUNT, expected=list(range(COUNT)))
+
+
+async def test_a_function_engine_translates_foreign_errors_and_keeps_our_own() -> None:
+    @function_engine
+    async def failing(kind: str) -> AsyncIterator[int]:
+        yield 1
+        raise {"foreign": ValueError("boom"), "own": Disconnected("gone")}[kind]
+
+    with pytest.raises(Unknown, match="boom") as caught:
+        await (await failing.generate(Context("foreign"))).collect()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(Disconnected):
+        await (await failing.generate(Context("own"))).collect()
+    with pytest.raises(Unknown):
+        await (await failing.generate(Context("neither"))).collect()
+
+
+def test_a_function_that_returns_its_answer_is_no_engine() -> None:
+    async def answer(payload: str) -> str:
+        return payload
+
+    with pytest.raises(GraphError, match="answer"):
+        FunctionEngine(answer)  # type: ignore[arg-type]
 
 
 async def test_a_scripted_engine_holds_the_contract() -> None:

@@ -243,6 +243,11 @@ async def test_a_failing_map_ends_the_stream_and_closes_upstream(open_streams: O
     assert source.ended
 
 
+def test_a_stream_made_wrongly_complains_once() -> None:
+    with pytest.raises(TypeError):
+        ResponseStream()  # type: ignore[call-arg]
+
+
 def test_a_release_happens_once_and_a_cancelled_one_never() -> None:
     calls: list[int] = []
     once, cancelled = Once(lambda: calls.append(1)), Once(lambda: calls.append(2))
