@@ -146,6 +146,8 @@ def _arguments_fit(given: Any, wanted: Any, origin: Any) -> bool:
 
 def spelled(declared: Any) -> str:
     """The type as one would write it."""
+    if declared in (None, type(None)):
+        return "None"
     if _is_union(declared):
         return " | ".join(spelled(member) for member in get_args(declared))
     origin, args = get_origin(declared), get_args(declared)
