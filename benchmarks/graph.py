@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from statistics import median
 from time import perf_counter
+from typing import Any, cast
 
 import anyio
 
 from engines import EchoEngine
 from operators import Detokenize, Model, PushRouter
-from pipeline import Annotated, Context, Segment
+from pipeline import Annotated, AsyncEngine, Context, Segment
 from pipeline.network import Runtime
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest, StopConditions
 
@@ -27,6 +28,7 @@ STREAMS = 2_000
 STOPS = 200
 
 Graph = Segment[PreprocessedRequest, Annotated[BackendOutput]]
+AnyGraph = AsyncEngine[PreprocessedRequest, Any]
 
 
 @asynccontextmanager
@@ -63,7 +65,7 @@ async def _item_floor() -> float:
     return await best_of(run)
 
 
-async def _per_item(graph: Graph) -> float:
+async def _per_item(graph: AnyGraph) -> float:
     async def run() -> int:
         count = 0
         async with await graph.generate(Context(request(ITEMS))) as stream:
@@ -129,11 +131,16 @@ async def _stop_to_end_us() -> float:
 
 async def measure() -> list[Result]:
     floor = await _item_floor() * 1e6
+    echo = await _per_item(EchoEngine()) * 1e6
     async with graph_on_runtime() as graph:
+        routed = await _per_item(cast("AnyGraph", graph[PushRouter])) * 1e6
         per_item = await _per_item(graph) * 1e6
         per_request = await _per_request(graph) * 1e6
         idle_kib = await _idle_stream_kib(graph)
     return [
+        Result("item of the echo engine", echo, "µs", floor),
+        Result("item through PushRouter and the request plane", routed - echo, "µs"),
+        Result("item through Detokenize", per_item - routed, "µs"),
         Result("item through the standard graph, echo engine included", per_item, "µs", floor, "≤ 3 µs"),
         Result("request of 1 item, 64-block prompt", per_request, "µs", None, "≤ 150 µs"),
         Result("open idle stream", idle_kib, "KiB", None, "≤ 10 KB"),
