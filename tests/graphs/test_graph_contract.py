@@ -1,0 +1,46 @@
+"""Whole graphs hold the engine contract, on the embedded runtime as well as over a fixed pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engines import EchoEngine
+from operators import Detokenize, Model, Preprocess, PushRouter
+from pipeline.network import static_workers
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+from pipeline.testing import Faults, Probe, check_engine
+from serving.config import GraphConfig
+from serving.graphs import standard_graph
+
+pytestmark = pytest.mark.anyio
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="x" * 60)], **fields)
+
+
+def over_a_fixed_pool() -> Any:
+    model = Model.byte_level("echo")
+    pool = static_workers({1: EchoEngine(), 2: EchoEngine()})
+    return Preprocess(model) >> Detokenize(model) >> Faults(delay_s=0.01) >> Probe() >> PushRouter(pool)
+
+
+GRAPHS: dict[str, Callable[[], Any]] = {
+    "one worker": lambda: standard_graph(GraphConfig()),
+    "slow workers": lambda: standard_graph(GraphConfig(workers=3, engine_args={"delay_s": "0.05"})),
+    "random routing": lambda: standard_graph(GraphConfig(workers=2, router="random", seed=1)),
+    "a fixed pool": over_a_fixed_pool,
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+async def test_a_whole_graph_holds_the_engine_contract(name: str) -> None:
+    await check_engine(GRAPHS[name], request=chat(), bad_request=chat(temperature=9), slack_items=16)
+
+
+@pytest.mark.parametrize("fields", [{"n": 3}, {"stop": "y"}, {"max_tokens": 40}])
+async def test_it_holds_whatever_the_request_asks_for(fields: dict[str, Any]) -> None:
+    await check_engine(lambda: standard_graph(GraphConfig(workers=2)), request=chat(**fields))
