@@ -45,8 +45,12 @@ class Annotated(Generic[T]):
 
     @classmethod
     def from_annotation(cls, name: str, value: object) -> Annotated[T]:
-        """An event with the JSON text of `value` as its one comment. Raises TypeError if it has no JSON form."""
-        return cls(None, None, name, [json.dumps(value, separators=(",", ":"), ensure_ascii=False)], None)
+        """An event with the JSON text of `value` as its one comment.
+
+        Raises TypeError, or ValueError for a number that is not finite, if it has no JSON form.
+        """
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return cls(None, None, name, [text], None)
 
     @property
     def is_error(self) -> bool:

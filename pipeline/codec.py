@@ -9,10 +9,9 @@ The one door of cattrs, and with `frames` of msgspec.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 from uuid import UUID
 
 import attrs
@@ -23,7 +22,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from .annotated import Annotated
 from .error_wire import error_from_plain, error_to_plain
-from .errors import InvalidArgument, PenstockError
+from .errors import CodecError, InvalidArgument, PenstockError
 from .protocols.wire import WIRE_KEY, InvalidRecord, WireRule
 from .wire_decoders import (
     Decode,
@@ -51,7 +50,7 @@ T = TypeVar("T")
 def _rule(attribute: attrs.Attribute[Any]) -> WireRule:
     """How a field is written: as its mark says, else as its default says."""
     if (rule := attribute.metadata.get(WIRE_KEY)) is not None:
-        return typing.cast(WireRule, rule)
+        return cast(WireRule, rule)
     return WireRule("set" if attribute.default is None else "always")
 
 
@@ -126,7 +125,8 @@ def _key_handling(cls: type, keys: frozenset[str]) -> Callable[[dict[str, Any]],
     def prepare(value: dict[str, Any]) -> dict[str, Any]:
         if not current.keys().isdisjoint(value):
             older = {current[key]: item for key, item in value.items() if key in current}
-            value = older | {key: item for key, item in value.items() if key not in current}
+            value = {key: item for key, item in value.items() if key not in current}
+            value |= {key: item for key, item in older.items() if value.get(key) is None}
         if closed and not keys.issuperset(value):
             raise InvalidRecord("is not a known field", next(str(key) for key in value if key not in keys))
         return value
@@ -166,7 +166,7 @@ def _is_error(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, PenstockError)
 
 
-def annotated_to_plain(item: Annotated[Any]) -> dict[str, Any]:
+def _annotated_to_plain(item: Annotated[Any]) -> dict[str, Any]:
     """The item's parts that are set; its data in the data's own form."""
     plain: dict[str, Any] = {} if item.data is None else {"data": _converter.unstructure(item.data)}
     if item.id is not None:
@@ -240,12 +240,12 @@ def _add_encoders(converter: Converter) -> None:
     encoders: list[tuple[Callable[[Any], bool], Callable[[Any], Callable[[Any], Any]]]] = [
         (attrs.has, _record_encoder),
         # Sets are written as sorted lists, so that equal records have equal bytes.
-        (lambda kind: _shape(kind) in (set, frozenset), lambda _: sorted),
+        (lambda kind: _shape(kind) is set, lambda _: sorted),
         (lambda kind: _shape(kind) is tuple, lambda _: list),
         (_is_plain, lambda _: identity),
         (_has_own_form, lambda _: lambda value: value.to_wire()),
         (_is_error, lambda _: error_to_plain),
-        (lambda kind: _shape(kind) is Annotated, lambda _: annotated_to_plain),
+        (lambda kind: _shape(kind) is Annotated, lambda _: _annotated_to_plain),
     ]
     for predicate, encoder in encoders:
         converter.register_unstructure_hook_factory(predicate, encoder)
@@ -256,6 +256,8 @@ _json_encoder = msgspec.json.Encoder()
 _json_decoder = msgspec.json.Decoder()
 _msgpack_encoder = msgspec.msgpack.Encoder()
 _msgpack_decoder = msgspec.msgpack.Decoder()
+_UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
+"""What msgspec raises for a value it cannot write."""
 
 
 def to_plain(value: Any) -> Any:
@@ -264,7 +266,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, cls: type[T]) -> T:
-    """The record a plain value stands for. Raises InvalidArgument that names the first wrong place."""
+    """The record a plain value stands for, or the item of a stream with `Annotated[Record]` as the class.
+
+    Raises InvalidArgument that names the first wrong place.
+    """
     try:
         return _converter.structure(value, cls)
     except InvalidRecord as error:
@@ -275,14 +280,16 @@ def from_plain(value: Any, cls: type[T]) -> T:
         raise InvalidArgument("the value is nested too deeply") from None
 
 
-def annotated_from_plain(value: Any, data_type: type[T]) -> Annotated[T]:
-    """The item a plain value stands for, its data read as `data_type`. Raises as `from_plain`."""
-    return typing.cast(Annotated[T], from_plain(value, Annotated[data_type]))  # type: ignore[valid-type]
-
-
 def to_json(value: Any) -> bytes:
-    """A record as JSON. A number that is not finite becomes null, for JSON has none."""
-    return _json_encoder.encode(to_plain(value))
+    """A record as JSON. A number that is not finite becomes null, for JSON has none.
+
+    Raises CodecError for a value that has no JSON form, such as half a surrogate pair or an object of no plain kind.
+    """
+    plain = to_plain(value)
+    try:
+        return _json_encoder.encode(plain)
+    except _UNWRITABLE as error:
+        raise CodecError(f"a value has no JSON form: {error}") from error
 
 
 def from_json(data: bytes | str, cls: type[T]) -> T:
@@ -291,8 +298,12 @@ def from_json(data: bytes | str, cls: type[T]) -> T:
 
 
 def to_msgpack(value: Any) -> bytes:
-    """A record as MessagePack with named fields."""
-    return _msgpack_encoder.encode(to_plain(value))
+    """A record as MessagePack with named fields. Raises CodecError as `to_json`, and for an integer above 64 bits."""
+    plain = to_plain(value)
+    try:
+        return _msgpack_encoder.encode(plain)
+    except _UNWRITABLE as error:
+        raise CodecError(f"a value has no MessagePack form: {error}") from error
 
 
 def from_msgpack(data: bytes, cls: type[T]) -> T:

@@ -8,6 +8,7 @@ Source: dynamo lib/runtime/src/error.rs, DynamoError serde form. `details` is ou
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from .errors import (
@@ -20,9 +21,13 @@ from .errors import (
     StatusError,
     Unknown,
     chain,
+    error_type,
     to_error,
 )
 from .protocols.wire import InvalidRecord
+
+LINKS_MAX = 64
+"""Links of a chain that travel: whoever retries for hours with `from` makes a chain deeper than a reader can nest."""
 
 _DETAILS: dict[type[PenstockError], dict[str, type]] = {
     InvalidArgument: {"field": str},
@@ -33,9 +38,9 @@ _DETAILS: dict[type[PenstockError], dict[str, type]] = {
 
 
 def error_to_plain(error: BaseException) -> dict[str, Any]:
-    """The record of an error and its causes; a foreign exception is converted first, a cycle of causes ends."""
+    """The record of an error and its outermost causes; a foreign exception is converted first, a cycle ends."""
     record: dict[str, Any] | None = None
-    for link in reversed(list(chain(to_error(error)))):
+    for link in reversed(list(islice(chain(to_error(error)), LINKS_MAX))):
         outer = _link_to_plain(link)
         if record is not None:
             outer["caused_by"] = record
@@ -67,8 +72,11 @@ def error_from_plain(record: Any) -> PenstockError:
     if not links:
         raise InvalidRecord("expected an error record, found null")
     error: PenstockError | None = None
-    for link in reversed(links):
-        error = _link_from_plain(link, error)
+    for depth in reversed(range(len(links))):
+        try:
+            error = _link_from_plain(links[depth], error)
+        except InvalidRecord as wrong:
+            raise InvalidRecord(wrong.message, "caused_by." * depth + wrong.field) from None
     assert error is not None
     return error
 
@@ -87,9 +95,9 @@ def _link_from_plain(record: dict[str, Any], cause: PenstockError | None) -> Pen
 
 def _class_of(kind: Any) -> type[PenstockError]:
     if isinstance(kind, str):
-        return PenstockError._by_name.get(kind, Unknown)
+        return error_type(kind) or Unknown
     if isinstance(kind, dict) and kind.keys() == {"Backend"} and isinstance(kind["Backend"], str):
-        return PenstockError._by_name.get(f"Backend{kind['Backend']}", BackendUnknown)
+        return error_type(f"Backend{kind['Backend']}") or BackendUnknown
     raise InvalidRecord("expected the name of an error type", "error_type")
 
 

@@ -63,6 +63,9 @@ class PenstockError(Exception):
         super().__init_subclass__(**kwargs)
         if "type_name" not in cls.__dict__:
             cls.type_name = cls.__name__
+        taken = PenstockError._by_name.get(cls.type_name)
+        if taken is not None and taken.__module__ == __name__:
+            raise TypeError(f"{cls.type_name} is the name of an error of the project; on the wire it would be that one")
         PenstockError._by_name[cls.type_name] = cls
 
     def __init__(self, message: str = "", *, cause: BaseException | None = None) -> None:
@@ -293,6 +296,11 @@ FACTS: dict[type[PenstockError], Facts] = {
     EngineShutdown: _BROKEN,
     StreamIncomplete: _BROKEN,
 }
+
+
+def error_type(type_name: str) -> type[PenstockError] | None:
+    """The class that is shown under this name, one of a user's own included; None if this process has none."""
+    return PenstockError._by_name.get(type_name)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from .annotated import Annotated
-from .codec import from_json, to_plain
+from .codec import from_json, to_json
 from .errors import InvalidArgument
 from .protocols import LLM_METRICS_EVENT, METRIC_EVENTS, LLMMetricAnnotation
 
 
 def metrics_item(metrics: LLMMetricAnnotation, event: str = LLM_METRICS_EVENT) -> Annotated[Any]:
     """The item that carries these metrics."""
-    return Annotated[Any].from_annotation(event, to_plain(metrics))
+    return Annotated[Any](event=event, comment=[to_json(metrics).decode()])
 
 
 def metrics_of(item: Annotated[Any]) -> LLMMetricAnnotation | None:

@@ -33,9 +33,13 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 def card_from_folder(folder: Path, *, kv_cache_block_size: int, display_name: str | None = None) -> ModelDeploymentCard:
     """The card of the model in `folder`: its files, checksums and context length; other fields at their defaults.
 
-    Reads every file it names. Raises InvalidArgument for a configuration that cannot be used; OSError as reading does.
+    Reads every file it names. Raises InvalidArgument if there is no such folder or its configuration cannot be used;
+    OSError as reading does.
     """
-    card = ModelDeploymentCard.named(display_name or folder.name, kv_cache_block_size=kv_cache_block_size)
+    if not folder.is_dir():
+        raise wrong_file(folder, "is no folder")
+    name = display_name or folder.resolve().name
+    card = ModelDeploymentCard.named(name, kv_cache_block_size=kv_cache_block_size)
     return evolve(
         card,
         source_path=str(folder),
@@ -98,7 +102,7 @@ def read_object(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = _read_json5(text, path)
     if not isinstance(value, dict):
         raise wrong_file(path, "must hold a JSON object")

@@ -54,7 +54,7 @@ def _error_of(item: Annotated[Any]) -> BaseException:
 
 
 def _one_line(text: str) -> bytes:
-    return text.replace("\r", " ").replace("\n", " ").encode()
+    return text.replace("\r", " ").replace("\n", " ").encode(errors="replace")
 
 
 @frozen

@@ -6,6 +6,7 @@ place below the value. `hook_for` gives the reader of a part's type.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from enum import StrEnum
@@ -18,6 +19,7 @@ Decode: TypeAlias = Callable[[Any, Any], Any]
 HookFor: TypeAlias = Callable[[Any], Decode]
 
 _UNBOUNDED = IntRange(-(2**63), 2**64 - 1)
+_DIGITS = re.compile("[0-9]{1,20}")
 _JSON_KINDS: dict[type, str] = {
     str: "a string",
     bool: "true or false",
@@ -174,7 +176,7 @@ def dict_decoder(kind: Any, hook_for: HookFor) -> Decode:
         items = {}
         for key, item in value.items():
             # JSON has text keys only; MessagePack may carry the number itself.
-            number = int(key) if by_number and type(key) is str and key.isascii() and key.isdigit() else key
+            number = int(key) if by_number and type(key) is str and _DIGITS.fullmatch(key) else key
             try:
                 items[decode_key(number, key_kind)] = decode_item(item, item_kind)
             except InvalidRecord as error:

@@ -71,7 +71,7 @@ class ModelDeploymentCard:
     router_config: Any = None
     indexer_identity: Any = None
     extra_files: list[CheckedFile] = skip(factory=list)
-    mdc_sum: str | None = never()
+    mdc_sum: str | None = never(init=False)
 
     @classmethod
     def named(

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from attrs import Factory, define, field
 
 from .timing import RequestPhase, RoutingData, TimingInfo, WorkerIdInfo
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _NANOSECONDS_MAX = 2**64 - 1
@@ -61,12 +63,15 @@ class WorkerSlot:
             _log.warning("worker %s already had this phase, worker %s is not recorded", self.worker_id, worker_id)
             return
         self.worker_id = worker_id
-        if self.dp_rank is None:
-            self.dp_rank = dp_rank
-        elif dp_rank is not None and dp_rank != self.dp_rank:
-            _log.warning("worker %s was rank %s already, rank %s is not recorded", worker_id, self.dp_rank, dp_rank)
-        if self.worker_type is None:
-            self.worker_type = worker_type
+        self.dp_rank = self._kept("rank", self.dp_rank, dp_rank)
+        self.worker_type = self._kept("type", self.worker_type, worker_type)
+
+    def _kept(self, what: str, known: T | None, new: T | None) -> T | None:
+        if known is None:
+            return new
+        if new is not None and new != known:
+            _log.warning("worker %s had %s %s already, %s is not recorded", self.worker_id, what, known, new)
+        return known
 
 
 @define(slots=True, eq=False)

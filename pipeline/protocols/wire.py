@@ -82,9 +82,12 @@ def skip(
     return field(default=default, metadata=metadata)
 
 
-def never() -> Any:
-    """A field of this process only; None wherever the record is read. Not part of equality."""
-    return field(default=None, eq=False, repr=False, metadata={WIRE_KEY: WireRule("never")})
+def never(*, init: bool = True) -> Any:
+    """A field of this process only; None wherever the record is read. Not part of equality.
+
+    Without `init` it is None in every new record, a copy with changes included.
+    """
+    return field(default=None, init=init, eq=False, repr=False, metadata={WIRE_KEY: WireRule("never")})
 
 
 def rest() -> Any:

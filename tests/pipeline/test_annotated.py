@@ -96,3 +96,9 @@ def test_an_annotation_is_an_event_with_json_in_its_one_comment() -> None:
     assert item.event == "formatted_prompt"
     assert item.data is None
     assert [json.loads(c) for c in item.comment or []] == [{"a": ["é"]}]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
+def test_an_annotation_without_a_json_form_is_refused(value: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Annotated[int].from_annotation("name", value)

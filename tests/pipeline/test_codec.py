@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
@@ -18,8 +19,6 @@ from hypothesis import strategies as st
 
 from pipeline import Annotated
 from pipeline.codec import (
-    annotated_from_plain,
-    annotated_to_plain,
     from_json,
     from_msgpack,
     from_plain,
@@ -27,7 +26,7 @@ from pipeline.codec import (
     to_msgpack,
     to_plain,
 )
-from pipeline.errors import Disconnected, InvalidArgument, Unknown
+from pipeline.errors import CodecError, Disconnected, InvalidArgument, Unknown
 from pipeline.protocols import (
     AgentContext,
     BackendOutput,
@@ -413,6 +412,27 @@ def test_a_value_nested_beyond_the_stack_is_an_invalid_argument() -> None:
         from_plain({"token_ids": deep}, PreprocessedRequest)
 
 
+@pytest.mark.parametrize("write", [to_json, to_msgpack])
+@pytest.mark.parametrize("bad", ["\ud800", object(), {"a": 1j}])
+def test_a_value_without_a_wire_form_is_a_codec_error(write: Callable[[Any], bytes], bad: Any) -> None:
+    with pytest.raises(CodecError, match=r"has no \w+ form"):
+        write(LLMEngineOutput([1], engine_data=bad))
+
+
+@pytest.mark.parametrize("write", [to_json, to_msgpack])
+def test_a_value_too_deep_to_write_is_a_codec_error(write: Callable[[Any], bytes]) -> None:
+    deep: Any = "end"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(CodecError):
+        write(LLMEngineOutput([1], engine_data=deep))
+
+
+def test_an_integer_above_64_bits_is_no_messagepack() -> None:
+    with pytest.raises(CodecError):
+        to_msgpack(LLMEngineOutput([1], engine_data=2**64))
+
+
 def test_sets_are_written_sorted_so_that_equal_records_have_equal_bytes() -> None:
     hints = RoutingHints(allowed_worker_ids={30, 1, 2**63, 7})
     assert to_plain(hints) == {"allowed_worker_ids": [1, 7, 30, 2**63]}
@@ -422,8 +442,12 @@ def test_a_map_by_token_id_is_read_from_text_and_from_number_keys() -> None:
     prompt: PromptLogprobs = [None, {5: PromptLogprobEntry(-0.5, rank=1)}]
     assert from_plain([None, {"5": {"logprob": -0.5, "rank": 1}}], PromptLogprobs) == prompt
     assert from_msgpack(to_msgpack(prompt), PromptLogprobs) == prompt
+
+
+@pytest.mark.parametrize("key", ["five", "", "-1", "4294967296", "\u0664", "1_0", " 1", "9" * 5000])
+def test_a_key_that_is_no_token_id_is_refused(key: str) -> None:
     with pytest.raises(InvalidArgument):
-        from_plain([{"five": {"logprob": 0}}], PromptLogprobs)
+        from_plain([{key: {"logprob": 0}}], PromptLogprobs)
 
 
 def test_log_probabilities_without_end_travel_in_messagepack() -> None:
@@ -450,12 +474,12 @@ def test_the_list_read_is_not_the_list_given() -> None:
 def test_an_item_of_a_stream_is_read_back_as_it_was_written(item: Annotated[LLMEngineOutput]) -> None:
     assert from_json(to_json(item), Annotated[LLMEngineOutput]) == item
     assert from_msgpack(to_msgpack(item), Annotated[LLMEngineOutput]) == item
-    assert annotated_from_plain(annotated_to_plain(item), LLMEngineOutput) == item
+    assert from_plain(to_plain(item), Annotated[LLMEngineOutput]) == item
 
 
 def test_parts_of_an_item_that_are_not_set_are_not_written() -> None:
-    assert annotated_to_plain(Annotated()) == {}
-    assert annotated_to_plain(Annotated(id="1", comment=["c"])) == {"id": "1", "comment": ["c"]}
+    assert to_plain(Annotated()) == {}
+    assert to_plain(Annotated(id="1", comment=["c"])) == {"id": "1", "comment": ["c"]}
 
 
 def test_an_error_item_is_still_the_same_error_when_read_back() -> None:
@@ -488,5 +512,5 @@ def test_a_typed_error_of_an_item_keeps_its_class_and_chain() -> None:
 )
 def test_a_bad_item_names_its_place(plain: Any, place: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        annotated_from_plain(plain, LLMEngineOutput)
+        from_plain(plain, Annotated[LLMEngineOutput])
     assert refused.value.field == place

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.error_wire import error_from_plain, error_to_plain
+from pipeline import Annotated
+from pipeline.codec import from_json, to_json
+from pipeline.error_wire import LINKS_MAX, error_from_plain, error_to_plain
 from pipeline.errors import (
     BackendError,
     BackendUnknown,
@@ -86,6 +88,15 @@ def test_a_cycle_of_causes_ends() -> None:
     assert [str(link) for link in chain(error_from_plain(error_to_plain(first)))] == ["1", "2"]
 
 
+def test_of_a_very_long_chain_the_outermost_links_travel() -> None:
+    error: PenstockError | None = None
+    for number in range(5_000):
+        error = Disconnected(str(number), cause=error)
+    item = from_json(to_json(Annotated[Any].from_error(error or Unknown())), Annotated[Any])
+    assert item.error is not None
+    assert [str(link) for link in chain(item.error)] == [str(4_999 - depth) for depth in range(LINKS_MAX)]
+
+
 @pytest.mark.parametrize(
     ("kind", "cls"),
     [("Newer", Unknown), ({"Backend": "Newer"}, BackendUnknown), ({"Backend": "EngineShutdown"}, EngineShutdown)],
@@ -119,6 +130,20 @@ def test_a_class_that_cannot_be_made_from_a_record_is_unknown() -> None:
 def test_what_is_no_error_record_is_refused(record: Any) -> None:
     with pytest.raises(InvalidRecord):
         error_from_plain(record)
+
+
+@pytest.mark.parametrize(
+    ("link", "place"),
+    [({"error_type": "Unknown", "message": 1}, "message"), ({"message": "m"}, "error_type"), ("text", "")],
+)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_is_wrong_with_a_cause_is_named_by_its_path(link: Any, place: str, depth: int) -> None:
+    record = link
+    for _ in range(depth):
+        record = {"error_type": "Unknown", "message": "m", "caused_by": record}
+    with pytest.raises(InvalidRecord) as refused:
+        error_from_plain(record)
+    assert refused.value.field == ".".join([*["caused_by"] * depth, *filter(None, [place])])
 
 
 def test_details_of_the_wrong_kind_are_left_out() -> None:

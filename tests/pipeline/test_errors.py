@@ -165,3 +165,15 @@ def test_the_drawn_tree_names_every_error() -> None:
         if cls.__name__ not in (errors.__doc__ or "") and not issubclass(cls, BackendError)
     ]
     assert missing == []
+
+
+def test_an_error_of_ones_own_is_found_by_name_but_may_not_take_a_name_of_ours() -> None:
+    class Drought(PenstockError):
+        pass
+
+    assert errors.error_type("Drought") is Drought
+    assert errors.error_type("Disconnected") is Disconnected
+    assert errors.error_type("Nothing") is None
+    with pytest.raises(TypeError, match="Unavailable"):
+        type("Unavailable", (PenstockError,), {})
+    assert errors.error_type("Unavailable") is Unavailable

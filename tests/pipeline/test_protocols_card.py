@@ -122,6 +122,13 @@ def test_the_checksum_is_computed_once_and_stays_here() -> None:
     assert "mdc_sum" not in to_plain(made)
 
 
+def test_a_changed_copy_has_a_checksum_of_its_own() -> None:
+    made = card()
+    first = card_checksum(made)
+    assert card_checksum(evolve(made, display_name="changed")) != first
+    assert card_checksum(evolve(made, user_data=1)) == first
+
+
 def test_where_files_are_does_not_matter_and_their_order_neither() -> None:
     """CRD-07."""
     files = [CheckedFile("/x/a", DIGEST), CheckedFile("/y/b", OTHER_DIGEST, 5)]
@@ -330,7 +337,7 @@ def test_a_context_length_that_is_no_length_is_an_error(tmp_path: Path, value: A
         architectural_context_length(folder(tmp_path, config=config, tokenizer_config={"model_max_length": 512}))
 
 
-@pytest.mark.parametrize("text", ["{broken", "[1]", "5"])
+@pytest.mark.parametrize("text", ["{broken", "[1]", "5", "[" * 100_000], ids=["broken", "list", "number", "deep"])
 def test_a_configuration_that_is_no_object_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument):
         architectural_context_length(folder(tmp_path, config=text))
@@ -351,6 +358,19 @@ def test_a_card_from_a_folder_names_its_files(tmp_path: Path) -> None:
     assert plain["slug"] == "org_model"
     assert made.effective_context_length == 9
     assert from_json(to_json(made), ModelDeploymentCard) == made
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_card_needs_a_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument) as refused:
+        card_from_folder(tmp_path / name, kv_cache_block_size=16)
+    assert refused.value.field == name
+
+
+def test_the_current_folder_has_a_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert card_from_folder(Path(), kv_cache_block_size=16).display_name == tmp_path.name
 
 
 def test_an_empty_folder_gives_a_card_without_files(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_pass_through_fields_are_checked(name: str, value: Any) -> None:
 
 def test_template_arguments_have_an_older_name_too() -> None:
     assert chat(chat_template_kwargs={"a": 1}).chat_template_args == {"a": 1}
+    assert chat(chat_template_kwargs={"a": 1}, chat_template_args=None).chat_template_args == {"a": 1}
     both = chat(chat_template_kwargs={"a": 1}, chat_template_args={"a": 2})
     assert both.chat_template_args == {"a": 2}
     assert both.unsupported == {}

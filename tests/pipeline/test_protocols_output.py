@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +168,12 @@ def test_metrics_travel_as_one_comment(event: str) -> None:
     assert item.comment == [
         '{"input_tokens":10,"output_tokens":3,"chunk_tokens":1,"prefill_worker_id":9223372036854775808,"tokenize_latency":0.5}'
     ]
+
+
+def test_a_latency_that_is_no_number_is_not_known_to_the_reader() -> None:
+    assert metrics_of(metrics_item(evolve(METRICS, tokenize_latency_s=math.nan))) == evolve(
+        METRICS, tokenize_latency_s=None
+    )
 
 
 @pytest.mark.parametrize("event", [None, "token_ids", "error"])

@@ -157,6 +157,9 @@ def test_the_first_worker_holds_and_its_rank_may_come_later(caplog: pytest.LogCa
     assert tracker.worker_info() == WorkerIdInfo(0, 0, 0, 0)
     assert tracker.decode_worker.worker_type == "decode"
     assert len(caplog.records) == 4
+    tracker.record_worker(0, 0, "prefill")
+    assert tracker.decode_worker.worker_type == "decode"
+    assert len(caplog.records) == 6
 
 
 def test_another_routers_workers_fill_gaps_only() -> None:
@@ -288,6 +291,7 @@ async def test_a_permit_may_be_released_by_another_task_and_only_once() -> None:
     assert waited.cancelled_caught
     assert tracker.phase is RequestPhase.DECODE
     held.release()
+    (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
 
 
 @pytest.mark.anyio

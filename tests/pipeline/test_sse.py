@@ -34,6 +34,10 @@ def test_data_is_one_line_of_json_in_its_own_form() -> None:
     assert b'"text":"line\\nbreak"' in written
 
 
+def test_what_no_client_could_decode_is_replaced_in_a_comment() -> None:
+    assert encode(Annotated[Any](event="e\ud800", comment=["a\udfff"])) == b"event: e?\n: a?\n\n"
+
+
 @pytest.mark.parametrize(
     "item",
     [
@@ -105,9 +109,7 @@ def test_what_holds_no_message_gives_none(data: bytes) -> None:
 @given(
     pieces=st.lists(st.integers(1, 9), min_size=1),
     newline=st.sampled_from(["\n", "\r\n", "\r"]),
-    texts=st.lists(
-        st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=6).map(str.strip), max_size=3
-    ),
+    texts=st.lists(LINES, max_size=3),
 )
 def test_where_the_stream_is_cut_does_not_matter(pieces: list[int], newline: str, texts: list[str]) -> None:
     data = "".join(f"data: {text}x{newline}: c{newline}{newline}" for text in texts).encode()
