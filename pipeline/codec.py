@@ -215,6 +215,7 @@ def _add_decoders(converter: Converter) -> None:
         converter.register_structure_hook(cls, strict(cls))
     converter.register_structure_hook(StrEnum, decode_enum)
     converter.register_structure_hook(float, decode_float)
+    converter.register_structure_hook(int, int_decoder(int))  # goes before any factory's
     converter.register_structure_hook(UUID, decode_uuid)
     # The last one that claims a type has it.
     decoders: list[tuple[Callable[[Any], bool], Callable[[Any], Decode]]] = [

@@ -41,13 +41,26 @@ class Signature:
         return cls(*_arguments(given, base))
 
 
-def check_line(line: Sequence[tuple[Stage, Signature]]) -> None:
-    """Follows the request's type down the line and the item's type back up. Raises LinkError at the first misfit."""
+def check_line(line: Sequence[tuple[Stage, Signature]]) -> tuple[Any, Any]:
+    """Follows the request's type down the line and the item's type back up; returns what the line takes and gives.
+
+    Raises LinkError at the first misfit.
+    """
     for stage, signature in line[:-1]:
         if signature.is_engine:
             raise LinkError(f"{stage} is an engine: nothing can follow it")
     _check_down(line)
-    _check_up(line)
+    return _taken(line), _check_up(line)
+
+
+def _taken(line: Sequence[tuple[Stage, Signature]]) -> Any:
+    """What the first stage takes that does not just hand it on."""
+    for _, signature in line:
+        if not isinstance(signature.takes, TypeVar):
+            return signature.takes
+        if signature.sends is not signature.takes:
+            break
+    return Any
 
 
 def _check_down(line: Sequence[tuple[Stage, Signature]]) -> None:
@@ -62,7 +75,8 @@ def _check_down(line: Sequence[tuple[Stage, Signature]]) -> None:
         arriving = _fill(signature.sends, {signature.takes: arriving})
 
 
-def _check_up(line: Sequence[tuple[Stage, Signature]]) -> None:
+def _check_up(line: Sequence[tuple[Stage, Signature]]) -> Any:
+    """The type of the items that leave the line at its top."""
     *operators, (below, last) = line
     arriving = last.gives if last.is_engine else _fill(last.gives, {last.expects: Any})
     for stage, signature in reversed(operators):
@@ -73,6 +87,7 @@ def _check_up(line: Sequence[tuple[Stage, Signature]]) -> None:
             )
         arriving = _fill(signature.gives, {signature.expects: arriving})
         below = stage
+    return Any if isinstance(arriving, TypeVar) else arriving
 
 
 def _arguments(given: Any, base: Any) -> tuple[Any, ...]:

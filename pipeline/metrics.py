@@ -10,6 +10,7 @@ Source: dynamo lib/llm/src/http/service/metrics.rs, lib/runtime/src/metrics.
 
 from __future__ import annotations
 
+import decimal
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ Family = Literal["frontend", "component"]
 
 PREFIXES: dict[Family, str] = {"frontend": "dynamo_frontend", "component": "dynamo_component"}
 _MAX_BUCKETS = 512
+_TWO_DIGITS = decimal.Context(prec=2, rounding=decimal.ROUND_HALF_UP)
 
 
 @frozen
@@ -36,12 +38,12 @@ class Buckets:
     count: int
 
     def bounds(self) -> tuple[float, ...]:
-        """0, then `min * (max/min) ** (i / (count-1))` rounded to two digits, without duplicates."""
+        """0, then `min * (max/min) ** (i / (count-1))` rounded to two digits, halves up, without duplicates."""
         if self.count < 2:
             return (0.0,) * self.count
         growth = self.max / self.min
         steps = (self.min * growth ** (i / (self.count - 1)) for i in range(1, self.count))
-        return tuple(dict.fromkeys([0.0, *(float(f"{step:.2g}") for step in steps)]))
+        return tuple(dict.fromkeys([0.0, *(float(_TWO_DIGITS.create_decimal_from_float(step)) for step in steps)]))
 
     def overridden(self, name: str, environment: Mapping[str, str]) -> Buckets:
         """These with what `DYN_METRICS_<NAME>_MIN`, `_MAX` and `_COUNT` say; unchanged if that makes no sense."""
@@ -52,7 +54,7 @@ class Buckets:
             count = int(environment.get(f"{variable}COUNT", self.count))
         except ValueError:
             return self
-        sensible = 0 < low < high and math.isfinite(high) and 0 <= count <= _MAX_BUCKETS
+        sensible = 0 < low < high and math.isfinite(high / low) and 0 <= count <= _MAX_BUCKETS
         return Buckets(low, high, count) if sensible else self
 
 

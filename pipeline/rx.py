@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal, TypeVar
 
 import anyio
+from anyio.lowlevel import checkpoint
 from reactivex import Observable
 from reactivex import operators as ops
 from reactivex.abc import DisposableBase, ObserverBase
@@ -125,9 +126,10 @@ async def _push_one(stream: ResponseStream[Any], source: Subject[Any]) -> bool:
 def to_observable(stream: ResponseStream[T], scheduler: AnyIOScheduler) -> Observable[T]:
     """The stream as a cold observable for one subscriber, pumped by a task of the scheduler.
 
-    Observers are the demand: the next item is read when they return. The end completes it, what a read raises is its
-    error. Disposing stops the pump and closes the stream; until it is subscribed the stream stays the caller's to
-    close. A second subscriber gets StreamBusy. What an observer raises is an error of the scheduler's action.
+    Observers are the demand: the next item is read when they have returned and other tasks have had their turn. The
+    end completes it, what a read raises is its error. Disposing stops the pump and closes the stream; until it is
+    subscribed the stream stays the caller's to close. A second subscriber gets StreamBusy. What an observer raises is
+    an error of the scheduler's action.
     """
     taken = False
 
@@ -135,8 +137,9 @@ def to_observable(stream: ResponseStream[T], scheduler: AnyIOScheduler) -> Obser
         nonlocal taken
         if taken:
             raise StreamBusy("this stream has its subscriber already")
+        pumping = scheduler.spawn(lambda scope: _pump(stream, observer, scope))
         taken = True
-        return scheduler.spawn(lambda scope: _pump(stream, observer, scope))
+        return pumping
 
     return Observable(subscribe)
 
@@ -154,6 +157,7 @@ async def _pump(stream: ResponseStream[T], observer: ObserverBase[T], scope: any
                     observer.on_error(error)
                     return
                 observer.on_next(item)
+                await checkpoint()  # items may all be ready, and nobody else would run
 
 
 # -- an observable as a stream

@@ -51,7 +51,7 @@ class _Line(Stage):
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = tuple(_flat(stages))
-        check_line([(stage, _signature(stage)) for stage in self.stages])
+        self._takes, self._gives = check_line([(stage, _signature(stage)) for stage in self.stages])
 
     def __getitem__(self, target: Target) -> Stage:
         """The one stage of that class or name. Raises GraphError if there is none, or more than one."""
@@ -110,6 +110,7 @@ class Segment(_Line, AsyncEngine[In_contra, Out_co]):
         for operator in reversed(operators):
             head = _Linked(cast("Operator[Any, Any, Any, Any]", operator), head)
         self._generate = head.generate
+        self.declares = (self._takes, self._gives)
 
     def generate(self, request: Context[In_contra]) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
         """See the contract of `AsyncEngine`; the coroutine is the first stage's own."""

@@ -2,26 +2,33 @@
 
     register ──► store ──► watch: Added, Removed, TaintsUpdated
 
+Records are stored as JSON; a value that is none is passed over and removes nothing that is known.
+
 Source: dynamo lib/runtime/src/discovery. Other than there, leases and conflict rules are written once, over any store.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from copy import deepcopy
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
+import anyio
 from attrs import asdict, evolve, frozen
 
 from pipeline import InvalidArgument, Unavailable
+from pipeline.codec import from_json, to_json
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.protocols.runtime_config import TOPOLOGY_TAINT_PREFIX
+from pipeline.protocols.wire import U64
 from pipeline.rx import Observable, ObserverBase, ops
 
-from .names import EndpointId, Instance, instance_key
+from .names import EndpointId, Instance, escaped, instance_key
 from .store import Change, Gone, Store
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 INSTANCES, MODELS = "v1/instances", "v1/mdc"
 _ATTEMPTS = 8
@@ -33,14 +40,14 @@ class Model:
     """A card as one instance serves it; with a suffix it is an adapter on that instance."""
 
     endpoint: EndpointId
-    instance_id: int
+    instance_id: U64
     card: ModelDeploymentCard
     suffix: str | None = None
 
     @property
     def key(self) -> str:
         base = instance_key(self.endpoint, self.instance_id)
-        return base if self.suffix is None else f"{base}/{self.suffix}"
+        return base if self.suffix is None else f"{base}/{escaped(self.suffix)}"
 
 
 @frozen
@@ -78,9 +85,10 @@ class Lease:
         self._is_held = True
 
     async def release(self) -> None:
-        """Gives the share back; does nothing the second time."""
+        """Gives the share back; does nothing the second time. A cancellation waits until that is done."""
         if self._was_last():
-            await self._store.delete(self._key)
+            with anyio.CancelScope(shield=True):
+                await self._store.delete(self._key)
 
     def abandon(self) -> None:
         """Stops renewing."""
@@ -105,22 +113,22 @@ class Discovery:
         self._store = store
         self._shares: dict[str, int] = {}
 
-    async def register(self, instance: Instance, *, ttl_s: float) -> Lease:
+    async def register(self, instance: Instance) -> Lease:
         """Publishes the instance; one that is there with other content is published again."""
-        key = f"{INSTANCES}/{instance.key}"
-        await self._write(key, instance, lambda _: instance, ttl_s)
+        key, value = f"{INSTANCES}/{instance.key}", to_json(instance)
+        await self._write(key, value, lambda _: value)
         return Lease(self._shares, self._store, key)
 
-    async def register_model(self, model: Model, *, ttl_s: float) -> Lease:
+    async def register_model(self, model: Model) -> Lease:
         """Publishes the card; the same card again keeps taints that were updated meanwhile.
 
         Raises InvalidArgument, and leaves what was there, if the instance has another card there already, or the
         endpoint serves another model.
         """
-        key = f"{MODELS}/{model.key}"
-        model = evolve(model, card=deepcopy(model.card))
+        key, value = f"{MODELS}/{model.key}", to_json(model)
+        model = from_json(value, Model)  # to be compared with what others wrote
         await self._check_conflict(model)
-        await self._write(key, model, lambda known: _kept(cast("Model", known), model), ttl_s)
+        await self._write(key, value, lambda known: known if _is_kept(key, known, model) else value)
         lease = Lease(self._shares, self._store, key)
         try:
             await self._check_conflict(model)  # somebody may have been quicker
@@ -139,34 +147,39 @@ class Discovery:
         if key not in self._shares:
             raise InvalidArgument(f"this process has no card at {endpoint.path}/{instance_id}")
         wanted = frozenset(taints)
-        await self._replace(key, lambda known: _with_taints(cast("Model", known), wanted))
+        await self._replace(key, lambda known: to_json(_with_taints(from_json(known, Model), wanted)))
 
     async def instances(self, prefix: str = "") -> list[Instance]:
         """All, or those of a namespace, component or endpoint, given as its path (`ns/comp`)."""
-        return [cast("Instance", value) for value in (await self._store.entries(_under(INSTANCES, prefix))).values()]
+        return await self._list(_under(INSTANCES, prefix), Instance)
 
     async def models(self, prefix: str = "") -> list[Model]:
         """All cards, or those under the path."""
-        return [cast("Model", value) for value in (await self._store.entries(_under(MODELS, prefix))).values()]
+        return await self._list(_under(MODELS, prefix), Model)
 
     def watch(self, prefix: str = "") -> Observable[Added[Instance] | Removed[Instance]]:
         """The instances under the path as they are now, then every change, while the runtime is open."""
-        return self._watch(_under(INSTANCES, prefix), _instance_event)
+        return self._watch(_under(INSTANCES, prefix), Instance, _instance_event)
 
     def watch_models(self, prefix: str = "") -> Observable[Added[Model] | Removed[Model] | TaintsUpdated]:
         """The cards under the path as they are now, then every change. A card changes in its taints only."""
-        return self._watch(_under(MODELS, prefix), _model_event)
+        return self._watch(_under(MODELS, prefix), Model, _model_event)
 
-    def _watch(self, prefix: str, event: Callable[[Any, Change], Any]) -> Observable[Any]:
+    async def _list(self, prefix: str, kind: type[T]) -> list[T]:
+        found = (_read(key, value, kind) for key, value in (await self._store.entries(prefix)).items())
+        return [record for record in found if record is not None]
+
+    def _watch(self, prefix: str, kind: type[T], event: Callable[[T | None, T], Any]) -> Observable[Any]:
         def subscribe(observer: ObserverBase[Any], scheduler: Any = None) -> Any:
-            known: dict[str, Any] = {}
+            known: dict[str, T] = {}
 
             def translate(change: Change) -> Any:
-                found = event(known.get(change.key), change)
-                if isinstance(found, Removed):
-                    del known[change.key]
-                elif found is not None:
-                    known[change.key] = found.item
+                if isinstance(change, Gone):
+                    return Removed(known.pop(change.key)) if change.key in known else None
+                if (record := _read(change.key, change.value, kind)) is None:
+                    return None
+                if (found := event(known.get(change.key), record)) is not None:
+                    known[change.key] = record
                 return found
 
             events = ops.map(translate)(self._store.watch(prefix))
@@ -178,16 +191,16 @@ class Discovery:
         if (problem := conflict(await self.models(model.endpoint.path), model)) is not None:
             raise InvalidArgument(problem, field="display_name")
 
-    async def _write(self, key: str, value: object, changed: Callable[[object], object], ttl_s: float) -> None:
+    async def _write(self, key: str, value: bytes, changed: Callable[[bytes], bytes]) -> None:
         """Creates the key, or replaces its value by `changed(value)`, which also renews what was abandoned."""
         for _ in range(_ATTEMPTS):
-            if (await self._store.create(key, value, ttl_s=ttl_s)).outcome == "created":
+            if (await self._store.create(key, value)).outcome == "created":
                 return
             if await self._replace(key, changed):
                 return
         raise Unavailable(f"{key} keeps changing")
 
-    async def _replace(self, key: str, changed: Callable[[object], object]) -> bool:
+    async def _replace(self, key: str, changed: Callable[[bytes], bytes]) -> bool:
         """Replaces the value by `changed(value)`; False if there is none. Raises Unavailable as `update_taints`."""
         for _ in range(_ATTEMPTS):
             if (known := await self._store.get(key)) is None:
@@ -220,13 +233,24 @@ def _under(bucket: str, prefix: str) -> str:
     return f"{bucket}/{prefix}" if prefix else bucket
 
 
-def _kept(known: Model, again: Model) -> Model:
-    """What stays when a card is registered again: the known one, with its taints."""
+def _read(key: str, value: bytes, kind: type[T]) -> T | None:
+    """The record, None if there is none in the value."""
+    try:
+        return from_json(value, kind)
+    except InvalidArgument as error:
+        _log.warning("passing over %s: %s", key, error)
+        return None
+
+
+def _is_kept(key: str, value: bytes, again: Model) -> bool:
+    """Whether the known value stays, with its taints, when its card is registered again; not if it is no card."""
+    if (known := _read(key, value, Model)) is None:
+        return False
     if _fixed(known.card) != _fixed(again.card):
         raise InvalidArgument(
             f"the card of {known.card.display_name!r} at {known.key} cannot change in place except for its taints"
         )
-    return known
+    return True
 
 
 def _fixed(card: ModelDeploymentCard) -> dict[str, Any]:
@@ -245,20 +269,14 @@ def _with_taints(model: Model, taints: frozenset[str]) -> Model:
     return evolve(model, card=evolve(model.card, runtime_config=evolve(settings, taints=set(taints))))
 
 
-def _instance_event(known: Instance | None, change: Change) -> Added[Instance] | Removed[Instance] | None:
-    if isinstance(change, Gone):
-        return None if known is None else Removed(known)
-    value = cast("Instance", change.value)
-    return None if value == known else Added(value)
+def _instance_event(known: Instance | None, found: Instance) -> Added[Instance] | None:
+    return None if found == known else Added(found)
 
 
-def _model_event(known: Model | None, change: Change) -> Added[Model] | Removed[Model] | TaintsUpdated | None:
-    if isinstance(change, Gone):
-        return None if known is None else Removed(known)
-    value = cast("Model", change.value)
+def _model_event(known: Model | None, found: Model) -> Added[Model] | TaintsUpdated | None:
     if known is None:
-        return Added(value)
-    taints = value.card.runtime_config.taints
-    if taints == known.card.runtime_config.taints or _fixed(value.card) != _fixed(known.card):
+        return Added(found)
+    taints = found.card.runtime_config.taints
+    if taints == known.card.runtime_config.taints or _fixed(found.card) != _fixed(known.card):
         return None
-    return TaintsUpdated(value, tuple(sorted(taints)))
+    return TaintsUpdated(found, tuple(sorted(taints)))

@@ -19,7 +19,7 @@ from .names import EndpointId
 T = TypeVar("T")
 
 
-@frozen(order=True)
+@frozen
 class Scope:
     """A namespace, a component or an endpoint; a listener hears exactly its own, nothing above or below."""
 

@@ -8,14 +8,17 @@ Source: dynamo lib/runtime/src/transports/event_plane, frame.rs and codec.rs.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import frozen
 
 from pipeline.codec import from_msgpack, to_msgpack
-from pipeline.errors import InvalidMessage
+from pipeline.errors import InvalidArgument, InvalidMessage
+from pipeline.protocols.wire import U64
 
 from .event_plane import Event
+
+T = TypeVar("T")
 
 FRAME_VERSION = 1
 _HEADER = struct.Struct(">BI")
@@ -23,17 +26,19 @@ _HEADER = struct.Struct(">BI")
 
 @frozen
 class EventIdentity:
-    """Who published an event, and as which one; `published_at` is in milliseconds."""
+    """Who published an event, and as which one."""
 
-    publisher_id: int
-    sequence: int
+    publisher_id: U64
+    sequence: U64
 
 
 @frozen
 class _Envelope:
-    publisher_id: int
-    sequence: int
-    published_at: int
+    """`published_at` is in milliseconds."""
+
+    publisher_id: U64
+    sequence: U64
+    published_at: U64
     topic: str
     payload: Any
 
@@ -62,13 +67,20 @@ def encode_event(event: Event[bytes]) -> bytes:
 
 
 def decode_event(data: bytes) -> Event[bytes]:
-    """The event in an envelope. Raises InvalidArgument for anything else."""
-    envelope = from_msgpack(data, _Envelope)
+    """The event in an envelope. Raises InvalidMessage for anything else."""
+    envelope = _read(data, _Envelope)
     if not isinstance(envelope.payload, bytes):
         raise InvalidMessage("the payload of an event is bytes")
     return Event(envelope.publisher_id, envelope.sequence, envelope.published_at, envelope.topic, envelope.payload)
 
 
 def decode_identity(data: bytes) -> EventIdentity:
-    """Publisher and sequence alone. Raises InvalidArgument for anything that is not an envelope."""
-    return from_msgpack(data, EventIdentity)
+    """Publisher and sequence alone. Raises InvalidMessage for anything that is not an envelope."""
+    return _read(data, EventIdentity)
+
+
+def _read(data: bytes, kind: type[T]) -> T:
+    try:
+        return from_msgpack(data, kind)
+    except InvalidArgument as error:
+        raise InvalidMessage(f"not an envelope: {error}") from error

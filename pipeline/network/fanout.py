@@ -18,13 +18,14 @@ class Fanout(Generic[T]):
     """Hands each item to every listener that was there before it, in the order of the items.
 
     What a listener causes while it listens comes after what is under way. A listener's error is logged and stays its
-    own. For one thread.
+    own, but ends its listening, as reactivex has it. For one thread.
     """
 
     def __init__(self) -> None:
         self._listeners: dict[object, tuple[ObserverBase[T], Callable[[T], bool]]] = {}
         self._due: deque[tuple[T, tuple[object, ...]]] = deque()
         self._delivering = False
+        self._is_complete = False
 
     def __len__(self) -> int:
         return len(self._listeners)
@@ -32,7 +33,13 @@ class Fanout(Generic[T]):
     def add(
         self, observer: ObserverBase[T], *, first: Iterable[T] = (), accepts: Callable[[T], bool] = lambda _: True
     ) -> Disposable:
-        """Listens from now on: to the `first` items, then to what is pushed and accepted; disposing ends it."""
+        """Listens from now on: to the `first` items, then to what is pushed and accepted; disposing ends it.
+
+        After `complete` the listener is told so, and nothing else.
+        """
+        if self._is_complete:
+            observer.on_completed()
+            return Disposable()
         key = object()
         self._listeners[key] = (observer, accepts)
         self._due.extend((item, (key,)) for item in first)
@@ -46,9 +53,10 @@ class Fanout(Generic[T]):
 
     def complete(self) -> None:
         """Tells every listener that nothing more comes, and forgets them."""
+        self._is_complete = True
         listeners, self._listeners = self._listeners, {}
         for observer, _ in listeners.values():
-            observer.on_completed()
+            _guarded(observer.on_completed)
 
     def _remove(self, key: object) -> None:
         self._listeners.pop(key, None)
@@ -69,8 +77,12 @@ class Fanout(Generic[T]):
         if key not in self._listeners:  # it stopped listening meanwhile
             return
         observer, accepts = self._listeners[key]
-        try:
-            if accepts(item):
-                observer.on_next(item)
-        except Exception:
-            _log.exception("a listener failed")
+        if accepts(item):
+            _guarded(observer.on_next, item)
+
+
+def _guarded(call: Callable[..., object], *args: object) -> None:
+    try:
+        call(*args)
+    except Exception:
+        _log.exception("a listener failed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -15,6 +15,8 @@ from .request_plane import RequestPlane, Serving, not_found
 
 if TYPE_CHECKING:
     from pipeline.metrics import Metrics
+
+Out = TypeVar("Out")
 
 
 class InProcessRequestPlane(RequestPlane):
@@ -34,7 +36,7 @@ class InProcessRequestPlane(RequestPlane):
         serving = self.serving[instance.key] = InProcessServing(self, instance, engine, meter)
         return instance, serving
 
-    def engine(self, instance: Instance) -> AsyncEngine[Any, Any]:
+    def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
         return _InstanceEngine(self, instance)
 
     async def close(self) -> None:

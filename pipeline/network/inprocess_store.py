@@ -6,7 +6,7 @@ from typing import Any
 
 from attrs import frozen
 
-from pipeline.rx import AnyIOScheduler, Disposable, DisposableBase, Observable, ObserverBase
+from pipeline.rx import AnyIOScheduler, DisposableBase, Observable, ObserverBase
 
 from .fanout import Fanout
 from .names import matches_prefix
@@ -15,41 +15,40 @@ from .store import Change, Gone, Put, Store, Written
 
 @frozen
 class _Entry:
-    value: object
+    value: bytes
     revision: int
-    ttl_s: float
 
 
 class InProcessStore(Store):
     """A dict. Its owner lives as long as it does, so nothing is renewed: only what was abandoned runs out.
 
-    For one thread; `scheduler` counts the time of what was abandoned.
+    For one thread; `scheduler` counts the time of what was abandoned, which stays `ttl_s`.
     """
 
-    def __init__(self, scheduler: AnyIOScheduler) -> None:
+    def __init__(self, scheduler: AnyIOScheduler, ttl_s: float) -> None:
         self._scheduler = scheduler
+        self._ttl_s = ttl_s
         self._entries: dict[str, _Entry] = {}
         self._lapsing: dict[str, DisposableBase] = {}
         self._watchers: Fanout[Change] = Fanout()
-        self._closed = False
 
     @property
     def watchers(self) -> int:
         """How many watch."""
         return len(self._watchers)
 
-    async def create(self, key: str, value: object, *, ttl_s: float) -> Written:
+    async def create(self, key: str, value: bytes) -> Written:
         if (entry := self._entries.get(key)) is not None:
             return Written("exists", entry.revision)
-        self._write(key, _Entry(value, 0, ttl_s))
+        self._write(key, _Entry(value, 0))
         return Written("created", 0)
 
-    async def replace(self, key: str, value: object, revision: int) -> Written:
+    async def replace(self, key: str, value: bytes, revision: int) -> Written:
         if (entry := self._entries.get(key)) is None:
             return Written("missing")
         if entry.revision != revision:
             return Written("retry", entry.revision)
-        self._write(key, _Entry(value, revision + 1, entry.ttl_s))
+        self._write(key, _Entry(value, revision + 1))
         return Written("created", revision + 1)
 
     async def delete(self, key: str) -> None:
@@ -59,14 +58,11 @@ class InProcessStore(Store):
         entry = self._entries.get(key)
         return None if entry is None else Put(key, entry.value, entry.revision)
 
-    async def entries(self, prefix: str = "") -> dict[str, object]:
+    async def entries(self, prefix: str = "") -> dict[str, bytes]:
         return {put.key: put.value for put in self._under(prefix)}
 
     def watch(self, prefix: str = "") -> Observable[Change]:
         def subscribe(observer: ObserverBase[Change], _: Any = None) -> DisposableBase:
-            if self._closed:
-                observer.on_completed()
-                return Disposable()
             return self._watchers.add(
                 observer, first=self._under(prefix), accepts=lambda change: matches_prefix(change.key, prefix)
             )
@@ -74,17 +70,12 @@ class InProcessStore(Store):
         return Observable(subscribe)
 
     def abandon(self, key: str) -> None:
-        entry = self._entries.get(key)
-        if entry is None or key in self._lapsing:
-            return
-        self._lapsing[key] = self._scheduler.schedule_relative(entry.ttl_s, lambda *_: self._remove(key))
+        if key in self._entries and key not in self._lapsing:
+            self._lapsing[key] = self._scheduler.schedule_relative(self._ttl_s, lambda *_: self._remove(key))
 
     async def close(self) -> None:
-        if self._closed:
-            return
         for key in list(self._entries):
             self._remove(key)
-        self._closed = True
         self._watchers.complete()
 
     def _under(self, prefix: str) -> list[Put]:

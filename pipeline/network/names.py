@@ -12,6 +12,7 @@ from typing import Literal, Self
 from attrs import field, frozen
 
 from pipeline import InvalidArgument
+from pipeline.protocols.wire import U64
 
 DEFAULT_NAMESPACE, DEFAULT_COMPONENT, DEFAULT_ENDPOINT = "NS", "C", "E"
 SCHEME = "dyn://"
@@ -61,16 +62,19 @@ class EndpointId:
         )
 
     def checked(self) -> EndpointId:
-        """This id. Raises InvalidArgument for a namespace or component that cannot be one; endpoints are free."""
+        """This id. Raises InvalidArgument for a namespace or component that cannot be one, and for an empty endpoint,
+        whose name is otherwise free."""
         for part in self.namespace.split("."):
             check_name("namespace", part)
         check_name("component", self.component)
+        if not self.endpoint:
+            raise InvalidArgument("the endpoint has no name", field="endpoint")
         return self
 
     @property
     def path(self) -> str:
-        """`ns/comp/ep`: the key under which its instances are stored."""
-        return f"{self.namespace}/{self.component}/{self.endpoint}"
+        """`ns/comp/ep`: the key under which its instances are stored, and nobody else's."""
+        return f"{self.namespace}/{self.component}/{escaped(self.endpoint)}"
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.namespace}.{self.component}.{self.endpoint}"
@@ -87,7 +91,7 @@ class Instance:
     namespace: str
     component: str
     endpoint: str
-    instance_id: int
+    instance_id: U64
     transport: Mapping[str, str] = field(factory=dict, hash=False)
     device_type: DeviceType | None = None
     request_plane_codec: Literal["json", "msgpack"] | None = None
@@ -113,6 +117,11 @@ class Instance:
 def instance_key(endpoint: EndpointId, instance_id: int) -> str:
     """`ns/comp/ep/<id in hex>`."""
     return f"{endpoint.path}/{instance_id:x}"
+
+
+def escaped(name: str) -> str:
+    """The name as one part of a key, where a slash would begin another."""
+    return name.replace("%", "%25").replace("/", "%2F")
 
 
 def matches_prefix(key: str, prefix: str) -> bool:

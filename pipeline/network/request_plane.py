@@ -7,11 +7,13 @@ caller ◄── items, stop, kill, close   ◄──►  ...  ◄──►     
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline import AsyncEngine, CannotConnect
 
 from .names import Instance
+
+Out = TypeVar("Out")
 
 
 class Serving(ABC):
@@ -42,13 +44,15 @@ class RequestPlane(ABC):
     async def serve(self, instance: Instance, engine: AsyncEngine[Any, Any]) -> tuple[Instance, Serving]:
         """Takes requests for the instance from now on; the instance comes back with its `transport`.
 
-        Raises InvalidArgument if this process serves the instance already.
+        Where payloads cross as bytes they are read as the type the engine declares that it takes. Raises
+        InvalidArgument if this process serves the instance already.
         """
 
     @abstractmethod
-    def engine(self, instance: Instance) -> AsyncEngine[Any, Any]:
+    def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
         """The instance as an engine, which holds the engine contract.
 
+        Where items cross as bytes they are read as the type.
         Stop, kill and close of the caller reach the instance's engine. An error comes back as its own class, foreign
         ones as `Unknown`. An instance that cannot be reached raises CannotConnect when it is asked; one that is lost
         while it answers makes the read raise Disconnected, unless the caller has stopped the request. Nothing but

@@ -8,13 +8,14 @@ async with Runtime.in_process() as runtime:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import anyio
 
-from pipeline import AsyncEngine
+from pipeline import AsyncEngine, InvalidArgument, StreamClosed
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.rx import AnyIOScheduler
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 GRACEFUL_TIMEOUT_S = 5.0
 LEASE_TTL_S = 10.0
 _CLOSE_TIMEOUT_S = 5.0
+
+Out = TypeVar("Out")
 
 
 class Runtime:
@@ -57,7 +60,6 @@ class Runtime:
         *,
         rng: Random,
         graceful_timeout_s: float = GRACEFUL_TIMEOUT_S,
-        lease_ttl_s: float = LEASE_TTL_S,
     ) -> None:
         self._store = store
         self.discovery = Discovery(store)
@@ -65,8 +67,8 @@ class Runtime:
         self.events = events
         self.scheduler = scheduler
         self.graceful_timeout_s = graceful_timeout_s
-        self.lease_ttl_s = lease_ttl_s
         self._rng = rng
+        self._is_open = self._was_left = False
         self.served: dict[str, Served] = {}
         self.instance_id = rng.randint(1, MAX_ID)
         """The id of this process's instances unless they are given another."""
@@ -83,27 +85,31 @@ class Runtime:
     ) -> Self:
         """A deployment of its own inside this process: no server, no socket, invisible to every other runtime.
 
-        `wall_ms` dates events, by default with the loop's clock; `metrics`, of the component family, count requests.
+        What was abandoned stays visible for `lease_ttl_s`. `wall_ms` dates events, by default with the loop's clock;
+        `metrics`, of the component family, count requests.
         """
         rng, scheduler = rng or Random(), AnyIOScheduler()
         events = InProcessEventPlane(wall_ms or (lambda: round(scheduler.now.timestamp() * 1000)), rng)
         return cls(
-            InProcessStore(scheduler),
+            InProcessStore(scheduler, lease_ttl_s),
             InProcessRequestPlane(metrics),
             events,
             scheduler,
             rng=rng,
             graceful_timeout_s=graceful_timeout_s,
-            lease_ttl_s=lease_ttl_s,
         )
 
     async def __aenter__(self) -> Self:
+        if self._was_left:
+            raise StreamClosed("this runtime was left: make another")
         await self.scheduler.__aenter__()
+        self._is_open = True
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        self._is_open, self._was_left = False, True
         served = list(self.served.values())
         try:
             for one in served:
@@ -114,12 +120,17 @@ class Runtime:
         finally:
             for one in served:
                 one.cut()
-            with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-                await self.requests.close()
-                await self._store.close()
-                await self.events.close()
-            ended = await self.scheduler.__aexit__(kind, error, trace)
+            try:
+                await self._close()
+            finally:
+                ended = await self.scheduler.__aexit__(kind, error, trace)
         return ended
+
+    async def _close(self) -> None:
+        with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
+            async with AsyncExitStack() as planes:
+                for plane in (self.events, self._store, self.requests):  # the last one first
+                    planes.push_async_callback(plane.close)
 
     async def serve(
         self,
@@ -132,10 +143,17 @@ class Runtime:
         """Serves the engine at the endpoint, first reachable, then visible; if publishing fails neither.
 
         Without an id the instance has the runtime's, or a new one where that is taken. Raises InvalidArgument for
-        names that cannot be, an id that is taken, and a card in conflict with the endpoint's.
+        names and ids that cannot be, an id that is taken, and a card in conflict with the endpoint's; StreamClosed
+        outside of the runtime's block.
         """
+        if not self._is_open:
+            raise StreamClosed("this runtime is not open: serve inside its `async with` block")
         where = EndpointId.parse(endpoint).checked()
-        wanted = Instance.of(where, self._free_id(where) if instance_id is None else instance_id)
+        if instance_id is None:
+            instance_id = self._free_id(where)
+        elif not 0 <= instance_id < 2**64:
+            raise InvalidArgument(f"an instance id has 64 bits, found {instance_id}", field="instance_id")
+        wanted = Instance.of(where, instance_id)
         instance, serving = await self.requests.serve(wanted, engine)
         model = None if card is None else Model(where, instance.instance_id, card)
         served = Served(self, instance, model, serving)
@@ -147,10 +165,20 @@ class Runtime:
             raise
         return served
 
-    def workers(self, endpoint: str | EndpointId) -> EndpointWorkers[Any, Any]:
-        """The instances of the endpoint, followed until the view is closed or the runtime is left."""
-        where = EndpointId.parse(endpoint)
-        return EndpointWorkers(where, self.discovery.watch(where.path), self.requests.engine)
+    @overload
+    def workers(self, endpoint: str | EndpointId) -> EndpointWorkers[Any, Any]: ...
+    @overload
+    def workers(self, endpoint: str | EndpointId, item_type: type[Out]) -> EndpointWorkers[Any, Out]: ...
+    def workers(self, endpoint: str | EndpointId, item_type: Any = Any) -> EndpointWorkers[Any, Any]:
+        """The instances of the endpoint, followed until the view is closed or the runtime is left.
+
+        What is there already may take a moment to be known: see `wait_for_instances`. Where items cross as bytes they
+        are read as the type, without one as plain values. Raises InvalidArgument for names that cannot be.
+        """
+        where = EndpointId.parse(endpoint).checked()
+        return EndpointWorkers(
+            where, self.discovery.watch(where.path), lambda instance: self.requests.engine(instance, item_type)
+        )
 
     def _free_id(self, endpoint: EndpointId) -> int:
         instance_id = self.instance_id

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import anyio
+
+from pipeline import Unavailable
 
 from .discovery import Lease, Model
 from .names import Instance
@@ -12,6 +16,8 @@ from .request_plane import Serving
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+_log = logging.getLogger(__name__)
 
 
 class Served:
@@ -24,6 +30,7 @@ class Served:
         self._runtime = runtime
         self._model = model
         self._serving = serving
+        self._is_withdrawn = False
 
     @property
     def instance_id(self) -> int:
@@ -35,13 +42,18 @@ class Served:
         return self._serving.running
 
     async def publish(self) -> None:
-        """Makes it visible; again after `unpublish`. If the card is refused the instance is not visible either."""
+        """Makes it visible; again after `unpublish`. If the card is refused the instance is not visible either.
+
+        Raises Unavailable once it has been withdrawn or cut: nobody could reach it.
+        """
+        if self._is_withdrawn:
+            raise Unavailable(f"{self.instance} takes no requests any more")
         if self.leases:
             return
-        discovery, ttl_s = self._runtime.discovery, self._runtime.lease_ttl_s
-        lease = await discovery.register(self.instance, ttl_s=ttl_s)
+        discovery = self._runtime.discovery
+        lease = await discovery.register(self.instance)
         try:
-            card = () if self._model is None else (await discovery.register_model(self._model, ttl_s=ttl_s),)
+            card = () if self._model is None else (await discovery.register_model(self._model),)
         except BaseException:
             await lease.release()
             raise
@@ -50,13 +62,19 @@ class Served:
     async def unpublish(self) -> None:
         """Makes it invisible; who knows it may still ask it."""
         leases, self.leases = self.leases, ()
-        for lease in reversed(leases):
-            await lease.release()
+        async with AsyncExitStack() as releases:
+            for lease in leases:
+                releases.push_async_callback(lease.release)
 
     async def withdraw(self) -> None:
-        """Makes it invisible and takes no new request."""
-        self._serving.refuse()
-        await self.unpublish()
+        """Makes it invisible, then takes no new request. If discovery fails the leases lapse, which is logged."""
+        self._is_withdrawn = True
+        try:
+            await self.unpublish()
+        except Exception:
+            _log.exception("%s could not be unpublished", self.instance)
+        finally:
+            self._serving.refuse()
 
     async def drained(self) -> None:
         """Returns when nothing runs."""
@@ -77,8 +95,10 @@ class Served:
 
     def cut(self) -> None:
         """Takes no new request and ends what runs: the engine is killed, callers get Disconnected."""
+        self._is_withdrawn = True
         self._serving.cut()
-        self._runtime.served.pop(self.instance.key, None)
+        if self._runtime.served.get(self.instance.key) is self:  # another may serve the instance meanwhile
+            del self._runtime.served[self.instance.key]
 
     def abort(self) -> None:
         """What a crash looks like: it cannot be reached any more, what runs is cut, and discovery drops it at once.
@@ -87,4 +107,4 @@ class Served:
         """
         self.cut()
         if self.leases:
-            self._runtime.scheduler.spawn(lambda _: self.unpublish())
+            self._runtime.scheduler.spawn(lambda _: self.withdraw())

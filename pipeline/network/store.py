@@ -19,7 +19,7 @@ class Put:
     """A key has this value now."""
 
     key: str
-    value: object
+    value: bytes
     revision: int
 
 
@@ -46,30 +46,30 @@ class Written:
 
 
 class Store(ABC):
-    """See the module. Values are immutable records; keys are parts between slashes, the first ones the bucket.
+    """See the module. Keys are parts between slashes, the first ones the bucket; they may hold any text.
 
-    A key lives as long as the process that created it keeps renewing it, which the store does by itself. What was
-    abandoned, as by a crash, is gone at most `ttl_s` later.
+    A key lives as long as the process that wrote it last keeps renewing it, which the store does by itself. What was
+    abandoned, as by a crash, is gone at most the store's time to live later. No call waits for ever.
     """
 
     @abstractmethod
-    async def create(self, key: str, value: object, *, ttl_s: float) -> Written:
+    async def create(self, key: str, value: bytes) -> Written:
         """Writes a new key; one that exists stays as it is."""
 
     @abstractmethod
-    async def replace(self, key: str, value: object, revision: int) -> Written:
+    async def replace(self, key: str, value: bytes, revision: int) -> Written:
         """Writes a known key if it still has that revision; a concurrent delete wins."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Removes the key; a missing one is fine."""
+        """Removes the key; a missing one is fine. If that fails the key is not renewed any more."""
 
     @abstractmethod
     async def get(self, key: str) -> Put | None:
         """The key's value and revision, None if there is none."""
 
     @abstractmethod
-    async def entries(self, prefix: str = "") -> dict[str, object]:
+    async def entries(self, prefix: str = "") -> dict[str, bytes]:
         """All values under the prefix, by full key, in the order of keys."""
 
     @abstractmethod

@@ -8,9 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import anyio
 
 from pipeline import AsyncEngine, Context, ResponseStream, Unavailable
-from pipeline.rx import BehaviorSubject, CompositeDisposable, Disposable, DisposableBase, Observable, RefCountDisposable
+from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase, RefCountDisposable
 
 from .discovery import Added, Removed
+from .fanout import Fanout
 from .names import EndpointId, Instance
 from .request_plane import not_found
 
@@ -53,13 +54,17 @@ class _Pool(Generic[In, Out]):
     def __init__(self, name: str, engines: Mapping[int, AsyncEngine[In, Out]]) -> None:
         self.name = name
         self._engines = dict(engines)
-        self._ids: BehaviorSubject[Ids] = BehaviorSubject(tuple(sorted(engines)))
+        self._ids: Ids = tuple(sorted(engines))
+        self._listeners: Fanout[Ids] = Fanout()
 
     def instance_ids(self) -> Ids:
-        return self._ids.value
+        return self._ids
 
     def changes(self) -> Observable[Ids]:
-        return self._ids
+        return Observable(lambda observer, _: self._listen(observer))
+
+    def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
+        return self._listeners.add(observer, first=[self._ids])
 
     def engine(self, instance_id: int) -> AsyncEngine[In, Out]:
         found = self._engines.get(instance_id)
@@ -99,15 +104,12 @@ class EndpointWorkers(_Pool[In, Out]):
         followed = watch.subscribe(self._follow, on_completed=self._end)
         self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
 
-    def changes(self) -> Observable[Ids]:
-        def subscribe(observer: Any, _: Any = None) -> DisposableBase:
-            return CompositeDisposable(self._ids.subscribe(observer), self._users.disposable)
-
-        return Observable(subscribe)
-
     def close(self) -> None:
         """Gives this view up; a listener of `changes` still gets its news until it is disposed."""
         self._users.dispose()
+
+    def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
+        return CompositeDisposable(super()._listen(observer), self._users.disposable)
 
     def _follow(self, event: Added[Instance] | Removed[Instance]) -> None:
         instance_id = event.item.instance_id
@@ -115,13 +117,14 @@ class EndpointWorkers(_Pool[In, Out]):
             self._engines[instance_id] = self._connect(event.item)
         else:
             self._engines.pop(instance_id, None)
-        if (ids := tuple(sorted(self._engines))) != self._ids.value:
-            self._ids.on_next(ids)
+        if (ids := tuple(sorted(self._engines))) != self._ids:
+            self._ids = ids
+            self._listeners.push(ids)
 
     def _end(self) -> None:
         self._engines.clear()
-        self._ids.value = ()
-        self._ids.on_completed()
+        self._ids = ()
+        self._listeners.complete()
 
 
 def static_workers(engines: Mapping[int, AsyncEngine[In, Out]], *, name: str = "static") -> Workers[In, Out]:

@@ -514,3 +514,18 @@ def test_a_bad_item_names_its_place(plain: Any, place: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         from_plain(plain, Annotated[LLMEngineOutput])
     assert refused.value.field == place
+
+
+@attrs.define
+class PlainInteger:
+    """A record whose integer has no width."""
+
+    count: int
+
+
+@pytest.mark.parametrize("value", [1.5, True, "1", None, [1]])
+def test_a_plain_integer_field_takes_integers_only(value: object) -> None:
+    assert from_plain({"count": 3}, PlainInteger).count == 3
+    with pytest.raises(InvalidArgument) as caught:
+        from_plain({"count": value}, PlainInteger)
+    assert caught.value.field == "count"

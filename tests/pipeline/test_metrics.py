@@ -44,6 +44,10 @@ def test_few_buckets(count: int, bounds: tuple[float, ...]) -> None:
     assert Buckets(1, 9, count).bounds() == bounds
 
 
+def test_halves_are_rounded_up() -> None:
+    assert Buckets(6.25, 100, 5).bounds() == (0, 13, 25, 50, 100)
+
+
 def test_bounds_that_round_to_the_same_are_one() -> None:
     assert Buckets(1, 1.1, 20).bounds() == (0, 1, 1.1)
 
@@ -54,7 +58,7 @@ def test_bounds_rise_from_zero(low: float, factor: float, count: int) -> None:
     assert bounds[0] == 0
     assert list(bounds) == sorted(set(bounds))
     assert len(bounds) <= count
-    assert bounds[-1] == float(f"{low * factor:.2g}")
+    assert bounds[-1] == pytest.approx(low * factor, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +75,7 @@ def test_bounds_rise_from_zero(low: float, factor: float, count: int) -> None:
         ({"MIN": "0"}, Buckets(1, 512, 10)),
         ({"MIN": "nan"}, Buckets(1, 512, 10)),
         ({"MAX": "inf"}, Buckets(1, 512, 10)),
+        ({"MIN": "1e-300", "MAX": "1e300"}, Buckets(1, 512, 10)),
     ],
 )
 def test_the_environment_may_change_buckets_sensibly(changes: dict[str, str], expected: Buckets) -> None:

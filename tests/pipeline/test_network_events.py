@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import Context, PenstockError
+from pipeline.errors import InvalidMessage
 from pipeline.network import EndpointId, Event, Scope, Sequences
 from pipeline.network.event_wire import (
     EventIdentity,
@@ -185,5 +186,11 @@ def test_an_envelope_gives_its_event_back(publisher_id: int, sequence: int, topi
 @pytest.mark.parametrize("data", [b"\xc1", b"", b"\x01", encode_event(Event(1, 0, 0, "t", "text"))])  # type: ignore[arg-type]
 def test_a_malformed_envelope_is_refused(data: bytes) -> None:
     """EVT-04."""
-    with pytest.raises(PenstockError):
+    with pytest.raises(InvalidMessage):
         decode_event(data)
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", b"\x01", b"\x80"])
+def test_a_malformed_envelope_has_no_identity(data: bytes) -> None:
+    with pytest.raises(InvalidMessage):
+        decode_identity(data)

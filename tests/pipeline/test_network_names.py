@@ -59,6 +59,19 @@ def test_nested_namespaces_and_free_endpoints_are_names() -> None:
     assert where.checked() is where
 
 
+def test_an_endpoint_has_a_name() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        EndpointId("ns", "comp", "").checked()
+    assert caught.value.field == "endpoint"
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_keys_of_different_endpoints_never_lie_under_each_other(one: str, other: str) -> None:
+    """DISC-08."""
+    here, there = (EndpointId("ns", "comp", name) for name in (one, other))
+    assert matches_prefix(Instance.of(here, 1).key, there.path) == (one == other)
+
+
 def test_an_instance_is_told_by_its_full_identity() -> None:
     instance = Instance.of(EndpointId("ns", "comp", "ep"), 255)
     assert str(instance) == "ns/comp/ep/255"
@@ -73,6 +86,13 @@ def test_an_instance_crosses_the_wire(codec: object) -> None:
     data = to_json(instance)
     assert (b"request_plane_codec" in data) == (codec is not None)
     assert from_json(data, Instance) == instance
+
+
+@pytest.mark.parametrize("instance_id", ["1.5", "true", "-1", str(2**64), '"1"', "null"])
+def test_an_instance_id_has_64_bits(instance_id: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        from_json(f'{{"namespace":"n","component":"c","endpoint":"e","instance_id":{instance_id}}}', Instance)
+    assert caught.value.field == "instance_id"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ TTL_S = 10.0
 @asynccontextmanager
 async def opened() -> AsyncIterator[InProcessStore]:
     async with AnyIOScheduler() as scheduler:
-        store = InProcessStore(scheduler)
+        store = InProcessStore(scheduler, TTL_S)
         yield store
         await store.close()
         assert store.watchers == 0
@@ -38,9 +38,9 @@ def heard(store: InProcessStore, prefix: str = "") -> tuple[list[Any], Any]:
 async def test_a_key_is_created_once() -> None:
     """KVS-01."""
     async with opened() as store:
-        assert await store.create("a/k", 1, ttl_s=TTL_S) == Written("created", 0)
-        assert await store.create("a/k", 2, ttl_s=TTL_S) == Written("exists", 0)
-        assert await store.get("a/k") == Put("a/k", 1, 0)
+        assert await store.create("a/k", b"1") == Written("created", 0)
+        assert await store.create("a/k", b"2") == Written("exists", 0)
+        assert await store.get("a/k") == Put("a/k", b"1", 0)
 
 
 async def test_of_many_creators_one_wins() -> None:
@@ -49,7 +49,7 @@ async def test_of_many_creators_one_wins() -> None:
         outcomes: list[str] = []
 
         async def create(number: int) -> None:
-            outcomes.append((await store.create("a/k", number, ttl_s=TTL_S)).outcome)
+            outcomes.append((await store.create("a/k", b"%d" % number)).outcome)
 
         async with anyio.create_task_group() as tasks:
             for number in range(16):
@@ -59,12 +59,12 @@ async def test_of_many_creators_one_wins() -> None:
 
 async def test_replacing_wants_the_revision_that_holds() -> None:
     async with opened() as store:
-        assert (await store.replace("a/k", 1, 0)).outcome == "missing"
-        await store.create("a/k", 1, ttl_s=TTL_S)
-        assert await store.replace("a/k", 2, 0) == Written("created", 1)
-        assert await store.replace("a/k", 3, 0) == Written("retry", 1)
+        assert (await store.replace("a/k", b"1", 0)).outcome == "missing"
+        await store.create("a/k", b"1")
+        assert await store.replace("a/k", b"2", 0) == Written("created", 1)
+        assert await store.replace("a/k", b"3", 0) == Written("retry", 1)
         await store.delete("a/k")
-        assert (await store.replace("a/k", 3, 1)).outcome == "missing"
+        assert (await store.replace("a/k", b"3", 1)).outcome == "missing"
         assert await store.get("a/k") is None
         await store.delete("a/k")
 
@@ -73,29 +73,29 @@ async def test_watchers_hear_their_bucket_only() -> None:
     """KVS-06."""
     async with opened() as store:
         first, second, other = heard(store, "a")[0], heard(store, "a")[0], heard(store, "b")[0]
-        await store.create("a/k", 1, ttl_s=TTL_S)
-        await store.create("b/k", 2, ttl_s=TTL_S)
-        assert first == second == [Put("a/k", 1, 0)]
-        assert other == [Put("b/k", 2, 0)]
+        await store.create("a/k", b"1")
+        await store.create("b/k", b"2")
+        assert first == second == [Put("a/k", b"1", 0)]
+        assert other == [Put("b/k", b"2", 0)]
 
 
 async def test_a_watch_begins_with_what_is_there() -> None:
     """KVS-08: the value once, then the update."""
     async with opened() as store:
-        await store.create("a/k", 1, ttl_s=TTL_S)
+        await store.create("a/k", b"1")
         said, _ = heard(store, "a")
-        assert said == [Put("a/k", 1, 0)]
-        await store.replace("a/k", 2, 0)
+        assert said == [Put("a/k", b"1", 0)]
+        await store.replace("a/k", b"2", 0)
         await store.delete("a/k")
-        assert said[1:] == [Put("a/k", 2, 1), Gone("a/k")]
+        assert said[1:] == [Put("a/k", b"2", 1), Gone("a/k")]
 
 
 async def test_entries_have_full_keys() -> None:
     """KVS-10."""
     async with opened() as store:
         for key in ("b/x", "a/y", "a/x", "ab/x"):
-            await store.create(key, key.upper(), ttl_s=TTL_S)
-        assert list((await store.entries("a")).items()) == [("a/x", "A/X"), ("a/y", "A/Y")]
+            await store.create(key, key.upper().encode())
+        assert list((await store.entries("a")).items()) == [("a/x", b"A/X"), ("a/y", b"A/Y")]
         assert len(await store.entries()) == 4
 
 
@@ -105,45 +105,45 @@ async def test_a_disposed_watch_hears_nothing_more_and_is_released() -> None:
         assert store.watchers == 1
         watching.dispose()
         assert store.watchers == 0
-        await store.create("a/k", 1, ttl_s=TTL_S)
+        await store.create("a/k", b"1")
         assert said == []
 
 
 async def test_a_held_key_does_not_lapse() -> None:
     async with opened() as store:
-        await store.create("a/k", 1, ttl_s=TTL_S)
+        await store.create("a/k", b"1")
         await anyio.sleep(10 * TTL_S)
         assert await store.get("a/k") is not None
 
 
 async def test_an_abandoned_key_lapses_within_its_time() -> None:
     async with opened() as store:
-        await store.create("a/k", 1, ttl_s=TTL_S)
+        await store.create("a/k", b"1")
         said, _ = heard(store)
         store.abandon("a/k")
         store.abandon("a/k")
         await anyio.sleep(TTL_S - 1)
         assert await store.get("a/k") is not None
         await anyio.sleep(2)
-        assert said == [Put("a/k", 1, 0), Gone("a/k")]
+        assert said == [Put("a/k", b"1", 0), Gone("a/k")]
 
 
 async def test_writing_an_abandoned_key_renews_it() -> None:
     async with opened() as store:
-        await store.create("a/k", 1, ttl_s=TTL_S)
+        await store.create("a/k", b"1")
         store.abandon("a/k")
-        await store.replace("a/k", 2, 0)
+        await store.replace("a/k", b"2", 0)
         await anyio.sleep(10 * TTL_S)
-        assert await store.get("a/k") == Put("a/k", 2, 1)
+        assert await store.get("a/k") == Put("a/k", b"2", 1)
 
 
 async def test_closing_removes_everything_and_completes_watches() -> None:
     async with opened() as store:
-        await store.create("a/k", 1, ttl_s=TTL_S)
+        await store.create("a/k", b"1")
         said, _ = heard(store)
         await store.close()
         await store.close()
-        assert said == [Put("a/k", 1, 0), Gone("a/k"), "completed"]
+        assert said == [Put("a/k", b"1", 0), Gone("a/k"), "completed"]
         late, _ = heard(store)
         assert late == ["completed"]
 
@@ -158,7 +158,7 @@ async def test_a_watch_has_no_gap_and_no_duplicate(writes: list[tuple[str, bool]
             if isinstance(change, Gone):
                 del seen[change.key]
             else:
-                assert seen.get(change.key, -1) < change.value  # numbers grow
+                assert int(seen.get(change.key, -1)) < int(change.value)  # numbers grow
                 seen[change.key] = change.value
 
         for number, (key, present) in enumerate(writes):
@@ -167,9 +167,9 @@ async def test_a_watch_has_no_gap_and_no_duplicate(writes: list[tuple[str, bool]
             if not present:
                 await store.delete(key)
             elif (known := await store.get(key)) is None:
-                await store.create(key, number, ttl_s=TTL_S)
+                await store.create(key, b"%d" % number)
             else:
-                await store.replace(key, number, known.revision)
+                await store.replace(key, b"%d" % number, known.revision)
         if joins_at < len(writes):
             assert seen == await store.entries()
 
@@ -251,4 +251,24 @@ def test_a_listeners_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> No
     fanout.push(1)
     fanout.push(2)
     assert heard_items == [1, 2]
+    assert "a listener failed" in caplog.text
+
+
+def test_a_listeners_error_at_the_end_stays_its_own_too(caplog: pytest.LogCaptureFixture) -> None:
+    fanout: Fanout[int] = Fanout()
+    broken, sound, ends = Subject[int](), Subject[int](), list[str]()
+
+    def fail() -> None:
+        raise LookupError("broken")
+
+    broken.subscribe(on_completed=fail)
+    sound.subscribe(on_completed=lambda: ends.append("sound"))
+    fanout.add(broken)
+    fanout.add(sound)
+    fanout.complete()
+    late = Subject[int]()
+    late.subscribe(lambda item: ends.append(str(item)), on_completed=lambda: ends.append("late"))
+    fanout.add(late, first=[1])
+    assert ends == ["sound", "late"]
+    assert len(fanout) == 0
     assert "a listener failed" in caplog.text

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, InvalidArgument, Unavailable
-from pipeline.network import EndpointWorkers, Runtime, Scope, Workers, static_workers
+from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, InvalidArgument, StreamClosed, Unavailable
+from pipeline.network import EndpointWorkers, Instance, Runtime, Scope, Workers, static_workers
 from pipeline.network.inprocess_events import InProcessEventPlane
+from pipeline.network.inprocess_requests import InProcessRequestPlane
 from pipeline.network.inprocess_store import InProcessStore
 from pipeline.protocols.card import ModelDeploymentCard
+from pipeline.rx import AnyIOScheduler, ops
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 
 pytestmark = pytest.mark.anyio
@@ -172,7 +174,141 @@ async def test_an_endpoints_pool_is_a_pool() -> None:
         assert workers.name == "dyn://ns.comp.ep"
 
 
+async def test_a_listeners_error_keeps_no_other_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
+    async with Runtime.in_process() as runtime:
+        workers = runtime.workers(WHERE)
+
+        def fail(ids: Any) -> None:
+            if ids:
+                raise LookupError("broken")
+
+        workers.changes().subscribe(fail)
+        said, _ = heard(workers)
+        for instance_id in (1, 2):
+            await runtime.serve(WHERE, says(), instance_id=instance_id)
+        assert said == [(), (1,), (1, 2)]
+        assert "a listener failed" in caplog.text
+
+
+async def test_a_listener_that_has_enough_at_once_is_released() -> None:
+    async with Runtime.in_process() as runtime:
+        workers, said = runtime.workers(WHERE), list[Any]()
+        workers.changes().pipe(ops.take(1)).subscribe(said.append)
+        runtime.discovery.watch().subscribe(said.append).dispose()
+        workers.close()
+        assert said == [()]
+        assert watchers(runtime) == 0
+
+
+async def test_the_request_plane_is_told_what_to_read_items_as() -> None:
+    class Noting(InProcessRequestPlane):
+        item_types: ClassVar[list[Any]] = []
+
+        def engine(self, instance: Instance, item_type: Any) -> AsyncEngine[Any, Any]:
+            self.item_types.append(item_type)
+            return super().engine(instance, item_type)
+
+    runtime = Runtime.in_process()
+    runtime.requests = Noting()
+    async with runtime:
+        typed: Workers[str, int] = runtime.workers(WHERE, int)
+        untyped = runtime.workers(WHERE)
+        await runtime.serve(WHERE, says(1), instance_id=1)
+        assert Noting.item_types == [int, Any]
+        for workers in (typed, untyped):
+            assert await (await workers.engine(1).generate(Context(""))).collect() == [1]
+
+
 # -- the runtime
+
+
+async def test_an_engine_is_served_inside_the_runtimes_block_only() -> None:
+    runtime = Runtime.in_process()
+    with pytest.raises(StreamClosed, match="not open"):
+        await runtime.serve(WHERE, says())
+    async with runtime:
+        pass
+    with pytest.raises(StreamClosed, match="not open"):
+        await runtime.serve(WHERE, says())
+    assert not runtime.served
+    with pytest.raises(StreamClosed, match="was left"):
+        await runtime.__aenter__()
+
+
+async def test_names_that_cannot_be_have_no_workers() -> None:
+    async with Runtime.in_process() as runtime:
+        with pytest.raises(InvalidArgument):
+            runtime.workers("NameSpace/comp/ep")
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_what_takes_no_requests_is_not_published_again(how: str) -> None:
+    async with Runtime.in_process() as runtime:
+        served = await runtime.serve(WHERE, says())
+        if how == "close":
+            await served.close()
+        else:
+            served.abort()
+            await anyio.sleep(0.1)
+        with pytest.raises(Unavailable):
+            await served.publish()
+        assert await runtime.discovery.instances() == []
+
+
+async def test_an_instance_served_anew_outlives_its_predecessor(open_streams: OpenStreams) -> None:
+    async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
+        first = await runtime.serve(WHERE, says(1, Wait(5), 2), instance_id=1)
+        workers = runtime.workers(WHERE)
+        stream = await workers.engine(1).generate(Context(None))
+        tasks.start_soon(first.close, 100)
+        await anyio.sleep(1)
+        second = await runtime.serve(WHERE, says("new"), instance_id=1)
+        assert await stream.collect() == [1, 2]
+        await anyio.sleep(1)
+        assert list(runtime.served.values()) == [second]
+        assert workers.instance_ids() == (1,)
+        assert await (await workers.engine(1).generate(Context(None))).collect() == ["new"]
+
+
+async def test_an_instance_is_invisible_before_it_refuses() -> None:
+    """A caller that sees it may ask it."""
+    async with Runtime.in_process() as runtime:
+        plane = runtime.requests
+        assert isinstance(plane, InProcessRequestPlane)
+        served = await runtime.serve(WHERE, says("x"))
+        seen: list[tuple[int, int]] = []
+        runtime.workers(WHERE).changes().subscribe(lambda ids: seen.append((len(ids), len(plane.serving))))
+        await served.close()
+        assert seen == [(1, 1), (0, 1)]
+        assert not plane.serving
+
+
+class Failing(InProcessStore):
+    async def delete(self, key: str) -> None:
+        raise Unavailable("no server")
+
+
+async def test_leaving_is_orderly_though_discovery_fails(
+    open_streams: OpenStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng, scheduler = Random(3), AnyIOScheduler()
+    runtime = Runtime(
+        Failing(scheduler, 10), InProcessRequestPlane(), InProcessEventPlane(lambda: 0, rng), scheduler, rng=rng
+    )
+    async with anyio.create_task_group() as tasks:
+        answers: list[Any] = []
+        async with runtime:
+            for instance_id in (1, 2):
+                await runtime.serve(WHERE, says(1, Wait(3), 2), card=card("a"), instance_id=instance_id)
+            stream = await runtime.workers(WHERE).engine(2).generate(Context(None))
+
+            async def read() -> None:
+                answers.extend(await stream.collect())
+
+            tasks.start_soon(read)
+        assert answers == [1, 2]
+    assert not runtime.served
+    assert caplog.text.count("could not be unpublished") == 2
 
 
 async def test_runtimes_do_not_see_each_other() -> None:
@@ -208,6 +344,9 @@ async def test_names_are_checked_before_anything_is_served() -> None:
     async with Runtime.in_process() as runtime:
         with pytest.raises(InvalidArgument):
             await runtime.serve("NameSpace/comp/ep", says())
+        for instance_id in (-1, 2**64):
+            with pytest.raises(InvalidArgument, match="64 bits"):
+                await runtime.serve(WHERE, says(), instance_id=instance_id)
         assert not runtime.served
 
 

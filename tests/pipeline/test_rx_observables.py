@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from typing import Any
 
 import anyio
@@ -108,6 +109,34 @@ async def test_a_stream_has_one_subscriber(open_streams: OpenStreams) -> None:
         await anyio.sleep(1)
     assert first == [1, "completed"]
     assert [type(error) for error in errors] == [StreamBusy]
+
+
+async def test_a_subscription_that_failed_took_nothing(open_streams: OpenStreams) -> None:
+    _, stream = await ask(1)
+    scheduler = AnyIOScheduler()
+    observable = stream.to_observable(scheduler)
+    assert noted(observable)[0] == [
+        "StreamClosed('this scheduler is not running: use it inside its `async with` block')"
+    ]
+    async with scheduler:
+        said, _ = noted(observable)
+        await anyio.sleep(1)
+        assert said == [1, "completed"]
+
+
+@pytest.mark.parametrize("how", ["leave", "dispose"])
+async def test_items_that_are_all_ready_let_others_run(how: str, open_streams: OpenStreams) -> None:
+    stream, seen = ResponseStream.of(count(), Context(None)), list[int]()
+    async with AnyIOScheduler() as scheduler:
+        pumping = stream.to_observable(scheduler).subscribe(seen.append)
+        for _ in range(20):
+            await checkpoint()
+        if how == "dispose":
+            pumping.dispose()
+            await anyio.sleep(1)
+            assert not stream.is_open
+    assert 0 < len(seen) < 50
+    assert not stream.is_open
 
 
 async def test_an_observers_error_is_the_schedulers_and_closes_the_stream(open_streams: OpenStreams) -> None:

@@ -26,6 +26,7 @@ from pipeline import (
     map_request,
     map_response,
 )
+from pipeline.declared import Signature
 from pipeline.errors import EdgeAlreadySet, GraphError, LinkError, NoEdge, NoNetworkEdge
 from pipeline.testing import Faults, OpenStreams, Probe, ScriptedEngine, check_engine
 
@@ -186,6 +187,14 @@ async def test_a_stage_that_does_not_touch_the_stream_hands_on_the_same_stream()
     graph = identity() >> map_request(str.upper) >> Keep()
     async with await graph.generate(Context("a")) as stream:
         assert stream is taken[0]
+
+
+def test_a_graph_declares_what_its_ends_take_and_give() -> None:
+    shouted = map_response(str) >> Length() >> Count()
+    assert Signature.of(Length() >> Count(), AsyncEngine) == Signature(str, int)
+    assert Signature.of(Probe() >> Length() >> Count(), AsyncEngine) == Signature(str, int)
+    assert Signature.of(Probe() >> characters, AsyncEngine) == Signature(str, str)
+    assert Signature.of(shouted, AsyncEngine) == Signature(str, Any)
 
 
 def test_a_graph_prints_as_it_was_written() -> None:
