@@ -111,7 +111,7 @@ class Decoding:
             raise ContractViolation(f"an engine's item carries LLMEngineOutput, this one {type(output).__name__}")
         index = output.index or 0
         if index not in self._unfinished:
-            return None if index < len(self._choices) else item.transfer(self._unknown_choice(output))
+            return None if 0 <= index < len(self._choices) else item.transfer(self._unknown_choice(output))
         choice = self._choices[index]
         tokens: list[str | None] = []
         if output.text is None:

@@ -118,7 +118,7 @@ def in_tokens(
 
 
 def fit(model: Model, prompt_tokens: int, max_tokens: int | None, place: str) -> int | None:
-    """How many tokens the answer may have: as many as asked for, else all that are left; None if it has no limit here.
+    """How many tokens the answer may have: as many as asked for, else all that are left; None leaves it to the engine.
 
     Raises InvalidArgument if the prompt, which came in the field `place`, or prompt and answer together are more than
     the model takes, where the model wants that checked here.
@@ -135,11 +135,11 @@ def fit(model: Model, prompt_tokens: int, max_tokens: int | None, place: str) ->
     answer = max_tokens or 1
     if prompt_tokens + answer > limit and model.reject_total_overflow:
         raise InvalidArgument(
-            f"This model takes at most {limit} combined prompt and answer tokens. However, you requested "
-            f"{prompt_tokens + answer}: {prompt_tokens} in the prompt and {answer} in the answer.",
+            f"This model takes at most {limit} combined prompt and output tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens and the request asks for {answer} output tokens.",
             field=place,
         )
-    return limit - prompt_tokens if max_tokens is None and prompt_tokens < limit else max_tokens
+    return limit - prompt_tokens if max_tokens is None and model.reject_total_overflow else max_tokens
 
 
 async def _announced(

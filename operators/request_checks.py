@@ -30,6 +30,7 @@ STOPS_MAX = 32
 TOOLS_MAX = 1536
 SUFFIX_CHARACTERS_MAX = 10_000
 PROMPT_EMBEDS_BYTES_MIN, PROMPT_EMBEDS_BYTES_MAX = 100, 10 * 1024 * 1024
+_WHOLE_BELOW = 2**53
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 Fault: TypeAlias = tuple[str, str]
@@ -42,7 +43,7 @@ def between(label: str, low: float, high: float, *, above_low: bool = False) -> 
 
     def check(value: float, _: GenerationRequest) -> Iterator[Fault]:
         if not low <= value <= high or (above_low and value == low):
-            yield "", f"{label} must be between {low} and {high}, got {value}"
+            yield "", f"{label} must be between {low} and {high}, got {_shown(value)}"
 
     return check
 
@@ -52,7 +53,7 @@ def at_least(label: str, low: float) -> Check:
 
     def check(value: float, _: GenerationRequest) -> Iterator[Fault]:
         if not value >= low:
-            yield "", f"{label} must be at least {low}, got {value}"
+            yield "", f"{label} must be at least {low}, got {_shown(value)}"
 
     return check
 
@@ -103,7 +104,7 @@ def logit_bias(biases: Mapping[str, float], _: GenerationRequest) -> Iterator[Fa
     """Each between -100 and 100."""
     for token, bias in biases.items():
         if not -100 <= bias <= 100:
-            yield token, f"Logit_bias for token {token} must be between -100 and 100, got {bias}"
+            yield token, f"Logit_bias for token {token} must be between -100 and 100, got {_shown(bias)}"
 
 
 def choices(n: int, request: GenerationRequest) -> Iterator[Fault]:
@@ -130,7 +131,7 @@ def best_of(value: int, request: GenerationRequest) -> Iterator[Fault]:
 
 
 def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fault]:
-    """Strings or ids, none of them empty."""
+    """Strings or ids: some, not too many, none of them empty."""
     if isinstance(stops, str):
         if not stops:
             yield "", "Stop cannot be an empty string"
@@ -140,6 +141,12 @@ def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fau
     for i, entry in enumerate(stops):
         if entry == "":
             yield f"[{i}]", f"Stop[{i}] cannot be an empty string"
+
+
+def stop_token_ids(ids: Sequence[int], _: GenerationRequest) -> Iterator[Fault]:
+    """Not too many; none at all is how many clients say that they want none."""
+    if len(ids) > STOPS_MAX:
+        yield "", f"Stop_token_ids must have at most {STOPS_MAX} entries, got {len(ids)}"
 
 
 def tools(found: Sequence[Tool], _: ChatCompletionRequest) -> Iterator[Fault]:
@@ -167,16 +174,24 @@ def response_format(form: ResponseFormat, _: GenerationRequest) -> Iterator[Faul
         return
     schema = form.json_schema
     if schema is None:
-        yield "json_schema", "Response_format of type json_schema needs a json_schema"
+        yield "json_schema", "`response_format.json_schema` is required when the type is json_schema"
     elif not schema.name.strip():
-        yield "json_schema.name", "Response_format json_schema name cannot be empty"
+        yield "json_schema.name", "`response_format.json_schema.name` cannot be empty"
+    elif schema.schema is None:
+        yield "json_schema.schema", "`response_format.json_schema.schema` is required"
     elif not isinstance(schema.schema, dict):
-        yield "json_schema.schema", "Response_format json_schema needs a schema, which must be an object"
+        yield "json_schema.schema", "`response_format.json_schema.schema` must be a JSON object"
+
+
+def echo(wanted: bool, _: CompletionRequest) -> Iterator[Fault]:
+    """Nothing here would put the prompt in front of the answer."""
+    if wanted:
+        yield "", "`echo` is not supported"
 
 
 def only_with_stream(_: object, request: GenerationRequest) -> Iterator[Fault]:
     if not request.stream:
-        yield "", "Stream_options can only be given when stream is true"
+        yield "", "`stream_options` can only be given when `stream` is true"
 
 
 def prompt(found: Prompt | None, request: CompletionRequest) -> Iterator[Fault]:
@@ -221,8 +236,13 @@ def batch_size(found: Prompt | None) -> int:
     return 1 if found is None or isinstance(found, str) or (found and isinstance(found[0], int)) else len(found)
 
 
+def _shown(number: float) -> str:
+    """The number as a client most likely wrote it: whole ones without a fraction."""
+    return str(int(number) if abs(number) < _WHOLE_BELOW and number == int(number) else number)
+
+
 def _is_json_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -55,11 +55,12 @@ RULES = (
     Rule("max_tokens", check.between("Max_tokens", 1, TOKENS_MAX)),
     Rule("max_completion_tokens", check.between("Max_completion_tokens", 1, TOKENS_MAX), ChatCompletionRequest),
     Rule("stop", check.stop),
-    Rule("stop_token_ids", check.stop),
+    Rule("stop_token_ids", check.stop_token_ids),
     Rule("tools", check.tools, ChatCompletionRequest),
     Rule("tool_choice", check.tool_choice, ChatCompletionRequest),
     Rule("response_format", check.response_format),
     Rule("stream_options", check.only_with_stream),
+    Rule("echo", check.echo, CompletionRequest),
     Rule("suffix", check.suffix, CompletionRequest),
     Rule("nvext", check.nvext),
 )

@@ -82,7 +82,6 @@ _VERDICT = (*_REQUEST, "status", "error_type")
 _INSTANCE = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
 _DURATION = Buckets(1, 512, 10)
 _INPUT = Buckets(50, 128_000, 12)
-_POWERS_OF_TWO = tuple(2.0**power for power in range(-1, 10))
 
 TABLE: dict[Family, tuple[Instrument, ...]] = {
     "frontend": (
@@ -108,14 +107,6 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
             "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
         ),
         Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
-        Instrument(
-            "tokenizer_latency_ms",
-            "histogram",
-            "",  # exporters that append units to names know another word for it
-            "Tokenizing a prompt; detokenizing, the mean of a token",
-            ("operation",),
-            _POWERS_OF_TWO,
-        ),
         Instrument("model_cancellation_total", "counter", "", "Requests given up by their client", _REQUEST),
     ),
     "component": (

@@ -114,6 +114,7 @@ def _config(
 ) -> GraphConfig:
     """The checked config of the options; a wrong one ends the program with a line that names it."""
     from .config import GraphConfig
+    from .environment import is_true
 
     try:
         return GraphConfig(
@@ -123,6 +124,7 @@ def _config(
             engine_args=_named(engine_arg),
             workers=workers,
             router=router.value,
+            ignore_unsupported=is_true(os.environ.get("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS")),
         )
     except InvalidArgument as error:
         _fail(error)

@@ -27,7 +27,7 @@ class GraphConfig:
 
     `model_path` is a local model folder; without one the built-in byte-level model is served. `engine_args` are texts
     by name, turned into what the engine's own arguments want. `workers` is the number of engine instances. `seed`
-    makes random routing repeatable.
+    makes random routing repeatable. `ignore_unsupported` lets fields of requests pass that have no meaning here.
     """
 
     model_path: Path | None = None
@@ -37,6 +37,7 @@ class GraphConfig:
     workers: int = 1
     router: RouterName = "round-robin"
     seed: int | None = None
+    ignore_unsupported: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():

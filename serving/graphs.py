@@ -15,16 +15,15 @@ from typing import Any, Literal
 from operators import Detokenize, Model, Preprocess, PushRouter
 from pipeline import Annotated, Segment
 from pipeline.network import Runtime, Workers
-from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols import BackendOutput, LLMEngineOutput
+from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .config import GraphConfig, RouterName
-from .prompts import Generation
 
 ENDPOINT = "penstock/engine/generate"
 """Where the engine instances are served."""
 
-
-Graph = Segment[Generation, Annotated[BackendOutput]]
+StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
 """OpenAI requests in, detokenized items out."""
 
 _MODES: Mapping[RouterName, Literal["round_robin", "random", "direct"]] = {
@@ -35,20 +34,21 @@ _MODES: Mapping[RouterName, Literal["round_robin", "random", "direct"]] = {
 
 
 @asynccontextmanager
-async def standard_graph(config: GraphConfig) -> AsyncIterator[Graph]:
+async def standard_graph(config: GraphConfig) -> AsyncIterator[StandardGraph]:
     """The graph of a config with all it needs running; leaving the block drains and closes it."""
     model = config.load_model()
     async with Runtime.in_process() as runtime:
         for _ in range(config.workers):
             await runtime.serve(ENDPOINT, config.make_engine())
-        workers: Workers[PreprocessedRequest, Annotated[LLMEngineOutput]] = runtime.workers(ENDPOINT)
+        workers = runtime.workers(ENDPOINT, Annotated[LLMEngineOutput])
         await workers.wait_for_instances(config.workers)
         yield line(model, workers, config)
 
 
-def line(model: Model, workers: Workers[Any, Any], config: GraphConfig) -> Graph:
+def line(model: Model, workers: Workers[Any, Any], config: GraphConfig) -> StandardGraph:
     """The stages in order, over any workers."""
-    return Preprocess(model) >> Detokenize(model) >> _router(workers, config)
+    preprocess = Preprocess(model, ignore_unsupported=True) if config.ignore_unsupported else Preprocess(model)
+    return preprocess >> Detokenize(model) >> _router(workers, config)
 
 
 def _router(workers: Workers[Any, Any], config: GraphConfig) -> PushRouter[Any, Any]:

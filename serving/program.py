@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
-from .availability import Availability
 from .config import GraphConfig
+from .environment import integer
 from .graphs import standard_graph
-from .http import app
-from .options import HttpOptions
-from .server import HttpServer, serve
-from .service import served
-from .telemetry import Telemetry
+from .http import Availability, HttpOptions, Telemetry, app, served
+from .server import GRACE_S, HttpServer, serve
 
 
 async def serve_graph(
@@ -37,7 +35,9 @@ async def serve_graph(
         )
         server = HttpServer(application, listener, access_log=access_log)
         _settle()
-        await serve(server, availability, lambda: say(f"Serving {models} at {server.url}"))
+        grace_s = integer(environment.get("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"), 0, 10**9)
+        ready = partial(say, f"Serving {models} at {server.url}")
+        await serve(server, availability, ready, GRACE_S if grace_s is None else grace_s)
 
 
 def _settle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -14,13 +15,18 @@ import anyio
 import uvicorn
 from anyio.abc import TaskStatus
 
-from .availability import Availability
+from .http import Availability
+
+_uvicorn_log = logging.getLogger("uvicorn.error")
 
 GRACE_S = 5.0
 """How long running requests may go on after the first signal."""
 
 _FLUSH_S = 2
 """How long killed requests have to tell their clients."""
+
+_CUT_OFF_S = 1
+"""How long a request that is cut off may take to end."""
 
 _BACKLOG = 2048
 
@@ -44,18 +50,28 @@ class HttpServer:
         self._server = _Uvicorn(config)
 
     async def run(self) -> None:
-        """Serves until `stop`; asyncio only. Then answers that are on their way get a little time."""
+        """Serves until `stop`; asyncio only. Then answers that are on their way get a little time, and are cut off."""
+        level = _uvicorn_log.level
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
             self._listener.close()
+            await self._cut_off()
+            _uvicorn_log.setLevel(level)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ends `run`; `at_once` without waiting for connections, and without a word about those it cuts off."""
+        """Ends `run`; `at_once` without waiting for connections. Nothing is logged about those that are cut off."""
+        _uvicorn_log.setLevel(logging.CRITICAL)
         self._server.should_exit = True
         if at_once:
             self._server.force_exit = True
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+    async def _cut_off(self) -> None:
+        """Cancels the answers still under way, so that what they hold is closed before the graph is."""
+        if answers := list(self._server.server_state.tasks):
+            for answer in answers:
+                answer.cancel()
+            await asyncio.wait(answers, timeout=_CUT_OFF_S)
 
 
 class _Uvicorn(uvicorn.Server):

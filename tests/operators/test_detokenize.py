@@ -193,7 +193,7 @@ async def test_choices_the_engine_finished_do_not_stop_it() -> None:
     assert not below.requests[0].is_stopped
 
 
-@pytest.mark.parametrize("index", [2, 7])
+@pytest.mark.parametrize("index", [2, 7, -1])
 async def test_an_answer_for_an_unknown_choice_ends_the_request_with_an_error(index: int) -> None:
     items, below = await hear([said("a", 0), said("b", index), said("c", 0)], asked(n=2))
     last = outputs(items)[-1]

@@ -131,7 +131,7 @@ async def test_what_the_context_leaves_is_the_default_limit(fields: dict[str, An
     ("fields", "context_length", "words"),
     [
         ({}, 2, "maximum context length is 2 tokens. However, your messages resulted in 2 tokens"),
-        ({"max_tokens": 9}, 10, "at most 10 combined"),
+        ({"max_tokens": 9}, 10, "at most 10 combined .* asks for 9 output tokens"),
     ],
 )
 async def test_more_than_the_context_is_refused(fields: dict[str, Any], context_length: int, words: str) -> None:
@@ -149,8 +149,11 @@ async def test_an_answer_has_at_least_one_token() -> None:
 
 
 @pytest.mark.parametrize(("fields", "max_tokens"), [({}, None), ({"max_tokens": 9}, 9)])
-async def test_an_overflow_can_be_the_engines_business(fields: dict[str, Any], max_tokens: int | None) -> None:
-    model = Model.byte_level("m", context_length=2)
+@pytest.mark.parametrize("context_length", [2, 100])
+async def test_an_overflow_can_be_the_engines_business(
+    fields: dict[str, Any], max_tokens: int | None, context_length: int
+) -> None:
+    model = Model.byte_level("m", context_length=context_length)
     lenient = evolve(model, reject_prompt_overflow=False, reject_total_overflow=False)
     assert (await preprocessed(chat(**fields), lenient)).stop_conditions.max_tokens == max_tokens
 

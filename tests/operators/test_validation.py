@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from base64 import b64encode
 from typing import Any
 
@@ -47,6 +48,7 @@ ACCEPTED: list[GenerationRequest] = [
     text(),
     chat(temperature=0, top_p=1, min_p=0, top_k=-1, n=1, max_tokens=1, top_logprobs=20, frequency_penalty=-2),
     chat(temperature=2, top_p=0.01, min_p=1, top_k=0, n=128, max_completion_tokens=1048576, repetition_penalty=2),
+    chat(stop_token_ids=[]),
     chat(stop=["x"] * 32, stop_token_ids=[1], logit_bias={"5": -100, "6": 100}, user="u"),
     chat(stop=[1, 0], stream=True, stream_options={"include_usage": True}),
     chat(tools=[TOOL] * 1536, tool_choice="required"),
@@ -71,6 +73,7 @@ REFUSED: list[tuple[GenerationRequest, str, str]] = [
         "image_url",
     ),
     (chat(messages=[*USER, calling("[1]")]), "messages[1].tool_calls[0].function.arguments", "must be a JSON object"),
+    (chat(messages=[calling("[" * 100_000)]), "messages[0].tool_calls[0].function.arguments", "must be a JSON object"),
     (chat(messages=[calling("{")]), "messages[0].tool_calls[0].function.arguments", "must be a JSON object"),
     (chat(model=" "), "model", "Model cannot be empty"),
     (text(user="\t"), "user", "User ID cannot be empty"),
@@ -101,7 +104,7 @@ REFUSED: list[tuple[GenerationRequest, str, str]] = [
     (chat(stop=[]), "stop", "Stop must have between 1 and 32 entries, got 0"),
     (chat(stop=["x"] * 33), "stop", "Stop must have between 1 and 32 entries, got 33"),
     (chat(stop=["x", ""]), "stop[1]", "Stop[1] cannot be an empty string"),
-    (chat(stop_token_ids=[1] * 33), "stop_token_ids", "between 1 and 32"),
+    (chat(stop_token_ids=[1] * 33), "stop_token_ids", "Stop_token_ids must have at most 32 entries, got 33"),
     (chat(tools=[TOOL] * 1537), "tools", "Tools must have at most 1536 entries"),
     (chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "Tools[0]"),
     (chat(tools=[{"type": "function", "function": {"name": "a" * 129}}]), "tools[0].function.name", "128"),
@@ -111,11 +114,11 @@ REFUSED: list[tuple[GenerationRequest, str, str]] = [
         "tool_choice.function.name",
         "not among the tools",
     ),
-    (chat(response_format={"type": "json_schema"}), "response_format.json_schema", "Response_format"),
-    (chat(response_format=schema(name=" ")), "response_format.json_schema.name", "name cannot be empty"),
-    (text(response_format=schema(schema=None)), "response_format.json_schema.schema", "must be an object"),
-    (text(response_format=schema(schema=[1])), "response_format.json_schema.schema", "must be an object"),
-    (chat(stream_options={"include_usage": True}), "stream_options", "Stream_options"),
+    (chat(response_format={"type": "json_schema"}), "response_format.json_schema", "json_schema` is required"),
+    (chat(response_format=schema(name=" ")), "response_format.json_schema.name", "name` cannot be empty"),
+    (text(response_format=schema(schema=None)), "response_format.json_schema.schema", "schema` is required"),
+    (text(response_format=schema(schema=42)), "response_format.json_schema.schema", "must be a JSON object"),
+    (chat(stream_options={"include_usage": True}), "stream_options", "stream_options"),
     (text(prompt=None), "prompt", "Prompt or prompt_embeds must be given"),
     (text(prompt=""), "prompt", "Prompt string cannot be empty"),
     (text(prompt=[]), "prompt", "Prompt array cannot be empty"),
@@ -123,6 +126,7 @@ REFUSED: list[tuple[GenerationRequest, str, str]] = [
     (text(prompt=[[1], []]), "prompt[1]", "Prompt[1] cannot be empty"),
     (text(prompt_embeds="*" * 200), "prompt_embeds", "Prompt_embeds must be valid base64"),
     (text(prompt_embeds=b64encode(bytes(99)).decode()), "prompt_embeds", "got 99"),
+    (text(echo=True), "echo", "`echo` is not supported"),
     (text(suffix="x" * 10_001), "suffix", "Suffix must have at most 10000 characters, got 10001"),
     (chat(nvext={"extra_fields": ["completion_token_ids"]}, n=2), "nvext.extra_fields", "exactly one choice"),
     (
@@ -202,3 +206,12 @@ def test_a_number_passes_exactly_if_it_is_in_its_range(
     assert caught.value.field == field
     assert str(caught.value).startswith("Validation: ")
     assert field.replace("_", " ") in str(caught.value).lower().replace("_", " ")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(-3.0, "-3"), (2.5, "2.5"), (1e300, "1e+300"), (math.inf, "inf"), (math.nan, "nan")]
+)
+def test_a_number_is_shown_as_it_was_written(value: float, shown: str) -> None:
+    """JSON does not tell a whole number from a fraction, so a reader of records makes a float of both."""
+    with pytest.raises(InvalidArgument, match=rf"got {re.escape(shown)}$"):
+        validate(chat(temperature=value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,10 +23,12 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def program(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def program(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running server and its address."""
     command = [*ROOT_COMMAND, "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | variables
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -69,12 +72,12 @@ def test_the_first_signal_lets_answers_finish() -> None:
         assert process.wait(timeout=10) == 0
 
 
-def test_the_second_signal_ends_at_once() -> None:
-    messages = [{"role": "user", "content": "x" * 1000}]
-    with (
-        program("--engine-arg", "delay_s=0.1") as (process, address),
-        post(address, stream=True, messages=messages) as response,
-    ):
+ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 1_000_000}
+
+
+@pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
+def test_the_second_signal_ends_at_once(delay: str) -> None:
+    with program("--engine-arg", delay) as (process, address), post(address, **ENDLESS) as response:
         response.read(1)
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
@@ -83,6 +86,24 @@ def test_the_second_signal_ends_at_once() -> None:
         _, errors = process.communicate(timeout=10)
         assert (process.returncode, errors) == (0, "")
         assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
+def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str) -> None:
+    with (
+        program("--engine-arg", delay, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0") as (process, address),
+        post(address, **ENDLESS) as response,
+    ):
+        response.read(1)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=5)
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_unknown_fields_of_requests_are_ignored_if_wished() -> None:
+    for variables, status in (({}, 400), ({"DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": "1"}, 200)):
+        with program(**variables) as (_, address), post(address, foo=1) as response:
+            assert response.status == status
 
 
 @pytest.mark.parametrize("form", ["text", "mermaid", "dot"])
@@ -133,3 +154,10 @@ def test_help_is_cheap() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--model-path" in ended.stdout
     assert ended.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_a_program_without_its_libraries_says_what_to_install() -> None:
+    hide = "import sys; sys.modules['typer'] = None; from serving.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "penstock: typer is missing; install the program with: pip install 'penstock[serve]'\n"

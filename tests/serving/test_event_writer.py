@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.event_writer import BUFFER_BYTES, EventWriter
+from serving.http.event_writer import BUFFER_BYTES, EventWriter
 
 pytestmark = pytest.mark.anyio
 

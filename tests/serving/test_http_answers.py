@@ -13,8 +13,7 @@ from pipeline.protocols.timing import WorkerIdInfo
 from pipeline.testing import ScriptedEngine, Wait, watch_streams
 from serving.config import GraphConfig
 from serving.graphs import standard_graph
-from serving.http import app
-from serving.options import HttpOptions
+from serving.http import HttpOptions, app
 
 pytestmark = pytest.mark.anyio
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from operators import Model, Preprocess
 from pipeline import (
     Annotated,
     Cancelled,
@@ -18,8 +19,7 @@ from pipeline import (
 )
 from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.testing import Fail, ScriptedEngine, Wait, watch_streams
-from serving.http import app
-from serving.options import HttpOptions
+from serving.http import HttpOptions, app
 
 pytestmark = pytest.mark.anyio
 
@@ -199,6 +199,23 @@ async def test_a_long_body_is_refused(request_to: Any, announced: bool) -> None:
     answer = await request_to(small, "/v1/completions", body, headers=headers).run()
     assert answer.status == 413
     assert "limit of 1 MB" in answer.json["message"]
+
+
+@pytest.mark.parametrize("length", ["²", "-1", "9" * 5000, "x"])
+async def test_an_announced_length_that_is_no_number_says_nothing(request_to: Any, length: str) -> None:
+    headers = {"content-type": "application/json", "content-length": length}
+    answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/completions", b"", headers=headers).run()
+    assert answer.status == 400
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"), [(["a", ""], "Prompt[1]"), ([[]], "Prompt[0]"), ([""], "Prompt[0]"), ([], "Prompt array")]
+)
+async def test_an_empty_prompt_is_named_by_its_place_in_the_list(complete: Any, prompt: Any, place: str) -> None:
+    """FE-32: also in a list of one."""
+    graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([])
+    answer = await complete(app({"m": graph}), prompt=prompt).run()
+    assert (answer.status, answer.json["message"]) == (400, f"Validation: {place} cannot be empty")
 
 
 @pytest.mark.parametrize("count", [64, 65])

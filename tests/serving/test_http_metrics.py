@@ -11,12 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline import Annotated, Cancelled, Context, Disconnected, InvalidArgument, ResourceExhausted, Unavailable
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, PromptTokensDetails
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
-from serving.http import app
-from serving.options import HttpOptions
-from serving.problems import Problem
-from serving.request_meter import RequestMeter
-from serving.telemetry import Telemetry
-from serving.token_gaps import TokenGaps
+from serving.http import HttpOptions, Telemetry, app
+from serving.http.problems import Problem
+from serving.http.request_meter import RequestMeter
+from serving.http.token_gaps import TokenGaps
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,7 @@ from starlette.routing import Mount
 from operators import Detokenize, Model, Preprocess
 from pipeline.testing import ScriptedEngine
 from pipeline.tracing import traced
-from serving.http import app
-from serving.options import HttpOptions
+from serving.http import HttpOptions, app
 
 pytestmark = pytest.mark.anyio
 
@@ -74,6 +73,19 @@ class Pool(ScriptedEngine):
         return ["ns/b/ep/2", "ns/a/ep/1", "ns/b/ep/1"]
 
 
+async def test_paths_can_be_chosen(request_to: Any) -> None:
+    variables = {"CHAT": "/c", "CMP": "/t", "MODELS": "/m", "HEALTH": "/h", "LIVE": "/l", "METRICS": "/s"}
+    environment = {f"DYN_HTTP_SVC_{name}_PATH": path for name, path in variables.items()}
+    moved = app({"m": ScriptedEngine([])}, options=HttpOptions.from_environment(environment))
+    found = {
+        path: (await request_to(moved, path, method="GET").run()).status for path in ("/m", "/m/m", "/h", "/l", "/s")
+    }
+    assert set(found.values()) == {200}
+    for path in ("/c", "/t"):
+        assert (await request_to(moved, path, b"", headers={"content-type": "text/plain"}).run()).status == 415
+    assert (await request_to(moved, "/v1/models", method="GET").run()).status == 404
+
+
 async def test_health_names_the_instances_there_are(request_to: Any) -> None:
     answer = await page(request_to, app({"m": Pool([]), "n": Pool([])}), "/health")
     assert answer.json == {
@@ -114,7 +126,7 @@ def test_a_single_graph_without_a_model_needs_a_name() -> None:
 
 async def test_a_bug_of_ours_shows_nothing_of_itself(request_to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     service = app({"m": ScriptedEngine([])})
-    monkeypatch.setattr("serving.http.to_json", lambda _: 1 / 0)
+    monkeypatch.setattr("serving.http.application.to_json", lambda _: 1 / 0)
     exchange = request_to(service, "/v1/models", method="GET")
     with pytest.raises(ZeroDivisionError):  # for the server's log
         await exchange.run()

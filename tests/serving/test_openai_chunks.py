@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pipeline.codec import from_plain
 from pipeline.protocols import BackendOutput, FinishReason, TopLogprob
 from pipeline.protocols.openai import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
-from serving.openai_answers import Answer, ChatAnswer, CompletionAnswer
-from serving.openai_chunks import ChatChunks, Chunks, CompletionChunks
-from serving.openai_form import AnswerForm
-from serving.openai_logprobs import LogprobForm
-from serving.openai_usage import UsageCount
+from serving.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from serving.openai.chunks import ChatChunks, Chunks, CompletionChunks
+from serving.openai.form import AnswerForm
+from serving.openai.logprobs import LogprobForm
+from serving.openai.usage import UsageCount
 
 FORM = AnswerForm(id="chatcmpl-1", created=1, model="m")
 APIS = [(ChatChunks, ChatAnswer), (CompletionChunks, CompletionAnswer)]

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from pipeline import InvalidArgument
 from pipeline.protocols import BackendOutput, CompletionTokensDetails, CompletionUsage, PromptTokensDetails
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
-from serving.http_request import parse, repair
-from serving.openai_json import PLACE, around, encode, event
-from serving.openai_usage import UsageCount
-from serving.options import HttpOptions
-from serving.prompts import one_per_prompt
+from serving.http import HttpOptions
+from serving.http.prompts import one_per_prompt
+from serving.http.request import parse, repair
+from serving.openai.encoding import PLACE, around, encode, event
+from serving.openai.usage import UsageCount
 
 
 @pytest.mark.parametrize(
     ("text", "status"),
-    [(None, 529), ("abc", 529), ("99", 529), ("150", 529), (" 503 ", 503), ("999", 999), ("1000", 529), ("-503", 529)],
+    [(None, 529), ("abc", 529), ("99", 529), ("150", 529), (" 503 ", 503), ("599", 599), ("600", 529), ("-503", 529)],
 )
 def test_the_status_of_overload_comes_from_the_environment(text: str | None, status: int) -> None:
     """FE-46."""
@@ -37,11 +37,15 @@ def test_the_status_of_overload_comes_from_the_environment(text: str | None, sta
         ("DYN_DISABLE_FRONTEND_NVEXT", "1", "nvext", False),
         ("DYN_DISABLE_FRONTEND_NVEXT", "no", "nvext", True),
         ("DYN_ENABLE_FORCE_INCLUDE_USAGE", "TRUE", "force_usage", True),
-        ("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", "30", "silence_timeout_s", 30.0),
+        ("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", "30", "silence_timeout_s", 60.0),
         ("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS", "0", "silence_timeout_s", None),
         ("DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS", "25", "keep_alive_s", 0.025),
         ("DYN_CONTEXT_WINDOW", "123", "context_window_tokens", 123),
         ("DYN_MAX_OUTPUT_TOKENS", "x", "max_output_tokens", None),
+        ("DYN_MAX_OUTPUT_TOKENS", "9" * 5000, "max_output_tokens", None),
+        ("DYN_HTTP_SVC_CHAT_PATH", "/chat", "chat_path", "/chat"),
+        ("DYN_HTTP_SVC_CMP_PATH", "no/slash", "completions_path", "/v1/completions"),
+        ("DYN_HTTP_SVC_MODELS_PATH", "/{models}", "models_path", "/v1/models"),
     ],
 )
 def test_what_cannot_be_read_counts_as_not_set(name: str, text: str, field: str, value: Any) -> None:
@@ -114,6 +118,24 @@ def test_repair_changes_nothing_in_correct_json(value: dict[str, Any]) -> None:
 def test_repair_escapes_raw_control_characters_inside_strings(text: str) -> None:
     body = '{\n "a":\t"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"}'
     assert json.loads(repair(body.encode())) == {"a": text}
+
+
+@given(st.text(alphabet='"\\\\\nax{}'))
+def test_repair_takes_every_character_once(text: str) -> None:
+    """A string that never ends does not start anew at each quote inside it; nothing but control characters changes."""
+    assert repair(text.encode()).decode().replace("\\u000a", "\n") == text.replace("\\u000a", "\n")
+
+
+def test_repair_takes_a_time_that_grows_with_the_body_only() -> None:
+    """A string that never ends was once tried again at each of its quotes: this took hours."""
+    body = b'"' + b'\\"' * 500_000
+    assert repair(body) == body
+
+
+def test_json_that_is_correct_is_not_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.http.request.repair", lambda body: pytest.fail("repaired"))
+    with pytest.raises(InvalidArgument):
+        parse(b'{"model": 3}', CompletionRequest)
 
 
 def test_what_repair_cannot_save_is_refused_with_the_reason() -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from pipeline import InvalidArgument, ResourceExhausted
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
-from serving.availability import Availability
-from serving.http import app
+from serving.http import Availability, app
 from serving.server import HttpServer, listen, url_of
 
 pytestmark = pytest.mark.anyio

@@ -20,9 +20,9 @@ from pipeline.protocols.openai import (
     CompletionChoice,
 )
 
-from .openai_form import AnswerForm
-from .openai_json import PLACE, around, encode, event
-from .openai_usage import UsageCount
+from .encoding import PLACE, around, encode, event
+from .form import AnswerForm
+from .usage import UsageCount
 
 
 class Chunks(ABC):

@@ -8,9 +8,8 @@ from pipeline import Annotated
 from pipeline.protocols import BackendOutput
 from pipeline.sse import encode
 
+from ..openai import Answer, Chunks
 from .event_writer import EventWriter
-from .openai_answers import Answer
-from .openai_chunks import Chunks
 
 
 class Delivery(Protocol):
@@ -26,8 +25,9 @@ class Delivery(Protocol):
         """Takes an item of that prompt; whether `room` has to be awaited before the next one."""
         ...
 
-    def annotate(self, item: Annotated[Any]) -> None:
-        """Takes the events and comments of an item, without its data."""
+    def annotate(self, item: Annotated[Any]) -> bool:
+        """Takes the events and comments of an item, without its data; returns as `take`."""
+        ...
 
 
 class StreamDelivery:
@@ -50,9 +50,9 @@ class StreamDelivery:
         frame = self._chunks.frame(output, prompt)
         return frame is not None and self._writer.put(frame)
 
-    def annotate(self, item: Annotated[Any]) -> None:
-        if (frame := encode(item.transfer(None))) is not None:
-            self._writer.put(frame)
+    def annotate(self, item: Annotated[Any]) -> bool:
+        frame = encode(item.transfer(None))
+        return frame is not None and self._writer.put(frame)
 
 
 class WholeDelivery:
@@ -71,5 +71,5 @@ class WholeDelivery:
         self._answer.add(output, prompt)
         return False
 
-    def annotate(self, item: Annotated[Any]) -> None:
-        return
+    def annotate(self, item: Annotated[Any]) -> bool:
+        return False

@@ -19,13 +19,13 @@ from pipeline import Annotated, AsyncEngine, Cancelled, Context, ResponseTimeout
 from pipeline.errors import BackendUnknown
 from pipeline.protocols import BackendOutput
 
+from ..openai import UsageCount
 from .delivery import Delivery
-from .openai_usage import UsageCount
 from .problems import error_of
-from .prompts import Generation as Request
+from .prompts import OpenAIRequest
 from .request_meter import RequestMeter
 
-Graph = AsyncEngine[Request, Annotated[BackendOutput]]
+Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
 """What serves a model: OpenAI requests in, detokenized items out."""
 
 LEADING_ANNOTATIONS_MAX = 16
@@ -34,20 +34,24 @@ LEADING_ANNOTATIONS_MAX = 16
 KILL_GRACE_S = 2.0
 """How long a killed graph may take to end before its task is cancelled."""
 
+_LOOKS_PER_SILENCE = 4
+"""How often is looked for new items within the time an engine may be silent."""
+
 
 @define(eq=False)
 class Generation:
     """One request on its way. `context` is the whole request; each prompt runs under a context below it."""
 
     graph: Graph
-    context: Context[Request]
-    prompts: Sequence[Request]
+    context: Context[OpenAIRequest]
+    prompts: Sequence[OpenAIRequest]
     usage: UsageCount
     meter: RequestMeter
     client_gone: bool = field(init=False, default=False)
     finished: bool = field(init=False, default=False)
     _complete: bool = field(init=False, default=False)
     _items: int = field(init=False, default=0)
+    _readers: int = field(init=False, default=0)
     _waits_for_client: int = field(init=False, default=0)
     _timed_out: bool = field(init=False, default=False)
     _reading: anyio.CancelScope = field(init=False, factory=anyio.CancelScope)
@@ -77,44 +81,44 @@ class Generation:
         except ExceptionGroup as group:  # the others were cancelled for the first one's sake
             raise group.exceptions[0] from None
 
-    def _part(self, request: Request, position: int) -> Context[Request]:
+    def _part(self, request: OpenAIRequest, position: int) -> Context[OpenAIRequest]:
         """A request of its own for one prompt of many: nothing but stop and kill is shared with the others."""
         part = Context(request, id=f"{self.context.id}-{position}", metadata=self.context.metadata)
         part.trace = self.context.trace
         self.context.control.link_child(part.control)
         return part
 
-    async def _read(self, context: Context[Request], prompt: int, delivery: Delivery) -> None:
-        leading, begun, finished, full = 0, False, False, False
+    async def _read(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
+        leading, begun, finished = 0, False, False
+        self._readers += 1
         async with await self.graph.generate(context) as stream:
             if (prompt_tokens := context.registry.get_optional(PROMPT_TOKENS, int)) is not None:
                 self.usage.prompt(prompt, prompt_tokens)
             async for item in stream:
                 self._items += 1
+                full = False
                 if item.event is not None:
                     _raise_error(item)
-                    delivery.annotate(item)
-                output = item.data
-                if output is None:
+                    full = delivery.annotate(item)
+                if (output := item.data) is None:
                     leading += 1
-                    if leading <= LEADING_ANNOTATIONS_MAX or begun:
-                        continue
                 else:
                     if output.finish_reason is not None:
                         finished = _finished(output)
                     self.meter.tokens(len(output.token_ids))
                     self.usage.add(output, prompt)
                     full = delivery.take(output, prompt)
-                if not begun:
+                if not begun and (output is not None or leading > LEADING_ANNOTATIONS_MAX):
                     begun = True
                     delivery.begin()
-                if full:
+                if full and begun:
                     await self._wait_for_client(delivery)
+        self._readers -= 1
         self.finished = self.finished or finished
         if not finished:
             self._explain_short_end(context, begun=begun)
 
-    def _explain_short_end(self, context: Context[Request], *, begun: bool) -> None:
+    def _explain_short_end(self, context: Context[OpenAIRequest], *, begun: bool) -> None:
         """Raises why a stream ended without a finish reason, where that is known."""
         if self._timed_out:
             raise ResponseTimeout("the engine said nothing for too long")
@@ -146,11 +150,16 @@ class Generation:
         self.context.kill()
 
     async def watch_silence(self, timeout_s: float) -> None:
-        """Kills the request when its engine makes nothing for `timeout_s`; seen at the latest after twice that."""
-        seen = -1
-        while seen != self._items or self._waits_for_client:
+        """Kills the request when its engine makes nothing for `timeout_s`, or up to a quarter longer.
+
+        Where every stream that is read waits for the client, the engine is not to blame.
+        """
+        seen, silent_looks = self._items, 0
+        while silent_looks < _LOOKS_PER_SILENCE:
+            await anyio.sleep(timeout_s / _LOOKS_PER_SILENCE)
+            is_blocked = 0 < self._readers == self._waits_for_client
+            silent_looks = 0 if seen != self._items or is_blocked else silent_looks + 1
             seen = self._items
-            await anyio.sleep(timeout_s)
         self._timed_out = True
         self.context.kill()
         await self._cancel_later()

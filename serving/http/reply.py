@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import Send
 
-from .http_request import REQUEST_ID
 from .problems import Problem
+from .request import REQUEST_ID
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -19,13 +19,13 @@ from starlette.routing import Route
 from pipeline.codec import to_json
 from pipeline.protocols.openai import ModelList
 
+from ..openai import encode
 from .availability import Availability, Phase
+from .endpoint import CHAT, COMPLETIONS, GenerationEndpoint
 from .generation import Graph
-from .http_generation import CHAT, COMPLETIONS, GenerationEndpoint
-from .http_request import REQUEST_ID
-from .openai_json import encode
 from .options import HttpOptions
 from .problems import INTERNAL, Problem, Refusal
+from .request import REQUEST_ID
 from .service import Service, served
 from .telemetry import Telemetry
 
@@ -56,15 +56,15 @@ def app(
 
 
 def _routes(service: Service) -> list[Route]:
-    pages = _Pages(service)
+    pages, options = _Pages(service), service.options
     return [
-        Route("/v1/chat/completions", GenerationEndpoint(service, CHAT), methods=["POST"]),
-        Route("/v1/completions", GenerationEndpoint(service, COMPLETIONS), methods=["POST"]),
-        Route("/v1/models", pages.models),
-        Route("/v1/models/{id:path}", pages.model),
-        Route("/health", pages.health),
-        Route("/live", pages.live),
-        Route("/metrics", pages.metrics),
+        Route(options.chat_path, GenerationEndpoint(service, CHAT), methods=["POST"]),
+        Route(options.completions_path, GenerationEndpoint(service, COMPLETIONS), methods=["POST"]),
+        Route(options.models_path, pages.models),
+        Route(options.models_path + "/{id:path}", pages.model),
+        Route(options.health_path, pages.health),
+        Route(options.live_path, pages.live),
+        Route(options.metrics_path, pages.metrics),
     ]
 
 

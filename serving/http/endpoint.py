@@ -22,17 +22,22 @@ from pipeline.protocols.nvext import apply_headers
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.tracing import extract
 
+from ..openai import (
+    Answer,
+    AnswerForm,
+    ChatAnswer,
+    ChatChunks,
+    Chunks,
+    CompletionAnswer,
+    CompletionChunks,
+    UsageCount,
+)
+from .exchange import Exchange
 from .generation import Generation
-from .http_exchange import Exchange
-from .http_reply import reply_problem
-from .http_request import RequestHeaders, parse, read_body
-from .openai_answers import Answer, ChatAnswer, CompletionAnswer
-from .openai_chunks import ChatChunks, Chunks, CompletionChunks
-from .openai_form import AnswerForm
-from .openai_usage import UsageCount
 from .problems import CLIENT_GONE, Problem, Refusal, explain
-from .prompts import Generation as Request
-from .prompts import one_per_prompt
+from .prompts import OpenAIRequest, one_per_prompt
+from .reply import reply_problem
+from .request import RequestHeaders, parse, read_body
 from .request_meter import RequestMeter
 from .service import ServedModel, Service
 
@@ -76,21 +81,21 @@ class GenerationEndpoint:
         with self._meter(request) as meter:
             meter.ended(await self._answer(request, meter, headers, receive, send))
 
-    async def _read(self, headers: RequestHeaders, receive: Receive) -> Request:
+    async def _read(self, headers: RequestHeaders, receive: Receive) -> OpenAIRequest:
         """The request in the body, with what its headers say. Raises ClientDisconnect, or why it is no request."""
         headers.require_json()
         body = await read_body(headers, receive, self._service.options.body_limit_mb)
-        request: Request = parse(body, self._api.request)
+        request: OpenAIRequest = parse(body, self._api.request)
         request.nvext = apply_headers(request.nvext, headers.values) if self._service.options.nvext else None
         return request
 
-    def _meter(self, request: Request) -> RequestMeter:
+    def _meter(self, request: OpenAIRequest) -> RequestMeter:
         known = request.model in self._service.models
         telemetry = self._service.telemetry
         return RequestMeter(telemetry, request.model if known else None, self._api.endpoint, bool(request.stream))
 
     async def _answer(
-        self, request: Request, meter: RequestMeter, headers: RequestHeaders, receive: Receive, send: Send
+        self, request: OpenAIRequest, meter: RequestMeter, headers: RequestHeaders, receive: Receive, send: Send
     ) -> Problem | None:
         """Answers the request; returns the problem it ended with, if any, which the client was told."""
         try:
@@ -121,7 +126,7 @@ class GenerationEndpoint:
         await exchange.whole(self._api.answer(form, usage))
         return None
 
-    def _find(self, request: Request) -> ServedModel:
+    def _find(self, request: OpenAIRequest) -> ServedModel:
         """The model asked for.
 
         Raises Refusal while not ready (503), for features there will never be (501), and for an unknown name (404).
@@ -136,14 +141,14 @@ class GenerationEndpoint:
             raise Refusal(404, "Model not found")
         return model
 
-    def _prompts(self, request: Request) -> list[Request]:
-        """One request for each prompt; many are checked here together, for the graph sees them one by one."""
+    def _prompts(self, request: OpenAIRequest) -> list[OpenAIRequest]:
+        """One request for each prompt; a list is checked here as a whole, for the graph sees its prompts one by one."""
         prompts = one_per_prompt(request)
-        if len(prompts) > 1:
+        if prompts[0] is not request:
             validate(request, ignore_unsupported=True)
         return prompts
 
-    def _form(self, request: Request, context: Context[Request], prompts: int) -> AnswerForm:
+    def _form(self, request: OpenAIRequest, context: Context[OpenAIRequest], prompts: int) -> AnswerForm:
         return AnswerForm.of(
             request,
             id=self._api.id_prefix + context.id,

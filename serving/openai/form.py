@@ -7,7 +7,7 @@ from attrs import frozen
 from pipeline.protocols import BackendOutput, NvExtResponse
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
-from .openai_logprobs import LogprobForm
+from .logprobs import LogprobForm
 
 
 @frozen

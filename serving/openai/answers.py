@@ -22,8 +22,8 @@ from pipeline.protocols.openai import (
     ResponseMessage,
 )
 
-from .openai_form import AnswerForm
-from .openai_usage import UsageCount
+from .form import AnswerForm
+from .usage import UsageCount
 
 
 @define

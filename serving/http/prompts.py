@@ -8,10 +8,10 @@ from attrs import evolve
 
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
-Generation = ChatCompletionRequest | CompletionRequest
+OpenAIRequest = ChatCompletionRequest | CompletionRequest
 
 
-def one_per_prompt(request: Generation) -> list[Generation]:
+def one_per_prompt(request: OpenAIRequest) -> list[OpenAIRequest]:
     """The requests that an engine answers one by one: a list of texts or of token lists is taken apart.
 
     A chat, a text, and a list of token ids are one prompt each. An empty list stays, for validation to refuse it.

@@ -12,7 +12,7 @@ from typing import Self
 import anyio
 from anyio.lowlevel import current_token
 
-from .openai_usage import UsageCount
+from ..openai import UsageCount
 from .problems import CLIENT_GONE, Problem
 from .telemetry import Telemetry
 

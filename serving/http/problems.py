@@ -30,7 +30,7 @@ from pipeline import (
 )
 from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, chain
 
-from .openai_json import encode, event
+from ..openai import encode, event
 
 ErrorKind = Literal[
     "validation",

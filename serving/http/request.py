@@ -7,7 +7,6 @@ arrive, not after.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import TypeVar
 from uuid import UUID, uuid4
 
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope
 from pipeline import InvalidArgument
 from pipeline.codec import from_json
 
+from .options import BODY_LIMIT
 from .problems import Refusal
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ _METADATA_ENTRIES_MAX = 64
 _METADATA_BYTES_MAX = 64 * 1024
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key"})
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
+_LENGTH = re.compile(r"[0-9]{1,20}")
 _MB = 1024 * 1024
 
 
@@ -83,8 +84,8 @@ class RequestHeaders:
 async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int) -> bytes:
     """The whole body. Raises Refusal (413) as soon as it is too long, ClientDisconnect if the client goes away."""
     limit_bytes = limit_mb * _MB
-    announced = headers.values.get("content-length", "")
-    _check_size(int(announced) if announced.isdigit() else 0, limit_bytes)
+    announced = _LENGTH.fullmatch(headers.values.get("content-length", ""))
+    _check_size(int(announced[0]) if announced else 0, limit_bytes)
     parts: list[bytes] = []
     size_bytes, more = 0, True
     while more:
@@ -101,7 +102,7 @@ async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int) ->
 
 def _check_size(size_bytes: int, limit_bytes: int) -> None:
     if size_bytes > limit_bytes:
-        raise Refusal(413, f"Request body exceeds the limit of {limit_bytes // _MB} MB")
+        raise Refusal(413, f"Request body exceeds the limit of {limit_bytes // _MB} MB set by {BODY_LIMIT}")
 
 
 def parse(body: bytes, kind: type[T]) -> T:
@@ -110,8 +111,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         return from_json(body, kind)
     except InvalidArgument as failure:
         error = failure
-    repaired = repair(body)
-    if repaired != body:
+    if not error.field and (repaired := repair(body)) != body:  # a wrong value in correct JSON has a place
         try:
             return from_json(repaired, kind)
         except InvalidArgument as failure:
@@ -122,15 +122,13 @@ def parse(body: bytes, kind: type[T]) -> T:
 
 def repair(body: bytes) -> bytes:
     """The JSON text with raw control characters inside its strings escaped and bytes that are no UTF-8 replaced."""
-    text = body.decode("utf-8", "replace")
-    return "".join(_escaped(_STRING.split(text))).encode()
+    return _STRING.sub(_escaped, body.decode("utf-8", "replace")).encode()
 
 
-_STRING = re.compile(r'("(?:[^"\\]|\\.)*")', re.DOTALL)
+# Possessive, and without its closing quote too: one that never ends must not be tried again at each quote inside it.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
-def _escaped(pieces: list[str]) -> Iterable[str]:
-    """The pieces between and within strings, in turn."""
-    for position, piece in enumerate(pieces):
-        yield _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", piece) if position % 2 else piece
+def _escaped(string: re.Match[str]) -> str:
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])

@@ -10,14 +10,13 @@ from starlette.types import Receive, Send
 
 from pipeline.sse import DONE
 
+from ..openai import Answer, Chunks
 from .delivery import StreamDelivery, WholeDelivery
 from .event_writer import EventWriter
 from .generation import Generation
-from .http_reply import JSON_TYPE, STREAM_TYPE, reply, reply_headers
-from .openai_answers import Answer
-from .openai_chunks import Chunks
 from .options import HttpOptions
 from .problems import explain
+from .reply import JSON_TYPE, STREAM_TYPE, reply, reply_headers
 
 
 @define(eq=False)

@@ -1,0 +1,30 @@
+"""Reading variables of the environment: what cannot be read counts as not set."""
+
+from __future__ import annotations
+
+import re
+
+_DIGITS = re.compile(r"[0-9]{1,20}")
+
+
+def integer(text: str | None, low: int, high: int) -> int | None:
+    """A number from `low` to `high`."""
+    text = (text or "").strip()
+    return int(text) if _DIGITS.fullmatch(text) and low <= int(text) <= high else None
+
+
+def seconds(text: str | None, unit_s: float) -> float | None:
+    """A time given in units of so many seconds, more than none."""
+    count = integer(text, 1, 10**9)
+    return None if count is None else count * unit_s
+
+
+def path(text: str | None) -> str | None:
+    """A path of URLs, without placeholders."""
+    text = (text or "").strip()
+    return text if text.startswith("/") and not {"{", "}"} & set(text) else None
+
+
+def is_true(text: str | None) -> bool:
+    """Whether it is a word for yes."""
+    return (text or "").strip().lower() in {"1", "true", "yes", "on"}
