@@ -58,27 +58,26 @@ async def _first_error(engine: AsyncEngine[Any, Any], subject: Subject) -> BaseE
 
 
 async def e3_stop_ends_soon(subject: Subject) -> None:
-    for point in _POINTS:
-        async with watched(subject) as (engine, watch):
-            request = subject.ask()
-            async with await engine.generate(request) as stream:
-                await subject.read(stream, point)
-                request.stop()
-                await _expect_end(stream, subject, f"after a stop behind {point} items", subject.slack_items)
-            await watch.expect_nothing_open(f"after a stop behind {point} items")
-    await _while_waiting(subject, Context.stop, subject.slack_items)
+    await _between_reads(subject, Context.stop, subject.slack_items)
+    await _during_a_read(subject, Context.stop, subject.slack_items)
 
 
 async def e4_kill_ends_at_once(subject: Subject) -> None:
+    await _between_reads(subject, Context.kill, 0)
+    await _during_a_read(subject, Context.kill, 0)
+
+
+async def _between_reads(subject: Subject, verb: Callable[[Context[Any]], None], slack: int) -> None:
+    """Stops or kills while nobody is inside the stream, behind some items."""
     for point in _POINTS:
+        when = f"after a {verb.__name__} behind {point} items"
         async with watched(subject) as (engine, watch):
             request = subject.ask()
             async with await engine.generate(request) as stream:
                 await subject.read(stream, point)
-                request.kill()
-                await _expect_end(stream, subject, f"after a kill behind {point} items", 0)
-            await watch.expect_nothing_open(f"after a kill behind {point} items")
-    await _while_waiting(subject, Context.kill, 0)
+                verb(request)
+                await _expect_end(stream, subject, when, slack)
+            await watch.expect_nothing_open(when)
 
 
 async def _expect_end(stream: ResponseStream[Any], subject: Subject, when: str, slack: int) -> None:
@@ -91,7 +90,7 @@ async def _expect_end(stream: ResponseStream[Any], subject: Subject, when: str, 
             raise ContractViolation(f"{when} more than {slack} items still came")
 
 
-async def _while_waiting(subject: Subject, verb: Callable[[Context[Any]], None], slack: int) -> None:
+async def _during_a_read(subject: Subject, verb: Callable[[Context[Any]], None], slack: int) -> None:
     """Stops or kills while a reader is inside the stream, at a few moments of its life."""
     for turns in (1, 2, 5):
         async with watched(subject) as (engine, watch):
