@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_an_example_fits_on_a_page_and_says_how_to_run_it(name: str) -> None:
     source = EXAMPLES[name].read_text()
     assert len(source.splitlines()) <= LINES_OF_A_PAGE
     assert name in (ast.get_docstring(ast.parse(source)) or "")
+
+
+def test_the_graph_in_the_readme_runs_as_it_stands_and_has_twenty_lines() -> None:
+    source = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len(source.splitlines()) <= 20
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["H", "e", "l", "l", "o"], done.stderr
+
+
+def test_every_path_the_readme_links_to_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 def test_every_example_is_run_here() -> None:
