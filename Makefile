@@ -1,6 +1,6 @@
 # Needs make and Python 3.11 with venv; everything else is installed into .venv on first use.
 #   make serve ARGS="--port 8000"    start the server
-#   make test ARGS="-k migration"    run the tests
+#   make test ARGS="-k detokenize"   run some of the tests
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=

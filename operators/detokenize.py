@@ -32,9 +32,9 @@ class Detokenize(
         PreprocessedRequest      ──► unchanged
         Annotated[BackendOutput] ◄── Annotated[LLMEngineOutput]
 
-    Stands below Migration, so that a retry decodes anew behind all that was said so far. Events and items without data
-    pass untouched, as does text the engine wrote itself. Text that may be the beginning of a stop string is held back;
-    it is shown when it turns out not to be, and before an error or the end.
+    Stands below whatever retries a broken stream, so that a retry decodes anew behind all that was said so far. Events
+    and items without data pass untouched, as does text the engine wrote itself. Text that may be the beginning of a
+    stop string is held back; it is shown when it turns out not to be, and before an error or the end.
 
     Once every choice has finished and one of them by our rules, the engine is stopped, the last item delivered, and the
     engine's stream closed; the caller's context is not stopped by this. A token that is none finishes its choice with

@@ -91,7 +91,8 @@ class Control:
         """Calls back once, on stop or kill, whichever comes first; returns what takes the callback back.
 
         The callback runs in the loop that is running now: at once when stopped from that thread, else on the
-        loop's next turn. It must not wait. If the request is stopped already, it runs before this returns.
+        loop's next turn, as a plain callback in which anyio itself may find no loop. It must not wait. If the
+        request is stopped already, it runs before this returns.
         """
         return self._watch(State.STOPPED, callback)
 

@@ -71,9 +71,12 @@ def _mermaid(first: _Node) -> str:
     return "\n".join(lines)
 
 
+_MERMAID = str.maketrans({"#": "#35;", "&": "#amp;", '"': "#quot;", "<": "#lt;", ">": "#gt;"})
+
+
 def _escaped(text: str) -> str:
     """Text inside a quoted mermaid label."""
-    return text.replace("&", "#amp;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
+    return text.translate(_MERMAID)
 
 
 def _dot(first: _Node) -> str:

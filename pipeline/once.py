@@ -12,7 +12,8 @@ class Once:
 
     Give one to the stream that keeps a reservation (`ResponseStream(items, context, once)`) and release it in the
     generator's `finally` too: the stream covers the ways out on which the generator never started. The action must
-    not wait. What it raises goes to whoever released.
+    not wait, and not ask anyio for the loop (its time, a task): after a drop it is a plain callback, in which anyio
+    finds none. What it raises goes to whoever released.
     """
 
     __slots__ = ("_action", "_home")

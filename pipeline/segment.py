@@ -46,6 +46,13 @@ class _Linked(AsyncEngine[Any, Any]):
         return self._operator_generate(request, self._next)
 
 
+def _folded(operators: Sequence[Stage], engine: AsyncEngine[Any, Any]) -> AsyncEngine[Any, Any]:
+    """The engine below all the operators, as seen from above the first."""
+    for operator in reversed(operators):
+        engine = _Linked(cast("Operator[Any, Any, Any, Any]", operator), engine)
+    return engine
+
+
 class _Line(Stage):
     """Stages in a row: how to look at them, and how to make another row from them."""
 
@@ -106,10 +113,7 @@ class Segment(_Line, AsyncEngine[In_contra, Out_co]):
         *operators, last = self.stages
         if not isinstance(last, AsyncEngine):
             raise LinkError(f"a segment ends in an engine, but {last} is an operator")
-        head: AsyncEngine[Any, Any] = last
-        for operator in reversed(operators):
-            head = _Linked(cast("Operator[Any, Any, Any, Any]", operator), head)
-        self._generate = head.generate
+        self._generate = _folded(operators, last).generate
         self.declares = (self._takes, self._gives)
 
     def generate(self, request: Context[In_contra]) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
@@ -125,11 +129,11 @@ class Chain(_Line, Operator[In_contra, Out_co, NextIn_co, NextOut_contra]):
         if isinstance(self.stages[-1], AsyncEngine):
             raise LinkError(f"a chain is open at its end, but {self.stages[-1]} is an engine")
 
-    async def generate(
+    def generate(
         self, request: Context[In_contra], next: AsyncEngine[NextIn_co, NextOut_contra]
-    ) -> ResponseStream[Out_co]:
-        """Runs the request through all of it; used where a chain is an operator inside another one."""
-        return await Segment[In_contra, Out_co](*self.stages, next).generate(request)
+    ) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
+        """Runs the request through all of it; for callers that link a chain to an engine of their own each time."""
+        return _folded(self.stages, next).generate(request)
 
 
 def join(first: Operator[Any, Any, Any, Any], next: Stage) -> Stage:
