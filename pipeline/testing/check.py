@@ -76,7 +76,7 @@ async def check_operator(
         answer_within_s=answer_within_s,
         slack_items=slack_items,
     )
-    operator = OperatorSubject(factory, request, items, common, handles_errors)
+    operator = OperatorSubject(common, items, handles_errors)
     checks: dict[str, Any] = {name: (rule, operator) for name, rule in OPERATOR_RULES.items()}
     checks |= {name: (rule, operator.subject()) for name, rule in ENGINE_RULES.items()}
     await _check("operator", checks, rules)

@@ -13,7 +13,6 @@ from attrs import define, evolve
 from ..annotated import Annotated
 from ..context import Context
 from ..errors import BackendUnknown, ContractViolation, Disconnected, PenstockError
-from ..operator import Operator
 from ..segment import Segment
 from .engine_rules import ENGINE_RULES
 from .scripted import Fail, ScriptedEngine
@@ -22,24 +21,25 @@ from .subject import Subject, no_warnings, watched
 
 @define
 class OperatorSubject:
-    """An operator under check, and what to run through it."""
+    """An operator under check: `common.make` gives it, the rest is what runs through it."""
 
-    make: Callable[[], Operator[Any, Any, Any, Any]]
-    request: Any
+    common: Subject
     items: list[Any]
     """What the stage below answers with."""
-    common: Subject
     handles_errors: bool = False
     """Whether it is this operator's purpose to handle what the stage below raises."""
 
-    def on(self, next: ScriptedEngine) -> Segment[Any, Any]:
-        return Segment(self.make(), next)
+    def ask(self) -> Context[Any]:
+        return self.common.ask()
+
+    def on(self, below: ScriptedEngine) -> Segment[Any, Any]:
+        return Segment(self.common.make(), below)
 
     def subject(self) -> Subject:
         """The operator on a scripted engine, as an engine."""
         return evolve(
             self.common,
-            make=lambda: Segment(self.make(), ScriptedEngine(self.items)),
+            make=lambda: self.on(ScriptedEngine(self.items)),
             open_count=lambda segment: segment.stages[-1].open,
         )
 
@@ -49,7 +49,7 @@ OperatorRule = Callable[[OperatorSubject], Awaitable[None]]
 
 async def o1_context_reaches_the_next_stage(subject: OperatorSubject) -> None:
     below = ScriptedEngine(subject.items)
-    request = Context(subject.request)
+    request = subject.ask()
     await (await subject.on(below).generate(request)).collect()
     for asked in below.requests:
         if asked.id != request.id:
@@ -69,7 +69,7 @@ async def o2_errors_go_to_the_caller(subject: OperatorSubject) -> None:
     for below in (failing, mid):
         async with watched(evolve(subject.common, make=partial(subject.on, below))) as (engine, watch):
             try:
-                await (await engine.generate(Context(subject.request))).collect()
+                await (await engine.generate(subject.ask())).collect()
             except PenstockError as raised:
                 if raised is not error:
                     raise ContractViolation(f"{error!r} from below reached the caller as {raised!r}") from raised
@@ -86,7 +86,7 @@ async def o3_an_error_item_is_the_last(subject: OperatorSubject) -> None:
         return
     error = BackendUnknown("reported from below")
     below = ScriptedEngine([*subject.items[:1], Annotated[Any].from_error(error)])
-    got = await (await subject.on(below).generate(Context(subject.request))).collect()
+    got = await (await subject.on(below).generate(subject.ask())).collect()
     errors = [item for item in got if isinstance(item, Annotated) and item.is_error]
     if not errors:
         raise ContractViolation("an error item from below did not reach the caller")
@@ -102,7 +102,7 @@ async def o4_every_stream_taken_is_closed(subject: OperatorSubject) -> None:
         for how in ("closed", "dropped"):
             below = ScriptedEngine(subject.items)
             segment = subject.on(below)  # kept, so that what it forgets is not collected with it
-            stream = await segment.generate(Context(subject.request))
+            stream = await segment.generate(subject.ask())
             await subject.common.read(stream, point)
             with no_warnings():
                 if how == "closed":
@@ -120,7 +120,7 @@ def _expect_closed(below: ScriptedEngine, when: str) -> None:
 
 async def o5_demand_reaches_the_engine(subject: OperatorSubject) -> None:
     below = ScriptedEngine(subject.items)
-    async with await subject.on(below).generate(Context(subject.request)) as stream:
+    async with await subject.on(below).generate(subject.ask()) as stream:
         for _ in range(2):
             await subject.common.read(stream, 1)
             delivered = below.delivered
