@@ -21,7 +21,7 @@ from opentelemetry import metrics as otel
 
 from .errors import InvalidArgument
 
-Kind = Literal["counter", "gauge", "histogram"]
+Kind = Literal["counter", "up_down", "gauge", "histogram"]
 Family = Literal["frontend", "component"]
 
 PREFIXES: dict[Family, str] = {"frontend": "dynamo_frontend", "component": "dynamo_component"}
@@ -60,7 +60,11 @@ class Buckets:
 
 @frozen
 class Instrument:
-    """One row of the table. A gauge is moved up and down; a histogram's `buckets` may also be its bounds themselves."""
+    """One row of the table.
+
+    A counter is added to, an up_down moved both ways, a gauge set, and into a histogram values are put. A histogram's
+    `buckets` may also be its bounds themselves. `optional` labels may be left out.
+    """
 
     name: str
     kind: Kind
@@ -68,6 +72,7 @@ class Instrument:
     description: str
     labels: tuple[str, ...]
     buckets: Buckets | tuple[float, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def bounds(self, environment: Mapping[str, str]) -> tuple[float, ...]:
         """The upper bounds of a histogram's buckets, the last one, infinity, left out."""
@@ -83,14 +88,21 @@ _INSTANCE = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_
 _DURATION = Buckets(1, 512, 10)
 _INPUT = Buckets(50, 128_000, 12)
 
+
+def _worker_gauge(name: str, unit: str, description: str, *labels: str) -> Instrument:
+    """A gauge of a worker's engine, with the model under both of its names where they are known."""
+    names = (*_INSTANCE, "model", "model_name", *labels)
+    return Instrument(name, "gauge", unit, description, names, optional=("model", "model_name"))
+
+
 TABLE: dict[Family, tuple[Instrument, ...]] = {
     "frontend": (
         Instrument("requests_started_total", "counter", "", "Requests that came in", _REQUEST),
         Instrument("requests_total", "counter", "", "Requests that ended, by verdict", _VERDICT),
-        Instrument("inflight_requests", "gauge", "", "Requests between arrival and end", _MODEL),
-        Instrument("active_requests", "gauge", "", "Requests whose answer has begun", _MODEL),
-        Instrument("queued_requests", "gauge", "", "Requests whose answer has not begun", _MODEL),
-        Instrument("disconnected_clients", "gauge", "", "Clients that left before their answer ended", ()),
+        Instrument("inflight_requests", "up_down", "", "Requests between arrival and end", _MODEL),
+        Instrument("active_requests", "up_down", "", "Requests whose answer has begun", _MODEL),
+        Instrument("queued_requests", "up_down", "", "Requests whose answer has not begun", _MODEL),
+        Instrument("disconnected_clients", "up_down", "", "Clients that left before their answer ended", ()),
         Instrument("request_duration_seconds", "histogram", "s", "From arrival to end", _MODEL, _DURATION),
         Instrument("input_sequence_tokens", "histogram", "", "Tokens of a prompt", _MODEL, _INPUT),
         Instrument("output_sequence_tokens", "histogram", "", "Tokens of an answer", _MODEL, Buckets(50, 32_000, 10)),
@@ -111,10 +123,16 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
     ),
     "component": (
         Instrument("requests_total", "counter", "", "Requests taken", _INSTANCE),
-        Instrument("inflight_requests", "gauge", "", "Requests taken and not ended", _INSTANCE),
+        Instrument("inflight_requests", "up_down", "", "Requests taken and not ended", _INSTANCE),
         Instrument("request_duration_seconds", "histogram", "s", "From taking to end", _INSTANCE, _DURATION),
         Instrument("cancellation_total", "counter", "", "Requests stopped or killed by their caller", _INSTANCE),
         Instrument("errors_total", "counter", "", "Requests that failed", (*_INSTANCE, "error_type")),
+        _worker_gauge("model_load_time_seconds", "s", "How long the engine took to start"),
+        _worker_gauge("drain_time_seconds", "s", "How long the engine took to drain"),
+        _worker_gauge("cleanup_time_seconds", "s", "How long the engine took to clean up"),
+        _worker_gauge("total_blocks", "", "KV blocks of the rank", "dp_rank"),
+        _worker_gauge("gpu_cache_usage_percent", "", "Share of the rank's KV blocks in use, 0 to 1", "dp_rank"),
+        _worker_gauge("kv_cache_hit_rate", "", "Share of prompt tokens found in the rank's cache, 0 to 1", "dp_rank"),
     ),
 }
 """Every instrument of a family, its name without the family's prefix. Names end in their unit."""
@@ -139,12 +157,16 @@ class Metrics:
         self._prefix = sanitize_name(prefix) if prefix and prefix.strip() else PREFIXES[family]
         self._environment = environment or {}
         self._rows = {row.name: row for row in TABLE[family]}
-        self._labels = {row.name: frozenset(row.labels) for row in TABLE[family]}
+        self._labels = {row.name: (frozenset(row.labels), frozenset(row.optional)) for row in TABLE[family]}
         self._made: dict[str, Any] = {}
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
-        """Adds to a counter, or moves a gauge up or down."""
-        self._instrument(name, labels, ("counter", "gauge")).add(value, labels)
+        """Adds to a counter, or moves an up_down."""
+        self._instrument(name, labels, ("counter", "up_down")).add(value, labels)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Sets a gauge."""
+        self._instrument(name, labels, ("gauge",)).set(value, labels)
 
     def record(self, name: str, value: float, **labels: str) -> None:
         """Puts a value into a histogram."""
@@ -167,7 +189,8 @@ class Metrics:
         row = self._row(name)
         if row.kind not in kinds:
             raise ValueError(f"{name} is a {row.kind}")
-        if labels.keys() != self._labels[name]:
+        known, optional = self._labels[name]
+        if labels.keys() != known and not known - optional <= labels.keys() <= known:
             raise ValueError(f"{name} has the labels {sorted(row.labels)}, not {sorted(labels)}")
         if (made := self._made.get(name)) is None:
             made = self._made[name] = self._make(row)
@@ -177,8 +200,10 @@ class Metrics:
         name, unit, text = self.full_name(row.name), row.unit, row.description
         if row.kind == "counter":
             return self._meter.create_counter(name, unit, text)
-        if row.kind == "gauge":
+        if row.kind == "up_down":
             return self._meter.create_up_down_counter(name, unit, text)
+        if row.kind == "gauge":
+            return self._meter.create_gauge(name, unit, text)
         bounds = row.bounds(self._environment)
         return self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=bounds)
 

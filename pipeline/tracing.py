@@ -172,6 +172,33 @@ class _Course:
         self._span.end()
 
 
+# -- a span of one's own
+
+
+class OpenSpan:
+    """A span below the one of a request, for a stage that says more about itself than `traced` can.
+
+    `context` is the request as it is below this span; give that one on. Ends with `end`, once.
+    """
+
+    def __init__(self, request: Context[Any], name: str, *, tracer: trace.Tracer | None = None) -> None:
+        self.context, self._span = _below(request, name, tracer or trace.get_tracer("penstock"))
+
+    @property
+    def is_recorded(self) -> bool:
+        """False where nobody looks: attributes need not be made."""
+        return self._span.is_recording()
+
+    def fails(self, error: BaseException | str) -> None:
+        """Sets the span's status to error."""
+        if isinstance(error, BaseException):
+            self._span.record_exception(error)
+        self._span.set_status(StatusCode.ERROR, str(error))
+
+    def end(self) -> None:
+        self._span.end()
+
+
 # -- what a stage says about itself
 
 

@@ -41,9 +41,13 @@ CALL_TIME = {("stream", "rx"), ("operator", "segment")}
 
 FACES = {
     *("pipeline", "pipeline.protocols", "pipeline.testing", "pipeline.network"),
-    *(f"pipeline.protocols.{group}" for group in ("card", "nvext", "openai", "runtime_config", "timing", "wire")),
+    *(
+        f"pipeline.protocols.{group}"
+        for group in ("card", "kv_events", "nvext", "openai", "runtime_config", "timing", "wire")
+    ),
     *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
     *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
+    "pipeline.block_hash",
     *("operators", "engines"),
     *("serving", "serving.graphs", "serving.http", "serving.openai", "serving.replay"),
 }
@@ -68,7 +72,7 @@ DOORS = {
     "transformers": {"engines/transformers.py"},
     "typer": {"serving/cli.py"},
     "uvicorn": {"serving/cli.py", "serving/server.py"},
-    "xxhash": {"pipeline/frames.py", "operators/kv/*.py"},
+    "xxhash": {"pipeline/block_hash.py", "pipeline/frames.py"},
 }
 """Foreign library -> the files that may import it (patterns)."""
 

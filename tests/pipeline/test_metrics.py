@@ -156,7 +156,7 @@ def test_every_row_can_be_recorded(family: Family, row: Instrument) -> None:
     assert recorded.points() == {}
     labels = dict.fromkeys(row.labels, "Value")
     for _ in range(2):
-        (metrics.record if row.kind == "histogram" else metrics.add)(row.name, 3, **labels)
+        {"histogram": metrics.record, "gauge": metrics.set}.get(row.kind, metrics.add)(row.name, 3, **labels)
     ((name, (point,)),) = recorded.points().items()
     assert name == f"dynamo_{family}_{row.name}" == metrics.full_name(row.name)
     assert dict(point.attributes) == labels
@@ -164,7 +164,7 @@ def test_every_row_can_be_recorded(family: Family, row: Instrument) -> None:
         assert (point.count, point.sum) == (2, 6)
         assert tuple(point.explicit_bounds) == metrics.buckets(row.name)
     else:
-        assert point.value == 6
+        assert point.value == (3 if row.kind == "gauge" else 6)
 
 
 # -- recording
@@ -207,3 +207,25 @@ def test_the_prefix_may_be_another(prefix: str | None, expected: str) -> None:
 
 def test_without_a_meter_nothing_needs_to_be_configured() -> None:
     Metrics().add("requests_started_total", **REQUEST)
+
+
+# -- gauges
+
+
+def test_a_gauge_shows_what_was_set_last_and_may_lack_optional_labels() -> None:
+    recorded = Recorded()
+    metrics = Metrics(recorded.meter, family="component")
+    labels = {"dynamo_namespace": "n", "dynamo_component": "c", "dynamo_endpoint": "e", "worker_id": "a"}
+    metrics.set("total_blocks", 5, **labels, dp_rank="0")
+    metrics.set("total_blocks", 3, **labels, dp_rank="0")
+    metrics.set("total_blocks", 7, **labels, dp_rank="1", model="m")
+    points = recorded.points()["dynamo_component_total_blocks"]
+    assert [(point.value, point.attributes.get("model")) for point in points] == [(3, None), (7, "m")]
+
+
+def test_a_gauge_wants_its_other_labels() -> None:
+    metrics = Metrics(Recorded().meter, family="component")
+    with pytest.raises(ValueError, match="labels"):
+        metrics.set("total_blocks", 5, dp_rank="0")
+    with pytest.raises(ValueError, match="is a gauge"):
+        metrics.add("total_blocks", 5, dp_rank="0")

@@ -1,0 +1,54 @@
+"""KV events and their wire form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline import InvalidArgument
+from pipeline.codec import from_json, from_plain, to_json, to_plain
+from pipeline.protocols import BlockExtraInfo, MmObject
+from pipeline.protocols.kv_events import KvCleared, KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock
+
+MEDIA = BlockExtraInfo([MmObject(7, [(0, 3)])])
+EVENTS = [
+    KvEvent(1, KvStored(None, [StoredBlock(1, 2)])),
+    KvEvent(2, KvStored(2**64 - 1, [StoredBlock(1, 2, MEDIA), StoredBlock(3, 4)], 5), 3),
+    KvEvent(3, KvRemoved([1, 2])),
+    KvEvent(4, KvCleared()),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_survives_the_wire(event: KvEvent) -> None:
+    router_event = RouterEvent(9, event)
+    assert from_json(to_json(router_event), RouterEvent) == router_event
+
+
+def test_an_event_has_the_originals_wire_form() -> None:
+    stored = {"stored": {"parent_hash": None, "blocks": [{"block_hash": 1, "tokens_hash": 2}]}}
+    assert to_plain(EVENTS[0]) == {"event_id": 1, "data": stored, "dp_rank": 0}
+    assert to_plain(EVENTS[3])["data"] == "cleared"
+    assert from_plain({"event_id": 1, "data": stored, "unknown": 1}, KvEvent) == EVENTS[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ([], ""),
+        ({"event_id": 1}, "data"),
+        ({"data": "cleared"}, "event_id"),
+        ({"event_id": True, "data": "cleared"}, "event_id"),
+        ({"event_id": 1, "data": "gone"}, "data"),
+        ({"event_id": 1, "data": {"stored": {}, "removed": {}}}, "data"),
+        ({"event_id": 1, "data": {"removed": {"block_hashes": [2**64]}}}, "data.removed.block_hashes[0]"),
+        ({"event_id": 1, "data": {"stored": {"blocks": [{"block_hash": 1}]}}}, "data.stored.blocks[0].tokens_hash"),
+        ({"event_id": 1, "data": {"stored": {"blocks": 1}}}, "data.stored.blocks"),
+        ({"event_id": 1, "data": "cleared", "dp_rank": 2**32}, "dp_rank"),
+    ],
+)
+def test_a_wrong_event_is_refused_naming_the_place(value: Any, place: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        from_plain(value, KvEvent)
+    assert refused.value.field == place
