@@ -61,3 +61,16 @@ def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> l
         parent = local if parent is None else xxh3_64_intdigest(_pair(parent, local), SEED)
         chained.append(parent)
     return chained
+
+
+def hash_seed(lora_name: str | None = None, cache_namespace: str | None = None) -> int:
+    """The seed of local hashes for an adapter and a cache namespace; empty names count as none.
+
+    So the same tokens under another adapter, or for another tenant, are other blocks.
+    """
+    seed = SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+    if cache_namespace:
+        seed += xxh3_64_intdigest(cache_namespace.encode(), 1)
+    return seed % 2**64

@@ -26,7 +26,7 @@ class CallMeter:
             "dynamo_namespace": instance.namespace,
             "dynamo_component": instance.component,
             "dynamo_endpoint": instance.endpoint,
-            "worker_id": str(instance.instance_id),
+            "worker_id": f"{instance.instance_id:x}",
         }
 
     def begun(self) -> float:

@@ -72,6 +72,7 @@ class Runtime:
         self.served: dict[str, Served] = {}
         self.instance_id = rng.randint(1, MAX_ID)
         """The id of this process's instances unless they are given another."""
+        self._drawn_ids = {self.instance_id}
 
     @classmethod
     def in_process(
@@ -165,6 +166,14 @@ class Runtime:
             raise
         return served
 
+    def new_instance_id(self) -> int:
+        """An id for one more worker of this process: never drawn before, nor of an instance that is served now."""
+        taken = self._drawn_ids | {served.instance_id for served in self.served.values()}
+        while (instance_id := self._rng.randint(1, MAX_ID)) in taken:
+            pass
+        self._drawn_ids.add(instance_id)
+        return instance_id
+
     @overload
     def workers(self, endpoint: str | EndpointId) -> EndpointWorkers[Any, Any]: ...
     @overload
@@ -183,5 +192,5 @@ class Runtime:
     def _free_id(self, endpoint: EndpointId) -> int:
         instance_id = self.instance_id
         while Instance.of(endpoint, instance_id).key in self.served:
-            instance_id = self._rng.randint(1, MAX_ID)
+            instance_id = self.new_instance_id()
         return instance_id

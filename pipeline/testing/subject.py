@@ -104,6 +104,8 @@ async def watched(subject: Subject) -> AsyncIterator[tuple[AsyncEngine[Any, Any]
     """A fresh engine, and a watch over it."""
     with watch_streams() as streams:
         async with subject.engine() as engine:
+            for _ in range(_SETTLE_TURNS):  # what the engine runs in the background has begun then
+                await checkpoint()
             yield engine, Watch(engine, subject.open_count, streams)
 
 

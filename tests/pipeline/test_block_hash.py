@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from pipeline.block_hash import block_hashes, sequence_hashes
+from pipeline.block_hash import SEED, block_hashes, hash_seed, sequence_hashes
 
 KNOWN = [
     ([1, 2, 3, 4], 4, [14643705804678351452], [14643705804678351452]),
@@ -50,3 +50,22 @@ def test_a_block_has_at_least_one_token() -> None:
     with pytest.raises(InvalidArgument) as refused:
         block_hashes([1], 0)
     assert refused.value.field == "block_size"
+
+
+@pytest.mark.parametrize(
+    ("lora", "namespace", "seed"),
+    [
+        (None, None, SEED),
+        ("", "", SEED),
+        ("adapter-a", None, 8842669519798868182),
+        (None, "tenant-a", 1948188790972764086),
+        ("adapter-a", "tenant-a", 10790858310771630931),
+    ],
+)
+def test_adapter_and_namespace_change_the_seed(lora: str | None, namespace: str | None, seed: int) -> None:
+    assert hash_seed(lora, namespace) == seed
+
+
+def test_an_adapters_blocks_have_other_hashes() -> None:
+    assert block_hashes([0, 1, 2, 3], 4, seed=hash_seed("adapter-a")) == [6665157333201000639]
+    assert block_hashes([0] * 16, 16, seed=hash_seed("日本語")) == [17931561296237394351]

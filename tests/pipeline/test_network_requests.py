@@ -296,8 +296,8 @@ async def test_the_calls_of_an_instance_are_counted(open_streams: OpenStreams) -
         return [1, Fail(LookupError("broken")) if payload == "fails" else Wait(5), 2]
 
     async with Runtime.in_process(metrics=Metrics(meter, family="component")) as runtime:
-        await runtime.serve(WHERE, ScriptedEngine(script), instance_id=9)
-        called = runtime.workers(WHERE).engine(9)
+        await runtime.serve(WHERE, ScriptedEngine(script), instance_id=0x1A)
+        called = runtime.workers(WHERE).engine(0x1A)
         await (await called.generate(Context("good"))).collect()
         with pytest.raises(Unknown):
             await (await called.generate(Context("fails"))).collect()
@@ -326,7 +326,7 @@ async def test_the_calls_of_an_instance_are_counted(open_streams: OpenStreams) -
         "dynamo_namespace": "ns",
         "dynamo_component": "comp",
         "dynamo_endpoint": "ep",
-        "worker_id": "9",
+        "worker_id": "1a",
     }
 
 

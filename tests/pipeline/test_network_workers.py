@@ -328,6 +328,24 @@ async def test_instances_of_a_process_share_its_id_and_those_of_an_endpoint_do_n
         assert second.instance_id != first.instance_id
 
 
+class Repeating(Random):
+    """Draws each number three times over."""
+
+    drawn = 0
+
+    def randint(self, a: int, b: int) -> int:
+        self.drawn += 1
+        return a + (self.drawn - 1) // 3
+
+
+async def test_a_new_id_is_nobody_elses_whatever_is_drawn() -> None:
+    async with Runtime.in_process(rng=Repeating()) as runtime:
+        await runtime.serve(WHERE, says(), instance_id=3)
+        drawn = [runtime.new_instance_id() for _ in range(3)]
+        assert (runtime.instance_id, drawn) == (1, [2, 4, 5])
+        assert [(await runtime.serve(WHERE, says())).instance_id for _ in range(2)] == [1, 6]
+
+
 async def test_a_taken_id_is_refused_and_changes_nothing() -> None:
     async with Runtime.in_process() as runtime:
         first = await runtime.serve(WHERE, says("first"), instance_id=1)
