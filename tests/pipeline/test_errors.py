@@ -130,6 +130,7 @@ def test_a_wanted_cause_behind_a_neutral_error_allows_migration() -> None:
 
 
 def test_match_chain_wants_one_link_and_excludes_by_any() -> None:
+    """BE-49, BE-50."""
     error = Unknown("a", cause=Disconnected("b", cause=Cancelled("c")))
     assert match_chain(error, [Disconnected])
     assert not match_chain(error, [Disconnected], [Cancelled])

@@ -66,7 +66,7 @@ def test_an_error_reason_keeps_its_message(message: str) -> None:
     ],
 )
 def test_older_forms_of_a_reason_are_read(wire: Any, reason: FinishReason) -> None:
-    """PRT-08."""
+    """PRT-08, BE-40."""
     assert from_plain(wire, FinishReason) == reason
 
 
@@ -75,6 +75,7 @@ def test_older_forms_of_a_reason_are_read(wire: Any, reason: FinishReason) -> No
     ["error", "error:x", "", "EOS", "unknown", {}, {"stop": "x"}, {"error": "m", "x": 1}, {"error": 1}, 3, True, []],
 )
 def test_what_is_no_reason_is_refused(wire: Any) -> None:
+    """BE-41."""
     with pytest.raises(InvalidArgument):
         from_plain(wire, FinishReason)
 
@@ -132,6 +133,7 @@ def test_chunks_are_copied_with_one_part_changed() -> None:
 
 
 def test_which_parts_of_a_chunk_are_written() -> None:
+    """BE-37."""
     assert to_plain(LLMEngineOutput.token(7)) == {
         "token_ids": [7],
         "output_type": "text",
@@ -152,6 +154,7 @@ def test_content_parts_are_tagged_by_type(wire: Any, kind: type) -> None:
 
 @given(st.integers(0, 2**33), st.integers(0, 2**33))
 def test_usage_sums_end_at_the_largest_u32(prompt: int, completion: int) -> None:
+    """BE-38."""
     usage = CompletionUsage.of(prompt, completion)
     assert usage.total_tokens == min(prompt + completion, U32_MAX)
     assert from_msgpack(to_msgpack(usage), CompletionUsage) == usage

@@ -28,7 +28,7 @@ from pipeline.protocols import (
 
 
 def test_the_minimal_canary_payload_is_read() -> None:
-    """PRT-01."""
+    """PRT-01, BE-43."""
     request = from_json(b'{"token_ids":[1],"_HEALTH_CHECK":true}', PreprocessedRequest)
     assert request == PreprocessedRequest([1], is_probe=True)
     assert request.model == ""
@@ -36,7 +36,7 @@ def test_the_minimal_canary_payload_is_read() -> None:
 
 @pytest.mark.parametrize(("is_probe", "written"), [(False, None), (True, True)])
 def test_is_probe_is_written_only_if_true_and_under_its_own_key(is_probe: bool, written: bool | None) -> None:
-    """PRT-02."""
+    """PRT-02, BE-44."""
     plain = to_plain(PreprocessedRequest([1], is_probe=is_probe))
     assert plain.get("_HEALTH_CHECK") is written
     assert "is_probe" not in plain
@@ -119,7 +119,7 @@ def test_ensure_routing_makes_hints_once() -> None:
     ],
 )
 def test_routing_tokens_of_media_replace_the_prompt_for_overlap(info: MmRoutingInfo | None, expected: Any) -> None:
-    """PRT-19."""
+    """PRT-19, BE-46."""
     assert PreprocessedRequest([1, 2], mm_routing_info=info).block_mm_routing_info() == expected
 
 
@@ -142,6 +142,7 @@ def test_a_router_hint_is_merged_and_other_keys_are_kept(before: Any, after: Any
 
 
 def test_ignore_eos_drops_every_stop_list_and_nothing_else() -> None:
+    """BE-47."""
     full = StopConditions(5, ["a"], [1], [2], [3], 1, True, 7)
     full.apply_ignore_eos()
     assert full == StopConditions(5, None, None, None, None, 1, True, 7)
