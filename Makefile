@@ -8,13 +8,19 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: serve test lint bench build clean
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
+
+.PHONY: serve test slow-test lint bench build clean
 
 serve: $(READY)
 	@exec $(BIN)/penstock serve $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# The same rules at a hundred times the size.
+slow-test: $(READY)
+	$(PYTEST) -m slow $(ARGS)
 
 # The variable keeps pyright from asking the network for newer versions of itself.
 lint: $(READY)

@@ -1,6 +1,6 @@
 """`make bench`: measures, prints a table, writes the same as JSON.
 
-python -m benchmarks [--json FILE] [--only items|graph]
+python -m benchmarks [--json FILE] [--only items|graph|engines]
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from . import graph, items
+from . import engines, graph, items
 from .measure import Result
 
-PARTS = {"items": items.measure, "graph": graph.measure}
+PARTS = {"items": items.measure, "graph": graph.measure, "engines": engines.measure}
 
 
 def _table(results: list[Result]) -> Table:

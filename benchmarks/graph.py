@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import anyio
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, PushRouter
 from pipeline import Annotated, AsyncEngine, Context, Segment
 from pipeline.network import Runtime
@@ -35,8 +35,8 @@ AnyGraph = AsyncEngine[PreprocessedRequest, Any]
 async def graph_on_runtime(delay_s: float = 0.0) -> AsyncIterator[Graph]:
     """Detokenize and PushRouter over one echo engine served on the in-process runtime."""
     model = Model.byte_level("echo")
-    async with Runtime.in_process() as runtime:
-        await runtime.serve("bench/echo/generate", EchoEngine(delay_s))
+    async with as_engine(EchoEngine(delay_s)) as engine, Runtime.in_process() as runtime:
+        await runtime.serve("bench/echo/generate", engine)
         workers = runtime.workers("bench/echo/generate")
         await workers.wait_for_instances()
         yield Detokenize(model) >> PushRouter(workers)
@@ -131,7 +131,8 @@ async def _stop_to_end_us() -> float:
 
 async def measure() -> list[Result]:
     floor = await _item_floor() * 1e6
-    echo = await _per_item(EchoEngine()) * 1e6
+    async with as_engine(EchoEngine()) as engine:
+        echo = await _per_item(engine) * 1e6
     async with graph_on_runtime() as graph:
         routed = await _per_item(cast("AnyGraph", graph[PushRouter])) * 1e6
         per_item = await _per_item(graph) * 1e6

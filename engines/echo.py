@@ -5,39 +5,48 @@ Source: dynamo lib/llm/src/engines.rs, the echo engine. Other than there, it fol
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from itertools import cycle, islice
+from typing import Any, ClassVar
 
 import anyio
 from anyio.lowlevel import checkpoint
 from attrs import frozen
 
-from pipeline import Annotated, AsyncEngine, Context, Control, InvalidArgument, ResponseStream
+from pipeline import InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 
+from .generate_context import GenerateContext
+from .llm import EngineConfig, LLMEngine
+from .probe import health_payload
+
 _ITEMS_PER_TURN = 64
-"""After so many items other tasks get a turn, where there is no delay."""
+"""After so many chunks other tasks get a turn, where there is no delay."""
 
 
-class EchoEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
-    """Says the prompt's tokens, one an item, each after `delay_s`.
+class EchoEngine(LLMEngine):
+    """Says the prompt's tokens, one a chunk, each after `delay_s`.
 
     It ends with the prompt (finish reason stop) or as soon as there are `max_tokens` (length). It starts over until
-    there are `min_tokens`, and with `ignore_eos` until `max_tokens`. The choices of `n` take turns, each item with its
-    index. The last item has the usage. A probe is answered like any request. Raises InvalidArgument for limits that
+    there are `min_tokens`, and with `ignore_eos` until `max_tokens`. The choices of `n` take turns, each chunk with its
+    index. The last chunk has the usage. A probe is answered like any request. Raises InvalidArgument for limits that
     contradict each other, and for a prompt given as embeddings.
 
-    After a stop, also during a delay, one item with finish reason cancelled follows; after a kill nothing.
+    After a stop, also during a delay, one chunk with finish reason cancelled follows; after a kill nothing.
     """
+
+    hears_kill: ClassVar[bool] = True
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
 
-    async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
-        return ResponseStream(self._say(_Answer.to(request.payload), request.control), request)
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="echo")
 
-    async def _say(self, answer: _Answer, control: Control) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
-        delay_s = self.delay_s
+    async def generate(
+        self, request: PreprocessedRequest, context: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        answer, control, delay_s = _Answer.to(request), context.control, self.delay_s
         for said, output in enumerate(answer.outputs()):
             if delay_s:
                 with anyio.move_on_after(delay_s):
@@ -45,10 +54,15 @@ class EchoEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
             elif said % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
                 await checkpoint()
             if control.is_stopped:
-                if not control.is_killed:
-                    yield Annotated(answer.cancelled(said, output.index))
+                yield answer.cancelled(said, output.index)
                 return
-            yield Annotated(output)
+            yield output
+
+    async def cleanup(self) -> None:
+        """There is nothing to release."""
+
+    async def health_check_payload(self) -> Mapping[str, Any]:
+        return health_payload()
 
 
 @frozen

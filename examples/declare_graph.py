@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import anyio
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess, PushRouter
 from pipeline import Context
 from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 
 model = Model.byte_level("echo")
-workers = static_workers({1: EchoEngine(), 2: EchoEngine(delay_s=0.01)}, name="demo")
+fast, slow = as_engine(EchoEngine()), as_engine(EchoEngine(delay_s=0.01))
+workers = static_workers({1: fast, 2: slow}, name="demo")
 
 graph = Preprocess(model) >> Detokenize(model) >> PushRouter(workers)
 
@@ -24,7 +25,7 @@ async def main() -> None:
     print(graph.draw("text"))
 
     chat = ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="What runs uphill?")])
-    async with await graph.generate(Context(chat)) as stream:
+    async with fast, slow, await graph.generate(Context(chat)) as stream:
         async for item in stream:
             if item.data is not None and item.data.text:
                 print(item.data.text, end="", flush=True)

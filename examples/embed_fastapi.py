@@ -5,9 +5,12 @@ uvicorn examples.embed_fastapi:application        then: curl localhost:8000/ai/v
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from fastapi import FastAPI
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess, PushRouter
 from pipeline import Context
 from pipeline.network import static_workers
@@ -15,9 +18,17 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from serving.http import app
 
 model = Model.byte_level("echo")
-graph = Preprocess(model) >> Detokenize(model) >> PushRouter(static_workers({1: EchoEngine()}))
+engine = as_engine(EchoEngine())
+graph = Preprocess(model) >> Detokenize(model) >> PushRouter(static_workers({1: engine}))
 
-application = FastAPI()
+
+@asynccontextmanager
+async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async with engine:
+        yield
+
+
+application = FastAPI(lifespan=lifespan)
 application.mount("/ai", app(graph))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess, PushRouter
 from pipeline import Context, Disconnected
 from pipeline.network import static_workers
@@ -16,7 +16,8 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import Ending, Faults, Probe, run_in_virtual_time
 
 model = Model.byte_level("echo")
-production = Preprocess(model) >> Detokenize(model) >> PushRouter(static_workers({1: EchoEngine(delay_s=1.0)}))
+engine = as_engine(EchoEngine(delay_s=1.0))
+production = Preprocess(model) >> Detokenize(model) >> PushRouter(static_workers({1: engine}))
 
 
 async def test_text_before_a_broken_connection_is_delivered_and_nothing_stays_open() -> None:
@@ -26,7 +27,7 @@ async def test_text_before_a_broken_connection_is_delivered_and_nothing_stays_op
 
     async def read() -> None:
         chat = ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="hello")])
-        async with await graph.generate(Context(chat)) as stream:
+        async with engine, await graph.generate(Context(chat)) as stream:
             async for item in stream:
                 if item.data and item.data.text:
                     texts.append(item.data.text)

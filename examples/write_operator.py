@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess
 from pipeline import Annotated, AsyncEngine, Context, Operator, ResponseStream
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
@@ -46,9 +46,10 @@ async def main() -> None:
     print("Deadline holds the operator contract")
 
     model = Model.byte_level("echo")
-    graph = Deadline(0.1) >> Preprocess(model) >> Detokenize(model) >> EchoEngine(delay_s=0.03)
+    engine = as_engine(EchoEngine(delay_s=0.03))
+    graph = Deadline(0.1) >> Preprocess(model) >> Detokenize(model) >> engine
     chat = ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="slowly, please")])
-    async with await graph.generate(Context(chat)) as stream:
+    async with engine, await graph.generate(Context(chat)) as stream:
         async for item in stream:
             print(item.data.text or f"({item.data.finish_reason})", end=" ")
     print()

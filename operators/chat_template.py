@@ -48,6 +48,12 @@ class ChatTemplate:
             self._names["strftime_now"] = lambda form: now().strftime(form)
         self._wants_parts = self._takes(_PROBE_PARTS) and not self._takes(_PROBE_TEXT)
 
+    def with_source(self, source: str) -> ChatTemplate:
+        """Another template with the same names. Raises CodecError if the source is none."""
+        other = ChatTemplate(source)
+        other._names = self._names
+        return other
+
     def render(
         self,
         messages: Sequence[Message],

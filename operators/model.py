@@ -6,7 +6,9 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
+
+from pipeline import CodecError, InvalidArgument
 
 from .byte_tokenizer import ByteTokenizer
 from .chat_template import ChatTemplate
@@ -58,6 +60,19 @@ class Model:
             eos_token_ids=folder.eos_token_ids(tokenizer),
             context_length=folder.context_length(),
         )
+
+    def with_chat_template(self, path: Path) -> Model:
+        """The same model with the chat template in a file; names such as `bos_token` stay those of its own.
+
+        Raises InvalidArgument for a file that cannot be read or is no template.
+        """
+        try:
+            source = path.read_text(encoding="utf-8")
+            own = self.chat_template
+            template = ChatTemplate(source) if own is None else own.with_source(source)
+        except (OSError, UnicodeDecodeError, CodecError) as error:
+            raise InvalidArgument(f"{path}: {error}", field="custom_jinja_template") from error
+        return evolve(self, chat_template=template)
 
     @classmethod
     def byte_level(cls, name: str = "echo", *, context_length: int | None = None) -> Model:

@@ -213,7 +213,7 @@ def link_to(context: Context[Any], *links: TraceLink) -> None:
     if (span := _span(context)) is None:
         return
     for link in links:
-        if (target := _parsed(f"00-{link.trace_id}-{link.span_id}-01")) is not None:
+        if (target := _parsed(f"00-{link.trace_id}-{link.span_id}-01".lower())) is not None:
             span.add_link(target)
 
 

@@ -1,4 +1,4 @@
-"""The program: `penstock serve` and `penstock graph`.
+"""The program: `penstock serve`, `penstock worker` and `penstock graph`.
 
 What a command needs is imported when it runs, so that help and mistakes are answered at once.
 """
@@ -9,14 +9,19 @@ import logging
 import os
 from enum import StrEnum
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from pipeline import InvalidArgument
+from pipeline import InvalidArgument, PenstockError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from engines import WorkerConfig
+
     from .config import GraphConfig
 
 _cli = typer.Typer(
@@ -55,37 +60,126 @@ class LogLevel(StrEnum):
 
 ModelPath = Annotated[Path | None, typer.Option(help="Model folder; without it a built-in byte-level model is served.")]
 ModelName = Annotated[str | None, typer.Option(help="Name clients ask for; default: the folder's name, or echo.")]
-Engine = Annotated[str, typer.Option(help="Engine behind the graph.")]
+Engine = Annotated[str, typer.Option(help="Engine behind the graph: echo, mocker, or module:factory.")]
 EngineArg = Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Argument of the engine; repeatable.")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+LogLevelOption = Annotated[LogLevel, typer.Option(help="Least serious messages shown.")]
+AccessLog = Annotated[bool, typer.Option(help="Log every request; costs speed.")]
 Workers = Annotated[int, typer.Option(help="Number of engine instances.")]
 RouterOption = Annotated[Router, typer.Option(help="How a worker is chosen for a request.")]
 
 
 @_cli.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     model_path: ModelPath = None,
     model_name: ModelName = None,
     engine: Engine = "echo",
     engine_arg: EngineArg = [],  # noqa: B006  (typer reads it, nobody changes it)
     workers: Workers = 1,
     router: RouterOption = Router.ROUND_ROBIN,
-    log_level: Annotated[LogLevel, typer.Option(help="Least serious messages shown.")] = LogLevel.WARNING,
-    access_log: Annotated[bool, typer.Option(help="Log every request; costs speed.")] = False,
+    log_level: LogLevelOption = LogLevel.WARNING,
+    access_log: AccessLog = False,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
     config = _config(model_path, model_name, engine, engine_arg, workers, router)
+    from .program import serve_graph
+
+    _run_server(serve_graph, config, host, port, log_level, access_log)
+
+
+@_cli.command()
+def worker(
+    engine: Annotated[str, typer.Argument(help="Engine to host: echo, mocker, or module:factory.")],
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    model_path: ModelPath = None,
+    model_name: ModelName = None,
+    engine_arg: EngineArg = [],  # noqa: B006
+    namespace: Annotated[str, typer.Option(envvar="DYN_NAMESPACE", help="Where it is registered.")] = "dynamo",
+    component: Annotated[
+        str | None, typer.Option(envvar="DYN_COMPONENT", help="Default: prefill for prefill workers, else backend.")
+    ] = None,
+    endpoint: Annotated[str, typer.Option(envvar="DYN_ENDPOINT", help="Name of its endpoint.")] = "generate",
+    endpoint_types: Annotated[
+        str, typer.Option(envvar="DYN_ENDPOINT_TYPES", help="Surfaces its model is published for.")
+    ] = "chat,completions",
+    custom_jinja_template: Annotated[
+        Path | None, typer.Option(envvar="DYN_CUSTOM_JINJA_TEMPLATE", help="Chat template in the place of the model's.")
+    ] = None,
+    dyn_tool_call_parser: Annotated[
+        str | None, typer.Option(envvar="DYN_TOOL_CALL_PARSER", help="Published with the model.")
+    ] = None,
+    dyn_reasoning_parser: Annotated[
+        str | None, typer.Option(envvar="DYN_REASONING_PARSER", help="Published with the model.")
+    ] = None,
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, typer.Option(envvar="DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE", help="Published with the model.")
+    ] = True,
+    disaggregation_mode: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")] = "agg",
+    log_level: LogLevelOption = LogLevel.WARNING,
+    access_log: AccessLog = False,
+) -> None:
+    """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
+    settings: dict[str, Any] = {
+        "namespace": namespace,
+        "endpoint": endpoint,
+        "endpoint_types": endpoint_types,
+        "custom_jinja_template": custom_jinja_template,
+        "tool_call_parser": dyn_tool_call_parser,
+        "reasoning_parser": dyn_reasoning_parser,
+        "exclude_tools_when_tool_choice_none": exclude_tools_when_tool_choice_none,
+    }
+    if component is not None:
+        settings["component"] = component
+    config = _config(
+        model_path,
+        model_name,
+        engine,
+        engine_arg,
+        1,
+        Router.ROUND_ROBIN,
+        worker=partial(_worker_config, disaggregation_mode, settings),
+    )
+    from .program import host_worker
+
+    _run_server(host_worker, config, host, port, log_level, access_log)
+
+
+def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
+    """Raises InvalidArgument for what a worker cannot be."""
+    from engines import DisaggregationMode, WorkerConfig
+
+    return WorkerConfig(disaggregation_mode=DisaggregationMode.parse(mode), **settings)
+
+
+def _run_server(
+    main: Callable[..., Coroutine[Any, Any, None]],
+    config: GraphConfig,
+    host: str,
+    port: int,
+    log_level: LogLevel,
+    access_log: bool,
+) -> None:
+    """Runs a program that serves on the address; what it cannot do ends it with one line."""
     level = LogLevel.INFO if access_log and log_level is LogLevel.WARNING else log_level
     logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    from .program import serve_graph
     from .server import listen, run
 
     try:
         with listen(host, port) as listener:
-            run(partial(serve_graph, config, listener, os.environ, typer.echo, access_log=access_log))
-    except (InvalidArgument, OSError) as error:
-        _fail(error)
+            run(partial(main, config, listener, os.environ, typer.echo, access_log=access_log))
+    except (PenstockError, OSError) as error:
+        _fail(_of_engine(error, config))
+
+
+def _of_engine(error: PenstockError | OSError, config: GraphConfig) -> PenstockError | OSError:
+    """The error, with its place below the engine's arguments if an engine that started found it in one of them."""
+    if isinstance(error, InvalidArgument) and error.field.partition(".")[0] in config.engine_args:
+        return InvalidArgument(str(error), field=f"engine_args.{error.field}", cause=error.__cause__)
+    return error
 
 
 @_cli.command()
@@ -105,18 +199,26 @@ def graph(
 
     try:
         run(partial(draw_graph, config, form.value, typer.echo))
-    except InvalidArgument as error:
+    except (PenstockError, OSError) as error:
         _fail(error)
 
 
 def _config(
-    model_path: Path | None, model_name: str | None, engine: str, engine_arg: list[str], workers: int, router: Router
+    model_path: Path | None,
+    model_name: str | None,
+    engine: str,
+    engine_arg: list[str],
+    workers: int,
+    router: Router,
+    *,
+    worker: Callable[[], WorkerConfig] | None = None,
 ) -> GraphConfig:
     """The checked config of the options; a wrong one ends the program with a line that names it."""
     from .config import GraphConfig
     from .environment import is_true
 
     try:
+        hosted: dict[str, Any] = {} if worker is None else {"worker": worker()}
         return GraphConfig(
             model_path=model_path,
             model_name=model_name,
@@ -125,6 +227,7 @@ def _config(
             workers=workers,
             router=router.value,
             ignore_unsupported=is_true(os.environ.get("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS")),
+            **hosted,
         )
     except InvalidArgument as error:
         _fail(error)
@@ -137,19 +240,30 @@ def _named(texts: list[str]) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise InvalidArgument(f"expected NAME=VALUE, got {text!r}", field="engine_arg")
+        name = name.replace("-", "_")
         if name in named:
             raise InvalidArgument(f"{name} is given twice", field="engine_arg")
-        named[name.replace("-", "_")] = value
+        named[name] = value
     return named
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Ends the program with the error as one line."""
-    place = error.field if isinstance(error, InvalidArgument) else ""
-    argument = place.removeprefix("engine_args.")
-    option = f"--engine-arg {argument}" if argument != place else f"--{place.replace('_', '-')}"
-    typer.echo(f"Error: {option}: {error}" if place else f"Error: {error}", err=True)
-    raise typer.Exit(2) from None
+    """Ends the program with the error as one line, below it its trace where messages for debugging are shown."""
+    place = _place(error.field) if isinstance(error, InvalidArgument) else ""
+    typer.echo(f"Error: {place}{' '.join(str(error).split())}", err=True)
+    logging.getLogger(__name__).debug("it was raised here", exc_info=error)
+    raise typer.Exit(2 if isinstance(error, InvalidArgument | OSError) else 1) from None
+
+
+def _place(field: str | None) -> str:
+    """What to change, in front of a message: an option where the field is one; an engine has fields of its own."""
+    if not field:
+        return ""
+    argument = field.removeprefix("engine_args.")
+    if argument != field:
+        return f"--engine-arg {argument}: "
+    options = {*signature(serve).parameters, *signature(worker).parameters}
+    return f"--{field.replace('_', '-')}: " if field in options else f"{field}: "
 
 
 def main() -> None:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from engines import EchoEngine
+from engines import LLMEngine, WorkerConfig
 from operators import Model
-from pipeline import AsyncEngine, InvalidArgument
+from pipeline import InvalidArgument
+
+from .engines import Deployment, find_engine
 
 RouterName = Literal["round-robin", "random", "direct"]
 
-ENGINES: Mapping[str, Callable[..., AsyncEngine[Any, Any]]] = {"echo": EchoEngine}
-"""Engines by the name a config gives them."""
+_LETTERS = range(ord("a"), ord("z") + 1)
 
 
 @frozen
 class GraphConfig:
     """What to serve and with what. Raises InvalidArgument, naming the field, for what cannot be served.
 
-    `model_path` is a local model folder; without one the built-in byte-level model is served. `engine_args` are texts
-    by name, turned into what the engine's own arguments want. `workers` is the number of engine instances. `seed`
-    makes random routing repeatable. `ignore_unsupported` lets fields of requests pass that have no meaning here.
+    `model_path` is a local model folder; without one the built-in byte-level model is served. `engine` is a name or
+    `module:factory`, `engine_args` are texts by name, turned into what the engine's own arguments want. `workers` is
+    the number of engine instances, hosted as `worker` says. `seed` makes random routing repeatable.
+    `ignore_unsupported` lets fields of requests pass that have no meaning here.
     """
 
     model_path: Path | None = None
@@ -35,6 +34,7 @@ class GraphConfig:
     engine: str = "echo"
     engine_args: Mapping[str, str] = field(factory=dict)
     workers: int = 1
+    worker: WorkerConfig = WorkerConfig(namespace="penstock", component="engine")
     router: RouterName = "round-robin"
     seed: int | None = None
     ignore_unsupported: bool = False
@@ -45,57 +45,40 @@ class GraphConfig:
         if self.workers < 1:
             raise InvalidArgument(f"must be at least 1, got {self.workers}", field="workers")
         _require_one_of(self.router, get_args(RouterName), "router")
-        _require_one_of(self.engine, list(ENGINES), "engine")
-        self.make_engine()
+        self.worker.checked()
+        find_engine(self.engine).check(self.engine_args, self._deployment())
 
-    def make_engine(self) -> AsyncEngine[Any, Any]:
-        """A new engine instance. Raises InvalidArgument, naming the argument."""
-        make = ENGINES[self.engine]
-        return make(**converted(make, self.engine_args))
+    def make_engines(self, count: int) -> list[LLMEngine]:
+        """New engines of one deployment, not started. Raises InvalidArgument, naming the argument.
+
+        What else the factory of somebody else raises comes as an error of the tree.
+        """
+        choice, deployment = find_engine(self.engine), self._deployment()
+        return [choice.build(self.engine_args, deployment) for _ in range(count)]
+
+    def _deployment(self) -> Deployment:
+        letters = _LETTERS if self.model_path is None else None  # what the byte-level model can show
+        return Deployment(letters, self.model_name, self.worker.disaggregation_mode)
+
+    def worker_settings(self, model: Model) -> WorkerConfig:
+        """Those of each worker, with the model it serves."""
+        if self.worker.model_name:
+            return self.worker
+        return evolve(self.worker, model_name=str(self.model_path or ""), served_model_name=model.name)
 
     def load_model(self) -> Model:
-        """The model as text and token stages know it. Raises InvalidArgument for a folder that is not one."""
+        """The model as text and token stages know it. Raises InvalidArgument for a folder that is not one.
+
+        A chat template of the worker replaces the model's.
+        """
         if self.model_path is None:
-            return Model.byte_level() if self.model_name is None else Model.byte_level(self.model_name)
-        return Model.from_folder(self.model_path, self.model_name)
+            model = Model.byte_level() if self.model_name is None else Model.byte_level(self.model_name)
+        else:
+            model = Model.from_folder(self.model_path, self.model_name)
+        template = self.worker.custom_jinja_template
+        return model if template is None else model.with_chat_template(template)
 
 
-def _require_one_of(value: str, known: typing.Sequence[str], name: str) -> None:
+def _require_one_of(value: str, known: Sequence[str], name: str) -> None:
     if value not in known:
         raise InvalidArgument(f"must be one of {', '.join(known)}, got {value!r}", field=name)
-
-
-def converted(make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """The texts as the arguments of `make`, by its annotations. Raises InvalidArgument, naming the argument."""
-    parameters = inspect.signature(make).parameters
-    hints = typing.get_type_hints(getattr(make, "__init__") if isinstance(make, type) else make)  # noqa: B009
-    arguments = {}
-    for name, text in texts.items():
-        place = f"engine_args.{name}"
-        if name not in parameters:
-            raise InvalidArgument(f"no such argument; there are: {', '.join(parameters) or 'none'}", field=place)
-        arguments[name] = _converted(text, hints.get(name, str), place)
-    return arguments
-
-
-def _converted(text: str, hint: Any, place: str) -> Any:
-    kinds = get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union else (hint,)
-    for kind in kinds:
-        if kind in _READERS:
-            try:
-                return _READERS[kind](text)
-            except (ValueError, KeyError):
-                continue
-    names = " or ".join(_NAMES.get(kind, "something not settable as text") for kind in kinds)
-    raise InvalidArgument(f"must be {names}, got {text!r}", field=place)
-
-
-_READERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
-    bool: lambda text: {"true": True, "false": False}[text.lower()],
-    str: str,
-    Path: Path,
-    type(None): lambda text: {"none": None}[text.lower()],
-}
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "none"}

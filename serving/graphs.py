@@ -1,27 +1,32 @@
 """The standard graphs, built from one config.
 
-    Preprocess >> Detokenize >> PushRouter ──► engine instances at one endpoint of an embedded runtime
+    Preprocess >> Detokenize >> PushRouter ──► workers at one endpoint of an embedded runtime, an engine in each
 
 A graph is opened as a context and closes all that it opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import anyio
+from attrs import Factory, evolve, field, frozen
+
+from engines import ShutdownTimes, SystemHealth, Worker, WorkerConfig
 from operators import Detokenize, Model, Preprocess, PushRouter
-from pipeline import Annotated, Segment
-from pipeline.network import Runtime, Workers
+from pipeline import Annotated, PenstockError, Segment
+from pipeline.network import EndpointId, Runtime, Workers
+from pipeline.prometheus_text import merged
 from pipeline.protocols import BackendOutput, LLMEngineOutput
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .config import GraphConfig, RouterName
 
-ENDPOINT = "penstock/engine/generate"
-"""Where the engine instances are served."""
+if TYPE_CHECKING:
+    from pipeline.metrics import Metrics
 
 StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
 """OpenAI requests in, detokenized items out."""
@@ -33,16 +38,112 @@ _MODES: Mapping[RouterName, Literal["round_robin", "random", "direct"]] = {
 }
 
 
+@frozen
+class Hosting:
+    """How the workers of a graph are hosted.
+
+    `environment` is where workers find their settings; `metrics` are of the component family. `times` are those of each
+    worker's end; by default the environment's without a grace period, for in one process nobody has to hear first that
+    it is gone.
+    """
+
+    environment: Mapping[str, str] = field(factory=dict)
+    metrics: Metrics | None = None
+    health: SystemHealth | None = None
+    times: ShutdownTimes = field(default=Factory(lambda self: _without_grace(self.environment), takes_self=True))
+
+
+def _without_grace(environment: Mapping[str, str]) -> ShutdownTimes:
+    return evolve(ShutdownTimes.from_environment(environment), grace_s=0.0)
+
+
+@frozen
+class OpenGraph:
+    """A graph that runs, and the workers behind it."""
+
+    graph: StandardGraph
+    workers: list[Worker]
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """What ended its first engine, once none works any more."""
+        failures = [worker.failure for worker in self.workers if worker.failure is not None]
+        return failures[0] if len(failures) == len(self.workers) else None
+
+    def native_metrics(self) -> str:
+        """The engines' own metrics as Prometheus text, each family once whatever workers have it."""
+        return merged(worker.native_metrics() for worker in self.workers)
+
+
 @asynccontextmanager
 async def standard_graph(config: GraphConfig) -> AsyncIterator[StandardGraph]:
     """The graph of a config with all it needs running; leaving the block drains and closes it."""
+    async with hosted_graph(config, Hosting()) as opened:
+        yield opened.graph
+
+
+@asynccontextmanager
+async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[OpenGraph]:
+    """The same with its workers. Raises what keeps one from starting, once those before it have ended.
+
+    Leaving takes nothing new, lets what runs finish in the time the runtime gives, then ends the workers, all at once.
+    """
     model = config.load_model()
-    async with Runtime.in_process() as runtime:
-        for _ in range(config.workers):
-            await runtime.serve(ENDPOINT, config.make_engine())
-        workers = runtime.workers(ENDPOINT, Annotated[LLMEngineOutput])
-        await workers.wait_for_instances(config.workers)
-        yield line(model, workers, config)
+    endpoint = EndpointId(config.worker.namespace, config.worker.component, config.worker.endpoint)
+    async with Runtime.in_process(metrics=hosting.metrics) as runtime:
+        hosted = _workers(config, hosting, config.worker_settings(model), runtime)
+        async with _running(hosted):
+            workers = runtime.workers(endpoint, Annotated[LLMEngineOutput])
+            await workers.wait_for_instances(config.workers)
+            yield OpenGraph(line(model, workers, config), hosted)
+            await _finish(hosted, runtime.graceful_timeout_s)
+
+
+def _workers(config: GraphConfig, hosting: Hosting, settings: WorkerConfig, runtime: Runtime) -> list[Worker]:
+    return [
+        Worker(
+            engine,
+            settings,
+            runtime=runtime,
+            metrics=hosting.metrics,
+            environment=hosting.environment,
+            health=hosting.health,
+            times=hosting.times,
+        )
+        for engine in config.make_engines(config.workers)
+    ]
+
+
+@asynccontextmanager
+async def _running(workers: Sequence[Worker]) -> AsyncIterator[None]:
+    """Starts one after the other, and ends all at the same time: each may have a grace period and take its time."""
+    entered: list[Worker] = []
+    why: tuple[Any, ...] = (None, None, None)
+    try:
+        for worker in workers:
+            await worker.__aenter__()
+            entered.append(worker)
+        for worker in workers:
+            if worker.failure is not None:  # while a later one started
+                raise worker.failure
+        yield
+    except BaseException as error:
+        why = type(error), error, error.__traceback__
+        raise
+    finally:
+        async with anyio.create_task_group() as tasks:
+            for worker in entered:
+                tasks.start_soon(worker.__aexit__, *why)
+
+
+async def _finish(workers: Sequence[Worker], within_s: float) -> None:
+    """Takes nothing new, and waits for what runs."""
+    served = [worker.served for worker in workers if worker.served is not None]
+    for one in served:
+        await one.withdraw()
+    with anyio.move_on_after(within_s):
+        for one in served:
+            await one.drained()
 
 
 def line(model: Model, workers: Workers[Any, Any], config: GraphConfig) -> StandardGraph:

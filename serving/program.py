@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+
+import anyio
+
+from engines import SystemHealth, Worker
+from pipeline import Annotated
+from pipeline.network import Runtime
+from pipeline.protocols import LLMEngineOutput
 
 from .config import GraphConfig
 from .environment import integer
-from .graphs import standard_graph
-from .http import Availability, HttpOptions, Telemetry, app, served
-from .server import GRACE_S, HttpServer, serve
+from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line, standard_graph
+from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, served, status_app, status_port
+from .server import GRACE_S, HttpServer, listen, serve
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+_STATUS_HOST = "0.0.0.0"
+"""Probes come from outside of the container."""
 
 
 async def serve_graph(
@@ -23,21 +37,139 @@ async def serve_graph(
     *,
     access_log: bool = False,
 ) -> None:
-    """Serves the standard graph until a signal; says where and which models. Raises InvalidArgument."""
-    async with standard_graph(config) as graph:
-        models = ", ".join(served(graph))
-        availability = Availability()
-        application = app(
-            graph,
-            options=HttpOptions.from_environment(environment),
-            availability=availability,
-            telemetry=Telemetry(prefix=environment.get("DYN_METRICS_PREFIX"), environment=environment),
-        )
-        server = HttpServer(application, listener, access_log=access_log)
+    """Serves the standard graph until a signal; says where and which models.
+
+    A signal while the engines start cancels that; what is open is closed. Raises InvalidArgument, what keeps an engine
+    from starting, and the failure of an engine once none works any more, which ends it as a signal does.
+    """
+    front = _Front(environment)
+    _interrupt_on_sigterm()
+    async with hosted_graph(config, Hosting(environment, front.telemetry.component_metrics)) as opened:
+        front.telemetry.add_text(opened.native_metrics)
+        server = front.server(opened.graph, listener, access_log=access_log)
         _settle()
+        ready = partial(say, f"Serving {front.models} at {server.url}")
+        await _serve_while_engines_work(opened, server, front, ready)
+        _interrupt_on_sigterm()  # the loop has taken it back with the handlers of `serve`
+    if (failure := opened.failure) is not None:
+        raise failure
+
+
+async def _serve_while_engines_work(
+    opened: OpenGraph, server: HttpServer, front: _Front, ready: Callable[[], object]
+) -> None:
+    async def end_without_engines() -> None:
+        for worker in opened.workers:
+            await worker.wait()
+        await front.availability.drain(front.grace_s)
+        server.stop()
+
+    async with anyio.create_task_group() as beside:
+        beside.start_soon(end_without_engines)
+        await serve(server, front.availability, ready, front.grace_s)
+        beside.cancel_scope.cancel()
+
+
+async def host_worker(
+    config: GraphConfig,
+    listener: socket.socket,
+    environment: Mapping[str, str],
+    say: Callable[[str], object],
+    *,
+    access_log: bool = False,
+) -> None:
+    """Hosts one engine by the life-cycle of a worker, signals included, with a server beside it.
+
+    Raises what the worker raises when it cannot start. See `Worker.run` for what signals do; new requests are refused
+    from the first one on.
+    """
+    front, health = _Front(environment), SystemHealth.from_environment(environment)
+    metrics, model = front.telemetry.component_metrics, config.load_model()
+    with _status_listener(environment) as status:
+        async with Runtime.in_process(metrics=metrics) as runtime:
+            (engine,) = config.make_engines(1)
+            settings = config.worker_settings(model)
+            worker = Worker(engine, settings, runtime=runtime, metrics=metrics, environment=environment, health=health)
+            front.telemetry.add_text(worker.native_metrics)
+            workers = runtime.workers(worker.endpoint, Annotated[LLMEngineOutput])
+            servers = [front.server(line(model, workers, config), listener, access_log=access_log)]
+            if status is not None:
+                servers.append(HttpServer(status_app(health, front.telemetry, environment), status))
+
+            async def announce() -> None:
+                await workers.wait_for_instances()
+                health.set_process_ready(True)
+                _settle()
+                where = f"{worker.endpoint.path}; serving {front.models} at {servers[0].url}"
+                status_at = "" if status is None else f"; status at {servers[1].url}"
+                say(f"Hosting {config.engine} at {where}{status_at}")
+
+            async def refuse() -> None:
+                await worker.wait()
+                health.set_process_ready(False)
+                await front.availability.drain(worker.times.deadline_s)
+
+            await _run_beside(worker, servers, announce, refuse)
+
+
+async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Work) -> None:
+    """Runs all of it until the worker has ended. Raises what that raises."""
+    failure: Exception | None = None
+    async with anyio.create_task_group() as beside:
+        for work in (*(server.run for server in servers), *others):
+            beside.start_soon(work)
+        try:
+            await worker.run()
+        except Exception as error:  # as it is, not inside a group
+            failure = error
+        for server in servers:
+            server.stop()
+        beside.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+class _Front:
+    """What a server needs beside its graph."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.telemetry = Telemetry(prefix=environment.get("DYN_METRICS_PREFIX"), environment=environment)
+        self.availability = Availability()
+        self.models = ""
         grace_s = integer(environment.get("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"), 0, 10**9)
-        ready = partial(say, f"Serving {models} at {server.url}")
-        await serve(server, availability, ready, GRACE_S if grace_s is None else grace_s)
+        self.grace_s = GRACE_S if grace_s is None else float(grace_s)
+        self._options = HttpOptions.from_environment(environment)
+
+    def server(self, graph: StandardGraph, listener: socket.socket, *, access_log: bool) -> HttpServer:
+        """A server of the graph on the listening socket."""
+        self.models = ", ".join(served(graph))
+        options, availability, telemetry = self._options, self.availability, self.telemetry
+        application = app(graph, options=options, availability=availability, telemetry=telemetry)
+        return HttpServer(application, listener, access_log=access_log)
+
+
+def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
+    """Where the environment wants the worker's status. Raises OSError if nobody can listen there."""
+    if (port := status_port(environment)) is None:
+        return nullcontext()
+    try:
+        return listen(_STATUS_HOST, port)
+    except OSError as error:
+        raise OSError(error.errno, f"{STATUS_PORT_ENV}={port}: {error.strerror}") from error
+
+
+def _interrupt_on_sigterm() -> None:
+    """Makes SIGTERM do what Ctrl-C does while nobody listens to it: tasks are cancelled, and close what they hold.
+
+    A shell starts what runs behind it with interrupts ignored; then the loop has no handler of its own for them.
+    """
+
+    def interrupt(*_: object) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def _settle() -> None:

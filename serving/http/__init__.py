@@ -4,6 +4,17 @@ from .application import app
 from .availability import Availability, Phase
 from .options import HttpOptions
 from .service import served
+from .status import STATUS_PORT_ENV, status_app, status_port
 from .telemetry import Telemetry
 
-__all__ = ["Availability", "HttpOptions", "Phase", "Telemetry", "app", "served"]
+__all__ = [
+    "STATUS_PORT_ENV",
+    "Availability",
+    "HttpOptions",
+    "Phase",
+    "Telemetry",
+    "app",
+    "served",
+    "status_app",
+    "status_port",
+]

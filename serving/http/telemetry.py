@@ -6,7 +6,7 @@ global, so several apps in one process show only their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -33,13 +33,21 @@ class Telemetry:
         self._registry = CollectorRegistry()
         reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=self._registry)
         self._provider = MeterProvider([reader], Resource.get_empty(), shutdown_on_exit=False)
-        self.metrics = Metrics(self._provider.get_meter("penstock"), prefix=prefix, environment=environment)
+        meter = self._provider.get_meter("penstock")
+        self.metrics = Metrics(meter, prefix=prefix, environment=environment)
+        self.component_metrics = Metrics(meter, family="component", environment=environment)
+        """For the workers of this program."""
+        self._texts: list[Callable[[], str]] = []
         self.gaps = TokenGaps(self.metrics.buckets(_GAPS))
         self._registry.register(_Gaps(self.gaps, self.metrics.full_name(_GAPS)))
 
+    def add_text(self, text: Callable[[], str]) -> None:
+        """Shows metrics that somebody else counts, such as an engine's own, behind all others; given as they are."""
+        self._texts.append(text)
+
     def text(self) -> bytes:
         """All metrics as they are now."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + "".join(text() for text in self._texts).encode()
 
 
 class _Gaps(Collector):

@@ -10,7 +10,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine, run_conformance
 from pipeline import Annotated, Context, InvalidArgument
 from pipeline.protocols import (
     CompletionUsage,
@@ -36,8 +36,9 @@ def asked(prompt: int, n: int | None = None, **conditions: Any) -> PreprocessedR
 
 
 async def echo(request: PreprocessedRequest, delay_s: float = 0.0) -> list[LLMEngineOutput]:
-    stream = await EchoEngine(delay_s).generate(Context(request))
-    outputs = [item.data for item in await stream.collect()]
+    async with as_engine(EchoEngine(delay_s)) as engine:
+        items = await (await engine.generate(Context(request))).collect()
+    outputs = [item.data for item in items]
     assert None not in outputs
     return [output for output in outputs if output is not None]
 
@@ -109,7 +110,7 @@ async def test_each_token_takes_its_delay() -> None:
 @pytest.mark.parametrize("delay_s", [0.0, 5.0])
 async def test_a_stop_gives_one_cancelled_item_with_what_was_said(delay_s: float) -> None:
     context = Context(asked(100))
-    async with await EchoEngine(delay_s).generate(context) as stream:
+    async with as_engine(EchoEngine(delay_s)) as engine, await engine.generate(context) as stream:
         await stream.__anext__()
         context.stop()
         rest = [item async for item in stream]
@@ -118,9 +119,17 @@ async def test_a_stop_gives_one_cancelled_item_with_what_was_said(delay_s: float
     ]
 
 
+async def test_a_stop_gives_one_cancelled_item_for_all_choices() -> None:
+    context = Context(asked(100, 3))
+    async with as_engine(EchoEngine()) as engine, await engine.generate(context) as stream:
+        await stream.__anext__()
+        context.stop()
+        assert [item.data and item.data.finish_reason for item in await stream.collect()] == [CANCELLED]
+
+
 async def test_a_stop_between_the_ends_of_two_choices_cancels_the_one_that_goes_on() -> None:
     context = Context(asked(1, 2))
-    async with await EchoEngine().generate(context) as stream:
+    async with as_engine(EchoEngine()) as engine, await engine.generate(context) as stream:
         assert (await stream.__anext__()).data == LLMEngineOutput([0], index=0, finish_reason=STOP)
         context.stop()
         (last,) = [item.data async for item in stream]
@@ -130,7 +139,7 @@ async def test_a_stop_between_the_ends_of_two_choices_cancels_the_one_that_goes_
 
 async def test_nothing_follows_the_last_item_even_after_a_stop() -> None:
     context = Context(asked(1))
-    async with await EchoEngine().generate(context) as stream:
+    async with as_engine(EchoEngine()) as engine, await engine.generate(context) as stream:
         await stream.__anext__()
         context.stop()
         assert [item async for item in stream] == []
@@ -140,9 +149,9 @@ async def test_nothing_follows_the_last_item_even_after_a_stop() -> None:
 async def test_a_delay_is_cut_short(verb: str, items: int) -> None:
     context = Context(asked(100))
     began = anyio.current_time()
-    async with await EchoEngine(delay_s=3600).generate(context) as stream, anyio.create_task_group() as tasks:
+    async with as_engine(EchoEngine(delay_s=3600)) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(_later, verb, context)
-        assert len([item async for item in stream]) == items
+        assert len(await (await engine.generate(context)).collect()) == items
     assert anyio.current_time() - began < 2
 
 
@@ -179,11 +188,14 @@ async def test_a_long_answer_without_a_delay_lets_others_run() -> None:
 async def test_a_request_that_cannot_be_answered_is_refused_before_its_first_item(
     request_: PreprocessedRequest, field: str
 ) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        await EchoEngine().generate(Context(request_))
-    assert caught.value.field == field
+    async with as_engine(EchoEngine()) as engine, await engine.generate(Context(request_)) as stream:
+        (item,) = [item async for item in stream]
+    error = item.extract_error()
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01])
-async def test_the_engine_contract_holds(delay_s: float) -> None:
-    await check_engine(lambda: EchoEngine(delay_s), request=asked(60, 2), bad_request=asked(1, n=0))
+async def test_both_engine_contracts_hold(delay_s: float) -> None:
+    await check_engine(lambda: as_engine(EchoEngine(delay_s)), request=asked(60, 2), bad_request=asked(1, n=0))
+    await run_conformance(lambda: EchoEngine(delay_s))

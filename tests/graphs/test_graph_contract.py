@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess, PushRouter
 from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
@@ -22,10 +23,12 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="x" * 60)], **fields)
 
 
-def over_a_fixed_pool() -> Any:
+@asynccontextmanager
+async def over_a_fixed_pool() -> AsyncIterator[Any]:
     model = Model.byte_level("echo")
-    pool = static_workers({1: EchoEngine(), 2: EchoEngine()})
-    return Preprocess(model) >> Detokenize(model) >> Faults(delay_s=0.01) >> Probe() >> PushRouter(pool)
+    async with as_engine(EchoEngine()) as one, as_engine(EchoEngine()) as two:
+        pool = static_workers({1: one, 2: two})
+        yield Preprocess(model) >> Detokenize(model) >> Faults(delay_s=0.01) >> Probe() >> PushRouter(pool)
 
 
 GRAPHS: dict[str, Callable[[], Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from contextlib import AsyncExitStack
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import define, frozen
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess, PushRouter
 from pipeline import Annotated, Context, PenstockError, ResponseStream, Segment
 from pipeline.network import static_workers
@@ -81,14 +82,14 @@ class Run:
         self.outcomes: dict[str, Outcome] = {}
         self.top, self.bottom = Probe().named("top"), Probe().named("bottom")
         model = Model.byte_level("echo")
-        engines = {1: EchoEngine(0.05), 2: EchoEngine(), 3: EchoEngine(0.01)}
+        self.engines = {1: as_engine(EchoEngine(0.05)), 2: as_engine(EchoEngine()), 3: as_engine(EchoEngine(0.01))}
         self.graph: Segment[Any, Annotated[BackendOutput]] = (
             self.top
             >> Preprocess(model)
             >> Detokenize(model)
             >> Faults(plan=lambda request: self.plans[request.id].fault)
             >> self.bottom
-            >> PushRouter(static_workers(engines, name="echo"))
+            >> PushRouter(static_workers(self.engines, name="echo"))
         )
 
     async def one(self, number: int, plan: Plan) -> None:
@@ -188,7 +189,10 @@ async def test_every_request_ends_in_one_allowed_way_and_nothing_stays_open() ->
     rng = Random(20261121)
     run = Run()
     gc.collect()
-    with watch_streams() as streams:
+    async with AsyncExitStack() as stack:
+        streams = stack.enter_context(watch_streams())
+        for engine in run.engines.values():
+            await stack.enter_async_context(engine)
         limiter = anyio.CapacityLimiter(AT_ONCE)
 
         async def limited(number: int, plan: Plan) -> None:

@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import ChatTemplate, Detokenize, HuggingFaceTokenizer, Model, Preprocess
 from pipeline import Context
 from pipeline.codec import from_plain
@@ -28,9 +28,10 @@ def chat(text: str, **fields: Any) -> ChatCompletionRequest:
 
 
 async def answer(model: Model, request: ChatCompletionRequest) -> list[BackendOutput]:
-    graph = Preprocess(model) >> Detokenize(model) >> EchoEngine()
     with watch_streams() as streams:
-        items = await (await graph.generate(Context(request))).collect()
+        async with as_engine(EchoEngine()) as engine:
+            graph = Preprocess(model) >> Detokenize(model) >> engine
+            items = await (await graph.generate(Context(request))).collect()
     assert streams.open == []
     return [item.data for item in items if item.data is not None]
 
@@ -77,5 +78,5 @@ async def test_the_models_end_token_ends_the_echo_unless_ignored(byte_level: Hug
 
 def test_the_graph_prints_as_it_is_written() -> None:
     model = Model.byte_level()
-    graph = Preprocess(model) >> Detokenize(model) >> EchoEngine(delay_s=0.5)
-    assert str(graph) == "Preprocess(echo) >> Detokenize(echo) >> EchoEngine(delay_s=0.5)"
+    graph = Preprocess(model) >> Detokenize(model) >> as_engine(EchoEngine(delay_s=0.5))
+    assert str(graph) == "Preprocess(echo) >> Detokenize(echo) >> as_engine(EchoEngine)"

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline import InvalidArgument
-from pipeline.prometheus_text import with_labels
+from pipeline.prometheus_text import Sample, family, merged, with_labels
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,74 @@ def test_a_reader_finds_both_labels_whatever_they_say(own: str, added: str) -> N
     text = with_labels(generate_latest(registry).decode(), {"added": added})
     (family,) = text_string_to_metric_families(text)
     assert [(sample.labels, sample.value) for sample in family.samples] == [({"own": own, "added": added}, 1.5)]
+
+
+# -- families and texts of several programs
+
+
+def test_a_family_is_what_a_reader_takes_for_one() -> None:
+    labels = {"path": 'a"b\\c\nd'}
+    text = family("up", "gauge", "is it\nup, or \\ not", [Sample(labels, 2), Sample({}, 0.5)])
+    (read,) = text_string_to_metric_families(text)
+    assert (read.name, read.type, read.documentation) == ("up", "gauge", "is it\nup, or \\ not")
+    assert [(sample.labels, sample.value) for sample in read.samples] == [(labels, 2.0), ({}, 0.5)]
+
+
+def test_parts_of_a_family_are_told_apart_by_what_is_behind_its_name() -> None:
+    parts = [Sample({"le": "+Inf"}, 3, "_bucket"), Sample({}, 3, "_count"), Sample({}, 4.5, "_sum")]
+    (read,) = text_string_to_metric_families(family("wait", "histogram", "", parts))
+    assert [sample.name for sample in read.samples] == ["wait_bucket", "wait_count", "wait_sum"]
+
+
+GAUGE = '# HELP up Is it up\n# TYPE up gauge\nup{w="%d"} 1\n'
+HISTOGRAM = '# TYPE wait histogram\nwait_bucket{le="+Inf",w="%d"} 3\nwait_sum{w="%d"} 1\nwait_count{w="%d"} 3\n'
+
+
+def test_texts_together_have_each_family_once_with_all_its_samples() -> None:
+    both = merged([GAUGE % 1 + HISTOGRAM % (1, 1, 1), GAUGE % 2 + HISTOGRAM % (2, 2, 2)])
+    assert both.split("\n")[:4] == ["# HELP up Is it up", "# TYPE up gauge", 'up{w="1"} 1', 'up{w="2"} 1']
+    up, wait = text_string_to_metric_families(both)
+    assert (len(up.samples), len(wait.samples)) == (2, 6)
+    assert both.count("# TYPE") == 2
+
+
+def test_a_part_without_its_type_goes_with_the_family_that_has_one() -> None:
+    bare = 'wait_sum{w="2"} 1\nwait_count{w="2"} 3\n'
+    (read,) = text_string_to_metric_families(merged([HISTOGRAM % (1, 1, 1) + GAUGE % 1, bare]).partition("# HELP")[0])
+    assert len(read.samples) == 5
+
+
+def test_a_name_that_only_looks_like_a_part_is_a_family_of_its_own() -> None:
+    text = "# TYPE up gauge\nup 1\n# TYPE up_sum gauge\nup_sum 4\nup_count 2\n"
+    assert merged([text, text]).split("\n") == [
+        *("# TYPE up gauge", "up 1", "up 1"),
+        *("# TYPE up_sum gauge", "up_sum 4", "up_sum 4"),
+        *("up_count 2", "up_count 2", ""),
+    ]
+
+
+def test_of_two_helps_the_first_one_counts() -> None:
+    assert merged(["# HELP up a\nup 1", "# HELP up b\n# TYPE up gauge\nup 2\n"]) == (
+        "# HELP up a\n# TYPE up gauge\nup 1\nup 2\n"
+    )
+
+
+def test_the_end_of_a_text_is_not_the_end_of_all() -> None:
+    assert merged(["up 1\n# EOF\n", "\n\nup 2"]) == "up 1\nup 2\n"
+
+
+def test_a_line_that_is_no_sample_stays_with_the_one_before() -> None:
+    assert merged(["up 1\n# so far\ndown 1", "up 2"]) == "up 1\n# so far\nup 2\ndown 1\n"
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", "\n"]])
+def test_no_texts_are_no_text(texts: list[str]) -> None:
+    assert merged(texts) == ""
+
+
+@given(st.lists(st.sampled_from([GAUGE % 1, HISTOGRAM % (1, 1, 1), 'bare{a="# HELP up"} 1\n', "# odd\n"]), max_size=5))
+def test_what_is_merged_stays_as_it_is_and_loses_no_line(texts: list[str]) -> None:
+    both = merged(texts)
+    assert merged([both]) == both
+    samples = [line for text in texts for line in text.split("\n") if line and not line.startswith("#")]
+    assert sorted(line for line in both.split("\n") if line and not line.startswith("#")) == sorted(samples)

@@ -1,9 +1,14 @@
-"""An in-memory client of ASGI apps that can read slowly and go away, and items to answer with."""
+"""An in-memory client of ASGI apps that can read slowly and go away, items to answer with, and the program itself."""
 
 from __future__ import annotations
 
+import http.client
 import json
-from collections.abc import Callable, MutableMapping
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import anyio
@@ -183,3 +188,43 @@ def last() -> Callable[..., Annotated[BackendOutput]]:
         return Annotated(BackendOutput([], [], None, finish_reason=reason, completion_usage=usage, **fields))
 
     return make
+
+
+@pytest.fixture
+def program() -> Any:
+    """Runs `penstock serve`, or another command that serves, with these options: gives the process and its address."""
+
+    @contextmanager
+    def run(*options: str, command: tuple[str, ...] = ("serve",), cwd: Any = None, **variables: str) -> Iterator[Any]:
+        with subprocess.Popen(
+            [sys.executable, "-m", "serving", *command, "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables,
+            cwd=cwd,
+        ) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                assert "http://" in line, line + str(process.stderr and process.stderr.read())
+                yield process, line.split("http://")[1].partition(";")[0].strip()
+            finally:
+                process.kill()
+
+    return run
+
+
+@pytest.fixture
+def post() -> Any:
+    """Sends a chat to the address and gives the response, its connection open; keywords are fields of the request."""
+
+    @contextmanager
+    def send(address: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
+        body = {"model": "echo", "messages": [{"role": "user", "content": "hello"}]} | fields
+        with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                yield response
+
+    return send

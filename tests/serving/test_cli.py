@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from http.client import HTTPResponse
 
 import pytest
 
 ROOT_COMMAND = [sys.executable, "-m", "serving"]
+Program = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
+Post = Callable[..., AbstractContextManager[HTTPResponse]]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ROOT_COMMAND, *options], capture_output=True, text=True, timeout=30, check=False)
 
 
-@contextmanager
-def program(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The running server and its address."""
-    command = [*ROOT_COMMAND, "serve", "--port", "0", *options]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | variables
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("Serving "), line + str(process.stderr and process.stderr.read())
-            yield process, line.split("http://")[1].strip()
-        finally:
-            process.kill()
-
-
-@contextmanager
-def post(address: str, **fields: Any) -> Iterator[http.client.HTTPResponse]:
-    """The response to a chat, its connection open."""
-    body = {"model": "echo", "messages": [{"role": "user", "content": "hello"}]} | fields
-    with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        with connection.getresponse() as response:
-            yield response
-
-
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals) -> None:
+def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals, program: Program, post: Post) -> None:
     with program("--model-name", "echo") as (process, address):
         with post(address) as response:
             answer = json.loads(response.read())
@@ -61,7 +35,7 @@ def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals)
         assert time.monotonic() - began < 3
 
 
-def test_the_first_signal_lets_answers_finish() -> None:
+def test_the_first_signal_lets_answers_finish(program: Program, post: Post) -> None:
     with program("--engine-arg", "delay_s=0.1") as (process, address):
         with post(address, stream=True, max_tokens=5) as response:
             response.read(1)
@@ -76,7 +50,7 @@ ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 1_000_000}
 
 
 @pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
-def test_the_second_signal_ends_at_once(delay: str) -> None:
+def test_the_second_signal_ends_at_once(delay: str, program: Program, post: Post) -> None:
     with program("--engine-arg", delay) as (process, address), post(address, **ENDLESS) as response:
         response.read(1)
         process.send_signal(signal.SIGINT)
@@ -89,7 +63,7 @@ def test_the_second_signal_ends_at_once(delay: str) -> None:
 
 
 @pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
-def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str) -> None:
+def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str, program: Program, post: Post) -> None:
     with (
         program("--engine-arg", delay, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0") as (process, address),
         post(address, **ENDLESS) as response,
@@ -100,7 +74,7 @@ def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str
         assert (process.returncode, errors) == (0, "")
 
 
-def test_unknown_fields_of_requests_are_ignored_if_wished() -> None:
+def test_unknown_fields_of_requests_are_ignored_if_wished(program: Program, post: Post) -> None:
     for variables, status in (({}, 400), ({"DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": "1"}, 200)):
         with program(**variables) as (_, address), post(address, foo=1) as response:
             assert response.status == status
@@ -121,7 +95,7 @@ def test_a_graph_is_drawn_in_each_form(form: str) -> None:
         (["--engine-arg", "delay_s=soon"], ["--engine-arg delay_s", "a number", "soon"]),
         (["--engine-arg", "volume=3"], ["--engine-arg volume", "delay_s"]),
         (["--engine-arg", "delay_s"], ["--engine-arg", "NAME=VALUE"]),
-        (["--engine-arg", "delay_s=1", "--engine-arg", "delay_s=2"], ["--engine-arg", "twice"]),
+        (["--engine-arg", "delay-s=1", "--engine-arg", "delay_s=2"], ["--engine-arg", "delay_s", "twice"]),
         (["--workers", "0"], ["--workers", "0"]),
         (["--workers", "many"], ["--workers", "integer"]),
         (["--router", "nearest"], ["--router", "round-robin"]),
@@ -138,7 +112,7 @@ def test_a_wrong_option_ends_with_a_line_that_names_it(options: list[str], words
     assert "Traceback" not in ended.stderr
 
 
-def test_a_port_that_is_taken_is_a_line_too() -> None:
+def test_a_port_that_is_taken_is_a_line_too(program: Program) -> None:
     with program() as (_, address):
         ended = run("serve", "--port", address.rpartition(":")[2])
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)

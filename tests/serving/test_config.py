@@ -7,45 +7,11 @@ from typing import Any
 
 import pytest
 
-from engines import EchoEngine
+from engines import DisaggregationMode, EchoEngine, WorkerConfig
+from engines.mocker import MockEngine
+from operators import Model
 from pipeline import InvalidArgument
-from serving.config import GraphConfig, converted
-
-
-def takes(count: int, ratio: float = 1.0, *, loud: bool = False, name: str | None = None, place: Path = Path()) -> Any:
-    return (count, ratio, loud, name, place)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("count", "3", 3),
-        ("ratio", "0.5", 0.5),
-        ("ratio", "2", 2.0),
-        ("loud", "true", True),
-        ("loud", "False", False),
-        ("name", "x", "x"),
-        ("place", "/tmp", Path("/tmp")),
-    ],
-)
-def test_texts_become_what_the_engine_wants(name: str, text: str, value: Any) -> None:
-    assert converted(takes, {name: text}) == {name: value}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("count", "x", "must be an integer, got 'x'"),
-        ("count", "1.5", "must be an integer, got '1.5'"),
-        ("ratio", "", "must be a number, got ''"),
-        ("loud", "1", "must be true or false, got '1'"),
-        ("volume", "1", "no such argument; there are: count, ratio, loud, name, place"),
-    ],
-)
-def test_a_wrong_argument_of_the_engine_is_named(name: str, text: str, message: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^{message}$") as failure:
-        converted(takes, {name: text})
-    assert failure.value.field == f"engine_args.{name}"
+from serving.config import GraphConfig
 
 
 @pytest.mark.parametrize(
@@ -55,6 +21,10 @@ def test_a_wrong_argument_of_the_engine_is_named(name: str, text: str, message: 
         ({"router": "nearest"}, "router"),
         ({"engine": "gpt"}, "engine"),
         ({"engine_args": {"delay_s": "soon"}}, "engine_args.delay_s"),
+        ({"engine_args": {"volume": "1"}}, "engine_args.volume"),
+        ({"engine": "mocker", "engine_args": {"num_gpu_blocks": "0"}}, "engine_args.num_gpu_blocks"),
+        ({"engine": "mocker", "engine_args": {"worker_type": "decode"}}, "engine_args.worker_type"),
+        ({"worker": WorkerConfig(endpoint_types="prefill")}, "endpoint_types"),
         ({"model_name": " "}, "model_name"),
     ],
 )
@@ -66,7 +36,7 @@ def test_what_cannot_be_served_is_refused_at_once(fields: dict[str, Any], place:
 
 def test_each_worker_gets_an_engine_of_its_own() -> None:
     config = GraphConfig(engine_args={"delay_s": "0.5"}, workers=2)
-    first, second = config.make_engine(), config.make_engine()
+    first, second = config.make_engines(2)
     assert first is not second
     assert isinstance(first, EchoEngine)
     assert first.delay_s == 0.5
@@ -80,3 +50,45 @@ def test_without_a_folder_the_built_in_model_is_served() -> None:
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
         GraphConfig(model_path=tmp_path).load_model()
+
+
+def test_the_mock_engine_is_what_its_worker_is_and_says_what_the_model_can_show() -> None:
+    decode = WorkerConfig(disaggregation_mode=DisaggregationMode.DECODE)
+    first, second = GraphConfig(engine="mocker", worker=decode, engine_args={"block_size": "16"}).make_engines(2)
+    assert isinstance(first, MockEngine)
+    assert isinstance(second, MockEngine)
+    assert (first.args.worker_type, first.args.block_size) == ("decode", 16)
+    assert first.exchange is second.exchange
+
+
+def test_workers_are_published_under_the_model_they_serve() -> None:
+    config = GraphConfig(model_name="parrot")
+    settings = config.worker_settings(config.load_model())
+    assert (settings.namespace, settings.component, settings.endpoint) == ("penstock", "engine", "generate")
+    assert (settings.model_name, settings.served_model_name) == ("", "parrot")
+    named = WorkerConfig(model_name="elsewhere/model")
+    assert GraphConfig(worker=named).worker_settings(Model.byte_level()) is named
+
+
+def test_each_mock_worker_listens_at_ports_of_its_own() -> None:
+    texts = {"zmq_kv_events_port": "5600", "dp_size": "2"}
+    engines = GraphConfig(engine="mocker", engine_args=texts).make_engines(3)
+    assert [getattr(engine, "args").zmq_kv_events_port for engine in engines] == [5600, 5602, 5604]  # noqa: B009
+
+
+def test_a_mock_engine_is_no_encode_worker() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        GraphConfig(engine="mocker", worker=WorkerConfig(disaggregation_mode=DisaggregationMode.ENCODE))
+    assert refused.value.field == "engine"
+
+
+def test_a_template_of_the_worker_replaces_the_models(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("said: {{ messages[-1].content }}")
+    model = GraphConfig(worker=WorkerConfig(custom_jinja_template=template)).load_model()
+    assert model.chat_template is not None
+    assert model.chat_template.render([{"role": "user", "content": "hi"}]) == "said: hi"
+    template.write_text("{% broken")
+    with pytest.raises(InvalidArgument) as refused:
+        GraphConfig(worker=WorkerConfig(custom_jinja_template=template)).load_model()
+    assert refused.value.field == "custom_jinja_template"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from engines import EchoEngine
+from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess
 from pipeline import Annotated, AsyncEngine, Context, Operator, ResponseStream, function_engine
 from pipeline.protocols import BackendOutput, PreprocessedRequest
@@ -72,7 +72,7 @@ def a_wrong_edge_in_a_longer_line() -> object:
 
 
 def a_chat_straight_into_an_engine_of_tokens() -> object:
-    return Preprocess(MODEL) >> EchoEngine()  # wrong: Preprocess, EchoEngine
+    return Preprocess(MODEL) >> as_engine(EchoEngine())  # wrong: Preprocess, EchoEngine
 
 
 def detokenizing_what_is_text_already() -> object:
@@ -80,7 +80,7 @@ def detokenizing_what_is_text_already() -> object:
 
 
 def detokenizing_twice() -> object:
-    return Detokenize(MODEL) >> Detokenize(MODEL) >> EchoEngine()  # wrong: Detokenize, Detokenize
+    return Detokenize(MODEL) >> Detokenize(MODEL) >> as_engine(EchoEngine())  # wrong: Detokenize, Detokenize
 
 
 def preprocessing_below_detokenizing() -> object:

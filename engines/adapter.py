@@ -1,0 +1,259 @@
+"""RequestAdapter: an LLMEngine as an AsyncEngine, with everything one request needs around its chunks.
+
+    request ──► role's checks ──► span ──► engine.generate
+    items   ◄── first token, contract, errors ◄── chunks          stop, kill ──► abort
+
+Source: dynamo lib/backend-common/src/adapter.rs and engine.rs. Other than there the contract is held in production too:
+what breaks it becomes a typed error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from inspect import isasyncgen, isawaitable, iscoroutine
+from typing import Any, cast
+
+from anyio.lowlevel import current_token
+from attrs import evolve
+
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, Once, PenstockError, ResponseStream, until_killed
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.tracing import OpenSpan, annotate, link_to, trace_link
+
+from .abort_watch import AbortWatch
+from .chunk_rules import ChunkRules, engine_error, is_cancellation
+from .generate_context import FirstToken, GenerateContext
+from .generate_record import GenerateRecord
+from .llm import Chunks, LLMEngine
+from .roles import DisaggregationMode, enforce_prefill_max_tokens, require_hand_over
+
+_log = logging.getLogger(__name__)
+
+SPAN = "engine.generate"
+Source = AsyncGenerator[LLMEngineOutput, None]
+Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
+"""Runs a coroutine function in the background."""
+
+
+class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
+    """Serves requests with a started engine, which it neither starts nor cleans up.
+
+    A chunk becomes a data item, what the engine raises an error item that ends the stream; what it raises before there
+    are chunks goes to the caller. On the first chunk with tokens the first token is signalled and the chunk is stamped
+    with the span. Nothing is read after the terminal chunk. After a stop the stream ends with a cancelled chunk, made
+    here if the engine just ends; after a kill it ends at once, without one. `spawn` runs the calls of `abort`; without
+    it there are none. `details` puts times and counts into the span, at some cost for each chunk.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        *,
+        mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
+        model: str = "",
+        spawn: Spawn | None = None,
+        details: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.mode = mode
+        self.model = model
+        self._details = details
+        overrides_abort = type(engine).abort is not LLMEngine.abort
+        self._spawn = spawn if overrides_abort else None
+
+    @property
+    def name(self) -> str:
+        return self._name or type(self.engine).__name__
+
+    def __str__(self) -> str:
+        return self.name
+
+    async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
+        payload = self._prepared(request.payload)
+        call = _Call(self, request, payload)
+        try:
+            made = self.engine.generate(payload, call.context)
+            chunks = await _unless_killed(made, request) if isawaitable(made) else made
+        except Exception as error:
+            raised = engine_error(error)
+            if not (is_cancellation(raised) and request.is_stopped):
+                call.fails(raised, kind="setup_failed")
+            call.end()
+            raise raised from (error if raised is not error else error.__cause__)
+        except BaseException:
+            call.end()
+            raise
+        call.begin()
+        call.ended = Once(call.end)
+        return ResponseStream(self._items(chunks, call), request, call.ended)
+
+    def _prepared(self, payload: PreprocessedRequest) -> PreprocessedRequest:
+        """The request as this role's engine is given it. Raises InvalidArgument for one that is not for this role."""
+        if self.mode is DisaggregationMode.PREFILL:
+            return enforce_prefill_max_tokens(payload)
+        if self.mode is DisaggregationMode.DECODE:
+            require_hand_over(payload)
+        return payload
+
+    async def _items(self, chunks: Chunks, call: _Call) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+        control, engine_ends = call.request.control, self.engine.hears_kill and isasyncgen(chunks)
+        source = cast(Source, chunks) if engine_ends else until_killed(chunks, call.request)
+        steady = False
+        try:
+            async for chunk in source:
+                if control.is_killed:
+                    return
+                # Nearly every chunk comes this way: an ordinary one, where nobody wants anything else of it.
+                if steady and type(chunk) is LLMEngineOutput and chunk.finish_reason is None:
+                    yield Annotated(chunk)
+                    continue
+                admitted, is_last, steady = call.admit(chunk)
+                yield Annotated(admitted)
+                if is_last:
+                    return
+            if not control.is_killed and (last := call.cut_short()) is not None:
+                yield Annotated(last)
+        except Exception as error:
+            item = call.failed(error)
+            await self._close(source, call)  # what the request held is free before anybody sees the error
+            if item is not None:
+                yield item
+        finally:
+            try:
+                await self._close(source, call)
+            finally:
+                call.ended.release()
+
+    async def _close(self, source: Source, call: _Call) -> None:
+        """Ends the engine's generator. What it raises then comes too late for the reader, and is logged."""
+        try:
+            await source.aclose()
+        except Exception:
+            _log.exception("closing the chunks of request %r failed", call.request.id)
+
+    def record(self, payload: PreprocessedRequest) -> GenerateRecord | None:
+        """What collects the details of one request, if they are wanted."""
+        if not self._details:
+            return None
+        # A dropped stream ends its call outside of any task, where anyio itself does not find the clock.
+        clock = current_token().backend_class.current_time
+        return GenerateRecord(payload, self.mode.display, self.model, clock)
+
+    def abort_watch(self, first_token: FirstToken | None, context: GenerateContext) -> AbortWatch | None:
+        """What calls abort for one request, if the engine wants it called."""
+        if (spawn := self._spawn) is None:
+            return None
+        return AbortWatch(first_token, lambda: spawn(lambda: self._abort(context)))
+
+    async def _abort(self, context: GenerateContext) -> None:
+        """Tells the engine that the request is given up."""
+        try:
+            await self.engine.abort(context)
+        except Exception:
+            _log.exception("abort of request %r failed", context.id)
+
+
+async def _unless_killed(set_up: Awaitable[Chunks], request: Context[Any]) -> Chunks:
+    """The chunks, once the engine has set them up. Raises Cancelled if the request is killed before."""
+    if request.is_killed:
+        if iscoroutine(set_up):
+            set_up.close()
+    else:
+        async with aclosing(until_killed(_only(set_up), request)) as made:
+            async for chunks in made:
+                return chunks
+    raise Cancelled("killed before there was an answer")
+
+
+async def _only(item: Awaitable[Chunks]) -> AsyncGenerator[Chunks, None]:
+    yield await item
+
+
+class _Call:
+    """One request under way: its contexts, its span, its abort, and how far it has come."""
+
+    ended: Once
+
+    def __init__(
+        self, adapter: RequestAdapter, request: Context[PreprocessedRequest], payload: PreprocessedRequest
+    ) -> None:
+        self._span = OpenSpan(request, SPAN)
+        self.request = self._span.context
+        first_token = FirstToken() if adapter.mode is DisaggregationMode.DECODE else None
+        self.context = GenerateContext(self.request, first_token, metadata=request.metadata)
+        encodes = adapter.mode is DisaggregationMode.ENCODE
+        self._rules = ChunkRules(payload.sampling_options.n or 1, encodes=encodes)
+        self._stamps_last = adapter.mode in (DisaggregationMode.PREFILL, DisaggregationMode.ENCODE)
+        self._awaits_token = True
+        self._is_complete = False
+        self._error: PenstockError | None = None
+        self._error_kind: str | None = None
+        self._record = adapter.record(payload)
+        self._abort = adapter.abort_watch(first_token, self.context)
+        if (link := payload.migration_link) is not None:
+            annotate(self.request, {"migration.trace_id": link.trace_id, "migration.span_id": link.span_id})
+            link_to(self.request, link)
+
+    def begin(self) -> None:
+        """The engine has taken the request: from here on it may be told to abort it."""
+        if self._abort is not None:
+            self._abort.begin(self.request.control)
+
+    def admit(self, chunk: LLMEngineOutput) -> tuple[LLMEngineOutput, bool, bool]:
+        """The chunk as it goes on, whether it is the last, and whether ordinary ones need no look from here on.
+
+        Raises ContractViolation for a chunk that may not come.
+        """
+        is_last = self._rules.admit(chunk)
+        if self._awaits_token and (chunk.token_ids or (is_last and self._stamps_last)):
+            self._awaits_token = False
+            self.context.notify_first_token()
+            if chunk.worker_trace_link is None and (link := trace_link(self.request)) is not None:
+                chunk = evolve(chunk, worker_trace_link=link)  # a copy: the engine may say the same chunk again
+        if self._record is not None:
+            self._record.saw(chunk)
+        self._is_complete = is_last
+        return chunk, is_last, self._record is None and not self._awaits_token and self._rules.is_single
+
+    def cut_short(self) -> LLMEngineOutput | None:
+        """What ends a stream whose engine just ended. Raises StreamIncomplete unless it was stopped."""
+        last = self._rules.cut_short(stopped=self.request.is_stopped)
+        return None if last is None else self._last(last)
+
+    def failed(self, error: Exception) -> Annotated[LLMEngineOutput] | None:
+        """What ends a stream whose engine raised; None after a kill."""
+        if self.request.is_killed:
+            return None
+        raised = engine_error(error)
+        if self.request.is_stopped and is_cancellation(raised):
+            return Annotated(self._last(LLMEngineOutput.cancelled()))
+        self.fails(raised)
+        return Annotated.from_error(raised)
+
+    def fails(self, error: PenstockError, kind: str | None = None) -> None:
+        self._error, self._error_kind = error, kind or error.type_name
+
+    def end(self) -> None:
+        """The stream is over, however it ended."""
+        if self._abort is not None:
+            self._abort.end()
+        stopped = self.request.is_stopped
+        dropped = not (self._is_complete or self._error is not None or stopped)
+        if self._record is not None:
+            cancelled = stopped and (self._rules.is_cancelled or not self._is_complete)
+            said = self._record.attributes(cancelled=cancelled, dropped=dropped, error_kind=self._error_kind)
+            annotate(self.request, said)
+        if self._error is not None:
+            self._span.fails(self._error)
+        elif dropped:
+            self._span.fails("Dropped")
+        self._span.end()
+
+    def _last(self, chunk: LLMEngineOutput) -> LLMEngineOutput:
+        """Notes a cancelled chunk that the engine has not made."""
+        self._is_complete = self._rules.is_cancelled = True
+        if self._record is not None:
+            self._record.saw(chunk)
+        return chunk

@@ -1,0 +1,142 @@
+"""Lifecycle: one engine's start, drain and cleanup, each done once, and the states between them.
+
+    init ──start──► running ──────cleanup──► stopped
+      │  └─fails──► start_failed ─cleanup──────▲
+      └──cleanup, the engine's own not called──┘
+
+Source: dynamo lib/backend-common/src/worker.rs, LifecycleState, start_engine and cleanup_once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Literal
+
+import anyio
+
+from pipeline import ContractViolation, EngineShutdown
+
+from .chunk_rules import engine_error
+from .engine_metrics import EngineMetrics, Step
+from .llm import EngineConfig, LLMEngine
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerState(StrEnum):
+    """How far the life of a worker's engine has come."""
+
+    INIT = "init"
+    RUNNING = "running"
+    START_FAILED = "start_failed"
+    STOPPED = "stopped"
+
+
+Happening = Literal["started", "start_failed", "cleaned_up"]
+
+TRANSITIONS: Mapping[tuple[WorkerState, Happening], WorkerState] = {
+    (WorkerState.INIT, "started"): WorkerState.RUNNING,
+    (WorkerState.INIT, "start_failed"): WorkerState.START_FAILED,
+    (WorkerState.INIT, "cleaned_up"): WorkerState.STOPPED,
+    (WorkerState.RUNNING, "cleaned_up"): WorkerState.STOPPED,
+    (WorkerState.START_FAILED, "cleaned_up"): WorkerState.STOPPED,
+    (WorkerState.STOPPED, "cleaned_up"): WorkerState.STOPPED,
+}
+"""Everything that may happen, and the state after it."""
+
+
+def after(state: WorkerState, happening: Happening) -> WorkerState:
+    """The state after it happened. Raises ContractViolation for what cannot happen in this state."""
+    if (state, happening) not in TRANSITIONS:
+        raise ContractViolation(f"a worker that is {state} cannot have {happening.replace('_', ' ')}")
+    return TRANSITIONS[state, happening]
+
+
+def owes_cleanup(state: WorkerState) -> bool:
+    """Whether the engine's cleanup is still to be called: once its start was, well or not."""
+    return state in (WorkerState.RUNNING, WorkerState.START_FAILED)
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Lets errors of the tree through and turns foreign ones into a BackendError: see `engine_error`.
+
+    One that came alone in an exception group, as from a task group, comes as itself.
+    """
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+            (error,) = error.exceptions
+        raised = engine_error(error)
+        raise raised from (error if raised is not error else error.__cause__)
+
+
+class Lifecycle:
+    """Drives one engine once. For one task, except that `state` may be read from anywhere."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.state = WorkerState.INIT
+        self.load_time_s = 0.0
+        self._engine = engine
+        self._metrics = EngineMetrics()
+        self.is_cleaning_up = False
+        """True from the beginning of `clean_up` on."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Starts the engine. A foreign error comes as a BackendError; `clean_up` is owed then as well.
+
+        Raises EngineShutdown the second time, and after `clean_up`; ContractViolation for an engine that does not say
+        what it is.
+        """
+        if self.state is not WorkerState.INIT:
+            raise EngineShutdown(f"this worker is {self.state}: make another")
+        began_s = anyio.current_time()
+        happened: Happening = "start_failed"
+        try:
+            with engine_errors():
+                config = await self._engine.start(worker_id)
+            if not isinstance(config, EngineConfig):
+                raise ContractViolation(f"start returned {type(config).__name__}, not EngineConfig")
+            happened = "started"
+        finally:
+            self.state = after(self.state, happened)
+        self.load_time_s = anyio.current_time() - began_s
+        return config
+
+    def measure(self, metrics: EngineMetrics) -> None:
+        """Records the time of the start, and of what follows."""
+        self._metrics = metrics
+        metrics.took("model_load", self.load_time_s)
+
+    async def drain(self) -> None:
+        """Drains the engine, if it runs; what it raises is logged."""
+        if self.state is WorkerState.RUNNING:
+            await self._do("drain", self._engine.drain)
+
+    async def clean_up(self) -> None:
+        """Cleans the engine up if that is owed; the second call does nothing. What it raises is logged.
+
+        The worker is stopped afterwards in any case, also if this is cancelled.
+        """
+        if self.is_cleaning_up:
+            return
+        self.is_cleaning_up = True
+        try:
+            if owes_cleanup(self.state):
+                await self._do("cleanup", self._engine.cleanup)
+        finally:
+            self.state = after(self.state, "cleaned_up")
+
+    async def _do(self, step: Step, work: Callable[[], Awaitable[None]]) -> None:
+        began_s = anyio.current_time()
+        try:
+            await work()
+        except Exception:
+            _log.exception("%s of %s failed", step, type(self._engine).__name__)
+        finally:
+            self._metrics.took(step, anyio.current_time() - began_s)

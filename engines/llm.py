@@ -1,0 +1,135 @@
+"""LLMEngine: what somebody writes to serve a model; `start`, `generate` and `cleanup` are required.
+
+    construct ──► start ──► kv_event_sources, setup_metrics ──► generate, generate, ... ──► drain ──► cleanup
+                      └──── background, beside all that ───────    └─ abort, when a request is stopped ────┘
+
+Host one with a `Worker`, or alone with `as_engine`; prove one with `run_conformance`.
+
+Source: dynamo lib/backend-common/src/engine.rs, LLMEngine and EngineConfig.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeAlias
+
+from attrs import define, field, fields
+
+from pipeline import InvalidArgument
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+
+from .engine_metrics import MetricsBindings, MetricsContext
+from .generate_context import GenerateContext
+from .kv_sources import KvEventSource
+
+Chunks: TypeAlias = AsyncIterator[LLMEngineOutput]
+
+
+@define(slots=True, kw_only=True)
+class EngineConfig:
+    """What a started engine says of itself; None means not advertised, never zero.
+
+    Lengths in tokens. `bootstrap_host` and `bootstrap_port` are where decode workers meet this prefill worker, for
+    engines with such a handshake; one without the other is ignored.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    model_aliases: list[str] = field(factory=list)
+    context_length: int | None = None
+    kv_cache_block_size: int | None = None
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    data_parallel_size: int | None = None
+    data_parallel_start_rank: int | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    runtime_data: dict[str, Any] = field(factory=dict)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """From a mapping, flat or with a part of it nested under `llm`. Raises InvalidArgument for an unknown name."""
+        nested = plain.get("llm") or {}
+        flat = {name: value for name, value in plain.items() if name != "llm"} | dict(nested)
+        known = {attribute.name for attribute in fields(cls)}
+        if unknown := sorted(flat.keys() - known):
+            raise InvalidArgument(f"no such setting; there are: {', '.join(sorted(known))}", field=unknown[0])
+        if "model" not in flat:
+            raise InvalidArgument("is required", field="model")
+        return cls(**flat)
+
+
+class LLMEngine(ABC):
+    """An engine that answers tokens with tokens. The contract, checked by `run_conformance` and held by the adapter:
+
+    L1. `generate` yields chunks of tokens and then exactly one terminal chunk, one with a finish reason; nothing
+        follows it. With `n` choices each has its terminal chunk, told apart by `index`, from 0.
+    L2. Between two chunks it looks at `context.is_stopped`; once that is set it soon ends with finish reason cancelled.
+    L3. Whatever a request holds is released when its generator is closed, by `finally`: no `abort` comes then.
+    L4. The usage of the last chunk, if it has one, counts as completion tokens exactly the tokens of all chunks.
+    L5. A request that cannot be served raises InvalidArgument, before or instead of the first chunk.
+    L6. Requests run at the same time and do not affect each other.
+    L7. `cleanup` may come twice, and after a `start` that failed.
+
+    An engine that raises loses this request only; the error keeps its class, a foreign one becomes a `BackendError`.
+    """
+
+    hears_kill: ClassVar[bool] = False
+    """True promises that a generator ends by itself, at once, after a kill, whatever it waits for.
+
+    Nobody then needs to race its chunks against the kill: half a microsecond a chunk on asyncio, four on trio. Without
+    the promise what the generator waits for is cancelled, unless a cancel scope of its own shields it.
+    """
+
+    @abstractmethod
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Loads the model; when it returns `generate` is served, many requests at a time. May take minutes.
+
+        Called once, before anything else. `worker_id` is unique among all live workers and means nothing. If it raises,
+        `cleanup` follows.
+        """
+
+    async def background(self) -> None:  # noqa: B027  (optional)
+        """What has to run beside the requests, such as a scheduler's loop, on whatever loop there is.
+
+        The host runs it in a task of its own, from after `start` until after `cleanup`, and cancels it then. It may
+        return early. What it raises ends the engine: the host gives it up.
+        """
+
+    @abstractmethod
+    def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks | Awaitable[Chunks]:
+        """Answers one request: an async generator, or a coroutine that returns one. See the contract.
+
+        Whatever the request holds is taken in the generator's body: one that is never read is never begun.
+        """
+
+    async def abort(self, context: GenerateContext) -> None:  # noqa: B027  (optional)
+        """Called at most once for a request that was stopped or killed, while its generator may still run.
+
+        For telling a scheduler elsewhere; what the request holds here is released in its generator. On a decode worker
+        it waits for the first token. What it raises is logged.
+        """
+
+    async def drain(self) -> None:  # noqa: B027  (optional)
+        """Ends transfers in the background, such as blocks that a decode worker still pulls.
+
+        Called once, when no new request comes any more, before `cleanup`. What it raises is logged.
+        """
+
+    @abstractmethod
+    async def cleanup(self) -> None:
+        """Releases everything, also what a failed `start` left. Called once if `start` was; must bear a second call."""
+
+    async def kv_event_sources(self) -> Sequence[KvEventSource]:
+        """Where its KV events come from, one source for each rank, the same at each call. Asked after `start`."""
+        return ()
+
+    async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
+        """Attaches its metrics and names the ranks it will publish snapshots of, the same at each call."""
+        return MetricsBindings()
+
+    async def health_check_payload(self) -> Mapping[str, Any] | None:
+        """A minimal request, as plain values, that shows that the engine works; None: it is not probed."""
+        return None

@@ -1,0 +1,171 @@
+"""Answer: one request on one rank, from its submission to its last chunk.
+
+plan ──begin──► sequences on the rank ── passes ──► chunks: tokens, first with usage; a last one, empty
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import anyio
+
+from pipeline import Control, InvalidArgument
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
+
+from .channel import Channel
+from .logprobs import log_probabilities
+from .rank import Rank
+from .request_plan import RequestPlan
+from .sequence import Sequence
+
+REJECTED = "request rejected: request exceeds worker admission limits"
+
+
+class Answer:
+    """What becomes of one request. Whoever makes it closes it; then it holds nothing on the rank.
+
+    `params` come with the first chunk, for the worker that goes on. `last_delay_s` is waited before the last chunk.
+    `control` is a child of the request's own: `give_up` stops this answer and nothing else of the request.
+    """
+
+    def __init__(
+        self,
+        plan: RequestPlan,
+        rank: Rank,
+        control: Control,
+        *,
+        params: Any = None,
+        last_delay_s: float = 0.0,
+    ) -> None:
+        self.rank = rank
+        self.channel = Channel()
+        self.sequences = plan.sequences(rank.scheduler.block_size, rank.dp_rank)
+        self.control = Control()
+        control.link_child(self.control)
+        self._plan = plan
+        self._params = params
+        self._last_delay_s = last_delay_s
+        self._said_tokens = 0
+        self._finished: list[Sequence] = []
+        self._forget = self.control.on_stop(self.channel.news.ring)
+        if rank.latencies is not None:
+            rank.latencies.begin(self.sequences, anyio.current_time())
+
+    def begin(self, *, holds_blocks: bool = False) -> None:
+        """Submits all choices. With `holds_blocks` they keep their blocks in the end, until `release`."""
+        for sequence in self.sequences:
+            self.rank.submit(sequence, self.channel, holds_blocks=holds_blocks)
+
+    def release(self) -> None:
+        """The blocks it was to hold are not needed any more."""
+        for sequence in self.sequences:
+            self.rank.release(sequence)
+
+    def close(self) -> None:
+        """Takes it off the rank, whatever has become of it. Idempotent; needs no loop."""
+        self._forget()
+        for sequence in self.sequences:
+            self.rank.cancel(sequence)
+
+    def give_up(self) -> None:
+        """Ends it as a stop does: the engine is closing."""
+        self.control.stop()
+
+    async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
+        """Everything it says. Raises InvalidArgument if the rank can never serve it, and what broke the rank."""
+        passes, control = self.channel.passes, self.control
+        is_plain = len(self.sequences) == 1 and self._plan.logprobs is None
+        while True:
+            while passes and not control.is_stopped:
+                sequence, token_ids, is_finished = passes.popleft()
+                if is_plain and self._said_tokens:
+                    # Nearly every chunk comes this way, and is nothing but its tokens.
+                    self._said_tokens += len(token_ids)
+                    yield LLMEngineOutput(token_ids)
+                elif token_ids:
+                    yield self._chunk(sequence, token_ids)
+                if is_finished:
+                    if await self._is_cut_short():
+                        break
+                    self._finished.append(sequence)
+                    yield self._last(sequence, FinishReason.LENGTH, with_usage=self._is_done)
+                    if self._is_done:
+                        return
+            if control.is_stopped:
+                if not control.is_killed:
+                    yield self.cancelled()
+                return
+            self._check()
+            await self.channel.news.wait()
+
+    async def finished(self) -> None:
+        """Returns when the rank has done with every choice; raises as `chunks`."""
+        while True:
+            self._check()
+            if not any(self.rank.follows(sequence) for sequence in self.sequences):
+                return
+            await self.channel.news.wait()
+
+    def cancelled(self) -> LLMEngineOutput:
+        """The last chunk of an answer that is given up: of a choice that has not had its own."""
+        unfinished = next(sequence for sequence in self.sequences if sequence not in self._finished)
+        return self._last(unfinished, FinishReason.CANCELLED, with_usage=True)
+
+    @property
+    def _is_done(self) -> bool:
+        return len(self._finished) == len(self.sequences)
+
+    def _check(self) -> None:
+        """Raises what ended the request on the rank."""
+        if self.channel.error is not None:
+            raise self.channel.error
+        if self.channel.is_rejected:
+            raise InvalidArgument(REJECTED)
+
+    async def _is_cut_short(self) -> bool:
+        """Waits before the very last chunk if that is due; True if a stop came meanwhile."""
+        if self._last_delay_s and len(self._finished) + 1 == len(self.sequences):
+            with anyio.move_on_after(self._last_delay_s):
+                await self.control.stopped()
+        return self.control.is_stopped
+
+    def _chunk(self, sequence: Sequence, token_ids: list[int]) -> LLMEngineOutput:
+        chunk = LLMEngineOutput(token_ids)
+        if len(self.sequences) > 1:
+            chunk.index = sequence.owner
+        if not self._said_tokens:
+            self._said_tokens = len(token_ids)
+            chunk.completion_usage = self._usage()
+            chunk.disaggregated_params = self._params
+        else:
+            self._said_tokens += len(token_ids)
+        if self._plan.logprobs is not None:
+            chunk.log_probs, chunk.top_logprobs = log_probabilities(token_ids, self._plan.logprobs)
+        return chunk
+
+    def _last(self, sequence: Sequence, reason: FinishReason, *, with_usage: bool) -> LLMEngineOutput:
+        chunk = LLMEngineOutput([], finish_reason=reason)
+        if len(self.sequences) > 1:
+            chunk.index = sequence.owner
+        if with_usage:
+            chunk.completion_usage = self._usage()
+        return chunk
+
+    def _usage(self) -> CompletionUsage:
+        usage = CompletionUsage.of(len(self._plan.prompt), self._said_tokens)
+        if (cached := self.sequences[0].cached_tokens) is not None:
+            usage.prompt_tokens_details = PromptTokensDetails(cached)
+        return usage
+
+
+def nothing(choices: int, control: Control) -> Iterator[LLMEngineOutput]:
+    """The whole answer to a request for no tokens."""
+    if control.is_stopped:
+        yield LLMEngineOutput.cancelled()
+        return
+    for index in range(choices):
+        chunk = LLMEngineOutput.length()
+        if choices > 1:
+            chunk.index = index
+        yield chunk

@@ -1,0 +1,231 @@
+"""MockEngine: an engine without a model, that schedules, caches, pre-empts and takes time as a real one does.
+
+    request ──► plan ──► rank's scheduler ── passes ──► chunks of tokens, usage, the end
+                              └──► KV events, also over ZeroMQ; snapshots; metrics
+
+What it says follows from the request alone, so a request that goes on elsewhere goes on with the same tokens.
+
+Source: dynamo lib/mocker/src/engine.rs and components/src/dynamo/mocker. Other than there, live and simulated runs are
+the same code on another clock, and blocks of a request are freed whichever way it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Sequence as Items
+from contextlib import ExitStack, aclosing
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import anyio
+
+from pipeline import Control, EngineShutdown, InvalidArgument
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+
+from ..engine_metrics import MetricsBindings, MetricsContext, SnapshotPublisher
+from ..generate_context import GenerateContext
+from ..kv_sources import PushSource
+from ..llm import EngineConfig, LLMEngine
+from ..probe import health_payload
+from .answer import Answer, nothing
+from .args import MockEngineArgs
+from .args_idle import idle_arguments
+from .assembly import check_timing, make_timing
+from .event_feed import EventFeed
+from .exchange import HandoffExchange
+from .hand_over import receive_blocks, send_blocks
+from .handoff_sides import HandoffKey
+from .handoff_timing import TransferTiming, handoff_delay_ms
+from .native_metrics import NativeMetrics
+from .rank import Rank
+from .recorded import RecordedOutputs
+from .request_plan import RequestPlan, checked_rank, plan_request
+from .timing import TimingModel
+
+_log = logging.getLogger(__name__)
+
+MODEL = "mocker-model"
+
+
+class MockEngine(LLMEngine):
+    """A simulated engine with `args.dp_size` ranks, each with a cache and a batch of its own.
+
+    `timing` replaces the model of time the arguments choose. Workers of one deployment that hand blocks over share an
+    `exchange`. Of the tokens it says, `token_ids` is the range; a tokenizer must know them. `clock` gives the time of
+    day in seconds, which KV events over ZeroMQ carry; without it they carry the loop's. Raises InvalidArgument where
+    the arguments describe a predictor of times and there is no `timing`; the start warns of arguments that change
+    nothing.
+
+    An answer that is recorded (`RecordedOutputs`) is said as it is. After a stop one chunk with finish reason cancelled
+    follows, after a kill nothing; either way, and when a stream is closed or dropped, the request's blocks are free at
+    once. `cleanup` ends what runs as a stop does, and the sockets.
+    """
+
+    hears_kill: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        args: MockEngineArgs | None = None,
+        *,
+        timing: TimingModel | None = None,
+        exchange: HandoffExchange | None = None,
+        token_ids: range | None = None,
+        model: str = MODEL,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> None:
+        self.args = MockEngineArgs() if args is None else args
+        if timing is None:
+            check_timing(self.args)
+        if token_ids is not None and not token_ids:
+            raise InvalidArgument("there must be a token to say", field="token_ids")
+        self._timing = timing
+        self.exchange = exchange
+        self._token_ids = token_ids
+        self._model = model
+        self._clock = clock
+        self._recorded: RecordedOutputs | None = None
+        self._metrics: NativeMetrics | None = None
+        self._owned = ExitStack()
+        self._answers: dict[str, Answer] = {}
+        self._turn = 0
+        self._is_closing = False
+        self.ranks: list[Rank] = []
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Raises EngineShutdown if it was started before, InvalidArgument for files and extras its arguments need, and
+        Unavailable for a port that is taken; what it opened until then is closed.
+        """
+        if self.ranks or self._is_closing:
+            raise EngineShutdown("a mock engine starts once")
+        args = self.args
+        for name, why in idle_arguments(args, has_timing=self._timing is not None):
+            _log.warning("%s=%s has no effect: %s", name, getattr(args, name), why)
+        timing = make_timing(args) if self._timing is None else self._timing
+        if args.response_replay_trace_path is not None:
+            self._recorded = RecordedOutputs.load(args.response_replay_trace_path)
+        with ExitStack() as owned:
+            ranks = [
+                Rank(rank, args, timing, seed_offset=worker_id * args.dp_size + rank) for rank in range(args.dp_size)
+            ]
+            for rank in ranks:
+                self._feed(rank, owned)
+            if args.startup_time:
+                await anyio.sleep(args.startup_time)
+            self.ranks, self._owned = ranks, owned.pop_all()
+        return self._config()
+
+    def _config(self) -> EngineConfig:
+        args = self.args
+        bootstrap_port = args.bootstrap_port if args.worker_type == "prefill" else None
+        return EngineConfig(
+            model=self._model,
+            context_length=args.max_model_len,
+            kv_cache_block_size=args.block_size,
+            total_kv_blocks=args.num_gpu_blocks,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            data_parallel_size=args.dp_size,
+            bootstrap_host="127.0.0.1" if bootstrap_port is not None else None,
+            bootstrap_port=bootstrap_port,
+        )
+
+    async def background(self) -> None:
+        async with anyio.create_task_group() as ranks:
+            for rank in self.ranks:
+                ranks.start_soon(rank.run)
+
+    async def generate(
+        self, request: PreprocessedRequest, context: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """Raises InvalidArgument for a request it cannot serve or whose id is in use, EngineShutdown unless started."""
+        if self._is_closing or not self.ranks:
+            raise EngineShutdown("the mock engine is not running")
+        if context.id in self._answers:
+            raise InvalidArgument(f"request {context.id!r} is running already", field="id")
+        recorded = None if self._recorded is None else self._recorded.find(request, context.id)
+        plan = plan_request(request, self.args, token_ids=self._token_ids, recorded=recorded)
+        if not plan.output_tokens:
+            for chunk in nothing(len(plan.outputs), context.control):
+                yield chunk
+            return
+        answer = self._answers[context.id] = self._answer(request, plan, context.control)
+        try:
+            async with aclosing(self._chunks(request, answer, context.id)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            del self._answers[context.id]
+            answer.close()
+
+    async def cleanup(self) -> None:
+        self._is_closing = True
+        for answer in list(self._answers.values()):
+            answer.give_up()
+        self._owned.close()
+
+    async def kv_event_sources(self) -> Items[PushSource]:
+        if not self.args.publishes_kv_events:
+            return ()
+        return [PushSource(rank.publish_to, rank.dp_rank) for rank in self.ranks]
+
+    async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
+        if self._metrics is None:
+            self._metrics = NativeMetrics(self.args, context.model, self.ranks)
+        return MetricsBindings([rank.dp_rank for rank in self.ranks], self._show_in, self._metrics.text)
+
+    async def health_check_payload(self) -> Mapping[str, Any]:
+        return health_payload()
+
+    def _show_in(self, publisher: SnapshotPublisher) -> None:
+        for rank in self.ranks:
+            rank.snapshots = publisher
+
+    def _feed(self, rank: Rank, owned: ExitStack) -> None:
+        """Publishes the rank's events on the ports the arguments name, if they name any."""
+        rank.feed = EventFeed.bound(rank.scheduler.pool, self.args, rank.dp_rank, self._clock)
+        if rank.feed is not None:
+            owned.callback(rank.feed.close)
+
+    def _answer(self, request: PreprocessedRequest, plan: RequestPlan, control: Control) -> Answer:
+        rank = self.ranks[self._rank_for(request)]
+        if self.args.worker_type != "prefill":
+            return Answer(plan, rank, control)
+        params = {"mocker_handle": str(uuid4()), "completed_tokens": len(plan.prompt)}
+        hands_over = request.bootstrap_info is not None
+        delay_s = 0.0 if hands_over else self._transfer_delay_s(len(plan.prompt))
+        return Answer(plan, rank, control, params=params, last_delay_s=delay_s)
+
+    def _chunks(
+        self, request: PreprocessedRequest, answer: Answer, request_id: str
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """The answer's chunks: of an ordinary request, or of one end of a hand-over."""
+        info = request.bootstrap_info
+        if info is None or self.args.worker_type == "aggregated":
+            answer.begin()
+            return answer.chunks()
+        if self.exchange is None:
+            raise InvalidArgument("this worker shares no exchange with others", field="bootstrap_info")
+        key = HandoffKey.of(info, request_id)
+        if self.args.worker_type == "decode":
+            return receive_blocks(answer, self.exchange, key)
+        return send_blocks(answer, self.exchange, key, self._transfer(len(request.token_ids)))
+
+    def _rank_for(self, request: PreprocessedRequest) -> int:
+        """The rank the request names, else the next one in turn."""
+        if (named := checked_rank(request, self.args)) is not None:
+            return named
+        turn, self._turn = self._turn, (self._turn + 1) % len(self.ranks)
+        return turn
+
+    def _transfer(self, prompt_tokens: int) -> TransferTiming:
+        args = self.args
+        return TransferTiming(
+            prompt_tokens, args.kv_bytes_per_token, args.kv_transfer_bandwidth, args.kv_transfer_timing_mode
+        )
+
+    def _transfer_delay_s(self, prompt_tokens: int) -> float:
+        """What the last chunk of a prefill waits where nobody meets: the time its blocks would be on their way."""
+        timing = self._transfer(prompt_tokens)
+        delay_ms = handoff_delay_ms(timing, prompt_tokens, worker_type=self.args.worker_type, is_completed=True)
+        return (delay_ms or 0.0) / 1000

@@ -1,0 +1,77 @@
+"""How long the KV blocks of a prefilled prompt are on their way to the decode worker.
+
+Source: dynamo lib/mocker/src/common/handoff.rs, HandoffTransferTiming. Other than there, numbers that make no sense are
+refused where the record is made, and a delay that comes out infinite where it is computed.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+from typing import get_args
+
+from attrs import frozen
+
+from pipeline import InvalidArgument
+
+from .args import TransferTimingMode, WorkerType
+
+_BYTES_PER_GB = 1e9
+_MS_PER_S = 1000.0
+
+
+@frozen
+class TransferTiming:
+    """What the prefill side knows about the transfer of one prompt.
+
+    `mode` says whose tokens travel: all of the prompt, or those the decode side does not have yet. Raises
+    InvalidArgument, naming the field, for a negative number and for one that is not finite.
+    """
+
+    prompt_tokens: int
+    kv_bytes_per_token: int | None = None
+    bandwidth_gb_s: float | None = None
+    """Decimal gigabytes a second; none and 0 both mean that no delay is modelled."""
+    mode: TransferTimingMode = "full_prompt"
+
+    def __attrs_post_init__(self) -> None:
+        _not_negative(self.prompt_tokens, "prompt_tokens")
+        _not_negative(self.kv_bytes_per_token, "kv_bytes_per_token")
+        _not_negative(self.bandwidth_gb_s, "bandwidth_gb_s")
+        if self.mode not in get_args(TransferTimingMode):
+            raise InvalidArgument(f"unknown transfer timing {self.mode!r}", field="mode")
+
+    def delay_ms(self, missing_tokens: int) -> float | None:
+        """The time on the way where so many tokens are missing at the destination; none where it is not modelled.
+
+        `missing_tokens` counts only in mode destination_missing and may exceed the prompt: blocks are whole. Raises
+        InvalidArgument if it is negative, or if the delay is beyond any number.
+        """
+        _not_negative(missing_tokens, "missing_tokens")
+        if self.kv_bytes_per_token is None or not self.bandwidth_gb_s:
+            return None
+        tokens = self.prompt_tokens if self.mode == "full_prompt" else missing_tokens
+        try:
+            delay_ms = tokens * self.kv_bytes_per_token / (self.bandwidth_gb_s * _BYTES_PER_GB) * _MS_PER_S
+        except (OverflowError, ZeroDivisionError):
+            delay_ms = inf
+        if not isfinite(delay_ms):
+            raise InvalidArgument(f"the transfer of {tokens} tokens would never end", field="bandwidth_gb_s")
+        return delay_ms
+
+
+def handoff_delay_ms(
+    timing: TransferTiming, missing_tokens: int, *, worker_type: WorkerType, is_completed: bool
+) -> float | None:
+    """The delay this worker owes the hand-over: only a prefill worker whose prefill is complete owes one.
+
+    Zero is a delay too: the step is taken. Raises as `TransferTiming.delay_ms`.
+    """
+    if worker_type != "prefill" or not is_completed:
+        return None
+    return timing.delay_ms(missing_tokens)
+
+
+def _not_negative(value: float | None, name: str) -> None:
+    # An integer of any length is finite, but may be too long to become the float that isfinite asks for.
+    if value is not None and not (value >= 0 and (isinstance(value, int) or isfinite(value))):
+        raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)

@@ -1,0 +1,177 @@
+"""Meeting: the two sides of one hand-over and what happens between them.
+
+    source       submit ─ hold ─┐                            release
+    meeting                     ├─► facts ─► Handoff ─► actions
+    destination       reserve ──┘         transfer ─ activate
+
+Each side waits in its own task only (`hold`; `reserve` and the time on the way), so no task belongs to the meeting.
+What does not wait is called at once by whoever brought it about. A side that has to be cancelled while it waits is
+interrupted and cancels itself on its way out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from attrs import frozen
+
+from pipeline import Cancelled
+from pipeline.errors import BackendConnectionTimeout, BackendDisconnected, BackendResponseTimeout
+
+from .handoff import ActionKind, ActionOutcome, EndReason, Handoff, HandoffAction, HandoffOrder
+from .handoff_sides import HandoffKey
+
+if TYPE_CHECKING:
+    from .seat import Seat
+
+_log = logging.getLogger(__name__)
+
+Role = Literal["source", "destination"]
+
+_WAITING_FOR: dict[ActionKind, Role] = {
+    ActionKind.SUBMIT_PREFILL: "source",
+    ActionKind.RESERVE_DESTINATION: "destination",
+    ActionKind.START_TRANSFER: "destination",
+}
+"""The actions that wait, and the side in whose task."""
+_TO_CANCEL: dict[ActionKind, Role] = {
+    ActionKind.CANCEL_SOURCE: "source",
+    ActionKind.CANCEL_DESTINATION: "destination",
+}
+_FIRST: dict[HandoffOrder, Role] = {"source_first": "source", "destination_first": "destination"}
+_OTHER: dict[Role, Role] = {"source": "destination", "destination": "source"}
+
+
+@frozen
+class Ending:
+    """Why a meeting ended before the hand-over was complete."""
+
+    reason: EndReason
+    by: Role | None = None
+    """The side that ended it; none for the clock."""
+    cause: Exception | None = None
+    had_met: bool = False
+    """Whether both sides were there."""
+
+    def error_for(self, role: Role, request_id: str) -> Exception:
+        """What that side is told."""
+        of = f"of the hand-over of request {request_id!r}"
+        if self.by == role:
+            return self.cause or Cancelled(f"the {role} {of} was stopped")
+        if self.by is not None:
+            verb = "failed" if self.reason == "failed" else "left"
+            return BackendDisconnected(f"the {self.by} {of} {verb}", cause=self.cause)
+        if self.had_met:
+            return BackendResponseTimeout(f"the session {of} took too long")
+        return BackendConnectionTimeout(f"the {_OTHER[role]} {of} did not come in time")
+
+
+class Meeting:
+    """One `Handoff` and its two seats. `deadline_s` is for the other side to come, then for all the rest."""
+
+    def __init__(
+        self,
+        key: HandoffKey,
+        order: HandoffOrder,
+        *,
+        rendezvous_s: float,
+        session_s: float,
+        on_over: Callable[[Meeting], None],
+    ) -> None:
+        self.key = key
+        self.handoff = Handoff(order)
+        self.seats: dict[Role, Seat] = {}
+        self.ending: Ending | None = None
+        self.deadline_s = min(rendezvous_s, session_s)
+        self._session_s = session_s
+        self._on_over = on_over
+        self._turns: dict[Role, HandoffAction] = {}
+        self._owed: dict[Role, ActionKind] = {}
+
+    def seat(self, seat: Seat) -> None:
+        """Takes a side in. What is its turn already starts when its task next waits here."""
+        self.seats[seat.role] = seat
+        if len(self.seats) > 1:
+            self.deadline_s = self._session_s
+            for seated in self.seats.values():
+                seated.extend(self._session_s)
+        if seat.role == _FIRST[self.handoff.order]:
+            self.perform(self.handoff.start())
+
+    def take_turn(self, role: Role) -> HandoffAction | None:
+        return self._turns.pop(role, None)
+
+    def perform(self, actions: list[HandoffAction]) -> None:
+        """Does what is due and all that follows from it at once; what waits is left to its side's task."""
+        due = deque(actions)
+        while due:
+            due.extend(self._do(due.popleft()))
+
+    def acknowledge(self, kind: ActionKind, outcome: ActionOutcome) -> None:
+        self.perform(self.handoff.acknowledge(kind, outcome))
+
+    def give_up(self, reason: EndReason, by: Role | None = None, cause: Exception | None = None) -> None:
+        """Ends it, unless it is over; each side that may have blocks gives them back."""
+        if self._end(reason, by, cause):
+            self.perform(self.handoff.give_up(reason))
+
+    def settle(self, role: Role) -> None:
+        """Cancels the side if that is still owed; called when it waits no longer."""
+        kind = self._owed.pop(role, None)
+        if kind is None:
+            return
+        try:
+            self.seats[role].cancel()
+        except Exception:  # nobody is left to do more, and the other side must not be kept
+            _log.exception("the %s of the hand-over of request %r could not be cancelled", role, self.key.request_id)
+        self.acknowledge(kind, ActionOutcome.APPLIED)
+
+    def _do(self, action: HandoffAction) -> list[HandoffAction]:
+        kind = action.kind
+        if kind in _WAITING_FOR:
+            self._turns[_WAITING_FOR[kind]] = action
+            self._wake()
+        elif kind in _TO_CANCEL:
+            return self._cancel(kind, _TO_CANCEL[kind])
+        elif kind is ActionKind.COMPLETE:
+            self._on_over(self)
+            self._wake()
+        else:
+            role: Role = "destination" if kind is ActionKind.ACTIVATE_DESTINATION else "source"
+            return self._apply(kind, role)
+        return []
+
+    def _apply(self, kind: ActionKind, role: Role) -> list[HandoffAction]:
+        outcome = ActionOutcome.APPLIED
+        try:
+            self.seats[role].apply()
+        except Exception as error:
+            outcome = ActionOutcome.FAILED
+            self._end("failed", role, error)
+        return self.handoff.acknowledge(kind, outcome)
+
+    def _end(self, reason: EndReason, by: Role | None, cause: Exception | None) -> bool:
+        """Notes the reason and tells both sides; False if it is over already."""
+        if self.handoff.is_ending:
+            return False
+        self.ending = Ending(reason, by, cause, had_met=len(self.seats) > 1)
+        self._wake()
+        return True
+
+    def _cancel(self, kind: ActionKind, role: Role) -> list[HandoffAction]:
+        seat = self.seats.get(role)
+        if seat is None or not seat.has_begun:  # issued, but we know that it was never done
+            return self.handoff.acknowledge(kind, ActionOutcome.NOOP)
+        self._owed[role] = kind
+        if seat.is_busy:
+            seat.interrupt()
+        else:
+            self.settle(role)
+        return []
+
+    def _wake(self) -> None:
+        for seat in self.seats.values():
+            seat.wake()

@@ -1,0 +1,121 @@
+"""RecordedOutputs: answers that are known beforehand, from a trace, and which request gets which.
+
+    {"session_id": "s", "output_length": 3, "output_token_ids": [5, 6, 7]}     a line; its name is `s:0`
+
+Source: dynamo lib/llm/src/mocker.rs, ResponseReplayTable. Other than there, a request may also be named by its own id,
+one that asks for an answer we do not have is refused, and one that goes on elsewhere is not answered from the start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from pipeline import InvalidArgument, codec
+from pipeline.protocols import PreprocessedRequest
+
+ANNOTATION = "output_replay_id"
+"""`output_replay_id:NAME` among a request's annotations asks for the answer of that name."""
+
+_FIELD = "response_replay_trace_path"
+_TOKEN_END = 2**32
+
+
+@frozen
+class RecordedOutputs:
+    """Answers by name: of a row's `request_id`, else `session:turn`, else `line:N`; turns and lines count from 0.
+
+    Rows without `output_token_ids` say nothing, but count as turns.
+    """
+
+    by_name: Mapping[str, Items[int]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> RecordedOutputs:
+        """Reads a file of JSON lines.
+
+        Raises InvalidArgument for a file that cannot be read or has no answer, and, naming the line (from 1), for one
+        that is no such row, whose `output_length` is not the number of tokens, that has no tokens, or whose name is
+        taken.
+        """
+        try:
+            lines = Path(path).read_bytes().split(b"\n")
+        except OSError as error:
+            raise InvalidArgument(f"cannot read {path}: {error}", field=_FIELD, cause=error) from error
+        by_name = _read(lines)
+        if not by_name:
+            raise InvalidArgument(f"{path} has no row with output_token_ids", field=_FIELD)
+        return cls(by_name)
+
+    def find(self, request: PreprocessedRequest, request_id: str) -> Items[int] | None:
+        """The answer to a request: of the name it asks for, else of its own id. None: it has none.
+
+        Raises InvalidArgument for a name it asks for that is not here.
+        """
+        wanted = request.get_annotation_value(ANNOTATION)
+        if wanted is not None and wanted not in self.by_name:
+            raise InvalidArgument(f"there is no recorded output {wanted!r}", field="annotations")
+        return self.by_name.get(request_id if wanted is None else wanted)
+
+
+def left_to_say(recorded: Items[int], request: PreprocessedRequest) -> Items[int]:
+    """What of an answer is not at the end of the prompt already, as it is when the request began elsewhere.
+
+    That it did is known by its link to the worker before, or by a limit that is exactly the rest.
+    """
+    prompt, limit = request.token_ids, request.stop_conditions.max_tokens
+    for said in range(min(len(recorded), len(prompt)), 0, -1):
+        moved = request.migration_link is not None or limit == len(recorded) - said
+        if moved and list(prompt[-said:]) == list(recorded[:said]):
+            return recorded[said:]
+    return recorded
+
+
+def _read(lines: Iterable[bytes]) -> dict[str, Items[int]]:
+    turns: Counter[str] = Counter()
+    by_name: dict[str, Items[int]] = {}
+    for index, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            name, tokens = _row(codec.from_json(line, dict[str, Any]), index, turns)
+            if tokens is None:
+                continue
+            if name in by_name:
+                raise InvalidArgument(f"there is a row of the name {name!r} already")
+        except InvalidArgument as error:
+            raise InvalidArgument(f"line {index + 1}: {error}", field=_FIELD, cause=error) from error
+        by_name[name] = tokens
+    return by_name
+
+
+def _row(row: Mapping[str, Any], index: int, turns: Counter[str]) -> tuple[str, Items[int] | None]:
+    """The name of a row and its tokens, if it has any; `turns` are those of each session so far."""
+    request_id, session = _text(row, "request_id"), _text(row, "session_id")
+    name = request_id or (f"{session}:{turns[session]}" if session else f"line:{index}")
+    if session:
+        turns[session] += 1
+    if (tokens := row.get("output_token_ids")) is None:
+        return name, None
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < _TOKEN_END for token in tokens):
+        raise InvalidArgument("output_token_ids is not a list of token ids")
+    if not tokens:
+        raise InvalidArgument("a recorded output has at least one output token")
+    lengths = [row[key] for key in ("output_length", "output_tokens") if row.get(key) is not None]
+    if lengths != [len(tokens)]:
+        declared = " and ".join(map(str, lengths)) or "missing"
+        raise InvalidArgument(f"output_length is {declared}, there are {len(tokens)} output_token_ids")
+    return name, tokens
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    """The text without what surrounds it; empty if there is none."""
+    value = row.get(key)
+    if value is not None and not isinstance(value, str):
+        raise InvalidArgument(f"{key} is not a text")
+    return (value or "").strip()

@@ -1,0 +1,89 @@
+"""The tokens a simulated model says: the same wherever and however often a request is computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from math import floor
+from typing import Protocol
+
+from attrs import frozen
+
+TOKEN_IDS = range(1000, 2000)
+"""What made up output tokens are from, unless told otherwise."""
+
+# A prime that fits one digit of a Python integer, which is what makes this quick, and three numbers below it that have
+# nothing to do with each other: near positions and tokens then lead to far apart results. Requests are told apart by a
+# factor: with a summand, one of as many requests as there are tokens would say the same as another.
+_PRIME = 998_244_353
+_AT, _LAST, _FIRST = 592_821_211, 735_632_797, 411_208_127
+
+
+class Thinking(Protocol):
+    """How much of an output is thinking, and the tokens around it."""
+
+    @property
+    def start_thinking_token_id(self) -> int: ...
+    @property
+    def end_thinking_token_id(self) -> int: ...
+    @property
+    def thinking_ratio(self) -> float: ...
+
+
+def thinking_tokens(output_tokens: int, ratio: float) -> int:
+    """How many tokens of an output of that length are thinking, its first and last token included."""
+    wanted = floor(output_tokens * ratio)
+    return 0 if output_tokens < 2 or wanted == 0 else min(max(wanted, 2), output_tokens)
+
+
+@frozen
+class Output:
+    """What one request says, token by token.
+
+    `planned` gives all tokens beforehand; otherwise they are made up, and `thinking` (index -> token) replaces some.
+    """
+
+    seed: int = 0
+    planned: Sequence[int] | None = None
+    thinking: tuple[tuple[int, int], ...] = ()
+    token_ids: range = TOKEN_IDS
+    """What the made up tokens are from."""
+
+    @classmethod
+    def thought(
+        cls,
+        thinking: Thinking,
+        max_output_tokens: int,
+        *,
+        said_before_tokens: int = 0,
+        seed: int = 0,
+        token_ids: range = TOKEN_IDS,
+    ) -> Output:
+        """An output that begins with thinking; of a request that had said some of it elsewhere, only the rest."""
+        count = thinking_tokens(said_before_tokens + max_output_tokens, thinking.thinking_ratio)
+        if not count:
+            return cls(seed, token_ids=token_ids)
+        borders = ((0, thinking.start_thinking_token_id), (count - 1, thinking.end_thinking_token_id))
+        marks = tuple((at - said_before_tokens, token) for at, token in borders if at >= said_before_tokens)
+        return cls(seed, thinking=marks, token_ids=token_ids)
+
+    def speech(self, *, prompt_tokens: int, first: int, last: int) -> Iterator[int]:
+        """The tokens one after the other; made up ones never end.
+
+        A made up one follows from its position in the whole sequence, the token before it (`last`, before the first
+        one), the first token of the prompt and the seed. As nothing else counts, a request that goes on elsewhere,
+        with what was said so far at the end of its prompt, goes on with the same tokens.
+        """
+        if self.planned is not None:
+            return iter(self.planned)
+        return self._made_up(prompt_tokens, first, last)
+
+    def _made_up(self, prompt_tokens: int, first: int, last: int) -> Iterator[int]:
+        marks = {prompt_tokens + index: token for index, token in self.thinking}
+        low, step, count = self.token_ids.start, self.token_ids.step, len(self.token_ids)
+        factor = 1 + (first * _FIRST + self.seed) % (_PRIME - 1)
+        for at in itertools.count(prompt_tokens):
+            last = low + (at * _AT + last * _LAST) % _PRIME * factor % _PRIME % count * step
+            if marks and at in marks:
+                last = marks[at]
+            yield last

@@ -1,0 +1,112 @@
+"""DisaggregationMode: which half of a request a worker serves, and what follows from that.
+
+Source: dynamo lib/backend-common/src/disagg.rs and lib/llm/src/worker_type.rs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from attrs import evolve
+
+from pipeline import InvalidArgument
+from pipeline.protocols import CompletionUsage, LLMEngineOutput, PrefillResult, PreprocessedRequest
+from pipeline.protocols.card import ModelType, WorkerType
+
+
+class DisaggregationMode(StrEnum):
+    """The halves of a request: both, the prompt, the answer, or what comes before the prompt (media)."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODE = "encode"
+
+    @classmethod
+    def parse(cls, text: str) -> DisaggregationMode:
+        """The mode a text names, `agg` for short. Raises InvalidArgument for any other."""
+        name = text.strip().lower()
+        try:
+            return cls.AGGREGATED if name == "agg" else cls(name)
+        except ValueError:
+            names = ", ".join(("agg", *cls))
+            raise InvalidArgument(f"must be one of {names}, got {text!r}", field="disaggregation_mode") from None
+
+    @property
+    def display(self) -> str:
+        """As the command line writes it."""
+        return "agg" if self is DisaggregationMode.AGGREGATED else self.value
+
+    @property
+    def component(self) -> str:
+        """The component such workers are found under unless told otherwise."""
+        return "prefill" if self is DisaggregationMode.PREFILL else "backend"
+
+    @property
+    def worker_type(self) -> WorkerType:
+        return WorkerType(self.value)
+
+    @property
+    def may_index(self) -> bool:
+        """Whether a worker of this mode may run an index of its own blocks."""
+        return self in (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL)
+
+    def model_type(self, endpoints: ModelType) -> ModelType:
+        """What the worker publishes as its surface, given that of its endpoint types."""
+        if self is DisaggregationMode.PREFILL:
+            return ModelType.Prefill
+        return ModelType(0) if self is DisaggregationMode.ENCODE else endpoints
+
+    def needs(self, *, route_to_encoder: bool = False) -> list[list[WorkerType]]:
+        """Which other workers must be there: any one of these lists, whole.
+
+        Raises InvalidArgument for a decode or encode worker that is to route to an encoder.
+        """
+        prefill, decode, encode = WorkerType.PREFILL, WorkerType.DECODE, WorkerType.ENCODE
+        if route_to_encoder and self in (DisaggregationMode.DECODE, DisaggregationMode.ENCODE):
+            raise InvalidArgument(f"a {self} worker does not route to an encoder", field="route_to_encoder")
+        if self is DisaggregationMode.PREFILL:
+            return [[decode, encode] if route_to_encoder else [decode]]
+        if self is DisaggregationMode.DECODE:
+            return [[prefill]]
+        if self is DisaggregationMode.ENCODE:
+            return [[prefill, decode], [WorkerType.AGGREGATED]]
+        return [[encode]] if route_to_encoder else []
+
+
+def enforce_prefill_max_tokens(request: PreprocessedRequest) -> PreprocessedRequest:
+    """A copy limited to one token, which is all a prefill worker makes.
+
+    A copy, because in one process the decode worker is given the same record.
+    """
+    stop = evolve(request.stop_conditions, max_tokens=1, min_tokens=None)
+    return evolve(request, stop_conditions=stop)
+
+
+def require_hand_over(request: PreprocessedRequest) -> None:
+    """Raises InvalidArgument for a request to a decode worker that says nothing of its prefill; probes may."""
+    if request.prefill_result is None and request.bootstrap_info is None and not request.is_probe:
+        raise InvalidArgument("a decode worker needs the prefill_result of the request", field="prefill_result")
+
+
+def require_prefill_result(request: PreprocessedRequest, mode: DisaggregationMode) -> PrefillResult:
+    """The result of the prefill. Raises InvalidArgument, naming the mode, if there is none."""
+    if request.prefill_result is None:
+        raise InvalidArgument(f"a {mode} worker needs the prefill_result of the request", field="prefill_result")
+    return request.prefill_result
+
+
+def require_encoder_result(request: PreprocessedRequest) -> dict[str, Any]:
+    """What the encoder found. Raises InvalidArgument if there is nothing, or no object."""
+    if not isinstance(request.encoder_result, dict):
+        raise InvalidArgument("must be an object that an encoder has made", field="encoder_result")
+    return request.encoder_result
+
+
+def encoder_terminal_chunk(result: Any, usage: CompletionUsage | None = None) -> LLMEngineOutput:
+    """The one chunk of an encode worker; `result` may be empty. Raises InvalidArgument for one that is no object."""
+    if not isinstance(result, dict):
+        raise InvalidArgument(f"must be an object, got {type(result).__name__}", field="encoder_result")
+    chunk = LLMEngineOutput.encode_terminal(result)
+    return chunk if usage is None else chunk.with_usage(usage)

@@ -1,0 +1,152 @@
+"""The engines a program can host: by name, or as `module:factory` of somebody else.
+
+--engine mocker --engine-arg speedup_ratio=100
+--engine my_package.engine:MyEngine --engine-arg device=cpu
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, evolve, frozen
+
+from engines import DisaggregationMode, EchoEngine, LLMEngine
+from engines.mocker import MODEL, HandoffExchange, MockEngine, MockEngineArgs, handoff_order
+from pipeline import InvalidArgument, PenstockError, to_error
+
+from .arguments import converted
+
+_PLACE = "engine_args"
+
+
+@define
+class Deployment:
+    """What the engines of one deployment have in common.
+
+    `token_ids` are what a made up answer may consist of, None: what the engine likes. `exchange` is where those meet
+    that hand blocks over; the first one makes it. `made` are the engines so far: each one listens at ports of its own.
+    """
+
+    token_ids: range | None = None
+    model_name: str | None = None
+    mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    exchange: HandoffExchange | None = None
+    made: int = 0
+
+
+@frozen
+class EngineChoice:
+    """An engine, the callable whose parameters are its arguments, and how it is made from them."""
+
+    arguments: Callable[..., Any]
+    make: Callable[[dict[str, Any], Deployment], LLMEngine]
+    is_ours: bool = True
+
+    def build(self, texts: Mapping[str, str], deployment: Deployment) -> LLMEngine:
+        """A new engine, not started. Raises InvalidArgument; its field is below `engine_args` where one is to blame.
+
+        What else the factory of somebody else raises comes as an error of the tree.
+        """
+        with _placed():
+            return self.make(converted(self.arguments, texts), deployment)
+
+    def check(self, texts: Mapping[str, str], deployment: Deployment) -> None:
+        """Raises what `build` would. An engine of somebody else is not made for that, it may hold what others need."""
+        if self.is_ours:
+            self.build(texts, deployment)
+        else:
+            with _placed():
+                converted(self.arguments, texts)
+
+
+@contextmanager
+def _placed() -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgument as error:
+        place = f"{_PLACE}.{error.field}" if error.field else "engine"
+        raise InvalidArgument(str(error), field=place) from error.__cause__
+
+
+def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
+    if deployment.mode is DisaggregationMode.ENCODE:
+        raise InvalidArgument("a mock engine cannot be an encode worker")
+    wanted: dict[str, Any] = {"worker_type": deployment.mode.value}
+    args = MockEngineArgs(**wanted | arguments)
+    if args.worker_type != deployment.mode.value:
+        raise InvalidArgument(f"must be {deployment.mode}, the mode of its worker", field="worker_type")
+    if deployment.exchange is None:
+        order, session_s = handoff_order(args.engine_type), args.handoff_session_timeout_ms / 1000
+        deployment.exchange = HandoffExchange(order, session_timeout_s=session_s)
+    args = _with_ports_of(args, deployment.made)
+    deployment.made += 1
+    name = MODEL if deployment.model_name is None else deployment.model_name
+    tokens, exchange = deployment.token_ids, deployment.exchange
+    return MockEngine(args, exchange=exchange, token_ids=tokens, model=name, clock=time.time)
+
+
+def _with_ports_of(args: MockEngineArgs, worker: int) -> MockEngineArgs:
+    """The ports of each worker behind those of the one before, which has one for each rank."""
+    offset = worker * args.dp_size
+    names = ("bootstrap_port", "zmq_kv_events_port", "zmq_replay_port")
+    return evolve(args, **{name: port + offset for name in names if (port := getattr(args, name)) is not None})
+
+
+ENGINES: Mapping[str, EngineChoice] = {
+    "echo": EngineChoice(EchoEngine, lambda arguments, _: EchoEngine(**arguments)),
+    "mocker": EngineChoice(MockEngineArgs, _mocker),
+}
+"""Engines by the name a config gives them."""
+
+
+def find_engine(name: str) -> EngineChoice:
+    """The engine of that name, or the factory at `module:factory`, looked for in the current folder too.
+
+    Raises InvalidArgument for what is neither.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise InvalidArgument(f"must be one of {', '.join(ENGINES)}, or module:factory, got {name!r}", field="engine")
+    factory = _imported(module, attribute)
+    return EngineChoice(factory, lambda arguments, _: _foreign(factory, arguments, name), is_ours=False)
+
+
+def _imported(module: str, attribute: str) -> Callable[..., Any]:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgument(str(error), field="engine") from error
+    except Exception as error:  # of the module's own code
+        raise InvalidArgument(f"{module}: {type(error).__name__}: {error}", field="engine") from error
+    if not callable(found):
+        raise InvalidArgument(f"{module}:{attribute} cannot be called", field="engine")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+def _foreign(factory: Callable[..., Any], arguments: dict[str, Any], name: str) -> LLMEngine:
+    try:
+        made = factory(**arguments)
+    except PenstockError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name}: {error}") from error
+    except Exception as error:
+        raise to_error(error) from error
+    if isinstance(made, Coroutine):
+        made.close()
+    if not isinstance(made, LLMEngine):
+        raise InvalidArgument(f"{name} makes a {type(made).__name__}, which is no LLMEngine")
+    return made

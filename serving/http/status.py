@@ -1,0 +1,67 @@
+"""The status app of a worker's process: whether its endpoints are ready, and its metrics.
+
+Source: dynamo lib/runtime/src/system_status_server.rs. Left out are its engine, adapter and metadata routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from engines import SystemHealth
+
+from ..environment import integer, path
+from ..openai import encode
+from .telemetry import Telemetry
+
+HEALTH_PATH_ENV, LIVE_PATH_ENV = "DYN_SYSTEM_HEALTH_PATH", "DYN_SYSTEM_LIVE_PATH"
+STATUS_PORT_ENV = "DYN_SYSTEM_PORT"
+_LAST_PORT = 2**16 - 1
+
+
+def status_port(environment: Mapping[str, str]) -> int | None:
+    """Where the status app is to listen, 0: anywhere; None where there is to be none: not set, negative, or no port."""
+    return integer(environment.get(STATUS_PORT_ENV), 0, _LAST_PORT)
+
+
+def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[str, str]) -> Starlette:
+    """`/health` and `/live` answer 200 while the process is healthy, else 503; `/metrics` as Prometheus text.
+
+    Made where a loop runs, whose clock tells the uptime.
+    """
+    begun_s = anyio.current_time()
+
+    async def state(_: Request) -> Response:
+        ready = health.is_healthy
+        endpoints = {name: _word(is_ready) for name, is_ready in health.endpoints.items()}
+        uptime_s = round(anyio.current_time() - begun_s, 3)
+        body = encode({"status": _word(ready), "uptime": uptime_s, "endpoints": endpoints})
+        return Response(body, 200 if ready else 503, media_type="application/json")
+
+    async def metrics(_: Request) -> Response:
+        return Response(telemetry.text(), media_type=telemetry.media_type)
+
+    routes = [
+        Route(path(environment.get(HEALTH_PATH_ENV)) or "/health", state),
+        Route(path(environment.get(LIVE_PATH_ENV)) or "/live", state),
+        Route("/metrics", metrics),
+    ]
+    application = Starlette(routes=routes, exception_handlers={HTTPException: _unroutable})
+    application.router.redirect_slashes = False
+    return application
+
+
+def _word(is_ready: bool) -> str:
+    return "ready" if is_ready else "notready"
+
+
+async def _unroutable(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = "Route not found" if error.status_code == 404 else error.detail
+    return PlainTextResponse(text, error.status_code, error.headers)

@@ -1,0 +1,321 @@
+"""Requests of a mock engine that are ended at any point, and a loop that ends under them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+from attrs import evolve
+
+from engines import DisaggregationMode, GenerateContext, as_engine
+from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
+from pipeline import Context, EngineShutdown
+from pipeline.protocols import (
+    BootstrapInfo,
+    FinishReason,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
+
+pytestmark = pytest.mark.anyio
+
+ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64)
+SLOW = evolve(ARGS, worker_type="prefill", kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=0.01)
+"""A prefill worker whose last chunk comes a second after the one before it, for a prompt of ten tokens."""
+
+
+class Steady:
+    """10 ms for a prompt, 20 ms for a token."""
+
+    def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
+        return 10.0 if batch else 0.0
+
+    def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
+        return 20.0
+
+
+def request(prompt: int = 10, max_tokens: int = 5, choices: int = 1, **fields: Any) -> PreprocessedRequest:
+    return PreprocessedRequest(
+        list(range(prompt)),
+        stop_conditions=StopConditions(max_tokens=max_tokens),
+        sampling_options=SamplingOptions(n=choices),
+        **fields,
+    )
+
+
+def assert_empty(engine: MockEngine) -> None:
+    for rank in engine.ranks:
+        rank.scheduler.pool.check()
+        assert rank.scheduler.pool.active == 0
+        assert rank.scheduler.is_idle
+        assert rank.live == 0
+
+
+def assert_each_choice_ends_at_most_once(chunks: list[LLMEngineOutput], choices: int) -> None:
+    ended: set[int] = set()
+    for chunk in chunks:
+        index = chunk.index or 0
+        assert index < choices
+        assert index not in ended, "nothing follows the terminal chunk of a choice"
+        if chunk.finish_reason is not None:
+            ended.add(index)
+
+
+async def read_until(stream: Any, count: int) -> list[LLMEngineOutput]:
+    return [(await anext(stream)).ok().data for _ in range(count)]
+
+
+async def read_all(stream: Any) -> list[LLMEngineOutput]:
+    return [item.ok().data for item in await stream.collect()]
+
+
+@pytest.mark.parametrize("ending", ["stop", "kill", "close"])
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_an_answer_may_be_ended_after_each_of_its_chunks(ending: str, choices: int) -> None:
+    engine = MockEngine(ARGS)
+    async with as_engine(engine) as asked:
+        for read in range(choices * 6):
+            context = Context(request(choices=choices))
+            stream = await asked.generate(context)
+            chunks = await read_until(stream, read)
+            if ending == "close":
+                await stream.aclose()
+            else:
+                getattr(context.control, ending)()
+                rest = await read_all(stream)
+                assert [chunk.finish_reason for chunk in rest] == [FinishReason.CANCELLED] * (ending == "stop")
+                chunks += rest
+            assert_each_choice_ends_at_most_once(chunks, choices)
+            assert_empty(engine)
+
+
+async def test_a_stop_after_the_last_choice_has_ended_cancels_another_one() -> None:
+    """With fifo the first choice is pre-empted, so the second one ends before it."""
+    engine = MockEngine(evolve(ARGS, num_gpu_blocks=9, preemption_mode="fifo", enable_prefix_caching=False))
+    async with as_engine(engine) as asked:
+        context = Context(request(10, 14, choices=2))
+        chunks: list[LLMEngineOutput] = []
+        stream: Any = await asked.generate(context)
+        async with stream:
+            async for item in stream:
+                chunks.append(item.ok().data)
+                if chunks[-1].finish_reason is FinishReason.LENGTH:
+                    context.control.stop()
+        assert engine.ranks[0].scheduler.preemptions
+    assert [(chunk.index, chunk.finish_reason) for chunk in chunks if chunk.finish_reason is not None] == [
+        (1, FinishReason.LENGTH),
+        (0, FinishReason.CANCELLED),
+    ]
+    assert_empty(engine)
+
+
+async def test_no_tokens_of_several_choices_are_a_last_chunk_for_each() -> None:
+    """BE-115."""
+    async with as_engine(MockEngine(ARGS)) as asked:
+        chunks = await read_all(await asked.generate(Context(request(max_tokens=0, choices=3))))
+    assert [(chunk.index, chunk.finish_reason) for chunk in chunks] == [
+        (index, FinishReason.LENGTH) for index in range(3)
+    ]
+
+
+# -- while the last chunk waits for its transfer
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_only_the_very_last_chunk_waits_for_the_transfer(choices: int) -> None:
+    async with as_engine(MockEngine(SLOW, timing=Steady())) as asked:
+        times: list[float] = []
+        async with await asked.generate(Context(request(choices=choices))) as stream:
+            begun_s = anyio.current_time()
+            async for _ in stream:
+                times.append(anyio.current_time() - begun_s)
+    assert times[:-1] == [pytest.approx(0.01, abs=0.001)] * (2 * choices - 1)
+    assert times[-1] == pytest.approx(1.01, abs=0.001)
+
+
+@pytest.mark.parametrize("ending", ["stop", "kill", "close", "cleanup"])
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_an_answer_that_waits_for_its_transfer_is_ended_at_once(ending: str, choices: int) -> None:
+    engine = MockEngine(SLOW, timing=Steady())
+    context = Context(request(choices=choices))
+    ended: list[float] = []
+    rest: list[LLMEngineOutput] = []
+
+    async def read(stream: Any, scope: anyio.CancelScope) -> None:
+        with scope:
+            async with stream:
+                async for item in stream:
+                    rest.append(item.ok().data)
+        ended.append(anyio.current_time())
+
+    async with as_engine(engine) as asked, anyio.create_task_group() as tasks:
+        stream, scope = await asked.generate(context), anyio.CancelScope()
+        tasks.start_soon(read, stream, scope)
+        await anyio.sleep(0.5)
+        if ending == "close":
+            scope.cancel()
+        elif ending == "cleanup":
+            await engine.cleanup()
+        else:
+            getattr(context.control, ending)()
+        now_s = anyio.current_time()
+        await anyio.sleep(0.01)
+        assert ended == [now_s]
+        assert_empty(engine)
+    is_told = ending in ("stop", "cleanup")
+    assert [chunk.finish_reason for chunk in rest if chunk.finish_reason is not None] == (
+        [FinishReason.LENGTH] * (choices - 1) + [FinishReason.CANCELLED] * is_told
+    )
+    assert_each_choice_ends_at_most_once(rest, choices)
+
+
+# -- hand-overs
+
+
+@pytest.mark.parametrize("worker_type", ["prefill", "decode"])
+async def test_a_hand_over_is_ended_by_the_end_of_its_engine(worker_type: Any) -> None:
+    """It waits for its other side, which may take half a minute to come."""
+    engine = MockEngine(evolve(ARGS, worker_type=worker_type), exchange=HandoffExchange(), timing=Steady())
+    heard: list[FinishReason | None] = []
+    async with anyio.create_task_group() as tasks:
+        async with as_engine(engine, mode=DisaggregationMode(worker_type)) as asked:
+
+            async def read() -> None:
+                payload = request(bootstrap_info=BootstrapInfo("host", 1, 7))
+                heard.extend(chunk.finish_reason for chunk in await read_all(await asked.generate(Context(payload))))
+
+            tasks.start_soon(read)
+            await anyio.sleep(0.5)
+            begun_s = anyio.current_time()
+            await engine.cleanup()
+        await anyio.sleep(0.001)
+        assert anyio.current_time() - begun_s < 0.01
+        assert heard[-1:] == [FinishReason.CANCELLED]
+        assert_empty(engine)
+        assert engine.exchange is not None
+        assert engine.exchange.waiting == engine.exchange.meetings == 0
+
+
+async def test_a_reservation_gets_the_blocks_of_a_finished_request_though_nobody_reads_it() -> None:
+    """Its blocks are free when its last pass is, not when its reader has come to the end."""
+    exchange = HandoffExchange()
+    args = evolve(ARGS, num_gpu_blocks=4, kv_transfer_bandwidth=None)
+    decode = MockEngine(evolve(args, worker_type="decode"), exchange=exchange, timing=Steady())
+    prefill = MockEngine(evolve(args, worker_type="prefill"), exchange=exchange, timing=Steady())
+    async with (
+        as_engine(decode) as receiver,
+        as_engine(prefill) as sender,
+        await receiver.generate(
+            Context(PreprocessedRequest([99] * 8, stop_conditions=StopConditions(max_tokens=5)))
+        ) as unread,
+        anyio.create_task_group() as tasks,
+    ):
+        await anext(unread)
+
+        async def read(asked: Any) -> None:
+            payload = request(10, 2, bootstrap_info=BootstrapInfo("host", 1, 7))
+            await (await asked.generate(Context(payload, id="x"))).collect()
+            said.append(asked)
+
+        said: list[Any] = []
+        for asked in (receiver, sender):
+            tasks.start_soon(read, asked)
+        await anyio.sleep(5)
+        assert len(said) == 2
+    assert_empty(decode)
+    assert_empty(prefill)
+
+
+async def test_a_reservation_that_waits_for_room_fails_when_the_loop_ends() -> None:
+    exchange = HandoffExchange("destination_first")
+    engine = MockEngine(evolve(ARGS, num_gpu_blocks=4, worker_type="decode"), exchange=exchange, timing=Steady())
+    await engine.start(0)
+    failed: list[Exception] = []
+
+    async def read(payload: PreprocessedRequest) -> None:
+        try:
+            async for _ in engine.generate(payload, GenerateContext(Context(None))):
+                pass
+        except EngineShutdown as error:
+            failed.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        scope = anyio.CancelScope()
+
+        async def run() -> None:
+            with scope:
+                await engine.background()
+
+        tasks.start_soon(run)
+        tasks.start_soon(read, request(12, 5))
+        await anyio.sleep(0.03)
+        tasks.start_soon(read, PreprocessedRequest([99] * 16, bootstrap_info=BootstrapInfo("host", 1, 7)))
+        await anyio.sleep(0.03)
+        assert failed == []
+        scope.cancel()
+        await anyio.sleep(0.001)
+        assert len(failed) == 2
+    assert_empty(engine)
+    await engine.cleanup()
+
+
+# -- the loop
+
+
+async def test_requests_that_come_before_the_loop_runs_are_served_by_it() -> None:
+    engine = MockEngine(ARGS)
+    await engine.start(0)
+    heard: list[LLMEngineOutput] = []
+
+    async def read() -> None:
+        async for chunk in engine.generate(request(), GenerateContext(Context(None))):
+            heard.append(chunk)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        await anyio.sleep(1)
+        assert heard == []
+        tasks.start_soon(engine.background)
+        await anyio.sleep(1)
+        tasks.cancel_scope.cancel()
+    assert [chunk.finish_reason for chunk in heard] == [None] * 5 + [FinishReason.LENGTH]
+    assert_empty(engine)
+    await engine.cleanup()
+
+
+async def test_a_loop_that_ends_fails_what_waits_and_whatever_comes_later() -> None:
+    engine = MockEngine(evolve(ARGS, num_gpu_blocks=8))
+    await engine.start(0)
+    failed: list[str] = []
+
+    async def read(name: str, prompt: int) -> None:
+        try:
+            async for _ in engine.generate(request(prompt, 8), GenerateContext(Context(None))):
+                pass
+        except EngineShutdown:
+            failed.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        scope = anyio.CancelScope()
+
+        async def run() -> None:
+            with scope:
+                await engine.background()
+
+        tasks.start_soon(run)
+        tasks.start_soon(read, "running", 20)
+        await anyio.sleep(0.001)
+        tasks.start_soon(read, "waiting", 20)
+        await anyio.sleep(0.04)
+        assert failed == []
+        scope.cancel()
+        await anyio.sleep(0.001)
+        assert sorted(failed) == ["running", "waiting"]
+        with anyio.fail_after(1):
+            await read("late", 3)
+        assert failed[-1] == "late"
+    assert_empty(engine)
+    await engine.cleanup()

@@ -1,0 +1,107 @@
+"""Scheduler: who gives way when the cache is full, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+from engines.mocker import BlockPool, PolynomialTiming, Scheduler, Sequence, VllmPolicy
+
+BLOCK = 4
+MODEL = PolynomialTiming()
+
+
+def scheduler(capacity: int = 100, **options: Any) -> Scheduler:
+    return Scheduler(BlockPool(capacity), block_size=BLOCK, **options)
+
+
+def asked(tokens: int | Items[int], max_output_tokens: int = 1, *, of: int = 0) -> Sequence:
+    """A request; `of` makes prompts of numbers differ from the first token on."""
+    prompt = range(of * 1000, of * 1000 + tokens) if isinstance(tokens, int) else tokens
+    return Sequence(prompt, max_output_tokens, block_size=BLOCK)
+
+
+def submitted(to: Scheduler, *sequences: Sequence) -> tuple[Sequence, ...]:
+    for sequence in sequences:
+        to.submit(sequence)
+    return sequences
+
+
+def crowded(preemption_mode: Any = "lifo") -> tuple[Scheduler, tuple[Sequence, ...]]:
+    """Three sequences of two blocks each, in a cache of seven, about to need their third ones."""
+    core = scheduler(7, policy=VllmPolicy(preemption_mode))
+    sequences = submitted(core, *(asked(7, 5, of=n) for n in range(1, 4)))
+    for _ in range(2):
+        core.run_pass()
+    assert core.pool.active == 6
+    return core, sequences
+
+
+def test_lifo_preempts_who_came_last() -> None:
+    """MOCK-37"""
+    core, (_, _, third) = crowded("lifo")
+    assert core.run_pass().preempted == [third]
+
+
+def test_fifo_preempts_who_came_first() -> None:
+    """MOCK-38"""
+    core, (first, second, third) = crowded("fifo")
+    done = core.run_pass()
+    assert done.preempted == [first]
+    assert core.running == (second, third)
+
+
+def test_a_preempted_request_waits_at_the_front() -> None:
+    """MOCK-40"""
+    core, (_, _, third) = crowded()
+    (newcomer,) = submitted(core, asked(4, of=9))
+    core.run_pass()
+    assert core.waiting == (third, newcomer)
+    assert third.computed == 0
+    assert third.blocks == []
+    assert core.preemptions == 1
+
+
+def test_a_pass_that_preempts_admits_nobody() -> None:
+    """MOCK-41"""
+    core = scheduler(6)
+    first, second = submitted(core, asked(4, 12, of=1), asked(1, 12, of=2))
+    while not (done := core.run_pass()).preempted:
+        pass
+    assert (done.preempted, done.admitted) == ([second], [])
+    assert (core.running, core.waiting) == ((first,), (second,))
+    assert core.pool.available >= 1, "there would have been room for its prompt"
+    core.run_pass()
+    assert core.running == (first, second)
+
+
+def test_a_preempted_request_says_nothing_twice() -> None:
+    """MOCK-26"""
+    core, sequences = crowded()
+    said = {sequence: sequence.emitted for sequence in sequences}
+    while not core.is_idle:
+        for sequence in core.run_pass().emitted:
+            said[sequence] += sequence.new_tokens
+    assert list(said.values()) == [5, 5, 5]
+    assert core.preemptions >= 1
+    assert core.pool.active == 0
+
+
+def test_who_is_computed_before_being_preempted_gives_its_tokens_back() -> None:
+    core, (first, second, third) = crowded("fifo")
+    done = core.run_pass()
+    # The second one needed the block: the first one's token is refunded, its time not charged.
+    assert done.preempted == [first]
+    assert done.scheduled_tokens == 2
+    assert done.emitted == [second, third]
+
+
+def test_a_second_admission_is_no_news_and_adds_to_what_is_reused() -> None:
+    core, (_, _, third) = crowded()
+    admitted: list[Sequence] = []
+    while not core.is_idle:
+        admitted += core.run_pass().admitted
+    assert admitted == []
+    assert third.preemptions >= 1
+    assert third.cached_tokens == 0
+    assert third.reused_tokens == 4 * third.preemptions, "its own full block of the prompt is still there"

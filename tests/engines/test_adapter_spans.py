@@ -1,0 +1,278 @@
+"""What the span of a request says, and the links between the spans of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import anyio
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from engines import DisaggregationMode, EngineConfig, GenerateContext, LLMEngine, RequestAdapter
+from pipeline import Context, Disconnected, InvalidArgument
+from pipeline.protocols import LLMEngineOutput, PrefillResult, PreprocessedRequest, TraceLink
+
+pytestmark = pytest.mark.anyio
+
+Chunk = LLMEngineOutput
+DECODE, PREFILL, ENCODE = DisaggregationMode.DECODE, DisaggregationMode.PREFILL, DisaggregationMode.ENCODE
+
+
+class Steps(LLMEngine):
+    """Yields the chunks among its steps, raises the errors, sleeps for the numbers."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.steps = steps
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="steps")
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+        for step in self.steps:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, Chunk):
+                yield step
+            else:
+                await anyio.sleep(step)
+
+    async def cleanup(self) -> None:
+        """There is nothing to release."""
+
+
+class Refuses(Steps):
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
+        raise InvalidArgument("not me")
+
+
+class Spans:
+    """What has been recorded."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = provider.get_tracer("test")
+
+    @property
+    def one(self) -> ReadableSpan:
+        (span,) = self.exporter.get_finished_spans()
+        assert span.name == "engine.generate"
+        return span
+
+    @property
+    def said(self) -> dict[str, Any]:
+        return {name: value for name, value in (self.one.attributes or {}).items() if name != "penstock.request_id"}
+
+    @property
+    def has_failed(self) -> bool:
+        return self.one.status.status_code is StatusCode.ERROR
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Spans:
+    recorded = Spans()
+    monkeypatch.setattr("opentelemetry.trace.get_tracer", lambda name: recorded.tracer)
+    return recorded
+
+
+async def ask(engine: LLMEngine, request: PreprocessedRequest | None = None, **settings: Any) -> list[Any]:
+    adapter = RequestAdapter(engine, **{"details": True, **settings})
+    asked = Context(request or PreprocessedRequest([1, 2], model="asked"))
+    return [item.data for item in await (await adapter.generate(asked)).collect()]
+
+
+async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
+    """BE-64."""
+    await ask(Steps(0.25, Chunk.token(1), 0.01, Chunk.token(2), 0.03, Chunk([3, 4]), Chunk.length()), model="served")
+    assert spans.said == {
+        "model": "served",
+        "input_tokens": 2,
+        "disagg_role": "agg",
+        "output_tokens": 4,
+        "cancelled": False,
+        "finish_reason": "length",
+        "ttft_ms": "250.00",
+        "avg_itl_ms": "20.00",
+        "itl_p50_ms": "30.00",
+        "itl_p99_ms": "30.00",
+        "itl_max_ms": "30.00",
+    }
+    assert not spans.has_failed
+
+
+async def test_one_chunk_with_tokens_leaves_no_gap_to_speak_of(spans: Spans) -> None:
+    """BE-65."""
+    await ask(Steps(Chunk([]), Chunk.token(1), 1, Chunk.stop()))
+    assert spans.said["output_tokens"] == 1
+    assert "ttft_ms" in spans.said
+    assert not [name for name in spans.said if "itl" in name]
+
+
+async def test_without_details_there_is_the_span_alone(spans: Spans) -> None:
+    await ask(Steps(Chunk.token(1), Chunk.length()), details=False)
+    assert spans.said == {}
+    assert not spans.has_failed
+
+
+async def test_the_model_is_that_of_the_request_where_the_worker_names_none(spans: Spans) -> None:
+    await ask(
+        Steps(Chunk.stop()), PreprocessedRequest([1], model="asked", prefill_result=PrefillResult({})), mode=DECODE
+    )
+    assert (spans.said["model"], spans.said["disagg_role"]) == ("asked", "decode")
+
+
+async def test_a_failed_set_up_is_told_as_such(spans: Spans) -> None:
+    """BE-53."""
+    with pytest.raises(InvalidArgument):
+        await ask(Refuses())
+    assert spans.said["error_kind"] == "setup_failed"
+    assert spans.has_failed
+
+
+async def test_an_error_among_the_chunks_is_told_by_its_type(spans: Spans) -> None:
+    await ask(Steps(Chunk.token(1), Disconnected("lost")))
+    assert spans.said["error_kind"] == "Disconnected"
+    assert (spans.said["cancelled"], spans.said["output_tokens"]) == (False, 1)
+    assert "finish_reason" not in spans.said
+    assert spans.has_failed
+
+
+@pytest.mark.parametrize("items", [0, 1])
+async def test_a_stream_that_its_reader_leaves_is_dropped(spans: Spans, items: int) -> None:
+    """BE-62."""
+    adapter = RequestAdapter(Steps(Chunk.token(1), Chunk.stop()), details=True)
+    async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
+        for _ in range(items):
+            await anext(stream)
+    assert (spans.said["cancelled"], spans.said["finish_reason"]) == (True, "Dropped")
+    assert spans.said["output_tokens"] == items
+    assert spans.has_failed
+
+
+async def test_a_dropped_stream_ends_its_span_without_details_too(spans: Spans) -> None:
+    adapter = RequestAdapter(Steps(Chunk.token(1), Chunk.stop()))
+    async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
+        await anext(stream)
+    assert spans.has_failed
+
+
+@pytest.mark.parametrize(("verb", "finish"), [("stop", "cancelled"), ("kill", None)])
+async def test_a_request_that_was_given_up_is_cancelled_and_no_failure(
+    spans: Spans, verb: str, finish: str | None
+) -> None:
+    asked = Context(PreprocessedRequest([1]))
+    async with await RequestAdapter(Steps(Chunk.token(1)), details=True).generate(asked) as stream:
+        await anext(stream)
+        getattr(asked, verb)()
+        assert len([item async for item in stream]) == (verb == "stop")
+    assert (spans.said["cancelled"], spans.said.get("finish_reason")) == (True, finish)
+    assert not spans.has_failed
+
+
+async def test_a_stop_behind_the_terminal_chunk_cancels_nothing_any_more(spans: Spans) -> None:
+    asked = Context(PreprocessedRequest([1]))
+    async with await RequestAdapter(Steps(Chunk.length()), details=True).generate(asked) as stream:
+        await anext(stream)
+        asked.stop()
+    assert (spans.said["cancelled"], spans.said["finish_reason"]) == (False, "length")
+
+
+async def test_a_reader_that_leaves_at_the_terminal_chunk_has_dropped_nothing(spans: Spans) -> None:
+    adapter = RequestAdapter(Steps(Chunk.stop()), details=True)
+    async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
+        await anext(stream)
+    assert (spans.said["cancelled"], spans.said["finish_reason"]) == (False, "stop")
+    assert not spans.has_failed
+
+
+# -- links
+
+
+LINK = TraceLink("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+
+
+async def test_a_migrated_request_is_linked_to_the_worker_before(spans: Spans) -> None:
+    """BE-67."""
+    await ask(Steps(Chunk.stop()), PreprocessedRequest([1], migration_link=LINK), details=False)
+    assert spans.said == {"migration.trace_id": LINK.trace_id, "migration.span_id": LINK.span_id}
+    (link,) = spans.one.links
+    assert (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") == (LINK.trace_id, LINK.span_id)
+
+
+async def test_a_link_may_be_written_in_capitals(spans: Spans) -> None:
+    link = TraceLink(LINK.trace_id.upper(), LINK.span_id.upper())
+    await ask(Steps(Chunk.stop()), PreprocessedRequest([1], migration_link=link), details=False)
+    assert spans.said == {"migration.trace_id": link.trace_id, "migration.span_id": link.span_id}
+    assert [f"{each.context.trace_id:032x}" for each in spans.one.links] == [LINK.trace_id]
+
+
+async def test_ids_that_are_no_hex_are_told_but_not_linked(spans: Spans) -> None:
+    await ask(Steps(Chunk.stop()), PreprocessedRequest([1], migration_link=TraceLink("x", "y")), details=False)
+    assert spans.said == {"migration.trace_id": "x", "migration.span_id": "y"}
+    assert not spans.one.links
+
+
+async def test_a_request_that_did_not_migrate_has_neither(spans: Spans) -> None:
+    """BE-68."""
+    await ask(Steps(Chunk.stop()), details=False)
+    assert spans.said == {}
+    assert not spans.one.links
+
+
+async def test_the_first_chunk_with_tokens_carries_the_span(spans: Spans) -> None:
+    """BE-71."""
+    chunks = await ask(Steps(Chunk([]), Chunk.token(1), Chunk.token(2), Chunk.stop()))
+    ids = spans.one.context
+    assert ids is not None
+    link = TraceLink(f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
+    assert [chunk.worker_trace_link for chunk in chunks] == [None, link, None, None]
+
+
+async def test_a_link_that_the_engine_has_set_stays(spans: Spans) -> None:
+    (chunk,) = await ask(Steps(Chunk([1], finish_reason=Chunk.stop().finish_reason, worker_trace_link=LINK)))
+    assert chunk.worker_trace_link == LINK
+    assert spans.one
+
+
+async def test_a_chunk_that_the_engine_says_to_every_request_stays_its_own(spans: Spans) -> None:
+    """The link of one request would be seen by the next one."""
+    always = Chunk.token(1)
+    engine = Steps(always, always, Chunk.stop())
+    for answers in (1, 2):
+        chunks = await ask(engine)
+        assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False]
+        assert len(spans.exporter.get_finished_spans()) == answers
+    assert always == Chunk.token(1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "last", "is_stamped"),
+    [
+        (DisaggregationMode.AGGREGATED, Chunk.stop, False),
+        (PREFILL, Chunk.stop, True),
+        (ENCODE, lambda: Chunk.encode_terminal({}), True),
+    ],
+)
+async def test_where_no_tokens_are_due_the_terminal_chunk_carries_it(
+    spans: Spans, mode: DisaggregationMode, last: Any, is_stamped: bool
+) -> None:
+    (chunk,) = await ask(Steps(last()), mode=mode)
+    assert (chunk.worker_trace_link is not None) is is_stamped
+    assert spans.one
+
+
+async def test_only_one_chunk_carries_it(spans: Spans) -> None:
+    chunks = await ask(Steps(Chunk.token(1), Chunk.stop()), mode=PREFILL)
+    assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False]
+    assert spans.one
+
+
+async def test_without_tracing_no_chunk_carries_a_link() -> None:
+    """BE-70."""
+    chunks = await ask(Steps(Chunk.token(1), Chunk.stop()))
+    assert [chunk.worker_trace_link for chunk in chunks] == [None, None]

@@ -1,0 +1,370 @@
+"""The conformance kit: good engines pass, and how they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from attrs import evolve
+
+from engines import (
+    EchoEngine,
+    EngineConfig,
+    GenerateContext,
+    LLMEngine,
+    MetricsBindings,
+    MetricsContext,
+    PushSource,
+    run_conformance,
+)
+from pipeline import Disconnected, InvalidArgument
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest, SamplingOptions
+
+pytestmark = pytest.mark.anyio
+
+Tokens = AsyncGenerator[LLMEngineOutput, None]
+TOKEN_S = 0.01
+
+
+class Good(LLMEngine):
+    """Says 7 until there are `max_tokens`, four without, and notes its life."""
+
+    made: ClassVar[list[Good]] = []
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.asked: list[PreprocessedRequest] = []
+        Good.made.append(self)
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.calls.append("start")
+        return EngineConfig(model="sevens")
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        self.asked.append(request)
+        count = request.stop_conditions.max_tokens or 4
+        for said in range(count):
+            await anyio.sleep(TOKEN_S)
+            if context.is_stopped:
+                yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, said))
+                return
+            yield LLMEngineOutput.token(7)
+        yield LLMEngineOutput.length().with_usage(CompletionUsage.of(3, count))
+
+    async def cleanup(self) -> None:
+        self.calls.append("cleanup")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    Good.made.clear()
+
+
+# -- good engines
+
+
+class Minimal(LLMEngine):
+    """Nothing but what is required, without a usage; a coroutine that returns its generator."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="minimal")
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncIterator[LLMEngineOutput]:
+        await checkpoint()
+        return self._chunks(context)
+
+    async def _chunks(self, context: GenerateContext) -> Tokens:
+        yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
+
+    async def cleanup(self) -> None:
+        """There is nothing to release."""
+
+
+class Ranked(Good):
+    """With sources and metrics of three ranks."""
+
+    async def kv_event_sources(self) -> Sequence[PushSource]:
+        return [PushSource(print, rank) for rank in (2, 0, 1)]
+
+    async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
+        assert (context.model, context.component, context.model_load_time_s) == ("test-model", "test", 0.0)
+        context.metrics.seed([2, 0, 1])
+        return MetricsBindings([2, 0, 1])
+
+
+class OptsOut(Good):
+    """BE-104."""
+
+    async def kv_event_sources(self) -> Sequence[PushSource]:
+        return []
+
+    async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
+        return MetricsBindings([])
+
+
+class Unhurried(Good):
+    """Ends within the deadline after a stop, though not at once."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                if context.is_stopped:
+                    await anyio.sleep(1.9)
+                yield chunk
+
+
+class DoneWhenStopped(Good):
+    """Was done when the stop came behind its first chunk."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        if context.is_stopped:
+            yield LLMEngineOutput.cancelled()
+        else:
+            yield LLMEngineOutput.token(1)
+            yield LLMEngineOutput.stop()
+
+
+class DoneBeforeStopped(Good):
+    """Its first chunk is its last."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
+
+
+class HearsKill(Good):
+    """Waits long, and for nothing after a stop or kill."""
+
+    hears_kill = True
+    token_s = 60.0
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        for _ in range(3):
+            with anyio.move_on_after(self.token_s):
+                await context.stopped()
+            if context.is_stopped:
+                yield LLMEngineOutput.cancelled()
+                return
+            yield LLMEngineOutput.token(7)
+        yield LLMEngineOutput.stop()
+
+
+class RaisesWhenKilled(HearsKill):
+    """To raise is to end."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                if context.is_killed:
+                    raise Disconnected("killed")
+                yield chunk
+
+
+class PlainIterator(Good):
+    """Its stream is no generator and cannot be closed."""
+
+    def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
+        return _Once(context)
+
+
+class _Once:
+    def __init__(self, context: GenerateContext) -> None:
+        self.context, self.left = context, 1
+
+    async def __anext__(self) -> LLMEngineOutput:
+        await checkpoint()
+        if not self.left:
+            raise StopAsyncIteration
+        self.left -= 1
+        return LLMEngineOutput.cancelled() if self.context.is_stopped else LLMEngineOutput.stop()
+
+
+class Choices(Good):
+    """Two choices that take turns, whatever the request says."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        for step in range(4):
+            for index in range(2):
+                await anyio.sleep(TOKEN_S)
+                if context.is_stopped:
+                    yield LLMEngineOutput([], index=index, finish_reason=FinishReason.CANCELLED)
+                    return
+                yield LLMEngineOutput([1], index=index, finish_reason=FinishReason.STOP if step == 3 else None)
+
+
+class WokenByAbort(Good):
+    """Looks at the stop between its chunks, which are far apart; `abort` wakes it in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.woken: dict[str, anyio.Event] = {}
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        self.woken[context.id] = woken = anyio.Event()
+        for _ in range(3):
+            if context.is_stopped:
+                yield LLMEngineOutput.cancelled()
+                return
+            yield LLMEngineOutput.token(1)
+            with anyio.move_on_after(60):
+                await woken.wait()
+        yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
+
+    async def abort(self, context: GenerateContext) -> None:
+        self.woken[context.id].set()
+
+
+class HasSlots(Good):
+    """Serves eight at a time; each frees its slot unhurriedly, shielded, however it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = anyio.Semaphore(8)
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        await self.slots.acquire()
+        try:
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(1.5)
+                self.slots.release()
+
+
+class HasATaskForEach(Good):
+    """Its background does the work and hands each chunk over; a cleanup ends it in order."""
+
+    send: Any = None
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.send, self.receive = anyio.create_memory_object_stream[Any](100)
+        return await super().start(worker_id)
+
+    async def background(self) -> None:
+        async with self.receive, anyio.create_task_group() as tasks:
+            async for request, context, chunks in self.receive:
+                tasks.start_soon(self.work, request, context, chunks)
+
+    async def work(self, request: PreprocessedRequest, context: GenerateContext, to: Any) -> None:
+        async with to:
+            with suppress(anyio.BrokenResourceError):
+                async with aclosing(super().generate(request, context)) as chunks:
+                    async for chunk in chunks:
+                        await to.send(chunk)
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        to, chunks = anyio.create_memory_object_stream[LLMEngineOutput](0)
+        self.send.send_nowait((request, context, to))
+        with chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        if self.send is not None:
+            self.send.close()
+
+
+class SaysNothingMeanwhile(Good):
+    """Chunks without tokens come between the others, as signs of life."""
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield LLMEngineOutput([])
+                yield chunk
+
+
+class HasLittleRoom(Good):
+    """Refuses what its context cannot hold."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return evolve(await super().start(worker_id), context_length=50)
+
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        if len(request.token_ids) + (request.stop_conditions.max_tokens or 0) > 50:
+            raise InvalidArgument("too long", field="max_tokens")
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+GOOD = [
+    EchoEngine,
+    lambda: EchoEngine(0.5),
+    Good,
+    Minimal,
+    Ranked,
+    OptsOut,
+    Unhurried,
+    DoneWhenStopped,
+    DoneBeforeStopped,
+    HearsKill,
+    RaisesWhenKilled,
+    PlainIterator,
+    WokenByAbort,
+    HasSlots,
+    HasATaskForEach,
+    SaysNothingMeanwhile,
+    HasLittleRoom,
+]
+
+
+@pytest.mark.parametrize("factory", GOOD)
+async def test_a_good_engine_passes(factory: Any) -> None:
+    await run_conformance(factory)
+
+
+async def names_of(factory: Any, **settings: Any) -> list[str]:
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_conformance(factory, **settings)
+    return [getattr(failure, "name", "") for failure in caught.value.exceptions]
+
+
+async def test_each_choice_may_end_by_itself() -> None:
+    request = PreprocessedRequest([1], sampling_options=SamplingOptions(n=2))
+    await run_conformance(Choices, request=request)
+    await run_conformance(EchoEngine, request=request)
+    assert await names_of(Choices) == ["NotAChunk"], "with one choice there is no second"
+
+
+async def test_choices_that_were_all_done_when_the_stop_came_may_say_so_one_by_one() -> None:
+    class AllAtOnce(Good):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+            finish = FinishReason.CANCELLED if context.is_stopped else FinishReason.STOP
+            for index in range(request.sampling_options.n or 1):
+                yield LLMEngineOutput([1], index=index, finish_reason=finish)
+
+    await run_conformance(AllAtOnce, request=PreprocessedRequest([1], sampling_options=SamplingOptions(n=4)))
+
+
+async def test_a_request_that_cannot_be_served_is_refused_before_its_first_chunk() -> None:
+    """L5."""
+    bad = PreprocessedRequest([1] * 51)
+    await run_conformance(HasLittleRoom, bad_request=bad)
+    await run_conformance(EchoEngine, bad_request=PreprocessedRequest([], prompt_embeds="AAAA"))
+    assert await names_of(Good, bad_request=bad) == ["BadRequestServed"]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_kit_works_in_real_time(backend: str) -> None:
+    class Quick(HearsKill):
+        token_s = 0.001
+
+    anyio.run(run_conformance, Quick, backend=backend)
+
+
+async def test_the_fixture_is_the_kit(run_conformance: Any) -> None:
+    await run_conformance(EchoEngine)
+    with pytest.raises(ExceptionGroup):
+        await run_conformance(Choices)
+
+
+async def test_the_long_request_is_no_longer_than_the_context() -> None:
+    await run_conformance(HasLittleRoom, request=PreprocessedRequest([4, 5]))
+    assert {request.stop_conditions.max_tokens for request in Good.made[0].asked} == {None, 48}

@@ -1,0 +1,83 @@
+"""The times and counts of one request, as its span says them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.generate_record import GenerateRecord, gap_attributes, milliseconds, nearest_rank
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+
+
+def record(times_s: list[float]) -> GenerateRecord:
+    """A record whose clock shows these times, one a look."""
+    clock: Iterator[float] = iter(times_s)
+    return GenerateRecord(PreprocessedRequest([1, 2, 3], model="asked"), "agg", "", lambda: next(clock))
+
+
+def said(kept: GenerateRecord, **ending: Any) -> dict[str, Any]:
+    return dict(kept.attributes(**{"cancelled": False, "dropped": False, "error_kind": None, **ending}))
+
+
+def test_the_gaps_of_the_specification() -> None:
+    assert gap_attributes([10, 20, 30, 40, 50]) == {
+        "avg_itl_ms": "30.00",
+        "itl_p50_ms": "30.00",
+        "itl_p99_ms": "50.00",
+        "itl_max_ms": "50.00",
+    }
+    assert gap_attributes([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "found"),
+    [([7], 0.99, 7), ([1, 2], 0.5, 2), ([1, 2, 3, 4], 0.5, 3), ([1, 2, 3], 0.0, 1), (list(range(101)), 0.99, 99)],
+)
+def test_a_percentile_is_the_value_at_the_nearest_rank(values: list[float], share: float, found: float) -> None:
+    assert nearest_rank(values, share) == found
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
+def test_the_median_lies_between_and_the_order_of_the_gaps_does_not_matter(gaps_ms: list[float]) -> None:
+    ordered = sorted(gaps_ms)
+    assert nearest_rank(ordered, 0.5) in ordered
+    assert nearest_rank(ordered, 0.99) <= ordered[-1]
+    assert gap_attributes(gaps_ms)["itl_p50_ms"] == gap_attributes(ordered)["itl_p50_ms"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0.00"), (1.005, "1.00"), (12.346, "12.35"), (1000, "1000.00")])
+def test_milliseconds_have_two_decimals(value: float, text: str) -> None:
+    assert milliseconds(value) == text
+
+
+def test_only_chunks_with_tokens_are_timed_and_tokens_are_counted_not_chunks() -> None:
+    kept = record([10.0, 10.1, 10.3])
+    for chunk in (LLMEngineOutput([]), LLMEngineOutput([1, 2]), LLMEngineOutput([]), LLMEngineOutput([3])):
+        kept.saw(chunk)
+    found = said(kept)
+    assert (found["output_tokens"], found["ttft_ms"], found["itl_max_ms"]) == (3, "100.00", "200.00")
+    assert (found["input_tokens"], found["model"], found["disagg_role"]) == (3, "asked", "agg")
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    assert said(record([0.0])) == {
+        "model": "asked",
+        "input_tokens": 3,
+        "disagg_role": "agg",
+        "output_tokens": 0,
+        "cancelled": False,
+    }
+
+
+def test_the_ending_is_said() -> None:
+    kept = record([0.0])
+    kept.saw(LLMEngineOutput.error("no memory"))
+    assert said(kept)["finish_reason"] == "error: no memory"
+    assert said(kept, cancelled=True)["cancelled"] is True
+    dropped = said(kept, dropped=True)
+    assert (dropped["finish_reason"], dropped["cancelled"]) == ("Dropped", True)
+    assert said(kept, error_kind="Disconnected")["error_kind"] == "Disconnected"

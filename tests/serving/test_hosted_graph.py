@@ -1,0 +1,211 @@
+"""Several workers behind one graph: how they start and end together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import anyio
+import pytest
+
+from engines import EchoEngine, EngineConfig, ShutdownTimes, SystemHealth, WorkerState
+from pipeline import Context, Disconnected, PenstockError, Unavailable
+from pipeline.errors import BackendUnknown
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+from pipeline.testing import OpenStreams
+from serving.config import GraphConfig
+from serving.graphs import Hosting, hosted_graph
+
+pytestmark = pytest.mark.anyio
+
+TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
+
+
+class Team:
+    """Engines made one after the other; each says a letter a second, unless told what else it does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.members: list[Member] = []
+        self.fails_at_start: dict[int, Exception] = {}
+        self.fails_after_s: dict[int, float] = {}
+        self.start_s = self.drain_s = 0.0
+        module = ModuleType("team_of_engines")
+        vars(module)["join"] = lambda: Member(self)
+        monkeypatch.setitem(sys.modules, "team_of_engines", module)
+
+    def config(self, workers: int) -> GraphConfig:
+        return GraphConfig(engine="team_of_engines:join", workers=workers)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        return [member.calls for member in self.members]
+
+
+class Member(EchoEngine):
+    def __init__(self, team: Team) -> None:
+        super().__init__(delay_s=1.0)
+        self.team, self.number = team, len(team.members)
+        self.calls: list[str] = []
+        team.members.append(self)
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.calls.append("start")
+        await anyio.sleep(self.team.start_s)
+        if (error := self.team.fails_at_start.get(self.number)) is not None:
+            raise error
+        return await super().start(worker_id)
+
+    async def background(self) -> None:
+        if (after_s := self.team.fails_after_s.get(self.number)) is not None:
+            await anyio.sleep(after_s)
+            raise LookupError(f"number {self.number} broke")
+
+    async def drain(self) -> None:
+        self.calls.append("drain")
+        await anyio.sleep(self.team.drain_s)
+
+    async def cleanup(self) -> None:
+        self.calls.append("cleanup")
+
+
+@pytest.fixture
+def team(monkeypatch: pytest.MonkeyPatch) -> Team:
+    return Team(monkeypatch)
+
+
+def chat(text: str) -> Context[Any]:
+    return Context(ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content=text)]))
+
+
+Ask = Callable[[Any, str], Any]
+
+
+@pytest.fixture
+def heard() -> dict[str, Any]:
+    """What was answered to each text: how many seconds it took, or with which error it ended."""
+    return {}
+
+
+@pytest.fixture
+def ask(heard: dict[str, Any]) -> Ask:
+    async def ask(graph: Any, text: str) -> None:
+        began_s = anyio.current_time()
+        try:
+            async with await graph.generate(chat(text)) as stream:
+                async for _ in stream:
+                    pass
+            heard[text] = round(anyio.current_time() - began_s, 3)
+        except PenstockError as error:
+            heard[text] = type(error)
+
+    return ask
+
+
+WHOLE = ["start", "drain", "cleanup"]
+
+
+def test_the_times_are_the_environments_without_a_grace_period() -> None:
+    environment = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "7", "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "3"}
+    assert Hosting(environment).times == ShutdownTimes(grace_s=0, timeout_s=7)
+    assert Hosting().times == ShutdownTimes(grace_s=0)
+    assert Hosting(environment, times=TIMES).times is TIMES
+
+
+async def test_many_workers_cost_one_grace_period_and_one_drain(team: Team) -> None:
+    team.drain_s = 3
+    async with hosted_graph(team.config(4), Hosting(times=TIMES)) as opened:
+        began_s = anyio.current_time()
+    assert anyio.current_time() - began_s == pytest.approx(2 + 3)
+    assert team.calls == [WHOLE] * 4
+    assert {worker.state for worker in opened.workers} == {WorkerState.STOPPED}
+
+
+async def test_leaving_lets_streams_finish_in_the_runtimes_time_and_takes_nothing_new(
+    team: Team, ask: Ask, heard: dict[str, Any], open_streams: OpenStreams
+) -> None:
+    """Five seconds from here; only then the others are cut."""
+    async with anyio.create_task_group() as tasks:
+        async with hosted_graph(team.config(2), Hosting()) as opened:
+            for text in ("ab", "abcde", "abcdefgh"):
+                tasks.start_soon(ask, opened.graph, text)
+            await anyio.sleep(0.5)
+
+            async def ask_late() -> None:
+                await anyio.sleep(1)
+                await ask(opened.graph, "z")
+
+            tasks.start_soon(ask_late)
+            left_s = anyio.current_time()
+        assert anyio.current_time() - left_s == pytest.approx(5)
+    assert heard == {"ab": 2, "abcde": 5, "abcdefgh": Disconnected, "z": Unavailable}
+    assert team.calls == [WHOLE] * 2
+
+
+async def test_a_worker_that_cannot_start_ends_those_before_it_and_is_raised_as_it_is(team: Team) -> None:
+    team.fails_at_start = {2: BackendUnknown("no such device")}
+    health = SystemHealth()
+    with pytest.raises(BackendUnknown, match="no such device"):
+        async with hosted_graph(team.config(4), Hosting(health=health, times=TIMES)):
+            raise AssertionError("entered")
+    assert team.calls == [WHOLE, WHOLE, ["start", "cleanup"], []]
+    assert anyio.current_time() == pytest.approx(0), "nobody has seen them"
+    assert health.endpoints == {}
+
+
+async def test_a_worker_that_breaks_while_others_start_is_raised(team: Team) -> None:
+    team.start_s, team.fails_after_s = 3, {0: 1.0}
+    with anyio.fail_after(99), pytest.raises(BackendUnknown, match="number 0 broke"):
+        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+            raise AssertionError("entered")
+    assert team.calls == [WHOLE] * 3
+
+
+async def test_a_start_that_is_cancelled_ends_all(team: Team) -> None:
+    team.start_s = 3
+    with anyio.move_on_after(4):
+        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+            raise AssertionError("entered")
+    assert team.calls == [WHOLE, ["start", "cleanup"], []]
+    assert anyio.current_time() == pytest.approx(4)
+
+
+async def test_a_block_that_fails_or_is_cancelled_ends_all_at_once_without_grace(team: Team) -> None:
+    team.drain_s = 1
+    with pytest.raises(LookupError, match="mine"):
+        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+            raise LookupError("mine")
+    assert anyio.current_time() == pytest.approx(1)
+    with anyio.move_on_after(1):
+        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+            await anyio.sleep_forever()
+    assert anyio.current_time() == pytest.approx(1 + 1 + 1)
+    assert team.calls == [WHOLE] * 6
+
+
+async def test_an_error_that_is_being_handled_around_it_is_not_its_own(team: Team) -> None:
+    try:
+        raise LookupError
+    except LookupError:
+        async with hosted_graph(team.config(1), Hosting(times=TIMES)):
+            pass
+    assert anyio.current_time() == pytest.approx(2), "an orderly end with its grace period"
+
+
+async def test_a_worker_that_breaks_leaves_the_others_and_the_last_one_says_why(
+    team: Team, ask: Ask, heard: dict[str, Any]
+) -> None:
+    team.fails_after_s = {0: 2.5, 1: 6.0}
+    async with hosted_graph(team.config(2), Hosting()) as opened, anyio.create_task_group() as tasks:
+        for text in ("abcde", "ABCDE"):
+            tasks.start_soon(ask, opened.graph, text)
+        await anyio.sleep(5.5)
+        assert sorted(heard.values(), key=str) == [5, Disconnected]
+        assert opened.failure is None
+        tasks.start_soon(ask, opened.graph, "a")
+        await anyio.sleep(1)
+        assert heard["a"] is Disconnected
+        assert str(opened.failure) == "number 0 broke"
+        await ask(opened.graph, "b")
+        assert heard["b"] is Unavailable

@@ -1,0 +1,226 @@
+"""The programs as processes that host engines: under load, with signals, in real time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Program = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
+Post = Callable[..., AbstractContextManager[HTTPResponse]]
+
+MOCKER = ("--engine", "mocker", "--workers", "2")
+OWN = """
+import anyio
+
+from engines import EchoEngine
+from pipeline import InvalidArgument
+
+class Loud(EchoEngine):
+    async def cleanup(self):
+        print("cleaned up", flush=True)
+
+class Slow(Loud):
+    async def start(self, worker_id):
+        print("starting", flush=True)
+        await anyio.sleep(60)
+
+class Broken(EchoEngine):
+    async def start(self, worker_id):
+        raise RuntimeError("no such device\\nat all")
+
+class Hot(EchoEngine):
+    async def start(self, worker_id):
+        raise InvalidArgument("too slow", field="fan")
+
+class Brief(Loud):
+    async def background(self):
+        raise RuntimeError("the scheduler broke")
+"""
+
+
+def status_of(address: str, path: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_requests(program: Program, post: Post) -> None:
+    streams = 20
+    with program(*MOCKER, "--engine-arg", "speedup_ratio=0.5") as (process, address):
+        begun = []
+
+        def read() -> str:
+            with post(address, stream=True, max_tokens=100, ignore_eos=True) as response:
+                first = response.read(1)
+                begun.append(first)
+                return (first + response.read()).decode()
+
+        with ThreadPoolExecutor(streams) as clients:
+            answers = [clients.submit(read) for _ in range(streams)]
+            while len(begun) < streams:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            with post(address) as refused:
+                assert refused.status == 503
+            texts = [answer.result() for answer in answers]
+        assert all('"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n") for text in texts)
+        _, errors = process.communicate(timeout=10)
+        assert (process.returncode, errors) == (0, "")
+
+
+def test_under_load_the_second_signal_ends_at_once(program: Program, post: Post) -> None:
+    with program(*MOCKER) as (process, address), ExitStack() as open_streams:
+        for _ in range(5):
+            response = open_streams.enter_context(post(address, stream=True, max_tokens=100_000, ignore_eos=True))
+            response.read(1)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=10)
+        assert (process.returncode, errors) == (0, "")
+        assert time.monotonic() - began < 2
+
+
+def test_the_mock_engine_answers_in_letters_and_shows_its_metrics(program: Program, post: Post) -> None:
+    with program(*MOCKER, "--engine-arg", "speedup_ratio=100") as (_, address):
+        with post(address, max_tokens=30) as response:
+            answer = json.loads(response.read())
+        text = answer["choices"][0]["message"]["content"]
+        assert (len(text), text.isalpha(), answer["choices"][0]["finish_reason"]) == (30, True, "length")
+        status, metrics = status_of(address, "/metrics")
+        assert status == 200
+        assert metrics.count("dynamo_component_model_load_time_seconds{") == 2
+        assert metrics.count("dynamo_component_total_blocks{") == 2
+
+
+@pytest.fixture
+def own_engine(tmp_path: Path) -> Path:
+    """A folder with an engine of somebody else."""
+    (tmp_path / "own_engine.py").write_text(OWN)
+    return tmp_path
+
+
+def test_a_worker_hosts_an_engine_of_somebody_else_until_a_signal(
+    own_engine: Path, program: Program, post: Post
+) -> None:
+    worker = ("worker", "own_engine:Loud")
+    with program(
+        "--namespace", "mine", command=worker, cwd=own_engine, DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="0.3"
+    ) as (
+        process,
+        address,
+    ):
+        with post(address) as response:
+            assert json.loads(response.read())["choices"][0]["message"]["content"] == "hello"
+        assert "dyn://mine.backend.generate/" in status_of(address, "/health")[1]
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        with post(address) as refused:
+            assert refused.status == 503
+        said, errors = process.communicate(timeout=10)
+        assert (process.returncode, said, errors) == (0, "cleaned up\n", "")
+
+
+def test_the_second_signal_ends_a_worker_with_its_number(program: Program) -> None:
+    with program(command=("worker", "mocker")) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=5) == 128 + signal.SIGTERM
+
+
+def ended(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The program that ended by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "serving", *command],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=30,
+        check=False,
+        env=os.environ | variables,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "line"),
+    [
+        (("worker", "own_engine:Broken", "--port", "0"), 1, "no such device at all"),
+        (("serve", "--engine", "own_engine:Broken", "--port", "0", "--workers", "2"), 1, "no such device at all"),
+        (("graph", "--engine", "own_engine:Hot"), 2, "fan: too slow"),
+    ],
+)
+def test_an_engine_that_cannot_start_is_one_line(
+    own_engine: Path, command: tuple[str, ...], code: int, line: str
+) -> None:
+    done = ended(own_engine, *command)
+    assert (done.returncode, done.stderr) == (code, f"Error: {line}\n")
+
+
+@pytest.mark.parametrize("command", [("worker", "own_engine:Brief"), ("serve", "--engine", "own_engine:Brief")])
+def test_an_engine_that_breaks_ends_its_program_as_a_failure(own_engine: Path, command: tuple[str, ...]) -> None:
+    done = ended(own_engine, *command, "--port", "0")
+    assert done.returncode == 1
+    assert done.stderr.endswith("\nError: the scheduler broke\n")
+    assert done.stdout.endswith("cleaned up\n")
+
+
+def test_a_signal_while_an_engine_starts_cancels_that_and_cleans_up(own_engine: Path) -> None:
+    command = [sys.executable, "-m", "serving", "serve", "--engine", "own_engine:Slow", "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=own_engine
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting\n"
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate(timeout=10)
+    assert (process.returncode, said, errors) == (0, "cleaned up\n", "")
+
+
+def test_a_status_port_that_is_taken_is_one_line_and_starts_nothing(own_engine: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = ended(own_engine, "worker", "own_engine:Slow", "--port", "0", DYN_SYSTEM_PORT=str(port))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"DYN_SYSTEM_PORT={port}" in done.stderr
+
+
+def test_the_status_of_a_worker_is_shown_where_it_is_wanted(program: Program) -> None:
+    """HLT-09, HLT-11."""
+    port = _free_port()
+    with program(command=("worker", "echo"), DYN_SYSTEM_PORT=str(port)) as _:
+        address = f"127.0.0.1:{port}"
+        status, body = status_of(address, "/health")
+        assert (status, json.loads(body)["status"]) == (200, "ready")
+        assert status_of(address, "/live")[0] == 200
+        assert status_of(address, "/nowhere") == (404, "Route not found")
+        assert "dynamo_component_model_load_time_seconds" in status_of(address, "/metrics")[1]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
