@@ -51,7 +51,9 @@ class EngineConfig:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """From a mapping, flat or with a part of it nested under `llm`. Raises InvalidArgument for an unknown name."""
-        nested = plain.get("llm") or {}
+        nested = {} if plain.get("llm") is None else plain["llm"]
+        if not isinstance(nested, Mapping):
+            raise InvalidArgument(f"expected an object, got {type(nested).__name__}", field="llm")
         flat = {name: value for name, value in plain.items() if name != "llm"} | dict(nested)
         known = {attribute.name for attribute in fields(cls)}
         if unknown := sorted(flat.keys() - known):

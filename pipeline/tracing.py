@@ -184,11 +184,6 @@ class OpenSpan:
     def __init__(self, request: Context[Any], name: str, *, tracer: trace.Tracer | None = None) -> None:
         self.context, self._span = _below(request, name, tracer or trace.get_tracer("penstock"))
 
-    @property
-    def is_recorded(self) -> bool:
-        """False where nobody looks: attributes need not be made."""
-        return self._span.is_recording()
-
     def fails(self, error: BaseException | str) -> None:
         """Sets the span's status to error."""
         if isinstance(error, BaseException):

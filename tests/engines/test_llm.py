@@ -40,7 +40,12 @@ def test_both_spellings_of_a_config_are_read(plain: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("plain", "field"),
-    [({}, "model"), ({"model": "m", "size": 1}, "size"), ({"model": "m", "llm": {"size": 1}}, "size")],
+    [
+        ({}, "model"),
+        ({"model": "m", "size": 1}, "size"),
+        ({"model": "m", "llm": {"size": 1}}, "size"),
+        ({"model": "m", "llm": [1]}, "llm"),
+    ],
 )
 def test_a_config_that_misses_its_model_or_names_something_unknown_is_refused(
     plain: dict[str, Any], field: str
