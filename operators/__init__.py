@@ -1,26 +1,60 @@
 """What stands between a caller and an engine: each operator wraps the next stage."""
 
+from .availability import AllBusy, AllExcluded, InstanceExcluded
+from .busy import BusyThresholds, Capacity
+from .busy_watch import BusyWatch, capacities_of
 from .byte_tokenizer import ByteTokenizer
 from .chat_template import ChatTemplate
 from .detokenize import Detokenize
+from .exclusion import exclusion_s
 from .model import Model
+from .pickers import (
+    DeviceAware,
+    Picker,
+    RoundRobin,
+    Uncharged,
+    cuda_to_cpu_ratio,
+    least_loaded,
+    power_of_two,
+    random_pick,
+)
 from .preprocess import PROMPT_TOKENS, Preprocess
-from .push_router import Picker, PushRouter, RoundRobin, random_pick
+from .push_router import PushRouter
+from .rejection import Rejection, overload_status
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
 from .validation import validate
+from .worker_load import WorkerLoad, WorkerLoads, load_reports
 
 __all__ = [
     "PROMPT_TOKENS",
+    "AllBusy",
+    "AllExcluded",
+    "BusyThresholds",
+    "BusyWatch",
     "ByteTokenizer",
+    "Capacity",
     "ChatTemplate",
     "Detokenize",
+    "DeviceAware",
     "HuggingFaceTokenizer",
+    "InstanceExcluded",
     "Model",
     "Picker",
     "Preprocess",
     "PushRouter",
+    "Rejection",
     "RoundRobin",
     "Tokenizer",
+    "Uncharged",
+    "WorkerLoad",
+    "WorkerLoads",
+    "capacities_of",
+    "cuda_to_cpu_ratio",
+    "exclusion_s",
+    "least_loaded",
+    "load_reports",
+    "overload_status",
+    "power_of_two",
     "random_pick",
     "validate",
 ]

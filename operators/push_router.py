@@ -1,104 +1,245 @@
 """PushRouter: sends each request to one of the instances of an endpoint.
 
-Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs. Other than there, no instance at all and an
-instance that vanished are errors of different types, and direct requests go through the graph like all others.
+    candidates ──► picker ──► instance ──► its stream, watched
+    all that are there, less those left out after a fault, less those that are busy
+
+Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs. Other than there, each reason why nobody can be
+asked is an error of its own type, what is in flight is counted in every mode, an instance is left out for a time of its
+own, and direct requests go through the graph like all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from random import Random
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from pipeline import AsyncEngine, CannotConnect, Context, GraphError, InvalidArgument, ResponseStream, Unavailable
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    CannotConnect,
+    Context,
+    GraphError,
+    InvalidArgument,
+    Once,
+    ResponseStream,
+    WorkerOverloaded,
+)
+from pipeline.errors import Refused
+
+from .availability import InstanceExcluded
+from .exclusion import EXCLUSION_S
+from .pickers import DeviceAware, Picker, RoundRobin, Uncharged, least_loaded, power_of_two, random_pick
+from .silence import until_silent
+from .standing import Standing
+from .worker_load import UNCOUNTED, WorkerLoads
 
 if TYPE_CHECKING:
-    from pipeline.network import Workers  # a graph without instances of its own needs no network
+    from pipeline.network import Workers
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-RouterMode = Literal["round_robin", "random", "direct"]
-Picker = Callable[[Sequence[int]], int]
-"""Chooses one of some instance ids, which are sorted and at least one."""
+RouterMode = Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted", "direct"]
+Prepare = Callable[[Context[In], int], Context[In]]
+"""What is done to a request once its instance is known."""
 
 _HINT = "routing.backend_instance_id"
 
 
-class RoundRobin:
-    """A picker that takes one id after the other; `peek` says which would be next."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def peek(self, instance_ids: Sequence[int]) -> int:
-        return instance_ids[self._turn % len(instance_ids)]
-
-    def __call__(self, instance_ids: Sequence[int]) -> int:
-        chosen = self.peek(instance_ids)
-        self._turn += 1
-        return chosen
-
-
-def random_pick(rng: Random) -> Picker:
-    """A picker that draws from `rng`, each id as likely as the others."""
-    return rng.choice
-
-
 class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
-    """Ends a graph at a pool of workers: picks one for each request and hands on its stream as it is.
+    """Ends a graph at a pool of workers: picks one for each request and hands on its stream.
 
-    `mode` is one of the names, or a picker of one's own. `rng` is for mode `random`; give a seeded one to repeat a run.
-    In mode `direct` the request names its instance in `routing.backend_instance_id`.
+    `mode` is one of the names, or `pick` a picker of one's own (see `operators.pickers`). `rng` is for what is left to
+    chance; give a seeded one to repeat a run. In mode `direct` the request names its instance in
+    `routing.backend_instance_id`. `admits` says which instances are this router's. `loads` counts what is in flight;
+    routers of one pool may share it. `busy` gives the instances that are busy now, as `BusyWatch.busy` does.
 
-    Raises Unavailable, at once, if there is no instance. An instance that vanishes between the choice and the dispatch
-    is replaced once by another; without another one that is Unavailable too. What a worker itself raises goes to the
-    caller. Stop, kill and close are the worker's business.
+    An instance whose fault is to blame (see `pipeline.errors.FACTS`) is left out for `exclusion_s`; 0 leaves none out.
+    So is one that answers WorkerOverloaded, as busy. With `silence_timeout_s` a stream that brings nothing for that
+    long raises ResponseTimeout. What a worker raises goes to the caller, when its request is no longer in flight.
+
+    Raises, at once and with nothing sent: Unavailable without an instance, AllExcluded, AllBusy (a ResourceExhausted).
+    An instance that vanishes between the choice and the dispatch is replaced once by another that is free; without
+    another that is Unavailable. Stop, kill and close are the worker's business.
     """
 
     def __init__(
-        self, workers: Workers[In, Out], mode: RouterMode | Picker = "round_robin", rng: Random | None = None
+        self,
+        workers: Workers[In, Out],
+        mode: RouterMode | None = None,
+        rng: Random | None = None,
+        *,
+        pick: Picker | None = None,
+        loads: WorkerLoads | None = None,
+        busy: Callable[[], AbstractSet[int]] | None = None,
+        admits: Callable[[int], bool] | None = None,
+        exclusion_s: float = EXCLUSION_S,
+        silence_timeout_s: float | None = None,
     ) -> None:
+        if silence_timeout_s is not None and silence_timeout_s <= 0:
+            raise InvalidArgument(f"must be above 0, got {silence_timeout_s}", field="silence_timeout_s")
+        self.loads = WorkerLoads(workers) if loads is None else loads
         self._workers = workers
-        self._pick = _picker(mode, rng)
+        self._pick = _picker(mode, pick)
+        self.standing = Standing(
+            workers, exclusion_s=exclusion_s, busy=busy, admits=admits, skips_excluded=self._pick is not None
+        )
+        self._selects = isinstance(self._pick, RoundRobin) or self._pick is random_pick
+        self._rng = rng or Random()
+        self._silence_timeout_s = silence_timeout_s
 
-    async def generate(self, request: Context[In]) -> ResponseStream[Out]:
+    # -- sending
+
+    def generate(self, request: Context[In]) -> Coroutine[Any, Any, ResponseStream[Out]]:
+        return self.route(request)
+
+    async def route(self, request: Context[In], prepare: Prepare[In] | None = None) -> ResponseStream[Out]:
+        """`generate`, with the request changed by `prepare` once it is known who gets it.
+
+        It is called again if that instance has vanished meanwhile; what it raises goes to the caller.
+        """
         if self._pick is None:
-            return await self.direct(request, _named_instance(request.payload))
-        name, instance_ids = self._workers.name, self._workers.instance_ids()
-        if not instance_ids:
-            raise Unavailable(f"no instances found for endpoint {name}")
-        chosen = self._pick(instance_ids)
+            return await self.direct(request, _named_instance(request.payload), prepare=prepare)
+        chosen = self._choose(request)
         try:
-            return await self.direct(request, chosen)
+            return await self._send(request, chosen, prepare)
         except CannotConnect:
-            others = self._workers.instance_ids()
-            if chosen in others:
+            if chosen in self._workers.instance_ids():
                 raise  # it is still there: what it could not reach is something else
+        others = [instance_id for instance_id in self.standing.free() if instance_id != chosen]
         if not others:
-            raise Unavailable(f"instance_id={chosen} not found for endpoint {name}, no other instances available")
-        return await self.direct(request, self._pick(others))
+            raise self.standing.vanished(chosen)
+        return await self._send(request, self._picked(others, request), prepare)
 
-    async def direct(self, request: Context[In], instance_id: int) -> ResponseStream[Out]:
-        """The answer of that instance. Raises CannotConnect if it is not there; no other one is asked."""
-        return await self._workers.engine(instance_id).generate(request)
+    async def direct(
+        self,
+        request: Context[In],
+        instance_id: int,
+        *,
+        within: Collection[int] = (),
+        prepare: Prepare[In] | None = None,
+    ) -> ResponseStream[Out]:
+        """The answer of that instance, also if it is left out at the moment.
+
+        Raises CannotConnect if it is not there, WorkerOverloaded if it is busy. If it vanishes before it is reached,
+        the first free one of `within` is asked in its place; without one that is Unavailable.
+        """
+        name = self._workers.name
+        if instance_id not in self.standing.admitted():
+            raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
+        if not self.standing.not_busy((instance_id,)):
+            raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
+        try:
+            return await self._send(request, instance_id, prepare)
+        except CannotConnect:
+            if not within or instance_id in self._workers.instance_ids():
+                raise
+        others = [other for other in self.standing.free() if other in within and other != instance_id]
+        if not others:
+            raise self.standing.vanished(instance_id)
+        return await self._send(request, others[0], prepare)
+
+    async def pinned(
+        self, request: Context[In], instance_id: int, *, prepare: Prepare[In] | None = None
+    ) -> ResponseStream[Out]:
+        """`direct`, for a request that may go there only: raises InstanceExcluded while the instance is left out."""
+        if instance_id in self.standing.admitted() and instance_id not in self.standing.routable():
+            raise InstanceExcluded(f"instance_id={instance_id} of endpoint {self._workers.name} failed a moment ago")
+        return await self.direct(request, instance_id, prepare=prepare)
+
+    # -- choosing
+
+    def refusal(self) -> Refused | None:
+        """The error a request would meet now because of the pool; None if it would be sent."""
+        return self.standing.refusal()
+
+    def peek(self, request: Context[In]) -> int | None:
+        """Who would get the request now; changes nothing. None if nobody would, and where the request decides."""
+        ids = self.standing.free()
+        if self._pick is None or not ids:
+            return None
+        before = self._rng.getstate()
+        try:
+            pick = getattr(self._pick, "peek", self._pick)
+            return int(pick(ids, self.loads.current(), request, self._rng))
+        finally:
+            self._rng.setstate(before)
+
+    def select(self, request: Context[In]) -> int | None:
+        """Picks an instance for somebody who will ask it by `direct`, and moves on; raises what `generate` does.
+
+        None in modes that go by what is in flight: there a choice without a request would be made again.
+        """
+        return self._choose(request) if self._selects else None
 
     def members(self) -> Sequence[str]:
         return [f"{self._workers.name}/{instance_id}" for instance_id in self._workers.instance_ids()]
 
+    def _choose(self, request: Context[In]) -> int:
+        if not (ids := self.standing.free()):
+            raise self.standing.nobody()
+        return self._picked(ids, request)
 
-def _picker(mode: RouterMode | Picker, rng: Random | None) -> Picker | None:
-    """The picker of that mode; None for direct, where the request decides. Raises GraphError for an unknown one."""
-    if callable(mode):
-        return mode
-    pickers: dict[str, Callable[[], Picker | None]] = {
+    def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
+        assert self._pick is not None
+        return self._pick(ids, self.loads.current(), request, self._rng)
+
+    # -- acting
+
+    async def _send(self, request: Context[In], instance_id: int, prepare: Prepare[In] | None) -> ResponseStream[Out]:
+        counted = UNCOUNTED if type(instance_id) is Uncharged else self.loads.begin(instance_id)
+        arrival = self._workers.arrival(instance_id)
+        try:
+            asked = request if prepare is None else prepare(request, instance_id)
+            stream = await self._workers.engine(instance_id).generate(asked)
+        except BaseException as error:
+            counted.release()
+            if isinstance(error, Exception):
+                self.standing.blame(instance_id, arrival, error)
+            raise
+        if self._silence_timeout_s is not None:
+            source = f"instance_id={instance_id} of endpoint {self._workers.name}"
+            stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
+        return ResponseStream(self._watched(stream, instance_id, arrival, counted), request, stream, counted)
+
+    async def _watched(
+        self, stream: ResponseStream[Out], instance_id: int, arrival: int, counted: Once
+    ) -> AsyncGenerator[Out, None]:
+        """The stream as it is; its request stops counting, and its fault is noted, before the reader learns of it."""
+        try:
+            async with stream:
+                async for item in stream:
+                    if isinstance(item, Annotated) and item.event is not None and (error := item.extract_error()):
+                        counted.release()
+                        self.standing.blame(instance_id, arrival, error)
+                    yield item
+        except Exception as error:
+            self.standing.blame(instance_id, arrival, error)
+            raise
+        finally:
+            counted.release()
+
+
+def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:
+    """The picker; None for mode direct, where the request decides. Raises GraphError unless one is given at most."""
+    if pick is not None and mode is not None:
+        raise GraphError(f"both a mode, {mode!r}, and a picker: they exclude each other")
+    if pick is not None:
+        return pick
+    pickers: Mapping[str, Callable[[], Picker | None]] = {
         "round_robin": RoundRobin,
-        "random": lambda: random_pick(rng or Random()),
+        "random": lambda: random_pick,
+        "power_of_two_choices": lambda: power_of_two,
+        "least_loaded": lambda: least_loaded,
+        "device_aware_weighted": DeviceAware,
         "direct": lambda: None,
     }
-    if mode not in pickers:
-        raise GraphError(f"unknown router mode {mode!r}: expected a picker or one of {', '.join(pickers)}")
-    return pickers[mode]()
+    name = "round_robin" if mode is None else mode
+    if name not in pickers:
+        raise GraphError(f"unknown router mode {mode!r}: expected one of {', '.join(pickers)}")
+    return pickers[name]()
 
 
 def _named_instance(payload: Any) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import anyio
 
@@ -12,7 +13,7 @@ from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observa
 
 from .discovery import Added, Removed
 from .fanout import Fanout
-from .names import EndpointId, Instance
+from .names import DeviceType, EndpointId, Instance
 from .request_plane import not_found
 
 In = TypeVar("In")
@@ -21,6 +22,8 @@ In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
 Ids = tuple[int, ...]
+Absence = Literal["none_yet", "all_left", "closed"]
+"""Why a pool has no instance: none has appeared so far, all there were are gone, or nobody looks any more."""
 
 
 class Workers(Protocol[In_contra, Out_co]):
@@ -33,6 +36,19 @@ class Workers(Protocol[In_contra, Out_co]):
 
     def instance_ids(self) -> Ids:
         """The instances that are there now, sorted."""
+        ...
+
+    def absence(self) -> Absence | None:
+        """Why there is no instance now; None if there is one."""
+        ...
+
+    def arrival(self, instance_id: int) -> int:
+        """Which arrival it was, counted over the pool: another number than before means that it has left and come
+        back, and that what was known of it holds no more. -1 for one that is not there."""
+        ...
+
+    def device_type(self, instance_id: int) -> DeviceType | None:
+        """What it computes on; None if it does not say or is not there."""
         ...
 
     def changes(self) -> Observable[Ids]:
@@ -51,14 +67,33 @@ class Workers(Protocol[In_contra, Out_co]):
 class _Pool(Generic[In, Out]):
     """Instances by id, and the news of their change."""
 
-    def __init__(self, name: str, engines: Mapping[int, AsyncEngine[In, Out]]) -> None:
+    def __init__(
+        self, name: str, engines: Mapping[int, AsyncEngine[In, Out]], device_types: Mapping[int, DeviceType]
+    ) -> None:
         self.name = name
         self._engines = dict(engines)
         self._ids: Ids = tuple(sorted(engines))
+        self._arrivals = {instance_id: number for number, instance_id in enumerate(self._ids)}
+        self._arrived = len(self._ids)
+        self._device_types: dict[int, DeviceType | None] = dict(device_types)
+        self._is_closed = False
         self._listeners: Fanout[Ids] = Fanout()
 
     def instance_ids(self) -> Ids:
         return self._ids
+
+    def absence(self) -> Absence | None:
+        if self._ids:
+            return None
+        if self._is_closed:
+            return "closed"
+        return "all_left" if self._arrived else "none_yet"
+
+    def arrival(self, instance_id: int) -> int:
+        return self._arrivals.get(instance_id, -1)
+
+    def device_type(self, instance_id: int) -> DeviceType | None:
+        return self._device_types.get(instance_id)
 
     def changes(self) -> Observable[Ids]:
         return Observable(lambda observer, _: self._listen(observer))
@@ -99,7 +134,7 @@ class EndpointWorkers(_Pool[In, Out]):
         watch: Observable[Added[Instance] | Removed[Instance]],
         connect: Callable[[Instance], AsyncEngine[In, Out]],
     ) -> None:
-        super().__init__(str(endpoint), {})
+        super().__init__(str(endpoint), {}, {})
         self._connect = connect
         followed = watch.subscribe(self._follow, on_completed=self._end)
         self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
@@ -112,24 +147,39 @@ class EndpointWorkers(_Pool[In, Out]):
         return CompositeDisposable(super()._listen(observer), self._users.disposable)
 
     def _follow(self, event: Added[Instance] | Removed[Instance]) -> None:
-        instance_id = event.item.instance_id
         if isinstance(event, Added):
-            self._engines[instance_id] = self._connect(event.item)
+            self._add(event.item)
         else:
-            self._engines.pop(instance_id, None)
+            for known in (self._engines, self._arrivals, self._device_types):
+                known.pop(event.item.instance_id, None)
         if (ids := tuple(sorted(self._engines))) != self._ids:
             self._ids = ids
             self._listeners.push(ids)
 
+    def _add(self, instance: Instance) -> None:
+        """A new one, or one that is there and was published again with other content."""
+        instance_id = instance.instance_id
+        self._engines[instance_id] = self._connect(instance)
+        if instance_id not in self._arrivals:
+            self._arrivals[instance_id] = self._arrived
+            self._arrived += 1
+        self._device_types[instance_id] = instance.device_type
+
     def _end(self) -> None:
-        self._engines.clear()
-        self._ids = ()
+        for known in (self._engines, self._arrivals, self._device_types):
+            known.clear()
+        self._ids, self._is_closed = (), True
         self._listeners.complete()
 
 
-def static_workers(engines: Mapping[int, AsyncEngine[In, Out]], *, name: str = "static") -> Workers[In, Out]:
+def static_workers(
+    engines: Mapping[int, AsyncEngine[In, Out]],
+    *,
+    name: str = "static",
+    device_types: Mapping[int, DeviceType] = MappingProxyType({}),
+) -> Workers[In, Out]:
     """A pool that never changes, from engines at hand: for tests, and for programs of one file."""
-    return _Pool(name, engines)
+    return _Pool(name, engines, device_types)
 
 
 class _Missing(AsyncEngine[Any, Any]):

@@ -10,7 +10,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, InvalidArgument, StreamClosed, Unavailable
-from pipeline.network import EndpointWorkers, Instance, Runtime, Scope, Workers, static_workers
+from pipeline.network import EndpointId, EndpointWorkers, Instance, Runtime, Scope, Workers, static_workers
 from pipeline.network.inprocess_events import InProcessEventPlane
 from pipeline.network.inprocess_requests import InProcessRequestPlane
 from pipeline.network.inprocess_store import InProcessStore
@@ -165,6 +165,51 @@ async def test_a_static_pool_never_changes() -> None:
     assert await (await workers.engine(1).generate(Context(None))).collect() == ["a"]
     with pytest.raises(CannotConnect, match="instance_id=3 not found for endpoint pool"):
         await workers.engine(3).generate(Context(None))
+
+
+async def test_a_pool_says_why_nobody_is_there() -> None:
+    async with Runtime.in_process() as runtime:
+        workers = runtime.workers(WHERE)
+        assert workers.absence() == "none_yet"
+        served = await runtime.serve(WHERE, says())
+        assert workers.absence() is None
+        await served.close()
+        assert workers.absence() == "all_left"
+        workers.close()
+        assert workers.absence() == "closed"
+    assert static_workers({}).absence() == "none_yet"
+    assert static_workers({1: says()}).absence() is None
+
+
+async def test_one_that_comes_back_is_another_arrival() -> None:
+    async with Runtime.in_process() as runtime:
+        workers = runtime.workers(WHERE)
+        served = [await runtime.serve(WHERE, says(), instance_id=instance_id) for instance_id in (2, 1)]
+        arrivals = [workers.arrival(instance_id) for instance_id in (1, 2, 3)]
+        assert arrivals[2] == -1
+        assert len(set(arrivals)) == 3
+        await served[0].unpublish()
+        assert workers.arrival(2) == -1
+        await served[0].publish()
+        assert workers.arrival(2) > max(arrivals)
+        assert workers.arrival(1) == arrivals[0]
+
+
+async def test_one_that_is_published_anew_is_the_same_arrival() -> None:
+    async with Runtime.in_process() as runtime:
+        workers, where = runtime.workers(WHERE), EndpointId.parse(WHERE)
+        await runtime.discovery.register(Instance.of(where, 7, device_type="cpu"))
+        arrival, ids = workers.arrival(7), workers.instance_ids()
+        assert workers.device_type(7) == "cpu"
+        await runtime.discovery.register(Instance.of(where, 7, device_type="cuda"))
+        assert (workers.arrival(7), workers.device_type(7)) == (arrival, "cuda")
+        assert workers.instance_ids() is ids
+
+
+async def test_a_pool_knows_what_its_instances_compute_on() -> None:
+    workers = static_workers({1: says(), 2: says()}, device_types={1: "cpu"})
+    assert [workers.device_type(instance_id) for instance_id in (1, 2, 3)] == ["cpu", None, None]
+    assert [workers.arrival(instance_id) for instance_id in (1, 2, 3)] == [0, 1, -1]
 
 
 async def test_an_endpoints_pool_is_a_pool() -> None:

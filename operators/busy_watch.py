@@ -1,0 +1,138 @@
+"""BusyWatch: keeps the set of busy workers of a pool, from what they report.
+
+    WorkerLoads.news() ──► latch of the rank ──► is the worker busy ──► busy(), changes() ──► routers
+
+Source: dynamo lib/llm/src/discovery/worker_monitor.rs, KvWorkerMonitor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from pipeline.network import Added, Model, Removed, TaintsUpdated
+from pipeline.rx import BehaviorSubject, CompositeDisposable, Observable, ops
+
+from .busy import BusyThresholds, Capacity, is_worker_busy, latch
+from .listening import isolated
+from .worker_load import LoadChange, WorkerLoad, WorkerLoads
+
+_UNKNOWN = Capacity()
+
+
+class BusyWatch:
+    """Which workers are busy. Begins when it is made and ends with `close`, or as a context manager; then nobody is.
+
+    Routers are given its `busy` and see the same set from their first request on. `capacities` are those of the
+    workers by id, now and after each change (see `capacities_of`). With no threshold set nobody is ever busy.
+    """
+
+    def __init__(
+        self,
+        loads: WorkerLoads,
+        thresholds: BusyThresholds | None = None,
+        capacities: Observable[Mapping[int, Capacity]] | None = None,
+    ) -> None:
+        self._loads = loads
+        self._thresholds = BusyThresholds() if thresholds is None else thresholds
+        self._capacities: Mapping[int, Capacity] = {}
+        self._latches: dict[int, dict[int, bool | None]] = {}
+        self._judged_by = self._thresholds
+        self._changes: BehaviorSubject[frozenset[int]] = BehaviorSubject(frozenset())
+        self._judge(loads.current())
+        self._watching = CompositeDisposable(loads.news().subscribe(self._hear))
+        if capacities is not None:
+            self._watching.add(capacities.subscribe(self._hear_capacities))
+
+    @property
+    def thresholds(self) -> BusyThresholds:
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, thresholds: BusyThresholds) -> None:
+        """They hold from the next report on."""
+        self._thresholds = thresholds
+
+    def busy(self) -> frozenset[int]:
+        """The workers that are busy now."""
+        return self._changes.value
+
+    def changes(self) -> Observable[frozenset[int]]:
+        """`busy` now and whenever it is another set; completes when this is closed."""
+        return isolated(self._changes)
+
+    def close(self) -> None:
+        """Stops watching; does nothing the second time."""
+        if not self._watching.is_disposed:
+            self._watching.dispose()
+            self._changes.on_next(frozenset())
+            self._changes.on_completed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hear(self, change: LoadChange) -> None:
+        load, instance_id = change.load, change.instance_id
+        if load is None:
+            self._latches.pop(instance_id, None)
+            self._say(self._changes.value - {instance_id})
+        elif change.dp_rank is not None:
+            self._latch(instance_id, change.dp_rank, load)
+            # After a change of the thresholds the first report has all judged anew.
+            all_anew = self._judged_by is not self._thresholds
+            self._judge(self._loads.current() if all_anew else {instance_id: load})
+
+    def _hear_capacities(self, capacities: Mapping[int, Capacity]) -> None:
+        self._capacities = capacities
+        self._judge(self._loads.current())
+
+    def _latch(self, instance_id: int, dp_rank: int, load: WorkerLoad) -> None:
+        rank = load.ranks.get(dp_rank)
+        if rank is not None:  # else what was known of the worker was dropped
+            latched = latch(rank, self._capacity(instance_id), self._thresholds)
+            self._latches.setdefault(instance_id, {})[dp_rank] = latched
+
+    def _judge(self, loads: Mapping[int, WorkerLoad]) -> None:
+        """Decides anew about these workers; what was decided about others stays."""
+        self._judged_by = self._thresholds
+        found = frozenset(
+            instance_id
+            for instance_id, load in loads.items()
+            if is_worker_busy(
+                load.ranks, self._latches.get(instance_id, {}), self._capacity(instance_id), self._thresholds
+            )
+        )
+        self._say((self._changes.value - loads.keys()) | found)
+
+    def _capacity(self, instance_id: int) -> Capacity:
+        return self._capacities.get(instance_id, _UNKNOWN)
+
+    def _say(self, busy: frozenset[int]) -> None:
+        if busy != self._changes.value:
+            self._changes.on_next(busy)
+
+
+ModelNews = Added[Model] | Removed[Model] | TaintsUpdated
+
+
+def capacities_of(models: Observable[ModelNews]) -> Observable[Mapping[int, Capacity]]:
+    """The capacities in the cards that discovery knows of an endpoint: `discovery.watch_models(endpoint.path)`."""
+    nothing: Mapping[int, Capacity] = {}
+    return models.pipe(ops.scan(with_model, nothing))
+
+
+def with_model(capacities: Mapping[int, Capacity], news: ModelNews) -> Mapping[int, Capacity]:
+    """The capacities after the news; those given stay as they are. Adapters say nothing of capacity."""
+    instance_id, settings = news.item.instance_id, news.item.card.runtime_config
+    if news.item.suffix is not None or isinstance(news, TaintsUpdated):
+        return capacities
+    others = {worker_id: capacity for worker_id, capacity in capacities.items() if worker_id != instance_id}
+    if isinstance(news, Removed):
+        return others
+    return {**others, instance_id: Capacity(settings.total_kv_blocks, settings.max_num_batched_tokens)}

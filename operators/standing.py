@@ -1,0 +1,104 @@
+"""Standing: who in a pool may be asked now, and why nobody may.
+
+there ──► admitted ──► not left out after a fault: routable ──► not busy: free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from pipeline import Unavailable, WorkerOverloaded
+from pipeline.errors import Refused, blames_worker
+
+from .availability import all_busy, all_excluded, nobody
+from .exclusion import Exclusions, routable_changes
+
+if TYPE_CHECKING:
+    from pipeline.network import Ids, Workers
+    from pipeline.rx import AnyIOScheduler, Observable
+
+
+class Standing:
+    """What a router holds against the instances of its pool: their faults, their being busy, whom it admits.
+
+    `skips_excluded`: whether instances that are left out are not to be asked; so it is unless requests name theirs.
+    `busy` gives those that are busy by somebody else's judgement. A healthy pool costs no look at the clock.
+    """
+
+    def __init__(
+        self,
+        workers: Workers[Any, Any],
+        *,
+        exclusion_s: float,
+        busy: Callable[[], AbstractSet[int]] | None = None,
+        admits: Callable[[int], bool] | None = None,
+        skips_excluded: bool = True,
+    ) -> None:
+        self._workers = workers
+        self._busy = busy
+        self._admits = admits
+        self._skips_excluded = skips_excluded
+        self._excluded = Exclusions(exclusion_s)
+        self._overloaded = Exclusions(exclusion_s)
+
+    def admitted(self) -> Sequence[int]:
+        """The instances that are there and this router's."""
+        ids = self._workers.instance_ids()
+        return ids if self._admits is None else [i for i in ids if self._admits(i)]
+
+    def routable(self, now_s: float | None = None) -> Sequence[int]:
+        """Those that are not left out at that time, by default now."""
+        ids = self.admitted()
+        if not self._excluded:
+            return ids
+        return self._excluded.without(ids, self._workers.arrival, anyio.current_time() if now_s is None else now_s)
+
+    def routable_changes(self, scheduler: AnyIOScheduler) -> Observable[Ids]:
+        """`routable` now and after every change, also that of time; completes when the pool is closed."""
+        return routable_changes(self._workers.changes(), self._excluded, self.routable, scheduler)
+
+    def free(self) -> Sequence[int]:
+        """Those a request may be sent to now."""
+        return self.not_busy(self.routable() if self._skips_excluded else self.admitted())
+
+    def not_busy(self, ids: Sequence[int]) -> Sequence[int]:
+        """Those of the instances that are not busy now."""
+        if self._overloaded:
+            ids = self._overloaded.without(ids, self._workers.arrival, anyio.current_time())
+        if self._busy is not None and (busy := self._busy()):
+            return [instance_id for instance_id in ids if instance_id not in busy]
+        return ids
+
+    def blame(self, instance_id: int, arrival: int, error: Exception) -> None:
+        """Takes note of what a request met there: a fault of the worker leaves it out, a refusal makes it busy."""
+        if blames_worker(error):
+            self._excluded.add(instance_id, arrival, anyio.current_time())
+        elif isinstance(error, WorkerOverloaded):
+            self._overloaded.add(instance_id, arrival, anyio.current_time())
+
+    def refusal(self) -> Refused | None:
+        """Why nobody can be asked; None if somebody can."""
+        return None if self.free() else self.nobody()
+
+    def nobody(self) -> Refused:
+        """The error for a request that nobody can take."""
+        name, ids = self._workers.name, self.admitted()
+        if not ids:
+            return nobody(name, self._workers.absence())
+        asked = self.routable() if self._skips_excluded else ids
+        if not asked:
+            return all_excluded(name, len(ids), _time_to(self._excluded.first_end_s()))
+        return all_busy(name, len(asked), len(ids) - len(asked), _time_to(self._overloaded.first_end_s()))
+
+    def vanished(self, instance_id: int) -> Unavailable:
+        """The error for an instance that is gone when nobody can take its place."""
+        name = self._workers.name
+        return Unavailable(f"instance_id={instance_id} not found for endpoint {name}, no other instances available")
+
+
+def _time_to(end_s: float | None) -> float | None:
+    return None if end_s is None else max(0.0, end_s - anyio.current_time())
