@@ -1,7 +1,8 @@
 """What ends a graph: engines that answer requests in tokens."""
 
 from .adapter import RequestAdapter
-from .conformance import ConformanceFailure, run_conformance
+from .conformance import ConformanceFailure, cancelling_context, mock_context, run_conformance
+from .dp_rank import forced_dp_rank, own_dp_rank
 from .echo import EchoEngine
 from .engine_metrics import ComponentSnapshot, MetricsBindings, MetricsContext, SnapshotPublisher
 from .generate_context import GenerateContext
@@ -9,7 +10,9 @@ from .health import SystemHealth
 from .kv_sources import KvEventPublisher, PushSource
 from .lifecycle import WorkerState
 from .llm import EngineConfig, LLMEngine
-from .roles import DisaggregationMode
+from .logprobs import extract_logprobs
+from .probe import health_payload, is_probe
+from .roles import DisaggregationMode, encoder_terminal_chunk, require_encoder_result, require_prefill_result
 from .shutdown_times import ShutdownTimes
 from .standalone import as_engine
 from .worker import Worker
@@ -35,5 +38,15 @@ __all__ = [
     "WorkerConfig",
     "WorkerState",
     "as_engine",
+    "cancelling_context",
+    "encoder_terminal_chunk",
+    "extract_logprobs",
+    "forced_dp_rank",
+    "health_payload",
+    "is_probe",
+    "mock_context",
+    "own_dp_rank",
+    "require_encoder_result",
+    "require_prefill_result",
     "run_conformance",
 ]
