@@ -51,7 +51,7 @@ class BusyWatch:
 
     @thresholds.setter
     def thresholds(self, thresholds: BusyThresholds) -> None:
-        """They hold from the next report on."""
+        """They hold from the next report, or change of a capacity, on."""
         self._thresholds = thresholds
 
     def busy(self) -> frozenset[int]:

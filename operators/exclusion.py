@@ -74,8 +74,17 @@ class Exclusions:
         return [i for i in ids if i not in entries or entries[i].arrival != arrival(i)] if entries else ids
 
     def first_end_s(self) -> float | None:
-        """When the first is back, as of the last time somebody asked who is left out; None if nobody is."""
+        """When the first entry ends, as of the last time somebody asked who is left out; None if nobody is."""
         return min((entry.until_s for entry in self._entries.values()), default=None)
+
+    def first_back_s(self, ids: Sequence[int], arrival: Callable[[int], int]) -> float | None:
+        """When the first of these instances is back, as of then too; None if none of them is left out.
+
+        Entries of others do not count: an instance that is gone, or has come back since, takes no request then.
+        """
+        entries = self._entries
+        ends_s = (entries[i].until_s for i in ids if i in entries and entries[i].arrival == arrival(i))
+        return min(ends_s, default=None)
 
 
 def lasting(entries: Mapping[int, Exclusion], now_s: float) -> Mapping[int, Exclusion]:
@@ -99,7 +108,7 @@ def routable_changes(
 ) -> Observable[Ids]:
     """The instances that are not left out, now and after every change, also that of time.
 
-    `routable` gives them at a time of the loop's clock; completes with the pool.
+    `routable` gives them at a time of the loop's clock; completes with the pool. What a listener raises is logged.
     """
 
     def subscribe(observer: ObserverBase[Ids], _: Any = None) -> DisposableBase:
@@ -123,4 +132,4 @@ def routable_changes(
         listening.add(Disposable(lambda: waiting.dispose()))
         return listening
 
-    return Observable(subscribe)
+    return isolated(Observable(subscribe))  # its timers must not break the scheduler, which others share

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from math import isfinite
 from random import Random
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -78,8 +79,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         exclusion_s: float = EXCLUSION_S,
         silence_timeout_s: float | None = None,
     ) -> None:
-        if silence_timeout_s is not None and silence_timeout_s <= 0:
-            raise InvalidArgument(f"must be above 0, got {silence_timeout_s}", field="silence_timeout_s")
+        if silence_timeout_s is not None and not (isfinite(silence_timeout_s) and silence_timeout_s > 0):
+            raise InvalidArgument(f"must be finite and above 0, got {silence_timeout_s}", field="silence_timeout_s")
         self.loads = WorkerLoads(workers) if loads is None else loads
         self._workers = workers
         self._pick = _picker(mode, pick)
@@ -98,7 +99,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     async def route(self, request: Context[In], prepare: Prepare[In] | None = None) -> ResponseStream[Out]:
         """`generate`, with the request changed by `prepare` once it is known who gets it.
 
-        It is called again if that instance has vanished meanwhile; what it raises goes to the caller.
+        It is called again if that instance has vanished meanwhile; what it raises goes to the caller
+        and is no fault of the instance.
         """
         if self._pick is None:
             return await self.direct(request, _named_instance(request.payload), prepare=prepare)
@@ -127,7 +129,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         the first free one of `within` is asked in its place; without one that is Unavailable.
         """
         name = self._workers.name
-        if instance_id not in self.standing.admitted():
+        if not self.standing.is_admitted(instance_id):
             raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
         if not self.standing.not_busy((instance_id,)):
             raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
@@ -145,7 +147,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         self, request: Context[In], instance_id: int, *, prepare: Prepare[In] | None = None
     ) -> ResponseStream[Out]:
         """`direct`, for a request that may go there only: raises InstanceExcluded while the instance is left out."""
-        if instance_id in self.standing.admitted() and instance_id not in self.standing.routable():
+        if self.standing.is_admitted(instance_id) and instance_id not in self.standing.routable():
             raise InstanceExcluded(f"instance_id={instance_id} of endpoint {self._workers.name} failed a moment ago")
         return await self.direct(request, instance_id, prepare=prepare)
 
@@ -193,6 +195,10 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         arrival = self._workers.arrival(instance_id)
         try:
             asked = request if prepare is None else prepare(request, instance_id)
+        except BaseException:
+            counted.release()
+            raise
+        try:
             stream = await self._workers.engine(instance_id).generate(asked)
         except BaseException as error:
             counted.release()

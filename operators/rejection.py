@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, TypeVar
 
 from pipeline import AsyncEngine, Context, InvalidArgument, Operator, ResourceExhausted, ResponseStream
@@ -40,8 +41,8 @@ class Rejection(Operator[Any, Any, Any, Any]):
     adds_time = False
 
     def __init__(self, *gates: Gate, retry_after_s: float = RETRY_AFTER_S, status: int | None = None) -> None:
-        if retry_after_s < 0:
-            raise InvalidArgument(f"must not be negative, got {retry_after_s}", field="retry_after_s")
+        if not isfinite(retry_after_s) or retry_after_s < 0:
+            raise InvalidArgument(f"must be finite and not negative, got {retry_after_s}", field="retry_after_s")
         if status is not None and not 200 <= status <= 999:
             raise InvalidArgument(f"must be an HTTP status from 200 to 999, got {status}", field="status")
         self._gates = gates

@@ -50,6 +50,10 @@ class Standing:
         ids = self._workers.instance_ids()
         return ids if self._admits is None else [i for i in ids if self._admits(i)]
 
+    def is_admitted(self, instance_id: int) -> bool:
+        """Whether that one is; costs the same however many there are."""
+        return self._workers.arrival(instance_id) >= 0 and (self._admits is None or self._admits(instance_id))
+
     def routable(self, now_s: float | None = None) -> Sequence[int]:
         """Those that are not left out at that time, by default now."""
         ids = self.admitted()
@@ -91,8 +95,12 @@ class Standing:
             return nobody(name, self._workers.absence())
         asked = self.routable() if self._skips_excluded else ids
         if not asked:
-            return all_excluded(name, len(ids), _time_to(self._excluded.first_end_s()))
-        return all_busy(name, len(asked), len(ids) - len(asked), _time_to(self._overloaded.first_end_s()))
+            return all_excluded(name, len(ids), _time_to(self._excluded.first_back_s(ids, self._workers.arrival)))
+        # When somebody else will call an instance free is not known.
+        busy = self._busy() if self._busy is not None else ()
+        timed = [instance_id for instance_id in asked if instance_id not in busy]
+        first_back_s = self._overloaded.first_back_s(timed, self._workers.arrival)
+        return all_busy(name, len(asked), len(ids) - len(asked), _time_to(first_back_s))
 
     def vanished(self, instance_id: int) -> Unavailable:
         """The error for an instance that is gone when nobody can take its place."""

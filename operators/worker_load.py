@@ -9,7 +9,8 @@ Source: dynamo lib/runtime/src/component/client.rs, the occupancy; lib/llm/src/d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -81,6 +82,8 @@ class WorkerLoads:
         self._loads: dict[int, WorkerLoad] = {}
         self._arrivals: dict[int, int] = {}
         self._said: Subject[LoadChange] = Subject()
+        self._due: deque[Callable[[], None]] = deque()
+        self._is_telling = False
 
     def current(self) -> Mapping[int, WorkerLoad]:
         """The load of each instance that is there. It changes with the next request: read it, do not keep it."""
@@ -112,7 +115,7 @@ class WorkerLoads:
         def subscribe(observer: ObserverBase[LoadChange], _: Any = None) -> DisposableBase:
             def complete() -> None:
                 self.current()
-                observer.on_completed()
+                self._in_turn(observer.on_completed)
 
             self.current()
             telling = isolated(self._said).subscribe(observer.on_next)
@@ -154,7 +157,22 @@ class WorkerLoads:
     def _set(self, instance_id: int, load: WorkerLoad, dp_rank: int | None = None) -> None:
         self._loads[instance_id] = load
         if self._said.observers:
-            self._said.on_next(LoadChange(instance_id, load, dp_rank))
+            self._tell(LoadChange(instance_id, load, dp_rank))
+
+    def _tell(self, change: LoadChange) -> None:
+        self._in_turn(lambda: self._said.on_next(change))
+
+    def _in_turn(self, step: Callable[[], None]) -> None:
+        """Takes the step after those under way: what a listener causes while it listens is heard after its cause."""
+        self._due.append(step)
+        if self._is_telling:
+            return
+        self._is_telling = True
+        try:
+            while self._due:
+                self._due.popleft()()
+        finally:
+            self._is_telling = False
 
     def _reconcile(self, ids: Ids) -> None:
         workers = self._workers
@@ -167,10 +185,9 @@ class WorkerLoads:
             del self._loads[instance_id]
         self._loads.update({i: WorkerLoad(device_type=workers.device_type(i)) for i in new})
         if self._said.observers:
-            for instance_id in gone:
-                self._said.on_next(LoadChange(instance_id, None))
-            for instance_id in new:
-                self._said.on_next(LoadChange(instance_id, self._loads.get(instance_id)))
+            changes = [LoadChange(i, None) for i in gone] + [LoadChange(i, self._loads[i]) for i in new]
+            for change in changes:
+                self._tell(change)
 
 
 def with_change(loads: Mapping[int, WorkerLoad], change: LoadChange) -> Mapping[int, WorkerLoad]:

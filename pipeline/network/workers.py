@@ -112,14 +112,19 @@ class _Pool(Generic[In, Out]):
             if len(ids) >= count:
                 known.set()
 
-        listening = self.changes().subscribe(look, on_completed=known.set)
+        # Listens beside `changes`, whose listeners keep a pool going that was closed: nobody would end the wait.
+        news = Observable[Ids](lambda observer, _: _Pool._listen(self, observer))
+        listening = news.subscribe(look, on_completed=lambda: known.set())
         try:
-            await known.wait()
+            while True:
+                await known.wait()
+                if len(self._ids) >= count:
+                    return self._ids
+                if self._is_closed:
+                    raise Unavailable(f"{self.name} was closed before it had {count} instances")
+                known = anyio.Event()  # some have left again before it was this task's turn
         finally:
             listening.dispose()
-        if len(self.instance_ids()) < count:
-            raise Unavailable(f"{self.name} was closed before it had {count} instances")
-        return self.instance_ids()
 
     def __str__(self) -> str:
         return self.name

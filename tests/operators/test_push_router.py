@@ -17,6 +17,7 @@ from pipeline import (
     AsyncEngine,
     CannotConnect,
     Context,
+    Disconnected,
     GraphError,
     InvalidArgument,
     Unavailable,
@@ -153,7 +154,16 @@ def test_a_mode_and_a_picker_exclude_each_other() -> None:
         PushRouter(pool({}), "random", pick=lowest)
 
 
-@pytest.mark.parametrize("wrong", [{"exclusion_s": -1.0}, {"exclusion_s": float("nan")}, {"silence_timeout_s": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"exclusion_s": -1.0},
+        {"exclusion_s": float("nan")},
+        {"silence_timeout_s": 0.0},
+        {"silence_timeout_s": float("nan")},
+        {"silence_timeout_s": float("inf")},
+    ],
+)
 def test_times_that_cannot_be_are_refused_at_declaration(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         PushRouter(pool({}), **wrong)  # type: ignore[arg-type]
@@ -223,6 +233,17 @@ async def test_what_fails_to_prepare_a_request_leaves_nothing_in_flight() -> Non
     with pytest.raises(InvalidArgument, match="no rank"):
         await engine.route(Context(None), prepare)
     assert (in_flight(engine), engines[1].requests) == (0, [])
+
+
+async def test_what_fails_to_prepare_a_request_is_no_fault_of_the_instance() -> None:
+    engine = PushRouter(pool(answering(1)))
+
+    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
+        raise Disconnected("what it asks")
+
+    with pytest.raises(Disconnected, match="what it asks"):
+        await engine.route(Context(None), prepare)
+    assert list(engine.standing.routable()) == [1]
 
 
 async def test_a_direct_request_may_name_who_takes_the_place_of_a_vanished_instance() -> None:

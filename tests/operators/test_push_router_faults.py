@@ -17,6 +17,7 @@ from pipeline import (
     Annotated,
     AnyContext,
     AsyncEngine,
+    Cancelled,
     CannotConnect,
     Context,
     Disconnected,
@@ -24,6 +25,7 @@ from pipeline import (
     PenstockError,
     ResponseStream,
     ResponseTimeout,
+    StreamBusy,
     StreamIncomplete,
     Unavailable,
     WorkerOverloaded,
@@ -137,6 +139,26 @@ async def test_each_instance_is_back_at_its_own_time() -> None:
     assert seen == [(0, (1, 2, 3)), (0, (2, 3)), (2, (3,)), (5, (1, 3)), (8, (1, 2, 3))]
 
 
+async def test_a_listener_that_fails_when_an_instance_is_back_breaks_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error, heard = Disconnected("lost"), list[tuple[int, ...]]()
+
+    def hear(ids: tuple[int, ...]) -> None:
+        heard.append(ids)
+        if len(heard) == 3:
+            raise LookupError("broken")
+
+    async with AnyIOScheduler() as scheduler:
+        engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), exclusion_s=5)
+        engine.standing.routable_changes(scheduler).subscribe(hear)
+        for _ in range(2):
+            await meet(engine, 1, error)
+            await anyio.sleep(6)
+    assert heard == [(1, 2), (2,), (1, 2), (2,), (1, 2)]
+    assert "a listener failed" in caplog.text
+
+
 async def test_with_an_exclusion_of_nothing_nobody_is_left_out() -> None:
     """CLI-03."""
     error = Disconnected("lost")
@@ -155,6 +177,35 @@ async def test_all_left_out_is_an_error_of_its_own_that_says_when_to_come_back()
         await engine.generate(Context(None))
     assert isinstance(caught.value, Unavailable)
     assert caught.value.retry_after_s == pytest.approx(4)
+
+
+async def test_an_instance_that_has_left_does_not_say_when_to_come_back() -> None:
+    error = Disconnected("lost")
+    async with Runtime.in_process() as runtime:
+        engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME), exclusion_s=5)
+        served = [await runtime.serve(NAME, ScriptedEngine([Fail(error)]), instance_id=i) for i in (1, 2)]
+        await meet(engine, 1, error)
+        await anyio.sleep(2)
+        await meet(engine, 2, error)
+        await served[0].close()
+        refusal = engine.refusal()
+        assert isinstance(refusal, AllExcluded)
+        assert refusal.retry_after_s == pytest.approx(5)
+
+
+async def test_when_to_come_back_is_not_known_of_those_that_are_busy_by_somebody_elses_judgement() -> None:
+    """Nor does one that is left out anyway say it."""
+    error, busy = Disconnected("lost"), set[int]()
+    scripts = iter([WorkerOverloaded("no room"), error])
+    engine = PushRouter(pool({1: ScriptedEngine(lambda _: [Fail(next(scripts))]), **answering(2)}), busy=lambda: busy)
+    at_once = [await engine.direct(Context(None), 1) for _ in range(2)]
+    for stream in at_once:
+        with pytest.raises(PenstockError):
+            await stream.collect()
+    busy.add(2)
+    refusal = engine.refusal()
+    assert isinstance(refusal, AllBusy)
+    assert refusal.retry_after_s is None
 
 
 async def test_some_left_out_and_the_others_busy_is_busy() -> None:
@@ -196,6 +247,48 @@ async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> Non
         await old.aclose()
         assert list(engine.standing.routable()) == [1]
         assert in_flight(engine) == 0
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "raises", "stopped"])
+async def test_nothing_is_in_flight_when_an_instance_gives_no_stream(ending: str) -> None:
+    """RT-08: also a foreign exception and a cancellation while it is asked, which blame nobody."""
+
+    class Slow(AsyncEngine[Any, Any]):
+        async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+            await anyio.sleep(3)
+            raise LookupError("foreign") if ending == "raises" else Cancelled("stopped")
+
+    engine = PushRouter(pool({1: Slow()}))
+    counted: list[int] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def ask_it() -> None:
+            with anyio.move_on_after(2 if ending == "cancelled" else None), suppress(LookupError, Cancelled):
+                await engine.generate(Context(None))
+
+        tasks.start_soon(ask_it)
+        await anyio.sleep(1)
+        counted.append(in_flight(engine))
+    assert (*counted, in_flight(engine), list(engine.standing.routable())) == (1, 0, [1])
+
+
+async def test_a_second_reader_and_a_close_during_a_read_leave_the_first_one_counted() -> None:
+    engine = PushRouter(pool({1: ScriptedEngine([1, Wait(2), 2])}))
+    async with await engine.generate(Context(None)) as stream, anyio.create_task_group() as tasks:
+        got: list[Any] = []
+
+        async def read() -> None:
+            got.extend([item async for item in stream])
+
+        tasks.start_soon(read)
+        await anyio.sleep(1)
+        with pytest.raises(RuntimeError):
+            await anext(stream)
+        with pytest.raises(StreamBusy):
+            await stream.aclose()
+        assert in_flight(engine) == 1
+        await anyio.sleep(2)
+        assert (got, in_flight(engine)) == ([1, 2], 0)
 
 
 async def test_a_silent_stream_is_given_up_and_its_instance_left_out() -> None:

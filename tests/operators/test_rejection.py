@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import anyio
@@ -104,7 +105,9 @@ def test_the_environment_may_set_the_status(text: str | None, status: int) -> No
     assert overload_status({} if text is None else {"DYN_HTTP_OVERLOAD_STATUS_CODE": text}) == status
 
 
-@pytest.mark.parametrize("wrong", [{"status": 99}, {"status": 1000}, {"retry_after_s": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"status": 99}, {"status": 1000}, *({"retry_after_s": s} for s in (-1.0, math.nan, math.inf))]
+)
 def test_what_cannot_be_is_refused_at_declaration(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Rejection(Saying(), **wrong)

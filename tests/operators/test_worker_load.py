@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from operators import PushRouter, Uncharged, WorkerLoad, WorkerLoads, load_reports
 from operators.worker_load import LoadChange, RankLoad
 from pipeline import AnyContext, Context, Once
-from pipeline.network import Instance, Runtime, Scope, Workers, static_workers
+from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
 from pipeline.network.names import EndpointId
 from pipeline.network.workers import _Pool
 from pipeline.protocols.kv_events import KV_METRICS_TOPIC, ActiveLoad
@@ -203,6 +203,32 @@ def test_a_listeners_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> No
     held.release()
     assert [change.load for change in heard] == [WorkerLoad(1), WorkerLoad(0)]
     assert [record.getMessage() for record in caplog.records] == ["a listener failed"] * 2
+
+
+def test_listeners_hear_what_another_listener_causes_after_what_caused_it() -> None:
+    """Else the last that one hears would not be what holds."""
+    loads, heard, held = WorkerLoads(pool(1)), list[int](), list[Once]()
+
+    def answer(change: LoadChange) -> None:
+        if not held:
+            held.append(loads.begin(1))
+
+    loads.news().subscribe(answer)
+    loads.changes().subscribe(lambda snapshot: heard.append(snapshot[1].in_flight))
+    loads.begin(1)
+    assert heard == [0, 1, 2]
+
+
+async def test_a_listener_that_ends_the_pool_keeps_no_other_from_hearing_who_left() -> None:
+    where, heard = EndpointId.parse(NAME), list[Any]()
+    watch = Subject[Added[Instance] | Removed[Instance]]()
+    workers: EndpointWorkers[Any, Any] = EndpointWorkers(where, watch, lambda _: ScriptedEngine([]))
+    watch.on_next(Added(Instance.of(where, 1)))
+    loads = WorkerLoads(workers)
+    loads.news().subscribe(lambda change: watch.on_completed() if change.load else None)
+    loads.news().subscribe(heard.append, on_completed=lambda: heard.append("completed"))
+    loads.begin(1)
+    assert heard == [LoadChange(1, WorkerLoad(1)), LoadChange(1, None), "completed"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "end", "report"]), st.integers(1, 3)), max_size=25))

@@ -11,11 +11,12 @@ from anyio.lowlevel import checkpoint
 
 from pipeline import AsyncEngine, CannotConnect, Context, Disconnected, InvalidArgument, StreamClosed, Unavailable
 from pipeline.network import EndpointId, EndpointWorkers, Instance, Runtime, Scope, Workers, static_workers
+from pipeline.network.discovery import Added, Removed
 from pipeline.network.inprocess_events import InProcessEventPlane
 from pipeline.network.inprocess_requests import InProcessRequestPlane
 from pipeline.network.inprocess_store import InProcessStore
 from pipeline.protocols.card import ModelDeploymentCard
-from pipeline.rx import AnyIOScheduler, ops
+from pipeline.rx import AnyIOScheduler, Subject, ops
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 
 pytestmark = pytest.mark.anyio
@@ -146,6 +147,43 @@ async def test_waiting_ends_when_the_pool_does() -> None:
     async with anyio.create_task_group() as tasks, Runtime.in_process() as runtime:
         tasks.start_soon(wait, runtime.workers(WHERE))
         await checkpoint()
+
+
+async def test_closing_a_pool_ends_the_wait_for_it() -> None:
+    async def wait(workers: Workers[Any, Any]) -> None:
+        with pytest.raises(Unavailable, match="closed before"):
+            await workers.wait_for_instances()
+
+    async with Runtime.in_process() as runtime:
+        workers = runtime.workers(WHERE)
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait, workers)
+                await anyio.sleep(1)
+                workers.close()
+                assert watchers(runtime) == 0
+
+
+async def test_waiting_goes_on_when_an_instance_has_left_before_the_waiters_turn() -> None:
+    """The pool is as open as before: that is not the end of it."""
+    where, got = EndpointId.parse(WHERE), list[Any]()
+    watch = Subject[Added[Instance] | Removed[Instance]]()
+    workers: EndpointWorkers[Any, Any] = EndpointWorkers(where, watch, lambda _: says())
+
+    async def wait() -> None:
+        got.append(await workers.wait_for_instances())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.sleep(1)
+        for happens in (Added, Removed):
+            watch.on_next(happens(Instance.of(where, 1)))
+        await anyio.sleep(1)
+        assert got == []
+        watch.on_next(Added(Instance.of(where, 2)))
+    assert got == [(2,)]
+    workers.close()
+    assert not watch.observers
 
 
 async def test_a_cancelled_wait_releases_its_watch() -> None:
