@@ -8,6 +8,7 @@ Source: dynamo lib/runtime/src/error.rs, DynamoError serde form. `details` is ou
 
 from __future__ import annotations
 
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,7 @@ from .errors import (
     InvalidArgument,
     MessageTooLarge,
     PenstockError,
+    Refused,
     StatusError,
     Unknown,
     chain,
@@ -34,7 +36,9 @@ _DETAILS: dict[type[PenstockError], dict[str, type]] = {
     StatusError: {"status": int},
     MessageTooLarge: {"size_bytes": int, "limit_bytes": int},
     ContractViolation: {"rule": str},
+    Refused: {"retry_after_s": float, "status": int},
 }
+"""The facts of a class and of those below it; each class has of them what its constructor takes."""
 
 
 def error_to_plain(error: BaseException) -> dict[str, Any]:
@@ -55,7 +59,8 @@ def _link_to_plain(link: BaseException) -> dict[str, Any]:
         return {"error_type": Unknown.type_name, "message": str(link) or type(link).__name__}
     kind = {"Backend": link.kind} if isinstance(link, BackendError) else link.type_name
     record: dict[str, Any] = {"error_type": kind, "message": link.message}
-    if details := {name: getattr(link, name) for name in _details_of(type(link))}:
+    details = {name: getattr(link, name, None) for name in _details_of(type(link))}
+    if details := {name: value for name, value in details.items() if value is not None}:
         record["details"] = details
     return record
 
@@ -103,11 +108,18 @@ def _class_of(kind: Any) -> type[PenstockError]:
 
 def _details_of(cls: type[PenstockError]) -> dict[str, type]:
     """The facts a class carries beside its message, with the type of each."""
-    return next((_DETAILS[base] for base in cls.__mro__ if base in _DETAILS), {})
+    facts = next((_DETAILS[base] for base in cls.__mro__ if base in _DETAILS), {})
+    known = signature(cls).parameters if facts else {}
+    return {name: kind for name, kind in facts.items() if name in known}
 
 
 def _read_details(cls: type[PenstockError], details: Any) -> dict[str, Any]:
     """Those facts of the class that the record holds in the right type; others are left at their defaults."""
     if not isinstance(details, dict):
         return {}
-    return {name: details[name] for name, kind in _details_of(cls).items() if type(details.get(name)) is kind}
+    return {name: details[name] for name, kind in _details_of(cls).items() if _is_a(kind, details.get(name))}
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether the value is of that very type; a whole number is a float too, as a writer may shorten it."""
+    return type(value) is kind or (kind is float and type(value) is int)

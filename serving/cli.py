@@ -38,6 +38,9 @@ class Router(StrEnum):
 
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
+    P2C = "p2c"
+    LEAST_LOADED = "least-loaded"
+    DEVICE_AWARE = "device-aware"
     DIRECT = "direct"
 
 
@@ -68,6 +71,24 @@ LogLevelOption = Annotated[LogLevel, typer.Option(help="Least serious messages s
 AccessLog = Annotated[bool, typer.Option(help="Log every request; costs speed.")]
 Workers = Annotated[int, typer.Option(help="Number of engine instances.")]
 RouterOption = Annotated[Router, typer.Option(help="How a worker is chosen for a request.")]
+Seed = Annotated[int | None, typer.Option(help="Makes repeatable what a router leaves to chance.")]
+BusyBlocks = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FRACTION",
+        help="A worker is busy with more of its KV blocks in use. [env: DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD]",
+    ),
+]
+BusyTokens = Annotated[
+    int | None,
+    typer.Option(metavar="TOKENS", help="Or with more tokens in prefill. [env: DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD]"),
+]
+BusyTokensFraction = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FRACTION", help="The same, of its largest batch. [env: DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC]"
+    ),
+]
 
 
 @_cli.command()
@@ -80,11 +101,21 @@ def serve(
     engine_arg: EngineArg = [],  # noqa: B006  (typer reads it, nobody changes it)
     workers: Workers = 1,
     router: RouterOption = Router.ROUND_ROBIN,
+    seed: Seed = None,
+    active_decode_blocks_threshold: BusyBlocks = None,
+    active_prefill_tokens_threshold: BusyTokens = None,
+    active_prefill_tokens_threshold_frac: BusyTokensFraction = None,
     log_level: LogLevelOption = LogLevel.WARNING,
     access_log: AccessLog = False,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
-    config = _config(model_path, model_name, engine, engine_arg, workers, router)
+    thresholds = (
+        active_decode_blocks_threshold,
+        active_prefill_tokens_threshold,
+        active_prefill_tokens_threshold_frac,
+    )
+    routing = partial(_routing, router, seed, thresholds)
+    config = _config(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import serve_graph
 
     _run_server(serve_graph, config, host, port, log_level, access_log)
@@ -140,8 +171,7 @@ def worker(
         engine,
         engine_arg,
         1,
-        Router.ROUND_ROBIN,
-        worker=partial(_worker_config, disaggregation_mode, settings),
+        lambda: {"worker": _worker_config(disaggregation_mode, settings)},
     )
     from .program import host_worker
 
@@ -191,14 +221,24 @@ def graph(
     engine_arg: EngineArg = [],  # noqa: B006
     workers: Workers = 1,
     router: RouterOption = Router.ROUND_ROBIN,
+    seed: Seed = None,
+    active_decode_blocks_threshold: BusyBlocks = None,
+    active_prefill_tokens_threshold: BusyTokens = None,
+    active_prefill_tokens_threshold_frac: BusyTokensFraction = None,
 ) -> None:
     """Draw the graph that `serve` would run with the same options."""
-    config = _config(model_path, model_name, engine, engine_arg, workers, router)
+    thresholds = (
+        active_decode_blocks_threshold,
+        active_prefill_tokens_threshold,
+        active_prefill_tokens_threshold_frac,
+    )
+    routing = partial(_routing, router, seed, thresholds)
+    config = _config(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import draw_graph
     from .server import run
 
     try:
-        run(partial(draw_graph, config, form.value, typer.echo))
+        run(partial(draw_graph, config, form.value, os.environ, typer.echo))
     except (PenstockError, OSError) as error:
         _fail(error)
 
@@ -209,28 +249,33 @@ def _config(
     engine: str,
     engine_arg: list[str],
     workers: int,
-    router: Router,
-    *,
-    worker: Callable[[], WorkerConfig] | None = None,
+    others: Callable[[], dict[str, Any]],
 ) -> GraphConfig:
-    """The checked config of the options; a wrong one ends the program with a line that names it."""
+    """The checked config of the options, and of `others`; a wrong one ends the program with a line that names it."""
     from .config import GraphConfig
     from .environment import is_true
 
     try:
-        hosted: dict[str, Any] = {} if worker is None else {"worker": worker()}
         return GraphConfig(
             model_path=model_path,
             model_name=model_name,
             engine=engine,
             engine_args=_named(engine_arg),
             workers=workers,
-            router=router.value,
             ignore_unsupported=is_true(os.environ.get("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS")),
-            **hosted,
+            **others(),
         )
     except InvalidArgument as error:
         _fail(error)
+
+
+def _routing(
+    router: Router, seed: int | None, thresholds: tuple[float | None, int | None, float | None]
+) -> dict[str, Any]:
+    """Raises InvalidArgument for a threshold out of its range."""
+    from operators import BusyThresholds
+
+    return {"router": router.value, "seed": seed, "busy": BusyThresholds(*thresholds)}
 
 
 def _named(texts: list[str]) -> dict[str, str]:

@@ -9,12 +9,12 @@ from typing import Literal, get_args
 from attrs import evolve, field, frozen
 
 from engines import LLMEngine, WorkerConfig
-from operators import Model
+from operators import BusyThresholds, Model
 from pipeline import InvalidArgument
 
 from .engines import Deployment, find_engine
 
-RouterName = Literal["round-robin", "random", "direct"]
+RouterName = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct"]
 
 _LETTERS = range(ord("a"), ord("z") + 1)
 
@@ -25,7 +25,8 @@ class GraphConfig:
 
     `model_path` is a local model folder; without one the built-in byte-level model is served. `engine` is a name or
     `module:factory`, `engine_args` are texts by name, turned into what the engine's own arguments want. `workers` is
-    the number of engine instances, hosted as `worker` says. `seed` makes random routing repeatable.
+    the number of engine instances, hosted as `worker` says. `seed` makes repeatable what a router leaves
+    to chance. `busy` are the thresholds above which a worker is busy; each goes before that of the environment.
     `ignore_unsupported` lets fields of requests pass that have no meaning here.
     """
 
@@ -37,6 +38,7 @@ class GraphConfig:
     worker: WorkerConfig = WorkerConfig(namespace="penstock", component="engine")
     router: RouterName = "round-robin"
     seed: int | None = None
+    busy: BusyThresholds = BusyThresholds()
     ignore_unsupported: bool = False
 
     def __attrs_post_init__(self) -> None:

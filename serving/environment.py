@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 
 _DIGITS = re.compile(r"[0-9]{1,20}")
 
@@ -11,6 +12,15 @@ def integer(text: str | None, low: int, high: int) -> int | None:
     """A number from `low` to `high`."""
     text = (text or "").strip()
     return int(text) if _DIGITS.fullmatch(text) and low <= int(text) <= high else None
+
+
+def fraction(text: str | None, high: float) -> float | None:
+    """A number from 0 to `high`, which may be infinite; what is read never is."""
+    try:
+        value = float((text or "").strip())
+    except ValueError:
+        return None
+    return value if isfinite(value) and 0 <= value <= high else None
 
 
 def seconds(text: str | None, unit_s: float) -> float | None:

@@ -2,28 +2,28 @@
 
     Preprocess >> Detokenize >> PushRouter ──► workers at one endpoint of an embedded runtime, an engine in each
 
-A graph is opened as a context and closes all that it opened.
+With busy thresholds a Rejection stands above it. A graph is opened as a context and closes all that it opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from attrs import Factory, evolve, field, frozen
 
 from engines import ShutdownTimes, SystemHealth, Worker, WorkerConfig
-from operators import Detokenize, Model, Preprocess, PushRouter
+from operators import Detokenize, Model, Preprocess
 from pipeline import Annotated, PenstockError, Segment
-from pipeline.network import EndpointId, Runtime, Workers
+from pipeline.network import EndpointId, Runtime
 from pipeline.prometheus_text import merged
-from pipeline.protocols import BackendOutput, LLMEngineOutput
+from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
-from .config import GraphConfig, RouterName
+from .config import GraphConfig
+from .routing import Routing, routing_to
 
 if TYPE_CHECKING:
     from pipeline.metrics import Metrics
@@ -31,20 +31,14 @@ if TYPE_CHECKING:
 StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
 """OpenAI requests in, detokenized items out."""
 
-_MODES: Mapping[RouterName, Literal["round_robin", "random", "direct"]] = {
-    "round-robin": "round_robin",
-    "random": "random",
-    "direct": "direct",
-}
-
 
 @frozen
 class Hosting:
     """How the workers of a graph are hosted.
 
-    `environment` is where workers find their settings; `metrics` are of the component family. `times` are those of each
-    worker's end; by default the environment's without a grace period, for in one process nobody has to hear first that
-    it is gone.
+    `environment` is where workers and the router find their settings; `metrics` are of the component family. `times`
+    are those of each worker's end; by default the environment's without a grace period, for in one process nobody has
+    to hear first that it is gone.
     """
 
     environment: Mapping[str, str] = field(factory=dict)
@@ -93,10 +87,10 @@ async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[O
     async with Runtime.in_process(metrics=hosting.metrics) as runtime:
         hosted = _workers(config, hosting, config.worker_settings(model), runtime)
         async with _running(hosted):
-            workers = runtime.workers(endpoint, Annotated[LLMEngineOutput])
-            await workers.wait_for_instances(config.workers)
-            yield OpenGraph(line(model, workers, config), hosted)
-            await _finish(hosted, runtime.graceful_timeout_s)
+            with routing_to(endpoint, config, hosting.environment, runtime) as routing:
+                await routing.workers.wait_for_instances(config.workers)
+                yield OpenGraph(line(model, routing, config), hosted)
+                await _finish(hosted, runtime.graceful_timeout_s)
 
 
 def _workers(config: GraphConfig, hosting: Hosting, settings: WorkerConfig, runtime: Runtime) -> list[Worker]:
@@ -146,12 +140,8 @@ async def _finish(workers: Sequence[Worker], within_s: float) -> None:
             await one.drained()
 
 
-def line(model: Model, workers: Workers[Any, Any], config: GraphConfig) -> StandardGraph:
-    """The stages in order, over any workers."""
+def line(model: Model, routing: Routing, config: GraphConfig) -> StandardGraph:
+    """The stages in order."""
     preprocess = Preprocess(model, ignore_unsupported=True) if config.ignore_unsupported else Preprocess(model)
-    return preprocess >> Detokenize(model) >> _router(workers, config)
-
-
-def _router(workers: Workers[Any, Any], config: GraphConfig) -> PushRouter[Any, Any]:
-    mode = _MODES[config.router]
-    return PushRouter(workers, mode) if config.seed is None else PushRouter(workers, mode, Random(config.seed))
+    graph: StandardGraph = preprocess >> Detokenize(model) >> routing.router
+    return graph if routing.rejection is None else routing.rejection >> graph

@@ -6,21 +6,20 @@ import gc
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal
 
 import anyio
 
 from engines import SystemHealth, Worker
-from pipeline import Annotated
 from pipeline.network import Runtime
-from pipeline.protocols import LLMEngineOutput
 
 from .config import GraphConfig
 from .environment import integer
-from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line, standard_graph
+from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line
 from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, served, status_app, status_port
+from .routing import routing_to
 from .server import GRACE_S, HttpServer, listen, serve
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -86,18 +85,18 @@ async def host_worker(
     front, health = _Front(environment), SystemHealth.from_environment(environment)
     metrics, model = front.telemetry.component_metrics, config.load_model()
     with _status_listener(environment) as status:
-        async with Runtime.in_process(metrics=metrics) as runtime:
+        async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
             (engine,) = config.make_engines(1)
             settings = config.worker_settings(model)
             worker = Worker(engine, settings, runtime=runtime, metrics=metrics, environment=environment, health=health)
             front.telemetry.add_text(worker.native_metrics)
-            workers = runtime.workers(worker.endpoint, Annotated[LLMEngineOutput])
-            servers = [front.server(line(model, workers, config), listener, access_log=access_log)]
+            routing = opened.enter_context(routing_to(worker.endpoint, config, environment, runtime))
+            servers = [front.server(line(model, routing, config), listener, access_log=access_log)]
             if status is not None:
                 servers.append(HttpServer(status_app(health, front.telemetry, environment), status))
 
             async def announce() -> None:
-                await workers.wait_for_instances()
+                await routing.workers.wait_for_instances()
                 health.set_process_ready(True)
                 _settle()
                 where = f"{worker.endpoint.path}; serving {front.models} at {servers[0].url}"
@@ -182,8 +181,11 @@ def _settle() -> None:
 
 
 async def draw_graph(
-    config: GraphConfig, form: Literal["text", "mermaid", "dot"], say: Callable[[str], object]
+    config: GraphConfig,
+    form: Literal["text", "mermaid", "dot"],
+    environment: Mapping[str, str],
+    say: Callable[[str], object],
 ) -> None:
     """Says the drawing of the standard graph."""
-    async with standard_graph(config) as graph:
-        say(graph.draw(form))
+    async with hosted_graph(config, Hosting(environment)) as opened:
+        say(opened.graph.draw(form))

@@ -10,11 +10,12 @@ whole answers, streams and metrics.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from math import ceil, isfinite
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from pipeline import (
     Annotated,
@@ -45,6 +46,8 @@ ErrorKind = Literal[
 """Classes of errors in the metrics."""
 
 _REASONS = {413: "Payload Too Large", CLIENT_CLOSED_REQUEST: "Client Closed Request", OVERLOADED: "Overloaded"}
+_SENDABLE = range(200, 600)
+"""The statuses of answers that every server can send."""
 _INTERNAL = "Internal server error"
 _CANCELLED = "Request cancelled"
 _VALIDATION = "Validation: "
@@ -52,12 +55,16 @@ _VALIDATION = "Validation: "
 
 @frozen
 class Problem:
-    """What a client is told: status, message, and perhaps details; `kind` is for the metrics."""
+    """What a client is told: status, message, and perhaps details; `kind` is for the metrics.
+
+    `retry_after_s` are the whole seconds after which it makes sense to ask again, where that is known.
+    """
 
     status: int
     message: str
     kind: ErrorKind
     details: dict[str, Any] | None = None
+    retry_after_s: int | None = None
 
     @property
     def reason(self) -> str:
@@ -120,10 +127,18 @@ def explain(error: BaseException, overload_status: int = OVERLOADED) -> Problem:
     """What the client is told of this error and its causes: the first row of the table that holds for any of them."""
     links = [link for link in chain(to_error(error)) if isinstance(link, PenstockError)]
     for errors, describe in _PRECEDENCE:
-        for link in links:
-            if isinstance(link, errors):
-                return describe(link, overload_status)
+        if found := [link for link in links if isinstance(link, errors)]:
+            return evolve(describe(found[0], overload_status), retry_after_s=_retry_after_s(found))
     return INTERNAL
+
+
+def _retry_after_s(links: Sequence[PenstockError]) -> int | None:
+    """When the first of them that knows says to come back, in whole seconds, never too early."""
+    for link in links:
+        known_s = getattr(link, "retry_after_s", None)
+        if isinstance(known_s, int | float) and isfinite(known_s) and known_s >= 0:  # it may have come by the wire
+            return ceil(known_s)
+    return None
 
 
 def _fixed(kind: ErrorKind, message: str) -> Callable[[PenstockError, int], Problem]:
@@ -131,7 +146,8 @@ def _fixed(kind: ErrorKind, message: str) -> Callable[[PenstockError, int], Prob
 
     def describe(error: PenstockError, overload_status: int) -> Problem:
         status = error.facts.status
-        return Problem(overload_status if status == OVERLOADED else status, message, kind)
+        is_default = status == OVERLOADED or status not in _SENDABLE
+        return Problem(overload_status if is_default else status, message, kind)
 
     return describe
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engines import EchoEngine, as_engine
-from operators import Detokenize, Model, Preprocess, PushRouter
+from operators import BusyThresholds, Detokenize, Model, Preprocess, PushRouter
 from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import Faults, Probe, check_engine
@@ -35,6 +35,9 @@ GRAPHS: dict[str, Callable[[], Any]] = {
     "one worker": lambda: standard_graph(GraphConfig()),
     "slow workers": lambda: standard_graph(GraphConfig(workers=3, engine_args={"delay_s": "0.05"})),
     "random routing": lambda: standard_graph(GraphConfig(workers=2, router="random", seed=1)),
+    "busy thresholds": lambda: standard_graph(
+        GraphConfig(engine="mocker", workers=2, router="p2c", seed=1, busy=BusyThresholds(1.0))
+    ),
     "a fixed pool": over_a_fixed_pool,
 }
 

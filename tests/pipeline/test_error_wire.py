@@ -21,8 +21,10 @@ from pipeline.errors import (
     InvalidArgument,
     MessageTooLarge,
     PenstockError,
+    ResourceExhausted,
     StatusError,
     StreamIncomplete,
+    Unavailable,
     Unknown,
     chain,
 )
@@ -58,6 +60,55 @@ def test_facts_of_a_class_travel(error: PenstockError, facts: dict[str, Any]) ->
     again = error_from_plain(error_to_plain(error))
     assert type(again) is type(error)
     assert {name: getattr(again, name) for name in facts} == facts
+
+
+class FullFor(ResourceExhausted):
+    """A refusal with facts of its own."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        retry_after_s: float | None = None,
+        status: int = 529,
+        cause: BaseException | None = None,
+    ) -> None:
+        super().__init__(message, cause=cause)
+        self.retry_after_s, self.status = retry_after_s, status
+
+
+class GoneFor(Unavailable):
+    """A refusal with one of them."""
+
+    def __init__(
+        self, message: str = "", *, retry_after_s: float | None = None, cause: BaseException | None = None
+    ) -> None:
+        super().__init__(message, cause=cause)
+        self.retry_after_s = retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("error", "facts"),
+    [
+        (FullFor("m", retry_after_s=2.5, status=503), {"retry_after_s": 2.5, "status": 503}),
+        (FullFor("m", retry_after_s=0), {"retry_after_s": 0, "status": 529}),
+        (FullFor("m"), {"retry_after_s": None, "status": 529}),
+        (GoneFor("m", retry_after_s=0.25), {"retry_after_s": 0.25}),
+        (GoneFor("m"), {"retry_after_s": None}),
+    ],
+)
+def test_when_to_come_back_travels_with_every_refusal_that_says_so(error: PenstockError, facts: dict[str, Any]) -> None:
+    item = from_json(to_json(Annotated[Any].from_error(error)), Annotated[Any])
+    assert type(item.error) is type(error)
+    assert {name: getattr(item.error, name) for name in facts} == facts
+
+
+@pytest.mark.parametrize("cls", [ResourceExhausted, Unavailable])
+def test_details_a_class_does_not_take_leave_it_what_it_is(cls: type[PenstockError]) -> None:
+    record = {"error_type": cls.__name__, "message": "m", "details": {"retry_after_s": 1.0, "status": 503}}
+    again = error_from_plain(record)
+    assert (type(again), again.message) == (cls, "m")
+    assert "details" not in error_to_plain(again)
 
 
 @given(st.lists(st.sampled_from([Disconnected, CannotConnect, StreamIncomplete, Unknown]), min_size=1, max_size=5))
@@ -150,3 +201,7 @@ def test_details_of_the_wrong_kind_are_left_out() -> None:
     error = error_from_plain({"error_type": "StatusError", "message": "m", "details": {"status": "418"}})
     assert isinstance(error, StatusError)
     assert error.status == 500
+    details = {"retry_after_s": True, "status": 503.0}
+    refused = error_from_plain({"error_type": "FullFor", "message": "m", "details": details})
+    assert isinstance(refused, FullFor)
+    assert (refused.retry_after_s, refused.status) == (None, 529)

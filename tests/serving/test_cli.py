@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -88,6 +89,14 @@ def test_a_graph_is_drawn_in_each_form(form: str) -> None:
     assert ended.stdout.count("dyn://penstock.engine.generate/") == 2
 
 
+def test_a_graph_is_drawn_as_the_environment_would_have_it_served() -> None:
+    variables = os.environ | {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.9", "DYN_RUNTIME_INHIBITED_DURATION_SECS": "7"}
+    command = [sys.executable, "-m", "serving", "graph", "--router", "p2c", "--seed", "1"]
+    drawn = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    assert drawn.startswith("Rejection(")
+    assert all(word in drawn for word in ("power_of_two_choices", "exclusion_s=7", "rng=Random"))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -98,7 +107,8 @@ def test_a_graph_is_drawn_in_each_form(form: str) -> None:
         (["--engine-arg", "delay-s=1", "--engine-arg", "delay_s=2"], ["--engine-arg", "delay_s", "twice"]),
         (["--workers", "0"], ["--workers", "0"]),
         (["--workers", "many"], ["--workers", "integer"]),
-        (["--router", "nearest"], ["--router", "round-robin"]),
+        (["--router", "nearest"], ["--router", "round-robin", "p2c", "least-loaded", "device-aware"]),
+        (["--active-decode-blocks-threshold", "2"], ["--active-decode-blocks-threshold", "between 0 and 1"]),
         (["--port", "70000"], ["--port", "65535"]),
         (["--model-path", "/nowhere"], ["/nowhere"]),
         (["--unheard-of"], ["--unheard-of"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -11,7 +11,8 @@ from engines import DisaggregationMode, EchoEngine, WorkerConfig
 from engines.mocker import MockEngine
 from operators import Model
 from pipeline import InvalidArgument
-from serving.config import GraphConfig
+from serving.cli import Router
+from serving.config import GraphConfig, RouterName
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,10 @@ def test_what_cannot_be_served_is_refused_at_once(fields: dict[str, Any], place:
     with pytest.raises(InvalidArgument) as failure:
         GraphConfig(**fields)
     assert failure.value.field == place
+
+
+def test_the_program_takes_every_router_a_config_may_name() -> None:
+    assert [router.value for router in Router] == list(get_args(RouterName))
 
 
 def test_each_worker_gets_an_engine_of_its_own() -> None:
