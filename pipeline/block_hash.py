@@ -13,15 +13,19 @@ compute_block_hash_for_seq and compute_seq_hash_for_block.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, zip_longest
 from struct import Struct
 from sys import byteorder
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from .errors import InvalidArgument
 
 SEED = 1337
+
+Media = Sequence[Sequence[int] | None]
+"""For each block the hashes of the media in it, in any order; plain text has None, nothing, or no place in the list."""
 
 _TOKEN_BYTES = 4
 _U32_CODE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
@@ -39,16 +43,53 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def block_hashes(tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED) -> list[int]:
-    """The local hash of each whole block; tokens after the last whole block are left out.
+def block_hashes(
+    tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED, media: Media = (), is_eagle: bool = False
+) -> list[int]:
+    """The local hash of each whole block; see `block_hash_array`."""
+    return block_hash_array(tokens, block_size_tokens, seed=seed, media=media, is_eagle=is_eagle).tolist()
 
-    Raises InvalidArgument for a block size below 1, and as `token_bytes`.
+
+def block_hash_array(
+    tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED, media: Media = (), is_eagle: bool = False
+) -> array[int]:
+    """The local hash of each whole block, as an array of u64; tokens after the last whole block are left out.
+
+    What is hashed is the block's tokens and, ascending, the hashes of the media in it. With `is_eagle` each block also
+    counts the token behind it, for an engine whose drafts look one ahead: a block is whole when that is there.
+
+    Raises InvalidArgument for a block size below 1, as `token_bytes`, and for a media hash that is no u64.
     """
     if block_size_tokens < 1:
         raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size")
     content, step = token_bytes(tokens), block_size_tokens * _TOKEN_BYTES
-    whole = len(content) - len(content) % step
-    return [xxh3_64_intdigest(content[start : start + step], seed) for start in range(0, whole, step)]
+    if media or is_eagle:
+        digests = [xxh3_64_digest(block, seed) for block in _marked_blocks(content, step, media, is_eagle)]
+    else:
+        whole = Struct(f"{step}s").iter_unpack(content[: len(content) - len(content) % step])
+        digests = [xxh3_64_digest(block, seed) for (block,) in whole]
+    hashes = array("Q", b"".join(digests))
+    if byteorder == "little":  # digests have their highest byte first
+        hashes.byteswap()
+    return hashes
+
+
+def _marked_blocks(content: bytes, step: int, media: Media, is_eagle: bool) -> Iterator[bytes]:
+    """The bytes to hash of each whole block, with its media and what it looks ahead."""
+    width = step + _TOKEN_BYTES if is_eagle else step
+    starts = range(0, len(content) - width + 1, step)
+    for start, found in zip_longest(starts, islice(media, len(starts))):
+        yield content[start : start + width] + (_media_bytes(found) if found else b"")
+
+
+def _media_bytes(found: Sequence[int]) -> bytes:
+    try:
+        words = array("Q", sorted(found))
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument("a media hash is an integer from 0 to 2^64 - 1", field="mm_hash", cause=error) from error
+    if byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list[int]:
@@ -70,7 +111,12 @@ def hash_seed(lora_name: str | None = None, cache_namespace: str | None = None) 
     """
     seed = SEED
     if lora_name:
-        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+        seed += xxh3_64_intdigest(_name_bytes(lora_name), 0)
     if cache_namespace:
-        seed += xxh3_64_intdigest(cache_namespace.encode(), 1)
+        seed += xxh3_64_intdigest(_name_bytes(cache_namespace), 1)
     return seed % 2**64
+
+
+def _name_bytes(name: str) -> bytes:
+    """UTF-8; half a surrogate pair, which JSON may bring, is a name like any other."""
+    return name.encode(errors="surrogatepass")

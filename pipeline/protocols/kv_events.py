@@ -22,9 +22,12 @@ KV_METRICS_TOPIC = "kv_metrics"
 _U32_END, _U64_END = 2**32, 2**64
 
 
-@frozen
+@define(slots=True)
 class StoredBlock:
-    """A block: its sequence hash as the engine names it, and the hash of its own tokens."""
+    """A block: its sequence hash as the engine names it, and the hash of its own tokens.
+
+    Never changed once made, like the other events; frozen, making one would cost four times as much.
+    """
 
     block_hash: U64
     tokens_hash: U64
@@ -127,16 +130,35 @@ def _data_from_wire(value: Any) -> KvEventData:
     if "removed" in value:
         place = "data.removed"
         hashes = _list(_object(value["removed"], place).get("block_hashes"), f"{place}.block_hashes")
-        return KvRemoved([_integer(h, _U64_END, f"{place}.block_hashes[{i}]") for i, h in enumerate(hashes)])
+        if not _are_hashes(hashes):
+            hashes = [_integer(h, _U64_END, f"{place}.block_hashes[{i}]") for i, h in enumerate(hashes)]
+        return KvRemoved(hashes)
     place = "data.stored"
     stored = _object(value["stored"], place)
     blocks = _list(stored.get("blocks"), f"{place}.blocks")
     parent, start = stored.get("parent_hash"), stored.get("start_position")
     return KvStored(
         None if parent is None else _integer(parent, _U64_END, f"{place}.parent_hash"),
-        [_block_from_wire(block, f"{place}.blocks[{index}]") for index, block in enumerate(blocks)],
+        _plain_blocks(blocks) or [_block_from_wire(block, f"{place}.blocks[{i}]") for i, block in enumerate(blocks)],
         None if start is None else _integer(start, _U32_END, f"{place}.start_position"),
     )
+
+
+def _plain_blocks(values: list[Any]) -> list[StoredBlock] | None:
+    """Blocks of two hashes each, checked all at once; None where one is anything else, to be looked at one by one."""
+    try:
+        names = [block["block_hash"] for block in values]
+        tokens = [block["tokens_hash"] for block in values]
+        plain = not any("mm_extra_info" in block for block in values)
+    except (KeyError, TypeError, IndexError):
+        return None
+    return list(map(StoredBlock, names, tokens)) if plain and _are_hashes(names) and _are_hashes(tokens) else None
+
+
+def _are_hashes(values: list[Any]) -> bool:
+    if not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < _U64_END)
 
 
 def _block_from_wire(value: Any, place: str) -> StoredBlock:

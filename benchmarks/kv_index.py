@@ -1,0 +1,263 @@
+"""Hashing, storing and finding blocks, beside the Rust index of another router called from Python, where it is there.
+
+    pip install ai-dynamo-runtime==1.2.1        the peer; without it the figures stand alone
+    PENSTOCK_TRACE=trace.jsonl                  requests with `hash_ids` of 512 tokens; else conversations are made up
+
+Both hold the same blocks and answer the same questions, turn by turn in one run. A store takes an event as the index
+does, a record here and JSON there; a question takes hashes as the hash function gives them, an array here and a list
+there. Memory is the growth of a fresh process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+from attrs import define, frozen
+
+from operators.kv import KvIndex, WorkerRank
+from pipeline.block_hash import block_hash_array, block_hashes, sequence_hashes
+from pipeline.protocols.kv_events import KvEvent, KvStored, RouterEvent, StoredBlock
+
+from .measure import Result
+
+BLOCK_TOKENS, TRACE_BLOCK_TOKENS = 16, 512
+WORKERS = (8, 64, 512)
+REQUESTS = 600
+QUERIES = 150
+REPEATS = 7
+
+Scores = dict[Any, int]
+
+
+@frozen
+class Stored:
+    """A store as (parent, [(sequence hash, local hash)]) of a worker."""
+
+    worker_id: int
+    event_id: int
+    parent: int | None
+    blocks: list[tuple[int, int]]
+
+    def as_event(self) -> RouterEvent:
+        change = KvStored(self.parent, [StoredBlock(name, local) for name, local in self.blocks])
+        return RouterEvent(self.worker_id, KvEvent(self.event_id, change))
+
+    def as_json(self) -> bytes:
+        blocks = [{"block_hash": name, "tokens_hash": local} for name, local in self.blocks]
+        stored = {"parent_hash": self.parent, "blocks": blocks}
+        return json.dumps({"event_id": self.event_id, "data": {"stored": stored}, "dp_rank": 0}).encode()
+
+
+def prompts() -> list[list[int]]:
+    """The local hashes of each request's blocks."""
+    path = os.environ.get("PENSTOCK_TRACE")
+    ids = _of_trace(Path(path)) if path else list(_conversations(Random(7)))
+    wide = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
+    made = {i: block_hashes(range(i * wide, (i + 1) * wide), 1) for request in ids for i in request}
+    return [[local for i in request for local in made[i]] for request in ids]
+
+
+def _of_trace(path: Path) -> list[list[int]]:
+    with path.open() as lines:
+        return [json.loads(line)["hash_ids"] for line, _ in zip(lines, range(REQUESTS), strict=False)]
+
+
+def _conversations(random: Random) -> Iterator[list[int]]:
+    """Turns of conversations that begin alike; each goes on from the one before it."""
+    fresh, open_ones = iter(range(1, 10**9)), [[0]]
+    for _ in range(REQUESTS):
+        start = random.choice(open_ones) if random.random() < 0.4 else [0]
+        turn = [*start, *(next(fresh) for _ in range(random.randint(4, 40)))]
+        open_ones = [*open_ones[-50:], turn]
+        yield turn
+
+
+def stores(requests: list[list[int]], workers: int) -> Iterator[Stored]:
+    """What the workers would say: each request's blocks that its worker, the next in turn, does not hold yet."""
+    held: list[set[int]] = [set() for _ in range(workers)]
+    for number, local in enumerate(requests):
+        worker, chained = number % workers, sequence_hashes(local)
+        known = next((i for i, name in enumerate(chained) if name not in held[worker]), len(chained))
+        held[worker].update(chained)
+        if known < len(chained):
+            parent = chained[known - 1] if known else None
+            yield Stored(worker, number + 1, parent, list(zip(chained[known:], local[known:], strict=True)))
+
+
+# -- the two under test
+
+
+@define
+class Subject:
+    """An index under test."""
+
+    store: Callable[[Stored], float]
+    """Applies one and gives the seconds it took, its encoding not counted."""
+    query: Callable[[array[int]], Any]
+    """Hashes as `find` takes them."""
+    find: Callable[[Any], Scores]
+
+
+def ours() -> Subject:
+    index = KvIndex()
+
+    def store(stored: Stored) -> float:
+        event = stored.as_event()
+        start = perf_counter()
+        index.apply(event)
+        return perf_counter() - start
+
+    return Subject(store, lambda local: local[:], index.find_matches)
+
+
+def peer_library() -> Any:
+    """The peer's module, None where it is not installed."""
+    try:
+        return import_module("dynamo._core")
+    except ImportError:
+        return None
+
+
+def peer() -> Subject:
+    tree = peer_library().RadixTree()
+
+    def store(stored: Stored) -> float:
+        event = stored.as_json()
+        start = perf_counter()
+        tree.apply_event(stored.worker_id, event)
+        return perf_counter() - start
+
+    return Subject(store, lambda local: local.tolist(), lambda local: dict(tree.find_matches(local).scores))
+
+
+def subjects() -> list[Subject]:
+    return [ours()] if peer_library() is None else [ours(), peer()]
+
+
+# -- measuring
+
+
+def _hashing(block_tokens: int) -> Result:
+    tokens = [Random(1).randrange(128_000) for _ in range(8192)]
+    library = peer_library()
+    runs: list[Callable[[], Any]] = [lambda: block_hash_array(tokens, block_tokens)]
+    if library is not None:
+        runs.append(lambda: library.compute_block_hash_for_seq(tokens, block_tokens))
+        assert runs[0]().tolist() == runs[1]()
+    best = _alternating(runs, repeats=200)
+    return Result(f"hash 8,192 tokens, blocks of {block_tokens}", best[0] * 1e6, "µs", _second(best, 1e6), "≤ 1 peer")
+
+
+def _alternating(runs: list[Callable[[], Any]], repeats: int) -> list[float]:
+    """The fastest of some turns of each, in seconds."""
+    best = [float("inf")] * len(runs)
+    for _ in range(repeats):
+        for i, run in enumerate(runs):
+            start = perf_counter()
+            run()
+            best[i] = min(best[i], perf_counter() - start)
+    return best
+
+
+def _second(values: list[float], factor: float) -> float | None:
+    return values[1] * factor if len(values) > 1 else None
+
+
+def _index(requests: list[list[int]], workers: int) -> list[Result]:
+    everything = list(stores(requests, workers))
+    count = sum(len(stored.blocks) for stored in everything)
+    seconds: list[list[float]] = []
+    under_test: list[Subject] = []
+    for _ in range(3):
+        under_test = subjects()
+        gc.collect()
+        took = [0.0] * len(under_test)
+        for stored in everything:
+            for i, subject in enumerate(under_test):
+                took[i] += subject.store(stored)
+        seconds.append(took)
+    asked = [array("Q", local) for local in requests[:: max(1, len(requests) // QUERIES)]]
+    _same_answers(under_test, asked)
+    passes = [_one_pass(under_test, asked) for _ in range(REPEATS)]
+    per_store = [min(column) / count for column in zip(*seconds, strict=True)]
+    per_find = [min(column) for column in zip(*passes, strict=True)]
+    return [
+        Result(f"store a block, {workers} workers", per_store[0] * 1e9, "ns", _second(per_store, 1e9), "≤ 1/2 peer"),
+        Result(f"find a prompt, {workers} workers", per_find[0] * 1e6, "µs", _second(per_find, 1e6), "≤ 1/4 peer"),
+    ]
+
+
+def _one_pass(under_test: list[Subject], asked: list[array[int]]) -> list[float]:
+    """Mean seconds a question, each asked once: the prompt's hashes are fresh, the index is as cold as it is in use."""
+    took = [0.0] * len(under_test)
+    for query in asked:
+        for i, subject in enumerate(under_test):
+            local = subject.query(query)
+            start = perf_counter()
+            subject.find(local)
+            took[i] += perf_counter() - start
+    return [seconds / len(asked) for seconds in took]
+
+
+def _same_answers(under_test: list[Subject], asked: list[array[int]]) -> None:
+    for query in asked:
+        answers = [{WorkerRank(*rank): depth for rank, depth in s.find(s.query(query)).items()} for s in under_test]
+        assert all(answer == answers[0] for answer in answers)
+
+
+def _memory(requests: list[list[int]], workers: int) -> Result:
+    names = ["ours", "peer"][: len(subjects())]
+    everything = list(stores(requests, workers))
+    count = sum(len(stored.blocks) for stored in everything)
+    text = b"\n".join(b"%d %s" % (stored.worker_id, stored.as_json()) for stored in everything)
+    grown = [_grown_bytes(name, text) / count for name in names]
+    return Result(f"memory of a block stored, {workers} workers", grown[0], "B", _second(grown, 1.0), "≤ 1 peer")
+
+
+def _grown_bytes(name: str, text: bytes) -> int:
+    command = [sys.executable, "-m", "benchmarks.kv_index", name]
+    return int(subprocess.run(command, input=text, capture_output=True, check=True).stdout)
+
+
+def _grow(name: str) -> int:
+    """By how many resident bytes the stores on standard input make this process grow."""
+    subject = ours() if name == "ours" else peer()
+    gc.collect()
+    before = _resident_bytes()
+    for line in sys.stdin.buffer:
+        owner, event = line.split(b" ", 1)
+        plain = json.loads(event)
+        change = plain["data"]["stored"]
+        blocks = [(block["block_hash"], block["tokens_hash"]) for block in change["blocks"]]
+        subject.store(Stored(int(owner), plain["event_id"], change["parent_hash"], blocks))
+    gc.collect()
+    return _resident_bytes() - before
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def measure() -> list[Result]:
+    if peer_library() is None:
+        print("ai-dynamo-runtime is not installed: the KV index is measured alone")
+    requests = prompts()
+    results = [_hashing(16), _hashing(64)]
+    for workers in WORKERS:
+        results += [*_index(requests, workers), _memory(requests, workers)]
+    return results
+
+
+if __name__ == "__main__":
+    print(_grow(sys.argv[1]))

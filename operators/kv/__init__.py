@@ -1,0 +1,58 @@
+"""KV-aware routing: which worker holds which blocks of a prompt, and what follows from it."""
+
+from __future__ import annotations
+
+from .active_sequences import ActiveSequences, Booking, SequenceLoad
+from .active_sequences_events import ActiveSequenceEvent
+from .affinity import SessionAffinity
+from .approx_index import ApproxIndex
+from .block_hash import PromptBlocks
+from .choose import Decision
+from .config import KvRouterConfig
+from .config_environment import config_from_environment
+from .eligibility import RoutingRules, WorkerPool
+from .engine_events import EngineEvents
+from .engine_wire import decode_frames
+from .errors import BookingError, DuplicateRequest, QueueRejected, RequestNotFound, WorkerNotFound
+from .event_feed import EventFeed, RepairLimits
+from .event_log import EventLog
+from .index import KvIndex
+from .index_errors import KvIndexError
+from .overlap import Overlap
+from .queue import AdmissionQueue
+from .queue_classes import PolicyClass, PolicyProfile
+from .queue_profiles import PolicyDocument
+from .worker_rank import WorkerRank
+
+__all__ = [
+    "ActiveSequenceEvent",
+    "ActiveSequences",
+    "AdmissionQueue",
+    "ApproxIndex",
+    "Booking",
+    "BookingError",
+    "Decision",
+    "DuplicateRequest",
+    "EngineEvents",
+    "EventFeed",
+    "EventLog",
+    "KvIndex",
+    "KvIndexError",
+    "KvRouterConfig",
+    "Overlap",
+    "PolicyClass",
+    "PolicyDocument",
+    "PolicyProfile",
+    "PromptBlocks",
+    "QueueRejected",
+    "RepairLimits",
+    "RequestNotFound",
+    "RoutingRules",
+    "SequenceLoad",
+    "SessionAffinity",
+    "WorkerNotFound",
+    "WorkerPool",
+    "WorkerRank",
+    "config_from_environment",
+    "decode_frames",
+]

@@ -1,0 +1,225 @@
+"""What routers of the same workers tell each other about their requests, and how one takes it in.
+
+Source: dynamo lib/kv-router/src/protocols.rs, ActiveSequenceEvent, and sequences/replica_sync.rs. The wire form is the
+same; output blocks are not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from attrs import frozen
+
+from pipeline.protocols.wire import U32_MAX, InvalidRecord
+
+from .active_sequences import ActiveSequences, SequenceLoad
+from .errors import BookingError
+from .worker_rank import WorkerRank
+
+ACTIVE_SEQUENCES_TOPIC = "active_sequences_events"
+"""Topic of these events on the event plane."""
+BATCH_EVENTS = 256
+BATCH_S = 0.001
+"""A batch is applied when it has so many events, or is so old."""
+OUTBOUND_EVENTS = 100_000
+"""Events that may wait to be sent; the newest beyond that are dropped."""
+
+_U64_MAX = 2**64 - 1
+_NS = 1_000_000_000
+
+
+@frozen
+class AddRequest:
+    """A request was booked. The hint is there only if its prompt counts: tokens, and seconds if they are modelled."""
+
+    token_sequence: Sequence[int] | None = None
+    track_prefill_tokens: bool = True
+    expected_output_tokens: int | None = None
+    prefill_tokens: int | None = None
+    prefill_duration_s: float | None = None
+
+
+@frozen
+class MarkPrefillCompleted:
+    """Its prompt is computed."""
+
+
+@frozen
+class Free:
+    """It is over."""
+
+
+SequenceEventData: TypeAlias = AddRequest | MarkPrefillCompleted | Free
+
+
+@frozen
+class ActiveSequenceEvent:
+    """One step in the life of a request, told by the router it is from. `worker` counts for `AddRequest` only."""
+
+    request_id: str
+    worker: WorkerRank
+    data: SequenceEventData
+    router_id: int
+    lora_name: str | None = None
+
+    @classmethod
+    def added(
+        cls, request_id: str, worker: WorkerRank, load: SequenceLoad, router_id: int, lora_name: str | None = None
+    ) -> ActiveSequenceEvent:
+        """The event that tells of a booking."""
+        data = AddRequest(
+            token_sequence=load.hashes or None,
+            track_prefill_tokens=load.prefill_tokens > 0,
+            prefill_tokens=load.prefill_tokens or None,
+            prefill_duration_s=load.prefill_duration_s,
+        )
+        return cls(request_id, worker, data, router_id, lora_name)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "worker": self.worker._asdict(),
+            "data": _data_to_wire(self.data),
+            "router_id": self.router_id,
+            "lora_name": self.lora_name,
+        }
+
+    @classmethod
+    def from_wire(cls, value: Any) -> ActiveSequenceEvent:
+        """Raises InvalidRecord, naming the place, for anything that is no event."""
+        event = _object(value, "")
+        worker, lora_name = _object(event.get("worker"), "worker"), event.get("lora_name")
+        if lora_name is not None and not isinstance(lora_name, str):
+            raise InvalidRecord("expected a string", "lora_name")
+        if not isinstance(event.get("request_id"), str):
+            raise InvalidRecord("expected a string", "request_id")
+        rank = WorkerRank(
+            _integer(worker.get("worker_id"), _U64_MAX, "worker.worker_id"),
+            _integer(worker.get("dp_rank", 0), U32_MAX, "worker.dp_rank"),
+        )
+        router_id = _integer(event.get("router_id"), _U64_MAX, "router_id")
+        return cls(event["request_id"], rank, _data_from_wire(event.get("data")), router_id, lora_name)
+
+
+@frozen
+class Applied:
+    """What a batch changed: whether loads must be published, and whether waiting requests may go on."""
+
+    loads_changed: bool
+    capacity_changed: bool
+    dropped: int
+
+
+def batches(events: Sequence[ActiveSequenceEvent]) -> Iterator[Sequence[ActiveSequenceEvent]]:
+    """The events in order, so many at a time as are applied together."""
+    for start in range(0, len(events), BATCH_EVENTS):
+        yield events[start : start + BATCH_EVENTS]
+
+
+def apply_events(
+    sequences: ActiveSequences,
+    events: Sequence[ActiveSequenceEvent],
+    router_id: int,
+    now_s: float,
+    *,
+    registered_only: bool = False,
+) -> Applied:
+    """Takes one batch in; `now_s`, the time of receipt, is when added prompts begin.
+
+    Our own events, which bear our `router_id`, are passed over. A booking that fails (a duplicate id, or an unknown
+    worker with `registered_only`) is dropped and counted; an end of a request we do not know is nothing.
+    """
+    loads_changed = capacity_changed = False
+    dropped = 0
+    for event in events:
+        if event.router_id == router_id:
+            continue
+        if isinstance(event.data, AddRequest):
+            try:
+                load = _load(event.data)
+                sequences.book(event.request_id, event.worker, load, now_s, registered_only=registered_only)
+            except BookingError:
+                dropped += 1
+                continue
+            loads_changed = True
+        elif isinstance(event.data, Free):
+            loads_changed |= sequences.free(event.request_id, now_s)
+        elif (booking := sequences.booking(event.request_id)) is not None:
+            booking.mark_prefill_completed(now_s)
+        capacity_changed = True
+    return Applied(loads_changed, capacity_changed, dropped)
+
+
+def _load(data: AddRequest) -> SequenceLoad:
+    tokens = data.prefill_tokens or 0 if data.track_prefill_tokens else 0
+    return SequenceLoad(data.token_sequence or (), tokens, data.prefill_duration_s)
+
+
+def _data_to_wire(data: SequenceEventData) -> Any:
+    if not isinstance(data, AddRequest):
+        return type(data).__name__
+    hint = None
+    if data.prefill_tokens is not None:
+        duration = None if data.prefill_duration_s is None else round(data.prefill_duration_s * _NS)
+        expected = None if duration is None else {"secs": duration // _NS, "nanos": duration % _NS}
+        hint = {"initial_effective_prefill_tokens": data.prefill_tokens, "expected_prefill_duration": expected}
+    added = {
+        "token_sequence": None if data.token_sequence is None else list(data.token_sequence),
+        "track_prefill_tokens": data.track_prefill_tokens,
+        "expected_output_tokens": data.expected_output_tokens,
+        "prefill_load_hint": hint,
+    }
+    return {"AddRequest": added}
+
+
+def _data_from_wire(value: Any) -> SequenceEventData:
+    if value == "Free":
+        return Free()
+    if value == "MarkPrefillCompleted":
+        return MarkPrefillCompleted()
+    if not isinstance(value, dict) or value.keys() != {"AddRequest"}:
+        raise InvalidRecord("expected Free, MarkPrefillCompleted, or an object with the one key AddRequest", "data")
+    place = "data.AddRequest"
+    added = _object(value["AddRequest"], place)
+    sequence, expected = added.get("token_sequence"), added.get("expected_output_tokens")
+    if sequence is not None and not isinstance(sequence, list):
+        raise InvalidRecord("expected a list", f"{place}.token_sequence")
+    tracked = added.get("track_prefill_tokens", True)
+    if not isinstance(tracked, bool):
+        raise InvalidRecord("expected true or false", f"{place}.track_prefill_tokens")
+    tokens, duration_s = _hint_from_wire(added.get("prefill_load_hint"), f"{place}.prefill_load_hint")
+    return AddRequest(
+        None if sequence is None else [_integer(h, _U64_MAX, f"{place}.token_sequence") for h in sequence],
+        tracked,
+        None if expected is None else _integer(expected, U32_MAX, f"{place}.expected_output_tokens"),
+        tokens,
+        duration_s,
+    )
+
+
+def _hint_from_wire(value: Any, place: str) -> tuple[int | None, float | None]:
+    if value is None:
+        return None, None
+    hint = _object(value, place)
+    tokens = _integer(
+        hint.get("initial_effective_prefill_tokens"), _U64_MAX, f"{place}.initial_effective_prefill_tokens"
+    )
+    if hint.get("expected_prefill_duration") is None:
+        return tokens, None
+    place = f"{place}.expected_prefill_duration"
+    duration = _object(hint["expected_prefill_duration"], place)
+    secs = _integer(duration.get("secs"), _U64_MAX, f"{place}.secs")
+    return tokens, secs + _integer(duration.get("nanos"), _NS - 1, f"{place}.nanos") / _NS
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRecord("expected an object", place)
+    return value
+
+
+def _integer(value: Any, high: int, place: str) -> int:
+    if type(value) is not int or not 0 <= value <= high:
+        raise InvalidRecord(f"expected an integer from 0 to {high}", place)
+    return value

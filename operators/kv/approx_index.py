@@ -1,0 +1,134 @@
+"""ApproxIndex: which worker-rank should hold which prompts, as we sent them there, for a limited time.
+
+    record(rank, prompt) ──► held for ttl_s, renewed by the next prompt that begins alike ──► forgotten
+
+For engines that publish no events; and as prediction beside an event-fed index, for the time until the events arrive.
+What a rank held anyway is unknown, what it evicts too: the time limit is a guess of both.
+
+Source: dynamo lib/kv-router/src/approx.rs and indexer/pruning.rs. Other than there, a prompt is recorded under the very
+hashes it was looked up by, adapter and media included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from attrs import frozen
+
+from pipeline import InvalidArgument
+
+from .index import KvIndex
+from .index_chain import Hashes, hashes
+from .index_errors import BlockNotFound, IndexerDroppedRequest
+from .worker_rank import WorkerRank
+
+TTL_S = 120.0
+STEP_S = 0.1
+"""Ends of life are rounded up to this, so a block may live that much longer."""
+LIMIT_BLOCKS, PRUNED_SHARE = 2**20, 0.8
+
+
+@frozen
+class _Recorded:
+    """One prompt of a rank: its blocks in order, and the step at which those not recorded again are forgotten."""
+
+    rank: WorkerRank
+    names: Hashes
+    last_step: int
+
+
+class ApproxIndex:
+    """See the module. The clock is the caller's: seconds that do not go back. `held_blocks` counts those of each rank.
+
+    Over `limit_blocks` (of all ranks together) the blocks that would be forgotten first go, until `pruned_share` of the
+    limit is left.
+    """
+
+    def __init__(
+        self, ttl_s: float = TTL_S, *, limit_blocks: int = LIMIT_BLOCKS, pruned_share: float = PRUNED_SHARE
+    ) -> None:
+        if not (math.isfinite(ttl_s) and ttl_s >= 0):
+            raise InvalidArgument(f"must be a finite number not below 0, got {ttl_s}", field="ttl_s")
+        if not 0 <= pruned_share <= 1:
+            raise InvalidArgument(f"must be from 0 to 1, got {pruned_share}", field="pruned_share")
+        self._ttl_s, self._limit_blocks, self._pruned_share = ttl_s, limit_blocks, pruned_share
+        self.held_blocks = 0
+        self._index = KvIndex()
+        self._last_step: dict[WorkerRank, dict[int, int]] = {}
+        self._recorded: deque[_Recorded] = deque()  # in the order of their ends
+
+    def record(
+        self, rank: WorkerRank, local_hashes: Sequence[int], sequence_hashes: Sequence[int], now_s: float
+    ) -> None:
+        """The rank was given a prompt of these blocks. Raises IndexerDroppedRequest for lists of different lengths."""
+        if len(local_hashes) != len(sequence_hashes):
+            lengths = f"{len(local_hashes)} local and {len(sequence_hashes)} sequence hashes"
+            raise IndexerDroppedRequest(f"Indexer dropped the request: {lengths}")
+        self.expire(now_s)
+        if not sequence_hashes or self._ttl_s == 0:
+            return
+        self._index.store(rank, None, sequence_hashes, local_hashes)
+        self._keep(_Recorded(rank, hashes(sequence_hashes), self._step_of(now_s + self._ttl_s)))
+        self._prune()
+
+    def find_matches(self, local_hashes: Sequence[int], now_s: float) -> dict[WorkerRank, int]:
+        """As `KvIndex.find_matches`, of what is not forgotten by now."""
+        self.expire(now_s)
+        return self._index.find_matches(local_hashes)
+
+    def expire(self, now_s: float) -> None:
+        """Forgets what has had its time."""
+        recorded, now = self._recorded, _steps(now_s)
+        while recorded and recorded[0].last_step <= now:
+            self._forget(recorded.popleft())
+
+    def remove_rank(self, rank: WorkerRank) -> None:
+        """Forgets the rank and all it was given."""
+        self._index.remove_rank(rank)
+        self.held_blocks -= len(self._last_step.pop(rank, {}))
+        self._recorded = deque(prompt for prompt in self._recorded if prompt.rank != rank)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """The same for all its ranks."""
+        for rank in [rank for rank in self._last_step if rank.worker_id == worker_id]:
+            self.remove_rank(rank)
+
+    def _step_of(self, time_s: float) -> int:
+        """The first step at or after the time, and not before that of any other prompt."""
+        step = math.ceil(_steps(time_s))
+        return max(step, self._recorded[-1].last_step) if self._recorded else step
+
+    def _keep(self, prompt: _Recorded) -> None:
+        self._recorded.append(prompt)
+        last_step = self._last_step.setdefault(prompt.rank, {})
+        before = len(last_step)
+        last_step.update(dict.fromkeys(prompt.names, prompt.last_step))
+        self.held_blocks += len(last_step) - before
+
+    def _forget(self, prompt: _Recorded) -> None:
+        """Drops the prompt's blocks that no later one renewed: its last ones, for with one all before it are."""
+        last_step = self._last_step[prompt.rank]
+        gone = [name for name in prompt.names if last_step.get(name) == prompt.last_step]
+        for name in gone:
+            del last_step[name]
+        self.held_blocks -= len(gone)
+        with suppress(BlockNotFound):  # hashes that contradict each other may have moved some
+            self._index.remove(prompt.rank, gone)
+
+    def _prune(self) -> None:
+        if self.held_blocks > self._limit_blocks:
+            while self._recorded and self.held_blocks > self._pruned_share * self._limit_blocks:
+                self._forget(self._recorded.popleft())
+
+
+def _steps(time_s: float) -> float:
+    """The time in steps; without the rounding 0.3 s would be a little less than three."""
+    return round(time_s / STEP_S, 6)
+
+
+def deepest(scores: dict[WorkerRank, int], predicted: dict[WorkerRank, int]) -> dict[WorkerRank, int]:
+    """For each rank the deeper of what it holds and what it is predicted to hold."""
+    return scores | {rank: depth for rank, depth in predicted.items() if depth > scores.get(rank, 0)}

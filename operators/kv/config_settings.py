@@ -1,0 +1,26 @@
+"""RequestSettings: the router's settings as they hold for one request."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen
+class RequestSettings:
+    """Weights of the cost, and what is tracked. Meanings and ranges are those of `KvRouterConfig`.
+
+    From here on a zero `overlap_score_credit` only takes the weight from device blocks; that there is no index then is
+    decided once, from the configuration.
+    """
+
+    overlap_score_credit: float = 1.0
+    overlap_score_credit_decay: float = 0.0
+    prefill_load_scale: float = 1.0
+    decode_active_request_weight: float = 0.0
+    host_cache_hit_weight: float = 0.75
+    disk_cache_hit_weight: float = 0.25
+    shared_cache_multiplier: float = 0.0
+    temperature: float = 0.0
+    assume_kv_reuse: bool = True
+    track_active_blocks: bool = True
+    track_prefill_tokens: bool = True

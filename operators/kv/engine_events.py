@@ -1,0 +1,172 @@
+"""EngineEvents: an engine's own words about its cache, made into changes a router can apply.
+
+    EngineBatch ──► are its blocks here, ours, and of main attention? ──yes──► hash their tokens ──► EngineChange
+                                       └─ no: Filtered, with the reason
+
+What is filtered takes no event id. Source: dynamo lib/kv-router/src/zmq_wire, mod.rs, filter.rs and convert.rs. Which
+words `ownership` knows is not said there: none, and the one residency of router events, "worker", are this worker's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from attrs import frozen
+
+from pipeline import InvalidArgument
+from pipeline.block_hash import block_hashes, hash_seed
+from pipeline.protocols.kv_events import KvCleared, KvEventData, KvRemoved, KvStored, StorageTier, StoredBlock
+
+from .block_hash import media_hashes
+from .engine_namespaces import AmbiguousNamespace, Namespaces
+from .engine_wire import EngineBatch, EngineCleared, EngineEvent, EngineIgnored, EngineStored, Origin, Undecodable
+
+_log = logging.getLogger(__name__)
+
+FilterReason = Literal[
+    "undecodable",
+    "ignored_event",
+    "non_local_locality",
+    "unknown_medium",
+    "unknown_ownership",
+    "ambiguous_cache_namespace",
+    "non_main_attention_kind",
+    "unknown_kind",
+    "non_main_attention_group",
+    "unlearned_group_idx",
+]
+
+MEDIA: dict[str | None, StorageTier] = {
+    **dict.fromkeys([None, "GPU", "DEVICE"], "device"),
+    **dict.fromkeys(["CPU", "CPU_PINNED", "CPU_TIER1"], "host_pinned"),
+    **dict.fromkeys(["CPU_TIER2", "DISK", "NVME", "STORAGE"], "disk"),
+    **dict.fromkeys(["EXTERNAL", "NETWORK", "REMOTE", "SHARED"], "external"),
+}
+"""What engines call a storage tier; None: they do not say."""
+
+MAIN_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
+"""Attention whose blocks a prompt can be continued from."""
+OTHER_KINDS = {
+    *("sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention"),
+    *("encoder_only_attention", "cross_attention"),
+}
+_WARNINGS = 3
+
+
+@frozen
+class EngineChange:
+    """A change of a rank's cache, to be published under the rank's next id."""
+
+    dp_rank: int
+    change: KvEventData
+    storage_tier: StorageTier = "device"
+
+
+@frozen
+class Filtered:
+    """An event that is not passed on, and why."""
+
+    dp_rank: int
+    reason: FilterReason
+
+
+class EngineEvents:
+    """See the module. Remembers of each rank which attention its cache groups are of, and its blocks' tenants."""
+
+    def __init__(self, block_size_tokens: int) -> None:
+        if block_size_tokens < 1:
+            raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size_tokens")
+        self.block_size_tokens = block_size_tokens
+        self.lost_batches = 0
+        """How many of the engine's messages did not arrive, by their sequence."""
+        self._last_sequence: int | None = None
+        self._kinds: dict[tuple[int, int], str] = {}
+        self._namespaces: dict[int, Namespaces] = {}
+        self._warnings_left = _WARNINGS
+
+    def convert(self, batch: EngineBatch) -> list[EngineChange | Filtered]:
+        """What each event of the batch comes to, in order."""
+        if self._last_sequence is not None:
+            self.lost_batches += max(0, batch.sequence - self._last_sequence - 1)
+        self._last_sequence = batch.sequence
+        return [self._converted(batch.dp_rank, event) for event in batch.events]
+
+    def _converted(self, dp_rank: int, event: EngineEvent) -> EngineChange | Filtered:
+        if isinstance(event, Undecodable):
+            self._warn("an event of the engine cannot be read: %s", event.reason)
+            return Filtered(dp_rank, "undecodable")
+        if isinstance(event, EngineIgnored):
+            return Filtered(dp_rank, "ignored_event")
+        namespaces = self._namespaces.setdefault(dp_rank, Namespaces())
+        origin = event.origin
+        if (reason := _foreign(origin)) is not None:
+            return Filtered(dp_rank, reason)
+        if isinstance(event, EngineCleared):
+            namespaces.cleared()
+            return EngineChange(dp_rank, KvCleared())
+        if isinstance(event, EngineStored) and origin.group is not None and origin.kind is not None:
+            self._kinds[dp_rank, origin.group] = origin.kind
+        if (reason := self._not_main(dp_rank, origin)) is not None:
+            return Filtered(dp_rank, reason)
+        tier = MEDIA[origin.medium]
+        if isinstance(event, EngineStored):
+            try:
+                namespace = namespaces.stored(event.names, event.parent, event.namespace)
+            except AmbiguousNamespace:
+                return Filtered(dp_rank, "ambiguous_cache_namespace")
+            return EngineChange(dp_rank, self._stored(event, namespace), tier)
+        namespaces.removed(event.names)
+        return EngineChange(dp_rank, KvRemoved(event.names), tier)
+
+    def _not_main(self, dp_rank: int, origin: Origin) -> FilterReason | None:
+        """Why blocks of this kind of attention are no use to a router; a group's kind is what its stores said."""
+        kind, learned = origin.kind, False
+        if kind is None:
+            if origin.group is None:
+                return None
+            kind, learned = self._kinds.get((dp_rank, origin.group)), True
+            if kind is None:
+                return None if origin.group == 0 else "unlearned_group_idx"
+        if kind in MAIN_KINDS:
+            return None
+        if kind not in OTHER_KINDS:
+            return "unknown_kind"
+        return "non_main_attention_group" if learned else "non_main_attention_kind"
+
+    def _stored(self, event: EngineStored, namespace: str | None) -> KvEventData:
+        """A store of the blocks whose tokens are there; a removal of nothing for one that is malformed."""
+        if len({event.parent, *event.names}) < len(event.names) + 1:
+            self._warn("an engine stores a block twice, or below itself")
+            return KvRemoved([])
+        if event.block_size_tokens != self.block_size_tokens:
+            self._warn("an engine has blocks of %d tokens, the router others", event.block_size_tokens)
+            return KvStored(event.parent, [])
+        local = block_hashes(
+            event.token_ids,
+            self.block_size_tokens,
+            seed=hash_seed(event.lora_name, namespace),
+            media=media_hashes(event.media),
+            is_eagle=event.is_eagle,
+        )
+        if len(local) < len(event.names):
+            self._warn("an engine names %d blocks and gives the tokens of %d", len(event.names), len(local))
+        media = [*event.media, *[None] * len(local)]
+        return KvStored(event.parent, list(map(StoredBlock, event.names, local, media)))
+
+    def _warn(self, text: str, *values: object) -> None:
+        """A few times: an engine that is set up wrongly says so with every event."""
+        if self._warnings_left > 0:
+            self._warnings_left -= 1
+            _log.warning(text, *values)
+
+
+def _foreign(origin: Origin) -> FilterReason | None:
+    """Why the blocks are not ones this worker can serve from."""
+    if origin.locality not in (None, "LOCAL"):
+        return "non_local_locality"
+    if origin.medium not in MEDIA:
+        return "unknown_medium"
+    if origin.ownership not in (None, "worker"):
+        return "unknown_ownership"
+    return None

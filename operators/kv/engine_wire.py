@@ -1,0 +1,223 @@
+"""What an inference engine sends of its cache over ZMQ, read into records; what the records mean is `engine_events`.
+
+    topic │ sequence, 8 bytes big endian │ MessagePack [time_s, [event, ...], data_parallel_rank]
+
+An event is an object with the key `type`, or an array that begins with the type and goes on with the fields in order.
+Source: vllm/distributed/kv_events.py; dynamo lib/kv-router/src/zmq_wire, deserialize.rs and extra_keys.rs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from attrs import define, frozen
+
+from pipeline import InvalidArgument
+from pipeline.codec import from_msgpack, from_plain
+from pipeline.errors import InvalidMessage
+from pipeline.protocols import BlockExtraInfo
+
+from .engine_extra_keys import cache_namespace, media_of
+
+_TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership")
+_STORED = (
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+)
+_FIELDS = {
+    "BlockStored": (*_STORED, *_TAIL),
+    "BlockRemoved": ("block_hashes", "medium", *_TAIL),
+    "AllBlocksCleared": ("ownership",),
+    "Ignored": (),
+}
+
+
+@define
+class Origin:
+    """Where blocks are and whose they are, in the engine's words; None where it says nothing."""
+
+    medium: str | None = None
+    group: int | None = None
+    kind: str | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+@define
+class EngineStored:
+    """Blocks of `token_ids` came into the cache; with `is_eagle` each looks at the token behind it, too."""
+
+    names: list[int]
+    parent: int | None
+    token_ids: list[int]
+    block_size_tokens: int
+    lora_name: str | None
+    namespace: str | None
+    media: Sequence[BlockExtraInfo | None]
+    is_eagle: bool
+    origin: Origin
+
+
+@define
+class EngineRemoved:
+    """Blocks left the cache."""
+
+    names: list[int]
+    origin: Origin
+
+
+@define
+class EngineCleared:
+    """All blocks of the rank left the cache."""
+
+    origin: Origin
+
+
+@define
+class EngineIgnored:
+    """An event the engine itself says is nothing."""
+
+
+@define
+class Undecodable:
+    """An event that cannot be read; those around it can."""
+
+    reason: str
+
+
+EngineEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared | EngineIgnored | Undecodable
+
+
+@frozen
+class EngineBatch:
+    """The events of one message of one rank; `sequence` counts the engine's messages."""
+
+    sequence: int
+    time_s: float
+    dp_rank: int
+    events: list[EngineEvent]
+
+
+def decode_frames(frames: Sequence[bytes]) -> EngineBatch:
+    """The batch in a message. Raises InvalidMessage unless it has three frames and a payload of the right form."""
+    if len(frames) != 3 or len(frames[1]) != 8:
+        raise InvalidMessage("a message of KV events has a topic, a sequence of 8 bytes and a payload")
+    try:
+        payload = from_msgpack(frames[2], list[Any])
+    except InvalidArgument as error:
+        raise InvalidMessage(f"not a batch of KV events: {error}") from error
+    time_s, events, rank = [*payload, None, None, None][:3]
+    if type(time_s) not in (int, float) or type(events) is not list:
+        raise InvalidMessage("a batch of KV events is [time, events, data parallel rank]")
+    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**32):
+        raise InvalidMessage(f"not a data parallel rank: {rank!r}")
+    return EngineBatch(int.from_bytes(frames[1], "big"), float(time_s), rank or 0, [decode_event(e) for e in events])
+
+
+def decode_event(value: Any) -> EngineEvent:
+    """The event in a plain value; Undecodable if there is none, or one of an unknown type."""
+    try:
+        tag, fields = _tagged(value)
+        if tag == "BlockStored":
+            return _stored(fields)
+        if tag == "BlockRemoved":
+            return EngineRemoved(_names(fields), _origin(fields))
+        return EngineCleared(_origin(fields)) if tag == "AllBlocksCleared" else EngineIgnored()
+    except InvalidMessage as error:
+        return Undecodable(str(error))
+
+
+def _tagged(value: Any) -> tuple[str, dict[str, Any]]:
+    """The type of an event and its fields by name."""
+    tag = value.get("type") if type(value) is dict else value[0] if type(value) is list and value else None
+    if type(tag) is not str or tag not in _FIELDS:
+        raise InvalidMessage(f"unknown type of KV event: {tag!r}")
+    if type(value) is dict:
+        return tag, value
+    positional = value[1:]
+    if tag == "BlockStored" and len(positional) > len(_STORED):
+        after = positional[len(_STORED)]
+        following = positional[len(_STORED) + 1] if len(positional) > len(_STORED) + 1 else None
+        if type(after) is list or (after is None and type(following) is int):  # some put media infos before the tail
+            del positional[len(_STORED)]
+            return tag, {**dict(zip(_FIELDS[tag], positional, strict=False)), "block_mm_infos": after}
+    return tag, dict(zip(_FIELDS[tag], positional, strict=False))
+
+
+def _stored(fields: dict[str, Any]) -> EngineStored:
+    if isinstance(said := fields.get("lora_name"), dict):  # another engine's way to say the salt in an array
+        fields = {**fields, "lora_name": None, "cache_salt": said.get("cache_salt")}
+    parent, lora = fields.get("parent_block_hash"), _text(fields.get("lora_name"), "lora_name")
+    tokens, is_eagle = _tokens(fields.get("token_ids"))
+    keys = fields.get("extra_keys")
+    return EngineStored(
+        names=_names(fields),
+        parent=None if parent is None else _hash(parent),
+        token_ids=tokens,
+        block_size_tokens=_count(fields.get("block_size"), "block_size"),
+        lora_name=lora,
+        namespace=_text(fields.get("cache_salt"), "cache_salt") or cache_namespace(keys, lora),
+        media=_media(fields.get("block_mm_infos")) or media_of(keys),
+        is_eagle=is_eagle or fields.get("is_eagle") is True,
+        origin=_origin(fields),
+    )
+
+
+def _origin(fields: dict[str, Any]) -> Origin:
+    group = fields.get("group_idx")
+    return Origin(
+        medium=_text(fields.get("medium"), "medium") or None,
+        group=None if group is None else _count(group, "group_idx"),
+        kind=_text(fields.get("kv_cache_spec_kind"), "kv_cache_spec_kind") or None,
+        locality=_text(fields.get("locality"), "locality"),
+        ownership=_text(fields.get("ownership"), "ownership"),
+    )
+
+
+def _names(fields: dict[str, Any]) -> list[int]:
+    names = fields.get("block_hashes")
+    if type(names) is not list:
+        raise InvalidMessage("block_hashes is a list of hashes")
+    return [_hash(name) for name in names]
+
+
+def _hash(value: Any) -> int:
+    """A u64; a negative number stands for the one of the same bits."""
+    if type(value) is not int or not -(2**63) <= value < 2**64:
+        raise InvalidMessage(f"not a block hash: {value!r}")
+    return value % 2**64
+
+
+def _tokens(values: Any) -> tuple[list[int], bool]:
+    """The tokens, and whether they came as pairs of neighbours."""
+    if type(values) is not list:
+        raise InvalidMessage("token_ids is a list")
+    if values and all(type(pair) is list and len(pair) == 2 for pair in values):
+        return [_count(first, "token_ids") for first, _ in values] + [_count(values[-1][1], "token_ids")], True
+    return [_count(token, "token_ids") for token in values], False
+
+
+def _count(value: Any, name: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**32:
+        raise InvalidMessage(f"{name}: expected an integer from 0 to 2^32 - 1")
+    return value
+
+
+def _text(value: Any, name: str) -> str | None:
+    if value is not None and type(value) is not str:
+        raise InvalidMessage(f"{name}: expected a text")
+    return value
+
+
+def _media(value: Any) -> list[BlockExtraInfo | None]:
+    try:
+        return from_plain(value, list[BlockExtraInfo | None]) if value is not None else []
+    except InvalidArgument as error:
+        raise InvalidMessage(f"block_mm_infos: {error}") from error

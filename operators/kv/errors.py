@@ -1,0 +1,53 @@
+"""What goes wrong in the KV router and nowhere else.
+
+Selection itself raises what the tree has already: Unavailable where nobody can be asked, ResourceExhausted where all
+are overloaded, WorkerOverloaded and InvalidArgument for a request that names its worker.
+
+Source: dynamo lib/kv-router/src/scheduling/types.rs, KvSchedulerError, and sequences/multi_worker.rs, SequenceError.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline import PenstockError, ResourceExhausted
+
+LimitKind = Literal["requests", "raw_isl_tokens", "cached_tokens"]
+
+
+class BookingError(PenstockError):
+    """The account of active sequences and its user disagree about a request."""
+
+
+class DuplicateRequest(BookingError):
+    """This request id is booked already, on this worker or another."""
+
+
+class RequestNotFound(BookingError):
+    """No request of this id is booked."""
+
+
+class WorkerNotFound(BookingError):
+    """The worker to book on is not there, or not any more."""
+
+
+class QueueRejected(ResourceExhausted):
+    """A queue is full: `current` of `limit` are used by the requests of this class.
+
+    Only the message crosses a process; the facts are for whoever asked for admission.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        policy_class: str = "",
+        limit_kind: LimitKind = "requests",
+        current: int = 0,
+        limit: int = 0,
+        cause: BaseException | None = None,
+    ) -> None:
+        text = f"the queue {policy_class!r} is full: {limit_kind} at {current} of {limit}"
+        super().__init__(message or text, cause=cause)
+        self.policy_class, self.limit_kind = policy_class, limit_kind
+        self.current, self.limit = current, limit

@@ -1,0 +1,346 @@
+"""An engine's events of its cache, from their bytes to changes a router can apply."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from operators.kv import EngineEvents, decode_frames
+from operators.kv.engine_events import EngineChange, Filtered
+from operators.kv.engine_namespaces import AmbiguousNamespace, Namespaces
+from operators.kv.engine_wire import (
+    EngineBatch,
+    EngineCleared,
+    EngineIgnored,
+    EngineRemoved,
+    EngineStored,
+    Origin,
+    Undecodable,
+    decode_event,
+)
+from pipeline import InvalidArgument
+from pipeline.block_hash import block_hashes, hash_seed
+from pipeline.codec import to_msgpack
+from pipeline.errors import InvalidMessage
+from pipeline.protocols import BlockExtraInfo, MmObject
+from pipeline.protocols.kv_events import KvCleared, KvRemoved, KvStored, StoredBlock
+
+MEDIA_HASH = "0123456789abcdef00112233445566778899aabbccddeefffedcba9876543210"
+
+
+def frames(*events: Any, rank: int | None = None, sequence: int = 1) -> list[bytes]:
+    return [b"kv-events", sequence.to_bytes(8, "big"), to_msgpack([1.5, list(events), rank])]
+
+
+def stored(names: list[int] | None = None, **fields: Any) -> dict[str, Any]:
+    """A store of one block of two tokens, unless the fields say otherwise."""
+    plain = {"type": "BlockStored", "block_hashes": names or [1], "parent_block_hash": None}
+    return {**plain, "token_ids": [10, 11], "block_size": 2, **fields}
+
+
+def decoded(event: Any) -> EngineStored:
+    result = decode_event(event)
+    assert isinstance(result, EngineStored)
+    return result
+
+
+def convert(events: EngineEvents, *plain: Any, rank: int = 0) -> list[EngineChange | Filtered]:
+    return events.convert(EngineBatch(1, 0.0, rank, [decode_event(event) for event in plain]))
+
+
+def one(events: EngineEvents, plain: Any, rank: int = 0) -> EngineChange | Filtered:
+    (result,) = convert(events, plain, rank=rank)
+    return result
+
+
+# -- reading
+
+
+def test_a_message_has_a_topic_a_sequence_and_a_batch() -> None:
+    batch = decode_frames(frames(["AllBlocksCleared"], rank=3, sequence=2**40))
+    assert batch == EngineBatch(2**40, 1.5, 3, [EngineCleared(Origin())])
+    assert decode_frames(frames()).dp_rank == 0
+    assert decode_frames([b"", bytes(8), to_msgpack([1, []])]) == EngineBatch(0, 1.0, 0, [])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [],
+        [b"", bytes(8)],
+        [b"", bytes(4), to_msgpack([1.0, [], 0])],
+        [b"", bytes(8), b"\xc1"],
+        [b"", bytes(8), to_msgpack({})],
+        [b"", bytes(8), to_msgpack([])],
+        [b"", bytes(8), to_msgpack(["now", [], 0])],
+        [b"", bytes(8), to_msgpack([1.0, {}, 0])],
+        [b"", bytes(8), to_msgpack([1.0, [], -1])],
+    ],
+)
+def test_bytes_that_are_no_batch_are_refused(message: list[bytes]) -> None:
+    with pytest.raises(InvalidMessage):
+        decode_frames(message)
+
+
+def test_an_event_is_an_object_or_an_array_of_the_same_fields() -> None:
+    by_name = stored([1, 2], parent_block_hash=9, lora_name="a", medium="CPU", group_idx=1, kv_cache_spec_kind="mamba")
+    by_place = ["BlockStored", [1, 2], 9, [10, 11], 2, None, "CPU", "a", None, 1, "mamba", 128, "LOCAL", None, "later"]
+    assert decoded(by_place) == decoded({**by_name, "locality": "LOCAL", "unknown": 1})
+    assert decoded(by_place).origin == Origin("CPU", 1, "mamba", "LOCAL", None)
+    assert decode_event(["BlockRemoved", [5], "GPU", 2]) == EngineRemoved([5], Origin("GPU", 2))
+    assert decode_event({"type": "BlockRemoved", "block_hashes": [5]}) == EngineRemoved([5], Origin())
+    assert decode_event(["AllBlocksCleared", "worker"]) == EngineCleared(Origin(ownership="worker"))
+    assert decode_event(["Ignored"]) == EngineIgnored()
+
+
+def test_an_array_may_end_early_and_have_empty_places() -> None:
+    assert decoded(["BlockStored", [1], None, [10, 11], 2]) == decoded(stored())
+    assert decoded(["BlockStored", [1], None, [10, 11], 2, *[None] * 9]) == decoded(stored())
+
+
+def test_media_infos_may_stand_before_the_tail() -> None:
+    info = {"mm_objects": [{"mm_hash": 7, "offsets": [[0, 1]]}]}
+    expected = decoded(stored(block_mm_infos=[info], group_idx=1, kv_cache_spec_kind="mla_attention"))
+    assert expected.media == [BlockExtraInfo([MmObject(7, [(0, 1)])])]
+    head = ["BlockStored", [1], None, [10, 11], 2, None, None, None, None]
+    assert decoded([*head, [info], 1, "mla_attention"]) == expected
+    assert decoded([*head, None, 1, "mla_attention"]).origin == expected.origin
+
+
+def test_tokens_in_pairs_look_one_ahead() -> None:
+    """KV-057"""
+    pairs = [[10, 11], [11, 12], [12, 13], [13, 14]]
+    event = decoded(["BlockStored", [11, 12], None, pairs, 2, None, None, None])
+    assert (event.token_ids, event.block_size_tokens, event.is_eagle) == ([10, 11, 12, 13, 14], 2, True)
+    change = one(EngineEvents(2), ["BlockStored", [11, 12], None, pairs, 2, None, None, None])
+    local = block_hashes([10, 11, 12, 13, 14], 2, is_eagle=True)
+    assert change == EngineChange(0, KvStored(None, [StoredBlock(11, local[0]), StoredBlock(12, local[1])]))
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_a_negative_hash_is_the_u64_of_the_same_bits(value: int) -> None:
+    expected = value if value >= 0 else int.from_bytes(value.to_bytes(8, "big", signed=True), "big")
+    assert decode_event(["BlockRemoved", [value]]) == EngineRemoved([expected], Origin())
+
+
+def test_salt_and_media_are_found_among_the_extra_keys() -> None:
+    """KV-059, KV-060"""
+    assert decoded(stored(cache_salt="tenant-a")).namespace == "tenant-a"
+    for keys in (
+        ["adapter-a", MEDIA_HASH, "dynamo-cache-salt:tenant-a"],
+        [["adapter-a", [MEDIA_HASH, 3], "dynamo-cache-salt:tenant-a"]],
+    ):
+        event = decoded(stored(extra_keys=keys, lora_name="adapter-a"))
+        assert (event.namespace, event.media) == ("tenant-a", [BlockExtraInfo([MmObject(0x0123456789ABCDEF, [])])])
+    event = decoded(stored(extra_keys=[["dynamo-cache-salt:" + MEDIA_HASH]]))
+    assert (event.namespace, event.media) == (MEDIA_HASH, [None])
+    event = decoded(stored([1, 2], extra_keys=[None, [MEDIA_HASH, 5, True, "other", MEDIA_HASH[:-1]]]))
+    assert event.media == [None, BlockExtraInfo([MmObject(0x0123456789ABCDEF, [])])]
+    assert event.namespace is None
+    assert decoded(stored(extra_keys=[["dynamo-cache-salt:a"]], lora_name="dynamo-cache-salt:a")).namespace is None
+    assert decoded(stored(extra_keys=[["dynamo-cache-salt:"]])).namespace is None
+    assert decoded(["BlockStored", [1], None, [1, 2], 2, None, None, {"cache_salt": "t"}]).namespace == "t"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        None,
+        [],
+        5,
+        {},
+        ["Unheard"],
+        {"type": 5},
+        ["BlockStored"],
+        ["BlockRemoved", 5],
+        ["BlockRemoved", [True]],
+        ["BlockRemoved", [1.5]],
+        ["BlockRemoved", [1], 5],
+        ["BlockRemoved", [1], "GPU", -1],
+        stored(parent_block_hash="a"),
+        stored(token_ids=None),
+        stored(token_ids=[-1]),
+        stored(token_ids=[[1, 2], 3]),
+        stored(block_size=None),
+        stored(lora_name=5),
+        stored(cache_salt=5),
+        stored(block_mm_infos=[{"mm_objects": [{}]}]),
+    ],
+)
+def test_an_event_that_cannot_be_read_spoils_no_other(event: Any) -> None:
+    batch = decode_frames(frames(event, ["BlockRemoved", [5]]))
+    assert isinstance(batch.events[0], Undecodable)
+    results = EngineEvents(2).convert(batch)
+    assert results == [Filtered(0, "undecodable"), EngineChange(0, KvRemoved([5]))]
+
+
+# -- converting
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        (None, "device"),
+        ("", "device"),
+        ("GPU", "device"),
+        ("DEVICE", "device"),
+        ("CPU", "host_pinned"),
+        ("CPU_PINNED", "host_pinned"),
+        ("CPU_TIER1", "host_pinned"),
+        ("CPU_TIER2", "disk"),
+        ("DISK", "disk"),
+        ("NVME", "disk"),
+        ("STORAGE", "disk"),
+        ("EXTERNAL", "external"),
+        ("NETWORK", "external"),
+        ("REMOTE", "external"),
+        ("SHARED", "external"),
+        ("FOO", None),
+        ("gpu", None),
+    ],
+)
+def test_an_unknown_medium_is_no_tier(medium: str | None, tier: str | None) -> None:
+    """KV-062, for stores and removals alike"""
+    for event in (stored(medium=medium), {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}):
+        result = one(EngineEvents(2), event)
+        if tier is None:
+            assert result == Filtered(0, "unknown_medium")
+        else:
+            assert isinstance(result, EngineChange)
+            assert result.storage_tier == tier
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU", "DISK", "SHARED"])
+@pytest.mark.parametrize("locality", ["REMOTE", "local", "", "elsewhere"])
+def test_blocks_that_are_not_here_are_filtered(locality: str, medium: str) -> None:
+    """KV-063"""
+    assert one(EngineEvents(2), stored(locality=locality, medium=medium)) == Filtered(0, "non_local_locality")
+    assert isinstance(one(EngineEvents(2), stored(locality="LOCAL", medium=medium)), EngineChange)
+
+
+def test_blocks_of_another_owner_are_filtered() -> None:
+    events = EngineEvents(2)
+    for event in (stored(ownership="pool"), ["BlockRemoved", [1], None, None, None, None, None, "pool"]):
+        assert one(events, event) == Filtered(0, "unknown_ownership")
+    assert one(events, ["AllBlocksCleared", "pool"]) == Filtered(0, "unknown_ownership")
+    assert one(events, ["AllBlocksCleared", "worker"]) == EngineChange(0, KvCleared())
+
+
+def test_what_is_filtered_leaves_the_others_in_order() -> None:
+    """KV-056"""
+    results = convert(EngineEvents(2), stored([1]), stored([2], medium="FOO"), ["Ignored"], ["BlockRemoved", [1]])
+    assert [getattr(result, "reason", "passed") for result in results] == [
+        "passed",
+        "unknown_medium",
+        "ignored_event",
+        "passed",
+    ]
+
+
+def test_the_kind_of_a_group_is_learned_from_stores_and_per_rank() -> None:
+    """KV-065"""
+    events = EngineEvents(2)
+    removal = {"type": "BlockRemoved", "block_hashes": [1], "group_idx": 1}
+    assert one(events, removal) == Filtered(0, "unlearned_group_idx")
+    assert isinstance(one(events, {**removal, "kv_cache_spec_kind": "full_attention"}), EngineChange)
+    assert one(events, removal) == Filtered(0, "unlearned_group_idx")
+    assert isinstance(one(events, stored(group_idx=1, kv_cache_spec_kind="full_attention")), EngineChange)
+    assert isinstance(one(events, removal), EngineChange)
+    assert one(events, removal, rank=1) == Filtered(1, "unlearned_group_idx")
+    assert isinstance(one(events, {**removal, "group_idx": 0}), EngineChange)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "later"),
+    [
+        ("sliding_window", "non_main_attention_kind", "non_main_attention_group"),
+        ("mamba", "non_main_attention_kind", "non_main_attention_group"),
+        ("new_attention", "unknown_kind", "unknown_kind"),
+        ("mla_attention", None, None),
+        ("sink_full_attention", None, None),
+    ],
+)
+def test_blocks_of_other_attention_are_filtered(kind: str, reason: str | None, later: str | None) -> None:
+    events = EngineEvents(2)
+    result = one(events, stored(group_idx=0, kv_cache_spec_kind=kind))
+    assert getattr(result, "reason", None) == reason
+    result = one(events, {"type": "BlockRemoved", "block_hashes": [1], "group_idx": 0})
+    assert getattr(result, "reason", None) == later
+
+
+def local_of(events: EngineEvents, plain: Any) -> int:
+    result = one(events, plain)
+    assert isinstance(result, EngineChange)
+    assert isinstance(result.change, KvStored)
+    return result.change.blocks[0].tokens_hash
+
+
+def test_a_child_is_of_its_parents_tenant() -> None:
+    """KV-066"""
+    events = EngineEvents(2)
+    salted = block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
+    assert local_of(events, stored([1], cache_salt="a")) == salted
+    assert local_of(events, stored([2], parent_block_hash=1)) == salted
+    assert local_of(events, stored([3], parent_block_hash=2)) == salted
+    assert local_of(events, stored([4], parent_block_hash=77)) == block_hashes([10, 11], 2)[0]
+    one(events, stored([1], cache_salt="b"))
+    assert one(events, stored([5], parent_block_hash=1)) == Filtered(0, "ambiguous_cache_namespace")
+    assert local_of(events, stored([6], parent_block_hash=2)) == salted
+    one(events, ["AllBlocksCleared"])
+    assert local_of(events, stored([5], parent_block_hash=1)) == block_hashes([10, 11], 2)[0]
+
+
+def test_tenants_are_remembered_of_salted_blocks_while_they_are_there_and_not_too_many() -> None:
+    namespaces = Namespaces(limit_blocks=3)
+    namespaces.stored([1, 2], None, None)
+    assert len(namespaces) == 0
+    namespaces.stored([1, 2, 3], None, "a")
+    namespaces.removed([2, 9])
+    assert namespaces.stored([4], 2, None) is None
+    namespaces.stored([5, 6], None, "b")
+    assert len(namespaces) == 3
+    assert namespaces.stored([7], 1, None) is None
+    assert namespaces.stored([8], 6, None) == "b"
+    namespaces.stored([6], None, None)
+    namespaces.removed([6])
+    with pytest.raises(AmbiguousNamespace):
+        namespaces.stored([9], 6, None)
+
+
+def test_adapter_and_media_enter_the_hash() -> None:
+    info = {"mm_objects": [{"mm_hash": 42, "offsets": []}]}
+    expected = block_hashes([10, 11], 2, seed=hash_seed("adapter-a"), media=[[42]])[0]
+    assert local_of(EngineEvents(2), stored(lora_name="adapter-a", block_mm_infos=[info])) == expected
+
+
+def test_blocks_are_converted_as_far_as_their_tokens_go(caplog: pytest.LogCaptureFixture) -> None:
+    events = EngineEvents(2)
+    result = one(events, stored([1, 2, 3], token_ids=[10, 11, 12, 13, 14]))
+    assert isinstance(result, EngineChange)
+    assert isinstance(result.change, KvStored)
+    assert [block.block_hash for block in result.change.blocks] == [1, 2]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10):
+            assert one(events, stored(block_size=4, parent_block_hash=3)) == EngineChange(0, KvStored(3, []))
+    assert len(caplog.records) == 3
+
+
+@pytest.mark.parametrize("event", [stored([1, 1]), stored([1, 2], parent_block_hash=2)])
+def test_a_store_below_itself_is_an_empty_removal(event: dict[str, Any]) -> None:
+    assert one(EngineEvents(2), event) == EngineChange(0, KvRemoved([]))
+
+
+def test_messages_that_did_not_arrive_are_counted() -> None:
+    events = EngineEvents(2)
+    for sequence in (5, 6, 9, 9, 2, 3):
+        events.convert(EngineBatch(sequence, 0.0, 0, []))
+    assert events.lost_batches == 2
+
+
+def test_a_block_has_at_least_one_token() -> None:
+    with pytest.raises(InvalidArgument):
+        EngineEvents(0)
