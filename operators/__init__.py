@@ -6,7 +6,9 @@ from .busy_watch import BusyWatch, capacities_of
 from .byte_tokenizer import ByteTokenizer
 from .chat_template import ChatTemplate
 from .detokenize import Detokenize
+from .direct_router import DirectRouter
 from .exclusion import exclusion_s
+from .kv_push_router import ROUTER_DECISION, KvPushRouter
 from .model import Model
 from .pickers import (
     DeviceAware,
@@ -27,6 +29,7 @@ from .worker_load import WorkerLoad, WorkerLoads, load_reports
 
 __all__ = [
     "PROMPT_TOKENS",
+    "ROUTER_DECISION",
     "AllBusy",
     "AllExcluded",
     "BusyThresholds",
@@ -36,8 +39,10 @@ __all__ = [
     "ChatTemplate",
     "Detokenize",
     "DeviceAware",
+    "DirectRouter",
     "HuggingFaceTokenizer",
     "InstanceExcluded",
+    "KvPushRouter",
     "Model",
     "Picker",
     "Preprocess",

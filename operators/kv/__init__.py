@@ -8,6 +8,7 @@ from .affinity import SessionAffinity
 from .approx_index import ApproxIndex
 from .block_hash import PromptBlocks
 from .choose import Decision
+from .chooser import KvRouter
 from .config import KvRouterConfig
 from .config_environment import config_from_environment
 from .eligibility import RoutingRules, WorkerPool
@@ -22,6 +23,11 @@ from .overlap import Overlap
 from .queue import AdmissionQueue
 from .queue_classes import PolicyClass, PolicyProfile
 from .queue_profiles import PolicyDocument
+from .router_metrics import RouterMetrics
+from .router_overlap import kv_events
+from .router_placement import Placement
+from .router_pool import configs_of
+from .router_request import RouteRequest
 from .worker_rank import WorkerRank
 
 __all__ = [
@@ -38,8 +44,10 @@ __all__ = [
     "EventLog",
     "KvIndex",
     "KvIndexError",
+    "KvRouter",
     "KvRouterConfig",
     "Overlap",
+    "Placement",
     "PolicyClass",
     "PolicyDocument",
     "PolicyProfile",
@@ -47,6 +55,8 @@ __all__ = [
     "QueueRejected",
     "RepairLimits",
     "RequestNotFound",
+    "RouteRequest",
+    "RouterMetrics",
     "RoutingRules",
     "SequenceLoad",
     "SessionAffinity",
@@ -54,5 +64,7 @@ __all__ = [
     "WorkerPool",
     "WorkerRank",
     "config_from_environment",
+    "configs_of",
     "decode_frames",
+    "kv_events",
 ]

@@ -1,0 +1,93 @@
+"""RequestAccount: what a routed request has put out, and the release of what it holds, once.
+
+Source: dynamo lib/llm/src/kv_router/push_router.rs, RequestGuard. Other than there it begins with the booking, adds as
+many output blocks as were filled, and is closed before an error is shown.
+"""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from pipeline import Annotated, Once
+from pipeline.protocols import LLMEngineOutput, RequestTracker
+
+from .router_metrics import RouterMetrics
+from .router_placement import Placement
+
+
+@define(eq=False)
+class RequestAccount:
+    """One booked request. `held` releases it, for the ways out on which nothing ran; `finish` also notes the time.
+
+    Until `was_dispatched` is set its end is not counted: there was no answer.
+    """
+
+    placement: Placement
+    metrics: RouterMetrics
+    tracker: RequestTracker | None
+    input_tokens: int
+    block_size_tokens: int
+    expected_output_tokens: int | None = None
+    tracks_output_blocks: bool = False
+    was_dispatched: bool = field(default=False, init=False)
+    output_tokens: int = field(default=0, init=False)
+    held: Once = field(init=False)
+    _blocks: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._blocks = self._filled()
+        self.held = Once(self._release)
+
+    def count(self, tokens: int) -> None:
+        """So many more tokens came, at least one."""
+        if not self.output_tokens:
+            self.placement.mark_prefill_completed()
+            if self.tracker is not None:
+                self.tracker.record_first_token()
+                self.metrics.first_token(self.tracker)
+        self.output_tokens += tokens
+        if (filled := self._filled()) > self._blocks:
+            added, self._blocks = filled - self._blocks, filled
+            self._grow(added)
+
+    def finish(self) -> None:
+        """The answer is over, however; the second time nothing happens."""
+        if self.held.is_released:
+            return
+        self.held.release()
+        if self.tracker is not None and self.was_dispatched:
+            self.tracker.record_finish()
+            self.tracker.record_osl(self.output_tokens)
+
+    def _grow(self, added_blocks: int) -> None:
+        if self.tracks_output_blocks:
+            self.placement.add_output_blocks(
+                added_blocks, output_weight(self.output_tokens, self.expected_output_tokens)
+            )
+        if self.tracker is not None:
+            self.tracker.record_osl(self.output_tokens)
+            self.tracker.record_finish()
+            self.metrics.block_of_output(self.tracker)
+
+    def _filled(self) -> int:
+        return -(-(self.input_tokens + self.output_tokens) // self.block_size_tokens)
+
+    def _release(self) -> None:
+        self.placement.release()
+        if self.was_dispatched:
+            self.metrics.ended(self.output_tokens)
+
+
+def output_weight(output_tokens: int, expected_output_tokens: int | None) -> float | None:
+    """What a block counts when so much of the expected output is there: the fuller, the sooner it is free again."""
+    if expected_output_tokens is None:
+        return None
+    return max(0.0, 1.0 - output_tokens / max(1, expected_output_tokens))
+
+
+def ends_badly(item: Annotated[LLMEngineOutput]) -> bool:
+    """Whether the item says that the answer failed or was given up, so that the request may be sent again."""
+    if item.is_error:
+        return True
+    reason = None if item.data is None else item.data.finish_reason
+    return reason is not None and (reason.is_error or reason.kind == "cancelled")

@@ -1,0 +1,155 @@
+"""Admission: who goes at once and who waits for room, in an AdmissionQueue, with the waiting done here.
+
+    admit ──room──► placed
+      └──none──► parked ──drain: after every change of load, workers or time──► placed, or the error it met
+      stop, kill or a cancelled task take it out again
+
+Source: dynamo lib/kv-router/src/scheduling/queue.rs, SchedulerQueue. Other than there a request waits in its own task,
+so one whose caller has gone is taken out then, not when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import anyio
+from attrs import define, field
+
+from pipeline import Cancelled, Control, PenstockError, Unavailable
+
+from .overlap import Overlap
+from .queue import AdmissionQueue, Waiting
+from .queue_classes import PolicyProfile, PromptSize
+from .queue_limits import DepthTier
+from .router_request import RouteRequest
+
+
+class Released(Protocol):
+    """What placing gives: something to be released."""
+
+    def release(self) -> object: ...
+
+
+P = TypeVar("P", bound=Released)
+
+
+@define(eq=False)
+class Applicant(Generic[P]):
+    """A request that asks to be placed, what was cached of it when it came, and what has come of it."""
+
+    request_id: str
+    request: RouteRequest
+    size: PromptSize
+    overlap: Overlap
+    placed: P | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    told: anyio.Event | None = field(default=None, init=False)
+
+
+class Admission(Generic[P]):
+    """See the module. `place` books a request; `is_full(request, class)` says whether all its workers are busy.
+
+    With `refresh_after_s` a request that waited longer has what is cached looked up again: `place` is told so.
+    """
+
+    def __init__(
+        self,
+        profile: PolicyProfile,
+        tiers: Sequence[DepthTier],
+        *,
+        place: Callable[[Applicant[P], bool], P],
+        is_full: Callable[[RouteRequest, int], bool],
+        workers: Callable[[], int],
+        now_s: Callable[[], float],
+        refresh_after_s: float | None,
+    ) -> None:
+        self._queue: AdmissionQueue[Applicant[P]] = AdmissionQueue(profile, tiers)
+        self._profile = profile
+        self._place, self._is_full, self._workers, self._now_s = place, is_full, workers, now_s
+        self._refresh_after_s = refresh_after_s
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._queue)
+
+    async def admit(self, applicant: Applicant[P], control: Control | None) -> P:
+        """Places the request, at once or in its turn.
+
+        Raises what placing raises, QueueRejected where no more may wait, Unavailable once this is closed, Cancelled if
+        the request is stopped while it waits.
+        """
+        if self._is_closed:
+            raise _closing()
+        request = applicant.request
+        class_index = self._profile.class_of(request.policy_class, applicant.size.uncached_tokens)
+        if not self._queue.must_park(class_index, lambda: self._is_full(request, class_index)):
+            return self._place(applicant, False)
+        applicant.told = anyio.Event()
+        waiting = self._queue.park(
+            applicant,
+            applicant.size,
+            class_index=class_index,
+            workers=self._workers(),
+            arrival_s=self._now_s(),
+            priority_jump_s=request.priority_jump_s,
+            strict_priority=request.strict_priority,
+            lane=request.lane,
+        )
+        self.drain()  # its lane, or its class's turn, may be free
+        return await self._outcome(waiting, applicant.told, control)
+
+    def drain(self) -> None:
+        """Places those that wait and may go now, one by one, so that each sees the booking before it."""
+        while len(self._queue) and (waiting := self._queue.pop(self._may_go)) is not None:
+            applicant = waiting.item
+            try:
+                is_old = waiting.is_due_for_refresh(self._now_s(), self._refresh_after_s)
+                applicant.placed = self._place(applicant, is_old)
+            except Exception as error:
+                applicant.error = error
+            _tell(applicant)
+
+    def close(self) -> None:
+        """Ends the queue: all that wait, and all that come, get Unavailable."""
+        self._is_closed = True
+        for waiting in self._queue.close():
+            waiting.item.error = _closing()
+            _tell(waiting.item)
+
+    def _may_go(self, waiting: Waiting[Applicant[P]]) -> bool:
+        return not self._is_full(waiting.item.request, waiting.class_index)
+
+    async def _outcome(self, waiting: Waiting[Applicant[P]], told: anyio.Event, control: Control | None) -> P:
+        applicant = waiting.item
+        forget = None if control is None else control.on_stop(told.set)
+        try:
+            await told.wait()
+        except BaseException:  # its caller has gone
+            self._withdraw(waiting)
+            if applicant.placed is not None:
+                applicant.placed.release()
+            raise
+        finally:
+            if forget is not None:
+                forget()
+        if applicant.placed is not None:  # what is there wins over a stop
+            return applicant.placed
+        if applicant.error is not None:
+            raise applicant.error
+        self._withdraw(waiting)
+        raise Cancelled(f"Request {applicant.request_id} was cancelled")
+
+    def _withdraw(self, waiting: Waiting[Applicant[P]]) -> None:
+        if self._queue.withdraw(waiting):
+            self.drain()  # it may have held others up
+
+
+def _tell(applicant: Applicant[P]) -> None:
+    if applicant.told is not None:
+        applicant.told.set()
+
+
+def _closing() -> PenstockError:
+    return Unavailable("the router is shutting down")

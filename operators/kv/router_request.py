@@ -1,0 +1,105 @@
+"""RouteRequest: what a request asks of the chooser, read from its routing hints.
+
+Source: dynamo lib/llm/src/kv_router/push_router.rs, select_worker. Other than there a request that names its worker
+goes the same way as all others, so allowed workers, taints and the queue hold for it too, and its rank is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from collections.abc import Set as AbstractSet
+
+from attrs import field, frozen
+
+from pipeline import InvalidArgument
+from pipeline.protocols import PreprocessedRequest, RouterConfigOverride, RoutingConstraints, RoutingHints
+from pipeline.protocols.timing import RequestPhase
+
+from .block_hash import PromptBlocks
+from .cost import Prompt
+from .eligibility import RoutingRules, WorkerPool
+from .worker_rank import WorkerRank
+
+POLICY_CLASS = "policy-class"
+"""Key of the context's metadata that names the request's queue class or family."""
+
+
+@frozen(kw_only=True, eq=False)
+class RouteRequest:
+    """A prompt, who may take it, and how urgent it is. `worker_id` pins it, to `dp_rank` or the worker's only rank."""
+
+    blocks: PromptBlocks
+    worker_id: int | None = None
+    dp_rank: int | None = None
+    allowed_worker_ids: AbstractSet[int] | None = None
+    constraints: RoutingConstraints = field(factory=RoutingConstraints)
+    override: RouterConfigOverride | None = None
+    priority_jump_s: float = 0.0
+    strict_priority: int = 0
+    policy_class: str | None = None
+
+    @classmethod
+    def of_request(
+        cls,
+        request: PreprocessedRequest,
+        block_size_tokens: int,
+        *,
+        phase: RequestPhase = RequestPhase.AGGREGATED,
+        is_eagle: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> RouteRequest:
+        """What the request says, in this phase."""
+        hints = request.routing or RoutingHints()
+        worker_id, dp_rank = named_worker(hints, phase)
+        return cls(
+            blocks=PromptBlocks.of_request(request, block_size_tokens, is_eagle=is_eagle),
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+            allowed_worker_ids=hints.allowed_worker_ids,
+            constraints=hints.routing_constraints or RoutingConstraints(),
+            override=request.router_config_override,
+            priority_jump_s=hints.priority_jump or 0.0,
+            strict_priority=hints.strict_priority or 0,
+            policy_class=(metadata or {}).get(POLICY_CLASS),
+        )
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(len(self.blocks.token_ids), self.blocks.block_size_tokens)
+
+    @property
+    def lane(self) -> Hashable:
+        """What restricts the choice of workers, None if nothing does: those with the same may wait in one line."""
+        required = self.constraints.required_taints
+        if self.worker_id is None and self.allowed_worker_ids is None and not required:
+            return None
+        allowed = None if self.allowed_worker_ids is None else frozenset(self.allowed_worker_ids)
+        return self.worker_id, self.dp_rank, allowed, frozenset(required)
+
+    def rules(self, pool: WorkerPool) -> RoutingRules:
+        """The rules for these workers. Raises InvalidArgument if the named worker has several ranks and none is named.
+
+        A worker that is not there keeps its first rank, so that the pool can say what is wrong with it.
+        """
+        return RoutingRules(self._pin(pool), self.allowed_worker_ids, self.constraints)
+
+    def _pin(self, pool: WorkerPool) -> WorkerRank | None:
+        if self.worker_id is None:
+            return None
+        if self.dp_rank is not None:
+            return WorkerRank(self.worker_id, self.dp_rank)
+        if (ranks := pool.ranks.get(self.worker_id)) is not None and len(ranks) > 1:
+            text = f"worker {self.worker_id} has ranks {ranks.start} to {ranks.stop - 1}: the request must name one"
+            raise InvalidArgument(text, field="routing.dp_rank")
+        return pool.only_rank(self.worker_id) or WorkerRank(self.worker_id)
+
+
+def named_worker(hints: RoutingHints, phase: RequestPhase) -> tuple[int | None, int | None]:
+    """The worker and rank a request names for this phase; the worker for all phases is the fallback."""
+    backend, dp_rank = hints.backend_instance_id, hints.dp_rank
+    if phase is RequestPhase.PREFILL:
+        rank = dp_rank if hints.prefill_dp_rank is None else hints.prefill_dp_rank
+        return (backend if hints.prefill_worker_id is None else hints.prefill_worker_id), rank
+    if phase is RequestPhase.DECODE and hints.decode_worker_id is not None:
+        return hints.decode_worker_id, dp_rank
+    return backend, dp_rank

@@ -1,0 +1,268 @@
+"""KvPushRouter: asks the chooser, sends direct, and keeps account until the stream ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
+from typing import Any
+
+from attrs import asdict, evolve
+
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Context,
+    Once,
+    Operator,
+    PenstockError,
+    ResponseStream,
+)
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
+from pipeline.protocols.nvext import QUERY_INSTANCE_ID
+from pipeline.tracing import annotate
+
+from .kv.affinity import SESSION_HEADER, First, check_explicit, may_retry_unpinned, session_id_of
+from .kv.choose import Decision
+from .kv.chooser import KvRouter
+from .kv.router_account import RequestAccount, ends_badly
+from .kv.router_dispatch import Next, Output, send_to, span_below
+from .kv.router_metrics import RouterMetrics
+from .kv.router_placement import Placement
+from .kv.router_request import RouteRequest
+from .kv.router_sessions import Entered, Sessions
+from .kv.worker_rank import WorkerRank
+
+ROUTER_DECISION = "router_decision"
+"""Annotation that asks for an event of this name before the answer: where the request goes, and why."""
+
+
+class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):
+    """Sends each request to the worker that is best for it, and keeps the chooser's account of it.
+
+        request ──► worker chosen, booked; routing.dp_rank set ──► that worker, by PushRouter.direct
+        stream  ◄── items unchanged, counted                   ◄──
+
+    Stands right above PushRouter; with another stage between them PushRouter must be in mode `direct`. Three ways:
+
+    1. annotation `query_instance_id:`: one item that says where the request would go; nothing is booked, sent, counted
+    2. `routing` names a worker for this phase: there, if it may take the request
+    3. otherwise: where the chooser finds it best
+
+    With `router_decision` among the annotations the reasons come first on the stream; a traced request has them as
+    attributes of this stage's span. Where the chooser keeps sessions, requests of one session (`X-Dynamo-Session-ID` in
+    the metadata) go where the first went.
+
+    Raises what `KvRouter.find_best_match` and `PushRouter.direct` raise. A stop or kill while the request waits for
+    room raises Cancelled; later both are the worker's business, and what a stop leaves is delivered. What is booked is
+    released once, on every way out, before an error or an item that says the answer failed is shown.
+
+    Source: dynamo lib/llm/src/kv_router/push_router.rs, KvPushRouter. Other than there a failed dispatch leaves no
+    booking, an id that is booked already is an error, and queries are not counted.
+    """
+
+    def __init__(self, chooser: KvRouter, *, metrics: RouterMetrics | None = None, tracer: Any = None) -> None:
+        self.chooser = chooser
+        self._metrics = RouterMetrics() if metrics is None else metrics
+        self._tracer = tracer
+
+    async def generate(
+        self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
+    ) -> ResponseStream[Output]:
+        payload = request.payload
+        route = self.chooser.route_request(payload, _phase(payload.tracker), request.metadata)
+        session_id = None if self.chooser.sessions is None else session_id_of(_session(request.metadata))
+        if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
+            return self._answer(request, route, session_id)
+        if session_id is None:
+            return (await self._routed(request, route, next))[0]
+        return await self._in_session(request, route, session_id, next)
+
+    # -- 1: only asked
+
+    def _answer(
+        self, request: Context[PreprocessedRequest], route: RouteRequest, session_id: str | None
+    ) -> ResponseStream[Output]:
+        """One item: the workers as the tracker knows them now, and the prompt's tokens."""
+        payload = request.payload
+        sessions = self.chooser.sessions
+        bound = None if sessions is None or session_id is None else sessions.peek(session_id)
+        if bound is not None:
+            if route.worker_id is not None:
+                check_explicit(bound, route.worker_id, route.dp_rank)
+            route = _pinned(route, bound)
+        with span_below(request, "kv_router.select_worker", self._tracer):
+            decision = self.chooser.advise(route)
+        self._note(request, decision)
+        workers = None if payload.tracker is None else payload.tracker.worker_info()
+        known = None if workers is None else {k: v for k, v in asdict(workers).items() if v is not None}
+        said = {"worker_id": known, "token_ids": payload.token_ids}
+        return ResponseStream.of([Annotated(LLMEngineOutput([], disaggregated_params=said))], request)
+
+    # -- 2 and 3: chosen and sent
+
+    async def _routed(
+        self, request: Context[PreprocessedRequest], route: RouteRequest, next: Next
+    ) -> tuple[ResponseStream[Output], WorkerRank]:
+        """The answer, and whose it is."""
+        waiting = self.chooser.waiting_requests
+        with span_below(request, "kv_router.select_worker", self._tracer):
+            placement = await self.chooser.find_best_match(route, request_id=request.id, control=request.control)
+        account = self._account(request.payload, placement)
+        try:
+            self._note(request, placement.decision)
+            if (tracker := request.payload.tracker) is not None:
+                tracker.record_router_queue_depth(waiting)
+                tracker.record_prefill_start()
+            self._metrics.routed(account.input_tokens, tracker)
+            stream = await self._sent(request, placement, next)
+        except BaseException:
+            account.finish()
+            raise
+        account.was_dispatched = True
+        reasons = self._reasons(request.payload, placement.decision)
+        return ResponseStream(_counted(stream, account, reasons), request, stream, account.held), placement.rank
+
+    async def _sent(
+        self, request: Context[PreprocessedRequest], placement: Placement, next: Next
+    ) -> ResponseStream[Output]:
+        rank, phase = placement.rank, _phase(request.payload.tracker)
+        attributes = {
+            "request_id": request.id,
+            "worker_id": rank.worker_id,
+            "dp_rank": rank.dp_rank,
+            "overlap_blocks": placement.decision.overlap_blocks,
+            "phase": phase.value,
+        }
+        with span_below(request, "kv_router.route_request", self._tracer, attributes) as below:
+            asked = below.with_payload(_with_rank(request.payload, rank, phase))
+            return await send_to(asked, rank.worker_id, next)
+
+    # -- sessions
+
+    async def _in_session(
+        self, request: Context[PreprocessedRequest], route: RouteRequest, session_id: str, next: Next
+    ) -> ResponseStream[Output]:
+        """The answer of the session's worker; a worker that cannot take it any more is replaced once."""
+        sessions = self.chooser.sessions
+        assert sessions is not None
+        retried = False
+        while True:
+            entry = await sessions.enter(session_id, request.control)
+            try:
+                return await self._entered(request, route, entry, sessions, next)
+            except BaseException as error:
+                if isinstance(entry, First):
+                    sessions.give_up(entry)
+                    raise
+                sessions.leave(entry)
+                if not _shows_a_lost_worker(error):
+                    raise
+                cancelled, explicit = request.is_stopped, route.worker_id is not None
+                if not cancelled:
+                    sessions.invalidate(entry)
+                if not may_retry_unpinned(cancelled=cancelled, explicit=explicit, retried=retried):
+                    raise
+                retried = True
+
+    async def _entered(
+        self, request: Context[PreprocessedRequest], route: RouteRequest, entry: Entered, sessions: Sessions, next: Next
+    ) -> ResponseStream[Output]:
+        """The answer, with its part of the session held while it lasts."""
+        if isinstance(entry, First):
+            stream, rank = await self._routed(request, route, next)
+            bound = sessions.bind(entry, rank)
+        else:
+            if route.worker_id is not None:
+                check_explicit(entry.rank, route.worker_id, route.dp_rank)
+            stream, _ = await self._routed(request, _pinned(route, entry.rank), next)
+            bound = entry
+        lease = Once(partial(sessions.leave, bound))
+        return ResponseStream(_leased(stream, lease), request, stream, lease)
+
+    # -- what is told
+
+    def _account(self, payload: PreprocessedRequest, placement: Placement) -> RequestAccount:
+        hints = payload.routing
+        return RequestAccount(
+            placement,
+            self._metrics,
+            payload.tracker,
+            len(payload.token_ids),
+            self.chooser.block_size_tokens,
+            None if hints is None else hints.expected_output_tokens,
+            self.chooser.config.router_track_output_blocks,
+        )
+
+    def _note(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
+        """Tells the tracker and the span."""
+        prompt, blocks = decision.prompt, decision.overlap_blocks
+        if (tracker := request.payload.tracker) is not None:
+            tracker.record_kv_hit(blocks, prompt.blocks)
+            tracker.record_isl(prompt.isl_tokens, int(blocks * prompt.block_size_tokens))
+            tracker.record_worker(decision.rank.worker_id, decision.rank.dp_rank, self.chooser.worker_type)
+        if request.trace is not None:
+            annotate(request, {f"kv_router.{name}": value for name, value in decision.attributes().items()})
+
+    def _reasons(self, payload: PreprocessedRequest, decision: Decision) -> Output | None:
+        """The event that tells the caller, if it asked for it."""
+        if not payload.has_annotation(ROUTER_DECISION):
+            return None
+        candidates = [{**asdict(one), "rank": list(one.rank)} for one in decision.report()]
+        return Annotated[Any].from_annotation(ROUTER_DECISION, {**decision.attributes(), "candidates": candidates})
+
+
+async def _counted(
+    stream: ResponseStream[Output], account: RequestAccount, reasons: Output | None
+) -> AsyncGenerator[Output, None]:
+    """The stream as it is; its tokens are counted, and it is off its worker's account before a failure is seen."""
+    try:
+        async with stream:
+            if reasons is not None and not stream.context.is_stopped:
+                yield reasons
+            async for item in stream:
+                data = item.data
+                if data is not None and data.token_ids:
+                    account.count(len(data.token_ids))
+                if (item.event is not None or (data is not None and data.finish_reason is not None)) and ends_badly(
+                    item
+                ):
+                    account.finish()
+                yield item
+    finally:
+        account.finish()
+
+
+async def _leased(stream: ResponseStream[Output], lease: Once) -> AsyncGenerator[Output, None]:
+    try:
+        async with stream:
+            async for item in stream:
+                yield item
+    finally:
+        lease.release()
+
+
+def _shows_a_lost_worker(error: BaseException) -> bool:
+    """Whether another worker may do better with the request: a cancellation or a wrong request says nothing of it."""
+    return isinstance(error, PenstockError) and error.facts.retry
+
+
+def _phase(tracker: RequestTracker | None) -> RequestPhase:
+    return RequestPhase.AGGREGATED if tracker is None else tracker.phase
+
+
+def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPhase) -> PreprocessedRequest:
+    """A copy of the request that says which rank is to compute it."""
+    hints = evolve(payload.routing or RoutingHints(), dp_rank=rank.dp_rank)
+    if phase is RequestPhase.PREFILL:
+        hints.prefill_dp_rank = rank.dp_rank
+    return evolve(payload, routing=hints)
+
+
+def _pinned(route: RouteRequest, rank: WorkerRank) -> RouteRequest:
+    return evolve(route, worker_id=rank.worker_id, dp_rank=rank.dp_rank)
+
+
+def _session(metadata: Mapping[str, str]) -> str | None:
+    """The session in the request's metadata; header names know no case."""
+    wanted = SESSION_HEADER.lower()
+    return next((text for name, text in metadata.items() if name.lower() == wanted), None)
