@@ -71,7 +71,7 @@ class ApproxIndex:
         if not sequence_hashes or self._ttl_s == 0:
             return
         self._index.store(rank, None, sequence_hashes, local_hashes)
-        self._keep(_Recorded(rank, hashes(sequence_hashes), self._step_of(now_s + self._ttl_s)))
+        self._keep(_Recorded(rank, hashes(sequence_hashes), math.ceil(_steps(now_s + self._ttl_s))))
         self._prune()
 
     def find_matches(self, local_hashes: Sequence[int], now_s: float) -> dict[WorkerRank, int]:
@@ -95,11 +95,6 @@ class ApproxIndex:
         """The same for all its ranks."""
         for rank in [rank for rank in self._last_step if rank.worker_id == worker_id]:
             self.remove_rank(rank)
-
-    def _step_of(self, time_s: float) -> int:
-        """The first step at or after the time, and not before that of any other prompt."""
-        step = math.ceil(_steps(time_s))
-        return max(step, self._recorded[-1].last_step) if self._recorded else step
 
     def _keep(self, prompt: _Recorded) -> None:
         self._recorded.append(prompt)

@@ -50,7 +50,7 @@ class KvIndex:
         self._limit_blocks = limit_blocks
         self._root = Chain()
         self._holders: dict[WorkerRank, Holder] = {}
-        self._ranks: list[WorkerRank | None] = []  # by number of their bit
+        self._ranks: list[WorkerRank] = []  # by the number of their bit
         self._free: list[int] = []
 
     # -- questions
@@ -153,9 +153,7 @@ class KvIndex:
         """The rank is not known any more; no error if it was not."""
         if (holder := self._holders.pop(rank, None)) is not None:
             holder.let_go_all()
-            number = holder.bit.bit_length() - 1
-            self._ranks[number] = None
-            self._free.append(number)
+            self._free.append(holder.bit.bit_length() - 1)
 
     def remove_worker(self, worker_id: int) -> None:
         """The same for all ranks of the worker."""
@@ -166,30 +164,27 @@ class KvIndex:
 
     def _find(self, query: Sequence[int]) -> dict[WorkerRank, int]:
         scores: dict[WorkerRank, int] = {}
-        chain, at, depth, active = self._root, 0, 0, -1
+        chain, at, depth, active = self._root, 0, 0, 0
         while depth < len(query) and (below := chain.branch(at, query[depth])) is not None:
             matched = below.shared(query, depth)
-            present = staying = 0
+            staying = leaving = 0  # both were active: who holds blocks of the chain below holds all that lead there
             for count, holders in below.ends.items():
-                present |= holders
                 if count >= matched:
                     staying |= holders
-                elif leaving := active & holders:
-                    self._score(scores, leaving, depth + count)
-            if depth and (leaving := active & ~present):
-                self._score(scores, leaving, depth)
-            active &= staying
-            if not active:
-                return scores
-            chain, at, depth = below, matched, depth + matched
-        if depth:
+                else:
+                    leaving |= holders
+                    self._score(scores, holders, depth + count)
+            if elsewhere := active & ~(staying | leaving):
+                self._score(scores, elsewhere, depth)
+            chain, at, depth, active = below, matched, depth + matched, staying
+        if active:
             self._score(scores, active, depth)
         return scores
 
     def _score(self, scores: dict[WorkerRank, int], holders: int, depth: int) -> None:
         """Notes the depth for each rank of the mask."""
         if holders & (holders - 1) == 0:
-            scores[self._ranks[holders.bit_length() - 1]] = depth  # type: ignore[index]
+            scores[self._ranks[holders.bit_length() - 1]] = depth
         else:
             digits = f"{holders:b}"[::-1].encode().translate(_ZERO_OR_ONE)
-            scores.update(dict.fromkeys(compress(self._ranks, digits), depth))  # type: ignore[arg-type]
+            scores.update(dict.fromkeys(compress(self._ranks, digits), depth))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from random import Random
 
 import anyio
@@ -36,12 +37,14 @@ class Workers:
         self.logs = {rank: EventLog(rank, kept_events=kept) for rank in ranks}
         self.takes_s = takes_s
         self.asked: list[tuple[WorkerRank, int | None]] = []
+        self.asked_at_s: list[float] = []
         self.scripted: list[RecoveryAnswer | Exception | None] = []
         self.under_way = 0
         self.most_at_once = 0
 
     async def recover(self, rank: WorkerRank, start: int | None) -> RecoveryAnswer | None:
         self.asked.append((rank, start))
+        self.asked_at_s.append(anyio.current_time())
         self.under_way += 1
         self.most_at_once = max(self.most_at_once, self.under_way)
         try:
@@ -97,12 +100,14 @@ async def test_events_that_arrive_during_a_repair_follow_it() -> None:
     log = workers.logs[RANK]
     async with running(feed):
         await anyio.sleep(0.5)
-        early = log.record(root(1))
+        early = [log.record(root(block)) for block in (1, 2, 3)]
         workers.scripted = [RecoveredTree([], 0)]
-        feed.receive(early)
+        for event in (early[1], early[2], early[0]):
+            feed.receive(event)
         assert held(feed, 1) == []
         await anyio.sleep(1)
-        assert held(feed, 1) == [RANK]
+        assert [held(feed, block) for block in (1, 2, 3)] == [[RANK]] * 3
+        assert len(workers.asked) == 1
 
 
 async def test_a_gap_is_asked_for_and_what_is_known_stays_meanwhile() -> None:
@@ -202,7 +207,8 @@ async def test_after_some_attempts_a_rank_begins_anew_with_what_arrives() -> Non
         for event in (kept[0], kept[3], kept[2]):  # the second is lost: what was before it cannot be built on
             feed.receive(event)
         await anyio.sleep(20)
-        assert (len(workers.asked), feed.under_repair) == (4, [])
+        assert [later - sooner - 1 for sooner, later in pairwise(workers.asked_at_s)] == pytest.approx([1, 2, 4])
+        assert feed.under_repair == []
         assert [held(feed, block) for block in (1, 2, 3, 4, 5)] == [[], [], [], [RANK], [RANK]]
         feed.receive(log.record(root(6)))
         assert held(feed, 6) == [RANK]
@@ -220,6 +226,45 @@ async def test_a_worker_that_keeps_nothing_is_followed_from_what_arrives() -> No
         await anyio.sleep(2)
         feed.receive(log.record(root(4)))
         assert [held(feed, block) for block in (1, 3, 4)] == [[], [RANK], [RANK]]
+
+
+async def test_events_wait_through_answers_that_do_not_reach_them() -> None:
+    workers, feed = begun(RANK)
+    log = workers.logs[RANK]
+    workers.scripted = [RecoveredTree([], 1), None]
+    for block in (1, 2):
+        log.record(root(block))
+    async with running(feed):
+        for block in (3, 4):
+            feed.receive(log.record(root(block)))
+        await anyio.sleep(5)
+        assert [held(feed, block) for block in (2, 3, 4)] == [[], [RANK], [RANK]]
+
+
+async def test_a_rank_that_gets_on_is_asked_as_often_as_it_takes() -> None:
+    workers, feed = begun(RANK)
+    events = [workers.logs[RANK].record(root(block)) for block in range(1, 11)]
+    workers.scripted = [RecoveredEvents([event]) for event in events[:8]]
+    async with running(feed):
+        feed.receive(events[9])
+        await anyio.sleep(60)
+        assert [held(feed, block) for block in (1, 8, 9, 10)] == [[RANK]] * 4
+        assert len(workers.asked) == 9
+
+
+async def test_a_rank_that_goes_as_its_answer_comes_stays_gone() -> None:
+    feed = EventFeed(KvIndex(), recover=lambda rank, start: answer())
+
+    async def answer() -> RecoveryAnswer:
+        feed.remove_worker(1)
+        log = EventLog(RANK)
+        log.record(root(1))
+        return log.recover()
+
+    feed.add_worker(1)
+    async with running(feed):
+        await anyio.sleep(1)
+    assert feed.index.workers() == []
 
 
 async def test_a_rank_that_lost_too_much_meanwhile_is_asked_again() -> None:

@@ -304,6 +304,29 @@ def test_a_block_stored_elsewhere_has_moved() -> None:
     assert index.held_blocks(A) == 2
 
 
+def test_a_block_under_a_new_name_keeps_its_place_and_what_is_below() -> None:
+    """Also where the blocks sent again lead into another chain, whose names are the same as before."""
+    index = KvIndex()
+    store(index, A, [1, 2, 3])
+    store(index, A, [7, 8], below=[1, 2])
+    again = [(name([1]), 1), (50, 2), (name([1, 2, 7]), 7), (name([1, 2, 7, 8]), 8)]
+    apply(index, A, KvStored(None, [StoredBlock(*pair) for pair in again]))
+    assert index.find_matches([1, 2, 7, 8]) == {A: 4}
+    assert index.find_matches([1, 2, 3]) == {A: 3}
+    assert index.held_blocks(A) == 5
+    with pytest.raises(ParentBlockNotFound):
+        store(index, A, [4], below=[1, 2])
+    apply(index, A, KvStored(50, [StoredBlock(51, 4)]))
+    assert index.find_matches([1, 2, 4]) == {A: 3}
+
+
+def test_a_name_is_found_where_it_is_and_not_across_two_others() -> None:
+    index = KvIndex()
+    apply(index, A, KvStored(None, [StoredBlock(n, 10 + i) for i, n in enumerate([65536, 256, 5])]))
+    apply(index, A, KvRemoved([256]))
+    assert index.find_matches([10, 11, 12]) == {A: 1}
+
+
 def test_a_rank_holds_at_most_the_limit() -> None:
     index = KvIndex(limit_blocks=3)
     store(index, A, [1, 2])
@@ -313,6 +336,11 @@ def test_a_rank_holds_at_most_the_limit() -> None:
     store(index, A, [1, 2])
     store(index, A, [3], below=[1, 2])
     store(index, B, [1, 2, 3])
+    apply(index, B, KvStored(None, [StoredBlock(name([1, 2, 3]), 9)]))
+    assert index.find_matches([9]) == {B: 1}
+    with pytest.raises(CapacityExhausted):
+        apply(index, B, KvStored(None, [StoredBlock(name([1, 2]), 9), StoredBlock(77, 8), StoredBlock(78, 7)]))
+    assert index.find_matches([1, 2]) == {A: 2, B: 2}
     with pytest.raises(CapacityExhausted):
         store(index, WorkerRank(5), [1, 2, 3, 4])
     assert index.workers() == [0, 1]
