@@ -7,6 +7,7 @@ from .echo import EchoEngine
 from .engine_metrics import ComponentSnapshot, MetricsBindings, MetricsContext, SnapshotPublisher
 from .generate_context import GenerateContext
 from .health import SystemHealth
+from .kv_recovery import KvEventLog
 from .kv_sources import KvEventPublisher, PushSource
 from .lifecycle import WorkerState
 from .llm import EngineConfig, LLMEngine
@@ -25,6 +26,7 @@ __all__ = [
     "EchoEngine",
     "EngineConfig",
     "GenerateContext",
+    "KvEventLog",
     "KvEventPublisher",
     "LLMEngine",
     "MetricsBindings",

@@ -1,6 +1,6 @@
 """How a worker's engine reaches the routers: its KV events, its load, and the labels of its metrics.
 
-    engine ──KvEventPublisher──► RouterEvent ──┐
+    engine ──KvEventPublisher──► RouterEvent ──┐        (the events also to the rank's log, see kv_recovery)
                                                ├──► event plane, in the scope of the worker's component
     engine ──SnapshotPublisher─► ActiveLoad ───┘
 
@@ -23,6 +23,8 @@ from .lifecycle import engine_errors
 if TYPE_CHECKING:
     from pipeline.network import EndpointId
 
+    from .kv_recovery import KvEventLog
+
 _log = logging.getLogger(__name__)
 
 Connect = Callable[[str], Callable[[object], None]]
@@ -30,9 +32,13 @@ Connect = Callable[[str], Callable[[object], None]]
 
 
 def attach_kv_events(
-    sources: Sequence[KvEventSource], block_size_tokens: int | None, worker_id: int, connect: Connect
+    sources: Sequence[KvEventSource],
+    block_size_tokens: int | None,
+    worker_id: int,
+    connect: Connect,
+    log_of: Callable[[int], KvEventLog | None] = lambda _: None,
 ) -> None:
-    """Gives each source the publisher of its rank.
+    """Gives each source the publisher of its rank, which keeps its events in the log `log_of` gives.
 
     Without a known block size nobody could tell what the events mean, so there are none, and a warning. Raises
     InvalidArgument for a rank named twice, CannotConnect as connecting does, and what a source's `on_ready` raises.
@@ -46,7 +52,7 @@ def attach_kv_events(
     send = _connected(connect, KV_EVENTS_TOPIC)
     for source in sources:
         with engine_errors():
-            source.on_ready(KvEventPublisher(worker_id, source.dp_rank, send))
+            source.on_ready(KvEventPublisher(worker_id, source.dp_rank, send, log_of(source.dp_rank)))
 
 
 def attach_snapshots(bindings: MetricsBindings, worker_id: int, metrics: EngineMetrics, connect: Connect) -> None:

@@ -33,6 +33,7 @@ from .canary import CanarySettings, choose_payload
 from .engine_metrics import EngineMetrics, MetricsBindings, MetricsContext
 from .environment import is_true
 from .health import SystemHealth
+from .kv_recovery import KvEventLogs, MakeKvEventLog
 from .lifecycle import Lifecycle, WorkerState, engine_errors
 from .llm import EngineConfig, LLMEngine
 from .model_card import card_of, model_folder
@@ -73,7 +74,8 @@ class Worker:
     The runtime is a given one, which must be open and outlive the worker, or one of its own. `worker_id` is drawn from
     the runtime, unique in it, unless given. `metrics` are of the component family. `environment` is the process's
     unless given, and so are `times`. `health` may be shared by the workers of a process. `signals` and `exit` are for
-    `run` only.
+    `run` only. `kv_event_log` makes the log of a worker id and rank: with it the worker answers routers that missed KV
+    events, unless its mode or settings keep it from that.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         health: SystemHealth | None = None,
         times: ShutdownTimes | None = None,
+        kv_event_log: MakeKvEventLog | None = None,
         signals: Signals = termination_signals,
         exit: Exit = os._exit,
     ) -> None:
@@ -115,6 +118,8 @@ class Worker:
         self._background = Background(self.runtime.scheduler)
         self._engine_task = Background(self.runtime.scheduler)
         self._bindings = MetricsBindings()
+        may_answer = config.enable_local_indexer and config.disaggregation_mode.may_index
+        self._kv_logs = KvEventLogs(kv_event_log if may_answer else None, self.endpoint, self.worker_id)
         self._labels: dict[str, str] = {}
         self._own_health = WorkerHealth(self.health, f"{self.endpoint.path}/{self.worker_id}")
         self._cut_opening: Callable[[], None] = lambda: None
@@ -227,7 +232,7 @@ class Worker:
             return
         with engine_errors():
             sources = await self.engine.kv_event_sources()
-        attach_kv_events(sources, config.kv_cache_block_size, self.worker_id, self._connect)
+        attach_kv_events(sources, config.kv_cache_block_size, self.worker_id, self._connect, self._kv_logs.log_of)
         attach_snapshots(self._bindings, self.worker_id, metrics, self._connect)
 
     def _connect(self, topic: str) -> Callable[[object], None]:
@@ -238,6 +243,7 @@ class Worker:
 
     async def _register(self, config: EngineConfig, name: str) -> None:
         self.card = await self._make_card(config)
+        self.card.runtime_config.enable_local_indexer = self._kv_logs.answers
         details = is_true(self._environment.get(DETAILS_ENV))
         adapter = RequestAdapter(
             self.engine, mode=self.config.disaggregation_mode, model=name, spawn=self._background.run, details=details
@@ -262,6 +268,7 @@ class Worker:
         with anyio.CancelScope() as scope:
             forget = self._asked.on_stop(scope.cancel)
             try:
+                await self._kv_logs.serve(self.runtime)  # first, for routers ask as soon as they see the worker
                 self.served = await self.runtime.serve(
                     self.endpoint, engine, card=self.card, instance_id=self.worker_id
                 )
@@ -296,6 +303,7 @@ class Worker:
             await self.served.unpublish()
         except Exception:
             _log.warning("%s could not be unregistered", self, exc_info=True)
+        await self._kv_logs.withdraw()
         await anyio.sleep(grace_s)
         await self.served.withdraw()
 
@@ -303,10 +311,12 @@ class Worker:
         """Ends what still runs, then cleans up; takes its time even where it is cancelled."""
         now_s = anyio.current_time()
         self._own_health.forget()
+        self._kv_logs.cut()
         try:
             if self.served is not None:
                 self.served.cut()
                 await _bounded(self.served.drained, now_s + _SETTLE_S)
+            await _bounded(self._kv_logs.withdraw, now_s + _SETTLE_S)  # of a failed start, or a cancelled end
             await _bounded(self._background.idle, now_s + _SETTLE_S)
         finally:  # asyncio's own cancel, as of a second Ctrl-C, knows no shield
             await self._clean_up(max(deadline_s, now_s + CLEANUP_S))
@@ -344,6 +354,7 @@ class Worker:
         self._own_health.end()
         if self.served is not None:
             self.served.abort()
+        self._kv_logs.abort()
         self.shutdown()
         self._cut_opening()
 

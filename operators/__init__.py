@@ -9,7 +9,7 @@ from .detokenize import Detokenize
 from .direct_router import DirectRouter
 from .exclusion import exclusion_s
 from .kv_push_router import ROUTER_DECISION, KvPushRouter
-from .model import Model
+from .model import LAST_USER_MESSAGE, WHOLE_CHAT, Model
 from .pickers import (
     DeviceAware,
     Picker,
@@ -28,8 +28,10 @@ from .validation import validate
 from .worker_load import WorkerLoad, WorkerLoads, load_reports
 
 __all__ = [
+    "LAST_USER_MESSAGE",
     "PROMPT_TOKENS",
     "ROUTER_DECISION",
+    "WHOLE_CHAT",
     "AllBusy",
     "AllExcluded",
     "BusyThresholds",

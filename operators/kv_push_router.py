@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
+from math import isfinite
 from typing import Any
 
 from attrs import asdict, evolve
@@ -16,6 +18,7 @@ from pipeline import (
     Operator,
     PenstockError,
     ResponseStream,
+    Unavailable,
 )
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
 from pipeline.protocols.nvext import QUERY_INSTANCE_ID
@@ -24,6 +27,7 @@ from pipeline.tracing import annotate
 from .kv.affinity import SESSION_HEADER, First, check_explicit, may_retry_unpinned, session_id_of
 from .kv.choose import Decision
 from .kv.chooser import KvRouter
+from .kv.errors import QueueRejected
 from .kv.router_account import RequestAccount, ends_badly
 from .kv.router_dispatch import Next, Output, send_to, span_below
 from .kv.router_metrics import RouterMetrics
@@ -31,6 +35,8 @@ from .kv.router_placement import Placement
 from .kv.router_request import RouteRequest
 from .kv.router_sessions import Entered, Sessions
 from .kv.worker_rank import WorkerRank
+
+_log = logging.getLogger(__name__)
 
 ROUTER_DECISION = "router_decision"
 """Annotation that asks for an event of this name before the answer: where the request goes, and why."""
@@ -62,7 +68,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
 
     def __init__(self, chooser: KvRouter, *, metrics: RouterMetrics | None = None, tracer: Any = None) -> None:
         self.chooser = chooser
-        self._metrics = RouterMetrics() if metrics is None else metrics
+        self._metrics = RouterMetrics(worker_type=chooser.worker_type) if metrics is None else metrics
         self._tracer = tracer
 
     async def generate(
@@ -86,17 +92,22 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         payload = request.payload
         sessions = self.chooser.sessions
         bound = None if sessions is None or session_id is None else sessions.peek(session_id)
-        if bound is not None:
-            if route.worker_id is not None:
-                check_explicit(bound, route.worker_id, route.dp_rank)
-            route = _pinned(route, bound)
         with span_below(request, "kv_router.select_worker", self._tracer):
-            decision = self.chooser.advise(route)
+            decision = self.chooser.advise(route) if bound is None else self._advise_in_session(route, bound)
         self._note(request, decision)
         workers = None if payload.tracker is None else payload.tracker.worker_info()
         known = None if workers is None else {k: v for k, v in asdict(workers).items() if v is not None}
         said = {"worker_id": known, "token_ids": payload.token_ids}
         return ResponseStream.of([Annotated(LLMEngineOutput([], disaggregated_params=said))], request)
+
+    def _advise_in_session(self, route: RouteRequest, bound: WorkerRank) -> Decision:
+        """As a request of the session would go: elsewhere, if its worker cannot take it and it names none itself."""
+        try:
+            return self.chooser.advise(_in_session_of(bound, route))
+        except PenstockError as error:
+            if route.worker_id is not None or not _shows_a_lost_worker(error):
+                raise
+        return self.chooser.advise(route)
 
     # -- 2 and 3: chosen and sent
 
@@ -105,22 +116,34 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     ) -> tuple[ResponseStream[Output], WorkerRank]:
         """The answer, and whose it is."""
         waiting = self.chooser.waiting_requests
-        with span_below(request, "kv_router.select_worker", self._tracer):
-            placement = await self.chooser.find_best_match(route, request_id=request.id, control=request.control)
+        placement = await self._placed(request, route)
         account = self._account(request.payload, placement)
         try:
+            if route.worker_id is None:
+                _log_choice(placement.decision)
             self._note(request, placement.decision)
             if (tracker := request.payload.tracker) is not None:
                 tracker.record_router_queue_depth(waiting)
                 tracker.record_prefill_start()
-            self._metrics.routed(account.input_tokens, tracker)
+            self._metrics.routed(account.input_tokens, tracker, placement.decision)
+            reasons = self._reasons(request.payload, placement.decision)
             stream = await self._sent(request, placement, next)
         except BaseException:
             account.finish()
             raise
         account.was_dispatched = True
-        reasons = self._reasons(request.payload, placement.decision)
         return ResponseStream(_counted(stream, account, reasons), request, stream, account.held), placement.rank
+
+    async def _placed(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Placement:
+        with span_below(request, "kv_router.select_worker", self._tracer) as below:
+            steps = self._metrics.steps(self.chooser.clock.now_s, below, self._tracer)
+            try:
+                return await self.chooser.find_best_match(
+                    route, request_id=request.id, control=request.control, steps=steps
+                )
+            except QueueRejected as error:
+                self._metrics.refused(error)
+                raise
 
     async def _sent(
         self, request: Context[PreprocessedRequest], placement: Placement, next: Next
@@ -147,7 +170,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         assert sessions is not None
         retried = False
         while True:
-            entry = await sessions.enter(session_id, request.control)
+            entry = await sessions.enter(session_id, request.id, request.control)
             try:
                 return await self._entered(request, route, entry, sessions, next)
             except BaseException as error:
@@ -172,9 +195,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             stream, rank = await self._routed(request, route, next)
             bound = sessions.bind(entry, rank)
         else:
-            if route.worker_id is not None:
-                check_explicit(entry.rank, route.worker_id, route.dp_rank)
-            stream, _ = await self._routed(request, _pinned(route, entry.rank), next)
+            stream, _ = await self._routed(request, _in_session_of(entry.rank, route), next)
             bound = entry
         lease = Once(partial(sessions.leave, bound))
         return ResponseStream(_leased(stream, lease), request, stream, lease)
@@ -207,8 +228,9 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         """The event that tells the caller, if it asked for it."""
         if not payload.has_annotation(ROUTER_DECISION):
             return None
-        candidates = [{**asdict(one), "rank": list(one.rank)} for one in decision.report()]
-        return Annotated[Any].from_annotation(ROUTER_DECISION, {**decision.attributes(), "candidates": candidates})
+        candidates = [{**_finite(asdict(one)), "rank": list(one.rank)} for one in decision.report()]
+        reasons = {**_finite(decision.attributes()), "candidates": candidates}
+        return Annotated[Any].from_annotation(ROUTER_DECISION, reasons)
 
 
 async def _counted(
@@ -241,6 +263,13 @@ async def _leased(stream: ResponseStream[Output], lease: Once) -> AsyncGenerator
         lease.release()
 
 
+def _log_choice(decision: Decision) -> None:
+    """Writes the line by which tools tell who was chosen: its shape is that of the original."""
+    rank, blocks = decision.rank, decision.prompt.blocks
+    text = "[ROUTING] Best: worker_%d dp_rank=%d with %d/%d blocks overlap"
+    _log.debug(text, rank.worker_id, rank.dp_rank, decision.overlap_blocks, blocks)
+
+
 def _shows_a_lost_worker(error: BaseException) -> bool:
     """Whether another worker may do better with the request: a cancellation or a wrong request says nothing of it."""
     return isinstance(error, PenstockError) and error.facts.retry
@@ -258,7 +287,20 @@ def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPha
     return evolve(payload, routing=hints)
 
 
-def _pinned(route: RouteRequest, rank: WorkerRank) -> RouteRequest:
+def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers as JSON can say them: an extreme weight makes a cost infinite, which is left out."""
+    return {name: number for name, number in numbers.items() if not isinstance(number, float) or isfinite(number)}
+
+
+def _in_session_of(rank: WorkerRank, route: RouteRequest) -> RouteRequest:
+    """The request pinned to its session's worker.
+
+    Raises InvalidArgument if it names another, Unavailable if it may not go there, which is no mistake of its own.
+    """
+    if route.worker_id is not None:
+        check_explicit(rank, route.worker_id, route.dp_rank)
+    elif route.allowed_worker_ids is not None and rank.worker_id not in route.allowed_worker_ids:
+        raise Unavailable(f"worker {rank.worker_id} of this session may not take this request")
     return evolve(route, worker_id=rank.worker_id, dp_rank=rank.dp_rank)
 
 

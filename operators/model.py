@@ -24,6 +24,12 @@ LAST_USER_MESSAGE = (
 An engine that echoes its prompt so answers a chat with what the user just said, without any markup around it.
 """
 
+WHOLE_CHAT = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A template under which each turn of a chat begins with the one before it, as those of real models do."""
+
 
 @frozen
 class Model:
@@ -75,12 +81,14 @@ class Model:
         return evolve(self, chat_template=template)
 
     @classmethod
-    def byte_level(cls, name: str = "echo", *, context_length: int | None = None) -> Model:
-        """A model of bytes: needs no files; its prompt for a chat is the last user message, `LAST_USER_MESSAGE`."""
+    def byte_level(
+        cls, name: str = "echo", *, context_length: int | None = None, chat_template: str = LAST_USER_MESSAGE
+    ) -> Model:
+        """A model of bytes: needs no files; its prompt for a chat is the last user message unless told otherwise."""
         return cls(
             name=name,
             tokenizer=ByteTokenizer(),
-            chat_template=ChatTemplate(LAST_USER_MESSAGE),
+            chat_template=ChatTemplate(chat_template),
             eos_token_ids=(ByteTokenizer.eos_token_id,),
             context_length=context_length,
         )

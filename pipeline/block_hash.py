@@ -12,6 +12,7 @@ compute_block_hash_for_seq and compute_seq_hash_for_block.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
@@ -28,19 +29,15 @@ Media = Sequence[Sequence[int] | None]
 """For each block the hashes of the media in it, in any order; plain text has None, nothing, or no place in the list."""
 
 _TOKEN_BYTES = 4
-_U32_CODE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 _pair = Struct("<QQ").pack
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """The tokens as hashed: each a little-endian u32. Raises InvalidArgument for a token that is none."""
     try:
-        words = array(_U32_CODE, tokens)
-    except (OverflowError, TypeError) as error:
+        return Struct(f"<{len(tokens)}I").pack(*tokens)
+    except (struct.error, TypeError) as error:
         raise InvalidArgument("a token id is an integer from 0 to 2^32 - 1", field="token_ids", cause=error) from error
-    if byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
 
 
 def block_hashes(
@@ -62,7 +59,8 @@ def block_hash_array(
     """
     if block_size_tokens < 1:
         raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size")
-    content, step = token_bytes(tokens), block_size_tokens * _TOKEN_BYTES
+    content = token_bytes(tokens)
+    step = min(block_size_tokens, len(tokens) + 1) * _TOKEN_BYTES  # a size far beyond the prompt is no struct's
     if media or is_eagle:
         digests = [xxh3_64_digest(block, seed) for block in _marked_blocks(content, step, media, is_eagle)]
     else:

@@ -3,6 +3,8 @@
     metrics = Metrics(meter)                                   # a family's instruments, made when first used
     metrics.add("requests_total", 1, model="m", endpoint="chat_completions", ...)
     metrics.record("time_to_first_token_seconds", 0.12, model="m")
+    own = Metrics(meter, prefix="my_router", rows=[Instrument("waiting", "observed", "", "Who waits", ("pool",))])
+    forget = own.observe("waiting", lambda: [({"pool": "a"}, len(queue))])   # looked at whenever somebody reads them
 
 Uses the API of OpenTelemetry only: whoever runs the program configures it.
 Source: dynamo lib/llm/src/http/service/metrics.rs, lib/runtime/src/metrics.
@@ -11,18 +13,26 @@ Source: dynamo lib/llm/src/http/service/metrics.rs, lib/runtime/src/metrics.
 from __future__ import annotations
 
 import decimal
+import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache, partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
-from attrs import frozen
+from attrs import define, field, frozen
 from opentelemetry import metrics as otel
 
 from .errors import InvalidArgument
 
-Kind = Literal["counter", "up_down", "gauge", "histogram"]
+_log = logging.getLogger(__name__)
+
+Kind = Literal["counter", "up_down", "gauge", "observed", "histogram"]
 Family = Literal["frontend", "component"]
+Look = Callable[[], Iterable[tuple[Mapping[str, str], float]]]
+"""Gives the values of this moment, each with its labels."""
 
 PREFIXES: dict[Family, str] = {"frontend": "dynamo_frontend", "component": "dynamo_component"}
 _MAX_BUCKETS = 512
@@ -62,8 +72,8 @@ class Buckets:
 class Instrument:
     """One row of the table.
 
-    A counter is added to, an up_down moved both ways, a gauge set, and into a histogram values are put. A histogram's
-    `buckets` may also be its bounds themselves. `optional` labels may be left out.
+    A counter is added to, an up_down moved both ways, a gauge set, an observed gauge looked at, and into a histogram
+    values are put. A histogram's `buckets` may also be its bounds themselves. `optional` labels may be left out.
     """
 
     name: str
@@ -141,8 +151,9 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
 class Metrics:
     """Records by the names of a family's table. A name, or a set of labels, that is not there raises ValueError.
 
-    `prefix` replaces the family's own and is made a valid name; blank counts as none. `environment` may change
-    buckets. Without a meter the globally configured one is used, which until then records nothing.
+    `rows` are the instruments if not those of the family. `prefix` replaces the family's own and is made a valid name;
+    blank counts as none. `environment` may change buckets. Without a meter the globally configured one is used, which
+    until then records nothing.
     """
 
     def __init__(
@@ -151,14 +162,20 @@ class Metrics:
         *,
         family: Family = "frontend",
         prefix: str | None = None,
+        rows: Sequence[Instrument] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._meter = otel.get_meter("penstock") if meter is None else meter
+        self._meter = _global_meter() if meter is None else meter
         self._prefix = sanitize_name(prefix) if prefix and prefix.strip() else PREFIXES[family]
         self._environment = environment or {}
-        self._rows = {row.name: row for row in TABLE[family]}
-        self._labels = {row.name: (frozenset(row.labels), frozenset(row.optional)) for row in TABLE[family]}
+        self._rows = {row.name: row for row in (TABLE[family] if rows is None else rows)}
+        self._labels = {row.name: _Labels.of(row) for row in self._rows.values()}
         self._made: dict[str, Any] = {}
+
+    @property
+    def meter(self) -> otel.Meter:
+        """For other instruments beside these: `Metrics(metrics.meter, rows=...)`."""
+        return self._meter
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Adds to a counter, or moves an up_down."""
@@ -171,6 +188,27 @@ class Metrics:
     def record(self, name: str, value: float, **labels: str) -> None:
         """Puts a value into a histogram."""
         self._instrument(name, labels, ("histogram",)).record(value, labels)
+
+    def recorder(self, name: str, **labels: str) -> Callable[[float], object]:
+        """`add` or `record` for these labels, which are checked now: for what is counted again and again."""
+        made = self._instrument(name, labels, ("counter", "up_down", "histogram"))
+        return partial(made.record if self._rows[name].kind == "histogram" else made.add, attributes=labels)
+
+    def observe(self, name: str, look: Look) -> Callable[[], None]:
+        """Shows what `look` gives whenever the metrics are read; returns the call that ends it.
+
+        A series that is not given any more is gone. Several may observe one instrument, also through other `Metrics` of
+        the same meter. `look` must not wait and may be called in any thread; what it raises is logged, and so are wrong
+        labels: its values are not shown then.
+        """
+        row, full_name = self._row(name), self.full_name(name)
+        if row.kind != "observed":
+            raise ValueError(f"{name} is a {row.kind}")
+        observed = _observed.setdefault(self._meter, {})
+        if (observers := observed.get(full_name)) is None:
+            observers = observed[full_name] = _Observers(full_name, self._labels[name])
+            self._meter.create_observable_gauge(full_name, [observers], row.unit, row.description)
+        return observers.add(look)
 
     def buckets(self, name: str) -> tuple[float, ...]:
         """The bucket bounds of a histogram, for those who count by themselves."""
@@ -189,9 +227,7 @@ class Metrics:
         row = self._row(name)
         if row.kind not in kinds:
             raise ValueError(f"{name} is a {row.kind}")
-        known, optional = self._labels[name]
-        if labels.keys() != known and not known - optional <= labels.keys() <= known:
-            raise ValueError(f"{name} has the labels {sorted(row.labels)}, not {sorted(labels)}")
+        self._labels[name].check(name, labels)
         if (made := self._made.get(name)) is None:
             made = self._made[name] = self._make(row)
         return made
@@ -206,6 +242,64 @@ class Metrics:
             return self._meter.create_gauge(name, unit, text)
         bounds = row.bounds(self._environment)
         return self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=bounds)
+
+
+@frozen
+class _Labels:
+    """The labels of an instrument; `needed` are those that may not be left out."""
+
+    known: AbstractSet[str]
+    needed: AbstractSet[str]
+
+    @classmethod
+    def of(cls, row: Instrument) -> _Labels:
+        return cls(frozenset(row.labels), frozenset(row.labels) - frozenset(row.optional))
+
+    def check(self, name: str, labels: Mapping[str, str]) -> None:
+        given = labels.keys()
+        if given != self.known and not self.needed <= given <= self.known:
+            raise ValueError(f"{name} has the labels {sorted(self.known)}, not {sorted(labels)}")
+
+
+@define(eq=False)
+class _Observers:
+    """All who observe one instrument of a meter, which takes callbacks only with the instrument and for ever."""
+
+    name: str
+    labels: _Labels
+    _looks: dict[object, Look] = field(factory=dict)
+
+    def add(self, look: Look) -> Callable[[], None]:
+        place = object()
+        self._looks[place] = look
+
+        def forget() -> None:
+            self._looks.pop(place, None)
+
+        return forget
+
+    def __call__(self, options: otel.CallbackOptions) -> Iterable[otel.Observation]:
+        seen: list[otel.Observation] = []
+        for look in list(self._looks.values()):
+            try:
+                seen += [self._observation(labels, value) for labels, value in look()]
+            except Exception:
+                _log.exception("%s cannot be observed", self.name)
+        return seen
+
+    def _observation(self, labels: Mapping[str, str], value: float) -> otel.Observation:
+        self.labels.check(self.name, labels)
+        return otel.Observation(value, dict(labels))
+
+
+_observed: WeakKeyDictionary[otel.Meter, dict[str, _Observers]] = WeakKeyDictionary()
+"""By meter and full name."""
+
+
+@cache
+def _global_meter() -> otel.Meter:
+    """One for all: until a provider is configured every call would give another."""
+    return otel.get_meter("penstock")
 
 
 def component_name(name: str) -> str:

@@ -6,14 +6,15 @@ an object that releases what it booked and nothing else, and freeing by id is fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from attrs import define, field, frozen
 
 from .active_sequences_blocks import BlockPath
-from .active_sequences_loads import PotentialLoad, RankLoads, Slot, Slots
+from .active_sequences_loads import PotentialLoad, RankLoad, RankLoads, Slot, Slots
 from .active_sequences_prefixes import ActivePrefixes
-from .errors import DuplicateRequest, RequestNotFound, WorkerNotFound
+from .errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from .worker_rank import WorkerRank
 
 EXPIRY_S = 300.0
@@ -111,12 +112,15 @@ class ActiveSequences:
         """Counts a request on a rank until it is released.
 
         Raises DuplicateRequest for an id that is booked anywhere, WorkerNotFound with `registered_only` for a rank
-        that has no account; otherwise it gets one.
+        that has no account (otherwise it gets one), BookingError for a duration that is none.
         """
         if self._checked_s is None or now_s - self._checked_s >= CHECK_EVERY_S:
             self.expire(now_s)
         if (other := self._bookings.get(request_id)) is not None:
             raise DuplicateRequest(f"request {request_id} is booked already, on worker {other.rank.worker_id}")
+        duration_s = load.prefill_duration_s
+        if duration_s is not None and not 0 <= duration_s < math.inf:
+            raise BookingError(f"prefill_duration_s must be finite and not below 0, got {duration_s}")
         slot = self._slots.by_rank.get(rank)
         if slot is None:
             if registered_only:
@@ -125,7 +129,7 @@ class ActiveSequences:
         path, new = slot.blocks.acquire(load.hashes)
         self._prefixes.add(slot.number, new)
         if load.prefill_tokens > 0:
-            slot.prompts.add(request_id, load.prefill_tokens, load.prefill_duration_s, now_s)
+            slot.prompts.add(request_id, load.prefill_tokens, duration_s, now_s)
         slot.request_ids[request_id] = None
         self._slots.refresh(slot, now_s)
         booking = self._bookings[request_id] = Booking(request_id, now_s, self, slot, path)
@@ -171,6 +175,10 @@ class ActiveSequences:
         this moment: later bookings do not change them.
         """
         return self._slots.loads(ranks, now_s, len(hashes), self._prefixes.shared_blocks(hashes))
+
+    def loads(self, now_s: float) -> list[RankLoad]:
+        """What is in flight on every rank of `set_workers`. May be asked in any thread."""
+        return self._slots.all_loads(now_s)
 
     def potential_loads(
         self, hashes: Sequence[int], new_tokens: Sequence[int], ranks: Sequence[WorkerRank], now_s: float

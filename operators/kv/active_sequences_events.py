@@ -1,16 +1,19 @@
 """What routers of the same workers tell each other about their requests, and how one takes it in.
 
 Source: dynamo lib/kv-router/src/protocols.rs, ActiveSequenceEvent, and sequences/replica_sync.rs. The wire form is the
-same; output blocks are not told.
+same; output blocks are not told. Other than there a router's bookings are its own: the same request id booked here, or
+told by a third router, is another booking. A request that is prefilled by one pool and decoded by another, or sent
+again through another router, meets itself nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from attrs import frozen
 
+from pipeline import InvalidArgument
 from pipeline.protocols.wire import U32_MAX, InvalidRecord
 
 from .active_sequences import ActiveSequences, SequenceLoad
@@ -19,11 +22,6 @@ from .worker_rank import WorkerRank
 
 ACTIVE_SEQUENCES_TOPIC = "active_sequences_events"
 """Topic of these events on the event plane."""
-BATCH_EVENTS = 256
-BATCH_S = 0.001
-"""A batch is applied when it has so many events, or is so old."""
-OUTBOUND_EVENTS = 100_000
-"""Events that may wait to be sent; the newest beyond that are dropped."""
 
 _U64_MAX = 2**64 - 1
 _NS = 1_000_000_000
@@ -102,53 +100,48 @@ class ActiveSequenceEvent:
         return cls(event["request_id"], rank, _data_from_wire(event.get("data")), router_id, lora_name)
 
 
+Heard: TypeAlias = tuple[float, ActiveSequenceEvent]
+"""An event and when it was received."""
+
+
 @frozen
 class Applied:
     """What a batch changed: whether loads must be published, and whether waiting requests may go on."""
 
     loads_changed: bool
-    capacity_changed: bool
+    made_room: bool
     dropped: int
 
 
-def batches(events: Sequence[ActiveSequenceEvent]) -> Iterator[Sequence[ActiveSequenceEvent]]:
-    """The events in order, so many at a time as are applied together."""
-    for start in range(0, len(events), BATCH_EVENTS):
-        yield events[start : start + BATCH_EVENTS]
+def apply_events(sequences: ActiveSequences, heard: Sequence[Heard], *, registered_only: bool = False) -> Applied:
+    """Takes one batch of other routers' events in; an added prompt begins when it was heard of.
 
-
-def apply_events(
-    sequences: ActiveSequences,
-    events: Sequence[ActiveSequenceEvent],
-    router_id: int,
-    now_s: float,
-    *,
-    registered_only: bool = False,
-) -> Applied:
-    """Takes one batch in; `now_s`, the time of receipt, is when added prompts begin.
-
-    Our own events, which bear our `router_id`, are passed over. A booking that fails (a duplicate id, or an unknown
-    worker with `registered_only`) is dropped and counted; an end of a request we do not know is nothing.
+    A booking on an unknown worker opens an account for it, or is dropped and counted with `registered_only`. One that
+    is told again replaces what was told before: its router would not book it anew if it were not over. The end of a
+    request we do not know is nothing.
     """
-    loads_changed = capacity_changed = False
+    loads_changed = made_room = False
     dropped = 0
-    for event in events:
-        if event.router_id == router_id:
+    for received_s, event in heard:
+        booked_as, data = _booked_as(event), event.data
+        if isinstance(data, MarkPrefillCompleted):
+            booking = sequences.booking(booked_as)
+            made_room |= booking is not None and booking.mark_prefill_completed(received_s)
             continue
-        if isinstance(event.data, AddRequest):
+        if sequences.free(booked_as, received_s):
+            loads_changed = made_room = True
+        if isinstance(data, AddRequest):
             try:
-                load = _load(event.data)
-                sequences.book(event.request_id, event.worker, load, now_s, registered_only=registered_only)
-            except BookingError:
+                sequences.book(booked_as, event.worker, _load(data), received_s, registered_only=registered_only)
+                loads_changed = True
+            except (BookingError, InvalidArgument):
                 dropped += 1
-                continue
-            loads_changed = True
-        elif isinstance(event.data, Free):
-            loads_changed |= sequences.free(event.request_id, now_s)
-        elif (booking := sequences.booking(event.request_id)) is not None:
-            booking.mark_prefill_completed(now_s)
-        capacity_changed = True
-    return Applied(loads_changed, capacity_changed, dropped)
+    return Applied(loads_changed, made_room, dropped)
+
+
+def _booked_as(event: ActiveSequenceEvent) -> str:
+    """The id under which another router's booking is in our account; no request of ours has such a one."""
+    return f"{event.router_id}\0{event.request_id}"
 
 
 def _load(data: AddRequest) -> SequenceLoad:

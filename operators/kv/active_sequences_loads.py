@@ -48,6 +48,15 @@ class PotentialLoad:
     active_requests: int = 0
 
 
+@frozen
+class RankLoad:
+    """What is in flight on one rank."""
+
+    rank: WorkerRank
+    prefill_tokens: int
+    decode_blocks: int
+
+
 @define(eq=False)
 class Slot:
     """The account of one rank. A `lazy` one came with a booking and goes with the last."""
@@ -120,6 +129,18 @@ class Slots:
                     additional[position] = blocks - depth
         take = self._take
         return RankLoads(take(self._prefill_tokens), take(self._decode_blocks), take(self._requests), additional)
+
+    def all_loads(self, now_s: float) -> list[RankLoad]:
+        """What is in flight on each rank but lazy ones. Changes nothing and may be asked in any thread."""
+        return [
+            RankLoad(
+                slot.rank,
+                slot.prompts.tokens_at(now_s) if slot.number in self._timed else self._prefill_tokens[slot.number],
+                self._decode_blocks[slot.number],
+            )
+            for slot in list(self.by_rank.values())
+            if not slot.lazy
+        ]
 
     def _ask(self, ranks: Sequence[WorkerRank]) -> None:
         """Prepares taking these ranks out of a column. A pool asks with the same tuple again and again."""

@@ -6,11 +6,12 @@ stands for its whole prefix, so a bit mask of the ranks that hold it says all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import compress, count
+from collections.abc import Iterable
+from itertools import compress, count, repeat
 
 from attrs import define, field
 
+_EVERY_SLOT = -1
 _AS_BITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
@@ -34,20 +35,24 @@ class ActivePrefixes:
             else:
                 del masks[block]
 
-    def shared_blocks(self, hashes: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Groups of slots by how many blocks of the prompt's start are active on them; slots with none are left out."""
-        masks = self._masks
+    def shared_blocks(self, hashes: Iterable[int]) -> list[tuple[int, list[int]]]:
+        """Groups of slots by how many blocks of the prompt's start are active on them; slots with none are left out.
+
+        Reads the hashes once and no further than some slot shares them.
+        """
         groups: list[tuple[int, list[int]]] = []
-        alive = masks.get(hashes[0], 0) if hashes else 0
-        for depth, block in enumerate(hashes):
-            if not alive:
-                return groups
-            still = alive & masks.get(block, 0)
-            if still != alive:
-                groups.append((depth, _slots(alive ^ still)))
+        alive, depth = _EVERY_SLOT, 0
+        for mask in map(self._masks.get, hashes, repeat(0)):
+            if mask != alive:  # in a chain of prefixes the next block mostly has the same holders
+                still = alive & mask
+                if depth and still != alive:
+                    groups.append((depth, _slots(alive ^ still)))
                 alive = still
-        if alive:
-            groups.append((len(hashes), _slots(alive)))
+                if not alive:
+                    return groups
+            depth += 1
+        if depth:
+            groups.append((depth, _slots(alive)))
         return groups
 
 

@@ -12,17 +12,13 @@ hashes it was looked up by, adapter and media included.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
-
-from attrs import frozen
 
 from pipeline import InvalidArgument
 
 from .index import KvIndex
-from .index_chain import Hashes, hashes
-from .index_errors import BlockNotFound, IndexerDroppedRequest
+from .index_errors import IndexerDroppedRequest
 from .worker_rank import WorkerRank
 
 TTL_S = 120.0
@@ -31,20 +27,11 @@ STEP_S = 0.1
 LIMIT_BLOCKS, PRUNED_SHARE = 2**20, 0.8
 
 
-@frozen
-class _Recorded:
-    """One prompt of a rank: its blocks in order, and the step at which those not recorded again are forgotten."""
-
-    rank: WorkerRank
-    names: Hashes
-    last_step: int
-
-
 class ApproxIndex:
     """See the module. The clock is the caller's: seconds that do not go back. `held_blocks` counts those of each rank.
 
-    Over `limit_blocks` (of all ranks together) the blocks that would be forgotten first go, until `pruned_share` of the
-    limit is left.
+    Over `limit_blocks` (of all ranks together) the prompts that would be forgotten first go, until `pruned_share` of
+    the limit is left.
     """
 
     def __init__(
@@ -56,22 +43,31 @@ class ApproxIndex:
             raise InvalidArgument(f"must be from 0 to 1, got {pruned_share}", field="pruned_share")
         self._ttl_s, self._limit_blocks, self._pruned_share = ttl_s, limit_blocks, pruned_share
         self.held_blocks = 0
-        self._index = KvIndex()
-        self._last_step: dict[WorkerRank, dict[int, int]] = {}
-        self._recorded: deque[_Recorded] = deque()  # in the order of their ends
+        self._index = KvIndex(moves=False)
+        # The last block of each prompt and the step at which it is forgotten, in that order. That is enough: a block
+        # lives as long as some prompt that goes through it.
+        self._ends: OrderedDict[tuple[WorkerRank, int], int] = OrderedDict()
 
     def record(
         self, rank: WorkerRank, local_hashes: Sequence[int], sequence_hashes: Sequence[int], now_s: float
     ) -> None:
-        """The rank was given a prompt of these blocks. Raises IndexerDroppedRequest for lists of different lengths."""
+        """The rank was given a prompt of these blocks.
+
+        Raises IndexerDroppedRequest for lists of different lengths, and as `KvIndex.store`: InvalidBlockSequence also
+        for a sequence hash that stood for other blocks before.
+        """
         if len(local_hashes) != len(sequence_hashes):
             lengths = f"{len(local_hashes)} local and {len(sequence_hashes)} sequence hashes"
             raise IndexerDroppedRequest(f"Indexer dropped the request: {lengths}")
         self.expire(now_s)
         if not sequence_hashes or self._ttl_s == 0:
             return
+        before = self._index.held_blocks(rank)
         self._index.store(rank, None, sequence_hashes, local_hashes)
-        self._keep(_Recorded(rank, hashes(sequence_hashes), math.ceil(_steps(now_s + self._ttl_s))))
+        self.held_blocks += self._index.held_blocks(rank) - before
+        end = rank, sequence_hashes[-1]
+        self._ends[end] = max(math.ceil(_steps(now_s + self._ttl_s)), self._ends.get(end, 0))
+        self._ends.move_to_end(end)
         self._prune()
 
     def find_matches(self, local_hashes: Sequence[int], now_s: float) -> dict[WorkerRank, int]:
@@ -81,42 +77,32 @@ class ApproxIndex:
 
     def expire(self, now_s: float) -> None:
         """Forgets what has had its time."""
-        recorded, now = self._recorded, _steps(now_s)
-        while recorded and recorded[0].last_step <= now:
-            self._forget(recorded.popleft())
+        now = _steps(now_s)
+        while self._ends and next(iter(self._ends.values())) <= now:
+            self._forget_first()
 
     def remove_rank(self, rank: WorkerRank) -> None:
         """Forgets the rank and all it was given."""
+        self.held_blocks -= self._index.held_blocks(rank)
         self._index.remove_rank(rank)
-        self.held_blocks -= len(self._last_step.pop(rank, {}))
-        self._recorded = deque(prompt for prompt in self._recorded if prompt.rank != rank)
+        self._ends = OrderedDict((end, step) for end, step in self._ends.items() if end[0] != rank)
 
     def remove_worker(self, worker_id: int) -> None:
         """The same for all its ranks."""
-        for rank in [rank for rank in self._last_step if rank.worker_id == worker_id]:
+        for rank in [rank for rank in self._index.ranks() if rank.worker_id == worker_id]:
             self.remove_rank(rank)
 
-    def _keep(self, prompt: _Recorded) -> None:
-        self._recorded.append(prompt)
-        last_step = self._last_step.setdefault(prompt.rank, {})
-        before = len(last_step)
-        last_step.update(dict.fromkeys(prompt.names, prompt.last_step))
-        self.held_blocks += len(last_step) - before
-
-    def _forget(self, prompt: _Recorded) -> None:
-        """Drops the prompt's blocks that no later one renewed: its last ones, for with one all before it are."""
-        last_step = self._last_step[prompt.rank]
-        gone = [name for name in prompt.names if last_step.get(name) == prompt.last_step]
-        for name in gone:
-            del last_step[name]
-        self.held_blocks -= len(gone)
-        with suppress(BlockNotFound):  # hashes that contradict each other may have moved some
-            self._index.remove(prompt.rank, gone)
+    def _forget_first(self) -> None:
+        """Forgets the oldest prompt: its last blocks, back to where another one goes on or ends."""
+        (rank, name), _ = self._ends.popitem(last=False)
+        before = self._index.held_blocks(rank)
+        self._index.remove_end(rank, name, lambda other: (rank, other) in self._ends)
+        self.held_blocks -= before - self._index.held_blocks(rank)
 
     def _prune(self) -> None:
         if self.held_blocks > self._limit_blocks:
-            while self._recorded and self.held_blocks > self._pruned_share * self._limit_blocks:
-                self._forget(self._recorded.popleft())
+            while self._ends and self.held_blocks > self._pruned_share * self._limit_blocks:
+                self._forget_first()
 
 
 def _steps(time_s: float) -> float:
@@ -126,4 +112,6 @@ def _steps(time_s: float) -> float:
 
 def deepest(scores: dict[WorkerRank, int], predicted: dict[WorkerRank, int]) -> dict[WorkerRank, int]:
     """For each rank the deeper of what it holds and what it is predicted to hold."""
+    if not scores or not predicted:
+        return scores or predicted
     return scores | {rank: depth for rank, depth in predicted.items() if depth > scores.get(rank, 0)}

@@ -19,7 +19,7 @@ from .active_sequences_loads import RankLoads
 from .config_settings import RequestSettings
 from .cost import Prompt, WorkerType, costs
 from .eligibility import Candidates
-from .overlap import Overlap
+from .overlap import CandidateOverlap, Overlap
 from .worker_rank import WorkerRank
 
 
@@ -117,7 +117,8 @@ def choose(
         raise InvalidArgument("must have at least one token", field="token_ids")
     if not candidates.ranks:
         raise Unavailable("no worker can take this request")
-    column = costs(prompt, candidates.positions, overlap, loads, settings, worker_type)
+    seen = CandidateOverlap(overlap, candidates.positions)
+    column = costs(prompt, seen, loads, settings, worker_type)
     if candidates.multipliers is not None:
         column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
     position = pick(column, settings.temperature, rng)
@@ -126,8 +127,8 @@ def choose(
         rank,
         column[position],
         _margin(column, position),
-        overlap.device.get(rank, 0),
-        _best_overlap(candidates, overlap),
+        seen.device[position],
+        seen.best_device,
         overlap.effective_blocks(rank, settings),
         overlap.cached_tokens(rank, settings, prompt.block_size_tokens),
         prompt,
@@ -171,9 +172,7 @@ def _sample(weights: Sequence[float], sample: float) -> int:
 
 def _margin(costs: Sequence[float], position: int) -> float | None:
     others = [*costs[:position], *costs[position + 1 :]]
-    return min(others) - costs[position] if others else None
-
-
-def _best_overlap(candidates: Candidates, overlap: Overlap) -> float:
-    positions = candidates.positions
-    return max((blocks for rank, blocks in overlap.device.items() if rank in positions), default=0)
+    if not others:
+        return None
+    # Two infinite costs are equal; their difference would be no number.
+    return 0.0 if (next_best := min(others)) == costs[position] else next_best - costs[position]

@@ -19,33 +19,38 @@ from typing import Any, Self
 
 import anyio
 
-from pipeline import Control, InvalidArgument, PenstockError
+from pipeline import Control, PenstockError
 from pipeline.network import Event, Workers
 from pipeline.protocols import PreprocessedRequest, RouterConfigOverride
 from pipeline.protocols.kv_events import RouterEvent
 from pipeline.protocols.timing import RequestPhase
-from pipeline.rx import DisposableBase, Observable
+from pipeline.rx import CompositeDisposable, DisposableBase, Observable
 
 from .active_sequences import EXPIRY_S, SWEEP_EVERY_S, ActiveSequences, SequenceLoad
 from .active_sequences_hashes import tracking_hashes
-from .active_sequences_loads import PotentialLoad
+from .active_sequences_loads import PotentialLoad, RankLoad
 from .block_hash import PromptBlocks
+from .chained_hashes import ChainedHashes
 from .choose import Decision, choose
 from .config import KvRouterConfig
 from .config_settings import RequestSettings
 from .cost import Prompt, WorkerType
-from .eligibility import RoutingRules
+from .eligibility import Candidates, RoutingRules, WorkerPool
 from .event_feed import Recover
+from .event_rank import Counted
 from .overlap import Overlap
 from .queue_classes import PolicyProfile, PromptSize
-from .queue_limits import DepthTier
+from .queue_limits import DepthTier, QueueUsage
+from .replica_sync import ReplicaSync
 from .router_admission import Admission, Applicant
+from .router_checks import check_router
 from .router_clock import LoopClock
 from .router_overlap import OverlapSource
 from .router_placement import Placement
-from .router_pool import Configs, RouterPool
+from .router_pool import Adapters, Configs, RouterPool
 from .router_request import RouteRequest
 from .router_sessions import Sessions
+from .router_steps import RoutingSteps
 from .worker_rank import WorkerRank
 
 REFRESH_AFTER_S = 10.0
@@ -60,12 +65,14 @@ PrefillDuration = Callable[[Prompt, int], float]
 class KvRouter:
     """See the module. One for a pool and model, used in one loop; a context manager, or `close` it.
 
-    `configs` are the workers' own settings (see `router_pool.configs_of`), `routable` and `overloaded` who may be asked
-    now and who is busy, as `PushRouter.standing.routable` and `BusyWatch.busy` tell. `recover` asks a worker for events
-    that were lost; give the events themselves to `follow`. `profile` and `tiers` say who waits; the plain settings do
-    by default. `prefill_duration` is the load model the configuration may ask for. `expiry_s` is when a booking that
-    nobody released is given up. `run` belongs in a task: without it nothing lost is recovered and only requests that
-    come or end move the queue. Raises InvalidArgument for a block size below 1 and for a missing load model.
+    `configs` are the workers' own settings and `adapters` what they have loaded (see `router_pool`), `routable` and
+    `overloaded` who may be asked now and who is busy, as `PushRouter.standing.routable` and `BusyWatch.busy` tell.
+    `peers` is its part in telling other routers of the same workers, with `router_replica_sync`. `recover` asks a
+    worker for events that were lost; give the events themselves to `follow`. `counted` hears of each event what it was
+    and what became of it. `profile` and `tiers` say who waits; the plain settings do by default. `prefill_duration` is
+    the load model the configuration may ask for. `expiry_s` is when a booking that nobody released is given up. `run`
+    belongs in a task: without it nothing lost is recovered and only requests that come or end move the queue. Raises
+    InvalidArgument for what is missing and for settings that are not offered, all of it at once.
     """
 
     def __init__(
@@ -75,28 +82,31 @@ class KvRouter:
         *,
         block_size_tokens: int,
         configs: Observable[Configs] | None = None,
+        adapters: Observable[Adapters] | None = None,
         routable: Callable[[], Sequence[int]] | None = None,
         overloaded: Callable[[], AbstractSet[int]] | None = None,
         recover: Recover | None = None,
+        peers: ReplicaSync | None = None,
         rng: Random | None = None,
         worker_type: WorkerType = "aggregated",
         is_eagle: bool = False,
         profile: PolicyProfile | None = None,
         tiers: Sequence[DepthTier] = (),
         prefill_duration: PrefillDuration | None = None,
+        counted: Counted | None = None,
         expiry_s: float = EXPIRY_S,
         refresh_after_s: float | None = REFRESH_AFTER_S,
         session_ttl_s: float | None = None,
     ) -> None:
         self.config = KvRouterConfig() if config is None else config
-        if block_size_tokens < 1:
-            raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size_tokens")
-        if self.config.router_prefill_load_model != "none" and prefill_duration is None:
-            raise InvalidArgument("the configured load model is not given", field="prefill_duration")
+        check_router(self.config, block_size_tokens, prefill_duration=prefill_duration, profile=profile, peers=peers)
         self.block_size_tokens, self.is_eagle = block_size_tokens, is_eagle
         self.worker_type: WorkerType = worker_type
         self.sequences = ActiveSequences(expiry_s)
         self.clock = LoopClock()
+        self._peers = peers
+        if peers is not None:
+            peers.join(self.sequences, self.clock)
         self.sessions = None if session_ttl_s is None else Sessions(session_ttl_s, self.clock)
         self._workers, self._rng, self._settings = workers, rng or Random(), self.config.settings()
         self._duration = prefill_duration if self.config.router_prefill_load_model != "none" else None
@@ -110,10 +120,11 @@ class KvRouter:
             now_s=self.clock.now_s,
             refresh_after_s=refresh_after_s or None,
         )
-        self.overlap = OverlapSource(self.config, recover)
+        self.overlap = OverlapSource(self.config, recover, counted)
         self._pool = RouterPool(
-            workers, self._workers_changed, configs=configs, routable=routable, overloaded=overloaded
+            workers, self._workers_changed, configs=configs, adapters=adapters, routable=routable, overloaded=overloaded
         )
+        self._following = CompositeDisposable()
 
     # -- asking
 
@@ -127,22 +138,37 @@ class KvRouter:
 
     def advise(self, request: RouteRequest) -> Decision:
         """Where the request would go now. Books, records and waits for nothing; raises as `find_best_match`."""
-        now_s = self.clock.now_s()
-        return self._decide(request, self.overlap.find(request.blocks, now_s), now_s)[0]
+        now_s = self._now_s()
+        return self._decide(request, self.overlap.find(request.blocks, now_s), now_s, books=False)[0]
 
     async def find_best_match(
-        self, request: RouteRequest, *, request_id: str, control: Control | None = None
+        self,
+        request: RouteRequest,
+        *,
+        request_id: str,
+        control: Control | None = None,
+        steps: RoutingSteps | None = None,
     ) -> Placement:
         """The request booked on the best worker for it, in its turn if all are busy.
 
         Raises InvalidArgument for an empty prompt, or a pin that is not allowed or names no rank; Unavailable where no
         worker can be asked, ResourceExhausted where all are overloaded, WorkerOverloaded where the named one is;
         QueueRejected where no more may wait; DuplicateRequest for an id that is booked; Cancelled on a stop or kill of
-        `control` while it waits. Nothing is booked then, nor if the task is cancelled.
+        `control` while it waits. Nothing is booked then, nor if the task is cancelled. `steps` times what is done.
         """
-        overlap = self.overlap.find(request.blocks, self.clock.now_s())
-        applicant: Applicant[Placement] = Applicant(request_id, request, self._size(request, overlap), overlap)
-        return await self._admission.admit(applicant, control)
+        steps = RoutingSteps(self.clock.now_s) if steps is None else steps
+        overlap = self._look_up(request, steps)
+        with steps.step("scheduling"):
+            if self._peers is not None and self._peers.made_room():
+                self._admission.drain()  # those that wait came first
+            applicant: Applicant[Placement] = Applicant(request_id, request, self._size(request, overlap), overlap)
+            placement = await self._admission.admit(applicant, control)
+        try:
+            steps.end()
+        except BaseException:
+            placement.release()
+            raise
+        return placement
 
     def overlap_blocks(self, blocks: PromptBlocks, rank: WorkerRank) -> float:
         """How many of the prompt's blocks are on the device of that rank."""
@@ -152,36 +178,60 @@ class KvRouter:
         self, blocks: PromptBlocks, override: RouterConfigOverride | None = None
     ) -> list[PotentialLoad]:
         """The load of every rank with this prompt added."""
-        now_s, settings = self.clock.now_s(), self._settings_for(override)
+        now_s, settings = self._now_s(), self._settings_for(override)
         ranks, overlap = self._pool.now().candidates(RoutingRules()).ranks, self.overlap.find(blocks, now_s)
         new = [_uncached(len(blocks.token_ids), overlap, rank, settings, self.block_size_tokens) for rank in ranks]
-        return self.sequences.potential_loads(self._hashes(blocks, settings), new, ranks, now_s)
+        hashes = self._hashes(blocks, settings, whole=False)
+        return self.sequences.potential_loads(hashes, new, ranks, now_s)
+
+    def potential_decode_blocks(self, request: RouteRequest, decision: Decision) -> int:
+        """The blocks in use on the chosen rank with the request there.
+
+        Other than in `decision.report` and `potential_loads` all its blocks count, also those that are not tracked: its
+        unfinished last one, or every one where blocks are not tracked.
+        """
+        chosen, settings = decision.chosen, self._settings_for(request.override)
+        tracked = len(request.blocks.local_hashes) if settings.track_active_blocks else 0
+        return chosen.active_decode_blocks + chosen.additional_blocks + max(0, decision.prompt.blocks - tracked)
 
     @property
     def waiting_requests(self) -> int:
         """How many requests wait for room."""
         return len(self._admission)
 
+    def waiting_by_class(self) -> Mapping[str, QueueUsage]:
+        """What waits in each class of the queue. May be asked in any thread."""
+        return self._admission.waiting_by_class()
+
+    def loads(self) -> Sequence[RankLoad]:
+        """What is in flight on every rank. May be asked in any thread."""
+        return self.sequences.loads(self.clock.now_s())
+
     # -- being told
 
     def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
-        """Takes in what engines say of their caches, until disposed; see `router_overlap.kv_events`."""
-        return self.overlap.follow(events)
+        """Takes in what engines say of their caches, until disposed or closed; see `router_overlap.kv_events`."""
+        following = self.overlap.follow(events)
+        self._following.add(following)
+        return following
 
     async def ready(self) -> None:
         """Returns when as many workers are there as the configuration wants at the start."""
         await self._workers.wait_for_instances(self.config.initial_workers)
 
     async def run(self) -> None:
-        """Recovers lost events, gives up lost bookings and sessions, and looks after the queue, until cancelled."""
+        """Recovers lost events, counts other routers' bookings, gives up lost ones and idle sessions, and looks after
+        the queue, until cancelled."""
         every_s = SWEEP_EVERY_S if self._duration is None else MODELLED_DRAIN_EVERY_S
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.overlap.run)
             if self.sessions is not None:
                 tasks.start_soon(self.sessions.run)
+            if self._peers is not None:
+                tasks.start_soon(self._peers.run, self._admission.drain)
             while True:
                 await anyio.sleep(every_s)
-                now_s = self.clock.now_s()
+                now_s = self._now_s()
                 self.sequences.expire(now_s)
                 self.overlap.expire(now_s)
                 self._admission.drain()
@@ -189,6 +239,9 @@ class KvRouter:
     def close(self) -> None:
         """Follows nothing more; those that wait, and all that come, get Unavailable. Placements stay valid."""
         self._pool.close()
+        self._following.dispose()
+        if self._peers is not None:
+            self._peers.close()
         self._admission.close()
 
     def __enter__(self) -> Self:
@@ -201,6 +254,15 @@ class KvRouter:
 
     # -- inside
 
+    def _now_s(self) -> float:
+        """The time of a decision or a change of load, with what the other routers told until then taken in."""
+        if self._peers is not None:
+            self._peers.take_in()
+        return self.clock.now_s()
+
+    def _candidates(self, request: RouteRequest, pool: WorkerPool) -> Candidates:
+        return pool.candidates(request.rules(pool, self._pool.adapters))
+
     def _workers_changed(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         for worker_id in gone:
             self.sequences.remove_worker(worker_id)
@@ -208,25 +270,41 @@ class KvRouter:
         self.overlap.set_workers(gone, ranks)
         self._admission.drain()
 
-    def _decide(self, request: RouteRequest, overlap: Overlap, now_s: float) -> tuple[Decision, list[int]]:
+    def _look_up(self, request: RouteRequest, steps: RoutingSteps) -> Overlap:
+        """Who has what of the prompt. The hashes are computed here, where they are timed; all later steps find them."""
+        blocks, settings = request.blocks, self._settings_for(request.override)
+        if self.config.has_index or settings.track_active_blocks:
+            with steps.step("block_hashing"):
+                _ = blocks.local_hashes
+        if settings.track_active_blocks and settings.assume_kv_reuse:
+            with steps.step("seq_hashing"):
+                _ = blocks.sequence_hashes
+        with steps.step("indexer_find_matches"):
+            return self.overlap.find(blocks, self.clock.now_s())
+
+    def _decide(
+        self, request: RouteRequest, overlap: Overlap, now_s: float, *, books: bool
+    ) -> tuple[Decision, Sequence[int]]:
         """The choice, and the hashes the prompt's blocks would be counted by."""
-        settings, pool = self._settings_for(request.override), self._pool.now()
-        candidates = pool.candidates(request.rules(pool))
-        hashes = self._hashes(request.blocks, settings)
+        settings, candidates = self._settings_for(request.override), self._candidates(request, self._pool.now())
+        hashes = self._hashes(request.blocks, settings, whole=books)
         loads = self.sequences.project(hashes, candidates.ranks, now_s)
         decision = choose(request.prompt, candidates, overlap, loads, settings, self._rng, self.worker_type)
         return decision, hashes
 
     def _place(self, applicant: Applicant[Placement], must_refresh: bool) -> Placement:
-        request, now_s = applicant.request, self.clock.now_s()
+        request, now_s = applicant.request, self._now_s()
         overlap = self.overlap.find(request.blocks, now_s) if must_refresh else applicant.overlap
-        decision, hashes = self._decide(request, overlap, now_s)
+        decision, hashes = self._decide(request, overlap, now_s, books=True)
         load = self._load(request, decision, hashes)
         booking = self.sequences.book(applicant.request_id, decision.rank, load, now_s, registered_only=True)
         self.overlap.record(decision.rank, request.blocks, now_s)
-        return Placement(applicant.request_id, decision, booking, self.clock, self._admission.drain)
+        told = None
+        if self._peers is not None:
+            told = self._peers.booked(applicant.request_id, decision.rank, load, request.blocks.lora_name)
+        return Placement(applicant.request_id, decision, booking, self.clock, self._admission.drain, told)
 
-    def _load(self, request: RouteRequest, decision: Decision, hashes: list[int]) -> SequenceLoad:
+    def _load(self, request: RouteRequest, decision: Decision, hashes: Sequence[int]) -> SequenceLoad:
         isl_tokens, cached = decision.prompt.isl_tokens, decision.cached_tokens
         if not self._settings_for(request.override).track_prefill_tokens:
             return SequenceLoad(hashes)
@@ -237,22 +315,23 @@ class KvRouter:
         """Whether every rank that may take the request is busy; where none may, waiting would not help."""
         pool = self._pool.now()
         try:
-            ranks = pool.candidates(request.rules(pool)).ranks
+            ranks = self._candidates(request, pool).ranks
         except PenstockError:
             return False  # placing it will say why
-        loads = self.sequences.project((), ranks, self.clock.now_s())
+        loads = self.sequences.project((), ranks, self._now_s())
         return self._profile.classes[class_index].all_busy(ranks, loads.prefill_tokens, pool.configs)
 
     def _size(self, request: RouteRequest, overlap: Overlap) -> PromptSize:
         """The prompt and what the best of its workers has of it; with no worker, nothing."""
-        pool, settings = self._pool.now(), self._settings_for(request.override)
-        positions = pool.candidates(request.rules(pool)).positions
+        settings = self._settings_for(request.override)
+        positions = self._candidates(request, self._pool.now()).positions
         cached = overlap.best_cached_tokens(positions, settings, self.block_size_tokens) if overlap.device else 0
         return PromptSize(len(request.blocks.token_ids), cached)
 
-    def _hashes(self, blocks: PromptBlocks, settings: RequestSettings) -> list[int]:
+    def _hashes(self, blocks: PromptBlocks, settings: RequestSettings, *, whole: bool) -> Sequence[int]:
+        """By what the prompt's blocks are counted. Unless the `whole` prompt is, they are chained as they are read."""
         if settings.track_active_blocks and settings.assume_kv_reuse:
-            return blocks.sequence_hashes
+            return blocks.sequence_hashes if whole else ChainedHashes(blocks.local_hashes)
         return tracking_hashes(blocks.local_hashes, settings, self._rng)
 
     def _settings_for(self, override: RouterConfigOverride | None) -> RequestSettings:

@@ -119,13 +119,20 @@ class KvRouterConfig:
     def from_plain(cls, values: Mapping[str, Any]) -> KvRouterConfig:
         """The configuration in a parsed file; None stands for a field's default only where None is a value of it.
 
-        `overlap_score_weight`, the older name, is understood as `with_older_weight` says. Raises InvalidArgument.
+        `overlap_score_weight`, the older name, is understood as `with_older_weight` says. Raises InvalidArgument that
+        names what was written.
         """
+        if not isinstance(values, Mapping):
+            raise InvalidArgument(f"the router's settings must be an object, got {values!r}")
         own = with_older_weight(values)
-        unknown: list[Problem] = [(name, "is not a setting of the router") for name in own if name not in FIELD_TYPES]
+        unknown: list[Problem] = [
+            (str(name), "is not a setting of the router") for name in own if name not in FIELD_TYPES
+        ]
         known = {name: value for name, value in own.items() if name in FIELD_TYPES}
         defaults = {a.name: a.default for a in fields(cls)}
-        raise_problems([*unknown, *config_problems({**defaults, **known})])
+        written = {} if values.get("overlap_score_weight") is None else {"prefill_load_scale": "overlap_score_weight"}
+        problems = config_problems({**defaults, **known})
+        raise_problems([*unknown, *((written.get(name, name), message) for name, message in problems)])
         return cls(**known)
 
 

@@ -58,8 +58,16 @@ def range_problems(values: Mapping[str, Any]) -> list[Problem]:
         (name, f"must be {_range_text(low, high)}, got {values[name]}")
         for names, low, high in ranges
         for name in names
-        if values.get(name) is not None and not (math.isfinite(values[name]) and low <= values[name] <= high)
+        if values.get(name) is not None and not (is_finite(values[name]) and low <= values[name] <= high)
     ]
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite, and an integer not larger than any float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _range_text(low: float, high: float) -> str:

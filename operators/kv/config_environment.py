@@ -13,6 +13,7 @@ from .active_sequences import EXPIRY_S
 from .config import CHOICES, FIELD_TYPES, KvRouterConfig
 
 OVERLAP_REFRESH_AFTER_S = 10.0
+U64_MAX = 2**64 - 1
 
 _PREFIX = "DYN_ROUTER_"
 _RENAMED = {
@@ -84,6 +85,8 @@ def _read(field: str, text: str) -> Any:
 
 
 def _float(text: str) -> float | None:
+    if "_" in text or not text.isascii():
+        return None  # Python's own ways of writing numbers
     try:
         return float(text)
     except ValueError:
@@ -91,7 +94,9 @@ def _float(text: str) -> float | None:
 
 
 def _int(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(U64_MAX))):
+        return None
+    return value if (value := int(text)) <= U64_MAX else None
 
 
 _READERS: Mapping[str, Callable[[str], Any]] = {

@@ -151,10 +151,16 @@ class WorkerPool:
 
 
 def taint_multiplier(preferred: Mapping[str, float], taints: AbstractSet[str]) -> float:
-    """By what a worker's cost is multiplied: from 1/e if it carries much that is preferred to e if much to avoid."""
+    """By what a worker's cost is multiplied: from 1/e if it carries much that is preferred to e if much to avoid.
+
+    Raises InvalidArgument for a weight that is not finite.
+    """
     if preferred.keys().isdisjoint(taints):
         return 1.0
-    return math.exp(-math.tanh(math.fsum(weight for taint, weight in preferred.items() if taint in taints)))
+    weights = sorted(weight for taint, weight in preferred.items() if taint in taints)
+    if not all(map(math.isfinite, weights)):
+        raise InvalidArgument("weights must be finite", field="routing.routing_constraints.preferred_taints")
+    return math.exp(-math.tanh(sum(weights)))
 
 
 def narrowed_to_adapter(

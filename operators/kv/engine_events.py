@@ -3,8 +3,8 @@
     EngineBatch ──► are its blocks here, ours, and of main attention? ──yes──► hash their tokens ──► EngineChange
                                        └─ no: Filtered, with the reason
 
-What is filtered takes no event id. Source: dynamo lib/kv-router/src/zmq_wire, mod.rs, filter.rs and convert.rs. Which
-words `ownership` knows is not said there: none, and the one residency of router events, "worker", are this worker's.
+What is filtered takes no event id. Source: dynamo lib/kv-router/src/zmq_wire, mod.rs, filter.rs and convert.rs. Other
+than there a block on disk or further away is filtered by its attention, and has its parent's tenant, as any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from pipeline.protocols.kv_events import KvCleared, KvEventData, KvRemoved, KvSt
 
 from .block_hash import media_hashes
 from .engine_namespaces import AmbiguousNamespace, Namespaces
-from .engine_wire import EngineBatch, EngineCleared, EngineEvent, EngineIgnored, EngineStored, Origin, Undecodable
+from .engine_wire import (
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineIgnored,
+    EngineRemoved,
+    EngineStored,
+    Origin,
+    Undecodable,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +38,9 @@ FilterReason = Literal[
     "ignored_event",
     "non_local_locality",
     "unknown_medium",
+    "unsupported_ownership",
     "unknown_ownership",
+    "ambiguous_scoped_clear",
     "ambiguous_cache_namespace",
     "non_main_attention_kind",
     "unknown_kind",
@@ -51,6 +62,11 @@ OTHER_KINDS = {
     *("sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention"),
     *("encoder_only_attention", "cross_attention"),
 }
+_OWN = {None, "worker"}
+"""The owners whose blocks are the worker's own; a cache manager beside the engine is known, but not heard."""
+_CACHE_MANAGER = "kvcr"
+_TEACHING: set[StorageTier] = {"device", "host_pinned"}
+"""Tiers whose events are whole. Of blocks further away engines say little more than the names."""
 _WARNINGS = 3
 
 
@@ -98,26 +114,38 @@ class EngineEvents:
             return Filtered(dp_rank, "undecodable")
         if isinstance(event, EngineIgnored):
             return Filtered(dp_rank, "ignored_event")
-        namespaces = self._namespaces.setdefault(dp_rank, Namespaces())
-        origin = event.origin
-        if (reason := _foreign(origin)) is not None:
+        if (reason := _foreign(event.origin)) is not None:
             return Filtered(dp_rank, reason)
         if isinstance(event, EngineCleared):
-            namespaces.cleared()
-            return EngineChange(dp_rank, KvCleared())
-        if isinstance(event, EngineStored) and origin.group is not None and origin.kind is not None:
-            self._kinds[dp_rank, origin.group] = origin.kind
-        if (reason := self._not_main(dp_rank, origin)) is not None:
+            return self._cleared(dp_rank, event)
+        return self._moved(dp_rank, event, MEDIA[event.origin.medium])
+
+    def _cleared(self, dp_rank: int, event: EngineCleared) -> EngineChange | Filtered:
+        if event.origin.medium is not None:  # only a tier of the rank, and there is no such change
+            return Filtered(dp_rank, "ambiguous_scoped_clear")
+        self._namespaces.pop(dp_rank, None)
+        return EngineChange(dp_rank, KvCleared())
+
+    def _moved(self, dp_rank: int, event: EngineStored | EngineRemoved, tier: StorageTier) -> EngineChange | Filtered:
+        if isinstance(event, EngineStored) and tier in _TEACHING:
+            self._learn(dp_rank, event.origin)
+        if (reason := self._not_main(dp_rank, event.origin)) is not None:
             return Filtered(dp_rank, reason)
-        tier = MEDIA[origin.medium]
-        if isinstance(event, EngineStored):
-            try:
-                namespace = namespaces.stored(event.names, event.parent, event.namespace)
-            except AmbiguousNamespace:
-                return Filtered(dp_rank, "ambiguous_cache_namespace")
-            return EngineChange(dp_rank, self._stored(event, namespace), tier)
-        namespaces.removed(event.names)
-        return EngineChange(dp_rank, KvRemoved(event.names), tier)
+        namespaces = self._namespaces.setdefault(dp_rank, Namespaces())
+        if isinstance(event, EngineRemoved):
+            namespaces.removed(event.names, tier)
+            return EngineChange(dp_rank, KvRemoved(event.names), tier)
+        try:
+            namespace = namespaces.of_store(event.parent, event.namespace)
+        except AmbiguousNamespace:
+            return Filtered(dp_rank, "ambiguous_cache_namespace")
+        if tier in _TEACHING:
+            namespaces.stored(event.names, namespace, tier)
+        return EngineChange(dp_rank, self._stored(event, namespace), tier)
+
+    def _learn(self, dp_rank: int, origin: Origin) -> None:
+        if origin.group is not None and origin.kind is not None:
+            self._kinds[dp_rank, origin.group] = origin.kind
 
     def _not_main(self, dp_rank: int, origin: Origin) -> FilterReason | None:
         """Why blocks of this kind of attention are no use to a router; a group's kind is what its stores said."""
@@ -163,10 +191,8 @@ class EngineEvents:
 
 def _foreign(origin: Origin) -> FilterReason | None:
     """Why the blocks are not ones this worker can serve from."""
+    if origin.ownership not in _OWN:
+        return "unsupported_ownership" if origin.ownership == _CACHE_MANAGER else "unknown_ownership"
     if origin.locality not in (None, "LOCAL"):
         return "non_local_locality"
-    if origin.medium not in MEDIA:
-        return "unknown_medium"
-    if origin.ownership not in (None, "worker"):
-        return "unknown_ownership"
-    return None
+    return None if origin.medium in MEDIA else "unknown_medium"

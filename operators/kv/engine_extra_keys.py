@@ -1,7 +1,7 @@
 """The extra keys of an engine's stored blocks: the media in them, and the tenant they are of.
 
-One list for each block, None for a block without; a bare list of texts is the first block's. Among the keys stand media
-hashes, the adapter's name and a tenant's salt, bare or with a place in the block, and others that are not for us.
+One list for each block, None for a block without; a bare list of texts is the first block's. Among the keys stand the
+adapter's name, a tenant's salt, names of media, bare or with a place in the block, and others that are not for us.
 Source: vllm/v1/core/kv_cache_utils.py; dynamo lib/kv-router/src/zmq_wire/extra_keys.rs.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pipeline.block_hash import SEED, hash_seed
 from pipeline.protocols import BlockExtraInfo, MmObject
 
 SALT_PREFIX = "dynamo-cache-salt:"
@@ -27,9 +28,12 @@ def cache_namespace(extra_keys: Any, lora_name: str | None) -> str | None:
     return next((key[len(SALT_PREFIX) :] for key in keys if key.startswith(SALT_PREFIX) and key != SALT_PREFIX), None)
 
 
-def media_of(extra_keys: Any) -> list[BlockExtraInfo | None]:
+def media_of(extra_keys: Any, lora_name: str | None) -> list[BlockExtraInfo | None]:
     """The media of each block; their places in it are not said."""
-    hashes = [[found for key in keys if (found := _media_hash(key)) is not None] for keys in _by_block(extra_keys)]
+    hashes = [
+        [found for key in keys if key != lora_name and (found := _media_hash(key)) is not None]
+        for keys in _by_block(extra_keys)
+    ]
     return [BlockExtraInfo([MmObject(found, []) for found in block]) if block else None for block in hashes]
 
 
@@ -42,6 +46,11 @@ def _by_block(extra_keys: Any) -> list[list[Any]]:
 
 
 def _media_hash(key: Any) -> int | None:
-    text = key[0] if type(key) is list and len(key) == 2 else key
-    matched = _MEDIA_HASH.fullmatch(text) if type(text) is str else None
-    return int(matched[1], 16) if matched else None
+    """Of a text only if it looks like one; with a place in the block it is one, in whatever form."""
+    has_place = type(key) is list and len(key) == 2 and type(key[1]) is int
+    text = key[0] if has_place else key
+    if type(text) is not str or not text:
+        return None
+    if matched := _MEDIA_HASH.fullmatch(text):
+        return int(matched[1], 16)
+    return (hash_seed(text) - SEED) % 2**64 if has_place else None  # the plain XXH3 of the text

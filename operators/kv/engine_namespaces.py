@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from pipeline.protocols.kv_events import StorageTier
 
 LIMIT_BLOCKS = 2**20
+_BITS: Mapping[StorageTier, int] = {"device": 1, "host_pinned": 2, "disk": 4, "external": 8}
 
 
 class AmbiguousNamespace(Exception):
@@ -15,38 +18,46 @@ class Namespaces:
     """The tenant of each salted block of one rank, by the engine's name of it; over `limit_blocks` the oldest go.
 
     Blocks without a tenant are not kept: a parent that is not known has none. A block heard of under two tenants, or
-    under one and none, stays ambiguous until the rank is cleared.
+    under one and none, stays ambiguous until the rank is cleared. One that several tiers hold is gone with the last.
     """
 
     def __init__(self, limit_blocks: int = LIMIT_BLOCKS) -> None:
         self._limit_blocks = limit_blocks
         self._of: dict[int, str | None] = {}  # None: ambiguous
+        self._tiers: dict[int, int] = {}  # as bits
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def stored(self, names: Iterable[int], parent: int | None, namespace: str | None) -> str | None:
-        """The tenant of a store: what it says, else its parent's. Raises AmbiguousNamespace; then nothing is noted."""
-        of = self._of
-        if namespace is None and parent is not None and parent in of:
-            namespace = of[parent]
-            if namespace is None:
-                raise AmbiguousNamespace
+    def of_store(self, parent: int | None, said: str | None) -> str | None:
+        """The tenant of a store: what it says, else its parent's. Raises AmbiguousNamespace."""
+        if said is not None or parent is None or parent not in self._of:
+            return said
+        inherited = self._of[parent]
+        if inherited is None:
+            raise AmbiguousNamespace
+        return inherited
+
+    def stored(self, names: Iterable[int], namespace: str | None, tier: StorageTier = "device") -> None:
+        """The blocks are there, for that tenant."""
+        of, tiers = self._of, self._tiers
         for name in names:
             if name in of:
                 of[name] = namespace if of[name] == namespace else None
             elif namespace is not None:
                 of[name] = namespace
+                tiers[name] = 0
+            else:
+                continue
+            tiers[name] |= _BITS[tier]
         while len(of) > self._limit_blocks:
-            del of[next(iter(of))]
-        return namespace
+            oldest = next(iter(of))
+            del of[oldest], tiers[oldest]
 
-    def removed(self, names: Iterable[int]) -> None:
-        """The blocks are gone; an ambiguous one is remembered as such."""
+    def removed(self, names: Iterable[int], tier: StorageTier = "device") -> None:
+        """The blocks are gone from that tier; an ambiguous one is remembered as such even if it is in no other."""
         for name in names:
-            if self._of.get(name) is not None:
-                del self._of[name]
-
-    def cleared(self) -> None:
-        """All blocks are gone."""
-        self._of.clear()
+            if name in self._of:
+                self._tiers[name] &= ~_BITS[tier]
+                if not self._tiers[name] and self._of[name] is not None:
+                    del self._of[name], self._tiers[name]

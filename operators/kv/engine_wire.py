@@ -20,23 +20,24 @@ from pipeline.protocols import BlockExtraInfo
 
 from .engine_extra_keys import cache_namespace, media_of
 
-_TAIL = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership")
-_STORED = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-)
-_FIELDS = {
-    "BlockStored": (*_STORED, *_TAIL),
-    "BlockRemoved": ("block_hashes", "medium", *_TAIL),
+_HEADS = {
+    "BlockStored": (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size"),
+        *("lora_id", "medium", "lora_name", "extra_keys"),
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": ("ownership",),
     "Ignored": (),
 }
+"""Type -> the fields an array begins with."""
+_TAIL: Sequence[tuple[str, type]] = (
+    ("group_idx", int),
+    ("kv_cache_spec_kind", str),
+    ("kv_cache_spec_sliding_window", int),
+    ("locality", str),
+    ("ownership", str),
+)
+"""What follows for stored and removed blocks, as far as it is there."""
 
 
 @define
@@ -137,18 +138,31 @@ def decode_event(value: Any) -> EngineEvent:
 def _tagged(value: Any) -> tuple[str, dict[str, Any]]:
     """The type of an event and its fields by name."""
     tag = value.get("type") if type(value) is dict else value[0] if type(value) is list and value else None
-    if type(tag) is not str or tag not in _FIELDS:
+    if type(tag) is not str or tag not in _HEADS:
         raise InvalidMessage(f"unknown type of KV event: {tag!r}")
     if type(value) is dict:
         return tag, value
-    positional = value[1:]
-    if tag == "BlockStored" and len(positional) > len(_STORED):
-        after = positional[len(_STORED)]
-        following = positional[len(_STORED) + 1] if len(positional) > len(_STORED) + 1 else None
-        if type(after) is list or (after is None and type(following) is int):  # some put media infos before the tail
-            del positional[len(_STORED)]
-            return tag, {**dict(zip(_FIELDS[tag], positional, strict=False)), "block_mm_infos": after}
-    return tag, dict(zip(_FIELDS[tag], positional, strict=False))
+    head, after = _HEADS[tag], value[1 + len(_HEADS[tag]) :]
+    fields = dict(zip(head, value[1:], strict=False))
+    if tag == "BlockStored" and _begins_with_media(after):
+        fields["block_mm_infos"] = after.pop(0)
+    return tag, fields | _tail(after) if tag in ("BlockStored", "BlockRemoved") else fields
+
+
+def _begins_with_media(after: list[Any]) -> bool:
+    """Whether media infos, or a nil in their place, stand before the tail, as some engines put them."""
+    return type(next(iter(after), None)) is list or (after[:1] == [None] and type(next(iter(after[1:]), None)) is int)
+
+
+def _tail(after: list[Any]) -> dict[str, Any]:
+    """The fields after those of the head. Engines of old leave out the first ones, so that only kinds tell which."""
+    slots = list(zip(_TAIL, after, strict=False))
+    if all(value is None or type(value) is kind for (_, kind), value in slots):
+        return {name: value for (name, _), value in slots}
+    early, late = [value for _, value in slots[:3]], slots[3:]
+    fields = {name: value for (name, kind), value in late if type(value) is kind}
+    fields |= {"group_idx": next((value for value in early if type(value) is int), None)}
+    return fields | {"kv_cache_spec_kind": next((value for value in early if type(value) is str), None)}
 
 
 def _stored(fields: dict[str, Any]) -> EngineStored:
@@ -164,7 +178,7 @@ def _stored(fields: dict[str, Any]) -> EngineStored:
         block_size_tokens=_count(fields.get("block_size"), "block_size"),
         lora_name=lora,
         namespace=_text(fields.get("cache_salt"), "cache_salt") or cache_namespace(keys, lora),
-        media=_media(fields.get("block_mm_infos")) or media_of(keys),
+        media=_media(fields.get("block_mm_infos")) or media_of(keys, lora),
         is_eagle=is_eagle or fields.get("is_eagle") is True,
         origin=_origin(fields),
     )

@@ -49,5 +49,6 @@ class QueueRejected(ResourceExhausted):
     ) -> None:
         text = f"the queue {policy_class!r} is full: {limit_kind} at {current} of {limit}"
         super().__init__(message or text, cause=cause)
-        self.policy_class, self.limit_kind = policy_class, limit_kind
+        self.policy_class = policy_class
+        self.limit_kind: LimitKind = limit_kind
         self.current, self.limit = current, limit

@@ -19,9 +19,9 @@ from attrs import frozen
 from pipeline import ContractViolation
 from pipeline.loop import Bell
 from pipeline.protocols.kv_events import RouterEvent
+from pipeline.protocols.kv_recovery import DumpFailed, RecoveryAnswer
 
-from .event_cursor import EventCursor
-from .event_log import DumpFailed, RecoveryAnswer
+from .event_cursor import EventCursor, Sight
 from .event_rank import Counted, RankFeed
 from .index import KvIndex
 from .worker_rank import WorkerRank
@@ -94,14 +94,19 @@ class EventFeed:
         self.index.remove_worker(worker_id)
 
     def receive(self, event: RouterEvent, publisher_id: int | None = None) -> None:
-        """Takes an event as it arrived. Another publisher than before: the rank began anew, and is asked anew."""
+        """Takes an event as it arrived. Another publisher than before: the rank began anew, and is asked anew.
+
+        So it is if the first publisher heard begins with an event taken before. At worst that one was late, and the
+        rank is asked in vain.
+        """
         feed = self._ranks.get(WorkerRank(event.worker_id, event.event.dp_rank))
-        if feed is None:
+        if feed is None or (publisher_id is not None and publisher_id == feed.former_publisher_id):
             return
         if publisher_id is not None and publisher_id != feed.publisher_id:
-            if feed.publisher_id is not None:
+            former = feed.publisher_id
+            if former is not None or feed.cursor.sight(event.event.event_id) is Sight.STALE:
                 feed = self._begin(feed.rank)
-            feed.publisher_id = publisher_id
+            feed.publisher_id, feed.former_publisher_id = publisher_id, former
         if feed.in_repair or not feed.take(event):
             feed.kept.append(event)
             self._ask(feed)
@@ -178,5 +183,5 @@ class EventFeed:
             feed.begin_with_kept()
             return True
         if isinstance(answer, DumpFailed):
-            _log.info("%s could not be asked for its blocks: %s", feed.rank, answer.reason)
+            _log.info("%s could not be asked for its blocks: %s", feed.rank, answer.message)
         return feed.install(answer) and feed.take_kept()

@@ -12,63 +12,23 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import TypeAlias
-
-from attrs import frozen
 
 from pipeline import InvalidArgument
 from pipeline.protocols.kv_events import KvCleared, KvEvent, KvEventData, RouterEvent, StorageTier
+from pipeline.protocols.kv_recovery import (
+    DumpFailed,
+    InvalidRange,
+    RecoveredEvents,
+    RecoveredTree,
+    RecoveryAnswer,
+    TooNew,
+)
 
 from .index import KvIndex
 from .index_errors import KvIndexError
 from .worker_rank import WorkerRank
 
 KEPT_EVENTS = 1024
-
-
-@frozen
-class RecoveredEvents:
-    """All events from the one asked for to the newest; or from the last clear on, which makes those before it void."""
-
-    events: list[RouterEvent]
-
-
-@frozen
-class RecoveredTree:
-    """Everything the rank holds after event `last_event_id`, to be installed in place of what is known of it.
-
-    Stores that build the tree, then maybe some later events as they came; the ids of the stores mean nothing.
-    """
-
-    events: list[RouterEvent]
-    last_event_id: int
-
-
-@frozen
-class InvalidRange:
-    """The end asked for lies before the start."""
-
-    start: int
-    end: int
-
-
-@frozen
-class TooNew:
-    """The start lies behind the newest event: the worker is another one, or began anew."""
-
-    start: int
-    end: int | None
-    newest: int
-
-
-@frozen
-class DumpFailed:
-    """The index could not be read; asking again may help."""
-
-    reason: str
-
-
-RecoveryAnswer: TypeAlias = RecoveredEvents | RecoveredTree | InvalidRange | TooNew | DumpFailed
 
 
 class EventLog:

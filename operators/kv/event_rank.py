@@ -13,9 +13,9 @@ import anyio
 from attrs import define, field
 
 from pipeline.protocols.kv_events import KvCleared, KvEventData, KvRemoved, KvStored, RouterEvent
+from pipeline.protocols.kv_recovery import RecoveredEvents, RecoveredTree, RecoveryAnswer
 
 from .event_cursor import EventCursor, Sight
-from .event_log import RecoveredEvents, RecoveredTree, RecoveryAnswer
 from .index import KvIndex
 from .index_errors import KvIndexError
 from .worker_rank import WorkerRank
@@ -34,7 +34,7 @@ _KINDS: dict[type[KvEventData], str] = {KvStored: "stored", KvRemoved: "removed"
 class RankFeed:
     """How far the rank was taken, and the events `kept` while it is under repair; a full deque loses its oldest.
 
-    `scope` is that of the repair under way.
+    `scope` is that of the repair under way. What the publisher before this one said late is not heard.
     """
 
     rank: WorkerRank
@@ -43,6 +43,7 @@ class RankFeed:
     kept: deque[RouterEvent]
     cursor: EventCursor = field(factory=EventCursor)
     publisher_id: int | None = None
+    former_publisher_id: int | None = None
     in_repair: bool = False
     scope: anyio.CancelScope | None = None
 
@@ -113,5 +114,8 @@ class RankFeed:
         except KvIndexError as error:
             status = error.status
             _log.debug("event %d of %s: %s", event.event.event_id, self.rank, error)
+        except Exception:  # no worker may end what is heard of the others
+            status = "failed"
+            _log.exception("event %d of %s makes no sense", event.event.event_id, self.rank)
         self.cursor = EventCursor(event.event.event_id)
         self.counted(_KINDS[type(event.event.data)], status)

@@ -13,7 +13,7 @@ Other than there, names of two ranks may differ and each rank's keep working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from itertools import compress
 
@@ -24,7 +24,7 @@ from .index_chain import Chain
 from .index_dump import dump
 from .index_errors import BlockNotFound
 from .index_holder import Holder
-from .index_store import Blocks, store
+from .index_store import Blocks, Rules, store
 from .worker_rank import WorkerRank
 
 LIMIT_BLOCKS = 2**23
@@ -44,10 +44,13 @@ class Outcome(StrEnum):
 
 
 class KvIndex:
-    """See the module. Plain calls on one thread, none of them waits; an error leaves the index whole."""
+    """See the module. Plain calls on one thread, none of them waits; an error leaves the index whole.
 
-    def __init__(self, limit_blocks: int = LIMIT_BLOCKS) -> None:
-        self._limit_blocks = limit_blocks
+    A rank holds at most `limit_blocks`. Without `moves` a block the rank holds elsewhere is refused, not moved.
+    """
+
+    def __init__(self, limit_blocks: int = LIMIT_BLOCKS, *, moves: bool = True) -> None:
+        self._rules = Rules(limit_blocks, moves)
         self._root = Chain()
         self._holders: dict[WorkerRank, Holder] = {}
         self._ranks: list[WorkerRank] = []  # by the number of their bit
@@ -110,7 +113,7 @@ class KvIndex:
         known = self._holders.get(rank)
         number = self._free[-1] if self._free else len(self._ranks)
         holder = known or Holder(rank, 1 << number)
-        changed = store(self._root, holder, parent, Blocks.of(names, local_hashes), self._limit_blocks)
+        changed = store(self._root, holder, parent, Blocks.of(names, local_hashes), self._rules)
         if known is None:
             self._holders[rank] = holder
             if self._free:
@@ -133,6 +136,11 @@ class KvIndex:
             there = set(found)
             missing = next((name for name in wanted if name not in there), names[-1])
             raise BlockNotFound(f"Failed to find block {missing} of {rank}")
+
+    def remove_end(self, rank: WorkerRank, name: int, is_end: Callable[[int], bool]) -> None:
+        """The rank holds this block no more unless something is below it; see `Holder.remove_end`. Unknown: nothing."""
+        if (holder := self._holders.get(rank)) is not None:
+            holder.remove_end(name, is_end)
 
     def restore(self, events: Iterable[RouterEvent]) -> None:
         """Applies a dump."""

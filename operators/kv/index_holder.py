@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import define, field
 
 from .index_chain import Chain, Hashes, hashes
 from .worker_rank import WorkerRank
+
+_FEW_NAMES = 16
+"""From so many on, reading a chain's names one by one is faster than looking for each in memory."""
 
 
 @define(eq=False)
@@ -56,21 +61,58 @@ class Holder:
             self.counts[chain], self.chains[chain.number] = end, chain
 
     def remove(self, names: list[int]) -> None:
-        """It holds none of these blocks of its own, nor what is below them."""
+        """It holds none of these blocks of its own, each named once, nor what is below them."""
+        self.let_go_places(self.first_places(names))
+
+    def remove_end(self, name: int, is_end: Callable[[int], bool]) -> None:
+        """Lets go of the block of this name, and of those before it that nothing needs; if it holds none, of nothing.
+
+        Needed is a block with something below it, and one that `is_end` says something ends with.
+        """
+        place = self.place(name)
+        while place is not None:
+            chain, index = place
+            keep = self._needed(chain, index + 1, is_end)
+            if keep > index:
+                return
+            self.let_go(chain, keep)
+            place = (chain.parent, chain.at - 1) if keep == 0 and chain.parent is not None and chain.at else None
+
+    def first_places(self, names: list[int]) -> list[tuple[Chain, int]]:
+        """Of these blocks of its own, each named once, where the first one in each chain is."""
         by_chain: dict[Chain, list[int]] = {}
         for name in names:
             by_chain.setdefault(self.chains[self.number_of[name]], []).append(name)
-        for chain, gone in by_chain.items():
-            if (keep := self._first_of(chain, gone)) is not None:
-                self.let_go(chain, keep)
+        return [(chain, self._first_of(chain, found)) for chain, found in by_chain.items()]
 
-    def _first_of(self, chain: Chain, names: list[int]) -> int | None:
-        """Index of the first of these blocks of the chain; None if all have gone already."""
-        count = self.counts.get(chain, 0)
+    def let_go_places(self, places: list[tuple[Chain, int]]) -> None:
+        """Lets go of the blocks there, and of what is below them; one may go with another."""
+        for chain, index in places:
+            if index < self.counts.get(chain, 0):
+                self.let_go(chain, index)
+
+    def _first_of(self, chain: Chain, names: list[int]) -> int:
+        """Index of the first of these blocks of the chain."""
+        count = self.counts[chain]
         own, first = self.names(chain), count - len(names)
-        if first >= 0 and set(own[first:count]) == set(names):
+        wanted = set(names)
+        if set(own[first:count]) == wanted:
             return first  # its last blocks: what an engine removes first
-        return min((_index(own, name) for name in names if name in self.number_of), default=None)
+        if len(names) < _FEW_NAMES:
+            return min(_index(own, name) for name in names)
+        return next(index for index, name in enumerate(own) if name in wanted)
+
+    def _needed(self, chain: Chain, end: int, is_end: Callable[[int], bool]) -> int:
+        """How many of the first `end` blocks of a chain are needed; see `remove_end`."""
+        if self.counts[chain] > end:
+            return end
+        names = self.names(chain)
+        while end and not is_end(names[end - 1]):
+            leaving = chain.branches.get(end)
+            if leaving is not None and not self.counts.keys().isdisjoint(leaving.values()):
+                break
+            end -= 1
+        return end
 
     def let_go(self, chain: Chain, keep: int) -> None:
         """It holds only the first `keep` blocks of the chain, and nothing that leaves behind them.

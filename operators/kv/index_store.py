@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
-from attrs import define
+from attrs import define, frozen
 
 from .index_chain import Chain, Hashes, first_difference, hashes
 from .index_errors import CapacityExhausted, InvalidBlockSequence, ParentBlockNotFound
@@ -43,10 +43,18 @@ class Blocks:
         return Blocks(self.names[count:], self.name_hashes[count:], self.local[count:])
 
 
-def store(root: Chain, holder: Holder, parent: int | None, blocks: Blocks, limit_blocks: int) -> bool:
+@frozen
+class Rules:
+    """How many blocks a rank may hold, and whether one it holds elsewhere may move."""
+
+    limit_blocks: int
+    moves: bool = True
+
+
+def store(root: Chain, holder: Holder, parent: int | None, blocks: Blocks, rules: Rules) -> bool:
     """Gives the rank some blocks below the parent; False if it held all of them, there and by these names.
 
-    A name it holds elsewhere moves: the block there goes, with what is below. Raises ParentBlockNotFound,
+    A name it holds elsewhere moves, if it may: the block there goes, with what is below. Raises ParentBlockNotFound,
     InvalidBlockSequence and CapacityExhausted before anything has changed.
     """
     route = _route(_behind(root, holder, parent), blocks.local)
@@ -56,12 +64,12 @@ def store(root: Chain, holder: Holder, parent: int | None, blocks: Blocks, limit
     if known:
         parent, blocks = blocks.names[known - 1], blocks.behind(known)
         route = _route(place, blocks.local)
-    if not _note_new(holder, route, blocks.names, limit_blocks):
+    if not _note_new(holder, route, blocks.names, rules.limit_blocks):
         if len(set(blocks.names)) < len(blocks.names):
             raise InvalidBlockSequence("a store names a block twice")
-        _make_way(holder, blocks.names, place, limit_blocks)
+        _make_way(holder, blocks.names, place, rules)
         route = _route(_behind(root, holder, parent), blocks.local)  # chains may have gone with what moved
-        _note_new(holder, route, blocks.names, limit_blocks)
+        _note_new(holder, route, blocks.names, rules.limit_blocks)
     _commit(holder, route, blocks)
     return True
 
@@ -140,26 +148,27 @@ def _known(holder: Holder, route: list[Step], names: Hashes) -> tuple[int, Place
     return done, place
 
 
-def _make_way(holder: Holder, names: Sequence[int], place: Place, limit_blocks: int) -> None:
+def _make_way(holder: Holder, names: Sequence[int], place: Place, rules: Rules) -> None:
     """Lets go of the rank's blocks that have one of these names, which shall stand behind the place from now on."""
     moved = [name for name in names if name in holder.number_of]
-    if any(_is_before(holder.place(name), place) for name in moved):
+    first = holder.first_places(moved)
+    if any(_is_before(block, place) for block in first):
         raise InvalidBlockSequence("a store has a block below itself")
-    if len(holder.number_of) + len(names) - len(moved) > limit_blocks:
-        raise CapacityExhausted(f"{holder.rank} would hold more than {limit_blocks} blocks")
-    for name in moved:
-        if (there := holder.place(name)) is not None:  # not gone with one before
-            holder.let_go(*there)
+    if moved and not rules.moves:
+        raise InvalidBlockSequence(f"block {moved[0]} of {holder.rank} stands for another one")
+    if len(holder.number_of) + len(names) - len(moved) > rules.limit_blocks:
+        raise CapacityExhausted(f"{holder.rank} would hold more than {rules.limit_blocks} blocks")
+    holder.let_go_places(first)
 
 
-def _is_before(block: Place | None, place: Place) -> bool:
+def _is_before(block: Place, place: Place) -> bool:
     """Whether the block at the one place stands on the way from the root to the other."""
     chain, at = place
-    while block is not None and chain is not block[0]:
+    while chain is not block[0]:
         if chain.parent is None:
             return False
         chain, at = chain.parent, chain.at
-    return block is not None and block[1] < at
+    return block[1] < at
 
 
 def _commit(holder: Holder, route: list[Step], blocks: Blocks) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import floor
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from .config_settings import RequestSettings
 from .worker_rank import WorkerRank
@@ -41,6 +41,11 @@ class Overlap:
     external: Blocks = field(factory=dict)
     shared: Sequence[range] = ()
 
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether anything is cached below the devices."""
+        return bool(self.host or self.disk or self.external)
+
     def tiers(self, rank: WorkerRank) -> TierBlocks:
         """What this rank has, by tier."""
         disk = self.disk.get(rank, 0) + self.external.get(rank, 0)
@@ -66,3 +71,28 @@ class Overlap:
         """Blocks of the shared cache at or behind this position, which is rounded half up."""
         start = floor(device_blocks + 0.5)
         return sum(max(0, hits.stop - max(hits.start, start)) for hits in self.shared)
+
+
+@frozen(eq=False)
+class CandidateOverlap:
+    """An overlap as the candidates see it; `positions` are their places in the columns.
+
+    `device` is a column, with 0 where nothing is cached, and `best_device` the most in it: they are read out of the
+    ranks once for all who need them, because looking up hundreds of ranks costs more than the arithmetic.
+    """
+
+    overlap: Overlap
+    positions: Mapping[WorkerRank, int]
+    device: Sequence[float] = field(
+        init=False, default=Factory(lambda self: _column(self.overlap.device, self.positions), takes_self=True)
+    )
+    best_device: float = field(init=False, default=Factory(lambda self: max(self.device, default=0), takes_self=True))
+
+
+def _column(tier: Blocks, positions: Mapping[WorkerRank, int]) -> list[float]:
+    """The blocks of a tier in the order of the candidates."""
+    column: list[float] = [0] * len(positions)
+    for rank, blocks in tier.items():
+        if (position := positions.get(rank)) is not None:
+            column[position] = blocks
+    return column

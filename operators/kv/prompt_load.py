@@ -24,11 +24,6 @@ class _Prompt:
     duration_ns: int | None
 
 
-def prompt_hint(isl_tokens: int, cached_tokens: int) -> int:
-    """The prompt tokens a worker must compute itself, given those it has cached; 0 means there is nothing to count."""
-    return isl_tokens - min(cached_tokens, isl_tokens)
-
-
 @define
 class PromptLoad:
     """Active prompts in the order they came, and how far the work on them must be by now.
@@ -78,9 +73,9 @@ class PromptLoad:
 
     def tokens_at(self, now_s: float) -> int:
         """The tokens still to compute."""
-        if not self._prompts:
+        anchor = next(iter(self._prompts.values()), None)
+        if anchor is None:
             return 0
-        anchor = next(iter(self._prompts.values()))
         duration_ns, elapsed_ns = anchor.duration_ns, max(0, _ns(now_s) - self._anchored_ns)
         if duration_ns is None:
             return self._tokens

@@ -8,7 +8,8 @@ those that can go elsewhere; inside a lane the first blocks the others. Nothing 
 the next one after every change of load, workers or queue, and books each before it asks again.
 
 Source: dynamo lib/kv-router/src/scheduling/policy_queue.rs, PolicyQueue. Other than there not only pinned requests have
-lanes of their own: whatever restricts the choice of workers can name one.
+lanes of their own: whatever restricts the choice of workers can name one. And a class keeps its turn while nobody may
+go: otherwise classes served one request at a time would share alike, whatever their quanta.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class AdmissionQueue(Generic[T]):
         fewest further rounds that let one go.
         """
         heads = {index: head for index, one in enumerate(self._classes) if (head := one.head(may_go)) is not None}
+        if not heads:
+            return None  # nobody has a turn now: who was in the middle of one goes on with it later
         carried, self._carried = self._carried, None
         if carried in heads and self._affords(carried, heads[carried]):
             return self._take(heads[carried])
@@ -157,8 +160,6 @@ class AdmissionQueue(Generic[T]):
                 self._classes[index].deficit += self._classes[index].policy_class.quantum
             if self._affords(index, heads[index]):
                 return self._take(heads[index])
-        if not turns:
-            return None
         rounds = min(self._rounds_missing(index, heads[index]) for index in turns)
         for index in turns:
             self._classes[index].deficit += rounds * self._classes[index].policy_class.quantum

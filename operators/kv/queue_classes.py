@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import field, frozen
 
+from pipeline import InvalidArgument
 from pipeline.protocols.runtime_config import ModelRuntimeConfig
 
 from .active_sequences_loads import Column
@@ -44,7 +45,7 @@ class PolicyClass:
 
     `quantum` is how many uncached tokens the class may have served each round. A rank is busy with more prompt tokens
     than one of the thresholds, absolute or as a multiple of its `max_num_batched_tokens`; without any nobody waits.
-    The limits are each multiplied by the number of workers.
+    The limits are each multiplied by the number of workers. Raises InvalidArgument for a quantum below 1.
     """
 
     name: str = DEFAULT_CLASS
@@ -55,6 +56,10 @@ class PolicyClass:
     request_queue_limit_per_worker: int | None = None
     raw_isl_token_queue_limit_per_worker: int | None = None
     cached_token_queue_limit_per_worker: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.quantum < 1:  # its turn would never come
+            raise InvalidArgument(f"must be at least 1, got {self.quantum}", field="quantum")
 
     @property
     def may_queue(self) -> bool:

@@ -14,7 +14,6 @@ as plain values, whatever file format it was read from, and custom worker select
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -24,6 +23,7 @@ from attrs import fields, frozen
 from pipeline import InvalidArgument
 
 from .config import QueuePolicy
+from .config_checks import is_finite
 from .queue_classes import PolicyClass, PolicyProfile
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -45,7 +45,7 @@ class PolicyDocument:
         document = _mapping(value, "", (*_PROFILE_KEYS, "models", "worker_selection"))
         if document.get("worker_selection") is not None:
             raise InvalidArgument("custom worker selection is not offered", field="worker_selection")
-        models = document.get("models") or {}
+        models = {} if document.get("models") is None else document["models"]
         if not isinstance(models, Mapping) or not all(isinstance(name, str) and name for name in models):
             raise InvalidArgument("must be an object with model names as keys", field="models")
         profiles = {name: _profile(profile, f"models.{name}.") for name, profile in models.items()}
@@ -131,7 +131,7 @@ def _policy_class(row: Mapping[str, Any], place: str) -> PolicyClass:
     if policy not in ("fcfs", "wspt"):
         raise InvalidArgument(f"must be fcfs or wspt, got {policy!r}", field=f"{place}queue_policy")
     share = row.get("prefill_busy_threshold_frac")
-    if share is not None and (type(share) not in (int, float) or not math.isfinite(share) or share < 0):
+    if share is not None and (type(share) not in (int, float) or not is_finite(share) or share < 0):
         raise InvalidArgument("must be a finite number not below 0", field=f"{place}prefill_busy_threshold_frac")
     counts = {
         key: None if row.get(key) is None else _count(row[key], 0, f"{place}{key}")

@@ -6,6 +6,9 @@ many output blocks as were filled, and is closed before an error is shown.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from attrs import define, field
 
 from pipeline import Annotated, Once
@@ -14,12 +17,15 @@ from pipeline.protocols import LLMEngineOutput, RequestTracker
 from .router_metrics import RouterMetrics
 from .router_placement import Placement
 
+_log = logging.getLogger(__name__)
+
 
 @define(eq=False)
 class RequestAccount:
     """One booked request. `held` releases it, for the ways out on which nothing ran; `finish` also notes the time.
 
-    Until `was_dispatched` is set its end is not counted: there was no answer.
+    Until `was_dispatched` is set its end is not counted: there was no answer. What goes wrong in the account, or with
+    those who wait for the room it makes, is logged: the answer does not depend on it.
     """
 
     placement: Placement
@@ -32,6 +38,7 @@ class RequestAccount:
     was_dispatched: bool = field(default=False, init=False)
     output_tokens: int = field(default=0, init=False)
     held: Once = field(init=False)
+    _is_finished: bool = field(default=False, init=False)
     _blocks: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -41,7 +48,7 @@ class RequestAccount:
     def count(self, tokens: int) -> None:
         """So many more tokens came, at least one."""
         if not self.output_tokens:
-            self.placement.mark_prefill_completed()
+            _noting_failure(self.placement.mark_prefill_completed)
             if self.tracker is not None:
                 self.tracker.record_first_token()
                 self.metrics.first_token(self.tracker)
@@ -52,18 +59,18 @@ class RequestAccount:
 
     def finish(self) -> None:
         """The answer is over, however; the second time nothing happens."""
-        if self.held.is_released:
+        if self._is_finished:
             return
-        self.held.release()
+        self._is_finished = True
+        self.held.release()  # after a drop the stream has done that already
         if self.tracker is not None and self.was_dispatched:
             self.tracker.record_finish()
             self.tracker.record_osl(self.output_tokens)
 
     def _grow(self, added_blocks: int) -> None:
         if self.tracks_output_blocks:
-            self.placement.add_output_blocks(
-                added_blocks, output_weight(self.output_tokens, self.expected_output_tokens)
-            )
+            weight = output_weight(self.output_tokens, self.expected_output_tokens)
+            _noting_failure(lambda: self.placement.add_output_blocks(added_blocks, weight))
         if self.tracker is not None:
             self.tracker.record_osl(self.output_tokens)
             self.tracker.record_finish()
@@ -73,9 +80,16 @@ class RequestAccount:
         return -(-(self.input_tokens + self.output_tokens) // self.block_size_tokens)
 
     def _release(self) -> None:
-        self.placement.release()
+        _noting_failure(self.placement.release)
         if self.was_dispatched:
             self.metrics.ended(self.output_tokens)
+
+
+def _noting_failure(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception:
+        _log.warning("the account of a request could not be kept", exc_info=True)
 
 
 def output_weight(output_tokens: int, expected_output_tokens: int | None) -> float | None:

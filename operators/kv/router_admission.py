@@ -21,7 +21,7 @@ from pipeline import Cancelled, Control, PenstockError, Unavailable
 from .overlap import Overlap
 from .queue import AdmissionQueue, Waiting
 from .queue_classes import PolicyProfile, PromptSize
-from .queue_limits import DepthTier
+from .queue_limits import DepthTier, QueueUsage
 from .router_request import RouteRequest
 
 
@@ -69,10 +69,15 @@ class Admission(Generic[P]):
         self._place, self._is_full, self._workers, self._now_s = place, is_full, workers, now_s
         self._refresh_after_s = refresh_after_s
         self._is_closed = False
+        self._is_draining = False
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
+
+    def waiting_by_class(self) -> dict[str, QueueUsage]:
+        """What waits in each class of the profile. May be asked in any thread."""
+        return {one.name: self._queue.usage(index) for index, one in enumerate(self._profile.classes)}
 
     async def admit(self, applicant: Applicant[P], control: Control | None) -> P:
         """Places the request, at once or in its turn.
@@ -97,19 +102,21 @@ class Admission(Generic[P]):
             strict_priority=request.strict_priority,
             lane=request.lane,
         )
-        self.drain()  # its lane, or its class's turn, may be free
         return await self._outcome(waiting, applicant.told, control)
 
     def drain(self) -> None:
-        """Places those that wait and may go now, one by one, so that each sees the booking before it."""
-        while len(self._queue) and (waiting := self._queue.pop(self._may_go)) is not None:
-            applicant = waiting.item
-            try:
-                is_old = waiting.is_due_for_refresh(self._now_s(), self._refresh_after_s)
-                applicant.placed = self._place(applicant, is_old)
-            except Exception as error:
-                applicant.error = error
-            _tell(applicant)
+        """Places those that wait and may go now, one by one, so that each sees the booking before it.
+
+        What makes room meanwhile, because somebody hears of a booking, is seen here and needs no second drain.
+        """
+        if self._is_draining:
+            return
+        self._is_draining = True
+        try:
+            while len(self._queue) and (waiting := self._queue.pop(self._may_go)) is not None:
+                self._settle(waiting)
+        finally:
+            self._is_draining = False
 
     def close(self) -> None:
         """Ends the queue: all that wait, and all that come, get Unavailable."""
@@ -118,6 +125,16 @@ class Admission(Generic[P]):
             waiting.item.error = _closing()
             _tell(waiting.item)
 
+    def _settle(self, waiting: Waiting[Applicant[P]]) -> None:
+        """Places one that waited, or notes why that failed, and tells it."""
+        applicant = waiting.item
+        try:
+            is_old = waiting.is_due_for_refresh(self._now_s(), self._refresh_after_s)
+            applicant.placed = self._place(applicant, is_old)
+        except Exception as error:
+            applicant.error = error
+        _tell(applicant)
+
     def _may_go(self, waiting: Waiting[Applicant[P]]) -> bool:
         return not self._is_full(waiting.item.request, waiting.class_index)
 
@@ -125,6 +142,7 @@ class Admission(Generic[P]):
         applicant = waiting.item
         forget = None if control is None else control.on_stop(told.set)
         try:
+            self.drain()  # its lane, or its class's turn, may be free
             await told.wait()
         except BaseException:  # its caller has gone
             self._withdraw(waiting)

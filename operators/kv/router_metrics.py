@@ -1,85 +1,195 @@
-"""RouterMetrics: what a KV router counts of the requests it routes.
+"""RouterMetrics: what a KV router counts of the requests it routes, refuses and hears of.
 
-Source: dynamo lib/llm/src/kv_router/metrics.rs, RouterRequestMetrics. Other than there queries are not counted as
-traffic, and the time between tokens is measured whether or not output blocks are tracked.
+What is in flight and waits in it is in `router_gauges`, how long its steps take in `router_steps`.
+
+Source: dynamo lib/llm/src/kv_router/metrics.rs. Other than there queries are not counted as traffic, the time between
+tokens is measured whether or not output blocks are tracked, and prefixes given up are counted of all types of workers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from pipeline import Context
 from pipeline.metrics import Buckets, Instrument, Metrics
 from pipeline.protocols import RequestTracker
 
+from .choose import Decision
+from .cost import WorkerType
+from .errors import LimitKind, QueueRejected
+from .queue_classes import DEFAULT_CLASS
+from .router_steps import RoutingSteps, overhead_recorders
+
 PREFIX = "dynamo_component_router"
-_LABELS = ("dynamo_namespace", "dynamo_component", "router_id")
+_PLACE = ("dynamo_namespace", "dynamo_component")
+_LABELS = (*_PLACE, "router_id")
+_OF_TYPE = (*_LABELS, "worker_type")
+
+
+def _histogram(name: str, unit: str, description: str, buckets: Buckets | tuple[float, ...]) -> Instrument:
+    return Instrument(name, "histogram", unit, description, _LABELS, buckets)
+
 
 ROUTER_INSTRUMENTS = (
     Instrument("requests_total", "counter", "", "Requests routed whose stream is over", _LABELS),
     Instrument("requests_started_total", "counter", "", "Requests booked on a worker", _LABELS),
-    Instrument(
-        "time_to_first_token_seconds",
-        "histogram",
-        "s",
-        "From arrival to the first token",
-        _LABELS,
-        Buckets(0.001, 480, 18),
+    _histogram("time_to_first_token_seconds", "s", "From arrival to the first token", Buckets(0.001, 480, 18)),
+    _histogram(
+        "inter_token_latency_seconds", "s", "Mean time between tokens, at each block of output", Buckets(0.001, 2, 13)
     ),
-    Instrument(
-        "inter_token_latency_seconds",
-        "histogram",
-        "s",
-        "Mean time between tokens, at each block of output",
-        _LABELS,
-        Buckets(0.001, 2, 13),
-    ),
-    Instrument(
-        "input_sequence_tokens", "histogram", "", "Tokens of a routed prompt", _LABELS, Buckets(50, 128_000, 12)
-    ),
-    Instrument("output_sequence_tokens", "histogram", "", "Tokens of an answer", _LABELS, Buckets(50, 32_000, 10)),
-    Instrument(
+    _histogram("input_sequence_tokens", "", "Tokens of a routed prompt", Buckets(50, 128_000, 12)),
+    _histogram("output_sequence_tokens", "", "Tokens of an answer", Buckets(50, 32_000, 10)),
+    _histogram(
         "kv_hit_rate",
-        "histogram",
         "",
         "Share of a prompt's blocks that its worker had, 0 to 1",
-        _LABELS,
         tuple(step / 20 for step in range(21)),
+    ),
+    Instrument(
+        "non_max_overlap_selections_total",
+        "counter",
+        "",
+        "Requests sent to a worker although another that could take them had more of the prompt",
+        _OF_TYPE,
+    ),
+    Instrument(
+        "overlap_blocks_lost",
+        "histogram",
+        "",
+        "How many blocks more the other worker had",
+        _OF_TYPE,
+        tuple(2**step / 4 for step in range(16)),
     ),
 )
 
+QUEUE_INSTRUMENTS = (
+    Instrument(
+        "router_queue_backpressure_total",
+        "counter",
+        "",
+        "Requests refused because too many wait, by the limit that was reached",
+        ("model", "worker_type", "policy_class", "reason"),
+    ),
+)
 
-class RouterMetrics(Metrics):
+EVENT_INSTRUMENTS = (
+    # It only grows, but a counter would be shown with `_total` behind its name, which the original's does not have.
+    Instrument(
+        "kv_cache_events_applied",
+        "up_down",
+        "",
+        "KV events taken into the index, by what became of them",
+        (*_PLACE, "event_type", "status"),
+    ),
+)
+
+REASONS: Mapping[LimitKind, str] = {
+    "requests": "request_limit",
+    "raw_isl_tokens": "raw_isl_token_limit",
+    "cached_tokens": "cached_token_limit",
+}
+EVENT_TYPES = ("stored", "removed", "cleared")
+
+
+class RouterMetrics:
     """The instruments of one router. The counters are there at zero from the start.
 
-    Without a meter the globally configured one is used.
+    Without a meter the globally configured one is used. `policy_classes` are the names of the router's queue classes.
+    `perf_s` is a clock for what the steps of a search take, as `time.perf_counter`: without one that is the loop's,
+    which may know milliseconds only.
     """
 
-    def __init__(self, meter: Any = None, *, namespace: str = "", component: str = "", router_id: str = "") -> None:
-        super().__init__(meter, family="component", prefix=PREFIX)
-        self._rows = {row.name: row for row in ROUTER_INSTRUMENTS}
-        self._labels = {row.name: (frozenset(row.labels), frozenset(row.optional)) for row in ROUTER_INSTRUMENTS}
-        self._own = {"dynamo_namespace": namespace, "dynamo_component": component, "router_id": router_id}
-        for name in ("requests_total", "requests_started_total"):
-            self.add(name, 0, **self._own)
+    def __init__(
+        self,
+        meter: Any = None,
+        *,
+        namespace: str = "",
+        component: str = "",
+        router_id: str = "",
+        model: str = "",
+        worker_type: WorkerType = "aggregated",
+        policy_classes: Iterable[str] = (DEFAULT_CLASS,),
+        perf_s: Callable[[], float] | None = None,
+    ) -> None:
+        place = {"dynamo_namespace": namespace, "dynamo_component": component}
+        own, typed = {**place, "router_id": router_id}, {"worker_type": shown_type(worker_type)}
+        router = Metrics(meter, prefix=PREFIX, rows=ROUTER_INSTRUMENTS)
+        self._started = router.recorder("requests_started_total", **own)
+        self._ended = router.recorder("requests_total", **own)
+        self._input_tokens = router.recorder("input_sequence_tokens", **own)
+        self._output_tokens = router.recorder("output_sequence_tokens", **own)
+        self._hit_rate = router.recorder("kv_hit_rate", **own)
+        self._ttft_s = router.recorder("time_to_first_token_seconds", **own)
+        self._itl_s = router.recorder("inter_token_latency_seconds", **own)
+        self._passed_over = router.recorder("non_max_overlap_selections_total", **own, **typed)
+        self._blocks_lost = router.recorder("overlap_blocks_lost", **own, **typed)
+        self._overhead_ms, self._perf_s = overhead_recorders(meter, router_id), perf_s
+        self._queue, self._queue_labels = Metrics(meter, rows=QUEUE_INSTRUMENTS), {"model": model, **typed}
+        self._events, self._place = Metrics(meter, family="component", rows=EVENT_INSTRUMENTS), place
+        self._applied: dict[tuple[str, str], Callable[[float], object]] = {}
+        self._begin(policy_classes)
 
-    def routed(self, input_tokens: int, tracker: RequestTracker | None) -> None:
+    def steps(self, now_s: Callable[[], float], request: Context[Any], tracer: Any = None) -> RoutingSteps:
+        """Times a search for a worker; its spans hang below the request's."""
+        return RoutingSteps(self._perf_s or now_s, self._overhead_ms, request=request, tracer=tracer)
+
+    def routed(self, input_tokens: int, tracker: RequestTracker | None, decision: Decision) -> None:
         """A request was booked."""
-        self.add("requests_started_total", 1, **self._own)
-        self.record("input_sequence_tokens", input_tokens, **self._own)
+        self._started(1)
+        self._input_tokens(input_tokens)
         if tracker is not None and (rate := tracker.kv_hit_rate) is not None:
-            self.record("kv_hit_rate", rate, **self._own)
+            self._hit_rate(rate)
+        if (lost := decision.best_overlap_blocks - decision.overlap_blocks) > 0:
+            self._passed_over(1)
+            self._blocks_lost(lost)
+
+    def refused(self, error: QueueRejected) -> None:
+        """A request may not even wait."""
+        self._add_refused(error.policy_class, REASONS[error.limit_kind], 1)
 
     def first_token(self, tracker: RequestTracker) -> None:
         """Its first token is there."""
         if (ttft_ms := tracker.ttft_ms) is not None:
-            self.record("time_to_first_token_seconds", ttft_ms / 1000, **self._own)
+            self._ttft_s(ttft_ms / 1000)
 
     def block_of_output(self, tracker: RequestTracker) -> None:
         """Its output filled another block."""
         if (itl_ms := tracker.avg_itl_ms) is not None:
-            self.record("inter_token_latency_seconds", itl_ms / 1000, **self._own)
+            self._itl_s(itl_ms / 1000)
 
     def ended(self, output_tokens: int) -> None:
         """Its stream is over, however."""
-        self.record("output_sequence_tokens", output_tokens, **self._own)
-        self.add("requests_total", 1, **self._own)
+        self._output_tokens(output_tokens)
+        self._ended(1)
+
+    def event_applied(self, event_type: str, status: str) -> None:
+        """A KV event was taken into the index, or not: give this to the KvRouter as `counted`."""
+        self._event_recorder(event_type, status)(1)
+
+    # -- inside
+
+    def _begin(self, policy_classes: Iterable[str]) -> None:
+        for counter in (self._started, self._ended, self._passed_over):
+            counter(0)
+        for event_type in EVENT_TYPES:
+            self._event_recorder(event_type, "ok")(0)
+        for policy_class in policy_classes:
+            for reason in REASONS.values():
+                self._add_refused(policy_class, reason, 0)
+
+    def _add_refused(self, policy_class: str, reason: str, count: int) -> None:
+        labels = {**self._queue_labels, "policy_class": policy_class, "reason": reason}
+        self._queue.add("router_queue_backpressure_total", count, **labels)
+
+    def _event_recorder(self, event_type: str, status: str) -> Callable[[float], object]:
+        if (known := self._applied.get((event_type, status))) is None:
+            known = self._applied[event_type, status] = self._events.recorder(
+                "kv_cache_events_applied", **self._place, event_type=event_type, status=status
+            )
+        return known
+
+
+def shown_type(worker_type: WorkerType) -> str:
+    """The label for a type of worker: one that does both is shown as one that decodes."""
+    return "prefill" if worker_type == "prefill" else "decode"

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.network import EndpointId, Event, EventPlane, Scope
 from pipeline.protocols.kv_events import KV_EVENTS_TOPIC, RouterEvent
+from pipeline.protocols.kv_recovery import RecoveryAnswer
 from pipeline.rx import DisposableBase, Observable
 
 from .approx_index import ApproxIndex, deepest
 from .block_hash import PromptBlocks
 from .config import KvRouterConfig
 from .event_feed import EventFeed, Recover
-from .event_log import RecoveryAnswer
+from .event_rank import Counted
 from .index import KvIndex
 from .overlap import Overlap
 from .worker_rank import WorkerRank
@@ -29,11 +30,16 @@ _log = logging.getLogger(__name__)
 
 
 class OverlapSource:
-    """See the module. `recover` asks a worker for what was lost; without one every rank begins with what arrives."""
+    """See the module. `recover` asks a worker for what was lost; without one every rank begins with what arrives.
 
-    def __init__(self, config: KvRouterConfig, recover: Recover | None = None) -> None:
+    `counted` hears what became of each event.
+    """
+
+    def __init__(self, config: KvRouterConfig, recover: Recover | None = None, counted: Counted | None = None) -> None:
         by_events = config.has_index and config.use_kv_events
-        self.feed = EventFeed(KvIndex(), recover or _keeps_nothing) if by_events else None
+        self.feed = None
+        if by_events:
+            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=counted or _uncounted)
         ttl_s = config.router_predicted_ttl_secs if config.use_kv_events else config.router_ttl_secs
         self._routed: ApproxIndex | None = None
         if config.has_index and ttl_s is not None:
@@ -102,6 +108,10 @@ class OverlapSource:
             self.feed.remove_rank(rank)
         if self._routed is not None:
             self._routed.remove_rank(rank)
+
+
+def _uncounted(event_type: str, status: str) -> None:
+    """For whoever does not count events."""
 
 
 async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryAnswer | None:

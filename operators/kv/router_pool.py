@@ -17,6 +17,8 @@ from .eligibility import WorkerPool, worker_ranks
 _log = logging.getLogger(__name__)
 
 Configs = Mapping[int, ModelRuntimeConfig]
+Adapters = Mapping[str, AbstractSet[int]]
+"""The workers that have an adapter loaded, by its name."""
 Changed = Callable[[Sequence[int], Mapping[int, range]], None]
 """Hears of a change: the workers that are gone, also those that came back at once, and the ranks there are now."""
 
@@ -27,8 +29,9 @@ class RouterPool:
     """Follows a pool until it is closed. `changed` is called at once and whenever workers or ranks are others.
 
     `configs` are the workers' own settings by instance; a worker is not known before it has some. Without `configs`
-    every instance counts as a plain one. `routable` gives the instances that may be asked now (by default all),
-    `overloaded` those that are busy. Settings that make no sense leave their worker out.
+    every instance counts as a plain one. `adapters` tell who has which adapter loaded. `routable` gives the instances
+    that may be asked now (by default all), `overloaded` those that are busy. Settings that make no sense leave their
+    worker out.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class RouterPool:
         changed: Changed,
         *,
         configs: Observable[Configs] | None = None,
+        adapters: Observable[Adapters] | None = None,
         routable: Callable[[], Sequence[int]] | None = None,
         overloaded: Callable[[], AbstractSet[int]] | None = None,
     ) -> None:
@@ -45,12 +49,15 @@ class RouterPool:
         self._routable = workers.instance_ids if routable is None else routable
         self._overloaded = overloaded
         self._configs: Configs | None = None if configs is None else {}
+        self.adapters: Adapters = {}
         self._arrivals: dict[int, int] = {}
         self._seen: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
         self._pool = WorkerPool({}, frozenset())
         self._following = CompositeDisposable(workers.changes().subscribe(lambda _: self._look()))
         if configs is not None:
             self._following.add(configs.subscribe(self._learn))
+        if adapters is not None:
+            self._following.add(adapters.subscribe(self._learn_adapters))
 
     def now(self) -> WorkerPool:
         """The workers of this moment; the same object until something changes."""
@@ -67,6 +74,10 @@ class RouterPool:
 
     def _learn(self, configs: Configs) -> None:
         self._configs = {worker_id: config for worker_id, config in configs.items() if _makes_sense(worker_id, config)}
+        self._look()
+
+    def _learn_adapters(self, adapters: Adapters) -> None:
+        self.adapters = adapters
         self._look()
 
     def _look(self) -> None:
@@ -100,3 +111,32 @@ def with_model(configs: Configs, news: Added[Model] | Removed[Model] | TaintsUpd
         return configs
     others = {worker_id: config for worker_id, config in configs.items() if worker_id != news.item.instance_id}
     return others if isinstance(news, Removed) else {**others, news.item.instance_id: news.item.card.runtime_config}
+
+
+Loaded = Mapping[tuple[int, str], str]
+"""The name of each adapter that a worker has, by the worker and the suffix of the adapter's card."""
+
+
+def adapters_of(models: Observable[Added[Model] | Removed[Model] | TaintsUpdated]) -> Observable[Adapters]:
+    """Who has which adapter loaded, by the cards that discovery knows of an endpoint, as for `configs_of`."""
+    nothing: Loaded = {}
+    loaded: Observable[Loaded] = models.pipe(ops.scan(with_adapter, nothing))
+    return loaded.pipe(ops.distinct_until_changed()).pipe(ops.map(_by_name))
+
+
+def with_adapter(loaded: Loaded, news: Added[Model] | Removed[Model] | TaintsUpdated) -> Loaded:
+    """What is loaded after the news; what is given stays as it is. A card that names no adapter has its suffix's."""
+    model = news.item
+    if model.suffix is None:
+        return loaded
+    key = (model.instance_id, model.suffix)
+    others = {other: name for other, name in loaded.items() if other != key}
+    name = model.suffix if model.card.lora is None else model.card.lora.name
+    return others if isinstance(news, Removed) else {**others, key: name}
+
+
+def _by_name(loaded: Loaded) -> Adapters:
+    holders: dict[str, set[int]] = {}
+    for (worker_id, _), name in loaded.items():
+        holders.setdefault(name, set()).add(worker_id)
+    return holders

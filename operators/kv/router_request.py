@@ -17,7 +17,8 @@ from pipeline.protocols.timing import RequestPhase
 
 from .block_hash import PromptBlocks
 from .cost import Prompt
-from .eligibility import RoutingRules, WorkerPool
+from .eligibility import RoutingRules, WorkerPool, narrowed_to_adapter
+from .router_pool import Adapters
 from .worker_rank import WorkerRank
 
 POLICY_CLASS = "policy-class"
@@ -70,18 +71,23 @@ class RouteRequest:
     @property
     def lane(self) -> Hashable:
         """What restricts the choice of workers, None if nothing does: those with the same may wait in one line."""
-        required = self.constraints.required_taints
-        if self.worker_id is None and self.allowed_worker_ids is None and not required:
+        required, adapter = self.constraints.required_taints, self.blocks.lora_name or None
+        if self.worker_id is None and self.allowed_worker_ids is None and not required and adapter is None:
             return None
         allowed = None if self.allowed_worker_ids is None else frozenset(self.allowed_worker_ids)
-        return self.worker_id, self.dp_rank, allowed, frozenset(required)
+        return self.worker_id, self.dp_rank, allowed, frozenset(required), adapter
 
-    def rules(self, pool: WorkerPool) -> RoutingRules:
+    def rules(self, pool: WorkerPool, adapters: Adapters) -> RoutingRules:
         """The rules for these workers. Raises InvalidArgument if the named worker has several ranks and none is named.
 
-        A worker that is not there keeps its first rank, so that the pool can say what is wrong with it.
+        A worker that is not there keeps its first rank, so that the pool can say what is wrong with it. Without a named
+        worker a request with an adapter goes to those that have it loaded, if one that it allows has.
         """
-        return RoutingRules(self._pin(pool), self.allowed_worker_ids, self.constraints)
+        pin, allowed, adapter = self._pin(pool), self.allowed_worker_ids, self.blocks.lora_name
+        if pin is None and adapter and (holders := adapters.get(adapter)):
+            there = pool.configs.keys() if pool.available is None else pool.configs.keys() & pool.available
+            allowed = narrowed_to_adapter(allowed, holders, there)
+        return RoutingRules(pin, allowed, self.constraints)
 
     def _pin(self, pool: WorkerPool) -> WorkerRank | None:
         if self.worker_id is None:

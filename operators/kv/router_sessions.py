@@ -29,14 +29,14 @@ class Sessions:
         """Where the session is bound; changes nothing."""
         return self._affinity.peek(session_id, self._clock.now_s())
 
-    async def enter(self, session_id: str, control: Control) -> Entered:
+    async def enter(self, session_id: str, request_id: str, control: Control) -> Entered:
         """Begins a request: bound, or the first, which must end with `bind` or `give_up`.
 
         Raises ResourceExhausted when there is no room for a new session, Cancelled on a stop while it waits.
         """
         while isinstance(entry := self._affinity.enter(session_id, self._clock.now_s()), Busy):
             if control.is_stopped:
-                raise Cancelled(f"a request of session {session_id!r} was cancelled")
+                raise Cancelled(f"Request {request_id} was cancelled")
             await self._decided(session_id, control)
         return entry
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics import MeterProvider, ObservableGauge
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -21,6 +21,8 @@ from pipeline.metrics import Metrics
 from .token_gaps import GapCounts, TokenGaps
 
 _GAPS = "inter_token_latency_seconds"
+_OBSERVED_SERIES = 1_000_000
+"""How many series of an observed gauge there may be: the SDK counts those that have gone, too."""
 
 
 class Telemetry:
@@ -31,9 +33,15 @@ class Telemetry:
     def __init__(self, *, prefix: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         """`prefix` replaces that of all names, `environment` may change buckets: see `pipeline.metrics`."""
         self._registry = CollectorRegistry()
-        reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=self._registry)
+        reader = PrometheusMetricReader(
+            disable_target_info=True,
+            scope_info_enabled=False,
+            registry=self._registry,
+            cardinality_limits={ObservableGauge: _OBSERVED_SERIES},
+        )
         self._provider = MeterProvider([reader], Resource.get_empty(), shutdown_on_exit=False)
-        meter = self._provider.get_meter("penstock")
+        self.meter = meter = self._provider.get_meter("penstock")
+        """For those who bring instruments of their own: `Metrics(meter, rows=...)`."""
         self.metrics = Metrics(meter, prefix=prefix, environment=environment)
         self.component_metrics = Metrics(meter, family="component", environment=environment)
         """For the workers of this program."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from random import Random
@@ -13,10 +14,12 @@ from attrs import evolve
 
 from operators import PushRouter
 from operators.direct_router import DirectRouter
+from operators.kv.choose import Decision
 from operators.kv.chooser import KvRouter
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.router_account import output_weight
+from operators.kv.router_placement import Placement
 from operators.kv_push_router import ROUTER_DECISION, KvPushRouter
 from pipeline import (
     Annotated,
@@ -31,6 +34,8 @@ from pipeline import (
 )
 from pipeline.network import Workers, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
+from pipeline.protocols.runtime_config import ModelRuntimeConfig
+from pipeline.rx import BehaviorSubject
 from pipeline.testing import Fail, ScriptedEngine, Stall, check_operator
 
 pytestmark = pytest.mark.anyio
@@ -218,6 +223,16 @@ async def test_the_prompt_counts_as_computed_at_the_first_token() -> None:
     assert times.ttft_ms == 1000
 
 
+@pytest.mark.parametrize(("first", "second", "left"), [(8, 10, 2), (8, 8, 0), (0, 8, 8)])
+async def test_what_is_cached_is_no_prompt_work(first: int, second: int, left: int) -> None:
+    graph = Graph(worker_ids=[1])
+    if first:
+        await graph.ask(prompt(first))
+    async with await graph.engine.generate(Context(prompt(second))):
+        loads = graph.chooser.sequences.project((), graph.chooser.sequences.ranks(), 0.0)
+        assert (list(loads.prefill_tokens), list(loads.requests)) == ([left], [1])
+
+
 @pytest.mark.parametrize(("tracks", "expected"), [(True, [1, 4, 4]), (False, [1, 1, 1])])
 async def test_all_blocks_an_item_fills_are_added(tracks: bool, expected: list[int]) -> None:
     """KV-169, KV-171: one item may fill several"""
@@ -278,6 +293,36 @@ async def test_a_raise_reaches_the_reader_when_the_request_is_off_the_account() 
         assert graph.booked == 0
 
 
+@pytest.mark.parametrize("step", ["mark_prefill_completed", "add_output_blocks", "release"])
+async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
+    step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """KV-168: each step is tried once, whether or not it fails."""
+    graph, tried = Graph(tokens(0, 1, 1), router_track_output_blocks=True), []
+
+    def fails(*_: Any) -> None:
+        tried.append(step)
+        raise ValueError("broken account")
+
+    monkeypatch.setattr(Placement, step, fails)
+    assert [len(item.data.token_ids) for item in await graph.ask(prompt())] == [0, 1, 1]
+    assert (tried, "broken account" in caplog.text) == ([step], True)
+
+
+async def test_a_rank_that_is_not_the_first_is_said_too() -> None:
+    """KV-165"""
+    engine = ScriptedEngine(tokens(1))
+    workers: Workers[Any, Any] = static_workers({1: engine})
+    configs = BehaviorSubject({1: ModelRuntimeConfig(data_parallel_start_rank=3)})
+    chooser = KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK, configs=configs)
+    graph = KvPushRouter(chooser) >> PushRouter(workers)
+    for hints in (None, RoutingHints(backend_instance_id=1), RoutingHints(backend_instance_id=1, dp_rank=3)):
+        times = tracker()
+        await (await graph.generate(Context(prompt(routing=hints, tracker=times)))).collect()
+        sent = engine.requests[-1].payload.routing
+        assert (sent.dp_rank, times.decode_worker.dp_rank) == (3, 3)
+
+
 async def test_an_id_that_is_booked_is_an_error_and_keeps_its_booking() -> None:
     graph = Graph([Stall()])
     async with await graph.engine.generate(Context(prompt(), id="r")):
@@ -311,6 +356,17 @@ async def test_the_tracker_hears_of_the_choice() -> None:
     assert times.router_queue_depth == 0
 
 
+async def test_a_choice_is_logged_in_the_shape_that_tools_read(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "operators.kv_push_router")
+    graph = Graph(worker_ids=[7])
+    for asked in (prompt(8), prompt(18), named(backend_instance_id=7), prompt(annotations=["query_instance_id:"])):
+        await graph.ask(asked)
+    assert caplog.messages == [
+        "[ROUTING] Best: worker_7 dp_rank=0 with 0/2 blocks overlap",
+        "[ROUTING] Best: worker_7 dp_rank=0 with 2/5 blocks overlap",
+    ]
+
+
 async def test_the_reasons_come_first_if_asked_for() -> None:
     graph = Graph()
     event, answer = await graph.ask(prompt(annotations=[ROUTER_DECISION]))
@@ -320,6 +376,39 @@ async def test_the_reasons_come_first_if_asked_for() -> None:
     assert reasons["worker_id"] == worker_id
     assert [one["rank"] for one in reasons["candidates"]] == [[1, 0], [2, 0], [3, 0]]
     assert {one["cost"] for one in reasons["candidates"]} == {reasons["cost"]} == {4.0}
+
+
+async def test_reasons_no_number_can_say_are_left_out_and_the_request_goes_its_way() -> None:
+    graph = Graph(prefill_load_scale=1.7e308)
+    event, answer = await graph.ask(prompt(annotations=[ROUTER_DECISION]))
+    reasons = json.loads(event.comment[0])
+    assert ("cost" in reasons, reasons["margin"], reasons["prompt_blocks"]) == (False, 0.0, 2)
+    assert [sorted(one)[-1] for one in reasons["candidates"]] == ["rank"] * 3
+    assert (answer.data.token_ids, graph.booked) == ([0], 0)
+
+
+async def test_reasons_that_cannot_be_told_leave_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph()
+
+    def broken(_: Decision) -> Any:
+        raise ValueError("no reasons")
+
+    monkeypatch.setattr(Decision, "report", broken)
+    with pytest.raises(ValueError, match="no reasons"):
+        await graph.ask(prompt(annotations=[ROUTER_DECISION]))
+    assert (graph.asked, graph.booked) == ({}, 0)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # dropped on purpose
+async def test_of_a_dropped_stream_the_tracker_hears_what_had_come() -> None:
+    graph, times = Graph(tokens(1, 1, 1)), tracker()
+    stream = await graph.engine.generate(Context(prompt(tracker=times)))
+    for _ in range(2):
+        await stream.__anext__()
+    del stream
+    gc.collect(0)
+    await anyio.wait_all_tasks_blocked()
+    assert (graph.booked, times.osl_tokens, times.total_time_ms) == (0, 2, 0.0)
 
 
 # -- contracts

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from operators import PushRouter
+from operators.kv.affinity import SESSION_HEADER
 from operators.kv.chooser import KvRouter
 from operators.kv.config import KvRouterConfig
 from operators.kv.worker_rank import WorkerRank
@@ -162,13 +163,38 @@ async def test_a_query_reads_the_session_and_reserves_nothing() -> None:
     assert [await query() for _ in range(5)] == [3] * 5
 
 
+async def test_a_request_that_may_not_go_to_its_sessions_worker_goes_elsewhere_and_binds_anew() -> None:
+    """KV-158: it named no worker itself."""
+    graph = Graph()
+    await graph.ask(backend_instance_id=2)
+    await graph.ask(allowed_worker_ids={3})
+    assert (graph.bound, graph.counts, len(graph.chooser.sequences)) == (WorkerRank(3), [1, 1], 0)
+
+
+async def test_a_query_of_a_session_whose_worker_cannot_take_it_is_answered_without_it() -> None:
+    """KV-159"""
+    graph = Graph()
+    await graph.ask(backend_instance_id=2)
+    tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
+    asked = PreprocessedRequest(
+        [1, 2, 3, 4],
+        annotations=["query_instance_id:"],
+        tracker=tracker,
+        routing=RoutingHints(allowed_worker_ids={3}),
+    )
+    (item,) = await (await graph.engine.generate(Context(asked, metadata={SESSION_HEADER: "s"}))).collect()
+    assert item.data is not None
+    assert item.data.disaggregated_params["worker_id"]["decode_worker_id"] == 3
+    assert graph.bound == WorkerRank(2)
+
+
 async def test_one_that_waits_for_the_first_may_be_stopped() -> None:
     graph, second = Graph(), asking()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(graph.ask)
         await anyio.sleep(0.1)
         tasks.start_soon(stop_soon, second)
-        with pytest.raises(Cancelled):
+        with pytest.raises(Cancelled, match=f"Request {second.id} was cancelled"):
             await graph.engine.generate(second)
         assert anyio.current_time() < 0.5 + graph.chooser.clock.now_s()
     assert graph.counts == [1]

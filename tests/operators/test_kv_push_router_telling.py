@@ -16,7 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from operators import PushRouter
 from operators.kv.chooser import KvRouter
 from operators.kv.config import KvRouterConfig
-from operators.kv.router_metrics import ROUTER_INSTRUMENTS, RouterMetrics
+from operators.kv.errors import QueueRejected
+from operators.kv.queue_classes import PolicyClass, PolicyProfile
+from operators.kv.router_metrics import RouterMetrics
 from operators.kv_push_router import KvPushRouter
 from pipeline import Annotated, CannotConnect, Context, Segment, Unavailable
 from pipeline.network import static_workers
@@ -27,37 +29,56 @@ from pipeline.tracing import traced
 pytestmark = pytest.mark.anyio
 
 TWO_BLOCKS = [Annotated(LLMEngineOutput([1, 2])), Wait(4), Annotated(LLMEngineOutput([3, 4, 5]))]
+OWN = {"dynamo_namespace": "ns", "dynamo_component": "comp", "router_id": "r"}
 
 
 class Measured:
-    """A graph of one worker, and what it has measured so far."""
+    """A graph of some workers, and what it has measured so far."""
 
-    def __init__(self, script: Any = TWO_BLOCKS, *, fails: Exception | None = None, tracer: Any = None) -> None:
+    def __init__(
+        self,
+        script: Any = TWO_BLOCKS,
+        *,
+        worker_ids: tuple[int, ...] = (7,),
+        fails: Exception | None = None,
+        tracer: Any = None,
+        profile: PolicyProfile | None = None,
+        **config: Any,
+    ) -> None:
         self._reader = InMemoryMetricReader()
-        metrics = RouterMetrics(
-            MeterProvider([self._reader], shutdown_on_exit=False).get_meter("test"),
-            namespace="ns",
-            component="comp",
-            router_id="r",
+        meter = MeterProvider([self._reader], shutdown_on_exit=False).get_meter("test")
+        metrics = RouterMetrics(meter, namespace="ns", component="comp", router_id="r", model="m")
+        engines = {worker_id: ScriptedEngine(script, fails=fails) for worker_id in worker_ids}
+        workers: Any = static_workers(engines)
+        chosen = KvRouterConfig(**{"use_kv_events": False, **config})
+        self.chooser = KvRouter(workers, chosen, block_size_tokens=4, rng=Random(1), profile=profile)
+        self.engine: Segment[Any, Any] = KvPushRouter(self.chooser, metrics=metrics, tracer=tracer) >> PushRouter(
+            workers
         )
-        workers: Any = static_workers({7: ScriptedEngine(script, fails=fails)})
-        config = KvRouterConfig(use_kv_events=False)
-        chooser = KvRouter(workers, config, block_size_tokens=4, rng=Random(1))
-        self.engine: Segment[Any, Any] = KvPushRouter(chooser, metrics=metrics, tracer=tracer) >> PushRouter(workers)
 
-    async def ask(self, count: int = 4, *, tracker: RequestTracker | None = None, **fields: Any) -> None:
+    async def ask(
+        self, count: int = 4, request_id: str = "r1", *, tracker: RequestTracker | None = None, **fields: Any
+    ) -> None:
         request = PreprocessedRequest(list(range(count)), tracker=tracker, **fields)
-        await (await self.engine.generate(Context(request, id="r1"))).collect()
+        await (await self.engine.generate(Context(request, id=request_id))).collect()
+
+    def points(self, prefix: str) -> list[tuple[str, dict[str, Any], Any]]:
+        """Name, labels and point of all series whose name begins like this."""
+        data: Any = self._reader.get_metrics_data()
+        return [
+            (metric.name.removeprefix(prefix), dict(point.attributes), point)
+            for metric in data.resource_metrics[0].scope_metrics[0].metrics
+            if metric.name.startswith(prefix)
+            for point in metric.data.data_points
+        ]
 
     @property
     def seen(self) -> dict[str, list[Any]]:
-        """Of each instrument what was counted, or number and sum of what was recorded; nothing where it is zero."""
+        """Of each of the router's own what was counted, or number and sum of what was recorded."""
         found: dict[str, list[Any]] = {}
-        data: Any = self._reader.get_metrics_data()
-        for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-            name = metric.name.removeprefix("dynamo_component_router_")
-            (point,) = metric.data.data_points
-            assert dict(point.attributes) == {"dynamo_namespace": "ns", "dynamo_component": "comp", "router_id": "r"}
+        for name, labels, point in self.points("dynamo_component_router_"):
+            assert name not in found
+            assert labels == (OWN if "overlap" not in name else {**OWN, "worker_type": "decode"})
             found[name] = [point.value] if hasattr(point, "value") else [point.count, point.sum]
         return found
 
@@ -66,12 +87,25 @@ def tracker() -> RequestTracker:
     return RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
 
 
-ZERO = {"requests_total": [0], "requests_started_total": [0]}
+ZERO = {"requests_total": [0], "requests_started_total": [0], "non_max_overlap_selections_total": [0]}
 
 
 async def test_the_counters_are_there_before_any_traffic() -> None:
     """KV-181"""
-    assert Measured().seen == ZERO
+    measured = Measured()
+    assert measured.seen == ZERO
+    refused = measured.points("dynamo_frontend_router_queue_backpressure_total")
+    assert [(labels["reason"], labels["policy_class"], point.value) for _, labels, point in refused] == [
+        ("request_limit", "default", 0),
+        ("raw_isl_token_limit", "default", 0),
+        ("cached_token_limit", "default", 0),
+    ]
+    applied = measured.points("dynamo_component_kv_cache_events_applied")
+    assert [(labels["event_type"], labels["status"], point.value) for _, labels, point in applied] == [
+        ("stored", "ok", 0),
+        ("removed", "ok", 0),
+        ("cleared", "ok", 0),
+    ]
 
 
 async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
@@ -80,6 +114,7 @@ async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
     await measured.ask()
     await measured.ask(8, tracker=tracker())
     assert measured.seen == {
+        **ZERO,
         "requests_total": [2],
         "requests_started_total": [2],
         "input_sequence_tokens": [2, 12],
@@ -95,6 +130,7 @@ async def test_without_a_tracker_only_tokens_are_measured() -> None:
     measured = Measured()
     await measured.ask()
     assert measured.seen == {
+        **ZERO,
         "requests_total": [1],
         "requests_started_total": [1],
         "input_sequence_tokens": [1, 4],
@@ -113,6 +149,7 @@ async def test_a_query_is_no_traffic() -> None:
     measured = Measured()
     await measured.ask(tracker=tracker(), annotations=["query_instance_id:"])
     assert measured.seen == ZERO
+    assert measured.points("dynamo_router_overhead_") == []
 
 
 async def test_a_failed_selection_counts_nothing_and_a_failed_push_no_answer() -> None:
@@ -125,30 +162,145 @@ async def test_a_failed_selection_counts_nothing_and_a_failed_push_no_answer() -
     assert measured.seen == {**ZERO, "requests_started_total": [1], "input_sequence_tokens": [1, 4]}
 
 
-def test_the_buckets_are_those_of_the_table() -> None:
-    bounds = {row.name: row.bounds({}) for row in ROUTER_INSTRUMENTS if row.kind == "histogram"}
-    assert bounds["time_to_first_token_seconds"][:4] == (0, 0.0022, 0.0047, 0.01)
-    assert bounds["inter_token_latency_seconds"][-3:] == (0.56, 1.1, 2)
-    assert bounds["input_sequence_tokens"][-2:] == (63000, 130000)
-    assert bounds["output_sequence_tokens"][4:6] == (880, 1800)
-    assert (len(bounds["kv_hit_rate"]), bounds["kv_hit_rate"][1]) == (21, 0.05)
+# -- prefixes given up
+
+
+async def test_a_choice_against_the_longest_prefix_is_counted_with_what_it_lost() -> None:
+    """Credit for what is cached is so low that the load of the worker that has it decides."""
+    measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], worker_ids=(1, 2), overlap_score_credit=0.1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measured.ask, 12)  # in flight, and its three blocks are on its worker
+        await anyio.sleep(1)
+        await measured.ask(12, "r2")
+    assert measured.seen["non_max_overlap_selections_total"] == [1]
+    assert measured.seen["overlap_blocks_lost"] == [1, 3]
+
+
+async def test_a_tie_and_a_pinned_request_give_nothing_up() -> None:
+    measured = Measured(worker_ids=(1, 2))
+    for worker_id in (1, 2, 2, 1):
+        await measured.ask(12, routing=RoutingHints(backend_instance_id=worker_id))
+    await measured.ask(12)
+    assert measured.seen["non_max_overlap_selections_total"] == [0]
+    assert "overlap_blocks_lost" not in measured.seen
+
+
+# -- who may not even wait
+
+
+async def test_a_refusal_is_counted_by_the_limit_that_was_reached() -> None:
+    only_one = PolicyClass("small", prefill_busy_threshold=0, request_queue_limit_per_worker=0)
+    measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], profile=PolicyProfile.single(only_one))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measured.ask)
+        await anyio.sleep(1)
+        with pytest.raises(QueueRejected):
+            await measured.ask()
+    refused = measured.points("dynamo_frontend_router_queue_backpressure_total")
+    assert [labels for _, labels, point in refused if point.value == 1] == [
+        {"model": "m", "worker_type": "decode", "policy_class": "small", "reason": "request_limit"}
+    ]
+    assert measured.seen["requests_started_total"] == [1]
+
+
+# -- steps
+
+
+async def test_each_step_of_a_search_is_timed_and_waiting_belongs_to_scheduling() -> None:
+    one_at_a_time = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
+    measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], profile=one_at_a_time)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measured.ask)
+        await anyio.sleep(1)
+        tasks.start_soon(measured.ask, 4, "r2")
+    spent = {name: (labels, point.count, point.sum) for name, labels, point in measured.points("dynamo_router_")}
+    assert spent == {
+        "overhead_block_hashing_ms": ({"router_id": "r"}, 2, 0),
+        "overhead_seq_hashing_ms": ({"router_id": "r"}, 2, 0),
+        "overhead_indexer_find_matches_ms": ({"router_id": "r"}, 2, 0),
+        "overhead_scheduling_ms": ({"router_id": "r"}, 2, pytest.approx(9000)),
+        "overhead_total_ms": ({"router_id": "r"}, 2, pytest.approx(9000)),
+    }
+
+
+async def test_what_is_not_needed_is_neither_hashed_nor_timed() -> None:
+    measured = Measured(overlap_score_credit=0, router_track_active_blocks=False)
+    await measured.ask()
+    names = [name for name, *_ in measured.points("dynamo_router_overhead_")]
+    assert names == ["indexer_find_matches_ms", "scheduling_ms", "total_ms"]
+
+
+async def test_a_search_that_fails_is_not_timed_as_one() -> None:
+    measured = Measured()
+    with pytest.raises(Unavailable):
+        await measured.ask(routing=RoutingHints(backend_instance_id=9))
+    names = [name for name, *_ in measured.points("dynamo_router_overhead_")]
+    assert names == ["block_hashing_ms", "seq_hashing_ms", "indexer_find_matches_ms"]
+
+
+# -- spans
+
+
+class Spans:
+    """A graph with its spans."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        tracer = provider.get_tracer("test")
+        self.measured = Measured(tracer=tracer, **settings)
+        self.graph = traced(self.measured.engine, tracer=tracer)
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        return {span.name: span for span in self._exporter.get_finished_spans()}
+
+    def above(self, name: str) -> str:
+        """The name of the span this one hangs below."""
+        parent = self.ended[name].parent
+        return {span.context.span_id: name for name, span in self.ended.items()}[parent.span_id]
+
+
+CHOOSING = {
+    "kv_router.select_worker",
+    "kv_router.compute_block_hashes",
+    "kv_router.compute_seq_hashes",
+    "kv_router.schedule",
+}
 
 
 async def test_the_choice_and_its_reasons_are_in_the_spans() -> None:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("test")
-    measured = Measured(tracer=tracer)
-    graph = traced(measured.engine, tracer=tracer)
-    async with await graph.generate(Context(PreprocessedRequest([1, 2, 3, 4]), id="r1")) as stream:
-        before_the_first_item = {span.name for span in exporter.get_finished_spans()}
+    spans = Spans()
+    request = Context(PreprocessedRequest([1, 2, 3, 4]), id="r1")
+    async with await spans.graph.generate(request) as stream:
+        assert spans.ended.keys() == {*CHOOSING, "kv_router.route_request"}
         async for _ in stream:
             pass
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert before_the_first_item == {"kv_router.select_worker", "kv_router.route_request"}
-    reasons = dict(spans["KvPushRouter"].attributes or {})
+    reasons = dict(spans.ended["KvPushRouter"].attributes or {})
     assert (reasons["kv_router.worker_id"], reasons["kv_router.cost"], reasons["kv_router.candidates"]) == (7, 2.0, 1)
-    sent = dict(spans["kv_router.route_request"].attributes or {})
+    sent = dict(spans.ended["kv_router.route_request"].attributes or {})
     expected = {"request_id": "r1", "worker_id": 7, "dp_rank": 0, "overlap_blocks": 0, "phase": "aggregated"}
     assert {name: sent[name] for name in expected} == expected
+
+
+async def test_the_steps_of_a_search_hang_below_it() -> None:
+    spans = Spans()
+    await (await spans.graph.generate(Context(PreprocessedRequest([1, 2, 3, 4])))).collect()
+    assert {spans.above(name) for name in CHOOSING - {"kv_router.select_worker"}} == {"kv_router.select_worker"}
+    assert spans.above("kv_router.select_worker") == "KvPushRouter"
+
+
+async def test_an_error_is_on_the_step_it_came_from() -> None:
+    spans = Spans()
+    request = PreprocessedRequest([1, 2, 3, 4], routing=RoutingHints(backend_instance_id=9))
+    with pytest.raises(Unavailable):
+        await spans.graph.generate(Context(request))
+    assert spans.ended["kv_router.compute_block_hashes"].status.is_ok
+    assert not spans.ended["kv_router.schedule"].status.is_ok
+
+
+async def test_a_request_that_is_not_traced_has_no_spans() -> None:
+    spans = Spans()
+    await spans.measured.ask()
+    assert spans.ended == {}

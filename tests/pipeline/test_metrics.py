@@ -229,3 +229,90 @@ def test_a_gauge_wants_its_other_labels() -> None:
         metrics.set("total_blocks", 5, dp_rank="0")
     with pytest.raises(ValueError, match="is a gauge"):
         metrics.add("total_blocks", 5, dp_rank="0")
+
+
+# -- rows of one's own
+
+OWN = [
+    Instrument("done_total", "counter", "", "What is done", ("pool",)),
+    Instrument("size", "histogram", "", "How large it was", ("pool",), (1.0, 2.0)),
+    Instrument("waiting", "observed", "", "Who waits", ("pool", "rank"), optional=("rank",)),
+]
+
+
+def test_rows_of_ones_own_replace_the_familys() -> None:
+    recorded = Recorded()
+    metrics = Metrics(recorded.meter, prefix="mine", rows=OWN)
+    metrics.add("done_total", pool="a")
+    assert list(recorded.points()) == ["mine_done_total"]
+    with pytest.raises(ValueError, match="requests_started_total"):
+        metrics.add("requests_started_total", **REQUEST)
+
+
+def test_a_recorder_adds_or_records_for_its_labels() -> None:
+    recorded = Recorded()
+    metrics = Metrics(recorded.meter, rows=OWN)
+    for name in ("done_total", "size"):
+        record = metrics.recorder(name, pool="a")
+        record(1)
+        record(3)
+    points = {name: points[0] for name, points in recorded.points().items()}
+    assert points["dynamo_frontend_done_total"].value == 4
+    assert (points["dynamo_frontend_size"].count, points["dynamo_frontend_size"].sum) == (2, 4)
+    assert {str(dict(point.attributes)) for point in points.values()} == {"{'pool': 'a'}"}
+
+
+@pytest.mark.parametrize(("name", "labels"), [("done_total", {}), ("done_total", {"rank": "0"}), ("waiting", {})])
+def test_a_recorder_is_refused_at_once(name: str, labels: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=name):
+        Metrics(Recorded().meter, rows=OWN).recorder(name, **labels)
+
+
+def test_an_observed_gauge_shows_the_values_of_the_moment_and_no_series_that_is_gone() -> None:
+    recorded, waiting = Recorded(), {"a": 1, "b": 2}
+    metrics = Metrics(recorded.meter, rows=OWN)
+    forget = metrics.observe("waiting", lambda: [({"pool": pool}, count) for pool, count in waiting.items()])
+    assert _by_pool(recorded) == {"a": 1, "b": 2}
+    del waiting["a"]
+    waiting["b"] = 5
+    assert _by_pool(recorded) == {"b": 5}
+    forget()
+    forget()
+    assert _by_pool(recorded) == {}
+
+
+def test_several_may_observe_one_instrument_of_a_meter() -> None:
+    """A meter takes callbacks only with an instrument's first creation."""
+    recorded = Recorded()
+    meter = Metrics(recorded.meter).meter
+    forget = [
+        Metrics(meter, rows=OWN).observe("waiting", lambda pool=pool: [({"pool": pool}, 1)])  # type: ignore[misc]
+        for pool in "ab"
+    ]
+    assert _by_pool(recorded) == {"a": 1, "b": 1}
+    forget[0]()
+    assert _by_pool(recorded) == {"b": 1}
+
+
+def test_what_cannot_be_observed_is_logged_and_hides_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
+    recorded = Recorded()
+    metrics = Metrics(recorded.meter, rows=OWN)
+    metrics.observe("waiting", lambda: [({"pool": "a"}, 1 // 0)])
+    metrics.observe("waiting", lambda: [({"pole": "a"}, 1)])
+    metrics.observe("waiting", lambda: [({"pool": "b", "rank": "0"}, 2)])
+    assert _by_pool(recorded) == {"b": 2}
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
+def test_only_an_observed_gauge_is_observed() -> None:
+    with pytest.raises(ValueError, match="done_total is a counter"):
+        Metrics(Recorded().meter, rows=OWN).observe("done_total", list)
+
+
+def test_a_gauge_may_be_observed_before_anything_is_configured() -> None:
+    Metrics(rows=OWN).observe("waiting", list)()
+
+
+def _by_pool(recorded: Recorded) -> dict[str, Any]:
+    points = recorded.points().get("dynamo_frontend_waiting", [])
+    return {point.attributes["pool"]: point.value for point in points}

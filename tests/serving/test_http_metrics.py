@@ -8,7 +8,9 @@ import anyio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from operators.kv import RouterMetrics
 from pipeline import Annotated, Cancelled, Context, Disconnected, InvalidArgument, ResourceExhausted, Unavailable
+from pipeline.metrics import Instrument, Metrics
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, PromptTokensDetails
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import HttpOptions, Telemetry, app
@@ -235,3 +237,43 @@ async def test_the_callers_span_goes_with_the_request(chat: Any, token: Any, las
     seen: list[Context[Any]] = engine.requests
     assert seen[0].trace is not None
     assert seen[1].trace is None
+
+
+# -- instruments that others bring
+
+
+def test_what_is_observed_is_shown_as_long_as_it_is_there(telemetry: Telemetry) -> None:
+    metrics = Metrics(telemetry.meter, rows=[Instrument("waiting", "observed", "", "Who waits", ("pool",))])
+    waiting = {"a": 2, "b": 3}
+    forget = metrics.observe("waiting", lambda: [({"pool": pool}, count) for pool, count in waiting.items()])
+    assert samples(telemetry) == {'waiting{pool="a"}': 2, 'waiting{pool="b"}': 3}
+    del waiting["a"]
+    assert samples(telemetry) == {'waiting{pool="b"}': 3}
+    forget()
+    assert samples(telemetry) == {}
+
+
+def test_series_that_are_gone_leave_room_for_others(telemetry: Telemetry) -> None:
+    """The SDK counts them against its limit of 2000 for one instrument."""
+    metrics = Metrics(telemetry.meter, rows=[Instrument("waiting", "observed", "", "Who waits", ("pool",))])
+    first = 0
+    metrics.observe("waiting", lambda: [({"pool": str(first + number)}, 1) for number in range(1500)])
+    for first in (0, 1500):
+        seen = samples(telemetry)
+        assert (len(seen), f'waiting{{pool="{first}"}}' in seen) == (1500, True)
+
+
+def test_a_routers_metrics_are_shown_under_the_names_of_the_original(telemetry: Telemetry) -> None:
+    """KV-181. A name is shown as it stands in the table: neither a unit nor `_total` is added to it."""
+    metrics = RouterMetrics(telemetry.meter)
+    metrics.steps(lambda: 0.0, Context("r")).end()
+    names = {line.split()[2] for line in telemetry.text().decode().splitlines() if line.startswith("# TYPE")}
+    assert names == {
+        "dynamo_component_router_requests_total",
+        "dynamo_component_router_requests_started_total",
+        "dynamo_component_router_non_max_overlap_selections_total",
+        "dynamo_component_kv_cache_events_applied",
+        "dynamo_frontend_router_queue_backpressure_total",
+        "dynamo_router_overhead_total_ms",
+        "dynamo_frontend_inter_token_latency_seconds",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from operators.kv.active_sequences import ActiveSequences, Booking, SequenceLoad
 from operators.kv.active_sequences_hashes import tracking_hashes
 from operators.kv.config import KvRouterConfig
-from operators.kv.errors import DuplicateRequest, RequestNotFound, WorkerNotFound
+from operators.kv.errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from operators.kv.prompt_load import MissingDuration
 from operators.kv.worker_rank import WorkerRank
 from pipeline.block_hash import block_hashes, sequence_hashes
@@ -213,6 +214,15 @@ def test_modelled_prompts_shrink_between_bookings() -> None:
     sequences.book("p2", A, load([], 10), 5.0)
     with pytest.raises(MissingDuration):
         sequences.remaining_prefill_ms(A, 5.0)
+
+
+@pytest.mark.parametrize("duration_s", [math.nan, math.inf, -1.0])
+def test_a_duration_that_is_none_is_refused_and_nothing_is_booked(duration_s: float) -> None:
+    sequences = ActiveSequences()
+    with pytest.raises(BookingError, match="prefill_duration_s"):
+        sequences.book("r1", A, load([1, 2], 8, duration_s), 0.0)
+    assert (len(sequences), sequences.ranks(), sequences._prefixes._masks) == (0, [], {})
+    sequences.book("r1", A, load([1, 2], 8, 0.0), 0.0)
 
 
 def test_columns_are_of_their_moment() -> None:

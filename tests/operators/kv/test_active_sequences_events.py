@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from operators.kv.active_sequences import ActiveSequences, SequenceLoad
 from operators.kv.active_sequences_events import (
     ActiveSequenceEvent,
     AddRequest,
+    Applied,
     Free,
     MarkPrefillCompleted,
     SequenceEventData,
     apply_events,
-    batches,
 )
 from operators.kv.worker_rank import WorkerRank
 from pipeline import InvalidArgument
 from pipeline.codec import from_json, from_msgpack, to_json, to_msgpack
 
-WORKER, HERE, ELSEWHERE = WorkerRank(7, 1), 1, 2
+WORKER, ELSEWHERE = WorkerRank(7, 1), 2
 
 
 def event(data: SequenceEventData, request_id: str = "r1", worker: WorkerRank = WORKER) -> ActiveSequenceEvent:
@@ -31,72 +32,79 @@ def added(request_id: str = "r1", tokens: int = 4) -> ActiveSequenceEvent:
     return ActiveSequenceEvent.added(request_id, WORKER, SequenceLoad([1, 2], tokens), ELSEWHERE)
 
 
+def take(
+    sequences: ActiveSequences, *events: ActiveSequenceEvent, at_s: float = 0.0, registered_only: bool = False
+) -> Applied:
+    return apply_events(sequences, [(at_s, event) for event in events], registered_only=registered_only)
+
+
 def test_a_booking_elsewhere_counts_here_until_it_is_freed() -> None:
     sequences = ActiveSequences()
-    applied = apply_events(sequences, [added()], HERE, 0.0)
+    assert take(sequences, added()) == Applied(loads_changed=True, made_room=False, dropped=0)
     loads = sequences.project([], [WORKER], 0.0)
-    assert (applied.loads_changed, applied.dropped) == (True, 0)
     assert (loads.decode_blocks[0], loads.prefill_tokens[0], loads.requests[0]) == (2, 4, 1)
-    apply_events(sequences, [event(MarkPrefillCompleted())], HERE, 1.0)
+    take(sequences, event(MarkPrefillCompleted()), at_s=1.0)
     assert sequences.project([], [WORKER], 1.0).prefill_tokens[0] == 0
-    assert apply_events(sequences, [event(Free())], HERE, 2.0).loads_changed
+    assert take(sequences, event(Free()), at_s=2.0) == Applied(loads_changed=True, made_room=True, dropped=0)
     assert (len(sequences), sequences.ranks()) == (0, [])
-
-
-def test_own_events_are_passed_over() -> None:
-    """KV-097"""
-    sequences = ActiveSequences()
-    applied = apply_events(sequences, [added()], ELSEWHERE, 0.0)
-    assert (len(sequences), applied.loads_changed, applied.capacity_changed) == (0, False, False)
 
 
 def test_a_booking_on_an_unknown_worker_registers_it_unless_registration_is_required() -> None:
     """KV-097"""
     lazy, strict = ActiveSequences(), ActiveSequences()
-    apply_events(lazy, [added()], HERE, 0.0)
+    take(lazy, added())
     assert lazy.ranks() == [WORKER]
-    assert apply_events(strict, [added()], HERE, 0.0, registered_only=True).dropped == 1
+    assert take(strict, added(), registered_only=True) == Applied(False, False, dropped=1)
     assert strict.ranks() == []
 
 
 def test_ends_are_resolved_by_our_own_table() -> None:
     sequences = ActiveSequences()
-    apply_events(sequences, [added()], HERE, 0.0)
-    apply_events(sequences, [event(Free(), worker=WorkerRank(99))], HERE, 0.0)
+    take(sequences, added())
+    take(sequences, event(Free(), worker=WorkerRank(99)))
     assert len(sequences) == 0
 
 
-def test_duplicates_are_dropped_and_ends_of_the_unknown_are_nothing() -> None:
+def test_the_same_id_told_by_two_routers_and_booked_here_is_three_bookings() -> None:
     sequences = ActiveSequences()
-    applied = apply_events(sequences, [added(), added(), event(Free(), "r9")], HERE, 0.0)
-    assert (applied.dropped, len(sequences)) == (1, 1)
+    own = sequences.book("r1", WORKER, SequenceLoad([9]), 0.0)
+    take(sequences, added(), evolve(added(), router_id=3))
+    assert len(sequences) == 3
+    take(sequences, event(Free()))
+    assert (len(sequences), own.is_live) == (2, True)
+
+
+def test_a_booking_told_again_replaces_the_one_before() -> None:
+    sequences = ActiveSequences()
+    take(sequences, added())
+    assert take(sequences, added(tokens=9)) == Applied(loads_changed=True, made_room=True, dropped=0)
+    assert sequences.project([], [WORKER], 0.0).prefill_tokens[0] == 9
+
+
+def test_ends_of_the_unknown_are_nothing() -> None:
+    nothing = Applied(loads_changed=False, made_room=False, dropped=0)
+    assert take(ActiveSequences(), event(Free()), event(MarkPrefillCompleted())) == nothing
 
 
 def test_marks_alone_wake_the_queue_and_publish_nothing() -> None:
     """KV-098"""
     sequences = ActiveSequences()
-    apply_events(sequences, [added()], HERE, 0.0)
-    applied = apply_events(sequences, [event(MarkPrefillCompleted())], HERE, 0.0)
-    assert (applied.loads_changed, applied.capacity_changed) == (False, True)
-
-
-def test_events_are_applied_in_batches_of_256() -> None:
-    """KV-098"""
-    events = [added(f"r{n}") for n in range(300)]
-    assert [len(batch) for batch in batches(events)] == [256, 44]
-    assert [one for batch in batches(events) for one in batch] == events
+    take(sequences, added())
+    assert take(sequences, event(MarkPrefillCompleted())) == Applied(loads_changed=False, made_room=True, dropped=0)
 
 
 def test_a_modelled_prompt_begins_when_it_is_heard_of() -> None:
     sequences = ActiveSequences()
-    told = ActiveSequenceEvent.added("r1", WORKER, SequenceLoad([], 100, 10.0), ELSEWHERE)
-    apply_events(sequences, [told], HERE, 3.0)
-    assert sequences.project([], [WORKER], 8.0).prefill_tokens[0] == 50
+    told = [ActiveSequenceEvent.added(name, WORKER, SequenceLoad([], 100, 10.0), ELSEWHERE) for name in "ab"]
+    apply_events(sequences, [(3.0, told[0]), (5.0, told[1])])
+    assert sequences.project([], [WORKER], 8.0).prefill_tokens[0] == 150
+    take(sequences, event(MarkPrefillCompleted(), "a"), at_s=8.0)
+    assert sequences.project([], [WORKER], 13.0).prefill_tokens[0] == 50
 
 
 def test_an_untracked_prompt_counts_no_tokens() -> None:
     sequences = ActiveSequences()
-    apply_events(sequences, [event(AddRequest([1], track_prefill_tokens=False, prefill_tokens=9))], HERE, 0.0)
+    take(sequences, event(AddRequest([1], track_prefill_tokens=False, prefill_tokens=9)))
     assert sequences.project([], [WORKER], 0.0).prefill_tokens[0] == 0
 
 

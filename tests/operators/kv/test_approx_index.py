@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from random import Random
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from operators.kv import ApproxIndex, PromptBlocks, WorkerRank
 from operators.kv.approx_index import deepest
-from operators.kv.index_errors import IndexerDroppedRequest
+from operators.kv.index_errors import IndexerDroppedRequest, InvalidBlockSequence
 from pipeline import InvalidArgument
 from pipeline.block_hash import sequence_hashes
 
@@ -103,9 +104,47 @@ def test_over_the_limit_what_would_go_first_goes() -> None:
     assert index.find_matches([10, 20], 6.0) == {A: 2}
 
 
+def test_what_a_later_prompt_needs_stays_when_another_is_pruned() -> None:
+    """Both end at the same time and begin alike."""
+    index = ApproxIndex(ttl_s=100.0, limit_blocks=4, pruned_share=1.0)
+    for local in ([1, 2], [1, 3], [8, 9]):
+        record(index, A, local, 0.0)
+    assert index.held_blocks == 4
+    assert index.find_matches([1, 2], 0.0) == {A: 1}
+    assert index.find_matches([1, 3], 0.0) == {A: 2}
+
+
+def test_a_prompt_sent_again_and_again_is_kept_once() -> None:
+    index, local = ApproxIndex(ttl_s=1000.0), list(range(500))
+    chained = sequence_hashes(local)
+    index.record(A, local, chained, 0.0)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for i in range(300):
+            index.record(A, local, chained, i * 0.1)
+        assert tracemalloc.get_traced_memory()[0] - before < 100 * 300, "not even a hundred bytes each"
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_sequence_hash_never_stands_for_two_blocks_of_a_rank() -> None:
+    """The prompt is not recorded; those before it are forgotten in their time."""
+    index = ApproxIndex(ttl_s=10.0)
+    index.record(A, [1, 2], [51, 52], 0.0)
+    with pytest.raises(InvalidBlockSequence):
+        index.record(A, [3], [51], 1.0)
+    assert index.find_matches([3], 1.0) == {}
+    assert index.find_matches([1, 2], 1.0) == {A: 2}
+    index.record(B, [3], [51], 1.0)
+    assert index.find_matches([1], 10.5) == {}
+    assert (index.find_matches([3], 10.5), index.held_blocks) == ({B: 1}, 1)
+
+
 def test_the_deeper_of_what_is_held_and_predicted_counts() -> None:
     """KV-075"""
     assert deepest({A: 3, B: 1}, {B: 2, A: 1, A1: 4}) == {A: 3, B: 2, A1: 4}
+    assert deepest({}, {A: 1}) == deepest({A: 1}, {}) == {A: 1}
 
 
 @pytest.mark.parametrize("wrong", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"ttl_s": 1.0, "pruned_share": 1.1}])
@@ -134,3 +173,14 @@ def test_what_is_expected_is_what_was_recorded_within_the_time(seed: int) -> Non
                 depths[held] = max(depths[held], len(path))
         assert index.find_matches(query, now_s) == {held: depth for held, depth in depths.items() if depth}
         assert index.held_blocks == len(ends)
+
+
+@given(st.integers(0, 2**32))
+def test_pruned_or_not_nothing_is_left_when_all_had_its_time(seed: int) -> None:
+    random, index = Random(seed), ApproxIndex(ttl_s=1.0, limit_blocks=6, pruned_share=0.5)
+    for step in range(30):
+        local = random.choices([1, 2], k=random.randint(1, 5))
+        record(index, random.choice([A, B]), local, step * 0.05)
+        assert index.held_blocks == sum(index._index.held_blocks(rank) for rank in (A, B)) <= 6
+    index.expire(3.0)
+    assert (index.held_blocks, index._index.block_count(), len(index._ends)) == (0, 0, 0)

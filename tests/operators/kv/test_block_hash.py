@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,24 @@ def test_only_whole_blocks_are_hashed(size: int) -> None:
     """KV-004"""
     assert len(block_hashes(range(size + 1), size)) == 1
     assert block_hashes(range(size - 1), size) == []
+
+
+@pytest.mark.parametrize("size", [2**31, 2**61, 2**64])
+@pytest.mark.parametrize("is_eagle", [False, True])
+def test_a_block_size_beyond_every_prompt_makes_no_block(size: int, is_eagle: bool) -> None:
+    assert block_hashes([1, 2, 3], size, is_eagle=is_eagle) == []
+
+
+@pytest.mark.parametrize("tokens", [[2**32], [-1], [1.5], ["a"], [None], None])
+def test_tokens_that_are_no_u32_are_refused(tokens: Any) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        block_hashes(tokens, 1)
+    assert refused.value.field == "token_ids"
+
+
+@pytest.mark.parametrize("tokens", [range(9), tuple(range(9)), array("I", range(9)), array("Q", range(9))])
+def test_tokens_may_come_in_any_sequence(tokens: Sequence[int]) -> None:
+    assert block_hashes(tokens, 4) == block_hashes(list(range(9)), 4)
 
 
 def test_adapter_and_tenant_of_one_name_are_different() -> None:

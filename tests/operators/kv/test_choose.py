@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from random import Random
@@ -157,6 +158,12 @@ def test_the_margin_is_below_zero_when_chance_took_a_dearer_one() -> None:
     hot = RequestSettings(temperature=1e9)
     margins = {chosen(Candidates((A, B)), decode_loads(1, 3), settings=hot, seed=seed).margin for seed in range(20)}
     assert margins == {2, -2}
+
+
+@pytest.mark.parametrize(("requests", "margin"), [((1, 1), 0.0), ((3, 3), 0.0), ((0, 3), math.inf)])
+def test_between_infinite_costs_there_is_a_margin_too(requests: tuple[int, int], margin: float) -> None:
+    extreme = RequestSettings(decode_active_request_weight=sys.float_info.max, prefill_load_scale=0.0)
+    assert chosen(Candidates((A, B)), RankLoads([0, 0], [0, 0], requests, [0, 0]), settings=extreme).margin == margin
 
 
 def test_a_choice_needs_tokens_and_candidates() -> None:

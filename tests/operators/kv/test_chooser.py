@@ -193,6 +193,27 @@ async def test_potential_loads_are_those_with_the_prompt_added() -> None:
     assert [(load.potential_decode_blocks, load.active_requests) for load in loads] == [(3, 1), (3, 0)]
 
 
+@pytest.mark.parametrize(
+    ("config", "tokens", "reported", "in_use"),
+    [
+        ({}, 9, 3, 4),  # the unfinished third block; the first of the two whole ones is there
+        ({}, 8, 3, 3),
+        ({"router_assume_kv_reuse": False}, 9, 4, 5),
+        ({"router_track_active_blocks": False}, 9, 0, 3),
+    ],
+)
+async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
+    config: dict[str, Any], tokens: int, reported: int, in_use: int
+) -> None:
+    router = chooser(1, config=config)
+    await placed(router, prompt(4))
+    await placed(router, prompt(4, first=100), "other")
+    asked = prompt(tokens)
+    decision = router.advise(asked)
+    assert decision.chosen.active_decode_blocks + decision.chosen.additional_blocks == reported
+    assert router.potential_decode_blocks(asked, decision) == in_use
+
+
 async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:
     """KV-083"""
     router = chooser(1)
@@ -202,13 +223,6 @@ async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:
     with pytest.raises(DuplicateRequest):
         await placed(router, prompt())
     assert len(router.sequences) == 1
-
-
-async def test_settings_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="at least 1"):
-        KvRouter(pool(1), block_size_tokens=0)
-    with pytest.raises(InvalidArgument, match="load model"):
-        chooser(1, config={"router_prefill_load_model": "aic"})
 
 
 # -- workers that come and go
@@ -261,6 +275,14 @@ async def test_a_closed_router_hears_of_no_worker_any_more() -> None:
     with KvRouter(workers, block_size_tokens=BLOCK):
         assert workers.said.observers
     assert not workers.said.observers
+
+
+async def test_a_closed_router_follows_no_events_any_more() -> None:
+    router, events = chooser(1, config={"use_kv_events": True}), Subject[RouterEvent]()
+    with router:
+        router.follow(events)
+        assert events.observers
+    assert not events.observers
 
 
 async def test_settings_that_make_no_sense_leave_their_worker_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -265,3 +265,38 @@ async def test_a_worker_that_comes_takes_what_waits() -> None:
         configs.on_next({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
         await settled()
         assert waiters.placed["b"].rank == WorkerRank(2)
+
+
+async def test_a_request_for_a_worker_that_leaves_is_told_so_and_waits_no_more() -> None:
+    configs = BehaviorSubject({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
+    router = chooser(1, 2, profile=ONE_AT_A_TIME, configs=configs)
+    async with anyio.create_task_group() as tasks:
+        waiters = Waiters(router, tasks)
+        await waiters.ask("a", prompt(worker_id=1))
+        await waiters.ask("b", prompt(worker_id=1))
+        configs.on_next({2: ModelRuntimeConfig()})
+        await settled()
+        assert (waiters.placed["a"].is_live, type(waiters.failed["b"])) == (False, Unavailable)
+        assert (router.waiting_requests, len(router.sequences)) == (0, 0)
+
+
+async def test_a_request_that_was_stopped_before_does_not_wait() -> None:
+    router, control = chooser(1, profile=ONE_AT_A_TIME), Control()
+    await placed(router, prompt(), "a")
+    control.stop()
+    with pytest.raises(Cancelled):
+        await placed(router, prompt(first=100), "b", control=control)
+    assert (router.waiting_requests, len(router.sequences)) == (0, 1)
+
+
+async def test_a_callback_that_fails_fails_the_request_and_leaves_nobody_waiting() -> None:
+    def overloaded() -> set[int]:
+        if router.waiting_requests:
+            raise OSError("nobody knows")
+        return set()
+
+    router = chooser(1, profile=ONE_AT_A_TIME, overloaded=overloaded)
+    await placed(router, prompt(), "a")
+    with pytest.raises(OSError, match="nobody knows"):
+        await placed(router, prompt(first=100), "b")
+    assert (router.waiting_requests, len(router.sequences)) == (0, 1)

@@ -90,6 +90,8 @@ def test_the_defaults_are_those_of_the_table() -> None:
         {"router_max_tree_size": 0},
         {"min_initial_workers": -1},
         {"router_predicted_ttl_secs": -1.0},
+        *({name: 10**400} for name in ("router_temperature", "router_max_tree_size")),
+        *({"overlap_score_weight": value} for value in (-1, math.nan, "2", True)),
     ],
 )
 def test_a_number_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -161,6 +163,21 @@ def test_either_threshold_serves_a_load_based_policy() -> None:
 )
 def test_a_value_of_another_kind_and_an_unknown_key_are_refused(wrong: dict[str, Any]) -> None:
     assert refused(**wrong) == next(iter(wrong))
+
+
+@pytest.mark.parametrize("values", [None, [], "router_temperature: 1", 3])
+def test_settings_that_are_no_object_are_refused(values: Any) -> None:
+    with pytest.raises(InvalidArgument, match="must be an object"):
+        KvRouterConfig.from_plain(values)
+
+
+@pytest.mark.parametrize("text", ["true", "True", "1", "yes", "YES", "on", " on "])
+@pytest.mark.parametrize("opposite", [False, True])
+def test_booleans_are_written_in_four_ways_and_any_case(text: str, opposite: bool) -> None:
+    opposites = {"true": "false", "1": "0", "yes": "no", "on": "off"}
+    written = opposites[text.strip().lower()] if opposite else text
+    config = config_from_environment({"DYN_ROUTER_REPLICA_SYNC": written, "DYN_USE_KV_EVENTS": written})
+    assert (config.router_replica_sync, config.use_kv_events) == (not opposite, not opposite)
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -247,6 +264,10 @@ def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: 
         {"DYN_ROUTER_MIN_INITIAL_WORKERS": "-1"},
         {"DYN_ROUTER_CONDITIONAL_DISAGG_POLICY": "other"},
         {"DYN_ROUTER_TEMPERATURE": ""},
+        {"DYN_ROUTER_TEMPERATURE": "1_0"},
+        {"DYN_ROUTER_TEMPERATURE": "٣"},
+        {"DYN_ROUTER_MIN_INITIAL_WORKERS": "2.0"},
+        {"DYN_ROUTER_MIN_INITIAL_WORKERS": str(2**64)},
         {},
     ],
 )
@@ -276,7 +297,8 @@ def test_of_two_older_weights_the_newer_name_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("3600", 3600.0), ("", 300.0), ("abc", 300.0), ("0", 300.0), (None, 300.0)]
+    ("text", "seconds"),
+    [("3600", 3600.0), ("9" * 5000, 300.0), ("", 300.0), ("abc", 300.0), ("0", 300.0), (None, 300.0)],
 )
 def test_requests_expire_after_the_time_set_if_there_is_one(text: str | None, seconds: float) -> None:
     """KV-086"""

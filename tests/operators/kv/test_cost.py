@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from operators.kv.active_sequences_loads import RankLoads
 from operators.kv.config_settings import RequestSettings
 from operators.kv.cost import Prompt, WorkerType, cache_credits, costs
-from operators.kv.overlap import Overlap
+from operators.kv.overlap import CandidateOverlap, Overlap
 from operators.kv.worker_rank import WorkerRank
 
 A, B = WorkerRank(0), WorkerRank(1)
@@ -26,6 +27,10 @@ def loads(*rows: tuple[int, int, int, int]) -> RankLoads:
     return RankLoads(prefill, decode, requests, additional)
 
 
+def seen(overlap: Overlap, positions: Mapping[WorkerRank, int] = POSITIONS) -> CandidateOverlap:
+    return CandidateOverlap(overlap, positions)
+
+
 def one(
     prompt: Prompt,
     load: tuple[int, int, int, int],
@@ -34,7 +39,7 @@ def one(
     **settings: Any,
 ) -> float:
     """The cost on a single rank."""
-    (cost,) = costs(prompt, {A: 0}, overlap or Overlap(), loads(load), RequestSettings(**settings), worker_type)
+    (cost,) = costs(prompt, seen(overlap or Overlap(), {A: 0}), loads(load), RequestSettings(**settings), worker_type)
     return cost
 
 
@@ -75,7 +80,7 @@ def test_decay_takes_credit_from_ranks_with_more_prompt_work_than_the_calmest(
 ) -> None:
     """KV-105"""
     settings = RequestSettings(overlap_score_credit_decay=decay)
-    found = costs(Prompt(64, 16), POSITIONS, Overlap(device={A: 4}), loads((48, 0, 0, 0), (0, 0, 0, 0)), settings)
+    found = costs(Prompt(64, 16), seen(Overlap(device={A: 4})), loads((48, 0, 0, 0), (0, 0, 0, 0)), settings)
     assert found == pytest.approx(expected)
     assert (found[0] < found[1]) == (decay == 0)
 
@@ -84,14 +89,12 @@ def test_the_shared_cache_credits_what_lies_behind_the_device() -> None:
     """KV-106"""
     overlap = Overlap(device={A: 2}, shared=[range(4)])
     settings = RequestSettings(shared_cache_multiplier=0.5)
-    assert costs(Prompt(4, 1), POSITIONS, overlap, RankLoads.idle(2), settings) == [1.0, 2.0]
+    assert costs(Prompt(4, 1), seen(overlap), RankLoads.idle(2), settings) == [1.0, 2.0]
 
 
 def test_one_figure_for_all_tiers_is_given_as_the_device() -> None:
     """KV-108"""
-    found = costs(
-        Prompt(64, 16), POSITIONS, Overlap(device={A: 4.0}), loads((0, 1, 0, 0), (0, 0, 0, 0)), RequestSettings()
-    )
+    found = costs(Prompt(64, 16), seen(Overlap(device={A: 4.0})), loads((0, 1, 0, 0), (0, 0, 0, 0)), RequestSettings())
     assert found == [1, 4]
 
 
@@ -111,7 +114,7 @@ def test_credit_adds_all_tiers_and_the_shared_cache() -> None:
         overlap_score_credit=0.5, host_cache_hit_weight=0.25, disk_cache_hit_weight=0.1, shared_cache_multiplier=0.5
     )
     assert overlap.shared_blocks_beyond(2) == 2
-    assert cache_credits(Prompt(64, 16), {A: 0}, overlap, [0], settings) == pytest.approx([2.45])
+    assert cache_credits(Prompt(64, 16), seen(overlap, {A: 0}), [0], settings) == pytest.approx([2.45])
 
 
 def test_shared_positions_are_counted_from_the_rounded_device_blocks() -> None:
@@ -130,7 +133,7 @@ def test_ranks_that_are_no_candidates_change_nothing() -> None:
     stranger = WorkerRank(9)
     overlap = Overlap(device={stranger: 4}, host={stranger: 9}, disk={stranger: 99}, shared=[range(2)])
     settings = RequestSettings(overlap_score_credit_decay=0.5, shared_cache_multiplier=0.0)
-    assert costs(Prompt(64, 16), {A: 0}, overlap, RankLoads.idle(1), settings) == [4]
+    assert costs(Prompt(64, 16), seen(overlap, {A: 0}), RankLoads.idle(1), settings) == [4]
 
 
 Row = tuple[int, int, int, int, int, int, int, int]
@@ -200,14 +203,14 @@ def test_the_columns_agree_with_the_formula_rank_by_rank(
     prompt, columns = Prompt(isl, size), loads(*((a, h, n, r) for a, h, n, r, *_ in rows))
     least = min(row[0] for row in rows)
     expected = [slow_cost(prompt, row, least, list(hits), settings, worker_type) for row in rows]
-    assert costs(prompt, positions, overlap, columns, settings, worker_type) == pytest.approx(expected)
+    assert costs(prompt, seen(overlap, positions), columns, settings, worker_type) == pytest.approx(expected)
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000))
 def test_more_overlap_never_costs_more(isl: int, blocks: int) -> None:
     settings = evolve(RequestSettings(), prefill_load_scale=0.5)
     more, less = (
-        costs(Prompt(isl, 16), {A: 0}, Overlap(device={A: n}), RankLoads.idle(1), settings)[0]
+        costs(Prompt(isl, 16), seen(Overlap(device={A: n}), {A: 0}), RankLoads.idle(1), settings)[0]
         for n in (blocks + 1, blocks)
     )
     assert more <= less or blocks * 16 >= isl

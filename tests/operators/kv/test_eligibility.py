@@ -141,6 +141,21 @@ def test_taints_multiply_between_one_over_e_and_e() -> None:
     assert taint_multiplier({"a": 1.0, "b": -1.0}, {"a", "b"}) == 1.0
 
 
+@pytest.mark.parametrize("weights", [[math.nan], [math.inf, -math.inf], [-math.inf]])
+def test_a_weight_that_is_not_finite_is_refused_by_name(weights: list[float]) -> None:
+    preferred = {f"t{n}": weight for n, weight in enumerate(weights)}
+    pool = WorkerPool({1: config(*preferred)})
+    with pytest.raises(InvalidArgument) as refused:
+        pool.candidates(RoutingRules(constraints=RoutingConstraints(preferred_taints=preferred)))
+    assert refused.value.field == "routing.routing_constraints.preferred_taints"
+
+
+@pytest.mark.parametrize(("sign", "multiplier"), [(1, 1 / math.e), (-1, math.e)])
+def test_weights_whose_sum_no_number_holds_are_as_good_as_large_ones(sign: int, multiplier: float) -> None:
+    preferred = {"a": sign * 1.7e308, "b": sign * 1.7e308}
+    assert taint_multiplier(preferred, {"a", "b"}) == pytest.approx(multiplier)
+
+
 def test_an_adapter_narrows_the_allowed_workers_and_never_widens_them() -> None:
     assert narrowed_to_adapter(None, {1, 2}, {1, 2, 3}) == {1, 2}
     assert narrowed_to_adapter({2, 3}, {1, 2}, {1, 2, 3}) == {2}

@@ -111,6 +111,46 @@ def test_media_infos_may_stand_before_the_tail() -> None:
     assert decoded([*head, None, 1, "mla_attention"]).origin == expected.origin
 
 
+@pytest.mark.parametrize(
+    ("tail", "group", "kind"),
+    [
+        (["full_attention"], None, "full_attention"),
+        ([1, "mamba"], 1, "mamba"),
+        ([None, "mamba"], None, "mamba"),
+        ([None, 3, "full_attention", True], 3, "full_attention"),
+        ([3, "full_attention", True], 3, "full_attention"),
+        ([3, "full_attention", None, None, None, True], 3, "full_attention"),
+        ([1, 128], 1, None),
+    ],
+)
+def test_engines_of_old_leave_out_what_they_do_not_say(tail: list[Any], group: int | None, kind: str | None) -> None:
+    expected = Origin(group=group, kind=kind)
+    assert decoded(["BlockStored", [1], None, [10, 11], 2, None, None, None, None, *tail]).origin == expected
+    assert decode_event(["BlockRemoved", [1], None, *tail]) == EngineRemoved([1], expected)
+
+
+def test_blocks_that_are_not_here_are_not_let_in_by_an_odd_tail() -> None:
+    for tail in ([1, "full_attention", True, "REMOTE"], ["full_attention", None, None, "REMOTE"]):
+        event = ["BlockStored", [1], None, [10, 11], 2, None, None, None, None, *tail]
+        assert one(EngineEvents(2), event) == Filtered(0, "non_local_locality")
+        assert one(EngineEvents(2), ["BlockRemoved", [1], None, *tail]) == Filtered(0, "non_local_locality")
+
+
+def test_media_infos_may_be_nil_before_a_kind_without_a_group() -> None:
+    event = decoded(["BlockStored", [1], None, [10, 11], 2, None, None, None, None, None, None, "mamba"])
+    assert event.origin == Origin(kind="mamba")
+
+
+def test_an_adapters_name_is_no_media_however_it_looks() -> None:
+    event = decoded(stored(extra_keys=[[MEDIA_HASH]], lora_name=MEDIA_HASH))
+    assert (event.lora_name, list(event.media)) == (MEDIA_HASH, [None])
+
+
+def test_what_has_a_place_in_a_block_is_media_however_it_is_named() -> None:
+    event = decoded(stored(extra_keys=[[["image-0", -3], ["", 1], ["image-1", "x"], "image-2"]]))
+    assert event.media == [BlockExtraInfo([MmObject(0x2640FB5108373053, [])])]
+
+
 def test_tokens_in_pairs_look_one_ahead() -> None:
     """KV-057"""
     pairs = [[10, 11], [11, 12], [12, 13], [13, 14]]
@@ -226,6 +266,8 @@ def test_blocks_of_another_owner_are_filtered() -> None:
     events = EngineEvents(2)
     for event in (stored(ownership="pool"), ["BlockRemoved", [1], None, None, None, None, None, "pool"]):
         assert one(events, event) == Filtered(0, "unknown_ownership")
+    for managed in (stored(ownership="kvcr", medium="FOO"), ["AllBlocksCleared", "kvcr"]):
+        assert one(events, managed) == Filtered(0, "unsupported_ownership")
     assert one(events, ["AllBlocksCleared", "pool"]) == Filtered(0, "unknown_ownership")
     assert one(events, ["AllBlocksCleared", "worker"]) == EngineChange(0, KvCleared())
 
@@ -296,19 +338,70 @@ def test_a_child_is_of_its_parents_tenant() -> None:
 
 def test_tenants_are_remembered_of_salted_blocks_while_they_are_there_and_not_too_many() -> None:
     namespaces = Namespaces(limit_blocks=3)
-    namespaces.stored([1, 2], None, None)
+    namespaces.stored([1, 2], None)
     assert len(namespaces) == 0
-    namespaces.stored([1, 2, 3], None, "a")
+    namespaces.stored([1, 2, 3], "a")
     namespaces.removed([2, 9])
-    assert namespaces.stored([4], 2, None) is None
-    namespaces.stored([5, 6], None, "b")
+    assert namespaces.of_store(2, None) is None
+    namespaces.stored([5, 6], "b")
     assert len(namespaces) == 3
-    assert namespaces.stored([7], 1, None) is None
-    assert namespaces.stored([8], 6, None) == "b"
-    namespaces.stored([6], None, None)
+    assert namespaces.of_store(1, None) is None
+    assert namespaces.of_store(6, None) == "b"
+    assert namespaces.of_store(6, "c") == "c"
+    namespaces.stored([6], None)
     namespaces.removed([6])
+    assert namespaces.of_store(6, "c") == "c"
     with pytest.raises(AmbiguousNamespace):
-        namespaces.stored([9], 6, None)
+        namespaces.of_store(6, None)
+
+
+def test_a_salted_block_is_remembered_until_the_last_tier_is_without_it() -> None:
+    events = EngineEvents(2)
+    salted = block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
+    one(events, stored([1], cache_salt="a"))
+    one(events, stored([1], cache_salt="a", medium="CPU"))
+    one(events, ["BlockRemoved", [1], "GPU"])
+    assert local_of(events, stored([2], parent_block_hash=1)) == salted
+    one(events, ["BlockRemoved", [1], "CPU"])
+    assert local_of(events, stored([3], parent_block_hash=1)) == block_hashes([10, 11], 2)[0]
+
+
+@pytest.mark.parametrize("medium", ["STORAGE", "REMOTE"])
+def test_what_engines_say_of_blocks_further_away_teaches_neither_tenants_nor_kinds(medium: str) -> None:
+    events = EngineEvents(2)
+    salted = block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
+    one(events, stored([1], cache_salt="a"))
+    assert local_of(events, stored([1], medium=medium)) == block_hashes([10, 11], 2)[0]
+    one(events, ["BlockRemoved", [1], medium])
+    assert local_of(events, stored([2], parent_block_hash=1)) == salted
+    assert local_of(events, stored([3], parent_block_hash=1, medium=medium)) == salted
+    one(events, stored([4], medium=medium, group_idx=1, kv_cache_spec_kind="full_attention"))
+    assert one(events, ["BlockRemoved", [4], None, 1]) == Filtered(0, "unlearned_group_idx")
+
+
+def test_what_is_filtered_teaches_no_tenant() -> None:
+    events = EngineEvents(2)
+    salted = block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
+    one(events, stored([1], cache_salt="a"))
+    for foreign in ({"medium": "FS"}, {"locality": "REMOTE"}, {"ownership": "kvcr"}, {"kv_cache_spec_kind": "mamba"}):
+        assert isinstance(one(events, stored([1], **foreign)), Filtered)
+    assert local_of(events, stored([2], parent_block_hash=1)) == salted
+
+
+def test_tenants_are_those_of_one_rank() -> None:
+    events = EngineEvents(2)
+    one(events, stored([1], cache_salt="a"))
+    one(events, stored([1], cache_salt="b"), rank=1)
+    assert isinstance(one(events, stored([2], parent_block_hash=1)), EngineChange)
+    one(events, ["AllBlocksCleared"], rank=1)
+    assert local_of(events, stored([3], parent_block_hash=1)) == block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
+
+
+def test_a_clear_of_one_tier_is_not_a_clear_of_the_rank() -> None:
+    events = EngineEvents(2)
+    clear = {"type": "AllBlocksCleared", "medium": "CPU"}
+    assert one(events, clear) == Filtered(0, "ambiguous_scoped_clear")
+    assert one(events, {**clear, "medium": ""}) == EngineChange(0, KvCleared())
 
 
 def test_adapter_and_media_enter_the_hash() -> None:

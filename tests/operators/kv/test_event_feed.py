@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import anyio
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators.kv import EventFeed, EventLog, KvIndex, RepairLimits, WorkerRank
-from operators.kv.event_log import (
+from pipeline import ContractViolation
+from pipeline.protocols.kv_events import KvCleared, KvEvent, KvEventData, KvRemoved, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv_recovery import (
     DumpFailed,
     InvalidRange,
     RecoveredEvents,
@@ -21,8 +24,6 @@ from operators.kv.event_log import (
     RecoveryAnswer,
     TooNew,
 )
-from pipeline import ContractViolation
-from pipeline.protocols.kv_events import KvCleared, KvEventData, KvRemoved, KvStored, RouterEvent, StoredBlock
 
 pytestmark = pytest.mark.anyio
 
@@ -320,6 +321,61 @@ async def test_another_publisher_is_a_worker_that_began_anew() -> None:
         await anyio.sleep(2)
         feed.receive(log.record(root(10)), publisher_id=71)
         assert [held(feed, block) for block in (3, 9, 10)] == [[], [RANK], [RANK]]
+
+
+async def test_a_publisher_whose_first_event_is_old_is_a_worker_that_began_anew() -> None:
+    """Nothing was heard from the one before: what it held came from its answer."""
+    workers, feed = begun(RANK)
+    log = workers.logs[RANK]
+    for block in (1, 2, 3):
+        log.record(root(block))
+    async with running(feed):
+        await anyio.sleep(2)
+        workers.logs[RANK] = log = EventLog(RANK)
+        feed.receive(log.record(root(9)), publisher_id=71)
+        await anyio.sleep(2)
+        feed.receive(log.record(root(10)), publisher_id=71)
+        assert [held(feed, block) for block in (3, 9, 10)] == [[], [RANK], [RANK]]
+
+
+async def test_what_a_former_publisher_said_is_not_heard_late() -> None:
+    """Else its high id would make all that the new one says old."""
+    workers, feed = begun(RANK)
+    log = workers.logs[RANK]
+    async with running(feed):
+        await anyio.sleep(2)
+        feed.receive(log.record(root(1)), publisher_id=70)
+        late = log.record(root(2))
+        workers.logs[RANK] = log = EventLog(RANK)
+        feed.receive(log.record(root(9)), publisher_id=71)
+        await anyio.sleep(2)
+        asked = len(workers.asked)
+        feed.receive(late, publisher_id=70)
+        assert (held(feed, 2), held(feed, 9), len(workers.asked)) == ([], [RANK], asked)
+        assert feed.under_repair == []
+
+
+@pytest.mark.parametrize("in_repair", [False, True])
+async def test_an_event_that_makes_no_sense_harms_nobody_else(
+    in_repair: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted: list[tuple[str, str]] = []
+    other = WorkerRank(2)
+    workers = Workers(RANK, other)
+    workers.scripted = [None, None]
+    feed = EventFeed(KvIndex(), workers.recover, counted=lambda kind, status: counted.append((kind, status)))
+    for rank in (RANK, other):
+        feed.add_worker(rank.worker_id)
+    broken: list[Any] = [[]]
+    async with running(feed):
+        await anyio.sleep(0.5 if in_repair else 2)
+        feed.receive(RouterEvent(1, KvEvent(1, KvRemoved(broken))))
+        await anyio.sleep(2)
+        feed.receive(RouterEvent(1, KvEvent(2, root(1))))
+        feed.receive(workers.logs[other].record(root(1)))
+        assert held(feed, 1) == [RANK, other]
+    assert counted[0] == ("removed", "failed")
+    assert "event 1 of" in caplog.text
 
 
 async def test_ranks_are_repaired_side_by_side_but_not_too_many() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from operators.kv import EventLog, KvIndex, WorkerRank
 from operators.kv.event_cursor import EventCursor, Sight
-from operators.kv.event_log import DumpFailed, InvalidRange, RecoveredEvents, RecoveredTree, TooNew
 from pipeline import InvalidArgument
 from pipeline.protocols.kv_events import KvCleared, KvRemoved, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv_recovery import DumpFailed, InvalidRange, RecoveredEvents, RecoveredTree, TooNew
 
 RANK = WorkerRank(3, 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -302,6 +303,90 @@ def test_a_block_stored_elsewhere_has_moved() -> None:
     assert index.find_matches([1, 2, 3]) == {A: 1}
     assert index.find_matches([9]) == {A: 1}
     assert index.held_blocks(A) == 2
+
+
+def test_where_nothing_moves_a_block_stored_elsewhere_is_refused() -> None:
+    index = KvIndex(moves=False)
+    store(index, A, [1, 2, 3])
+    before = index.dump()
+    with pytest.raises(InvalidBlockSequence):
+        apply(index, A, KvStored(None, [StoredBlock(name([1, 2]), 9), StoredBlock(50, 8)]))
+    assert (index.dump(), index.held_blocks(A)) == (before, 3)
+    store(index, B, [1, 2])
+    apply(index, B, KvStored(None, [StoredBlock(60, 1)]))  # another name for the same block
+    assert index.find_matches([1, 2, 3]) == {A: 3, B: 2}
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_blocks_that_move_from_several_chains_go_with_what_is_below(count: int) -> None:
+    index = KvIndex()
+    first, second = list(range(1, 101)), list(range(501, 601))
+    store(index, A, first)
+    store(index, A, second, below=first[:50])
+    moved = [name(first[:i]) for i in range(60, 60 + count)] + [name([*first[:50], *second[:i]]) for i in (30, 20, 10)]
+    apply(index, A, KvStored(None, [StoredBlock(n, 900 + i) for i, n in enumerate(moved)]))
+    assert index.find_matches(first) == {A: 59}
+    assert index.find_matches([*first[:50], *second]) == {A: 59}
+    assert index.find_matches([900 + i for i in range(len(moved))]) == {A: len(moved)}
+    assert index.held_blocks(A) == 59 + 9 + len(moved)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 60])
+def test_of_blocks_removed_from_the_middle_the_first_counts(count: int) -> None:
+    """In any order; few and many are looked for in different ways."""
+    index, chain = KvIndex(), list(range(1, 101))
+    store(index, A, chain)
+    gone = [name(chain[:i]) for i in range(30, 30 + count)]
+    Random(count).shuffle(gone)
+    apply(index, A, KvRemoved(gone))
+    assert index.find_matches(chain) == {A: 29}
+    assert index.held_blocks(A) == 29
+
+
+def test_an_end_goes_back_to_what_something_needs() -> None:
+    index = KvIndex()
+    store(index, A, [1, 2, 3, 4])
+    store(index, A, [7, 8], below=[1, 2])
+    ends = {name([1, 2, 3])}
+    index.remove_end(A, name([1, 2, 3]), ends.__contains__)
+    assert index.find_matches([1, 2, 3, 4]) == {A: 4}, "something is below it"
+    index.remove_end(A, name([1, 2, 3, 4]), ends.__contains__)
+    assert index.find_matches([1, 2, 3, 4]) == {A: 3}
+    index.remove_end(A, name([1, 2, 3]), lambda end: False)
+    assert index.find_matches([1, 2, 3, 4]) == {A: 2}
+    index.remove_end(A, name([1, 2, 7, 8]), lambda end: end == name([1]))
+    assert index.find_matches([1, 2, 7, 8]) == {A: 1}
+    index.remove_end(A, name([1]), lambda end: False)
+    index.remove_end(A, name([1]), lambda end: False)
+    index.remove_end(B, name([1]), lambda end: False)
+    assert (index.held_blocks(A), index.block_count()) == (0, 0)
+
+
+def test_ranks_that_come_and_go_leave_nothing_behind() -> None:
+    """Worker ids of the whole range, each new; the numbers of those gone are used again."""
+    index, random, here = KvIndex(), Random(1), list[WorkerRank]()
+    for i in range(500):
+        rank = WorkerRank(random.getrandbits(64), random.getrandbits(32))
+        store(index, rank, [1, 2, 3 + i])
+        here.append(rank)
+        if len(here) > 8:
+            index.remove_rank(here.pop(random.randrange(8)))
+        assert index.find_matches([1, 2, 3 + i]) == {other: 3 if other == rank else 2 for other in here}
+    assert index.block_count() == 2 + len(here)
+    assert len(index._ranks) <= 9
+
+
+def test_the_ends_of_the_range_are_hashes_like_others() -> None:
+    index, end = KvIndex(), 2**64 - 1
+    apply(index, A, KvStored(None, [StoredBlock(0, end), StoredBlock(end, 0)]))
+    apply(index, A, KvStored(end, [StoredBlock(2**63, 0), StoredBlock(1, end)]))
+    assert index.find_matches([end, 0, 0, end]) == {A: 4}
+    apply(index, A, KvStored(0, [StoredBlock(2**56, 5)]))
+    apply(index, A, KvRemoved([end]))
+    assert index.find_matches([end, 0, 0, end]) == {A: 1}
+    assert index.find_matches([end, 5]) == {A: 2}
+    apply(index, A, KvRemoved([0]))
+    assert index.held_blocks(A) == 0
 
 
 def test_a_block_under_a_new_name_keeps_its_place_and_what_is_below() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.prompt_load import MissingDuration, PromptLoad, prompt_hint
+from operators.kv.prompt_load import MissingDuration, PromptLoad
 
 
 def load(*prompts: tuple[str, int, float | None, float]) -> PromptLoad:
@@ -15,10 +15,6 @@ def load(*prompts: tuple[str, int, float | None, float]) -> PromptLoad:
     for prompt in prompts:
         made.add(*prompt)
     return made
-
-
-def test_a_hint_is_what_is_not_cached_and_never_below_zero() -> None:
-    assert [prompt_hint(64, cached) for cached in (0, 60, 64, 96)] == [64, 4, 0, 0]
 
 
 def test_without_prompts_nothing_is_left() -> None:

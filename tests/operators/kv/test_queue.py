@@ -246,11 +246,40 @@ def test_a_head_dearer_than_its_quantum_is_served_at_once_where_it_is_alone() ->
     assert served.item == "dear"
 
 
+def test_a_class_that_would_never_have_a_turn_is_refused() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        PolicyClass(quantum=0)
+    assert refused.value.field == "quantum"
+
+
 def test_classes_are_served_by_their_quanta() -> None:
     queue = classes(1, 3)
     for item in "1333" * 8:
         park(queue, item, class_index=0 if item == "1" else 1)
     assert "".join(drained(queue)[:16]) == "1333" * 4
+
+
+def test_a_class_goes_on_with_its_turn_after_a_while_in_which_nobody_could_go() -> None:
+    """Mostly there is room for one only, and whoever drains asks once more in vain."""
+    queue, served = classes(1, 3), ""
+    for item in "1333" * 8:
+        park(queue, item, class_index=0 if item == "1" else 1)
+    for _ in range(16):
+        waiting = queue.pop(anyone)
+        assert waiting is not None
+        served += waiting.item
+        assert queue.pop(lambda _: False) is None
+    assert served == "1333" * 4
+
+
+def test_a_class_whose_turn_it_is_but_may_not_go_lets_others_pass() -> None:
+    queue = classes(1, 3)
+    for item in "1333" * 2:
+        park(queue, item, class_index=0 if item == "1" else 1)
+    assert [waiting.item for _ in range(2) if (waiting := queue.pop(anyone))] == ["1", "3"]
+    passed = queue.pop(lambda waiting: waiting.class_index == 0)
+    assert passed is not None
+    assert (passed.item, queue._classes[1].deficit) == ("1", 2)
 
 
 def test_blocked_classes_gain_nothing_and_emptied_ones_lose_what_they_had() -> None:

@@ -104,6 +104,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ({}, "policy_classes"),
         ({"models": {}}, "policy_classes"),
         ({"models": {"": {}}}, "models"),
+        ({**DOCUMENT, "models": []}, "models"),
         ({**DOCUMENT, "worker_selection": {"prefill": "x"}}, "worker_selection"),
         (changed("surprise", 1), "surprise"),
         (changed("default_policy_family", None), "default_policy_family"),
@@ -126,6 +127,10 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         (changed("policy_classes.4.prefill_busy_threshold", -1), "policy_classes[4].prefill_busy_threshold"),
         (
             changed("policy_classes.4.prefill_busy_threshold_frac", float("nan")),
+            "policy_classes[4].prefill_busy_threshold_frac",
+        ),
+        (
+            changed("policy_classes.4.prefill_busy_threshold_frac", 10**400),
             "policy_classes[4].prefill_busy_threshold_frac",
         ),
         (changed("policy_classes.4.limit", 1), "policy_classes[4].limit"),

@@ -1,0 +1,116 @@
+"""KV recovery: what a router asks a worker whose events it missed, and what it may be told.
+
+    RecoveryRequest ──► endpoint of the worker's rank ──► RecoveryReply, which holds one of the answers
+
+Source: dynamo lib/kv-router/src/indexer/types.rs, WorkerKvQueryRequest and WorkerKvQueryResponse. Other than there, the
+request names no worker, which the instance does, and a worker that failed says so by the error of its stream.
+"""
+
+from __future__ import annotations
+
+from typing import Self, TypeAlias
+
+from attrs import fields, frozen
+
+from .kv_events import RouterEvent
+from .wire import U32, U64, InvalidRecord, skip
+
+ENDPOINT_PREFIX = "worker_kv_indexer_query_dp"
+
+
+def recovery_endpoint(dp_rank: int) -> str:
+    """The name of the endpoint, in the worker's component, at which its rank answers; one for each rank."""
+    return f"{ENDPOINT_PREFIX}{dp_rank}"
+
+
+@frozen
+class RecoveryRequest:
+    """The rank's events from the start on, both ends included; without a start everything it holds.
+
+    The end is checked, and bounds nothing: an answer goes to the newest event.
+    """
+
+    dp_rank: U32 = 0
+    start_event_id: U64 | None = None
+    end_event_id: U64 | None = None
+
+
+@frozen
+class RecoveredEvents:
+    """All events from the one asked for to the newest; or from the last clear on, which makes those before it void."""
+
+    events: list[RouterEvent]
+
+
+@frozen
+class RecoveredTree:
+    """Everything the rank holds after event `last_event_id`, to be installed in place of what is known of it.
+
+    Stores that build the tree, then maybe some later events as they came; the ids of the stores mean nothing.
+    """
+
+    events: list[RouterEvent]
+    last_event_id: U64
+
+
+@frozen
+class InvalidRange:
+    """The end asked for lies before the start."""
+
+    start_id: U64
+    end_id: U64
+
+
+@frozen
+class TooNew:
+    """The start lies behind the newest event: the worker is another one, or began anew."""
+
+    requested_start: U64
+    requested_end: U64 | None
+    newest_available: U64
+
+
+@frozen
+class DumpFailed:
+    """What the rank holds could not be read; asking again may help."""
+
+    message: str
+
+
+RecoveryAnswer: TypeAlias = RecoveredEvents | RecoveredTree | InvalidRange | TooNew | DumpFailed
+
+
+@frozen
+class RecoveryReply:
+    """An answer on its way: an object with one key, which says what it is. Raises InvalidRecord for any other."""
+
+    events: RecoveredEvents | None = skip(name="Events")
+    tree: RecoveredTree | None = skip(name="TreeDump")
+    too_new: TooNew | None = skip(name="TooNew")
+    invalid_range: InvalidRange | None = skip(name="InvalidRange")
+    dump_failed: DumpFailed | None = skip(name="TreeDumpFailed")
+
+    def __attrs_post_init__(self) -> None:
+        if len(self._said()) != 1:
+            raise InvalidRecord("expected exactly one answer")
+
+    @classmethod
+    def of(cls, answer: RecoveryAnswer) -> Self:
+        if isinstance(answer, RecoveredEvents):
+            return cls(events=answer)
+        if isinstance(answer, RecoveredTree):
+            return cls(tree=answer)
+        if isinstance(answer, TooNew):
+            return cls(too_new=answer)
+        if isinstance(answer, InvalidRange):
+            return cls(invalid_range=answer)
+        return cls(dump_failed=answer)
+
+    @property
+    def answer(self) -> RecoveryAnswer:
+        (said,) = self._said()
+        return said
+
+    def _said(self) -> list[RecoveryAnswer]:
+        values = [getattr(self, attribute.name) for attribute in fields(type(self))]
+        return [value for value in values if value is not None]

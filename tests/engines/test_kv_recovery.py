@@ -1,0 +1,315 @@
+"""Workers that keep their KV events and answer routers that missed some: what is kept, and when they can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Thread, get_ident
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from engines import (
+    DisaggregationMode,
+    EchoEngine,
+    EngineConfig,
+    KvEventLog,
+    KvEventPublisher,
+    PushSource,
+    ShutdownTimes,
+    Worker,
+    WorkerConfig,
+)
+from engines.kv_recovery import recovery_engine
+from pipeline import AsyncEngine, CannotConnect, Context, InvalidArgument
+from pipeline.errors import BackendUnknown
+from pipeline.network import Added, EndpointId, Event, Runtime, Scope
+from pipeline.protocols.kv_events import KV_EVENTS_TOPIC, KvCleared, KvEvent, KvEventData, KvRemoved, RouterEvent
+from pipeline.protocols.kv_recovery import RecoveredEvents, RecoveryReply, RecoveryRequest
+from pipeline.testing import ScriptedEngine, check_engine
+
+pytestmark = pytest.mark.anyio
+
+WHERE = EndpointId("dynamo", "backend", "generate")
+TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
+NAMES = ["worker_kv_indexer_query_dp0", "worker_kv_indexer_query_dp3"]
+
+
+class Kept:
+    """A log that numbers from 101 and answers with all it has, whatever is asked."""
+
+    def __init__(self, worker_id: int, dp_rank: int) -> None:
+        self.worker_id, self.dp_rank = worker_id, dp_rank
+        self.events: list[RouterEvent] = []
+        self.asked: list[tuple[int | None, int | None]] = []
+        self.threads: set[int] = set()
+        self.fails: Exception | None = None
+
+    def record(self, change: KvEventData) -> RouterEvent:
+        self.threads.add(get_ident())
+        if self.fails is not None:
+            raise self.fails
+        self.events.append(RouterEvent(self.worker_id, KvEvent(101 + len(self.events), change, self.dp_rank)))
+        return self.events[-1]
+
+    def recover(self, start: int | None, end: int | None) -> RecoveredEvents:
+        self.asked.append((start, end))
+        return RecoveredEvents(list(self.events))
+
+
+class Logs:
+    """Makes them, and keeps them by worker and rank."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, int], Kept] = {}
+
+    def __call__(self, worker_id: int, dp_rank: int) -> KvEventLog:
+        return self.made.setdefault((worker_id, dp_rank), Kept(worker_id, dp_rank))
+
+
+class Engine(EchoEngine):
+    """Has KV events of some ranks; its background fails after a while, if at all."""
+
+    def __init__(self, ranks: Sequence[int] = (3, 0), *, block_size: int | None = 16, fails_s: float | None = None):
+        super().__init__()
+        self.ranks, self.block_size, self.fails_s = ranks, block_size, fails_s
+        self.publishers: dict[int, KvEventPublisher] = {}
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="m", kv_cache_block_size=self.block_size)
+
+    async def kv_event_sources(self) -> list[PushSource]:
+        return [PushSource(lambda made: self.publishers.update({made.dp_rank: made}), rank) for rank in self.ranks]
+
+    async def background(self) -> None:
+        await anyio.sleep(float("inf") if self.fails_s is None else self.fails_s)
+        raise LookupError("the scheduler broke")
+
+
+def worker_of(engine: Engine, runtime: Runtime, **settings: Any) -> Worker:
+    return Worker(engine, runtime=runtime, **{"environment": {}, "times": TIMES, "kv_event_log": Logs(), **settings})
+
+
+async def names(runtime: Runtime) -> list[str]:
+    """The endpoints that are visible."""
+    return sorted(instance.endpoint for instance in await runtime.discovery.instances("dynamo/backend"))
+
+
+async def engine_of(runtime: Runtime, worker: Worker, dp_rank: int) -> AsyncEngine[Any, RecoveryReply]:
+    workers = runtime.workers(f"dynamo/backend/worker_kv_indexer_query_dp{dp_rank}", RecoveryReply)
+    await workers.wait_for_instances()
+    return workers.engine(worker.worker_id)
+
+
+async def ask(runtime: Runtime, worker: Worker, dp_rank: int, *request: int | None) -> Any:
+    engine = await engine_of(runtime, worker, dp_rank)
+    (reply,) = await (await engine.generate(Context(RecoveryRequest(dp_rank, *request)))).collect()
+    return reply.answer
+
+
+# -- what is kept
+
+
+async def test_what_the_log_records_is_published_and_answered() -> None:
+    logs = Logs()
+    heard: list[Event[RouterEvent]] = []
+    async with Runtime.in_process() as runtime:
+        runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(heard.append)
+        async with worker_of(engine := Engine(), runtime, worker_id=7, kv_event_log=logs) as worker:
+            for rank, change in ((3, KvCleared()), (0, KvRemoved([1])), (3, KvRemoved([2]))):
+                engine.publishers[rank].publish(change)
+            assert await ask(runtime, worker, 3, 5, 6) == RecoveredEvents(logs.made[7, 3].events)
+            assert await ask(runtime, worker, 0) == RecoveredEvents(logs.made[7, 0].events)
+    assert [(e.payload.event.dp_rank, e.payload.event.event_id) for e in heard] == [(3, 101), (0, 101), (3, 102)]
+    assert [event.payload for event in heard if event.payload.event.dp_rank == 3] == logs.made[7, 3].events
+    assert (logs.made[7, 3].asked, logs.made[7, 0].asked) == ([(5, 6)], [(None, None)])
+    assert engine.publishers[3].last_event_id == 102
+
+
+async def test_a_log_is_written_in_the_thread_it_is_read_in() -> None:
+    """An engine may publish from its own."""
+    sent: list[RouterEvent] = []
+    all_sent = anyio.Event()
+
+    def send(event: RouterEvent) -> None:
+        sent.append(event)
+        if len(sent) == 3:
+            all_sent.set()
+
+    log = Kept(7, 0)
+    publisher = KvEventPublisher(7, 0, send, log)
+
+    def publish() -> None:
+        for block in range(3):
+            publisher.publish(KvRemoved([block]))
+
+    thread = Thread(target=publish)
+    thread.start()
+    await anyio.to_thread.run_sync(thread.join)
+    await all_sent.wait()
+    assert log.threads == {get_ident()}
+    assert [event.event.data for event in sent] == [KvRemoved([0]), KvRemoved([1]), KvRemoved([2])]
+
+
+async def test_a_change_the_log_refuses_is_not_published_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[RouterEvent] = []
+    log = Kept(7, 0)
+    publisher = KvEventPublisher(7, 0, sent.append, log)
+    log.fails = ValueError("no such block")
+    publisher.publish(KvCleared())
+    log.fails = None
+    publisher.publish(KvCleared())
+    assert [event.event.event_id for event in sent] == [101]
+    assert "no such block" in caplog.text
+
+
+async def test_a_question_for_another_rank_is_refused() -> None:
+    stream = await recovery_engine(Kept(7, 3), 3).generate(Context(RecoveryRequest(0)))
+    with pytest.raises(InvalidArgument) as caught:
+        await stream.collect()
+    assert caught.value.field == "dp_rank"
+
+
+async def test_the_engine_of_a_log_holds_the_contract() -> None:
+    await check_engine(
+        lambda: recovery_engine(Kept(7, 0), 0),
+        request=RecoveryRequest(),
+        expected=[RecoveryReply.of(RecoveredEvents([]))],
+        bad_request=RecoveryRequest(1),
+    )
+
+
+# -- when it can be asked
+
+
+async def test_a_worker_can_be_asked_before_it_is_seen_and_not_after() -> None:
+    seen: list[tuple[str, str]] = []
+    async with Runtime.in_process() as runtime:
+        runtime.discovery.watch("dynamo/backend").subscribe(
+            lambda news: seen.append(("+" if isinstance(news, Added) else "-", news.item.endpoint))
+        )
+        async with worker_of(Engine(), runtime) as worker:
+            assert await names(runtime) == ["generate", *NAMES]
+            rank = await engine_of(runtime, worker, 0)
+        assert await names(runtime) == []
+        assert runtime.served == {}
+        with pytest.raises(CannotConnect):
+            await rank.generate(Context(RecoveryRequest()))
+    assert [kind for kind, _ in seen] == ["+"] * 3 + ["-"] * 3
+    assert (seen[2], seen[3]) == (("+", "generate"), ("-", "generate"))
+
+
+async def test_in_its_grace_period_it_is_not_to_be_seen_either() -> None:
+    async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
+        worker = worker_of(Engine(), runtime)
+        await worker.__aenter__()
+        rank = await engine_of(runtime, worker, 0)
+        tasks.start_soon(worker.__aexit__, None, None, None)
+        await anyio.sleep(1)
+        assert await names(runtime) == []
+        with pytest.raises(CannotConnect):
+            await rank.generate(Context(RecoveryRequest()))
+
+
+@pytest.mark.parametrize("taken", ["generate", *NAMES])
+async def test_a_start_that_fails_leaves_no_endpoint(taken: str) -> None:
+    async with Runtime.in_process() as runtime:
+        await runtime.serve(f"dynamo/backend/{taken}", ScriptedEngine([]), instance_id=7)
+        with pytest.raises(InvalidArgument, match="served already"):
+            await worker_of(Engine(), runtime, worker_id=7).__aenter__()
+        assert await names(runtime) == [taken]
+        assert len(runtime.served) == 1
+
+
+@pytest.mark.parametrize("kind", ["shutdown", "cancel"])
+async def test_a_start_that_is_given_up_leaves_no_endpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the second rank is being registered."""
+    async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
+        register = runtime.discovery.register
+
+        async def slow(instance: Any) -> Any:
+            if instance.endpoint == NAMES[0]:
+                await anyio.sleep(5)
+            return await register(instance)
+
+        monkeypatch.setattr(runtime.discovery, "register", slow)
+        worker = worker_of(Engine(), runtime)
+        tasks.start_soon(worker.__aenter__)
+        await anyio.sleep(1)
+        assert await names(runtime) == [NAMES[1]]
+        if kind == "shutdown":
+            worker.shutdown()
+            await anyio.sleep(1)
+            await worker.__aexit__(None, None, None)
+        else:
+            tasks.cancel_scope.cancel()
+    assert runtime.served == {}
+
+
+async def test_a_start_that_is_cancelled_withdraws_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Runtime.in_process() as runtime:
+        register = runtime.discovery.register
+
+        async def slow(instance: Any) -> Any:
+            if instance.endpoint == "generate":
+                await anyio.sleep(5)
+            return await register(instance)
+
+        monkeypatch.setattr(runtime.discovery, "register", slow)
+        with anyio.move_on_after(1):
+            await worker_of(Engine(), runtime).__aenter__()
+        assert await names(runtime) == []
+        assert runtime.served == {}
+
+
+async def test_a_worker_whose_end_is_cancelled_leaves_no_endpoint() -> None:
+    async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
+        worker = worker_of(Engine(), runtime, times=ShutdownTimes(grace_s=60.0, timeout_s=60.0))
+        await worker.__aenter__()
+        tasks.start_soon(worker.__aexit__, None, None, None)
+        await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(0.1)
+            assert await names(runtime) == []
+    assert runtime.served == {}
+
+
+async def test_a_worker_that_breaks_cannot_be_asked_any_more() -> None:
+    async with Runtime.in_process() as runtime, worker_of(Engine(fails_s=3.0), runtime) as worker:
+        assert await names(runtime) == ["generate", *NAMES]
+        await worker.wait()
+        assert isinstance(worker.failure, BackendUnknown)
+        assert runtime.served == {}
+        await anyio.sleep(0.01)
+        assert await names(runtime) == []
+
+
+# -- who says that it can be asked
+
+
+async def test_the_card_says_so_where_the_worker_answers() -> None:
+    async with Runtime.in_process() as runtime, worker_of(Engine(), runtime):
+        (model,) = await runtime.discovery.models(WHERE.path)
+        assert model.card.runtime_config.enable_local_indexer
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ({}, {"kv_event_log": None}),
+        ({}, {"config": WorkerConfig(component="backend", enable_local_indexer=False)}),
+        ({}, {"config": WorkerConfig(component="backend", enable_kv_routing=False)}),
+        ({}, {"config": WorkerConfig(component="backend", disaggregation_mode=DisaggregationMode.DECODE)}),
+        ({"ranks": ()}, {}),
+        ({"block_size": None}, {}),
+    ],
+)
+async def test_a_worker_that_keeps_no_events_says_so_and_is_not_to_be_asked(
+    engine: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    async with Runtime.in_process() as runtime, worker_of(Engine(**engine), runtime, **settings):
+        (model,) = await runtime.discovery.models(WHERE.path)
+        assert not model.card.runtime_config.enable_local_indexer
+        assert await names(runtime) == ["generate"]
