@@ -1,6 +1,8 @@
 """`make bench`: measures, prints a table, writes the same as JSON.
 
-python -m benchmarks [--json FILE] [--only items|graph|engines]
+python -m benchmarks [--json FILE] [--only items|graph|engines|kv-index|kv-choice]
+
+What routing does to conversations is another table: python -m benchmarks.conversations.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from . import engines, graph, items
+from . import engines, graph, items, kv_choice, kv_index
 from .measure import Result
 
-PARTS = {"items": items.measure, "graph": graph.measure, "engines": engines.measure}
+PARTS = {
+    "items": items.measure,
+    "graph": graph.measure,
+    "engines": engines.measure,
+    "kv-index": kv_index.measure,
+    "kv-choice": kv_choice.measure,
+}
 
 
 def _table(results: list[Result]) -> Table:

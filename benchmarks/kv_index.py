@@ -1,5 +1,6 @@
 """Hashing, storing and finding blocks, beside the Rust index of another router called from Python, where it is there.
 
+    python -m benchmarks.kv_index               measures and prints
     pip install ai-dynamo-runtime==1.2.1        the peer; without it the figures stand alone
     PENSTOCK_TRACE=trace.jsonl                  requests with `hash_ids` of 512 tokens; else conversations are made up
 
@@ -10,6 +11,7 @@ there. Memory is the growth of a fresh process.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -59,10 +61,15 @@ class Stored:
         return json.dumps({"event_id": self.event_id, "data": {"stored": stored}, "dp_rank": 0}).encode()
 
 
+def requests() -> list[list[int]]:
+    """The ids of each request's blocks of `TRACE_BLOCK_TOKENS`; equal ids are equal tokens."""
+    path = os.environ.get("PENSTOCK_TRACE")
+    return _of_trace(Path(path)) if path else list(_conversations(Random(7)))
+
+
 def prompts() -> list[list[int]]:
     """The local hashes of each request's blocks."""
-    path = os.environ.get("PENSTOCK_TRACE")
-    ids = _of_trace(Path(path)) if path else list(_conversations(Random(7)))
+    ids = requests()
     wide = TRACE_BLOCK_TOKENS // BLOCK_TOKENS
     made = {i: block_hashes(range(i * wide, (i + 1) * wide), 1) for request in ids for i in request}
     return [[local for i in request for local in made[i]] for request in ids]
@@ -83,10 +90,10 @@ def _conversations(random: Random) -> Iterator[list[int]]:
         yield turn
 
 
-def stores(requests: list[list[int]], workers: int) -> Iterator[Stored]:
+def stores(given: list[list[int]], workers: int) -> Iterator[Stored]:
     """What the workers would say: each request's blocks that its worker, the next in turn, does not hold yet."""
     held: list[set[int]] = [set() for _ in range(workers)]
-    for number, local in enumerate(requests):
+    for number, local in enumerate(given):
         worker, chained = number % workers, sequence_hashes(local)
         known = next((i for i, name in enumerate(chained) if name not in held[worker]), len(chained))
         held[worker].update(chained)
@@ -174,8 +181,8 @@ def _second(values: list[float], factor: float) -> float | None:
     return values[1] * factor if len(values) > 1 else None
 
 
-def _index(requests: list[list[int]], workers: int) -> list[Result]:
-    everything = list(stores(requests, workers))
+def _index(given: list[list[int]], workers: int) -> list[Result]:
+    everything = list(stores(given, workers))
     count = sum(len(stored.blocks) for stored in everything)
     seconds: list[list[float]] = []
     under_test: list[Subject] = []
@@ -187,7 +194,7 @@ def _index(requests: list[list[int]], workers: int) -> list[Result]:
             for i, subject in enumerate(under_test):
                 took[i] += subject.store(stored)
         seconds.append(took)
-    asked = [array("Q", local) for local in requests[:: max(1, len(requests) // QUERIES)]]
+    asked = [array("Q", local) for local in given[:: max(1, len(given) // QUERIES)]]
     _same_answers(under_test, asked)
     passes = [_one_pass(under_test, asked) for _ in range(REPEATS)]
     per_store = [min(column) / count for column in zip(*seconds, strict=True)]
@@ -216,9 +223,9 @@ def _same_answers(under_test: list[Subject], asked: list[array[int]]) -> None:
         assert all(answer == answers[0] for answer in answers)
 
 
-def _memory(requests: list[list[int]], workers: int) -> Result:
+def _memory(given: list[list[int]], workers: int) -> Result:
     names = ["ours", "peer"][: len(subjects())]
-    everything = list(stores(requests, workers))
+    everything = list(stores(given, workers))
     count = sum(len(stored.blocks) for stored in everything)
     text = b"\n".join(b"%d %s" % (stored.worker_id, stored.as_json()) for stored in everything)
     grown = [_grown_bytes(name, text) / count for name in names]
@@ -252,12 +259,24 @@ def _resident_bytes() -> int:
 async def measure() -> list[Result]:
     if peer_library() is None:
         print("ai-dynamo-runtime is not installed: the KV index is measured alone")
-    requests = prompts()
+    given = prompts()
     results = [_hashing(16), _hashing(64)]
     for workers in WORKERS:
-        results += [*_index(requests, workers), _memory(requests, workers)]
+        results += [*_index(given, workers), _memory(given, workers)]
     return results
 
 
+def show(results: list[Result]) -> None:
+    """Prints them with how many times the peer takes what we take."""
+    for result in results:
+        peer_value = (
+            "" if result.floor is None else f"{result.floor:10.1f} {result.unit:2} {1 / (result.ratio or 1):6.2f}"
+        )
+        print(f"{result.name:46} {result.value:10.1f} {result.unit:2} {peer_value}  {result.budget}")
+
+
 if __name__ == "__main__":
-    print(_grow(sys.argv[1]))
+    if len(sys.argv) > 1:
+        print(_grow(sys.argv[1]))
+    else:
+        show(asyncio.run(measure()))

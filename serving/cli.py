@@ -42,6 +42,7 @@ class Router(StrEnum):
     LEAST_LOADED = "least-loaded"
     DEVICE_AWARE = "device-aware"
     DIRECT = "direct"
+    KV = "kv"
 
 
 class Form(StrEnum):
@@ -71,6 +72,17 @@ LogLevelOption = Annotated[LogLevel, typer.Option(help="Least serious messages s
 AccessLog = Annotated[bool, typer.Option(help="Log every request; costs speed.")]
 Workers = Annotated[int, typer.Option(help="Number of engine instances.")]
 RouterOption = Annotated[Router, typer.Option(help="How a worker is chosen for a request.")]
+RouterConfig = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Settings of the router kv, as TOML; before those of DYN_ROUTER_*.")
+]
+KvEvents = Annotated[
+    bool | None,
+    typer.Option(
+        "--kv-events/--no-kv-events",
+        help="Whether the router kv goes by what engines say of their caches, or by what it sent them.",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Makes repeatable what a router leaves to chance.")]
 BusyBlocks = Annotated[
     float | None,
@@ -101,6 +113,8 @@ def serve(
     engine_arg: EngineArg = [],  # noqa: B006  (typer reads it, nobody changes it)
     workers: Workers = 1,
     router: RouterOption = Router.ROUND_ROBIN,
+    router_config: RouterConfig = None,
+    kv_events: KvEvents = None,
     seed: Seed = None,
     active_decode_blocks_threshold: BusyBlocks = None,
     active_prefill_tokens_threshold: BusyTokens = None,
@@ -114,7 +128,7 @@ def serve(
         active_prefill_tokens_threshold,
         active_prefill_tokens_threshold_frac,
     )
-    routing = partial(_routing, router, seed, thresholds)
+    routing = partial(_routing, router, router_config, kv_events, seed, thresholds)
     config = _config(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import serve_graph
 
@@ -221,6 +235,8 @@ def graph(
     engine_arg: EngineArg = [],  # noqa: B006
     workers: Workers = 1,
     router: RouterOption = Router.ROUND_ROBIN,
+    router_config: RouterConfig = None,
+    kv_events: KvEvents = None,
     seed: Seed = None,
     active_decode_blocks_threshold: BusyBlocks = None,
     active_prefill_tokens_threshold: BusyTokens = None,
@@ -232,7 +248,7 @@ def graph(
         active_prefill_tokens_threshold,
         active_prefill_tokens_threshold_frac,
     )
-    routing = partial(_routing, router, seed, thresholds)
+    routing = partial(_routing, router, router_config, kv_events, seed, thresholds)
     config = _config(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import draw_graph
     from .server import run
@@ -270,12 +286,23 @@ def _config(
 
 
 def _routing(
-    router: Router, seed: int | None, thresholds: tuple[float | None, int | None, float | None]
+    router: Router,
+    router_config: Path | None,
+    kv_events: bool | None,
+    seed: int | None,
+    thresholds: tuple[float | None, int | None, float | None],
 ) -> dict[str, Any]:
-    """Raises InvalidArgument for a threshold out of its range."""
+    """Raises InvalidArgument for a threshold out of its range, and for what the router kv cannot be."""
     from operators import BusyThresholds
 
-    return {"router": router.value, "seed": seed, "busy": BusyThresholds(*thresholds)}
+    given = {"router": router.value, "seed": seed, "busy": BusyThresholds(*thresholds)}
+    if router is Router.KV:
+        from .router_config import kv_router_config
+
+        return given | {"kv_router": kv_router_config(router_config, os.environ, kv_events)}
+    if router_config is not None or kv_events is not None:
+        raise InvalidArgument("is for the router kv only", field="router_config" if router_config else "kv_events")
+    return given
 
 
 def _named(texts: list[str]) -> dict[str, str]:
@@ -294,8 +321,9 @@ def _named(texts: list[str]) -> dict[str, str]:
 
 def _fail(error: Exception) -> NoReturn:
     """Ends the program with the error as one line, below it its trace where messages for debugging are shown."""
+    text = " ".join(str(error).split())
     place = _place(error.field) if isinstance(error, InvalidArgument) else ""
-    typer.echo(f"Error: {place}{' '.join(str(error).split())}", err=True)
+    typer.echo(f"Error: {'' if place in text else place}{text}", err=True)
     logging.getLogger(__name__).debug("it was raised here", exc_info=error)
     raise typer.Exit(2 if isinstance(error, InvalidArgument | OSError) else 1) from None
 

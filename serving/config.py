@@ -9,12 +9,13 @@ from typing import Literal, get_args
 from attrs import evolve, field, frozen
 
 from engines import LLMEngine, WorkerConfig
-from operators import BusyThresholds, Model
+from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
+from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
 
 from .engines import Deployment, find_engine
 
-RouterName = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct"]
+RouterName = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
 
 _LETTERS = range(ord("a"), ord("z") + 1)
 
@@ -25,8 +26,9 @@ class GraphConfig:
 
     `model_path` is a local model folder; without one the built-in byte-level model is served. `engine` is a name or
     `module:factory`, `engine_args` are texts by name, turned into what the engine's own arguments want. `workers` is
-    the number of engine instances, hosted as `worker` says. `seed` makes repeatable what a router leaves
-    to chance. `busy` are the thresholds above which a worker is busy; each goes before that of the environment.
+    the number of engine instances, hosted as `worker` says. `kv_router` are the settings of the router `kv`. `seed`
+    makes repeatable what a router leaves to chance, and the ids of instances, which decide between equals. `busy` are
+    the thresholds above which a worker is busy; each goes before that of the environment.
     `ignore_unsupported` lets fields of requests pass that have no meaning here.
     """
 
@@ -37,6 +39,7 @@ class GraphConfig:
     workers: int = 1
     worker: WorkerConfig = WorkerConfig(namespace="penstock", component="engine")
     router: RouterName = "round-robin"
+    kv_router: KvRouterConfig = KvRouterConfig()
     seed: int | None = None
     busy: BusyThresholds = BusyThresholds()
     ignore_unsupported: bool = False
@@ -49,6 +52,11 @@ class GraphConfig:
         _require_one_of(self.router, get_args(RouterName), "router")
         self.worker.checked()
         find_engine(self.engine).check(self.engine_args, self._deployment())
+
+    @property
+    def needs_event_logs(self) -> bool:
+        """Whether workers are to keep their KV events for a router that may ask for them."""
+        return self.router == "kv" and self.kv_router.has_index and self.kv_router.use_kv_events
 
     def make_engines(self, count: int) -> list[LLMEngine]:
         """New engines of one deployment, not started. Raises InvalidArgument, naming the argument.
@@ -73,12 +81,15 @@ class GraphConfig:
 
         A chat template of the worker replaces the model's.
         """
-        if self.model_path is None:
-            model = Model.byte_level() if self.model_name is None else Model.byte_level(self.model_name)
-        else:
-            model = Model.from_folder(self.model_path, self.model_name)
+        folder = self.model_path
+        model = self._byte_level() if folder is None else Model.from_folder(folder, self.model_name)
         template = self.worker.custom_jinja_template
         return model if template is None else model.with_chat_template(template)
+
+    def _byte_level(self) -> Model:
+        """The built-in model. A mock engine is given the whole chat; one that echoes, or may, the last message."""
+        template = WHOLE_CHAT if self.engine == "mocker" else LAST_USER_MESSAGE
+        return Model.byte_level(self.model_name or "echo", chat_template=template)
 
 
 def _require_one_of(value: str, known: Sequence[str], name: str) -> None:

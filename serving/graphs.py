@@ -2,13 +2,15 @@
 
     Preprocess >> Detokenize >> PushRouter ──► workers at one endpoint of an embedded runtime, an engine in each
 
-With busy thresholds a Rejection stands above it. A graph is opened as a context and closes all that it opened.
+With the router `kv` a KvPushRouter stands above the PushRouter, with busy thresholds a Rejection above all. A graph is
+opened as a context and closes all that it opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -23,6 +25,7 @@ from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .config import GraphConfig
+from .kv_routing import event_log
 from .routing import Routing, routing_to
 
 if TYPE_CHECKING:
@@ -84,13 +87,14 @@ async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[O
     """
     model = config.load_model()
     endpoint = EndpointId(config.worker.namespace, config.worker.component, config.worker.endpoint)
-    async with Runtime.in_process(metrics=hosting.metrics) as runtime:
+    rng = None if config.seed is None else Random(config.seed)
+    async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime:
         hosted = _workers(config, hosting, config.worker_settings(model), runtime)
-        async with _running(hosted):
-            with routing_to(endpoint, config, hosting.environment, runtime) as routing:
-                await routing.workers.wait_for_instances(config.workers)
-                yield OpenGraph(line(model, routing, config), hosted)
-                await _finish(hosted, runtime.graceful_timeout_s)
+        routing_to_them = routing_to(endpoint, config, hosting.environment, runtime, hosting.metrics)
+        async with _running(hosted), routing_to_them as routing:
+            await routing.workers.wait_for_instances(config.workers)
+            yield OpenGraph(line(model, routing, config), hosted)
+            await _finish(hosted, runtime.graceful_timeout_s)
 
 
 def _workers(config: GraphConfig, hosting: Hosting, settings: WorkerConfig, runtime: Runtime) -> list[Worker]:
@@ -103,6 +107,7 @@ def _workers(config: GraphConfig, hosting: Hosting, settings: WorkerConfig, runt
             environment=hosting.environment,
             health=hosting.health,
             times=hosting.times,
+            kv_event_log=event_log if config.needs_event_logs else None,
         )
         for engine in config.make_engines(config.workers)
     ]

@@ -19,6 +19,7 @@ from .config import GraphConfig
 from .environment import integer
 from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line
 from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, served, status_app, status_port
+from .kv_routing import event_log
 from .routing import routing_to
 from .server import GRACE_S, HttpServer, listen, serve
 
@@ -88,9 +89,17 @@ async def host_worker(
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
             (engine,) = config.make_engines(1)
             settings = config.worker_settings(model)
-            worker = Worker(engine, settings, runtime=runtime, metrics=metrics, environment=environment, health=health)
+            worker = Worker(
+                engine,
+                settings,
+                runtime=runtime,
+                metrics=metrics,
+                environment=environment,
+                health=health,
+                kv_event_log=event_log,
+            )
             front.telemetry.add_text(worker.native_metrics)
-            routing = opened.enter_context(routing_to(worker.endpoint, config, environment, runtime))
+            routing = await opened.enter_async_context(routing_to(worker.endpoint, config, environment, runtime))
             servers = [front.server(line(model, routing, config), listener, access_log=access_log)]
             if status is not None:
                 servers.append(HttpServer(status_app(health, front.telemetry, environment), status))

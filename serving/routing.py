@@ -1,6 +1,7 @@
 """How requests of a standard graph find their worker, and when they are refused.
 
     environment, config ──► PushRouter ◄── busy? ── BusyWatch ◄── reports of the workers, their cards
+                                ├────────► KvPushRouter right above it, where the KV router chooses
                                 └────────► Rejection, the gate at the top
 
 Source: dynamo lib/llm/src/discovery/{model_manager,worker_monitor}.rs. Other than there, thresholds hold in every mode.
@@ -8,11 +9,11 @@ Source: dynamo lib/llm/src/discovery/{model_manager,worker_monitor}.rs. Other th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from math import inf
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import frozen
 
@@ -29,12 +30,16 @@ from operators import (
     load_reports,
     overload_status,
 )
-from pipeline import Annotated
+from pipeline import Annotated, AsyncEngine
 from pipeline.network import EndpointId, Runtime, Workers
-from pipeline.protocols import LLMEngineOutput
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from .config import GraphConfig, RouterName
 from .environment import fraction, integer
+from .kv_routing import KvPool, kv_stage
+
+if TYPE_CHECKING:
+    from pipeline.metrics import Metrics
 
 _MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "direct"]] = {
     "round-robin": "round_robin",
@@ -42,35 +47,62 @@ _MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choic
     "p2c": "power_of_two_choices",
     "least-loaded": "least_loaded",
     "direct": "direct",
+    "kv": "direct",  # the stage above names the worker
 }
 
 
 @frozen
 class Routing:
-    """Workers, the router to them that ends a graph, and what stands at its top where thresholds are set."""
+    """Workers, the stages to them that end a graph, and what stands at its top where thresholds are set."""
 
     workers: Workers[Any, Any]
-    router: PushRouter[Any, Any]
+    router: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
     rejection: Rejection | None = None
 
 
-@contextmanager
-def routing_to(
-    endpoint: EndpointId, config: GraphConfig, environment: Mapping[str, str], runtime: Runtime
-) -> Iterator[Routing]:
+@asynccontextmanager
+async def routing_to(
+    endpoint: EndpointId,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    metrics: Metrics | None = None,
+) -> AsyncIterator[Routing]:
     """The routing to the workers at an endpoint of the runtime; what it listens to ends with the block.
 
-    Without a threshold nobody listens to reports: no mode of routing goes by them.
+    `metrics` are those whose meter the KV router counts with. Raises as `kv_stage`, for that router, which wants a
+    worker to be there.
     """
     workers = runtime.workers(endpoint, Annotated[LLMEngineOutput])
+    with _pushing(endpoint, config, environment, runtime, workers) as (push, watch):
+        busy = None if watch is None else watch.busy
+        rejection = None if watch is None else Rejection(push, status=overload_status(environment))
+        if config.router != "kv":
+            yield Routing(workers, push, rejection)
+            return
+        async with kv_stage(KvPool(endpoint, workers, push, busy), config, environment, runtime, metrics) as stage:
+            yield Routing(workers, stage >> push, rejection)
+
+
+@contextmanager
+def _pushing(
+    endpoint: EndpointId,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    workers: Workers[Any, Any],
+) -> Iterator[tuple[PushRouter[Any, Any], BusyWatch | None]]:
+    """The router that sends, and who watches for busy workers, if a threshold says what that is.
+
+    Without one nobody listens to reports: no mode of routing goes by them.
+    """
     thresholds = busy_thresholds(environment).updated(config.busy)
     if thresholds == BusyThresholds():
-        yield Routing(workers, router_of(workers, config, environment))
+        yield router_of(workers, config, environment), None
         return
     loads, capacities = WorkerLoads(workers), capacities_of(runtime.discovery.watch_models(endpoint.path))
     with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, capacities) as watch:
-        router = router_of(workers, config, environment, loads=loads, busy=watch.busy)
-        yield Routing(workers, router, Rejection(router, status=overload_status(environment)))
+        yield router_of(workers, config, environment, loads=loads, busy=watch.busy), watch
 
 
 def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 REQUEST_ID = "x-request-id"
 _OLDER_REQUEST_ID = "x-dynamo-request-id"
 _METADATA_PREFIX = "x-dynamo-meta-"
+_SESSION_ID = "x-dynamo-session-id"
 _METADATA_ENTRIES_MAX = 64
 _METADATA_BYTES_MAX = 64 * 1024
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key"})
@@ -62,13 +63,18 @@ class RequestHeaders:
         return str(uuid4())
 
     def metadata(self) -> dict[str, str]:
-        """The entries that travel with the request. Raises Refusal (431) if they are too many or too long."""
+        """The entries that travel with the request, its session among them.
+
+        Raises Refusal (431) if they are too many or too long.
+        """
         found = {
             name.removeprefix(_METADATA_PREFIX): value
             for name, value in self.values.items()
             if name.startswith(_METADATA_PREFIX)
         }
         kept = {name: value for name, value in found.items() if name and name not in _CREDENTIALS}
+        if _SESSION_ID in self.values:
+            kept[_SESSION_ID] = self.values[_SESSION_ID]
         size_bytes = sum(len(name) + len(value) for name, value in kept.items())
         if len(kept) > _METADATA_ENTRIES_MAX or size_bytes > _METADATA_BYTES_MAX:
             raise Refusal(431, "Request metadata is too large")

@@ -10,6 +10,7 @@ import pytest
 
 from engines import EchoEngine, as_engine
 from operators import BusyThresholds, Detokenize, Model, Preprocess, PushRouter
+from operators.kv import KvRouterConfig
 from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import Faults, Probe, check_engine
@@ -31,12 +32,21 @@ async def over_a_fixed_pool() -> AsyncIterator[Any]:
         yield Preprocess(model) >> Detokenize(model) >> Faults(delay_s=0.01) >> Probe() >> PushRouter(pool)
 
 
+NO_CACHE = {"enable_prefix_caching": "false"}
+"""Otherwise an answer says how much of its prompt those before it left in a cache."""
+
 GRAPHS: dict[str, Callable[[], Any]] = {
     "one worker": lambda: standard_graph(GraphConfig()),
     "slow workers": lambda: standard_graph(GraphConfig(workers=3, engine_args={"delay_s": "0.05"})),
     "random routing": lambda: standard_graph(GraphConfig(workers=2, router="random", seed=1)),
     "busy thresholds": lambda: standard_graph(
-        GraphConfig(engine="mocker", workers=2, router="p2c", seed=1, busy=BusyThresholds(1.0))
+        GraphConfig(engine="mocker", engine_args=NO_CACHE, workers=2, router="p2c", seed=1, busy=BusyThresholds(1.0))
+    ),
+    "KV routing": lambda: standard_graph(
+        GraphConfig(engine="mocker", engine_args=NO_CACHE, workers=2, router="kv", seed=1)
+    ),
+    "approximate KV routing": lambda: standard_graph(
+        GraphConfig(workers=2, router="kv", kv_router=KvRouterConfig(use_kv_events=False), seed=1)
     ),
     "a fixed pool": over_a_fixed_pool,
 }

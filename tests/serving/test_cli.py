@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from http.client import HTTPResponse
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +98,23 @@ def test_a_graph_is_drawn_as_the_environment_would_have_it_served() -> None:
     assert all(word in drawn for word in ("power_of_two_choices", "exclusion_s=7", "rng=Random"))
 
 
+def test_a_wrong_router_file_is_told_with_all_that_is_wrong_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("router_temperature = -0.5\nrouter_queue_policy = 'lifo'\n")
+    ended = run("serve", "--router", "kv", "--router-config", str(file))
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert ended.stderr.startswith(f"Error: {file}: ")
+    assert all(ended.stderr.count(name) == 1 for name in ("router_temperature", "router_queue_policy"))
+
+
+def test_a_graph_shows_the_stage_that_routes_by_kv_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text("use_kv_events = false\n")
+    ended = run("graph", "--router", "kv", "--router-config", str(file), "--engine", "mocker", "--form", "mermaid")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.index("KvPushRouter") < ended.stdout.index("PushRouter(dyn")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -112,6 +130,9 @@ def test_a_graph_is_drawn_as_the_environment_would_have_it_served() -> None:
         (["--port", "70000"], ["--port", "65535"]),
         (["--model-path", "/nowhere"], ["/nowhere"]),
         (["--unheard-of"], ["--unheard-of"]),
+        (["--router", "p2c", "--no-kv-events"], ["--kv-events", "router kv"]),
+        (["--router-config", "router.toml"], ["--router-config", "router kv"]),
+        (["--router", "kv", "--router-config", "/nowhere.toml"], ["--router-config: /nowhere.toml", "cannot be read"]),
     ],
 )
 def test_a_wrong_option_ends_with_a_line_that_names_it(options: list[str], words: list[str]) -> None:

@@ -269,6 +269,11 @@ async def test_metadata_headers_travel_without_credentials(chat: Any, hello: Any
     assert hello.requests[0].metadata == {"team": "a"}
 
 
+async def test_the_session_of_a_request_travels_with_it(chat: Any, hello: Any) -> None:
+    await chat(app({"m": hello}), headers={"X-Dynamo-Session-ID": "one"}).run()
+    assert hello.requests[0].metadata == {"x-dynamo-session-id": "one"}
+
+
 async def test_several_models_in_one_app_and_several_apps_in_one_process(chat: Any, token: Any, last: Any) -> None:
     engines = [ScriptedEngine([token(text), last()]) for text in "abc"]
     first, second = app({"x": engines[0], "y": engines[1]}), app({"x": engines[2]})

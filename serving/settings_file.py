@@ -1,0 +1,85 @@
+"""Reading settings from files: TOML and YAML, as plain values.
+
+The one door of PyYAML, imported when a file wants it. Whatever is wrong with a file is an InvalidArgument whose `field`
+is the setting that names the file, and whose text begins with the path.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pipeline import InvalidArgument
+
+
+def read_toml(path: Path, field: str) -> dict[str, Any]:
+    """The tables of a TOML file. Raises InvalidArgument as the module says."""
+    text = _text(path, field)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
+        raise wrong(path, f"is no TOML: {error}", field, error) from error
+
+
+def read_yaml(path: Path, field: str) -> Any:
+    """The one document of a YAML file, of plain values only; a key that comes twice is an error. Raises as above."""
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise wrong(path, "reading YAML needs PyYAML: install penstock[serve]", field, error) from error
+    text = _text(path, field)
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            _check_keys(node, yaml.MappingNode, set())
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise wrong(path, f"is no YAML: {_what(error)}", field, error) from error
+    except (ValueError, RecursionError) as error:  # a date that is none, or a file too deep
+        raise wrong(path, f"is no YAML: {error}", field, error) from error
+
+
+def wrong(path: Path, what: str, field: str, cause: BaseException | None = None) -> InvalidArgument:
+    """The error for a file, to be raised."""
+    return InvalidArgument(f"{path}: {what}", field=field, cause=cause)
+
+
+def _text(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise wrong(path, f"cannot be read: {error.strerror or error}", field, error) from error
+    except UnicodeDecodeError as error:
+        raise wrong(path, f"is not UTF-8 (byte {error.start})", field, error) from error
+    except ValueError as error:  # a path with a zero byte
+        raise InvalidArgument(f"{str(path)!r} is no path: {error}", field=field, cause=error) from error
+
+
+def _check_keys(node: Any, mapping: type, seen: set[int]) -> None:
+    """Raises ValueError for an object with a key twice, of which YAML would keep the last; aliases may be circular."""
+    if node is None or isinstance(node.value, str) or id(node) in seen:
+        return
+    seen.add(id(node))
+    keys = set()
+    for entry in node.value:
+        if isinstance(node, mapping):
+            key, value = entry
+            if isinstance(key.value, str):
+                if (key.tag, key.value) in keys:
+                    raise ValueError(f"{key.value} comes twice, line {key.start_mark.line + 1}")
+                keys.add((key.tag, key.value))
+            _check_keys(value, mapping, seen)
+        else:
+            _check_keys(entry, mapping, seen)
+
+
+def _what(error: Any) -> str:
+    """The parser's words in one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"{error.problem or error.context}, line {mark.line + 1}, column {mark.column + 1}"

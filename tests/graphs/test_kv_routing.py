@@ -1,0 +1,111 @@
+"""The standard graph with the KV router, over mock workers, in virtual time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import pytest
+
+from operators import ROUTER_DECISION
+from operators.kv import KvRouterConfig
+from pipeline import Context
+from pipeline.protocols.nvext import NvExt
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+from serving.config import GraphConfig
+from serving.graphs import Hosting, StandardGraph, hosted_graph
+from serving.http import Telemetry
+
+pytestmark = pytest.mark.anyio
+
+SYSTEM = "You answer in few words, and in none where none will do. " * 20
+
+
+def config(**fields: Any) -> GraphConfig:
+    return GraphConfig(engine="mocker", workers=4, router="kv", seed=3, **fields)
+
+
+def said(*texts: str) -> list[ChatMessage]:
+    turns = [ChatMessage(role="assistant" if n % 2 else "user", content=text) for n, text in enumerate(texts)]
+    return [ChatMessage(role="system", content=SYSTEM), *turns]
+
+
+async def ask(
+    graph: StandardGraph, messages: list[ChatMessage], metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What the router says of its decision; the answer is read to its end, and is there."""
+    nvext = NvExt(annotations=[ROUTER_DECISION])
+    request = ChatCompletionRequest(model="echo", messages=messages, max_tokens=8, nvext=nvext)
+    reasons, texts = [], []
+    async with await graph.generate(Context(request, metadata=metadata or {})) as stream:
+        async for item in stream:
+            if (error := item.extract_error()) is not None:
+                raise error
+            if item.event == ROUTER_DECISION:
+                reasons.append(json.loads((item.comment or [""])[0]))
+            elif item.data is not None:
+                texts.append(item.data.text or "")
+    (decision,) = reasons
+    assert "".join(texts)
+    return dict(decision)
+
+
+@pytest.mark.parametrize("use_kv_events", [True, False], ids=["by events", "approximate"])
+async def test_the_turns_of_a_conversation_go_to_the_worker_that_has_the_one_before(use_kv_events: bool) -> None:
+    async with hosted_graph(config(kv_router=KvRouterConfig(use_kv_events=use_kv_events)), Hosting()) as opened:
+        first = await ask(opened.graph, said("hi"))
+        others = [await ask(opened.graph, [ChatMessage(role="user", content=f"{n}" * 1000)]) for n in range(4)]
+        second = await ask(opened.graph, said("hi", "hello", "and now?"))
+        assert second["worker_id"] == first["worker_id"]
+        assert (first["overlap_blocks"], second["overlap_blocks"] > len(SYSTEM) // 64 - 1) == (0, True)
+        assert [other["overlap_blocks"] for other in others] == [0, 0, 0, 0]
+
+
+async def test_without_events_what_was_sent_is_forgotten_after_its_time() -> None:
+    settings = KvRouterConfig(use_kv_events=False, router_ttl_secs=60.0)
+    async with hosted_graph(config(kv_router=settings), Hosting()) as opened:
+        await ask(opened.graph, said("hi"))
+        await anyio.sleep(50)
+        assert (await ask(opened.graph, said("hi")))["overlap_blocks"] > 0
+        await anyio.sleep(61)
+        assert (await ask(opened.graph, said("hi")))["overlap_blocks"] == 0
+
+
+async def test_a_session_stays_with_its_worker_whatever_it_says() -> None:
+    environment = {"DYN_ROUTER_SESSION_AFFINITY_TTL_SECS": "600"}
+    async with hosted_graph(config(), Hosting(environment)) as opened:
+        session = {"x-dynamo-session-id": "one"}
+        asked = [await ask(opened.graph, [ChatMessage(role="user", content=f"{n}" * 999)], session) for n in range(6)]
+        assert len({one["worker_id"] for one in asked}) == 1
+        free = [await ask(opened.graph, [ChatMessage(role="user", content=f"free {n} " * 150)]) for n in range(6)]
+        assert len({one["worker_id"] for one in free}) > 1
+
+
+async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_does_not() -> None:
+    telemetry = Telemetry()
+    async with hosted_graph(config(), Hosting(metrics=telemetry.component_metrics)) as opened:
+        workers = [f'worker_id="{worker.worker_id}"' for worker in opened.workers]
+        before = telemetry.text().decode()
+        assert all(worker in before for worker in workers)
+        assert re.search(r"router_requests_total{[^}]*} 0\.0", before)
+        await ask(opened.graph, said("hi"))
+        assert opened.workers[0].served is not None
+        await opened.workers[0].served.withdraw()
+        text = telemetry.text().decode()
+        assert re.search(r"router_requests_total{[^}]*} 1\.0", text)
+        assert re.search(r'kv_cache_events_applied{[^}]*event_type="stored"[^}]*status="ok"[^}]*} [1-9]', text)
+        assert [worker in text for worker in workers] == [False, True, True, True]
+
+
+async def test_a_worker_that_is_gone_is_not_chosen_for_what_it_had() -> None:
+    async with hosted_graph(config(), Hosting()) as opened:
+        first = await ask(opened.graph, said("hi"))
+        (holder,) = [worker for worker in opened.workers if worker.worker_id == first["worker_id"]]
+        assert holder.served is not None
+        await holder.served.withdraw()
+        second = await ask(opened.graph, said("hi"))
+        assert second["worker_id"] != first["worker_id"]
+        assert second["overlap_blocks"] == 0
