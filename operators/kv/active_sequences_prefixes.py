@@ -23,15 +23,21 @@ class ActivePrefixes:
 
     def add(self, slot: int, hashes: Iterable[int]) -> None:
         masks, bit = self._masks, 1 << slot
+        before, after = 0, bit
         for block in hashes:
-            masks[block] = masks.get(block, 0) | bit
+            if (mask := masks.get(block, 0)) != before:
+                before, after = mask, mask | bit
+            masks[block] = after  # neighbours share one number: hundreds of slots make it a large one
 
     def drop(self, slot: int, hashes: Iterable[int]) -> None:
         """Forgets hashes of a slot, which must hold them."""
         masks, bit = self._masks, 1 << slot
+        before, after = bit, 0
         for block in hashes:
-            if mask := masks[block] ^ bit:
-                masks[block] = mask
+            if (mask := masks[block]) != before:
+                before, after = mask, mask ^ bit
+            if after:
+                masks[block] = after
             else:
                 del masks[block]
 

@@ -117,7 +117,7 @@ def choose(
         raise InvalidArgument("must have at least one token", field="token_ids")
     if not candidates.ranks:
         raise Unavailable("no worker can take this request")
-    seen = CandidateOverlap(overlap, candidates.positions)
+    seen = CandidateOverlap(overlap, candidates.nothing)
     column = costs(prompt, seen, loads, settings, worker_type)
     if candidates.multipliers is not None:
         column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]

@@ -38,7 +38,7 @@ from .cost import Prompt, WorkerType
 from .eligibility import Candidates, RoutingRules, WorkerPool
 from .event_feed import Recover
 from .event_rank import Counted
-from .overlap import Overlap
+from .overlap import CandidateOverlap, Overlap
 from .queue_classes import PolicyProfile, PromptSize
 from .queue_limits import DepthTier, QueueUsage
 from .replica_sync import ReplicaSync
@@ -324,8 +324,9 @@ class KvRouter:
     def _size(self, request: RouteRequest, overlap: Overlap) -> PromptSize:
         """The prompt and what the best of its workers has of it; with no worker, nothing."""
         settings = self._settings_for(request.override)
-        positions = self._candidates(request, self._pool.now()).positions
-        cached = overlap.best_cached_tokens(positions, settings, self.block_size_tokens) if overlap.device else 0
+        candidates, cached = self._candidates(request, self._pool.now()), 0
+        if overlap.device:
+            cached = CandidateOverlap(overlap, candidates.nothing).best_cached_tokens(settings, self.block_size_tokens)
         return PromptSize(len(request.blocks.token_ids), cached)
 
     def _hashes(self, blocks: PromptBlocks, settings: RequestSettings, *, whole: bool) -> Sequence[int]:

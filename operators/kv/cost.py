@@ -12,15 +12,14 @@ load record counts as idle, so it also pays for the blocks the prompt would add.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from attrs import frozen
 
 from .active_sequences_loads import Column, RankLoads
 from .config_settings import RequestSettings
-from .overlap import Blocks, CandidateOverlap
-from .worker_rank import WorkerRank
+from .overlap import CandidateOverlap
 
 WorkerType = Literal["aggregated", "prefill", "decode"]
 
@@ -57,12 +56,12 @@ def costs(
         credit,
         loads.decode_blocks,
         loads.additional_blocks,
-        loads.requests,
+        _request_costs(loads.requests, weight),
         strict=True,
     )
     return [
-        (scale * work if (work := (active + new) / size - saved) > 0.0 else 0.0) + held + added + weight * requests
-        for active, new, saved, held, added, requests in columns
+        (scale * work if (work := (active + new) / size - saved) > 0.0 else 0.0) + held + added + by_requests
+        for active, new, saved, held, added, by_requests in columns
     ]
 
 
@@ -74,12 +73,18 @@ def _decode_costs(
     A decode worker with credit is still chosen by what it has cached: there the credit is taken off the decode blocks.
     """
     weight = settings.decode_active_request_weight
-    columns = zip(loads.decode_blocks, loads.additional_blocks, loads.requests, strict=True)
-    plain = [(float(held + added), weight * requests) for held, added, requests in columns]
+    columns = loads.decode_blocks, loads.additional_blocks, _request_costs(loads.requests, weight)
     if worker_type != "decode" or settings.overlap_score_credit <= 0:
-        return [blocks + requests for blocks, requests in plain]
+        return [held + added + by_requests for held, added, by_requests in zip(*columns, strict=True)]
     credit = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
-    return [max(0.0, blocks - saved) + requests for (blocks, requests), saved in zip(plain, credit, strict=True)]
+    return [
+        max(0.0, held + added - saved) + by_requests
+        for held, added, by_requests, saved in zip(*columns, credit, strict=True)
+    ]
+
+
+def _request_costs(requests: Column, weight: float) -> list[float]:
+    return [weight * count for count in requests] if weight else [0.0] * len(requests)
 
 
 def cache_credits(
@@ -90,18 +95,17 @@ def cache_credits(
     if (multiplier := settings.shared_cache_multiplier) and overlap.overlap.shared:
         beyond = {blocks: multiplier * overlap.overlap.shared_blocks_beyond(blocks) for blocks in set(overlap.device)}
         column = [beyond[blocks] + credit for blocks, credit in zip(overlap.device, column, strict=True)]
-    _add_lower_tiers(column, overlap, settings)
-    return column
+    return overlap.with_lower_tiers(column, settings)
 
 
 def _device_credits(
     prompt: Prompt, device: Sequence[float], prefill_tokens: Column, settings: RequestSettings
-) -> list[float]:
+) -> Sequence[float]:
     credit, decay = settings.overlap_score_credit, settings.overlap_score_credit_decay
     if decay > 0 and settings.track_prefill_tokens:
         decays = _decays(prompt, prefill_tokens, decay)
         return [credit * left * blocks for left, blocks in zip(decays, device, strict=True)]
-    return list(device) if credit == 1.0 else [credit * blocks for blocks in device]
+    return device if credit == 1.0 else [credit * blocks for blocks in device]
 
 
 def _decays(prompt: Prompt, prefill_tokens: Column, decay: float) -> list[float]:
@@ -116,23 +120,5 @@ def _prompt_tokens(prompt: Prompt, overlap: CandidateOverlap, settings: RequestS
     isl, size = prompt.isl_tokens, prompt.block_size_tokens
     if not overlap.overlap.has_lower_tiers and overlap.best_device * size <= isl:
         return [isl] * len(overlap.device)
-    cached = list(overlap.device)
-    _add_lower_tiers(cached, overlap, settings)
+    cached = overlap.with_lower_tiers(overlap.device, settings)
     return [isl if blocks * size <= isl else int(blocks * size + 0.5) for blocks in cached]
-
-
-def _add_lower_tiers(column: list[float], overlap: CandidateOverlap, settings: RequestSettings) -> None:
-    """Adds the blocks below the device, at their weights."""
-    tiers = overlap.overlap
-    _add(column, overlap.positions, tiers.host, settings.host_cache_hit_weight)
-    _add(column, overlap.positions, tiers.disk, settings.disk_cache_hit_weight)
-    _add(column, overlap.positions, tiers.external, settings.disk_cache_hit_weight)
-
-
-def _add(column: list[float], positions: Mapping[WorkerRank, int], tier: Blocks, weight: float) -> None:
-    """Adds the blocks of a tier to the candidates that have some."""
-    if not weight:
-        return
-    for rank, blocks in tier.items():
-        if (position := positions.get(rank)) is not None:
-            column[position] += weight * blocks

@@ -40,12 +40,12 @@ class RoutingRules:
 
 @frozen(eq=False)
 class Candidates:
-    """The ranks that may take a request, sorted, with their positions; `multipliers` of their cost, if any."""
+    """The ranks that may take a request, sorted; `multipliers` of their cost, if any; `nothing` is a 0 for each."""
 
     ranks: tuple[WorkerRank, ...]
     multipliers: Sequence[float] | None = None
-    positions: Mapping[WorkerRank, int] = field(
-        default=Factory(lambda self: {rank: position for position, rank in enumerate(self.ranks)}, takes_self=True)
+    nothing: Mapping[WorkerRank, float] = field(
+        default=Factory(lambda self: dict.fromkeys(self.ranks, 0), takes_self=True)
     )
 
 

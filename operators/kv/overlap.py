@@ -7,7 +7,6 @@ per rank gives it as the device tier.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from math import floor
 
 from attrs import Factory, field, frozen
@@ -60,13 +59,6 @@ class Overlap:
         """The effective blocks in tokens, rounded half up; may exceed the prompt."""
         return floor(self.effective_blocks(rank, settings) * block_size_tokens + 0.5)
 
-    def best_cached_tokens(
-        self, ranks: Mapping[WorkerRank, int], settings: RequestSettings, block_size_tokens: int
-    ) -> int:
-        """The most any of these ranks (the keys) has; 0 if none has anything."""
-        holders = {rank for rank in chain(self.device, self.host, self.disk, self.external) if rank in ranks}
-        return max((self.cached_tokens(rank, settings, block_size_tokens) for rank in holders), default=0)
-
     def shared_blocks_beyond(self, device_blocks: float) -> int:
         """Blocks of the shared cache at or behind this position, which is rounded half up."""
         start = floor(device_blocks + 0.5)
@@ -75,24 +67,35 @@ class Overlap:
 
 @frozen(eq=False)
 class CandidateOverlap:
-    """An overlap as the candidates see it; `positions` are their places in the columns.
+    """An overlap as the candidates see it, in columns; `nothing` has a 0 for each of them, in their order.
 
-    `device` is a column, with 0 where nothing is cached, and `best_device` the most in it: they are read out of the
-    ranks once for all who need them, because looking up hundreds of ranks costs more than the arithmetic.
+    `device` is that column, and `best_device` the most in it: read out of the ranks once for all who need it.
     """
 
     overlap: Overlap
-    positions: Mapping[WorkerRank, int]
+    nothing: Mapping[WorkerRank, float]
     device: Sequence[float] = field(
-        init=False, default=Factory(lambda self: _column(self.overlap.device, self.positions), takes_self=True)
+        init=False, default=Factory(lambda self: self.column(self.overlap.device), takes_self=True)
     )
     best_device: float = field(init=False, default=Factory(lambda self: max(self.device, default=0), takes_self=True))
 
+    def column(self, tier: Blocks) -> list[float]:
+        """The blocks of a tier."""
+        # Joining two dicts hashes no rank anew, which looking up hundreds of them would. Strangers come last.
+        return list({**self.nothing, **tier}.values())[: len(self.nothing)]
 
-def _column(tier: Blocks, positions: Mapping[WorkerRank, int]) -> list[float]:
-    """The blocks of a tier in the order of the candidates."""
-    column: list[float] = [0] * len(positions)
-    for rank, blocks in tier.items():
-        if (position := positions.get(rank)) is not None:
-            column[position] = blocks
-    return column
+    def with_lower_tiers(self, column: Sequence[float], settings: RequestSettings) -> list[float]:
+        """The column with the blocks below the device added, at their weights."""
+        added, overlap, on_disk = list(column), self.overlap, settings.disk_cache_hit_weight
+        tiers = (overlap.host, settings.host_cache_hit_weight), (overlap.disk, on_disk), (overlap.external, on_disk)
+        for tier, weight in tiers:
+            if weight and tier:
+                added = [blocks + weight * more for blocks, more in zip(added, self.column(tier), strict=True)]
+        return added
+
+    def best_cached_tokens(self, settings: RequestSettings, block_size_tokens: int) -> int:
+        """The most `Overlap.cached_tokens` of a candidate; 0 if none has anything."""
+        best = self.best_device
+        if self.overlap.has_lower_tiers:
+            best = max((self.overlap.effective_blocks(rank, settings) for rank in self.nothing), default=0)
+        return floor(best * block_size_tokens + 0.5)

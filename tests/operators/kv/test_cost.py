@@ -18,7 +18,7 @@ from operators.kv.overlap import CandidateOverlap, Overlap
 from operators.kv.worker_rank import WorkerRank
 
 A, B = WorkerRank(0), WorkerRank(1)
-POSITIONS = {A: 0, B: 1}
+NOTHING: dict[WorkerRank, float] = {A: 0, B: 0}
 
 
 def loads(*rows: tuple[int, int, int, int]) -> RankLoads:
@@ -27,8 +27,8 @@ def loads(*rows: tuple[int, int, int, int]) -> RankLoads:
     return RankLoads(prefill, decode, requests, additional)
 
 
-def seen(overlap: Overlap, positions: Mapping[WorkerRank, int] = POSITIONS) -> CandidateOverlap:
-    return CandidateOverlap(overlap, positions)
+def seen(overlap: Overlap, nothing: Mapping[WorkerRank, float] = NOTHING) -> CandidateOverlap:
+    return CandidateOverlap(overlap, nothing)
 
 
 def one(
@@ -124,9 +124,18 @@ def test_shared_positions_are_counted_from_the_rounded_device_blocks() -> None:
 
 def test_the_most_cached_anywhere_is_that_of_the_candidates() -> None:
     overlap = Overlap(device={A: 2, B: 9}, host={A: 4})
-    assert overlap.best_cached_tokens({A: 0}, RequestSettings(), 16) == 5 * 16
-    assert overlap.best_cached_tokens(POSITIONS, RequestSettings(), 16) == 9 * 16
-    assert overlap.best_cached_tokens({WorkerRank(5): 0}, RequestSettings(), 16) == 0
+    assert seen(overlap, {A: 0}).best_cached_tokens(RequestSettings(), 16) == 5 * 16
+    assert seen(overlap).best_cached_tokens(RequestSettings(), 16) == 9 * 16
+    assert seen(overlap, {WorkerRank(5): 0}).best_cached_tokens(RequestSettings(), 16) == 0
+
+
+def test_the_candidates_see_an_overlap_in_their_order_and_without_strangers() -> None:
+    stranger = WorkerRank(9)
+    overlap = Overlap(device={stranger: 7, B: 2, A: 1}, host={stranger: 5, B: 4})
+    both, empty = seen(overlap), seen(overlap, {})
+    assert (list(both.device), both.best_device) == ([1, 2], 2)
+    assert both.with_lower_tiers(both.device, RequestSettings(host_cache_hit_weight=0.5)) == [1, 4]
+    assert (list(empty.device), empty.best_device, empty.best_cached_tokens(RequestSettings(), 16)) == ([], 0, 0)
 
 
 def test_ranks_that_are_no_candidates_change_nothing() -> None:
@@ -199,11 +208,12 @@ def test_the_columns_agree_with_the_formula_rank_by_rank(
     tiers = [{rank: float(row[4 + n]) for rank, row in zip(ranks, rows, strict=True) if row[4 + n]} for n in range(4)]
     hits = range(min(shared), max(shared))
     overlap = Overlap(tiers[0], tiers[1], tiers[2], tiers[3], [hits])
-    positions = {rank: position for position, rank in enumerate(ranks)}
     prompt, columns = Prompt(isl, size), loads(*((a, h, n, r) for a, h, n, r, *_ in rows))
     least = min(row[0] for row in rows)
     expected = [slow_cost(prompt, row, least, list(hits), settings, worker_type) for row in rows]
-    assert costs(prompt, seen(overlap, positions), columns, settings, worker_type) == pytest.approx(expected)
+    assert costs(prompt, seen(overlap, dict.fromkeys(ranks, 0)), columns, settings, worker_type) == pytest.approx(
+        expected
+    )
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000))

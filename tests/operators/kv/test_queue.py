@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from operators.kv.config import KvRouterConfig, QueuePolicy
 from operators.kv.config_settings import RequestSettings
 from operators.kv.errors import QueueRejected
-from operators.kv.overlap import Overlap
+from operators.kv.overlap import CandidateOverlap, Overlap
 from operators.kv.queue import AdmissionQueue, Waiting
 from operators.kv.queue_classes import PolicyClass, PolicyProfile, PromptSize
 from operators.kv.queue_limits import DepthTier
@@ -75,8 +75,8 @@ def test_the_weight_of_a_prompt_is_what_its_best_worker_must_compute(
 ) -> None:
     """KV-126"""
     overlap = Overlap(device={WorkerRank(n): blocks for n, blocks in enumerate([10, 20, 50, 60, 1, 0, 100])})
-    ranks = {WorkerRank(n): position for position, n in enumerate(candidates)}
-    assert overlap.best_cached_tokens(ranks, RequestSettings(), 16) == cached_tokens
+    seen = CandidateOverlap(overlap, {WorkerRank(n): 0 for n in candidates})
+    assert seen.best_cached_tokens(RequestSettings(), 16) == cached_tokens
     assert PolicyClass(queue_policy="wspt").score(PromptSize(1024, cached_tokens), 99.0, 0.0) == key
     assert PolicyClass(queue_policy="wspt").score(PromptSize(1024, cached_tokens), 99.0, 3.0) == 4 * key
 
