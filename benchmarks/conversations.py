@@ -35,8 +35,8 @@ ANSWER_TOKENS = (32, 256)
 TURNS = (3, 8)
 ARRIVALS_PER_S = 8.0
 THINKING_S = 10.0
-CACHE_BLOCKS = 8192
-"""Of 16 tokens, for each worker."""
+CACHE_BLOCKS, BLOCK_TOKENS = 8192, 16
+"""For each worker: together they hold less than half of what is said."""
 
 
 @frozen
@@ -125,21 +125,26 @@ async def _answer(request: ChatCompletionRequest, graph: StandardGraph, measured
     return "".join(texts)
 
 
-def table(workers: int, count: int, seed: int) -> Table:
-    """A row for each way of routing the same conversations."""
-    shown = Table(title=f"{count} conversations, {workers} mock workers of {CACHE_BLOCKS} blocks, seed {seed}")
-    for column in ("router", "hit rate", "mean TTFT ms", "p50", "p99", "virtual s"):
-        shown.add_column(column, justify="left" if column == "router" else "right")
-    talks = conversations(count, Random(seed))
-    common = partial(
-        GraphConfig, engine="mocker", engine_args={"num_gpu_blocks": str(CACHE_BLOCKS)}, workers=workers, seed=seed
-    )
-    for name, config in {
+def routers(workers: int, seed: int) -> dict[str, GraphConfig]:
+    """The rows of the table, by name."""
+    caches = {"num_gpu_blocks": str(CACHE_BLOCKS), "block_size": str(BLOCK_TOKENS)}
+    common = partial(GraphConfig, engine="mocker", engine_args=caches, workers=workers, seed=seed)
+    return {
         "round robin": common(router="round-robin"),
         "least loaded": common(router="least-loaded"),
         "KV, by events": common(router="kv"),
         "KV, approximate": common(router="kv", kv_router=KvRouterConfig(use_kv_events=False)),
-    }.items():
+    }
+
+
+def table(workers: int, count: int, seed: int) -> Table:
+    """A row for each way of routing the same conversations."""
+    caches = f"{CACHE_BLOCKS} blocks of {BLOCK_TOKENS} tokens"
+    shown = Table(title=f"{count} conversations, {workers} mock workers of {caches}, seed {seed}")
+    for column in ("router", "hit rate", "mean TTFT ms", "p50", "p99", "virtual s"):
+        shown.add_column(column, justify="left" if column == "router" else "right")
+    talks = conversations(count, Random(seed))
+    for name, config in routers(workers, seed).items():
         shown.add_row(name, *run_in_virtual_time(talk, talks, config, backend="asyncio").row())
     return shown
 

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 class KvEventPublisher:
     """Publishes the changes of one rank's cache, numbered from 1 without a gap, or as its `log` numbers them.
 
-    A log is written in the thread the publisher was made in; what it raises is logged, and that change not published.
+    A log is written, and its events are sent, in the thread the publisher was made in. What either raises is logged: a
+    change the log refuses is not published, one that cannot be sent is there for routers that ask.
     """
 
     def __init__(
@@ -48,11 +49,9 @@ class KvEventPublisher:
 
     def _record(self, log: KvEventLog, change: KvEventData) -> None:
         try:
-            event = log.record(change)
-        except Exception:  # this may be a callback of the loop, where it would reach nobody
+            self._publish(log.record(change))
+        except Exception:  # this may be a callback of the loop, where it would reach nobody, or end the loop
             _log.exception("a change of rank %d is not published", self.dp_rank)
-            return
-        self._publish(event)
 
     def _publish(self, event: RouterEvent) -> None:
         self.last_event_id = event.event.event_id

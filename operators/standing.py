@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipeline.network import Ids, Workers
     from pipeline.rx import AnyIOScheduler, Observable
 
+_NOBODY: AbstractSet[int] = frozenset()
+
 
 class Standing:
     """What a router holds against the instances of its pool: their faults, their being busy, whom it admits.
@@ -76,6 +78,12 @@ class Standing:
         if self._busy is not None and (busy := self._busy()):
             return [instance_id for instance_id in ids if instance_id not in busy]
         return ids
+
+    def overloaded(self) -> AbstractSet[int]:
+        """Those that are busy now, by their reports or by what one of them answered a moment ago."""
+        ids = self.admitted()
+        free = self.not_busy(ids)
+        return _NOBODY if free is ids else frozenset(ids).difference(free)
 
     def blame(self, instance_id: int, arrival: int, error: Exception) -> None:
         """Takes note of what a request met there: a fault of the worker leaves it out, a refusal makes it busy."""

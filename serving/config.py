@@ -50,6 +50,8 @@ class GraphConfig:
         if self.workers < 1:
             raise InvalidArgument(f"must be at least 1, got {self.workers}", field="workers")
         _require_one_of(self.router, get_args(RouterName), "router")
+        if self.router == "kv":
+            _check_fits(self.kv_router, self.workers)
         self.worker.checked()
         find_engine(self.engine).check(self.engine_args, self._deployment())
 
@@ -95,3 +97,12 @@ class GraphConfig:
 def _require_one_of(value: str, known: Sequence[str], name: str) -> None:
     if value not in known:
         raise InvalidArgument(f"must be one of {', '.join(known)}, got {value!r}", field=name)
+
+
+def _check_fits(settings: KvRouterConfig, workers: int) -> None:
+    """Raise InvalidArgument for settings that could never come true in a standard graph, or would change nothing."""
+    if settings.initial_workers > workers:
+        text = f"the router would wait for {settings.initial_workers} workers, and there are {workers}"
+        raise InvalidArgument(text, field="min_initial_workers")
+    if settings.conditional_disagg_enabled:
+        raise InvalidArgument("a standard graph has no prefill workers of its own", field="conditional_disagg_enabled")

@@ -8,8 +8,7 @@ Source: dynamo lib/llm/src/discovery/model_manager.rs, create_kv_router.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from random import Random
 from time import perf_counter
@@ -56,7 +55,6 @@ class KvPool:
     endpoint: EndpointId
     workers: Workers[Any, Any]
     push: PushRouter[Any, Any]
-    busy: Callable[[], AbstractSet[int]] | None = None
 
 
 @asynccontextmanager
@@ -69,8 +67,8 @@ async def kv_stage(
 ) -> AsyncIterator[KvPushRouter]:
     """The stage above the PushRouter of the pool, with a router as configured that follows the pool to the block's end.
 
-    Raises Unavailable where no worker has published its card yet, InvalidArgument for a policy file that is wrong, and
-    as KvRouter does.
+    Waits until as many workers are there as the configuration wants at the start. Raises Unavailable where no worker
+    has published its card yet, InvalidArgument for a policy file that is wrong, and as KvRouter does.
     """
     settings, models = config.kv_router, runtime.discovery.watch_models(pool.endpoint.path)
     card = await _first_card(pool.endpoint, runtime)
@@ -93,7 +91,7 @@ async def kv_stage(
             configs=configs_of(models),
             adapters=adapters_of(models),
             routable=pool.push.standing.routable,
-            overloaded=pool.busy,
+            overloaded=pool.push.standing.overloaded,
             recover=recovery,
             peers=ReplicaSync(runtime.events, pool.endpoint) if settings.router_replica_sync else None,
             profile=profile,
@@ -109,6 +107,7 @@ async def kv_stage(
             chooser.follow(kv_events(runtime.events, pool.endpoint)),
             runtime.scheduler.spawn(lambda scope: _run(chooser, scope)),
         ):
+            await chooser.ready()
             yield KvPushRouter(chooser, metrics=counted)
 
 

@@ -10,7 +10,7 @@ Source: dynamo lib/llm/src/discovery/{model_manager,worker_monitor}.rs. Other th
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,14 +73,15 @@ async def routing_to(
     `metrics` are those whose meter the KV router counts with. Raises as `kv_stage`, for that router, which wants a
     worker to be there.
     """
-    workers = runtime.workers(endpoint, Annotated[LLMEngineOutput])
-    with _pushing(endpoint, config, environment, runtime, workers) as (push, watch):
-        busy = None if watch is None else watch.busy
+    with (
+        closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
+        _pushing(endpoint, config, environment, runtime, workers) as (push, watch),
+    ):
         rejection = None if watch is None else Rejection(push, status=overload_status(environment))
         if config.router != "kv":
             yield Routing(workers, push, rejection)
             return
-        async with kv_stage(KvPool(endpoint, workers, push, busy), config, environment, runtime, metrics) as stage:
+        async with kv_stage(KvPool(endpoint, workers, push), config, environment, runtime, metrics) as stage:
             yield Routing(workers, stage >> push, rejection)
 
 

@@ -109,7 +109,9 @@ class RankFeed:
             self._apply(event)
 
     def _apply(self, event: RouterEvent) -> None:
+        kind = "unknown"
         try:
+            kind = _KINDS[type(event.event.data)]
             status = self.index.apply(event).value
         except KvIndexError as error:
             status = error.status
@@ -118,4 +120,10 @@ class RankFeed:
             status = "failed"
             _log.exception("event %d of %s makes no sense", event.event.event_id, self.rank)
         self.cursor = EventCursor(event.event.event_id)
-        self.counted(_KINDS[type(event.event.data)], status)
+        self._count(kind, status)
+
+    def _count(self, kind: str, status: str) -> None:
+        try:
+            self.counted(kind, status)
+        except Exception:  # events go on whoever counts them
+            _log.exception("an event of %s is not counted", self.rank)

@@ -27,7 +27,7 @@ def _missing(
         (
             config.router_prefill_load_model != "none" and prefill_duration is None,
             "prefill_duration",
-            "the configured load model is not given",
+            "router_prefill_load_model needs it, and it can only be given in code",
         ),
         (
             config.router_policy_config is not None and profile is None,

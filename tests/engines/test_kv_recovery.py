@@ -164,6 +164,24 @@ async def test_a_change_the_log_refuses_is_not_published_and_harms_nobody(caplog
     assert "no such block" in caplog.text
 
 
+async def test_what_cannot_be_sent_from_another_thread_is_logged_kept_and_ends_no_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A callback that raises would end the loop of trio."""
+    tried = anyio.Event()
+
+    def send(event: RouterEvent) -> None:
+        tried.set()
+        raise OSError("the broker is away")
+
+    log = Kept(7, 0)
+    publisher = KvEventPublisher(7, 0, send, log)
+    await anyio.to_thread.run_sync(publisher.publish, KvCleared())
+    await tried.wait()
+    assert [event.event.event_id for event in log.events] == [101]
+    assert "the broker is away" in caplog.text
+
+
 async def test_a_question_for_another_rank_is_refused() -> None:
     stream = await recovery_engine(Kept(7, 3), 3).generate(Context(RecoveryRequest(0)))
     with pytest.raises(InvalidArgument) as caught:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Literal
 
-from benchmarks.conversations import Measured, conversations, talk
+from benchmarks.conversations import Measured, conversations, routers, talk
+from engines.mocker import MockEngine
 from pipeline.testing import run_in_virtual_time
 from serving.config import GraphConfig, RouterName
 
@@ -28,3 +29,14 @@ def test_kv_routing_finds_more_of_a_conversation_cached_than_turns_and_so_answer
 
 def test_the_same_seed_gives_the_same_figures() -> None:
     assert run("kv") == run("kv")
+
+
+def test_the_caches_behind_each_router_hold_less_than_half_of_what_is_said() -> None:
+    """Else nothing would have to go, and it would hardly matter who hears what."""
+    said = sum(len(question) + tokens for one in conversations(200, Random(7)) for question, tokens, _ in one.turns)
+    for config in routers(4, 7).values():
+        held = 0
+        for engine in config.make_engines(4):
+            assert isinstance(engine, MockEngine)
+            held += engine.args.num_gpu_blocks * engine.args.block_size
+        assert said / 4 < held < said / 2

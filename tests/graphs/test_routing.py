@@ -16,7 +16,7 @@ import pytest
 from engines import GenerateContext
 from engines.mocker import MockEngine
 from operators import AllExcluded, WorkerLoad, least_loaded, power_of_two
-from pipeline import Context, EngineShutdown, InvalidArgument
+from pipeline import Context, EngineShutdown, InvalidArgument, WorkerOverloaded
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.nvext import NvExt
@@ -32,11 +32,11 @@ SEED = 3
 
 
 class Member(MockEngine):
-    """A mock worker that writes down whom it was asked by, and can break."""
+    """A mock worker that writes down whom it was asked by, and can break or have too much to do."""
 
     def __init__(self, asked: list[Member]) -> None:
         super().__init__(token_ids=range(ord("a"), ord("z") + 1))
-        self.asked, self.is_broken = asked, False
+        self.asked, self.is_broken, self.is_overloaded = asked, False, False
 
     async def generate(
         self, request: PreprocessedRequest, context: GenerateContext
@@ -44,6 +44,8 @@ class Member(MockEngine):
         self.asked.append(self)
         if self.is_broken:
             raise EngineShutdown("out of order")
+        if self.is_overloaded:
+            raise WorkerOverloaded("too much to do")
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -57,9 +59,9 @@ class Pool:
         self.workers = sorted(opened.workers, key=lambda worker: worker.worker_id)
         self.members: list[Any] = [worker.engine for worker in self.workers]
 
-    async def begin(self, **fields: Any) -> tuple[int, Any]:
+    async def begin(self, text: str = "hi", **fields: Any) -> tuple[int, Any]:
         """Who was asked, and the stream, which has its first item."""
-        message = ChatMessage(role="user", content="hi")
+        message = ChatMessage(role="user", content=text)
         request = ChatCompletionRequest(model="echo", messages=[message], max_tokens=1000, **fields)
         before = len(self._asked)
         stream = await self.graph.generate(Context(request))
@@ -72,13 +74,13 @@ class Pool:
         (asked,) = self._asked[before:]
         return self.members.index(asked), stream
 
-    async def ask(self, **fields: Any) -> int:
-        asked, stream = await self.begin(**fields)
+    async def ask(self, text: str = "hi", **fields: Any) -> int:
+        asked, stream = await self.begin(text, **fields)
         await stream.aclose()
         return asked
 
-    async def ask_many(self, times: int = 25) -> set[int]:
-        return {await self.ask() for _ in range(times)}
+    async def ask_many(self, times: int = 25, text: str = "hi") -> set[int]:
+        return {await self.ask(text) for _ in range(times)}
 
 
 Open = Callable[..., Any]
@@ -115,6 +117,7 @@ RULES: dict[RouterName, Choose] = {
 """Who is to get the request of a turn; workers whose device is not known are one group."""
 
 TURNS = 16
+LONG = "a prompt of many blocks " * 20
 
 
 def expected(router: RouterName) -> list[int]:
@@ -201,3 +204,20 @@ async def test_when_all_broke_a_moment_ago_the_first_to_be_back_says_when(
         with pytest.raises(AllExcluded) as refused:
             await pool.ask()
         assert refused.value.retry_after_s == pytest.approx(5 - 2, abs=0.1)
+
+
+@pytest.mark.parametrize("trouble", ["is_broken", "is_overloaded"])
+async def test_the_kv_router_asks_another_for_a_while_where_a_worker_failed_or_refused(
+    open_pool: Open, trouble: str
+) -> None:
+    """Although the whole prompt is cached there."""
+    async with open_pool("kv", 2) as pool:
+        holder = await pool.ask(LONG)
+        assert await pool.ask_many(6, LONG) == {holder}
+        setattr(pool.members[holder], trouble, True)
+        with pytest.raises(EngineShutdown if trouble == "is_broken" else WorkerOverloaded):
+            await pool.ask(LONG)
+        setattr(pool.members[holder], trouble, False)
+        assert await pool.ask_many(3, LONG) == {1 - holder}
+        await anyio.sleep(10)
+        assert holder in await pool.ask_many(6, LONG)

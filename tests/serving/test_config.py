@@ -10,6 +10,7 @@ import pytest
 from engines import DisaggregationMode, EchoEngine, WorkerConfig
 from engines.mocker import MockEngine
 from operators import Model
+from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
 from serving.cli import Router
 from serving.config import GraphConfig, RouterName
@@ -20,6 +21,8 @@ from serving.config import GraphConfig, RouterName
     [
         ({"workers": 0}, "workers"),
         ({"router": "nearest"}, "router"),
+        ({"router": "kv", "kv_router": KvRouterConfig(min_initial_workers=3), "workers": 2}, "min_initial_workers"),
+        ({"router": "kv", "kv_router": KvRouterConfig(conditional_disagg_enabled=True)}, "conditional_disagg_enabled"),
         ({"engine": "gpt"}, "engine"),
         ({"engine_args": {"delay_s": "soon"}}, "engine_args.delay_s"),
         ({"engine_args": {"volume": "1"}}, "engine_args.volume"),

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -355,9 +355,10 @@ async def test_what_a_former_publisher_said_is_not_heard_late() -> None:
         assert feed.under_repair == []
 
 
+@pytest.mark.parametrize(("data", "kind"), [(KvRemoved(cast("list[int]", [[]])), "removed"), ("?", "unknown")])
 @pytest.mark.parametrize("in_repair", [False, True])
 async def test_an_event_that_makes_no_sense_harms_nobody_else(
-    in_repair: bool, caplog: pytest.LogCaptureFixture
+    in_repair: bool, data: Any, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted: list[tuple[str, str]] = []
     other = WorkerRank(2)
@@ -366,16 +367,30 @@ async def test_an_event_that_makes_no_sense_harms_nobody_else(
     feed = EventFeed(KvIndex(), workers.recover, counted=lambda kind, status: counted.append((kind, status)))
     for rank in (RANK, other):
         feed.add_worker(rank.worker_id)
-    broken: list[Any] = [[]]
     async with running(feed):
         await anyio.sleep(0.5 if in_repair else 2)
-        feed.receive(RouterEvent(1, KvEvent(1, KvRemoved(broken))))
+        feed.receive(RouterEvent(1, KvEvent(1, data)))
         await anyio.sleep(2)
         feed.receive(RouterEvent(1, KvEvent(2, root(1))))
         feed.receive(workers.logs[other].record(root(1)))
         assert held(feed, 1) == [RANK, other]
-    assert counted[0] == ("removed", "failed")
+    assert counted[0] == (kind, "failed")
     assert "event 1 of" in caplog.text
+
+
+async def test_who_counts_badly_keeps_no_event_from_the_index(caplog: pytest.LogCaptureFixture) -> None:
+    def counted(kind: str, status: str) -> None:
+        raise ValueError("cannot count to 2")
+
+    workers = Workers(RANK)
+    feed = EventFeed(KvIndex(), workers.recover, counted=counted)
+    feed.add_worker(RANK.worker_id)
+    workers.logs[RANK].record(root(1))
+    async with running(feed):
+        await anyio.sleep(2)
+        feed.receive(workers.logs[RANK].record(root(2)))
+        assert (held(feed, 1), held(feed, 2)) == ([RANK], [RANK])
+    assert "cannot count to 2" in caplog.text
 
 
 async def test_ranks_are_repaired_side_by_side_but_not_too_many() -> None:

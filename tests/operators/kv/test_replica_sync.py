@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators.kv.active_sequences import SequenceLoad
-from operators.kv.active_sequences_events import ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent
+from operators.kv.active_sequences_events import ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent, Free
 from operators.kv.block_hash import PromptBlocks
 from operators.kv.chooser import KvRouter
 from operators.kv.config import KvRouterConfig
@@ -248,6 +248,16 @@ async def test_an_end_long_after_expiry_does_not_end_the_same_id_booked_anew() -
         assert view(there) == view(here) != view(router(None))
         assert new.release()
         assert view(there) == view(here) == view(router(None))
+
+
+async def test_an_end_is_told_once_however_often_it_is_released() -> None:
+    async with Runtime.in_process() as runtime:
+        told: list[object] = []
+        heard = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
+        with heard.subscribe(lambda event: told.append(event.payload.data)):
+            booked = await placed(router(ReplicaSync(runtime.events, ENDPOINT)), prompt(), "r")
+            assert [booked.release() for _ in range(2)] == [True, False]
+        assert told[1:] == [Free()]
 
 
 async def test_a_closed_router_hears_nothing_and_still_tells_its_ends() -> None:
