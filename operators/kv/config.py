@@ -30,8 +30,8 @@ class KvRouterConfig:
 
     Raises InvalidArgument that lists every problem; `field` names the first. Numbers are finite; weights are not below
     0. `overlap_score_credit` 0 means that there is no index. `router_queue_threshold` None switches the queue off.
-    `router_event_threads`, `router_snapshot_threshold` and `router_reset_states` are read for the sake of existing files and
-    change nothing.
+    `router_event_threads`, `router_snapshot_threshold` and `router_reset_states` are read for the sake of existing
+    files and change nothing.
     """
 
     overlap_score_credit: float = 1.0
