@@ -1,4 +1,8 @@
-"""The standard graph on the embedded runtime: a request, an item, an idle stream, a stop."""
+"""The standard graph on the embedded runtime: a request, an item, an idle stream, a stop.
+
+With the KV router in it, as `--router kv` puts it there, over static workers: one of them holds the prompt, by its
+events or because it was sent there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import gc
 import tracemalloc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
@@ -13,15 +18,19 @@ from typing import Any, cast
 import anyio
 
 from engines import EchoEngine, as_engine
-from operators import Detokenize, Model, PushRouter
+from operators import Detokenize, KvPushRouter, Model, PushRouter
+from operators.kv import KvRouter, KvRouterConfig, PromptBlocks, RouterMetrics
 from pipeline import Annotated, AsyncEngine, Context, Segment
-from pipeline.network import Runtime
+from pipeline.network import Runtime, static_workers
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest, StopConditions
 
+from .kv_index import Stored
 from .measure import Result, best_of
 
-PROMPT_TOKENS = 64 * 16
-"""64 blocks of 16."""
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 64 * BLOCK_TOKENS
+WORKERS = 4
+"""Those a KV router chooses from."""
 ITEMS = 20_000
 REQUESTS = 2_000
 STREAMS = 2_000
@@ -40,6 +49,31 @@ async def graph_on_runtime(delay_s: float = 0.0) -> AsyncIterator[Graph]:
         workers = runtime.workers("bench/echo/generate")
         await workers.wait_for_instances()
         yield Detokenize(model) >> PushRouter(workers)
+
+
+@asynccontextmanager
+async def kv_graph(*, by_events: bool) -> AsyncIterator[Graph]:
+    """Detokenize, KvPushRouter and PushRouter over echo engines. Nobody exports what is counted and timed."""
+    async with as_engine(EchoEngine()) as engine:
+        workers = static_workers(dict.fromkeys(range(WORKERS), engine))
+        push = PushRouter(workers)
+        with KvRouter(
+            workers,
+            KvRouterConfig(use_kv_events=by_events),
+            block_size_tokens=BLOCK_TOKENS,
+            routable=push.standing.routable,
+            overloaded=push.standing.overloaded,
+            rng=Random(1),
+        ) as chooser:
+            if chooser.overlap.feed is not None:
+                chooser.overlap.feed.index.apply(_prompt_stored().as_event())
+            stage = KvPushRouter(chooser, metrics=RouterMetrics(perf_s=perf_counter))
+            yield Detokenize(Model.byte_level("echo")) >> stage >> push
+
+
+def _prompt_stored() -> Stored:
+    blocks = PromptBlocks(request(1).token_ids, BLOCK_TOKENS)
+    return Stored(0, 1, None, list(zip(blocks.sequence_hashes, blocks.local_hashes, strict=True)))
 
 
 def request(max_tokens: int, prompt_tokens: int = PROMPT_TOKENS) -> PreprocessedRequest:
@@ -77,9 +111,12 @@ async def _per_item(graph: AnyGraph) -> float:
 
 
 async def _per_request(graph: Graph) -> float:
+    """Its prompt is there before."""
+    payload = request(1)
+
     async def run() -> int:
         for _ in range(REQUESTS):
-            async with await graph.generate(Context(request(1))) as stream:
+            async with await graph.generate(Context(payload)) as stream:
                 async for _ in stream:
                     pass
         return REQUESTS
@@ -138,12 +175,22 @@ async def measure() -> list[Result]:
         per_item = await _per_item(graph) * 1e6
         per_request = await _per_request(graph) * 1e6
         idle_kib = await _idle_stream_kib(graph)
+    async with kv_graph(by_events=True) as graph:
+        by_events = await _per_request(graph) * 1e6
+    async with kv_graph(by_events=False) as graph:
+        by_routing = await _per_request(graph) * 1e6
+        kv_item = await _per_item(graph) * 1e6
+        kv_idle_kib = await _idle_stream_kib(graph)
     return [
         Result("item of the echo engine", echo, "µs", floor),
         Result("item through PushRouter and the request plane", routed - echo, "µs"),
         Result("item through Detokenize", per_item - routed, "µs"),
         Result("item through the standard graph, echo engine included", per_item, "µs", floor, "≤ 3 µs"),
         Result("request of 1 item, 64-block prompt", per_request, "µs", None, "≤ 150 µs"),
+        Result("the same through the KV router, by events", by_events, "µs", None, "≤ 150 µs"),
+        Result("the same through the KV router, approximate", by_routing, "µs", None, "≤ 150 µs"),
+        Result("item through the graph with the KV router", kv_item, "µs", floor, "≤ 3 µs"),
         Result("open idle stream", idle_kib, "KiB", None, "≤ 10 KB"),
+        Result("open idle stream with the KV router", kv_idle_kib, "KiB", None, "≤ 10 KB"),
         Result("from stop to end, engine waiting (median)", await _stop_to_end_us(), "µs"),
     ]

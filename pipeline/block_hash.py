@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, zip_longest
+from itertools import islice, repeat, zip_longest
 from struct import Struct
 from sys import byteorder
 
@@ -62,11 +62,10 @@ def block_hash_array(
     content = token_bytes(tokens)
     step = min(block_size_tokens, len(tokens) + 1) * _TOKEN_BYTES  # a size far beyond the prompt is no struct's
     if media or is_eagle:
-        digests = [xxh3_64_digest(block, seed) for block in _marked_blocks(content, step, media, is_eagle)]
-    else:
-        whole = Struct(f"{step}s").iter_unpack(content[: len(content) - len(content) % step])
-        digests = [xxh3_64_digest(block, seed) for (block,) in whole]
-    hashes = array("Q", b"".join(digests))
+        blocks: Iterable[bytes] = _marked_blocks(content, step, media, is_eagle)
+    else:  # a struct of them all: one piece after another takes a tenth longer
+        blocks = Struct(f"{step}s" * (len(content) // step)).unpack_from(content)
+    hashes = array("Q", b"".join(map(xxh3_64_digest, blocks, repeat(seed))))
     if byteorder == "little":  # digests have their highest byte first
         hashes.byteswap()
     return hashes

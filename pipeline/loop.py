@@ -11,40 +11,64 @@ from threading import get_ident
 from typing import Any
 
 from anyio import Event, NoEventLoopError
+from anyio.abc import AsyncBackend
 from anyio.lowlevel import current_token
+
+_backend: type[AsyncBackend] | None = None
+"""The library of the loop that was asked for last: a program mostly has one."""
 
 
 class Home:
     """The loop and thread of the moment it was made; no loop at all counts as one."""
 
-    __slots__ = ("_soon", "_thread")
+    __slots__ = ("_loop", "_thread")
 
     def __init__(self) -> None:
-        self._thread = get_ident()
-        self._soon: Callable[..., Any] | None = None
-        try:
-            native: Any = current_token().native_token
-        except NoEventLoopError:
-            return
-        # An asyncio loop has the first, a trio token the second; both may be called from any thread.
-        self._soon = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
+        self._loop, self._thread = running_loop(), get_ident()
 
     def run(self, callback: Callable[[], object]) -> None:
         """Calls back at once in this thread, else on the loop's next turn."""
-        if self._soon is None or get_ident() == self._thread:
+        if self._loop is None or get_ident() == self._thread:
             callback()
         else:
-            self.run_soon(callback)
+            call_soon(self._loop, callback)
 
     def run_soon(self, callback: Callable[[], object]) -> None:
         """Calls back on the loop's next turn; at once where there is no loop, or none any more."""
-        if self._soon is not None:
-            try:
-                self._soon(callback)
-                return
-            except RuntimeError:  # both libraries: that loop has finished
-                pass
-        callback()
+        call_soon(self._loop, callback)
+
+
+def running_loop() -> Any:
+    """The loop that runs here, for `call_soon`; None without one.
+
+    As anyio's `current_token`, which finds out anew each time which library it is, for a third of its time. Where trio
+    is the guest of another loop it may be that one: both are of this thread, which is what counts for a callback.
+    """
+    global _backend
+    if _backend is not None:
+        try:
+            return _backend.current_token()
+        except RuntimeError:  # both libraries: no loop of theirs runs here
+            pass
+    try:
+        token = current_token()
+    except NoEventLoopError:
+        return None
+    _backend = token.backend_class
+    return token.native_token
+
+
+def call_soon(loop: Any, callback: Callable[[], object]) -> None:
+    """Calls back on the loop's next turn, from any thread; at once where there is no loop, or none any more."""
+    if loop is not None:
+        # An asyncio loop has the first, a trio token the second; both may be called from any thread.
+        soon = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
+        try:
+            soon(callback)
+            return
+        except RuntimeError:  # both libraries: that loop has finished
+            pass
+    callback()
 
 
 class Bell:

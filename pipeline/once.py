@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .loop import Home
+from .loop import call_soon, running_loop
 
 
 class Once:
@@ -16,11 +16,11 @@ class Once:
     finds none. What it raises goes to whoever released.
     """
 
-    __slots__ = ("_action", "_home")
+    __slots__ = ("_action", "_loop")
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action: Callable[[], object] | None = action
-        self._home = Home()
+        self._loop = running_loop()
 
     @property
     def is_released(self) -> bool:
@@ -40,4 +40,4 @@ class Once:
     def release_soon(self) -> None:
         """Releases on the next turn of the loop it was made in; safe in a finaliser and in any thread."""
         if self._action is not None:
-            self._home.run_soon(self.release)
+            call_soon(self._loop, self.release)

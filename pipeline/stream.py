@@ -90,15 +90,16 @@ class ResponseStream(Generic[T_co]):
             await self._items.aclose()
         finally:
             owned, self._owned = self._owned, ()
-            await _close_all(owned)
+            if owned:
+                await _close_all(owned)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
+    def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
+    ) -> Awaitable[None]:
+        return self.aclose()
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True):  # also one that was never made whole
@@ -152,16 +153,15 @@ _opened: Callable[[ResponseStream[Any]], object] | None = None
 
 async def _close_all(owned: tuple[ResponseStream[Any] | Once, ...]) -> None:
     """Closes each, whatever the others raise; the first failure goes on."""
-    if not owned:
-        return
-    first, rest = owned[0], owned[1:]
-    try:
-        if isinstance(first, Once):
-            first.release()
-        else:
-            await first.aclose()
-    finally:
-        await _close_all(rest)
+    for place, one in enumerate(owned, 1):
+        try:
+            if isinstance(one, Once):
+                one.release()
+            elif not one._closed:
+                await one.aclose()
+        except BaseException:
+            await _close_all(owned[place:])
+            raise
 
 
 async def _iterate(items: AsyncIterable[U]) -> AsyncGenerator[U, None]:

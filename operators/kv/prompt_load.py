@@ -58,12 +58,11 @@ class PromptLoad:
         self._tokens -= prompt.tokens
         self._duration_ns -= prompt.duration_ns or 0
         self._unmodelled -= prompt.duration_ns is None
-        now_ns = _ns(now_s)
         if is_anchor:
-            self._anchored_ns = now_ns
+            self._anchored_ns = _ns(now_s)
         elif prompt.duration_ns is not None:
             # What was taken off for it goes with it: the others are as far as they were.
-            self._anchored_ns = min(self._anchored_ns + prompt.duration_ns, max(now_ns, self._anchored_ns))
+            self._anchored_ns = min(self._anchored_ns + prompt.duration_ns, max(_ns(now_s), self._anchored_ns))
         return True
 
     @property
@@ -76,9 +75,9 @@ class PromptLoad:
         anchor = next(iter(self._prompts.values()), None)
         if anchor is None:
             return 0
-        duration_ns, elapsed_ns = anchor.duration_ns, max(0, _ns(now_s) - self._anchored_ns)
-        if duration_ns is None:
+        if (duration_ns := anchor.duration_ns) is None:
             return self._tokens
+        elapsed_ns = max(0, _ns(now_s) - self._anchored_ns)
         if duration_ns == 0:
             return self._tokens - anchor.tokens
         if self._unmodelled:

@@ -23,7 +23,8 @@ class LoopClock:
         try:
             if self._read is None:
                 self._read = current_token().backend_class.current_time
-            self._last_s = max(self._last_s, self._read())
+            if (now_s := self._read()) > self._last_s:
+                self._last_s = now_s
         except RuntimeError:  # both backends: no loop runs here
             pass
         return self._last_s

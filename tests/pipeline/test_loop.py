@@ -1,12 +1,14 @@
-"""Bell: the cheap way to wake one task."""
+"""Home: where a callback belongs. Bell: the cheap way to wake one task."""
 
 from __future__ import annotations
+
+from threading import Thread, get_ident
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline.loop import Bell
+from pipeline.loop import Bell, Home
 
 pytestmark = pytest.mark.anyio
 
@@ -56,3 +58,27 @@ async def test_a_ring_and_a_cancellation_at_once_do_not_fail() -> None:
         tasks.cancel_scope.cancel()
         bell.ring()
         await checkpoint()
+
+
+async def test_a_home_brings_a_callback_back_from_a_thread_whichever_library_ran_last() -> None:
+    home, threads = Home(), list[int]()
+    other = Thread(target=lambda: home.run(lambda: threads.append(get_ident())))
+    other.start()
+    other.join()
+    await anyio.wait_all_tasks_blocked()
+    await checkpoint()
+    assert threads == [get_ident()]
+
+
+async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_elsewhere() -> None:
+    Home()  # so that this loop is the one that was asked for last
+    order: list[str] = []
+
+    def elsewhere() -> None:
+        Home().run_soon(lambda: order.append("called"))
+        order.append("after")
+
+    other = Thread(target=elsewhere)
+    other.start()
+    other.join()
+    assert order == ["called", "after"]

@@ -79,7 +79,7 @@ def test_a_hash_below_another_parent_is_counted_and_shared_with_nobody(hostile: 
     blocks.release(good)
     assert blocks.active_blocks == len(hostile)
     blocks.release(bad)
-    assert (blocks.active_blocks, blocks._hanging, blocks._parents) == (0, {}, {})
+    assert (blocks.active_blocks, blocks._more, blocks._parents) == (0, {}, {})
 
 
 Prompt = list[int]

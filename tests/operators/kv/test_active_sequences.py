@@ -195,7 +195,7 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
     sequences.free("r4", 0.0)
     assert (len(sequences), sequences._prefixes._masks) == (0, {})
     (slot,) = sequences._slots.by_rank.values()
-    assert (slot.request_ids, slot.blocks._hanging, slot.prompts._prompts) == ({}, {}, {})
+    assert (slot.request_ids, slot.blocks._parents, slot.prompts._prompts) == ({}, {}, {})
 
 
 def test_ranks_a_worker_gave_up_lose_their_requests() -> None:
