@@ -27,7 +27,7 @@ from .chunk_rules import ChunkRules, engine_error, is_cancellation
 from .generate_context import FirstToken, GenerateContext
 from .generate_record import GenerateRecord
 from .llm import Chunks, LLMEngine
-from .roles import DisaggregationMode, enforce_prefill_max_tokens, require_hand_over
+from .roles import DisaggregationMode, enforce_prefill_max_tokens, is_handed_over, require_hand_over
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
     are chunks goes to the caller. On the first chunk with tokens the first token is signalled and the chunk is stamped
     with the span. Nothing is read after the terminal chunk. After a stop the stream ends with a cancelled chunk, made
     here if the engine just ends; after a kill it ends at once, without one. `spawn` runs the calls of `abort`; without
-    it there are none. `details` puts times and counts into the span, at some cost for each chunk.
+    it there are none. `may_prefill` lets a decode worker take requests that nobody prefilled. `details` puts times and
+    counts into the span, at some cost for each chunk.
     """
 
     def __init__(
@@ -54,11 +55,13 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
         model: str = "",
         spawn: Spawn | None = None,
+        may_prefill: bool = False,
         details: bool = False,
     ) -> None:
         self.engine = engine
         self.mode = mode
         self.model = model
+        self._wants_hand_over = mode is DisaggregationMode.DECODE and not may_prefill
         self._details = details
         overrides_abort = type(engine).abort is not LLMEngine.abort
         self._spawn = spawn if overrides_abort else None
@@ -93,7 +96,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         """The request as this role's engine is given it. Raises InvalidArgument for one that is not for this role."""
         if self.mode is DisaggregationMode.PREFILL:
             return enforce_prefill_max_tokens(payload)
-        if self.mode is DisaggregationMode.DECODE:
+        if self._wants_hand_over:
             require_hand_over(payload)
         return payload
 
@@ -181,7 +184,8 @@ class _Call:
     ) -> None:
         self._span = OpenSpan(request, SPAN)
         self.request = self._span.context
-        first_token = FirstToken() if adapter.mode is DisaggregationMode.DECODE else None
+        takes_blocks = adapter.mode is DisaggregationMode.DECODE and is_handed_over(payload)
+        first_token = FirstToken() if takes_blocks else None
         self.context = GenerateContext(self.request, first_token, metadata=request.metadata)
         encodes = adapter.mode is DisaggregationMode.ENCODE
         self._rules = ChunkRules(payload.sampling_options.n or 1, encodes=encodes)

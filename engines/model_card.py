@@ -63,7 +63,7 @@ def card_of(
         model_type=worker.model_type,
         model_input=worker.model_input,
         worker_type=mode.worker_type,
-        needs=mode.needs(route_to_encoder=worker.route_to_encoder),
+        needs=mode.needs(route_to_encoder=worker.route_to_encoder, may_prefill=worker.may_prefill),
         aliases=list(engine.model_aliases),
         runtime_config=runtime_config_of(worker, engine, environment or {}),
     ).with_projected_context()

@@ -13,6 +13,7 @@ from attrs import evolve
 from pipeline import InvalidArgument
 from pipeline.protocols import CompletionUsage, LLMEngineOutput, PrefillResult, PreprocessedRequest
 from pipeline.protocols.card import ModelType, WorkerType
+from pipeline.protocols.nvext import BYPASS_REMOTE_PREFILL
 
 
 class DisaggregationMode(StrEnum):
@@ -58,10 +59,11 @@ class DisaggregationMode(StrEnum):
             return ModelType.Prefill
         return ModelType(0) if self is DisaggregationMode.ENCODE else endpoints
 
-    def needs(self, *, route_to_encoder: bool = False) -> list[list[WorkerType]]:
-        """Which other workers must be there: any one of these lists, whole.
+    def needs(self, *, route_to_encoder: bool = False, may_prefill: bool = False) -> list[list[WorkerType]]:
+        """Which other workers must be there: any one of these lists, whole; for none, no list.
 
-        Raises InvalidArgument for a decode or encode worker that is to route to an encoder.
+        A decode worker that may prefill needs nobody. Raises InvalidArgument for a decode or encode worker that is to
+        route to an encoder.
         """
         prefill, decode, encode = WorkerType.PREFILL, WorkerType.DECODE, WorkerType.ENCODE
         if route_to_encoder and self in (DisaggregationMode.DECODE, DisaggregationMode.ENCODE):
@@ -69,7 +71,7 @@ class DisaggregationMode(StrEnum):
         if self is DisaggregationMode.PREFILL:
             return [[decode, encode] if route_to_encoder else [decode]]
         if self is DisaggregationMode.DECODE:
-            return [[prefill]]
+            return [] if may_prefill else [[prefill]]
         if self is DisaggregationMode.ENCODE:
             return [[prefill, decode], [WorkerType.AGGREGATED]]
         return [[encode]] if route_to_encoder else []
@@ -84,9 +86,17 @@ def enforce_prefill_max_tokens(request: PreprocessedRequest) -> PreprocessedRequ
     return evolve(request, stop_conditions=stop)
 
 
+def is_handed_over(request: PreprocessedRequest) -> bool:
+    """Whether somebody else computes the prompt, or has: what a decode worker expects."""
+    return request.prefill_result is not None or request.bootstrap_info is not None
+
+
 def require_hand_over(request: PreprocessedRequest) -> None:
-    """Raises InvalidArgument for a request to a decode worker that says nothing of its prefill; probes may."""
-    if request.prefill_result is None and request.bootstrap_info is None and not request.is_probe:
+    """Raises InvalidArgument for a request to a decode worker that says nothing of its prefill.
+
+    Probes may, and requests that a router wants prefilled where they are decoded.
+    """
+    if not (is_handed_over(request) or request.is_probe or request.has_annotation(BYPASS_REMOTE_PREFILL)):
         raise InvalidArgument("a decode worker needs the prefill_result of the request", field="prefill_result")
 
 

@@ -43,11 +43,14 @@ class StandaloneEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
         *,
         worker_id: int = 0,
         mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
+        may_prefill: bool = False,
         details: bool = False,
     ) -> None:
         self.engine = engine
         self._worker_id = worker_id
-        self._adapter = RequestAdapter(engine, mode=mode, spawn=self._run_soon, details=details)
+        self._adapter = RequestAdapter(
+            engine, mode=mode, spawn=self._run_soon, may_prefill=may_prefill, details=details
+        )
         self._tasks: TaskGroup | None = None
         self._due: list[Work] = []
 
@@ -125,7 +128,11 @@ async def _ended(tasks: TaskGroup, *, beside: Exception) -> None:
 
 
 def as_engine(
-    engine: LLMEngine, *, worker_id: int = 0, mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    engine: LLMEngine,
+    *,
+    worker_id: int = 0,
+    mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
+    may_prefill: bool = False,
 ) -> StandaloneEngine:
     """The engine, to be started by `async with` and then asked as any AsyncEngine."""
-    return StandaloneEngine(engine, worker_id=worker_id, mode=mode)
+    return StandaloneEngine(engine, worker_id=worker_id, mode=mode, may_prefill=may_prefill)

@@ -246,7 +246,12 @@ class Worker:
         self.card.runtime_config.enable_local_indexer = self._kv_logs.answers
         details = is_true(self._environment.get(DETAILS_ENV))
         adapter = RequestAdapter(
-            self.engine, mode=self.config.disaggregation_mode, model=name, spawn=self._background.run, details=details
+            self.engine,
+            mode=self.config.disaggregation_mode,
+            model=name,
+            spawn=self._background.run,
+            may_prefill=self.config.may_prefill,
+            details=details,
         )
         payload = await choose_payload(self.config.health_check_payload, self._environment, self.engine)
         settings = CanarySettings.from_environment(self._environment)

@@ -48,7 +48,8 @@ class WorkerConfig:
 
     `component` follows the mode unless it is given. `model_name` is a model's folder or its name elsewhere; empty: the
     engine's. `endpoint_types` are the surfaces a front end opens, see `parse_endpoint_types`. `metrics_labels` go into
-    the engine's own metrics. `health_check_payload` replaces the engine's.
+    the engine's own metrics. `health_check_payload` replaces the engine's. With `may_prefill` a decode worker computes
+    the prompts of requests that nobody prefilled, which it refuses otherwise; for other modes it says nothing.
     """
 
     namespace: str = "dynamo"
@@ -68,6 +69,7 @@ class WorkerConfig:
     metrics_labels: Sequence[tuple[str, str]] = ()
     health_check_payload: Mapping[str, Any] | None = None
     route_to_encoder: bool = False
+    may_prefill: bool = False
 
     @classmethod
     def from_runtime_config(cls, runtime_config: object, **overrides: Any) -> Self:

@@ -55,7 +55,7 @@ class Answer:
     def begin(self, *, holds_blocks: bool = False) -> None:
         """Submits all choices. With `holds_blocks` they keep their blocks in the end, until `release`."""
         for sequence in self.sequences:
-            self.rank.submit(sequence, self.channel, holds_blocks=holds_blocks)
+            self.rank.submit(sequence, self.channel, holds_blocks=holds_blocks, pays_prompt=self._plan.pays_prompt)
 
     def release(self) -> None:
         """The blocks it was to hold are not needed any more."""

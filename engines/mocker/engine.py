@@ -141,11 +141,13 @@ class MockEngine(LLMEngine):
         """Raises InvalidArgument for a request it cannot serve or whose id is in use, EngineShutdown unless started."""
         if self._is_closing or not self.ranks:
             raise EngineShutdown("the mock engine is not running")
-        if context.id in self._answers:
+        running = self._answers.get(context.id)
+        if running is not None and not running.control.is_stopped:  # what was stopped may be tried again
             raise InvalidArgument(f"request {context.id!r} is running already", field="id")
         recorded = None if self._recorded is None else self._recorded.find(request, context.id)
         plan = plan_request(request, self.args, token_ids=self._token_ids, recorded=recorded)
-        if not plan.output_tokens:
+        receives = self.args.worker_type == "decode" and request.bootstrap_info is not None
+        if not plan.output_tokens and not receives:  # whoever sends blocks waits until they are taken
             for chunk in nothing(len(plan.outputs), context.control):
                 yield chunk
             return
@@ -155,7 +157,8 @@ class MockEngine(LLMEngine):
                 async for chunk in chunks:
                     yield chunk
         finally:
-            del self._answers[context.id]
+            if self._answers.get(context.id) is answer:
+                del self._answers[context.id]
             answer.close()
 
     async def cleanup(self) -> None:

@@ -77,7 +77,8 @@ class HandoffExchange:
         """The prefill worker's seat, taken with `async with`; `control` is that of its request.
 
         Taking it raises InvalidArgument if that meeting has such a side already, or was arranged by the other side with
-        another identity; and WorkerOverloaded if too many wait. Who sits there already notices nothing.
+        another identity, unless that one was given up and only waits for its sides to go; and WorkerOverloaded if too
+        many wait. Who sits there already notices nothing.
         """
         return SourceSeat(lambda seat: self._sit(key, seat), side, control)
 
@@ -103,7 +104,10 @@ class HandoffExchange:
             meeting = self._meetings.get(place)
             if meeting is None:
                 continue
-            if (changed := meeting.key.differs_in(key)) is not None:
+            changed = meeting.key.differs_in(key)
+            if meeting.handoff.is_ending and (changed is not None or role in meeting.seats):
+                continue  # it is over but for a side on its way out, and who comes now begins anew
+            if changed is not None:
                 raise InvalidArgument(f"{changed} differs from that of the side already there", field=changed)
             if role in meeting.seats:
                 raise InvalidArgument(f"the hand-over has a {role} already", field="bootstrap_room")
@@ -131,9 +135,12 @@ class HandoffExchange:
         return Meeting(key, self.order, rendezvous_s=rendezvous_s, session_s=session_s, on_over=self._close)
 
     def _close(self, meeting: Meeting) -> None:
-        for place in meeting.key.places:
-            self._meetings.pop(place, None)
         self._waiting.discard(meeting)
-        if meeting.ending is not None and len(meeting.seats) == 1 and len(self._missed) < self._waiting_max:
+        held = [place for place in meeting.key.places if self._meetings.get(place) is meeting]
+        for place in held:
+            del self._meetings[place]
+        if not held or meeting.ending is None or len(meeting.seats) != 1:
+            return
+        if len(self._missed) < self._waiting_max:
             absent: Role = "destination" if "source" in meeting.seats else "source"
             self._missed[meeting.key] = _Missed(meeting.ending, absent, meeting.deadline_s)

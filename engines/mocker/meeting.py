@@ -62,8 +62,10 @@ class Ending:
         if self.by == role:
             return self.cause or Cancelled(f"the {role} {of} was stopped")
         if self.by is not None:
-            verb = "failed" if self.reason == "failed" else "left"
-            return BackendDisconnected(f"the {self.by} {of} {verb}", cause=self.cause)
+            if self.reason != "failed":
+                return BackendDisconnected(f"the {self.by} {of} left")
+            # As text: what it raised says something of that worker, and this error is seen as one of another worker.
+            return BackendDisconnected(f"the {self.by} {of} failed: {self.cause}")
         if self.had_met:
             return BackendResponseTimeout(f"the session {of} took too long")
         return BackendConnectionTimeout(f"the {_OTHER[role]} {of} did not come in time")

@@ -43,13 +43,15 @@ class Pass:
 class Plan:
     """The tokens a pass may still compute, and the prompts it computes already."""
 
-    __slots__ = ("batch", "budget", "cached_tokens", "parts", "prefill_left", "prompt_tokens")
+    __slots__ = ("batch", "budget", "cached_tokens", "parts", "paying", "prefill_left", "prompt_tokens")
 
     def __init__(self, budget: int, prefill_tokens: int) -> None:
         self.budget = budget
         self.prefill_left = prefill_tokens
         self.batch = 0
-        """Sequences with prompt tokens in this pass, whose prompts sum up to the two figures below."""
+        """Sequences with prompt tokens in this pass."""
+        self.paying = 0
+        """Those of them whose prompts take time, and sum up to the two figures below."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.parts: dict[Sequence, tuple[int, int, int]] = {}
@@ -60,21 +62,24 @@ class Plan:
         prompt_before = min(before, sequence.prompt_tokens)
         prompt_now = min(before + tokens, sequence.prompt_tokens) - prompt_before
         self.parts[sequence] = tokens, prompt_now, prompt_before
-        self._count(1, tokens, prompt_now, prompt_before)
+        self._count(1, sequence, tokens, prompt_now, prompt_before)
 
     def take_back(self, sequence: Sequence) -> None:
         """The sequence gets nothing after all."""
         part = self.parts.pop(sequence, None)
         if part is not None:
-            self._count(-1, *part)
+            self._count(-1, sequence, *part)
         elif sequence.computed == sequence.length:
             # Single tokens of output are not written down; a sequence that has got its own lacks nothing.
             self.budget += 1
 
-    def _count(self, sign: int, tokens: int, prompt_now: int, prompt_before: int) -> None:
+    def _count(self, sign: int, sequence: Sequence, tokens: int, prompt_now: int, prompt_before: int) -> None:
         self.budget -= sign * tokens
-        if prompt_now:
-            self.prefill_left -= sign * prompt_now
-            self.batch += sign
+        if not prompt_now:
+            return
+        self.prefill_left -= sign * prompt_now
+        self.batch += sign
+        if sequence.pays_prompt:
+            self.paying += sign
             self.prompt_tokens += sign * (prompt_before + prompt_now)
             self.cached_tokens += sign * prompt_before

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -56,7 +57,7 @@ class Rank:
         self._work = anyio.Event()
         self._room: anyio.Event | None = None
         self._reserving: deque[object] = deque()
-        self._ended: PenstockError | None = None
+        self._has_ended = False
         self._hit_rates: deque[float] = deque(maxlen=_HIT_RATE_ADMISSIONS)
         self._shown_blocks = -1
 
@@ -78,8 +79,10 @@ class Rank:
         """Hands the changes of the cache to the routers from now on."""
         self.scheduler.pool.on_event = publisher.publish
 
-    def submit(self, sequence: Sequence, channel: Channel, *, holds_blocks: bool = False) -> None:
-        self.scheduler.submit(sequence, holds_blocks=holds_blocks)
+    def submit(
+        self, sequence: Sequence, channel: Channel, *, holds_blocks: bool = False, pays_prompt: bool = False
+    ) -> None:
+        self.scheduler.submit(sequence, holds_blocks=holds_blocks, pays_prompt=pays_prompt)
         self._follow(sequence, channel)
 
     async def reserve(self, sequence: Sequence) -> None:
@@ -91,8 +94,8 @@ class Rank:
         self._reserving.append(ticket)
         try:
             while True:
-                if self._ended is not None:
-                    raise self._ended
+                if self._has_ended:
+                    raise _ended()
                 if self._reserving[0] is ticket and self.scheduler.reserve(sequence):
                     return
                 await self._room_is_made()
@@ -106,8 +109,8 @@ class Rank:
         self._follow(sequence, channel)
 
     def _follow(self, sequence: Sequence, channel: Channel) -> None:
-        if self._ended is not None:
-            channel.fail(self._ended)
+        if self._has_ended:
+            channel.fail(_ended())
             return
         self._live[sequence] = channel
         self._work.set()
@@ -140,18 +143,18 @@ class Rank:
             self._room.set()
             self._room = None
 
-    def fail_all(self, error: PenstockError) -> None:
-        """Ends every request that waits with the error."""
+    def fail_all(self, error: Callable[[], PenstockError]) -> None:
+        """Ends every request that waits with an error of its own."""
         for channel in list(self._live.values()):
-            channel.fail(error)
+            channel.fail(error())
 
     async def run(self) -> None:
         """The pass loop, until it is cancelled; whoever waits then is told that the engine is gone."""
         try:
             await self._run()
         finally:
-            self._ended = EngineShutdown("the mock engine's loop has ended")
-            self.fail_all(self._ended)
+            self._has_ended = True
+            self.fail_all(_ended)
             self._wake_reservations()
 
     async def _run(self) -> None:
@@ -179,9 +182,12 @@ class Rank:
     def _pass(self) -> Pass:
         try:
             done = self.scheduler.run_pass()
-        except Exception as error:  # a model of time that somebody else wrote
+        except Exception as raised:  # a model of time that somebody else wrote
+            error = raised
             _log.exception("a pass of rank %d failed", self.dp_rank)
-            self.fail_all(error if isinstance(error, PenstockError) else BackendUnknown(str(error), cause=error))
+            self.fail_all(
+                lambda: error if isinstance(error, PenstockError) else BackendUnknown(str(error), cause=error)
+            )
             return Pass()
         finally:
             if self.feed is not None:
@@ -220,3 +226,8 @@ class Rank:
         usage = pool.active / pool.capacity
         snapshot = ComponentSnapshot(pool.active, pool.capacity, usage, self.hit_rate, self.dp_rank)
         self.snapshots.publish(self.dp_rank, snapshot)
+
+
+def _ended() -> EngineShutdown:
+    """Made anew for each request: an error keeps the frames it has passed."""
+    return EngineShutdown("the mock engine's loop has ended")

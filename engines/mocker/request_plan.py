@@ -14,6 +14,7 @@ from pipeline import InvalidArgument
 from pipeline.block_hash import hash_seed
 from pipeline.protocols import PreprocessedRequest, StopConditions
 
+from ..roles import is_handed_over
 from .args import MockEngineArgs, WorkerType
 from .recorded import left_to_say
 from .sequence import Sequence
@@ -37,6 +38,8 @@ class RequestPlan:
     hash_seed: int
     logprobs: int | None
     """How many other candidates come with each token; None: no log probabilities."""
+    pays_prompt: bool = False
+    """Whether the prompt takes time even on a decode worker: nobody else computes it."""
 
     def sequences(self, block_size: int, dp_rank: int) -> list[Sequence]:
         """One for each choice."""
@@ -85,7 +88,12 @@ def plan_request(
     )
     adapter, namespace = (None, None) if routing is None else (routing.lora_name, routing.cache_namespace)
     return RequestPlan(
-        request.token_ids, wanted, tuple(outputs), hash_seed(adapter, namespace), request.output_options.logprobs
+        request.token_ids,
+        wanted,
+        tuple(outputs),
+        hash_seed(adapter, namespace),
+        request.output_options.logprobs,
+        pays_prompt=not is_handed_over(request),
     )
 
 

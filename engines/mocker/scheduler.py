@@ -33,7 +33,8 @@ class Scheduler:
     takes a sequence out of any state. Nothing here waits, and nothing may be called from within `on_event`.
 
     `max_seqs` and `max_batched_tokens`: None is no limit. A `prefill` worker is charged nothing for tokens, a `decode`
-    worker nothing for prompts. What a model of time raises comes through; all that is left to do then is to cancel.
+    worker nothing for prompts but those it is told to pay for, which nobody else computes. What a model of time raises
+    comes through; all that is left to do then is to cancel.
 
     Source: dynamo lib/mocker/src/scheduler/vllm/core.rs. Other than there, tokens of a burst get their blocks in the
     pass that computes them, as single ones do; a prompt that fits no pass is rejected, not kept waiting forever; and
@@ -104,13 +105,15 @@ class Scheduler:
         """Whether the sequence could never be served here."""
         return self._queue.end_of(sequence) is None
 
-    def submit(self, sequence: Sequence, *, holds_blocks: bool = False) -> None:
+    def submit(self, sequence: Sequence, *, holds_blocks: bool = False, pays_prompt: bool = False) -> None:
         """Takes a new sequence on; with `holds_blocks` it keeps its blocks when it is finished.
 
+        `pays_prompt` is for a decode worker: everywhere else a prompt takes time anyway.
         An output that goes beyond what the model or the cache can hold is cut here.
         """
         self._queue.begin(sequence, Stage.WAITING)
         sequence.holds_blocks = holds_blocks
+        sequence.pays_prompt = pays_prompt or self._charges_prompts
         self._queue.waiting.append(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
@@ -122,6 +125,7 @@ class Scheduler:
             return False
         end = sequence.end
         self._queue.begin(sequence, Stage.RESERVED)
+        sequence.pays_prompt = self._charges_prompts  # computed here after all, if it is pre-empted
         found, shared = self._queue.match(sequence, sequence.prompt_tokens // self.block_size)
         if not self._queue.fits(sequence, shared, self._running):
             sequence.stage, sequence.end = Stage.NEW, end
@@ -167,8 +171,8 @@ class Scheduler:
             if not done.preempted:
                 self._admit(plan, done)
         done.scheduled_tokens = self._max_tokens - plan.budget
-        if self._charges_prompts:
-            done.duration_ms = self._time.prefill_ms(plan.batch, plan.prompt_tokens, plan.cached_tokens)
+        if plan.paying:
+            done.duration_ms = self._time.prefill_ms(plan.paying, plan.prompt_tokens, plan.cached_tokens)
         self._say(done)
         self._policy.after_pass(bool(done.preempted))
         return done

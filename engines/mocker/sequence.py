@@ -42,9 +42,10 @@ class Sequence:
     the cache (None before it), `reused_tokens` the sum over all admissions. `new_tokens` is how many tokens the last
     pass that handed some on gave. Tokens and hashes are made when somebody needs them.
 
-    `owner` is the caller's; `begun_s` and `told_s` are of who measures how long it waits. `hash_seed` is the one of its
-    local block hashes. Raises InvalidArgument for a negative output length, for planned tokens that are too few, for
-    a prompt without tokens, and for tokens that are no u32.
+    `pays_prompt` says whether time is charged for its prompt where that is computed, `holds_blocks` whether it keeps
+    its blocks when it is finished; the scheduler sets both. `owner` is the caller's; `begun_s` and `told_s` are of who
+    measures how long it waits. `hash_seed` is the one of its local block hashes. Raises InvalidArgument for a negative
+    output length, for planned tokens that are too few, for a prompt without tokens, and for tokens that are no u32.
 
     Source: dynamo lib/mocker/src/common/sequence.rs. Other than there, output tokens follow from the prompt, so they
     need not be kept over a pre-emption.
@@ -69,6 +70,7 @@ class Sequence:
         "new_tokens",
         "next_full",
         "owner",
+        "pays_prompt",
         "preemptions",
         "prompt_tokens",
         "published",
@@ -109,7 +111,7 @@ class Sequence:
         self.end = self.prompt_tokens + max_output_tokens
         self.new_tokens = self.preemptions = self.reused_tokens = 0
         self.cached_tokens: int | None = None
-        self.holds_blocks = False
+        self.holds_blocks, self.pays_prompt = False, True
         self.stage = Stage.NEW
         # Checked here, where an error meets its own request, and not in a pass, where it would meet them all.
         self._prompt = _u32s(prompt, "token_ids")

@@ -162,6 +162,19 @@ async def test_decode_waits_for_a_chunk_with_a_token() -> None:
         assert engine.aborted == ["mine"]
 
 
+async def test_decode_that_computes_the_prompt_itself_is_aborted_at_once() -> None:
+    """No blocks are on their way that could be overwritten."""
+    engine, asked = Told(Chunk([])), Context(PreprocessedRequest([1]), id="mine")
+    async with (
+        as_engine(engine, mode=DECODE, may_prefill=True) as served,
+        await served.generate(asked) as stream,
+    ):
+        await anext(stream)
+        asked.stop()
+        await settle()
+        assert engine.aborted == ["mine"]
+
+
 async def test_decode_is_aborted_once_the_engine_says_that_the_transfer_is_over() -> None:
     """BE-59."""
     engine, asked = Told(Chunk([])), request()

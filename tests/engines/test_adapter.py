@@ -438,6 +438,12 @@ async def test_a_decode_engine_is_not_asked_without_a_prefill() -> None:
     await answer(engine, request(prefill_result=PrefillResult({})), mode=decode)
 
 
+async def test_a_decode_engine_that_may_prefill_is_given_the_request_as_it_is() -> None:
+    engine, asked = saying(Chunk.stop()), request()
+    await answer(engine, asked, mode=DisaggregationMode.DECODE, may_prefill=True)
+    assert [payload for payload, _ in engine.asked] == [asked.payload]
+
+
 async def test_an_encode_engine_that_ends_without_its_result_breaks_the_contract() -> None:
     encode = DisaggregationMode.ENCODE
     assert isinstance(await failure(saying(Chunk.stop()), mode=encode), ContractViolation)

@@ -44,6 +44,11 @@ def test_role_needs_and_surface_follow_the_mode(
     assert (made.model_type, made.role, made.needs, made.model_input) == (model_type, role, needs, "Tokens")
 
 
+@pytest.mark.parametrize(("mode", "needs"), [(MODES.DECODE, []), (MODES.PREFILL, [[DECODE]])])
+def test_a_decode_worker_that_may_prefill_needs_nobody(mode: DisaggregationMode, needs: list[Any]) -> None:
+    assert card({"disaggregation_mode": mode, "may_prefill": True}).needs == needs
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("mode", list(MODES))
 def test_decode_and_encode_workers_have_no_local_indexer(mode: DisaggregationMode, enabled: bool) -> None:

@@ -32,6 +32,7 @@ from engines import (
     WorkerConfig,
     WorkerState,
 )
+from engines.mocker import MockEngine, MockEngineArgs
 from engines.publishing import worker_labels
 from pipeline import (
     Annotated,
@@ -46,7 +47,7 @@ from pipeline import (
 from pipeline.errors import BackendUnknown
 from pipeline.metrics import Metrics
 from pipeline.network import EndpointId, Event, Runtime, Scope
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.protocols.kv_events import (
     KV_EVENTS_TOPIC,
     KV_METRICS_TOPIC,
@@ -590,6 +591,19 @@ async def test_kv_events_of_each_rank_reach_the_component(changes: list[KvEventP
         RouterEvent(7, KvEvent(2, KvRemoved([2]), 3)),
     ]
     assert [event.sequence for event in heard] == [0, 1, 2], "one publisher, so the order of ranks is kept"
+
+
+async def test_a_decode_worker_that_may_prefill_serves_whoever_asks_and_tells_no_router_of_its_cache() -> None:
+    heard: list[Event[Any]] = []
+    payload = PreprocessedRequest(list(range(200)), stop_conditions=StopConditions(max_tokens=2))
+    engine = MockEngine(MockEngineArgs(worker_type="decode"))
+    config = WorkerConfig(disaggregation_mode=DisaggregationMode.DECODE, may_prefill=True)
+    async with Runtime.in_process() as runtime:
+        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, heard)
+        async with hosted(engine, runtime, config=config) as worker:
+            assert [len(tokens) for tokens in await say(worker, Context(payload))] == [1, 1, 0]
+            assert engine.ranks[0].scheduler.pool.names()
+    assert heard == []
 
 
 async def test_without_a_block_size_kv_events_are_left_out_with_a_warning(

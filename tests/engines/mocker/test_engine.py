@@ -19,12 +19,14 @@ from pipeline.protocols import (
     FinishReason,
     LLMEngineOutput,
     OutputOptions,
+    PrefillResult,
     PreprocessedRequest,
     RoutingHints,
     SamplingOptions,
     StopConditions,
 )
 from pipeline.protocols.kv_events import RouterEvent
+from pipeline.protocols.nvext import BYPASS_REMOTE_PREFILL
 from pipeline.testing import check_engine
 
 pytestmark = pytest.mark.anyio
@@ -441,9 +443,29 @@ async def test_a_prefill_worker_says_one_token_and_what_the_other_needs() -> Non
     assert times == [pytest.approx(18.4518, abs=0.001), pytest.approx(18.4518 + 128, abs=0.001)]
 
 
-async def test_a_decode_worker_pays_nothing_for_prompts() -> None:
+async def took_ms(asked: Any, payload: PreprocessedRequest) -> float:
+    begun_s = anyio.current_time()
+    await answer(asked, payload)
+    return (anyio.current_time() - begun_s) * 1000
+
+
+async def test_a_decode_worker_pays_nothing_for_prompts_that_were_handed_over() -> None:
     """MOCK-62."""
     async with running(MockEngine(MockEngineArgs(worker_type="decode"))) as asked:
-        begun_s = anyio.current_time()
-        await answer(asked, request(5000, 1))
-        assert (anyio.current_time() - begun_s) * 1000 == pytest.approx(6.0, abs=0.3)
+        prefilled = request(5000, 1, prefill_result=PrefillResult({}))
+        assert await took_ms(asked, prefilled) == pytest.approx(6.0, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"is_probe": True}, {"annotations": [BYPASS_REMOTE_PREFILL]}], ids=["fallback", "probe", "bypass"]
+)
+async def test_a_decode_worker_pays_for_a_prompt_that_nobody_else_computes(fields: dict[str, Any]) -> None:
+    """As an aggregated one does, the part it has cached left out."""
+    times_ms = []
+    for worker_type in ("aggregated", "decode"):
+        async with running(MockEngine(MockEngineArgs(worker_type=worker_type))) as asked:
+            times_ms.append([await took_ms(asked, request(tokens, 1, **fields)) for tokens in (5000, 5000, 5200)])
+    first, *cached = times_ms[1]
+    assert times_ms[1] == pytest.approx(times_ms[0])
+    assert first > 90.0
+    assert all(6.0 < each < 30.0 for each in cached)

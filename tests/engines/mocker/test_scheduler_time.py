@@ -128,6 +128,33 @@ def test_prompts_of_a_decode_worker_take_no_time() -> None:
     assert core.run_pass().duration_ms == 4
 
 
+def test_a_decode_worker_pays_for_the_prompts_it_is_told_to_pay_for() -> None:
+    """Those that were handed over count neither among them nor in their mean."""
+    model = Recorder()
+    core = scheduler(time=PassTime(model), worker_type="decode")
+    free, paying, reserved = asked(40, 2, of=1), asked(12, 2, of=2), asked(8, 2, of=3)
+    core.reserve(reserved)
+    core.activate(reserved)
+    core.submit(free)
+    core.submit(paying, pays_prompt=True)
+    assert core.run_pass().duration_ms == 14
+    assert core.run_pass().duration_ms == 4
+    assert model.prefills == [(1, 12, 0)]
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_decode_worker_pays_again_for_a_preempted_prompt_it_paid_for(pays: bool) -> None:
+    model = Recorder()
+    core = scheduler(5, time=PassTime(model), worker_type="decode", prefix_caching=False)
+    first, second = asked(8, 9, of=1), asked(8, 9, of=2)
+    core.submit(first)
+    core.submit(second, pays_prompt=pays)
+    while not core.is_idle:
+        core.run_pass()
+    assert second.preemptions > 0
+    assert model.prefills == [(1, 8, 0)] * (1 + second.preemptions) * pays
+
+
 def test_an_error_of_the_model_comes_through_and_everything_can_be_cancelled() -> None:
     """MOCK-59"""
 
