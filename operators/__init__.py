@@ -9,6 +9,8 @@ from .detokenize import Detokenize
 from .direct_router import DirectRouter
 from .exclusion import exclusion_s
 from .kv_push_router import ROUTER_DECISION, KvPushRouter
+from .migration import Migration
+from .migration_metrics import MigrationMetrics
 from .model import LAST_USER_MESSAGE, WHOLE_CHAT, Model
 from .pickers import (
     DeviceAware,
@@ -20,6 +22,7 @@ from .pickers import (
     power_of_two,
     random_pick,
 )
+from .prefill import KvPrefill, PrefillError, PrefillRouter, PrefillSettings, PushPrefill
 from .preprocess import PROMPT_TOKENS, Preprocess
 from .push_router import PushRouter
 from .rejection import Rejection, overload_status
@@ -44,10 +47,17 @@ __all__ = [
     "DirectRouter",
     "HuggingFaceTokenizer",
     "InstanceExcluded",
+    "KvPrefill",
     "KvPushRouter",
+    "Migration",
+    "MigrationMetrics",
     "Model",
     "Picker",
+    "PrefillError",
+    "PrefillRouter",
+    "PrefillSettings",
     "Preprocess",
+    "PushPrefill",
     "PushRouter",
     "Rejection",
     "RoundRobin",

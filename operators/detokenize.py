@@ -34,7 +34,8 @@ class Detokenize(
 
     Stands below whatever retries a broken stream, so that a retry decodes anew behind all that was said so far. Events
     and items without data pass untouched, as does text the engine wrote itself. Text that may be the beginning of a
-    stop string is held back; it is shown when it turns out not to be, and before an error or the end.
+    stop string is held back; it is shown when it turns out not to be, and before an error or the end. Of a request that
+    may go on with another worker it is left in its `migration_state` instead, where the next attempt takes it up.
 
     Once every choice has finished and one of them by our rules, the engine is stopped, the last item delivered, and the
     engine's stream closed; the caller's context is not stopped by this. A token that is none finishes its choice with
@@ -88,7 +89,7 @@ async def _decode(
 class Decoding:
     """All choices of one request. Pure; `is_over` once there is nothing left to wait for from the engine."""
 
-    __slots__ = ("_choices", "_tokenizer", "_unfinished", "is_over")
+    __slots__ = ("_choices", "_state", "_tokenizer", "_unfinished", "is_over")
 
     def __init__(self, tokenizer: Tokenizer, request: PreprocessedRequest) -> None:
         rules = StopRules.of(request)
@@ -98,6 +99,9 @@ class Decoding:
         self._choices = [
             ChoiceDecoder(tokenizer.decoder(request.token_ids, skip_special_tokens=skip), rules) for _ in range(count)
         ]
+        self._state = request.migration_state if count == 1 else None
+        if self._state is not None:
+            self._choices[0].resume(self._state.held_text)
         self._unfinished = set(range(count))
         self.is_over = False
 
@@ -133,17 +137,22 @@ class Decoding:
     def rest(self, is_broken: bool) -> list[Annotated[BackendOutput]]:
         """What unfinished choices still hold, as items without tokens.
 
-        Of a broken stream only text: an unfinished character can still be completed by whoever goes on with it.
+        Of a broken stream only text: an unfinished character can still be completed by whoever goes on with it. That
+        text is left for them too, unless it ends the choice.
         """
         held = []
+        heir = self._state if is_broken else None
+        if heir is not None:
+            heir.held_text = ""
         for index in sorted(self._unfinished):
             choice = self._choices[index]
             text = choice.release() if is_broken else choice.flush()
-            if text or choice.finish is not None:
-                only_index = index if len(self._choices) > 1 else None
-                held.append(
-                    Annotated(BackendOutput([], [], text or None, index=only_index, finish_reason=choice.finish))
-                )
+            if heir is not None and choice.finish is None:
+                heir.held_text = text
+            elif text or choice.finish is not None:
+                ended = BackendOutput([], [], text or None, finish_reason=choice.finish, stop_reason=choice.stop_reason)
+                ended.index = index if len(self._choices) > 1 else None
+                held.append(Annotated(ended))
         return held
 
     def _unknown_choice(self, output: LLMEngineOutput) -> BackendOutput:

@@ -20,14 +20,23 @@ from pipeline import (
     ResponseStream,
     Unavailable,
 )
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
+from pipeline.protocols import (
+    LLMEngineOutput,
+    PreprocessedRequest,
+    RequestPhase,
+    RequestTracker,
+    RoutingData,
+    RoutingHints,
+)
 from pipeline.protocols.nvext import QUERY_INSTANCE_ID
 from pipeline.tracing import annotate
 
+from .copied import copied
 from .kv.affinity import SESSION_HEADER, First, check_explicit, may_retry_unpinned, session_id_of
 from .kv.choose import Decision
 from .kv.chooser import KvRouter
 from .kv.errors import QueueRejected
+from .kv.hashed_prompts import with_shared_hashes
 from .kv.router_account import RequestAccount, ends_badly
 from .kv.router_dispatch import Next, Output, send_to, span_below
 from .kv.router_metrics import RouterMetrics
@@ -75,7 +84,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
     ) -> ResponseStream[Output]:
         payload = request.payload
-        route = self.chooser.route_request(payload, _phase(payload.tracker), request.metadata)
+        asked = self.chooser.route_request(payload, _phase(payload.tracker), request.metadata)
+        route = with_shared_hashes(asked, request)
         session_id = None if self.chooser.sessions is None else session_id_of(_session(request.metadata))
         if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self._answer(request, route, session_id)
@@ -88,7 +98,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     def _answer(
         self, request: Context[PreprocessedRequest], route: RouteRequest, session_id: str | None
     ) -> ResponseStream[Output]:
-        """One item: the workers as the tracker knows them now, and the prompt's tokens."""
+        """One item: the workers as the tracker knows them now, and the prompt's tokens, said in both ways there are."""
         payload = request.payload
         sessions = self.chooser.sessions
         bound = None if sessions is None or session_id is None else sessions.peek(session_id)
@@ -98,7 +108,9 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         workers = None if payload.tracker is None else payload.tracker.worker_info()
         known = None if workers is None else {k: v for k, v in asdict(workers).items() if v is not None}
         said = {"worker_id": known, "token_ids": payload.token_ids}
-        return ResponseStream.of([Annotated(LLMEngineOutput([], disaggregated_params=said))], request)
+        routing = RoutingData(worker_id=workers, token_ids=payload.token_ids)
+        answer = LLMEngineOutput([], disaggregated_params=said, routing_data=routing)
+        return ResponseStream.of([Annotated(answer)], request)
 
     def _advise_in_session(self, route: RouteRequest, bound: WorkerRank) -> Decision:
         """As a request of the session would go: elsewhere, if its worker cannot take it and it names none itself."""
@@ -132,6 +144,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             account.finish()
             raise
         account.was_dispatched = True
+        placement.forget_decision()
         return ResponseStream(_counted(stream, account, reasons), request, stream, account.held), placement.rank
 
     async def _placed(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Placement:
@@ -212,6 +225,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             self.chooser.block_size_tokens,
             None if hints is None else hints.expected_output_tokens,
             self.chooser.config.router_track_output_blocks,
+            _phase(payload.tracker),
         )
 
     def _note(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
@@ -281,10 +295,12 @@ def _phase(tracker: RequestTracker | None) -> RequestPhase:
 
 def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPhase) -> PreprocessedRequest:
     """A copy of the request that says which rank is to compute it."""
-    hints = evolve(payload.routing or RoutingHints(), dp_rank=rank.dp_rank)
+    ranked = copied(payload)
+    hints = ranked.routing = RoutingHints() if payload.routing is None else copied(payload.routing)
+    hints.dp_rank = rank.dp_rank
     if phase is RequestPhase.PREFILL:
         hints.prefill_dp_rank = rank.dp_rank
-    return evolve(payload, routing=hints)
+    return ranked
 
 
 def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,6 +317,8 @@ def _in_session_of(rank: WorkerRank, route: RouteRequest) -> RouteRequest:
         check_explicit(rank, route.worker_id, route.dp_rank)
     elif route.allowed_worker_ids is not None and rank.worker_id not in route.allowed_worker_ids:
         raise Unavailable(f"worker {rank.worker_id} of this session may not take this request")
+    elif rank.worker_id in route.failed_worker_ids:
+        raise Unavailable(f"worker {rank.worker_id} of this session has failed this request")
     return evolve(route, worker_id=rank.worker_id, dp_rank=rank.dp_rank)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+
+import anyio
 
 from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
-from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest
+from pipeline.phase import TRACKER, track_request
+from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .model import Model
 from .prompt import prompt_of
 from .request_options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
+from .request_timing import with_routing
 from .validation import validate
 
 PROMPT_TOKENS = "prompt_tokens"
@@ -18,6 +22,9 @@ PROMPT_TOKENS = "prompt_tokens"
 
 An answer that ends at a stop string has no last word of its worker, and its usage only this.
 """
+
+Encode = Callable[[str], list[int]]
+"""Text -> token ids."""
 
 REQUEST_ID = "request_id"
 FORMATTED_PROMPT = "formatted_prompt"
@@ -35,21 +42,35 @@ class Preprocess(
     """Validates a request, renders and tokenizes its prompt, and says what it asks for in the engine's terms.
 
         ChatCompletionRequest | CompletionRequest ──► PreprocessedRequest
-        Annotated[BackendOutput]                  ◄── unchanged
+        Annotated[BackendOutput]                  ◄── unchanged, or with what was asked for
 
     Raises InvalidArgument that names the field for whatever is wrong with the request, and for more than one prompt:
     who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here.
 
-    The stream is the next stage's own, unless the request asks for annotations (`nvext.annotations`): `request_id`,
-    `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt in tokens is
-    left in the registry, under `PROMPT_TOKENS`.
+    The stream is the next stage's own, unless the request asks for something: of the annotations (`nvext.annotations`)
+    `request_id`, `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt
+    in tokens is left in the registry, under `PROMPT_TOKENS`.
+
+    With `wall_ms`, milliseconds since the epoch, each request has a tracker from the moment it comes, which all stages
+    below share and `pipeline.phase.tracker_of` finds. Who asks for its workers or its timing (`nvext.extra_fields`, or
+    a `query_instance_id:` annotation) has them in the `routing_data` of the first and the last item. `perf_s` is a
+    clock for what tokenizing takes, as `time.perf_counter`: without one that is the loop's, which may know milliseconds
+    only. Without `wall_ms` nothing is tracked.
 
     Source: dynamo lib/llm/src/preprocessor.rs, OpenAIPreprocessor.
     """
 
-    def __init__(self, model: Model, *, ignore_unsupported: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        ignore_unsupported: bool = False,
+        wall_ms: Callable[[], int] | None = None,
+        perf_s: Callable[[], float] | None = None,
+    ) -> None:
         self.model = model
         self._ignore_unsupported = ignore_unsupported
+        self._wall_ms, self._perf_s = wall_ms, perf_s or anyio.current_time
 
     async def generate(
         self,
@@ -57,27 +78,47 @@ class Preprocess(
         next: AsyncEngine[PreprocessedRequest, Annotated[BackendOutput]],
     ) -> ResponseStream[Annotated[BackendOutput]]:
         asked = request.payload
+        tracker = None if self._wall_ms is None else track_request(self._wall_ms)
         validate(asked, ignore_unsupported=self._ignore_unsupported)
-        payload, annotations = preprocess(asked, self.model, request.id)
+        payload, annotations = preprocess(asked, self.model, request.id, self._encoder(tracker))
         request.registry.insert_shared(PROMPT_TOKENS, len(payload.token_ids))
-        stream = await next.generate(request.with_payload(payload))
+        if tracker is None:
+            stream = await next.generate(request.with_payload(payload))
+        else:
+            tracker.record_isl(len(payload.token_ids))
+            payload.tracker = tracker
+            request.registry.insert_shared(TRACKER, tracker)
+            stream = await next.generate(request.with_payload(payload))
+            stream = with_routing(stream, request, tracker)
         if not annotations:
             return stream
         return ResponseStream(_announced(annotations, stream), request, stream)
 
+    def _encoder(self, tracker: RequestTracker | None) -> Encode:
+        """The model's, watched if the request is tracked."""
+        encode, now_s = self.model.tokenizer.encode, self._perf_s
+        if tracker is None:
+            return encode
+
+        def timed(text: str) -> list[int]:
+            began_s = now_s()
+            token_ids = encode(text)
+            tracker.record_tokenize_latency(now_s() - began_s)
+            return token_ids
+
+        return timed
+
 
 def preprocess(
-    request: ChatCompletionRequest | CompletionRequest, model: Model, request_id: str
+    request: ChatCompletionRequest | CompletionRequest, model: Model, request_id: str, encode: Encode
 ) -> tuple[PreprocessedRequest, list[Annotated[BackendOutput]]]:
     """A valid request in tokens, and the annotations it asks for. Pure. Raises as `Preprocess`."""
     nvext = request.nvext or NvExt()
     wanted = nvext.annotations or []
     given = nvext.token_data
     prompt = prompt_of(request, model) if given is None or FORMATTED_PROMPT in wanted else given
-    if given is not None:
-        token_ids = list(given)
-    else:
-        token_ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    asked = prompt if given is None else given
+    token_ids = encode(asked) if isinstance(asked, str) else list(asked)
     values = {
         REQUEST_ID: request_id,
         FORMATTED_PROMPT: prompt if isinstance(prompt, str) else None,

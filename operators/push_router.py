@@ -31,6 +31,7 @@ from pipeline.errors import Refused
 
 from .availability import InstanceExcluded
 from .exclusion import EXCLUSION_S
+from .migration_exclusion import all_failed, note_failure, without_failed
 from .pickers import DeviceAware, Picker, RoundRobin, Uncharged, least_loaded, power_of_two, random_pick
 from .silence import until_silent
 from .standing import Standing
@@ -58,12 +59,14 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     routers of one pool may share it. `busy` gives the instances that are busy now, as `BusyWatch.busy` does.
 
     An instance whose fault is to blame (see `pipeline.errors.FACTS`) is left out for `exclusion_s`; 0 leaves none out.
-    So is one that answers WorkerOverloaded, as busy. With `silence_timeout_s` a stream that brings nothing for that
-    long raises ResponseTimeout. What a worker raises goes to the caller, when its request is no longer in flight.
+    So is one that answers WorkerOverloaded, as busy. A request that migrates (see `Migration`) is not sent again to one
+    it has failed on, for however long. With `silence_timeout_s` a stream that brings nothing for that long raises
+    ResponseTimeout. What a worker raises goes to the caller, when its request is no longer in flight.
 
     Raises, at once and with nothing sent: Unavailable without an instance, AllExcluded, AllBusy (a ResourceExhausted).
     An instance that vanishes between the choice and the dispatch is replaced once by another that is free; without
-    another that is Unavailable. Stop, kill and close are the worker's business.
+    another that is Unavailable. Stop, kill and close are the worker's business. The tracker of a request that has one
+    learns whose it is.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except CannotConnect:
             if chosen in self._workers.instance_ids():
                 raise  # it is still there: what it could not reach is something else
-        others = [instance_id for instance_id in self.standing.free() if instance_id != chosen]
+        others = [instance_id for instance_id in self._free(request) if instance_id != chosen]
         if not others:
             raise self.standing.vanished(chosen)
         return await self._send(request, self._picked(others, request), prepare)
@@ -138,7 +141,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except CannotConnect:
             if not within or instance_id in self._workers.instance_ids():
                 raise
-        others = [other for other in self.standing.free() if other in within and other != instance_id]
+        others = [other for other in self._free(request) if other in within and other != instance_id]
         if not others:
             raise self.standing.vanished(instance_id)
         return await self._send(request, others[0], prepare)
@@ -159,9 +162,11 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     def peek(self, request: Context[In]) -> int | None:
         """Who would get the request now; changes nothing. None if nobody would, and where the request decides."""
-        ids = self.standing.free()
+        ids = self._free(request)
         if self._pick is None or not ids:
             return None
+        if isinstance(self._pick, RoundRobin):  # leaves nothing to chance
+            return self._pick.peek(ids, {}, request, self._rng)
         before = self._rng.getstate()
         try:
             pick = getattr(self._pick, "peek", self._pick)
@@ -172,17 +177,32 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     def select(self, request: Context[In]) -> int | None:
         """Picks an instance for somebody who will ask it by `direct`, and moves on; raises what `generate` does.
 
-        None in modes that go by what is in flight: there a choice without a request would be made again.
+        None in modes that go by what is in flight, where a choice without a request would be made again, and in mode
+        `direct`. What such a mode draws is drawn all the same: the next `peek` is not the one before.
         """
-        return self._choose(request) if self._selects else None
+        if self._pick is None:
+            return None
+        chosen = self._choose(request)
+        return chosen if self._selects else None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether each request has to name its instance."""
+        return self._pick is None
 
     def members(self) -> Sequence[str]:
         return [f"{self._workers.name}/{instance_id}" for instance_id in self._workers.instance_ids()]
 
     def _choose(self, request: Context[In]) -> int:
-        if not (ids := self.standing.free()):
+        if not (free := self.standing.free()):
             raise self.standing.nobody()
+        if not (ids := without_failed(free, request.payload)):
+            raise all_failed(self._workers.name, request.payload)
         return self._picked(ids, request)
+
+    def _free(self, request: Context[In]) -> Sequence[int]:
+        """Those this request may be sent to now."""
+        return without_failed(self.standing.free(), request.payload)
 
     def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
         assert self._pick is not None
@@ -203,15 +223,17 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except BaseException as error:
             counted.release()
             if isinstance(error, Exception):
-                self.standing.blame(instance_id, arrival, error)
+                self._blame(request, instance_id, arrival, error)
             raise
+        if (tracker := getattr(request.payload, "tracker", None)) is not None:
+            tracker.record_worker(int(instance_id))
         if self._silence_timeout_s is not None:
             source = f"instance_id={instance_id} of endpoint {self._workers.name}"
             stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
-        return ResponseStream(self._watched(stream, instance_id, arrival, counted), request, stream, counted)
+        return ResponseStream(self._watched(stream, request, instance_id, arrival, counted), request, stream, counted)
 
     async def _watched(
-        self, stream: ResponseStream[Out], instance_id: int, arrival: int, counted: Once
+        self, stream: ResponseStream[Out], request: Context[In], instance_id: int, arrival: int, counted: Once
     ) -> AsyncGenerator[Out, None]:
         """The stream as it is; its request stops counting, and its fault is noted, before the reader learns of it."""
         try:
@@ -219,13 +241,17 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
                 async for item in stream:
                     if isinstance(item, Annotated) and item.event is not None and (error := item.extract_error()):
                         counted.release()
-                        self.standing.blame(instance_id, arrival, error)
+                        self._blame(request, instance_id, arrival, error)
                     yield item
         except Exception as error:
-            self.standing.blame(instance_id, arrival, error)
+            self._blame(request, instance_id, arrival, error)
             raise
         finally:
             counted.release()
+
+    def _blame(self, request: Context[In], instance_id: int, arrival: int, error: Exception) -> None:
+        self.standing.blame(instance_id, arrival, error)
+        note_failure(request.payload, instance_id, error)
 
 
 def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:

@@ -130,6 +130,28 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
         ),
         Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
         Instrument("model_cancellation_total", "counter", "", "Requests given up by their client", _REQUEST),
+        Instrument(
+            "model_migration_total",
+            "counter",
+            "",
+            "Dispatches that failed, and broken answers another worker was looked for",
+            (*_MODEL, "migration_type"),
+        ),
+        Instrument(
+            "model_migration_duration_seconds",
+            "histogram",
+            "s",
+            "From a failure to the stream of another worker, or to giving up",
+            (*_MODEL, "migration_type", "outcome"),
+            (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0),
+        ),
+        Instrument(
+            "model_migration_max_seq_len_exceeded_total",
+            "counter",
+            "",
+            "Requests that grew longer than those that migrate",
+            _MODEL,
+        ),
     ),
     "component": (
         Instrument("requests_total", "counter", "", "Requests taken", _INSTANCE),

@@ -48,7 +48,7 @@ FACES = {
     *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
     *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
     *("pipeline.block_hash", "pipeline.loop", "pipeline.prometheus_text"),
-    *("operators", "operators.kv", "engines", "engines.mocker"),
+    *("operators", "operators.kv", "operators.prefill", "engines", "engines.mocker"),
     *("serving", "serving.graphs", "serving.http", "serving.openai", "serving.replay"),
 }
 """The modules other folders import from."""

@@ -10,6 +10,7 @@ from .choose import Decision
 from .chooser import KvRouter
 from .config import KvRouterConfig
 from .config_environment import active_request_expiry_s, config_from_environment, overlap_refresh_after_s
+from .cost import WorkerType
 from .eligibility import RoutingRules, WorkerPool
 from .engine_events import EngineEvents
 from .engine_wire import decode_frames
@@ -67,6 +68,7 @@ __all__ = [
     "WorkerNotFound",
     "WorkerPool",
     "WorkerRank",
+    "WorkerType",
     "active_request_expiry_s",
     "adapters_of",
     "config_from_environment",

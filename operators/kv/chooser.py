@@ -203,6 +203,10 @@ class KvRouter:
         """What waits in each class of the queue. May be asked in any thread."""
         return self._admission.waiting_by_class()
 
+    def worker_configs(self) -> Configs:
+        """What the workers it may choose from say of themselves."""
+        return self._pool.now().configs
+
     def loads(self) -> Sequence[RankLoad]:
         """What is in flight on every rank. May be asked in any thread."""
         return self.sequences.loads(self.clock.now_s())

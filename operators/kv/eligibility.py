@@ -31,11 +31,16 @@ class Ineligible:
 
 @frozen
 class RoutingRules:
-    """What a request says about who may take it. A pinned one is never sent elsewhere, and its preferences are idle."""
+    """What a request says about who may take it. A pinned one is never sent elsewhere, and its preferences are idle.
+
+    `failed_worker_ids` are those it has failed on; `is_overload` says that the last of them was overloaded.
+    """
 
     pinned: WorkerRank | None = None
     allowed_worker_ids: AbstractSet[int] | None = None
     constraints: RoutingConstraints = field(factory=RoutingConstraints)
+    failed_worker_ids: AbstractSet[int] = frozenset()
+    is_overload: bool = False
 
 
 @frozen(eq=False)
@@ -88,7 +93,7 @@ class WorkerPool:
                 raise _pin_error(refusal)
             return Candidates((rules.pinned,))
         constraints = rules.constraints
-        plain = rules.allowed_worker_ids is None and not constraints.required_taints
+        plain = rules.allowed_worker_ids is None and not constraints.required_taints and not rules.failed_worker_ids
         found = self._everyone if plain else Candidates(self._select(rules))
         if not found.ranks:
             raise self._nobody(rules)
@@ -133,6 +138,7 @@ class WorkerPool:
                 (allowed is None or worker_id in allowed)
                 and (available is None or worker_id in available)
                 and required <= self.configs[worker_id].taints
+                and worker_id not in rules.failed_worker_ids
             ):
                 for rank in ranks:
                     yield WorkerRank(worker_id, rank)
@@ -140,6 +146,10 @@ class WorkerPool:
     def _nobody(self, rules: RoutingRules) -> PenstockError:
         if any(True for _ in self._matching(rules)):
             return ResourceExhausted("all workers that may take this request are overloaded")
+        if rules.failed_worker_ids:
+            failed = ", ".join(map(str, sorted(rules.failed_worker_ids)))
+            text = f"no worker is left for this request: it has failed on {failed}"
+            return ResourceExhausted(text) if rules.is_overload else Unavailable(text)
         return Unavailable("no worker can take this request")
 
     def _multipliers(self, ranks: Iterable[WorkerRank], preferred: Mapping[str, float]) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from attrs import define, field
 
 from pipeline import Annotated, Once
-from pipeline.protocols import LLMEngineOutput, RequestTracker
+from pipeline.protocols import LLMEngineOutput, RequestPhase, RequestTracker
 
 from .router_metrics import RouterMetrics
 from .router_placement import Placement
@@ -26,6 +26,9 @@ class RequestAccount:
 
     Until `was_dispatched` is set its end is not counted: there was no answer. What goes wrong in the account, or with
     those who wait for the room it makes, is logged: the answer does not depend on it.
+
+    `phase` is that of this dispatch: the tracker goes on to the next one while a prefill still runs. How long the
+    answer is and when it ended only its decode tells the tracker, however late the prefill ends.
     """
 
     placement: Placement
@@ -35,6 +38,7 @@ class RequestAccount:
     block_size_tokens: int
     expected_output_tokens: int | None = None
     tracks_output_blocks: bool = False
+    phase: RequestPhase = RequestPhase.AGGREGATED
     was_dispatched: bool = field(default=False, init=False)
     output_tokens: int = field(default=0, init=False)
     held: Once = field(init=False)
@@ -50,8 +54,7 @@ class RequestAccount:
         if not self.output_tokens:
             _noting_failure(self.placement.mark_prefill_completed)
             if self.tracker is not None:
-                self.tracker.record_first_token()
-                self.metrics.first_token(self.tracker)
+                self._first_token(self.tracker)
         self.output_tokens += tokens
         if (filled := self._filled()) > self._blocks:
             added, self._blocks = filled - self._blocks, filled
@@ -63,18 +66,30 @@ class RequestAccount:
             return
         self._is_finished = True
         self.held.release()  # after a drop the stream has done that already
-        if self.tracker is not None and self.was_dispatched:
-            self.tracker.record_finish()
-            self.tracker.record_osl(self.output_tokens)
+        if (tracker := self._of_answer) is not None and self.was_dispatched:
+            tracker.record_finish()
+            tracker.record_osl(self.output_tokens)
+
+    def _first_token(self, tracker: RequestTracker) -> None:
+        tracker.record_first_token()
+        self.metrics.first_token(tracker)
+        if self.phase is RequestPhase.PREFILL:
+            tracker.record_prefill_complete()
+        elif self.phase is RequestPhase.DECODE and tracker.record_decode_first_token():
+            self.metrics.blocks_arrived(tracker)
+
+    @property
+    def _of_answer(self) -> RequestTracker | None:
+        return None if self.phase is RequestPhase.PREFILL else self.tracker
 
     def _grow(self, added_blocks: int) -> None:
         if self.tracks_output_blocks:
             weight = output_weight(self.output_tokens, self.expected_output_tokens)
             _noting_failure(lambda: self.placement.add_output_blocks(added_blocks, weight))
-        if self.tracker is not None:
-            self.tracker.record_osl(self.output_tokens)
-            self.tracker.record_finish()
-            self.metrics.block_of_output(self.tracker)
+        if (tracker := self._of_answer) is not None:
+            tracker.record_osl(self.output_tokens)
+            tracker.record_finish()
+            self.metrics.block_of_output(tracker)
 
     def _filled(self) -> int:
         return -(-(self.input_tokens + self.output_tokens) // self.block_size_tokens)

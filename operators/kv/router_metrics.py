@@ -46,6 +46,12 @@ ROUTER_INSTRUMENTS = (
         "Share of a prompt's blocks that its worker had, 0 to 1",
         tuple(step / 20 for step in range(21)),
     ),
+    _histogram(
+        "kv_transfer_estimated_latency_seconds",
+        "s",
+        "From the end of a prefill to the first token of its decode",
+        Buckets(0.001, 10, 15),
+    ),
     Instrument(
         "non_max_overlap_selections_total",
         "counter",
@@ -122,6 +128,7 @@ class RouterMetrics:
         self._hit_rate = router.recorder("kv_hit_rate", **own)
         self._ttft_s = router.recorder("time_to_first_token_seconds", **own)
         self._itl_s = router.recorder("inter_token_latency_seconds", **own)
+        self._transfer_s = router.recorder("kv_transfer_estimated_latency_seconds", **own)
         self._passed_over = router.recorder("non_max_overlap_selections_total", **own, **typed)
         self._blocks_lost = router.recorder("overlap_blocks_lost", **own, **typed)
         self._overhead_ms, self._perf_s = overhead_recorders(meter, router_id), perf_s
@@ -152,6 +159,11 @@ class RouterMetrics:
         """Its first token is there."""
         if (ttft_ms := tracker.ttft_ms) is not None:
             self._ttft_s(ttft_ms / 1000)
+
+    def blocks_arrived(self, tracker: RequestTracker) -> None:
+        """Decode has its first token: the prefill's blocks are there, if another worker prefilled."""
+        if (transfer_s := tracker.kv_transfer_estimated_latency_s) is not None:
+            self._transfer_s(transfer_s)
 
     def block_of_output(self, tracker: RequestTracker) -> None:
         """Its output filled another block."""

@@ -22,7 +22,7 @@ class Placement:
     """
 
     request_id: str
-    decision: Decision
+    _decision: Decision | None
     _booking: Booking = field(repr=False)
     _clock: LoopClock = field(repr=False)
     _changed: Callable[[], object] = field(repr=False)
@@ -30,7 +30,17 @@ class Placement:
 
     @property
     def rank(self) -> WorkerRank:
-        return self.decision.rank
+        return self._booking.rank
+
+    @property
+    def decision(self) -> Decision:
+        """Why there; not to be asked after `forget_decision`."""
+        assert self._decision is not None, "the decision was let go"
+        return self._decision
+
+    def forget_decision(self) -> None:
+        """Lets the reasons go: they are as long as the pool, and a stream stays open for long."""
+        self._decision = None
 
     @property
     def is_live(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 from attrs import field, frozen
 
-from pipeline import InvalidArgument
+from pipeline import InvalidArgument, WorkerOverloaded
 from pipeline.protocols import PreprocessedRequest, RouterConfigOverride, RoutingConstraints, RoutingHints
 from pipeline.protocols.timing import RequestPhase
 
@@ -38,6 +38,10 @@ class RouteRequest:
     priority_jump_s: float = 0.0
     strict_priority: int = 0
     policy_class: str | None = None
+    failed_worker_ids: AbstractSet[int] = frozenset()
+    """Those it has failed on before, which it must not come back to."""
+    is_overload: bool = False
+    """Whether the last of them was overloaded."""
 
     @classmethod
     def of_request(
@@ -52,6 +56,7 @@ class RouteRequest:
         """What the request says, in this phase."""
         hints = request.routing or RoutingHints()
         worker_id, dp_rank = named_worker(hints, phase)
+        state = request.migration_state
         return cls(
             blocks=PromptBlocks.of_request(request, block_size_tokens, is_eagle=is_eagle),
             worker_id=worker_id,
@@ -62,6 +67,8 @@ class RouteRequest:
             priority_jump_s=hints.priority_jump or 0.0,
             strict_priority=hints.strict_priority or 0,
             policy_class=(metadata or {}).get(POLICY_CLASS),
+            failed_worker_ids=frozenset() if state is None else frozenset(state.excluded_worker_ids),
+            is_overload=state is not None and isinstance(state.last_error, WorkerOverloaded),
         )
 
     @property
@@ -71,11 +78,15 @@ class RouteRequest:
     @property
     def lane(self) -> Hashable:
         """What restricts the choice of workers, None if nothing does: those with the same may wait in one line."""
-        required, adapter = self.constraints.required_taints, self.blocks.lora_name or None
-        if self.worker_id is None and self.allowed_worker_ids is None and not required and adapter is None:
+        required, adapter, failed = (
+            self.constraints.required_taints,
+            self.blocks.lora_name or None,
+            self.failed_worker_ids,
+        )
+        if self.worker_id is None and self.allowed_worker_ids is None and not (required or adapter or failed):
             return None
         allowed = None if self.allowed_worker_ids is None else frozenset(self.allowed_worker_ids)
-        return self.worker_id, self.dp_rank, allowed, frozenset(required), adapter
+        return self.worker_id, self.dp_rank, allowed, frozenset(required), adapter, failed
 
     def rules(self, pool: WorkerPool, adapters: Adapters) -> RoutingRules:
         """The rules for these workers. Raises InvalidArgument if the named worker has several ranks and none is named.
@@ -87,7 +98,7 @@ class RouteRequest:
         if pin is None and adapter and (holders := adapters.get(adapter)):
             there = pool.configs.keys() if pool.available is None else pool.configs.keys() & pool.available
             allowed = narrowed_to_adapter(allowed, holders, there)
-        return RoutingRules(pin, allowed, self.constraints)
+        return RoutingRules(pin, allowed, self.constraints, self.failed_worker_ids, self.is_overload)
 
     def _pin(self, pool: WorkerPool) -> WorkerRank | None:
         if self.worker_id is None:

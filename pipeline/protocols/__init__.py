@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .finish_reason import FinishReason
 from .metrics_annotation import LLM_METRICS_EVENT, METRIC_EVENTS, PAYLOAD_USAGE_EVENT, LLMMetricAnnotation
+from .migration_state import MigrationState
 from .nvext import AgentHints, NvExt, NvExtResponse
 from .options import GuidedDecodingOptions, OutputOptions, SamplingOptions, StopConditions
 from .output import (
@@ -52,6 +53,7 @@ __all__ = [
     "InvalidRecord",
     "LLMEngineOutput",
     "LLMMetricAnnotation",
+    "MigrationState",
     "MmObject",
     "MmRoutingInfo",
     "MultimodalData",

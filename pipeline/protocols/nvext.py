@@ -19,6 +19,9 @@ from .wire import I32, I64, U32, U32_MAX, U64, InvalidRecord
 QUERY_INSTANCE_ID = "query_instance_id"
 """Annotation `query_instance_id:<kind>`: only choose the workers and say which; nothing is generated."""
 
+BYPASS_REMOTE_PREFILL = "x-bypass-remote-prefill"
+"""Annotation a router sets where the decode worker is to prefill as well; also the name of the event that tells so."""
+
 
 @define(slots=True)
 class AgentHints:

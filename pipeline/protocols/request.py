@@ -12,6 +12,7 @@ from uuid import UUID
 
 from attrs import define, field, frozen
 
+from .migration_state import MigrationState
 from .options import OutputOptions, SamplingOptions, StopConditions
 from .routing import RouterConfigOverride, RouterParams, RoutingHints
 from .tracker import RequestTracker
@@ -169,7 +170,7 @@ class PreprocessedRequest:
     request_timestamp_ms: float | None = None
     is_probe: bool = skip(False, name="_HEALTH_CHECK")
     tracker: RequestTracker | None = never()
-    migration_state: Any = never()
+    migration_state: MigrationState | None = never()
 
     def has_annotation(self, annotation: str) -> bool:
         """Whether exactly this annotation was asked for."""

@@ -105,6 +105,7 @@ class RequestTracker:
     decode_worker: WorkerSlot = field(init=False, factory=WorkerSlot)
     external_query_token_ids: list[int] | None = field(init=False, default=None)
     _detokenize_ns: int = field(init=False, default=0)
+    _osl_before_tokens: int = field(init=False, default=0)
     _external_timing: TimingInfo | None = field(init=False, default=None)
     _external_workers: WorkerIdInfo | None = field(init=False, default=None)
     _opened_gate: PermitGate | None = field(init=False, default=None)
@@ -149,8 +150,23 @@ class RequestTracker:
         self.finish = self._clock()
 
     def record_osl(self, osl_tokens: int) -> None:
-        """So many output tokens up to now."""
+        """So many output tokens up to now, of the attempt that runs."""
+        self.osl_tokens = self._osl_before_tokens + osl_tokens
+
+    def record_answer(self, osl_tokens: int) -> None:
+        """The answer ends here, after so many output tokens of all its attempts; a router may still count more."""
         self.osl_tokens = osl_tokens
+        self.record_finish()
+
+    def begin_attempt(self, delivered_tokens: int) -> None:
+        """Another worker takes over behind so many output tokens: it is the one to name, its tokens come on top.
+
+        A prefill whose blocks no decode made a token of is forgotten: the next one's are those that are transferred.
+        """
+        self._osl_before_tokens = self.osl_tokens = delivered_tokens
+        self.prefill_worker, self.decode_worker = WorkerSlot(), WorkerSlot()
+        if self.decode_first_token is None:
+            self.prefill_complete = None
 
     def record_isl(self, isl_tokens: int, cached_tokens: int | None = None) -> None:
         """So many input tokens, and how many of them a worker had cached, where that is known."""
@@ -280,15 +296,17 @@ def _first(ours: int | None, theirs: int | None) -> int | None:
     return theirs if ours is None else ours
 
 
-GAUGE_PREFIX = "dynamo_frontend_worker_last_"
+GAUGE_PREFIX = "worker_last_"
 
 
 def worker_gauges(tracker: RequestTracker) -> list[tuple[str, dict[str, str], float]]:
-    """The per-worker gauges this request sets: name, labels, value.
+    """The per-worker gauges this request sets: name without the front end's prefix, labels, value.
 
     Time to first token and input length belong to the prefill worker, time between tokens to the decode worker.
-    Empty where no worker or nothing measured is known.
+    Empty where no worker is known, and without a token: who was only chosen has shown nothing.
     """
+    if tracker.first_token is None:
+        return []
     ttft_ms, itl_ms = tracker.ttft_ms, tracker.avg_itl_ms
     prefill, decode = tracker.prefill_worker, tracker.decode_worker
     measured = (
@@ -305,4 +323,7 @@ def worker_gauges(tracker: RequestTracker) -> list[tuple[str, dict[str, str], fl
 
 def _labels(slot: WorkerSlot, phase: str) -> dict[str, str]:
     rank = "none" if slot.dp_rank is None else str(slot.dp_rank)
-    return {"worker_id": str(slot.worker_id), "dp_rank": rank, "worker_type": slot.worker_type or phase}
+    kind = slot.worker_type or phase
+    # One that does both is shown as one that decodes, as in the gauges of what it has to do.
+    shown = "decode" if kind == RequestPhase.AGGREGATED else kind
+    return {"worker_id": str(slot.worker_id), "dp_rank": rank, "worker_type": shown}

@@ -233,6 +233,11 @@ async def test_held_text_is_shown_when_the_stream_ends_without_a_finish() -> Non
     assert outputs(items)[2:] == [BackendOutput([], [], "S", index=0), BackendOutput([], [], "\ufffd", index=1)]
 
 
+async def test_a_match_that_waited_for_the_end_says_which_it_was() -> None:
+    items, _ = await hear([said("xabc")], asked(stop=["abcd", "bc"]))
+    assert outputs(items)[1:] == [BackendOutput([], [], "a", finish_reason=FinishReason.STOP, stop_reason="bc")]
+
+
 async def test_held_text_is_shown_after_a_stop() -> None:
     below = Below([said("aS"), Stall()])
     context = Context(asked(stop=["STOP"]))

@@ -32,8 +32,16 @@ from pipeline import (
     Unavailable,
     identity,
 )
+from pipeline.codec import to_plain
 from pipeline.network import Workers, static_workers
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
+from pipeline.protocols import (
+    LLMEngineOutput,
+    PreprocessedRequest,
+    RequestPhase,
+    RequestTracker,
+    RoutingData,
+    RoutingHints,
+)
 from pipeline.protocols.runtime_config import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import Fail, ScriptedEngine, Stall, check_operator
@@ -104,6 +112,7 @@ async def test_a_query_books_sends_and_records_nothing(text: str) -> None:
     said = item.data.disaggregated_params
     assert said["token_ids"] == list(range(8))
     assert said["worker_id"]["decode_worker_id"] == said["worker_id"]["prefill_worker_id"] in (1, 2, 3)
+    assert to_plain(item.data.routing_data) == said
     assert (item.event, graph.asked, graph.booked) == (None, {}, 0)
     blocks = graph.chooser.route_request(prompt(), RequestPhase.AGGREGATED).blocks
     assert graph.chooser.overlap.find(blocks, 0.0).device == {}
@@ -120,6 +129,7 @@ async def test_a_query_without_a_tracker_names_no_worker() -> None:
     """KV-162"""
     (item,) = await Graph().ask(prompt(annotations=["query_instance_id:"]))
     assert item.data.disaggregated_params == {"worker_id": None, "token_ids": list(range(8))}
+    assert item.data.routing_data == RoutingData(token_ids=list(range(8)))
 
 
 async def test_a_query_about_a_named_worker_answers_with_that_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -22,7 +23,7 @@ from operators.kv.router_metrics import RouterMetrics
 from operators.kv_push_router import KvPushRouter
 from pipeline import Annotated, CannotConnect, Context, Segment, Unavailable
 from pipeline.network import static_workers
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestTracker, RoutingHints
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
 from pipeline.testing import ScriptedEngine, Wait
 from pipeline.tracing import traced
 
@@ -160,6 +161,64 @@ async def test_a_failed_selection_counts_nothing_and_a_failed_push_no_answer() -
     with pytest.raises(CannotConnect):
         await measured.ask()
     assert measured.seen == {**ZERO, "requests_started_total": [1], "input_sequence_tokens": [1, 4]}
+
+
+# -- both halves of a request
+
+
+TRANSFER = "kv_transfer_estimated_latency_seconds"
+TWO_TOKENS = [Wait(1), Annotated(LLMEngineOutput([1])), Wait(4), Annotated(LLMEngineOutput([2]))]
+
+
+async def test_the_transfer_is_from_the_first_token_of_prefill_to_that_of_decode() -> None:
+    prefill, decode, times = Measured(TWO_TOKENS), Measured(TWO_TOKENS), tracker()
+    times.phase = RequestPhase.PREFILL
+    await prefill.ask(tracker=times)
+    times.phase = RequestPhase.DECODE
+    await decode.ask(tracker=times)
+    assert times.kv_transfer_estimated_latency_s == 4 + 1
+    assert decode.seen[TRANSFER] == [1, 5]
+    assert TRANSFER not in prefill.seen
+
+
+@pytest.mark.parametrize("phase", list(RequestPhase))
+async def test_one_half_alone_transfers_nothing(phase: RequestPhase) -> None:
+    measured, times = Measured(TWO_TOKENS), tracker()
+    times.phase = phase
+    await measured.ask(tracker=times)
+    assert (times.prefill_complete is not None) == (phase is RequestPhase.PREFILL)
+    assert (times.decode_first_token is not None) == (phase is RequestPhase.DECODE)
+    assert times.kv_transfer_estimated_latency_s is None
+    assert TRANSFER not in measured.seen
+
+
+async def test_a_later_attempt_is_no_second_transfer() -> None:
+    decode, times = Measured(TWO_TOKENS), tracker()
+    times.record_prefill_complete()
+    times.phase = RequestPhase.DECODE
+    await decode.ask(tracker=times)
+    times.begin_attempt(2)
+    await decode.ask(tracker=times)
+    assert decode.seen[TRANSFER] == [1, 1]
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+async def test_a_prefill_that_ends_behind_its_decode_changes_neither_length_nor_end(tokens: int) -> None:
+    """Also where it fills blocks of output, and though the phase has gone on meanwhile."""
+    filled = Annotated(LLMEngineOutput(list(range(tokens))))
+    prefill = Measured([Wait(1), filled, Wait(20), filled])
+    decode, times = Measured(TWO_TOKENS), tracker()
+    found: list[tuple[Any, ...]] = []
+    times.phase = RequestPhase.PREFILL
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(prefill.ask, tracker=times))
+        await anyio.sleep(2)
+        times.phase = RequestPhase.DECODE
+        await decode.ask(tracker=times)
+        found.append((times.osl_tokens, times.total_time_ms, times.avg_itl_ms))
+    found.append((times.osl_tokens, times.total_time_ms, times.avg_itl_ms))
+    assert found == [(2, 7000, 6000)] * 2
+    assert prefill.seen["output_sequence_tokens"] == [1, 2 * tokens]
 
 
 # -- prefixes given up

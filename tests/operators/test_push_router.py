@@ -302,6 +302,18 @@ def test_only_modes_that_do_not_count_select_for_others() -> None:
         assert engine.select(Context(None)) == (1 if mode in ("round_robin", "random") else None)
         assert engine.peek(Context(None)) == 1
     assert router(1, mode="direct").peek(Context(None)) is None
+    assert router(1, mode="direct").select(Context(None)) is None
+
+
+@pytest.mark.parametrize("mode", CHARGING)
+def test_what_is_peeked_at_and_taken_is_not_found_again(mode: Any) -> None:
+    """What chance decides is decided anew for each request, also where the instance is asked by `direct`."""
+    engine = router(*range(1, 9), mode=mode, rng=Random(3))
+    found = set()
+    for _ in range(64):
+        found.add(engine.peek(Context(None)))
+        engine.select(Context(None))
+    assert len(found) >= 7
 
 
 # -- the stream

@@ -14,6 +14,7 @@ from pipeline.protocols import (
     BlockExtraInfo,
     GuidedDecodingOptions,
     InvalidRecord,
+    MigrationState,
     MmRoutingInfo,
     MultimodalData,
     PreprocessedEmbeddingRequest,
@@ -61,7 +62,7 @@ def test_which_fields_are_written_when_nothing_is_set() -> None:
 
 def test_what_belongs_to_this_process_stays_here() -> None:
     tracker = RequestTracker(lambda: 0.0, lambda: 0, lambda: pytest.fail("no phase is set"))
-    request = PreprocessedRequest([1], tracker=tracker, migration_state=object())
+    request = PreprocessedRequest([1], tracker=tracker, migration_state=MigrationState())
     assert not {"tracker", "migration_state"} & to_plain(request).keys()
     again = from_json(b'{"token_ids":[1],"tracker":5,"migration_state":6}', PreprocessedRequest)
     assert again.tracker is None

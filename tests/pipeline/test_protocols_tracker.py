@@ -7,8 +7,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import define
 
+from pipeline import Context
 from pipeline.codec import to_plain
-from pipeline.phase import track_request
+from pipeline.phase import TRACKER, track_request, tracker_of
 from pipeline.protocols import RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo, worker_gauges
 
 
@@ -246,10 +247,59 @@ def test_worker_gauges_say_which_worker_and_rank() -> None:
     prefill = {"worker_id": "7", "dp_rank": "1", "worker_type": "prefill"}
     decode = {"worker_id": "8", "dp_rank": "none", "worker_type": "decode"}
     assert worker_gauges(tracker) == [
-        ("dynamo_frontend_worker_last_time_to_first_token_seconds", prefill, pytest.approx(0.5)),
-        ("dynamo_frontend_worker_last_input_sequence_tokens", prefill, 64.0),
-        ("dynamo_frontend_worker_last_inter_token_latency_seconds", decode, pytest.approx(0.5)),
+        ("worker_last_time_to_first_token_seconds", prefill, pytest.approx(0.5)),
+        ("worker_last_input_sequence_tokens", prefill, 64.0),
+        ("worker_last_inter_token_latency_seconds", decode, pytest.approx(0.5)),
     ]
+
+
+def test_an_aggregated_worker_is_shown_as_one_that_decodes() -> None:
+    tracker = tracker_at(Clock())
+    tracker.record_isl(64)
+    tracker.record_worker(7, 0, "aggregated")
+    tracker.record_first_token()
+    assert {labels["worker_type"] for _, labels, _ in worker_gauges(tracker)} == {"decode"}
+
+
+def test_a_worker_that_was_only_chosen_sets_no_gauge() -> None:
+    tracker = tracker_at(Clock())
+    tracker.record_isl(64)
+    tracker.record_worker(7, 0, "decode")
+    assert worker_gauges(tracker) == []
+
+
+def test_the_end_of_an_answer_is_its_whole_length() -> None:
+    clock = Clock()
+    tracker = tracker_at(clock)
+    tracker.record_first_token()
+    tracker.begin_attempt(3)
+    clock.now += 4
+    tracker.record_answer(5)
+    assert (tracker.osl_tokens, tracker.total_time_ms, tracker.avg_itl_ms) == (5, 4000, 1000)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_the_prefill_of_an_attempt_without_a_token_is_forgotten(decoded: bool) -> None:
+    clock = Clock()
+    tracker = tracker_at(clock)
+    tracker.record_prefill_complete()
+    clock.now += 1
+    if decoded:
+        tracker.record_decode_first_token()
+    tracker.begin_attempt(1 if decoded else 0)
+    clock.now += 5
+    tracker.record_prefill_complete()
+    clock.now += 2
+    tracker.record_decode_first_token()
+    assert tracker.kv_transfer_estimated_latency_s == (1 if decoded else 2)
+
+
+@pytest.mark.anyio
+async def test_a_tracker_is_found_where_a_stage_left_it() -> None:
+    request, tracker = Context("payload"), track_request(lambda: 0)
+    assert tracker_of(request) is None
+    request.registry.insert_shared(TRACKER, tracker)
+    assert tracker_of(request.child("other")) is tracker
 
 
 @pytest.mark.anyio

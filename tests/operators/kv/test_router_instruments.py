@@ -33,6 +33,7 @@ LABELS = {
     "dynamo_component_router_input_sequence_tokens": ROUTER,
     "dynamo_component_router_output_sequence_tokens": ROUTER,
     "dynamo_component_router_kv_hit_rate": ROUTER,
+    "dynamo_component_router_kv_transfer_estimated_latency_seconds": ROUTER,
     "dynamo_component_router_non_max_overlap_selections_total": ROUTER | {"worker_type"},
     "dynamo_component_router_overlap_blocks_lost": ROUTER | {"worker_type"},
     "dynamo_router_overhead_block_hashing_ms": {"router_id"},
@@ -56,6 +57,7 @@ WAIT_MS = [
 ]
 PROMPT = [0, 100, 210, 430, 870, 1800, 3600, 7400, 15000, 31000, 63000, 130000]
 TTFT = [0, 0.0022, 0.0047, 0.01, 0.022, 0.047, 0.1, 0.22, 0.47, 1, 2.2, 4.7, 10, 22, 48, 100, 220, 480]
+TRANSFER = [0, 0.0019, 0.0037, 0.0072, 0.014, 0.027, 0.052, 0.1, 0.19, 0.37, 0.72, 1.4, 2.7, 5.2, 10.0]
 SHARES = [
     *(0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5),
     *(0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1),
@@ -66,6 +68,7 @@ BOUNDS = {
     "input_sequence_tokens": PROMPT,
     "output_sequence_tokens": [0, 100, 210, 430, 880, 1800, 3700, 7600, 16000, 32000],
     "kv_hit_rate": SHARES,
+    "kv_transfer_estimated_latency_seconds": TRANSFER,
     "overlap_blocks_lost": [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192],
     "block_hashing_ms": COMPUTE_MS,
     "seq_hashing_ms": COMPUTE_MS,

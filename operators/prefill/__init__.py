@@ -1,0 +1,24 @@
+"""Prefilling elsewhere: a prefill worker computes the prompt, a decode worker goes on with its blocks."""
+
+from __future__ import annotations
+
+from .bypass import ConditionalDisaggregation
+from .errors import NoDisaggregatedParams, PrefillError, PrefillNotActivated, TopologyError
+from .pool import KvPrefill, PrefillPool, PushPrefill
+from .resolve import PrefillWorker
+from .router import PrefillRouter
+from .settings import PrefillSettings
+
+__all__ = [
+    "ConditionalDisaggregation",
+    "KvPrefill",
+    "NoDisaggregatedParams",
+    "PrefillError",
+    "PrefillNotActivated",
+    "PrefillPool",
+    "PrefillRouter",
+    "PrefillSettings",
+    "PrefillWorker",
+    "PushPrefill",
+    "TopologyError",
+]

@@ -1,0 +1,201 @@
+"""Handover: one prefill under way, from its dispatch to what decode gets, in a task of its own.
+
+    RUNNING ──sent, worker recorded──► ROUTED ──first item──► STREAMING ──end──► DONE
+       └───────────────┴──────────────────┴──error, time, owner gone──► FAILED
+
+Its request is no child of the client's: a kill would cut the connection to the prefill worker in the middle of a
+transfer, and its blocks would be lost for good. It ends by itself, by its time limit, or with its owner.
+
+Source: dynamo lib/llm/src/kv_router/prefill_router/execution.rs, spawn_prefill_task and execute_prefill. Other than
+there it has an owner and a time limit, and decode does not wait in vain for a prefill that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum, auto
+
+import anyio
+from attrs import define, field
+
+from pipeline import Context, Control, PenstockError, ResponseTimeout, Unavailable, to_error
+from pipeline.protocols import BootstrapInfo, LLMEngineOutput, PhasePermit, PreprocessedRequest
+
+from .bootstrap import told_meeting
+from .errors import PrefillError, routing_error
+from .latch import Latch
+from .pool import PrefillPool
+from .resolve import PrefillWorker
+from .result import Prefilled, handed_over, read_prefill
+
+_log = logging.getLogger(__name__)
+
+
+class Progress(Enum):
+    """How far a prefill has come."""
+
+    RUNNING = auto()
+    ROUTED = auto()
+    STREAMING = auto()
+    DONE = auto()
+    FAILED = auto()
+
+
+@define(eq=False)
+class Handover:
+    """See the module. `run` is the task; whoever starts it has it run, or calls `give_up`.
+
+    `permit` holds the request's phase until the worker is recorded. `meeting` is where decode joins, if that is known
+    beforehand. Where the prefill fails and decode waits for it already, but no block can be on its way yet, decode gets
+    `patience_s` to show an item all the same; then it is killed, and `starves` says why.
+    """
+
+    request: Context[PreprocessedRequest]
+    pool: PrefillPool
+    worker: PrefillWorker | None
+    permit: PhasePermit
+    meeting: BootstrapInfo | None
+    timeout_s: float
+    patience_s: float
+    was_chosen: bool = False
+    """Whether the worker is our choice, so that another one may take its place."""
+    progress: Progress = field(default=Progress.RUNNING, init=False)
+    error: PenstockError | None = field(default=None, init=False)
+    starves: bool = field(default=False, init=False)
+    """Decode was killed, because nothing would have come."""
+    is_left: bool = field(default=False, init=False)
+    _failed_at: Progress | None = field(default=None, init=False)
+    _handed: BootstrapInfo | Prefilled | None = field(default=None, init=False)
+    _decode: Control | None = field(default=None, init=False)
+    _ready: Latch = field(factory=Latch, init=False)
+    _settled: Latch = field(factory=Latch, init=False)
+    _over: Latch = field(factory=Latch, init=False)
+    _ended: Latch = field(factory=Latch, init=False)
+
+    async def run(self) -> None:
+        """The prefill, to its end; what goes wrong is kept in `error`."""
+        try:
+            with anyio.move_on_after(self.timeout_s) as limit:
+                await self._prefill()
+            if limit.cancelled_caught:
+                self._fail(PrefillError("prefill took too long", cause=ResponseTimeout(f"over {self.timeout_s:g} s")))
+            await self._starve()
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Ends it where it has not ended, or never began: whoever waits is told, and the phase is free."""
+        self.permit.release()
+        if self.progress not in (Progress.DONE, Progress.FAILED):
+            self._fail(PrefillError("prefill was given up", cause=Unavailable("the prefill router is closing")))
+        self._ended.set()
+
+    # -- for decode
+
+    async def ready(self) -> BootstrapInfo | Prefilled:
+        """What decode needs, as soon as it may begin: a meeting once the prefill is routed, or else the result.
+
+        Raises what the prefill met until then.
+        """
+        await self._ready.wait()
+        if self._handed is not None:
+            return self._handed
+        assert self.error is not None
+        raise self.error
+
+    def feeds(self, decode: Control) -> None:
+        """Whom to end if it waits in vain, at once if that is known."""
+        self._decode = decode
+        if self.starves:
+            decode.kill()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it can touch decode any more."""
+        return self.progress is Progress.DONE
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it makes no difference to decode any more that the prefill fails."""
+        return self._settled.is_set
+
+    def settle(self) -> None:
+        """Decode has shown an item."""
+        self._settled.set()
+
+    def leave(self) -> None:
+        """Decode is over, however: nobody takes blocks any more."""
+        self.is_left = True
+        self._settled.set()
+
+    async def fails_soon(self) -> None:
+        """Returns when the prefill has failed, has ended well, or neither for as long as decode's patience."""
+        with anyio.move_on_after(self.patience_s):
+            await self._over.wait()
+
+    async def ended(self) -> None:
+        """Returns when it has ended, whichever way."""
+        await self._ended.wait()
+
+    # -- the task
+
+    async def _prefill(self) -> None:
+        try:
+            with self.permit:
+                stream = await self.pool.send(self.request, None if self.worker is None else self.worker.worker_id)
+        except Exception as error:
+            self._fail(routing_error(error, was_chosen=self.was_chosen))
+            return
+        try:
+            async with stream:
+                self.progress = Progress.ROUTED
+                if self.meeting is not None:
+                    self._hand(self.meeting)
+                prefilled = await read_prefill(stream, self._first)
+        except Exception as error:
+            self._fail(to_error(error))
+            return
+        self.progress = Progress.DONE
+        self._over.set()
+        self._hand(prefilled)
+
+    def _first(self, data: LLMEngineOutput | None) -> None:
+        """The prompt is computed: decode may go on from here, if the worker says where to meet it."""
+        self.progress = Progress.STREAMING
+        if (tracker := self.request.payload.tracker) is not None:
+            tracker.record_prefill_complete()
+        meeting = None if data is None else told_meeting(data.disaggregated_params)
+        if meeting is not None and self._handed is None:
+            self._learn(handed_over(data))
+            self._hand(meeting)
+
+    def _hand(self, handed: BootstrapInfo | Prefilled) -> None:
+        if self._handed is None:
+            if isinstance(handed, Prefilled):
+                self._learn(handed)
+            self._handed = handed
+            self._ready.set()
+
+    def _learn(self, prefilled: Prefilled) -> None:
+        """Who it was; what was decided beforehand holds."""
+        if self.worker is None:
+            self.worker = prefilled.worker
+
+    def _fail(self, error: PenstockError) -> None:
+        if self._handed is not None:
+            _log.warning("prefill of request %r failed behind decode's back: %s", self.request.id, error.render())
+        self._failed_at, self.progress = self.progress, Progress.FAILED
+        self.error = error
+        self._over.set()
+        self._ready.set()
+
+    async def _starve(self) -> None:
+        """Ends a decode that waits for blocks which will not come."""
+        if self._failed_at is not Progress.ROUTED or self._handed is None:
+            return
+        with anyio.move_on_after(self.patience_s):
+            await self._settled.wait()
+            return
+        self.starves = True
+        if self._decode is not None:
+            self._decode.kill()

@@ -1,0 +1,130 @@
+"""What is known of a request's workers and times, put on the first and the last item of its answer.
+
+    answer ──► first item: workers ──► ... ──► last item: workers, timing
+
+Only for those who ask. Source: dynamo lib/llm/src/protocols/openai/chat_completions/delta.rs. Other than there an
+answer of several choices has one last item, and what an item says of itself stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from copy import copy
+
+from attrs import define, evolve, field
+
+from pipeline import Annotated, Context, ResponseStream
+from pipeline.protocols import BackendOutput, RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo
+from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+
+Item = Annotated[BackendOutput]
+OpenAIRequest = ChatCompletionRequest | CompletionRequest
+
+_REPORTED = frozenset({"worker_id", "timing"})
+
+
+def with_routing(
+    stream: ResponseStream[Item], request: Context[OpenAIRequest], tracker: RequestTracker
+) -> ResponseStream[Item]:
+    """The stream with what its request asks of the tracker; itself where it asks nothing."""
+    nvext = request.payload.nvext
+    if nvext is None:
+        return stream
+    wanted = nvext.wanted_response_fields()
+    if not wanted & _REPORTED:
+        return stream
+    report = RoutingReport(tracker, wanted, set(range(request.payload.n or 1)))
+    return ResponseStream(_reported(stream, report), request, stream)
+
+
+async def _reported(stream: ResponseStream[Item], report: RoutingReport) -> AsyncGenerator[Item, None]:
+    async with stream:
+        async for item in stream:
+            yield report.of(item)
+
+
+@define(eq=False)
+class RoutingReport:
+    """What the items of one answer tell of it. `wanted` are fields of the response's `nvext`.
+
+    The answer is over when its last choice is: one that finishes before says nothing of the request's time. What no
+    router below has recorded, the first token and the length, is recorded here.
+    """
+
+    tracker: RequestTracker
+    wanted: frozenset[str]
+    _unfinished: set[int]
+    _tokens: int = field(default=0, init=False)
+    _has_begun: bool = field(default=False, init=False)
+
+    def of(self, item: Item) -> Item:
+        """The item, a copy if something is added. Events, and items without data, say nothing."""
+        output = item.data
+        if output is None or item.event is not None:
+            return item
+        if output.token_ids:
+            self._count(len(output.token_ids))
+        is_last = self._finishes(output)
+        if self._has_begun and not is_last:
+            return item
+        self._has_begun = True
+        if is_last:
+            self.tracker.record_answer(self._tokens)
+        known = self._known(is_last)
+        if known is None:
+            return item
+        told = copy(output)
+        told.routing_data = known if told.routing_data is None else filled(told.routing_data, known)
+        return item.transfer(told)
+
+    def _count(self, tokens: int) -> None:
+        if not self._tokens:
+            self.tracker.record_first_token()
+            if self.tracker.phase is RequestPhase.DECODE:
+                self.tracker.record_decode_first_token()
+        self._tokens += tokens
+
+    def _finishes(self, output: BackendOutput) -> bool:
+        """Whether the last choice ends with this item."""
+        if output.finish_reason is None or not self._unfinished:
+            return False
+        self._unfinished.discard(output.index or 0)
+        return not self._unfinished
+
+    def _known(self, is_last: bool) -> RoutingData | None:
+        tracker, wanted = self.tracker, self.wanted
+        known = RoutingData(
+            tracker.timing_info() if is_last and "timing" in wanted else None,
+            tracker.worker_info() if "worker_id" in wanted else None,
+            tracker.external_query_token_ids if "token_ids" in wanted else None,
+        )
+        return None if known == RoutingData() else known
+
+
+def filled(said: RoutingData, known: RoutingData) -> RoutingData:
+    """What was said, its gaps filled from what is known. Pure."""
+    return RoutingData(
+        _timing(said.timing, known.timing),
+        _workers(said.worker_id, known.worker_id),
+        known.token_ids if said.token_ids is None else said.token_ids,
+    )
+
+
+def _timing(said: TimingInfo | None, known: TimingInfo | None) -> TimingInfo | None:
+    if said is None or known is None:
+        return said or known
+    whole = copy(said)
+    whole.fill_gaps(known)
+    return whole
+
+
+def _workers(said: WorkerIdInfo | None, known: WorkerIdInfo | None) -> WorkerIdInfo | None:
+    if said is None or known is None:
+        return said or known
+    whole = copy(said)
+    # A rank without its worker would be another worker's.
+    if said.prefill_worker_id in (None, known.prefill_worker_id) and said.prefill_dp_rank is None:
+        whole = evolve(whole, prefill_worker_id=known.prefill_worker_id, prefill_dp_rank=known.prefill_dp_rank)
+    if said.decode_worker_id in (None, known.decode_worker_id) and said.decode_dp_rank is None:
+        whole = evolve(whole, decode_worker_id=known.decode_worker_id, decode_dp_rank=known.decode_dp_rank)
+    return whole

@@ -1,0 +1,304 @@
+"""Random breaks: the caller's answer is that of an undisturbed run, whatever happens nothing stays open."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operators import Detokenize, Migration, Model
+from pipeline import (
+    Annotated,
+    CannotConnect,
+    Context,
+    Disconnected,
+    InvalidArgument,
+    PenstockError,
+    ResponseStream,
+    StreamIncomplete,
+    link,
+)
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
+from pipeline.testing import (
+    Fail,
+    Fault,
+    Faults,
+    ScriptedEngine,
+    Stall,
+    Wait,
+    check_engine,
+    check_operator,
+    run_in_virtual_time,
+    watch_streams,
+)
+
+PROMPT = [65, 66, 67]
+BACKENDS = st.sampled_from(["asyncio", "trio"])
+
+
+class Speaker(ScriptedEngine):
+    """Says the text of `answer` in chunks as a seed cuts them, from where the prompt leaves off; breaks as planned.
+
+    The plan has an entry for each attempt: after how many chunks it breaks and how, None for not at all; then all hold.
+    """
+
+    def __init__(self, answer: Sequence[int], seed: int, plan: Sequence[tuple[int, str] | None]) -> None:
+        super().__init__(self.script)
+        self._answer, self._rng, self._plan = list(answer), Random(seed), list(plan)
+        self.attempts = 0
+
+    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+        self.attempts += 1
+        self._fault = self._plan.pop(0) if self._plan else None
+        if self._fault is not None and self._fault[1] == "refuses":
+            raise CannotConnect("not now")
+        return await super().generate(request)
+
+    def script(self, payload: PreprocessedRequest) -> list[Any]:
+        rest = self._answer[len(payload.token_ids) - len(PROMPT) :]
+        assert payload.token_ids == PROMPT + self._answer[: len(self._answer) - len(rest)]
+        assert payload.stop_conditions.max_tokens == len(rest)
+        chunks: list[LLMEngineOutput] = []
+        for token_id in rest:
+            if not chunks or self._rng.random() < 0.6:
+                chunks.append(LLMEngineOutput([], log_probs=[]))
+            chunks[-1].token_ids.append(token_id)
+            chunks[-1].log_probs = [-float(n) for n in chunks[-1].token_ids]
+        for chunk, said in zip(chunks, accumulate(len(c.token_ids) for c in chunks), strict=True):
+            chunk.cum_log_probs = -float(sum(rest[:said]))
+        last = chunks[-1] if self._rng.random() < 0.5 else LLMEngineOutput([])
+        last.finish_reason = FinishReason.LENGTH
+        last.completion_usage = CompletionUsage.of(len(payload.token_ids), len(rest))
+        items: list[Any] = [Annotated(chunk) for chunk in chunks]
+        if last is not chunks[-1]:
+            items.append(Annotated(last))
+        for place in range(len(items), 0, -1):
+            if self._rng.random() < 0.2:
+                items.insert(place, Wait(self._rng.random()))
+        return self._broken(items)
+
+    def _broken(self, items: list[Any]) -> list[Any]:
+        if self._fault is None:
+            return items
+        after, how = self._fault
+        ends = {"raises": Fail(Disconnected("gone")), "says": Annotated[Any].from_error(StreamIncomplete("gone"))}
+        return [*items[:after], ends.get(how, Stall())]
+
+
+faults = st.none() | st.tuples(st.integers(0, 6), st.sampled_from(["raises", "says", "refuses"]))
+plans = st.lists(faults, max_size=5)
+answers = st.lists(st.integers(97, 122), min_size=1, max_size=12)
+
+
+def asked(answer: Sequence[int]) -> PreprocessedRequest:
+    return PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=len(answer)))
+
+
+def breaks(plan: Sequence[tuple[int, str] | None]) -> int:
+    """How many attempts fail at most: those up to the first that holds."""
+    return next((count for count, fault in enumerate(plan) if fault is None), len(plan))
+
+
+@given(answer=answers, seed=st.integers(0, 1000), plan=plans, with_text=st.booleans(), backend=BACKENDS)
+@settings(max_examples=60)
+def test_the_answer_is_that_of_an_undisturbed_run(
+    answer: list[int], seed: int, plan: list[Any], with_text: bool, backend: Any
+) -> None:
+    async def run() -> list[Any]:
+        engine = Speaker(answer, seed, plan)
+        stages = [Migration(5), Detokenize(Model.byte_level())] if with_text else [Migration(5)]
+        with watch_streams() as streams:
+            stream = await link(*stages, engine).generate(Context(asked(answer)))
+            items = await stream.collect()
+        assert (streams.open, engine.open) == ([], 0)
+        assert engine.attempts <= breaks(plan) + 1
+        return [item.data for item in items]
+
+    seen = run_in_virtual_time(run, backend=backend)
+    said = [token_id for data in seen for token_id in data.token_ids]
+    assert said == answer
+    assert [n for data in seen for n in data.log_probs or ()] == [-float(n) for n in answer]
+    assert [data.cum_log_probs for data in seen if data.token_ids][-1] == -float(sum(answer))
+    assert [data.finish_reason for data in seen if data.finish_reason] == [FinishReason.LENGTH]
+    assert seen[-1].finish_reason == FinishReason.LENGTH
+    assert seen[-1].completion_usage in (None, CompletionUsage.of(3, len(answer)))
+    if with_text:
+        assert "".join(data.text or "" for data in seen) == bytes(answer).decode()
+
+
+@given(answer=answers, seed=st.integers(0, 1000), plan=plans, limit=st.integers(0, 3), backend=BACKENDS)
+@settings(max_examples=40)
+def test_with_too_few_attempts_the_caller_sees_a_beginning_and_one_error(
+    answer: list[int], seed: int, plan: list[Any], limit: int, backend: Any
+) -> None:
+    async def run() -> tuple[list[Any], Exception | None, int]:
+        engine, items = Speaker(answer, seed, plan), []
+        raised: Exception | None = None
+        try:
+            async with await (Migration(limit) >> engine).generate(Context(asked(answer))) as stream:
+                async for item in stream:
+                    items.append(item)
+        except PenstockError as error:
+            raised = error
+        return items, raised, engine.attempts
+
+    items, raised, attempts = run_in_virtual_time(run, backend=backend)
+    outputs = [item.data for item in items if item.data is not None]
+    said = [token_id for data in outputs for token_id in data.token_ids]
+    errors = [item for item in items if item.is_error]
+    assert said == answer[: len(said)]
+    assert attempts <= limit + 1
+    if errors or raised:
+        assert len(errors) + (raised is not None) == 1
+        assert limit == 0 or attempts == limit + 1
+        assert not errors or items[-1] is errors[0]
+    else:
+        assert (said, outputs[-1].finish_reason) == (answer, FinishReason.LENGTH)
+
+
+def one_holds(stops: list[str]) -> bool:
+    """Whether one stop string lies in another: a break behind the shorter one settles for that one."""
+    return any(one is not other and one in other for one in stops for other in stops)
+
+
+letters = st.lists(st.sampled_from([97, 98]), min_size=1, max_size=12)
+
+
+@given(
+    answer=letters,
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=2).filter(lambda s: not one_holds(s)),
+    include=st.booleans(),
+    least=st.integers(0, 6),
+    seed=st.integers(0, 1000),
+    plan=plans,
+    backend=BACKENDS,
+)
+@settings(max_examples=100)
+def test_the_text_up_to_a_stop_string_is_that_of_an_undisturbed_run(
+    answer: list[int], stops: list[str], include: bool, least: int, seed: int, plan: list[Any], backend: Any
+) -> None:
+    """Nothing of a stop string is shown, nor one taken for whole that began before the least number of tokens."""
+
+    async def run(plan: list[Any]) -> list[Any]:
+        request = asked(answer)
+        request.stop_conditions.stop, request.sampling_options.include_stop_str_in_output = stops, include
+        request.stop_conditions.min_tokens = least
+        stages = [Migration(5), Detokenize(Model.byte_level()), Speaker(answer, seed, plan)]
+        return [item.data for item in await (await link(*stages).generate(Context(request))).collect()]
+
+    def text(outputs: list[Any]) -> str:
+        return "".join(data.text or "" for data in outputs)
+
+    expected = run_in_virtual_time(lambda: run([]), backend=backend)
+    seen = run_in_virtual_time(lambda: run(plan), backend=backend)
+    tokens = [[token_id for data in outputs for token_id in data.token_ids] for outputs in (expected, seen)]
+    assert tokens[0] == tokens[1]
+    assert (seen[-1].finish_reason, seen[-1].stop_reason) == (expected[-1].finish_reason, expected[-1].stop_reason)
+    assert text(seen) == text(expected)
+
+
+ENDINGS = ("read", "stop", "kill", "close", "drop", "cancel", "unread")
+
+
+async def one(engine: Any, answer: Sequence[int], ending: str, seed: int) -> list[int]:
+    """One request that ends in that way at some point; the tokens that were seen."""
+    request, rng, said = Context(asked(answer)), Random(seed), list[int]()
+    after = rng.randrange(6)
+    with anyio.move_on_after(rng.random() * 3 if ending == "cancel" else 60), suppress(PenstockError):
+        stream = await engine.generate(request)
+        if ending == "drop":
+            if after:
+                with suppress(StopAsyncIteration):
+                    await stream.__anext__()
+            return said
+        async with stream:
+            if ending == "unread":
+                return said
+            async for item in stream:
+                assert not request.is_killed
+                said += item.data.token_ids if item.data is not None else []
+                if len(said) >= after and ending == "close":
+                    break
+                if len(said) >= after and ending in ("stop", "kill"):
+                    getattr(request, ending)()
+    return said
+
+
+@given(
+    answer=answers,
+    seed=st.integers(0, 1000),
+    plan=st.lists(st.tuples(st.integers(0, 6), st.sampled_from(["raises", "says", "refuses", "stalls"])), max_size=5),
+    ending=st.sampled_from(ENDINGS),
+    backend=BACKENDS,
+)
+@settings(max_examples=100)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose
+def test_however_a_request_ends_nothing_stays_open_and_no_token_is_repeated(
+    answer: list[int], seed: int, plan: list[Any], ending: str, backend: Any
+) -> None:
+    async def run() -> list[int]:
+        engine = Speaker(answer, seed, plan)
+        with watch_streams() as streams:
+            said = await one(Migration(3) >> engine, answer, ending, seed)
+            gc.collect(0)
+            for _ in range(20):
+                await checkpoint()
+            assert (streams.open, engine.open) == ([], 0)
+        return said
+
+    said = run_in_virtual_time(run, backend=backend)
+    assert said == answer[: len(said)]
+
+
+# -- the contracts
+
+ITEMS: list[Any] = [Annotated(LLMEngineOutput([n])) for n in range(40)]
+
+
+@pytest.mark.anyio
+async def test_the_operator_contract_without_retries() -> None:
+    await check_operator(lambda: Migration(0), request=PreprocessedRequest([1]), items=ITEMS)
+
+
+@pytest.mark.anyio
+async def test_the_operator_contract_with_retries() -> None:
+    await check_operator(lambda: Migration(3), request=PreprocessedRequest([1]), items=ITEMS)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("how", ["disconnect_after", "error_after", "fail_to_connect"])
+async def test_the_engine_contract_holds_across_a_migration(how: str, after: int) -> None:
+    def fault(context: Context[PreprocessedRequest]) -> Fault | None:
+        payload = context.payload
+        if len(payload.token_ids) > 1 or payload.migration_state is None or context.id in seen:
+            return None
+        seen.add(context.id)
+        if how == "fail_to_connect":
+            return Fault(fail_to_connect=True)
+        facts: dict[str, Any] = {how: after, "error": StreamIncomplete("gone")}
+        return Fault(**facts)
+
+    def script(payload: PreprocessedRequest) -> list[Any]:
+        if payload.model == "wrong":
+            return [Fail(InvalidArgument("wrong"))]
+        return ITEMS[len(payload.token_ids) - 1 :]
+
+    seen: set[str] = set()
+    await check_engine(
+        lambda: link(Migration(3), Faults(plan=fault), ScriptedEngine(script)),
+        request=PreprocessedRequest([1]),
+        expected=ITEMS,
+        bad_request=PreprocessedRequest([1], model="wrong"),
+        open_count=lambda graph: graph.stages[-1].open,
+    )
+    assert seen
