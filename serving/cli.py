@@ -71,6 +71,16 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 
 LogLevelOption = Annotated[LogLevel, typer.Option(help="Least serious messages shown.")]
 AccessLog = Annotated[bool, typer.Option(help="Log every request; costs speed.")]
 Workers = Annotated[int, typer.Option(help="Number of engine instances.")]
+PrefillWorkers = Annotated[int, typer.Option(help="Number of engine instances that compute prompts only.")]
+EnforceDisagg = Annotated[bool, typer.Option(help="Refuse requests while there are no prefill workers.")]
+MigrationLimit = Annotated[
+    int,
+    typer.Option(envvar="DYN_MIGRATION_LIMIT", help="To how many other workers a request may go on; 0: to none."),
+]
+MigrationMaxSeqLen = Annotated[
+    int | None,
+    typer.Option(envvar="DYN_MIGRATION_MAX_SEQ_LEN", metavar="TOKENS", help="Unless it has become longer than this."),
+]
 RouterOption = Annotated[Router, typer.Option(help="How a worker is chosen for a request.")]
 RouterConfig = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings of the router kv, as TOML; before those of DYN_ROUTER_*.")
@@ -112,6 +122,10 @@ def serve(
     engine: Engine = "echo",
     engine_arg: EngineArg = [],  # noqa: B006  (typer reads it, nobody changes it)
     workers: Workers = 1,
+    prefill_workers: PrefillWorkers = 0,
+    enforce_disagg: EnforceDisagg = False,
+    migration_limit: MigrationLimit = 3,
+    migration_max_seq_len_tokens: MigrationMaxSeqLen = None,
     router: RouterOption = Router.ROUND_ROBIN,
     router_config: RouterConfig = None,
     kv_events: KvEvents = None,
@@ -128,7 +142,13 @@ def serve(
         active_prefill_tokens_threshold,
         active_prefill_tokens_threshold_frac,
     )
-    routing = partial(_routing, router, router_config, kv_events, seed, thresholds)
+    others = {
+        "prefill_workers": prefill_workers,
+        "enforce_disagg": enforce_disagg,
+        "migration_limit": migration_limit,
+        "migration_max_seq_len_tokens": migration_max_seq_len_tokens,
+    }
+    routing = partial(_routing, router, router_config, kv_events, seed, thresholds, others)
     config = _config(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import serve_graph
 
@@ -234,6 +254,10 @@ def graph(
     engine: Engine = "echo",
     engine_arg: EngineArg = [],  # noqa: B006
     workers: Workers = 1,
+    prefill_workers: PrefillWorkers = 0,
+    enforce_disagg: EnforceDisagg = False,
+    migration_limit: MigrationLimit = 3,
+    migration_max_seq_len_tokens: MigrationMaxSeqLen = None,
     router: RouterOption = Router.ROUND_ROBIN,
     router_config: RouterConfig = None,
     kv_events: KvEvents = None,
@@ -248,7 +272,13 @@ def graph(
         active_prefill_tokens_threshold,
         active_prefill_tokens_threshold_frac,
     )
-    routing = partial(_routing, router, router_config, kv_events, seed, thresholds)
+    others = {
+        "prefill_workers": prefill_workers,
+        "enforce_disagg": enforce_disagg,
+        "migration_limit": migration_limit,
+        "migration_max_seq_len_tokens": migration_max_seq_len_tokens,
+    }
+    routing = partial(_routing, router, router_config, kv_events, seed, thresholds, others)
     config = _config(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import draw_graph
     from .server import run
@@ -291,11 +321,12 @@ def _routing(
     kv_events: bool | None,
     seed: int | None,
     thresholds: tuple[float | None, int | None, float | None],
+    others: dict[str, Any],
 ) -> dict[str, Any]:
     """Raises InvalidArgument for a threshold out of its range, and for what the router kv cannot be."""
     from operators import BusyThresholds
 
-    given = {"router": router.value, "seed": seed, "busy": BusyThresholds(*thresholds)}
+    given = others | {"router": router.value, "seed": seed, "busy": BusyThresholds(*thresholds)}
     if router is Router.KV:
         from .router_config import kv_router_config
 

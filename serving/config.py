@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from attrs import evolve, field, frozen
 
-from engines import LLMEngine, WorkerConfig
+from engines import DisaggregationMode, LLMEngine, WorkerConfig
 from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
@@ -26,10 +26,13 @@ class GraphConfig:
 
     `model_path` is a local model folder; without one the built-in byte-level model is served. `engine` is a name or
     `module:factory`, `engine_args` are texts by name, turned into what the engine's own arguments want. `workers` is
-    the number of engine instances, hosted as `worker` says. `kv_router` are the settings of the router `kv`. `seed`
-    makes repeatable what a router leaves to chance, and the ids of instances, which decide between equals. `busy` are
-    the thresholds above which a worker is busy; each goes before that of the environment.
-    `ignore_unsupported` lets fields of requests pass that have no meaning here.
+    the number of engine instances, hosted as `worker` says. With `prefill_workers` there are so many more that compute
+    prompts only, and `workers` go on from there; while there are none, `workers` do both, or with `enforce_disagg`
+    requests are refused. `kv_router` are the settings of the router `kv`. `migration_limit` is to how many other
+    workers a request may go on whose worker fails, 0 for none, as long as it is no longer than
+    `migration_max_seq_len_tokens`. `seed` makes repeatable what a router leaves to chance, and the ids of instances,
+    which decide between equals. `busy` are the thresholds above which a worker is busy; each goes before that of the
+    environment. `ignore_unsupported` lets fields of requests pass that have no meaning here.
     """
 
     model_path: Path | None = None
@@ -37,9 +40,13 @@ class GraphConfig:
     engine: str = "echo"
     engine_args: Mapping[str, str] = field(factory=dict)
     workers: int = 1
+    prefill_workers: int = 0
+    enforce_disagg: bool = False
     worker: WorkerConfig = WorkerConfig(namespace="penstock", component="engine")
     router: RouterName = "round-robin"
     kv_router: KvRouterConfig = KvRouterConfig()
+    migration_limit: int = 3
+    migration_max_seq_len_tokens: int | None = None
     seed: int | None = None
     busy: BusyThresholds = BusyThresholds()
     ignore_unsupported: bool = False
@@ -47,36 +54,71 @@ class GraphConfig:
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():
             raise InvalidArgument("must not be empty", field="model_name")
-        if self.workers < 1:
-            raise InvalidArgument(f"must be at least 1, got {self.workers}", field="workers")
+        for name, low, value in (
+            ("workers", 1, self.workers),
+            ("prefill_workers", 0, self.prefill_workers),
+            ("migration_limit", 0, self.migration_limit),
+            ("migration_max_seq_len_tokens", 1, self.migration_max_seq_len_tokens),
+        ):
+            if value is not None and value < low:
+                raise InvalidArgument(f"must be at least {low}, got {value}", field=name)
         _require_one_of(self.router, get_args(RouterName), "router")
         if self.router == "kv":
-            _check_fits(self.kv_router, self.workers)
+            _check_fits(self.kv_router, self.workers, self.prefill_workers)
+        self._check_roles()
         self.worker.checked()
-        find_engine(self.engine).check(self.engine_args, self._deployment())
+        for mode in self.modes:
+            find_engine(self.engine).check(self.engine_args, self.deployment(mode))
+
+    def _check_roles(self) -> None:
+        if not self.prefill_workers:
+            if self.enforce_disagg:
+                raise InvalidArgument("there are no prefill workers to insist on", field="enforce_disagg")
+            return
+        if self.engine == "echo":
+            raise InvalidArgument("the echo engine hands nothing over", field="prefill_workers")
+        if self.worker.disaggregation_mode is not DisaggregationMode.AGGREGATED:
+            raise InvalidArgument("beside prefill workers the others decode", field="disaggregation_mode")
+
+    @property
+    def modes(self) -> tuple[DisaggregationMode, ...]:
+        """That of the workers, and of the prefill workers where there are some."""
+        if self.prefill_workers:
+            return (DisaggregationMode.DECODE, DisaggregationMode.PREFILL)
+        return (self.worker.disaggregation_mode,)
 
     @property
     def needs_event_logs(self) -> bool:
         """Whether workers are to keep their KV events for a router that may ask for them."""
         return self.router == "kv" and self.kv_router.has_index and self.kv_router.use_kv_events
 
-    def make_engines(self, count: int) -> list[LLMEngine]:
+    def make_engines(self, count: int, deployment: Deployment | None = None) -> list[LLMEngine]:
         """New engines of one deployment, not started. Raises InvalidArgument, naming the argument.
 
         What else the factory of somebody else raises comes as an error of the tree.
         """
-        choice, deployment = find_engine(self.engine), self._deployment()
+        choice = find_engine(self.engine)
+        deployment = self.deployment(self.modes[0]) if deployment is None else deployment
         return [choice.build(self.engine_args, deployment) for _ in range(count)]
 
-    def _deployment(self) -> Deployment:
+    def deployment(self, mode: DisaggregationMode) -> Deployment:
+        """What engines have in common that are made in this mode."""
         letters = _LETTERS if self.model_path is None else None  # what the byte-level model can show
-        return Deployment(letters, self.model_name, self.worker.disaggregation_mode)
+        return Deployment(letters, self.model_name, mode)
 
-    def worker_settings(self, model: Model) -> WorkerConfig:
-        """Those of each worker, with the model it serves."""
-        if self.worker.model_name:
-            return self.worker
-        return evolve(self.worker, model_name=str(self.model_path or ""), served_model_name=model.name)
+    def worker_settings(self, model: Model, mode: DisaggregationMode | None = None) -> WorkerConfig:
+        """Those of each worker of a mode, by default of `worker`'s, with the model it serves.
+
+        Prefill workers have a component of their own; decode workers prefill what nobody else does.
+        """
+        settings = self.worker
+        if mode is DisaggregationMode.PREFILL and self.prefill_workers:
+            settings = evolve(settings, disaggregation_mode=mode, component=mode.component)
+        elif mode is DisaggregationMode.DECODE and self.prefill_workers:
+            settings = evolve(settings, disaggregation_mode=mode, may_prefill=not self.enforce_disagg)
+        if settings.model_name:
+            return settings
+        return evolve(settings, model_name=str(self.model_path or ""), served_model_name=model.name)
 
     def load_model(self) -> Model:
         """The model as text and token stages know it. Raises InvalidArgument for a folder that is not one.
@@ -99,10 +141,10 @@ def _require_one_of(value: str, known: Sequence[str], name: str) -> None:
         raise InvalidArgument(f"must be one of {', '.join(known)}, got {value!r}", field=name)
 
 
-def _check_fits(settings: KvRouterConfig, workers: int) -> None:
+def _check_fits(settings: KvRouterConfig, workers: int, prefill_workers: int) -> None:
     """Raise InvalidArgument for settings that could never come true in a standard graph, or would change nothing."""
     if settings.initial_workers > workers:
         text = f"the router would wait for {settings.initial_workers} workers, and there are {workers}"
         raise InvalidArgument(text, field="min_initial_workers")
-    if settings.conditional_disagg_enabled:
-        raise InvalidArgument("a standard graph has no prefill workers of its own", field="conditional_disagg_enabled")
+    if settings.conditional_disagg_enabled and not prefill_workers:
+        raise InvalidArgument("there are no prefill workers to pass by", field="conditional_disagg_enabled")

@@ -1,30 +1,34 @@
 """The standard graphs, built from one config.
 
-    Preprocess >> Detokenize >> PushRouter ──► workers at one endpoint of an embedded runtime, an engine in each
+    Preprocess >> Migration >> Detokenize >> PushRouter ──► workers at one endpoint of an embedded runtime
 
-With the router `kv` a KvPushRouter stands above the PushRouter, with busy thresholds a Rejection above all. A graph is
-opened as a context and closes all that it opened.
+With the router `kv` a KvPushRouter stands above the PushRouter, with prefill workers a PrefillRouter above the routers,
+with busy thresholds a Rejection above all. A graph is opened as a context and closes all that it opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from attrs import Factory, evolve, field, frozen
 
-from engines import ShutdownTimes, SystemHealth, Worker, WorkerConfig
-from operators import Detokenize, Model, Preprocess
+from engines import DisaggregationMode, ShutdownTimes, SystemHealth, Worker
+from operators import Detokenize, Migration, MigrationMetrics, Model, PrefillRouter, Preprocess
+from operators.kv import WorkerType
 from pipeline import Annotated, PenstockError, Segment
-from pipeline.network import EndpointId, Runtime
+from pipeline.network import Runtime
 from pipeline.prometheus_text import merged
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .config import GraphConfig
+from .disaggregation import prefill_stage
+from .engines import Deployment
 from .kv_routing import event_log
 from .routing import Routing, routing_to
 
@@ -56,10 +60,11 @@ def _without_grace(environment: Mapping[str, str]) -> ShutdownTimes:
 
 @frozen
 class OpenGraph:
-    """A graph that runs, and the workers behind it."""
+    """A graph that runs, and the workers behind it: those that answer, and those that prefill for them."""
 
     graph: StandardGraph
     workers: list[Worker]
+    prefill_workers: list[Worker] = field(factory=list)
 
     @property
     def failure(self) -> PenstockError | None:
@@ -69,7 +74,7 @@ class OpenGraph:
 
     def native_metrics(self) -> str:
         """The engines' own metrics as Prometheus text, each family once whatever workers have it."""
-        return merged(worker.native_metrics() for worker in self.workers)
+        return merged(worker.native_metrics() for worker in (*self.workers, *self.prefill_workers))
 
 
 @asynccontextmanager
@@ -86,31 +91,46 @@ async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[O
     Leaving takes nothing new, lets what runs finish in the time the runtime gives, then ends the workers, all at once.
     """
     model = config.load_model()
-    endpoint = EndpointId(config.worker.namespace, config.worker.component, config.worker.endpoint)
     rng = None if config.seed is None else Random(config.seed)
-    async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime:
-        hosted = _workers(config, hosting, config.worker_settings(model), runtime)
-        routing_to_them = routing_to(endpoint, config, hosting.environment, runtime, hosting.metrics)
-        async with _running(hosted), routing_to_them as routing:
-            await routing.workers.wait_for_instances(config.workers)
-            yield OpenGraph(line(model, routing, config), hosted)
-            await _finish(hosted, runtime.graceful_timeout_s)
+    async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, AsyncExitStack() as stages:
+        workers, prefill_workers = _workers(config, hosting, model, runtime)
+        all_workers = [*prefill_workers, *workers]
+        await stages.enter_async_context(_running(all_workers))
+        parts = (config, hosting.environment, runtime, hosting.metrics)
+        worker_type: WorkerType = "decode" if prefill_workers else "aggregated"
+        routing = await stages.enter_async_context(routing_to(workers[0].endpoint, *parts, worker_type))
+        await routing.workers.wait_for_instances(config.workers)
+        prefill = await stages.enter_async_context(prefill_stage(routing, *parts)) if prefill_workers else None
+        yield OpenGraph(line(model, routing, config, hosting, prefill), workers, prefill_workers)
+        await _finish(all_workers, runtime.graceful_timeout_s)
 
 
-def _workers(config: GraphConfig, hosting: Hosting, settings: WorkerConfig, runtime: Runtime) -> list[Worker]:
-    return [
-        Worker(
-            engine,
-            settings,
-            runtime=runtime,
-            metrics=hosting.metrics,
-            environment=hosting.environment,
-            health=hosting.health,
-            times=hosting.times,
-            kv_event_log=event_log if config.needs_event_logs else None,
-        )
-        for engine in config.make_engines(config.workers)
-    ]
+def _workers(
+    config: GraphConfig, hosting: Hosting, model: Model, runtime: Runtime
+) -> tuple[list[Worker], list[Worker]]:
+    """Those that answer, and those that only prefill."""
+
+    def hosted(count: int, deployment: Deployment) -> list[Worker]:
+        return [
+            Worker(
+                engine,
+                config.worker_settings(model, deployment.mode),
+                runtime=runtime,
+                metrics=hosting.metrics,
+                environment=hosting.environment,
+                health=hosting.health,
+                times=hosting.times,
+                kv_event_log=event_log if config.needs_event_logs else None,
+            )
+            for engine in config.make_engines(count, deployment)
+        ]
+
+    deployment = config.deployment(config.modes[-1])
+    if not config.prefill_workers:
+        return hosted(config.workers, deployment), []
+    prefill_workers = hosted(config.prefill_workers, deployment)
+    deployment.mode = DisaggregationMode.DECODE
+    return hosted(config.workers, deployment), prefill_workers
 
 
 @asynccontextmanager
@@ -145,8 +165,35 @@ async def _finish(workers: Sequence[Worker], within_s: float) -> None:
             await one.drained()
 
 
-def line(model: Model, routing: Routing, config: GraphConfig) -> StandardGraph:
+def wall_ms() -> int:
+    """Milliseconds since the epoch."""
+    return time_ns() // 1_000_000
+
+
+def line(
+    model: Model,
+    routing: Routing,
+    config: GraphConfig,
+    hosting: Hosting,
+    prefill: PrefillRouter | None = None,
+) -> StandardGraph:
     """The stages in order."""
-    preprocess = Preprocess(model, ignore_unsupported=True) if config.ignore_unsupported else Preprocess(model)
-    graph: StandardGraph = preprocess >> Detokenize(model) >> routing.router
+    lenient = {"ignore_unsupported": True} if config.ignore_unsupported else {}  # a graph prints as it was written
+    preprocess = Preprocess(model, wall_ms=wall_ms, perf_s=perf_counter, **lenient)
+    routed = routing.router if prefill is None else prefill >> routing.router
+    detokenized = Detokenize(model) >> routed
+    if config.migration_limit:
+        graph: StandardGraph = preprocess >> _migration(config, hosting) >> detokenized
+    else:
+        graph = preprocess >> detokenized
     return graph if routing.rejection is None else routing.rejection >> graph
+
+
+def _migration(config: GraphConfig, hosting: Hosting) -> Migration:
+    """Only what is not left to its defaults is said, for a graph prints it."""
+    said: dict[str, Any] = {}
+    if hosting.metrics is not None:
+        said["metrics"] = MigrationMetrics(hosting.metrics.meter, prefix=hosting.environment.get("DYN_METRICS_PREFIX"))
+    if config.migration_max_seq_len_tokens is not None:
+        said["max_seq_len_tokens"] = config.migration_max_seq_len_tokens
+    return Migration(config.migration_limit, **said)

@@ -15,18 +15,20 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from operators import KvPushRouter, PushRouter
 from operators.kv import (
     EventLog,
     KvRecovery,
     KvRouter,
+    KvRouterConfig,
     PolicyProfile,
     ReplicaSync,
     RouterGauges,
     RouterMetrics,
     WorkerRank,
+    WorkerType,
     active_request_expiry_s,
     adapters_of,
     configs_of,
@@ -50,11 +52,12 @@ SESSION_TTL_ENV = "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"
 
 @frozen
 class KvPool:
-    """Who a KV router chooses from; who of them may be asked, the PushRouter below it knows."""
+    """Who a KV router chooses from, and what they do; who of them may be asked, the PushRouter below it knows."""
 
     endpoint: EndpointId
     workers: Workers[Any, Any]
     push: PushRouter[Any, Any]
+    worker_type: WorkerType = "aggregated"
 
 
 @asynccontextmanager
@@ -70,7 +73,7 @@ async def kv_stage(
     Waits until as many workers are there as the configuration wants at the start. Raises Unavailable where no worker
     has published its card yet, InvalidArgument for a policy file that is wrong, and as KvRouter does.
     """
-    settings, models = config.kv_router, runtime.discovery.watch_models(pool.endpoint.path)
+    settings, models = _settings(config, pool.worker_type), runtime.discovery.watch_models(pool.endpoint.path)
     card = await _first_card(pool.endpoint, runtime)
     profile = _profile(config, card.display_name)
     meter = None if metrics is None else metrics.meter
@@ -80,6 +83,7 @@ async def kv_stage(
         component=pool.endpoint.component,
         router_id=f"{runtime.instance_id:x}",
         model=card.display_name,
+        worker_type=pool.worker_type,
         policy_classes=[one.name for one in profile.classes],
         perf_s=perf_counter,
     )
@@ -96,6 +100,7 @@ async def kv_stage(
             peers=ReplicaSync(runtime.events, pool.endpoint) if settings.router_replica_sync else None,
             profile=profile,
             rng=None if config.seed is None else Random(config.seed),
+            worker_type=pool.worker_type,
             counted=counted.event_applied,
             expiry_s=active_request_expiry_s(environment),
             refresh_after_s=overlap_refresh_after_s(environment),
@@ -109,6 +114,17 @@ async def kv_stage(
         ):
             await chooser.ready()
             yield KvPushRouter(chooser, metrics=counted)
+
+
+def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
+    """As configured; prefill workers have no blocks in use for long, and may be fewer."""
+    settings = config.kv_router
+    if worker_type != "prefill":
+        return settings
+    wanted = min(settings.min_initial_workers, config.prefill_workers)
+    return evolve(
+        settings, min_initial_workers=wanted, router_track_active_blocks=False, router_track_output_blocks=False
+    )
 
 
 def event_log(worker_id: int, dp_rank: int) -> EventLog:

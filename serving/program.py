@@ -100,7 +100,11 @@ async def host_worker(
             )
             front.telemetry.add_text(worker.native_metrics)
             routing = await opened.enter_async_context(routing_to(worker.endpoint, config, environment, runtime))
-            servers = [front.server(line(model, routing, config), listener, access_log=access_log)]
+            servers = [
+                front.server(
+                    line(model, routing, config, Hosting(environment, metrics)), listener, access_log=access_log
+                )
+            ]
             if status is not None:
                 servers.append(HttpServer(status_app(health, front.telemetry, environment), status))
 

@@ -30,12 +30,13 @@ from operators import (
     load_reports,
     overload_status,
 )
+from operators.kv import KvRouter, WorkerType
 from pipeline import Annotated, AsyncEngine
 from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from .config import GraphConfig, RouterName
-from .environment import fraction, integer
+from .environment import fraction, integer, seconds
 from .kv_routing import KvPool, kv_stage
 
 if TYPE_CHECKING:
@@ -50,13 +51,25 @@ _MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choic
     "kv": "direct",  # the stage above names the worker
 }
 
+SILENCE_ENV = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"
+"""After so many seconds without an item a worker's stream is given up, before the whole request is after twice that."""
+_WAITS_FOR_BLOCKS_S = 2.0
+"""What decode workers have on top: who waits for a prefill is silent as long as that is. It must be known first that
+the prefill is to blame, and behind that comes `PrefillSettings.decode_patience_s`."""
+
 
 @frozen
 class Routing:
-    """Workers, the stages to them that end a graph, and what stands at its top where thresholds are set."""
+    """A pool of workers, the stages to them that end a graph, and what stands at its top where thresholds are set.
 
+    `push` is the last of those stages, `chooser` what tells it where to send with the router `kv`.
+    """
+
+    endpoint: EndpointId
     workers: Workers[Any, Any]
+    push: PushRouter[PreprocessedRequest, Annotated[LLMEngineOutput]]
     router: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
+    chooser: KvRouter | None = None
     rejection: Rejection | None = None
 
 
@@ -67,22 +80,24 @@ async def routing_to(
     environment: Mapping[str, str],
     runtime: Runtime,
     metrics: Metrics | None = None,
+    worker_type: WorkerType = "aggregated",
 ) -> AsyncIterator[Routing]:
     """The routing to the workers at an endpoint of the runtime; what it listens to ends with the block.
 
-    `metrics` are those whose meter the KV router counts with. Raises as `kv_stage`, for that router, which wants a
-    worker to be there.
+    `metrics` are those whose meter the KV router counts with, `worker_type` what the workers do. Raises as `kv_stage`,
+    for that router, which wants a worker to be there.
     """
     with (
         closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
-        _pushing(endpoint, config, environment, runtime, workers) as (push, watch),
+        _pushing(endpoint, config, environment, runtime, workers, worker_type) as (push, watch),
     ):
         rejection = None if watch is None else Rejection(push, status=overload_status(environment))
         if config.router != "kv":
-            yield Routing(workers, push, rejection)
+            yield Routing(endpoint, workers, push, push, None, rejection)
             return
-        async with kv_stage(KvPool(endpoint, workers, push), config, environment, runtime, metrics) as stage:
-            yield Routing(workers, stage >> push, rejection)
+        pool = KvPool(endpoint, workers, push, worker_type)
+        async with kv_stage(pool, config, environment, runtime, metrics) as stage:
+            yield Routing(endpoint, workers, push, stage >> push, stage.chooser, rejection)
 
 
 @contextmanager
@@ -92,6 +107,7 @@ def _pushing(
     environment: Mapping[str, str],
     runtime: Runtime,
     workers: Workers[Any, Any],
+    worker_type: WorkerType,
 ) -> Iterator[tuple[PushRouter[Any, Any], BusyWatch | None]]:
     """The router that sends, and who watches for busy workers, if a threshold says what that is.
 
@@ -99,11 +115,11 @@ def _pushing(
     """
     thresholds = busy_thresholds(environment).updated(config.busy)
     if thresholds == BusyThresholds():
-        yield router_of(workers, config, environment), None
+        yield router_of(workers, config, environment, worker_type), None
         return
     loads, capacities = WorkerLoads(workers), capacities_of(runtime.discovery.watch_models(endpoint.path))
     with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, capacities) as watch:
-        yield router_of(workers, config, environment, loads=loads, busy=watch.busy), watch
+        yield router_of(workers, config, environment, worker_type, loads=loads, busy=watch.busy), watch
 
 
 def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
@@ -116,10 +132,16 @@ def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
 
 
 def router_of(
-    workers: Workers[Any, Any], config: GraphConfig, environment: Mapping[str, str], **judging: Any
+    workers: Workers[Any, Any],
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    worker_type: WorkerType = "aggregated",
+    **judging: Any,
 ) -> PushRouter[Any, Any]:
     """The router as configured; only what is not left to its defaults is said, for a graph prints it."""
     how: dict[str, Any] = judging | {"exclusion_s": exclusion_s(environment)}
+    if (silence_timeout_s := seconds(environment.get(SILENCE_ENV), 1.0)) is not None:
+        how["silence_timeout_s"] = silence_timeout_s + (_WAITS_FOR_BLOCKS_S if worker_type == "decode" else 0.0)
     if config.seed is not None:
         how["rng"] = Random(config.seed)
     if config.router == "device-aware":

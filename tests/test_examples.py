@@ -19,6 +19,7 @@ SAYS = {
     "write_operator": ["holds the operator contract", "(cancelled)"],
     "swap_in_test": ["passed"],
     "custom_engine": ["holds the engine contract", "[2, 1, 0] and lift-off"],
+    "whole_graph": ["prefill ─► KvPushRouter(KvRouter)", "broke after 5 tokens and moves on"],
     "reactive_stream": ["[0, 4, 16, 36, 64]", "20 numbers in batches"],
 }
 
@@ -31,6 +32,15 @@ def test_an_example_runs_as_a_script_and_says_what_it_should(name: str) -> None:
     assert done.stderr == ""
     for text in SAYS[name]:
         assert text in done.stdout
+
+
+def test_the_answer_of_the_whole_graph_is_the_same_when_a_worker_breaks() -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES["whole_graph"])]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    undisturbed, moved_on, broken = said[-3:]
+    assert "moves on" in moved_on
+    assert undisturbed == broken
+    assert len(undisturbed) == 20
 
 
 def test_the_fastapi_example_serves_its_route_and_the_api_under_its_prefix() -> None:

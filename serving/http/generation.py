@@ -17,6 +17,7 @@ from attrs import define, field
 from operators import PROMPT_TOKENS
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, ResponseTimeout, StreamIncomplete
 from pipeline.errors import BackendUnknown
+from pipeline.phase import tracker_of
 from pipeline.protocols import BackendOutput
 
 from ..openai import UsageCount
@@ -94,6 +95,7 @@ class Generation:
         async with await self.graph.generate(context) as stream:
             if (prompt_tokens := context.registry.get_optional(PROMPT_TOKENS, int)) is not None:
                 self.usage.prompt(prompt, prompt_tokens)
+            self.meter.tracked(tracker_of(context))
             async for item in stream:
                 self._items += 1
                 full = False

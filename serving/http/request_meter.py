@@ -12,6 +12,8 @@ from typing import Self
 import anyio
 from anyio.lowlevel import current_token
 
+from pipeline.protocols import RequestTracker
+
 from ..openai import UsageCount
 from .problems import CLIENT_GONE, Problem
 from .telemetry import Telemetry
@@ -29,6 +31,8 @@ class RequestMeter:
         kind = "stream" if streams else "unary"
         self._labels = {"model": self._model, "endpoint": endpoint, "request_type": kind}
         self._gaps = telemetry.gaps.of(self._model)
+        self._workers = telemetry.workers
+        self._trackers: list[RequestTracker] = []
         self._status, self._error_type = "error", "internal"
         # The loop's own clock where it has one: a tenth of the cost, and it is read for every token.
         self._now: Callable[[], float] = getattr(current_token().native_token, "time", anyio.current_time)
@@ -53,6 +57,13 @@ class RequestMeter:
         if self._output_tokens:
             metrics.add("output_tokens_total", self._output_tokens, model=model)
             metrics.record("output_sequence_tokens", self._output_tokens, model=model)
+        for tracker in self._trackers:
+            self._workers.note(tracker)
+
+    def tracked(self, tracker: RequestTracker | None) -> None:
+        """One of its prompts is on its way; what its workers were like is shown when the request is over."""
+        if tracker is not None:
+            self._trackers.append(tracker)
 
     def tokens(self, count: int) -> None:
         """One item brought so many tokens; the first one gives the time to the first token and no gap."""

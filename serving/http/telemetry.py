@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from pipeline.metrics import Metrics
 
 from .token_gaps import GapCounts, TokenGaps
+from .worker_gauges import WorkerGauges
 
 _GAPS = "inter_token_latency_seconds"
 _OBSERVED_SERIES = 1_000_000
@@ -48,6 +49,7 @@ class Telemetry:
         self._texts: list[Callable[[], str]] = []
         self.gaps = TokenGaps(self.metrics.buckets(_GAPS))
         self._registry.register(_Gaps(self.gaps, self.metrics.full_name(_GAPS)))
+        self.workers = WorkerGauges(self.metrics, prefix)
 
     def add_text(self, text: Callable[[], str]) -> None:
         """Shows metrics that somebody else counts, such as an engine's own, behind all others; given as they are."""

@@ -16,12 +16,13 @@ import pytest
 from engines import GenerateContext
 from engines.mocker import MockEngine
 from operators import AllExcluded, WorkerLoad, least_loaded, power_of_two
-from pipeline import Context, EngineShutdown, InvalidArgument, WorkerOverloaded
+from operators.kv import WorkerType
+from pipeline import Context, EngineShutdown, InvalidArgument, ResponseTimeout, WorkerOverloaded
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.nvext import NvExt
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
-from pipeline.testing import OpenStreams, ScriptedEngine
+from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from serving.config import GraphConfig, RouterName
 from serving.graphs import Hosting, OpenGraph, hosted_graph
 from serving.routing import router_of
@@ -98,7 +99,7 @@ def open_pool(monkeypatch: pytest.MonkeyPatch) -> Open:
     async def opening(
         router: RouterName, workers: int = 3, environment: Mapping[str, str] | None = None
     ) -> AsyncIterator[Pool]:
-        config = GraphConfig(engine="mock_members:join", workers=workers, router=router, seed=SEED)
+        config = GraphConfig(engine="mock_members:join", workers=workers, router=router, seed=SEED, migration_limit=0)
         async with hosted_graph(config, Hosting(environment or {})) as opened:
             yield Pool(opened, asked)
 
@@ -172,6 +173,22 @@ async def test_device_aware_fills_both_kinds_by_the_ratio_of_the_environment() -
     assert (load[1].in_flight, load[2].in_flight) == (4, 12)
     for stream in streams:
         await stream.aclose()
+
+
+async def test_a_silent_worker_is_given_up_after_the_time_of_the_environment() -> None:
+    environment = {"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "3"}
+    kinds: dict[WorkerType, float] = {"aggregated": 3, "prefill": 3, "decode": 5}
+    for worker_type, limit_s in kinds.items():
+        pool = static_workers({1: ScriptedEngine([1, Stall()])})
+        router = router_of(pool, GraphConfig(), environment, worker_type)
+        began_s = anyio.current_time()
+        stream = await router.generate(Context(None))
+        assert await anext(stream) == 1
+        with pytest.raises(ResponseTimeout):
+            await anext(stream)
+        assert anyio.current_time() - began_s == pytest.approx(limit_s)
+    router = router_of(static_workers({1: ScriptedEngine([Wait(1e6), 1])}), GraphConfig(), {})
+    assert await (await router.generate(Context(None))).collect() == [1]
 
 
 @pytest.mark.parametrize("router", list(RULES))

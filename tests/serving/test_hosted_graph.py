@@ -36,7 +36,7 @@ class Team:
         monkeypatch.setitem(sys.modules, "team_of_engines", module)
 
     def config(self, workers: int) -> GraphConfig:
-        return GraphConfig(engine="team_of_engines:join", workers=workers)
+        return GraphConfig(engine="team_of_engines:join", workers=workers, migration_limit=0)
 
     @property
     def calls(self) -> list[list[str]]:

@@ -1,0 +1,62 @@
+"""The whole graph: prefill here, decode there, KV-aware routing, and what happens when a worker breaks.
+
+python examples/whole_graph.py
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import AsyncExitStack
+
+from engines import DisaggregationMode, as_engine
+from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs, handoff_order
+from operators import Detokenize, KvPrefill, KvPushRouter, Migration, Model, PrefillRouter, Preprocess, PushRouter
+from operators.kv import KvRouter, KvRouterConfig
+from pipeline import Context
+from pipeline.network import static_workers
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+from pipeline.rx import AnyIOScheduler
+from pipeline.testing import Faults, run_in_virtual_time
+from serving.graphs import StandardGraph
+
+exchange = HandoffExchange(handoff_order("vllm"))
+engines = [
+    as_engine(MockEngine(MockEngineArgs(worker_type=role), exchange=exchange, token_ids=range(97, 123)), mode=role)
+    for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+    for _ in range(2)
+]
+
+# The graph, in twenty lines.
+model = Model.byte_level("mock")
+settings = KvRouterConfig(use_kv_events=False)
+prefill_workers = static_workers({0: engines[0], 1: engines[1]}, name="prefill")
+decode_workers = static_workers({2: engines[2], 3: engines[3]}, name="decode")
+prefill_chooser = KvRouter(prefill_workers, settings, block_size_tokens=64, worker_type="prefill")
+chooser = KvRouter(decode_workers, settings, block_size_tokens=64, worker_type="decode")
+
+
+def declared(scheduler: AnyIOScheduler) -> StandardGraph:
+    pool = KvPrefill(prefill_chooser, KvPushRouter(prefill_chooser) >> PushRouter(prefill_workers))
+    prefill = PrefillRouter(pool, prefill_workers.changes(), scheduler=scheduler)
+    text = Preprocess(model) >> Migration(limit=3) >> Detokenize(model)
+    return text >> prefill >> KvPushRouter(chooser) >> PushRouter(decode_workers)
+
+
+async def main() -> None:
+    async with AsyncExitStack() as opened:
+        scheduler = await opened.enter_async_context(AnyIOScheduler())
+        for engine in engines:
+            await opened.enter_async_context(engine)
+        graph = declared(scheduler)
+        print(graph.draw("text"))
+        broken = graph.insert_before(KvPushRouter, Faults(disconnect_after=5, times=1))
+        for each in (graph, broken):
+            chat = ChatCompletionRequest(model="mock", messages=[ChatMessage(role="user", content="hi")], max_tokens=20)
+            async with await each.generate(Context(chat)) as stream:
+                print("".join([item.data.text or "" async for item in stream if item.data is not None]))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    run_in_virtual_time(main)

@@ -1,0 +1,234 @@
+"""A whole disaggregated deployment in one process, whose mock workers can be killed, silenced and brought back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from random import Random
+from typing import Any, Literal
+
+import anyio
+import pytest
+from anyio.abc import TaskGroup
+from attrs import define, evolve, field
+
+from engines import DisaggregationMode, GenerateContext, Worker
+from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
+from engines.mocker.timing import PolynomialTiming
+from operators import PrefillRouter
+from operators.kv import KvRouter, KvRouterConfig
+from pipeline.network import Runtime
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from serving.config import GraphConfig
+from serving.disaggregation import prefill_endpoint, prefill_stage
+from serving.graphs import Hosting, StandardGraph, line
+from serving.kv_routing import event_log
+from serving.routing import routing_to
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+ENVIRONMENT = {"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "2", "DYN_RUNTIME_INHIBITED_DURATION_SECS": "1"}
+ARGS = MockEngineArgs(
+    num_gpu_blocks=64,
+    block_size=4,
+    max_num_batched_tokens=64,
+    kv_bytes_per_token=100_000,
+    kv_transfer_bandwidth=1.0,
+)
+"""A cache of 256 tokens, of which some half a dozen requests have enough."""
+
+Half = Literal["prefill", "decode"]
+
+
+class Timing(PolynomialTiming):
+    """The usual times, but for one pass that takes as much longer as somebody wants."""
+
+    stall_ms = 0.0
+
+    def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
+        return super().prefill_ms(batch, mean_prompt_tokens, mean_cached_tokens) + self._stall()
+
+    def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
+        return super().decode_ms(batch, active_kv_tokens, total_kv_tokens, mean_context_tokens) + self._stall()
+
+    def _stall(self) -> float:
+        stall_ms, self.stall_ms = self.stall_ms, 0.0
+        return stall_ms
+
+
+class Mortal(MockEngine):
+    """A mock engine whose background can be made to fail, and whose next pass can be made to last."""
+
+    def __init__(self, args: MockEngineArgs, exchange: HandoffExchange) -> None:
+        self.timing = Timing()
+        super().__init__(args, timing=self.timing, exchange=exchange, token_ids=range(97, 123))
+        self._broken = anyio.Event()
+        self.requests = self.stopped = 0
+        """How many it was asked, and how many of them heard of a stop."""
+
+    def breaks(self) -> None:
+        self._broken.set()
+
+    async def generate(
+        self, request: PreprocessedRequest, context: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        self.requests += 1
+        try:
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.stopped += context.is_stopped
+
+    async def background(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(super().background)
+            await self._broken.wait()
+            raise LookupError("the engine broke")
+
+
+@define(eq=False)
+class Host:
+    """One worker in a task of its own."""
+
+    half: Half
+    engine: Mortal
+    worker: Worker
+    gone: anyio.Event = field(factory=anyio.Event)
+
+    @property
+    def worker_id(self) -> int:
+        return self.worker.worker_id
+
+    def crashes(self) -> None:
+        assert self.worker.served is not None
+        self.worker.served.abort()
+        self.worker.shutdown()
+
+    async def run(self, *, task_status: Any) -> None:
+        try:
+            async with self.worker:
+                task_status.started()
+                await self.worker.wait()
+        finally:
+            self.gone.set()
+
+
+@define(eq=False)
+class Fleet:
+    """Workers that come and go, and the graph before them. `hosts` are those that are there, `engines` all there were.
+
+    With `meets` prefill workers say where decode can meet them.
+    """
+
+    runtime: Runtime
+    config: GraphConfig
+    hosting: Hosting
+    tasks: TaskGroup
+    rng: Random
+    args: MockEngineArgs
+    exchange: HandoffExchange = field(factory=HandoffExchange)
+    hosts: list[Host] = field(factory=list)
+    engines: list[Mortal] = field(factory=list)
+    graph: StandardGraph = field(init=False)
+    prefill: PrefillRouter = field(init=False)
+    choosers: tuple[KvRouter, KvRouter] = field(init=False)
+    """Of the prefill workers, and of the decode workers."""
+
+    async def add(self, half: Half, worker_id: int | None = None, *, meets: bool = True) -> Host:
+        """One more worker, which may have the id of one that is gone."""
+        port = 9000 + len(self.engines) if half == "prefill" and meets else None
+        engine = Mortal(evolve(self.args, worker_type=half, bootstrap_port=port), self.exchange)
+        worker = Worker(
+            engine,
+            self.config.worker_settings(self.config.load_model(), DisaggregationMode(half)),
+            runtime=self.runtime,
+            worker_id=worker_id,
+            environment=self.hosting.environment,
+            times=self.hosting.times,
+            kv_event_log=event_log if self.config.needs_event_logs else None,
+        )
+        host = Host(half, engine, worker)
+        self.engines.append(engine)
+        await self.tasks.start(host.run)
+        self.hosts.append(host)
+        return host
+
+    def of(self, half: Half) -> list[Host]:
+        return [host for host in self.hosts if host.half == half]
+
+    def remove(self, hosts: Iterable[Host], way: Literal["abort", "fail", "drain"] = "abort") -> None:
+        """They crash, their engines break, or they end in order."""
+        for host in list(hosts):
+            self.hosts.remove(host)
+            {"abort": host.crashes, "fail": host.engine.breaks, "drain": host.worker.shutdown}[way]()
+
+    @property
+    def blocks_held(self) -> int:
+        return sum(rank.scheduler.pool.active for engine in self.engines for rank in engine.ranks)
+
+    def assert_idle(self) -> None:
+        """Nothing is booked, waits, runs or holds a block, here or on a worker that is gone."""
+        for chooser in self.choosers:
+            assert (len(chooser.sequences), chooser.waiting_requests) == (0, 0)
+        assert self.prefill.prefills == len(self.prefill._handovers._of_request) == 0
+        assert (self.exchange.waiting, self.exchange.meetings) == (0, 0)
+        for engine in self.engines:
+            assert engine._answers == {}
+            for rank in engine.ranks:
+                rank.scheduler.pool.check()
+                assert (rank.scheduler.pool.active, rank.live, rank.scheduler.is_idle) == (0, 0, True)
+        assert {served.running for served in self.runtime.served.values()} <= {0}
+
+
+@asynccontextmanager
+async def open_fleet(
+    prefill_workers: int = 2,
+    workers: int = 4,
+    *,
+    seed: int = 1,
+    meets: bool = True,
+    args: MockEngineArgs = ARGS,
+    environment: dict[str, str] | None = None,
+    **fields: Any,
+) -> AsyncIterator[Fleet]:
+    """The standard graph over workers that can be taken away; all of them end with the block."""
+    config = GraphConfig(
+        engine="mocker",
+        workers=workers,
+        prefill_workers=prefill_workers,
+        router="kv",
+        seed=seed,
+        kv_router=KvRouterConfig(router_queue_threshold=1.0),
+        **fields,
+    )
+    hosting = Hosting(ENVIRONMENT if environment is None else environment)
+    rng = Random(seed)
+    async with Runtime.in_process(rng=rng) as runtime, anyio.create_task_group() as tasks:
+        fleet = Fleet(runtime, config, hosting, tasks, rng, args)
+        for half, count in (("prefill", prefill_workers), ("decode", workers)):
+            for _ in range(count):
+                await fleet.add(half, meets=meets)  # type: ignore[arg-type]
+        async with AsyncExitStack() as stages:
+            await _build(fleet, stages)
+            yield fleet
+        fleet.remove(fleet.hosts, "drain")
+
+
+async def _build(fleet: Fleet, stages: AsyncExitStack) -> None:
+    config, hosting = fleet.config, fleet.hosting
+    endpoint = fleet.of("decode")[0].worker.endpoint
+    assert fleet.of("prefill")[0].worker.endpoint == prefill_endpoint(endpoint)
+    parts = (config, hosting.environment, fleet.runtime, None)
+    routing = await stages.enter_async_context(routing_to(endpoint, *parts, "decode"))
+    await routing.workers.wait_for_instances(config.workers)
+    fleet.prefill = await stages.enter_async_context(prefill_stage(routing, *parts))
+    pool: Any = fleet.prefill._side.pool
+    assert routing.chooser is not None
+    fleet.choosers = pool.chooser, routing.chooser
+    fleet.graph = line(config.load_model(), routing, config, hosting, fleet.prefill)
+
+
+@pytest.fixture
+def fleet() -> Any:
+    """Opens one: `async with fleet(prefill_workers, workers, ...) as it`."""
+    return open_fleet
