@@ -304,6 +304,7 @@ async def test_a_tracker_is_found_where_a_stage_left_it() -> None:
 
 @pytest.mark.anyio
 async def test_the_next_phase_waits_until_the_permit_is_released() -> None:
+    """KV-183."""
     tracker = track_request(lambda: 0)
     seen: list[RequestPhase] = []
 
