@@ -1,6 +1,6 @@
 """`make bench`: measures, prints a table, writes the same as JSON.
 
-python -m benchmarks [--json FILE] [--only items|graph|engines|kv-index|kv-choice]
+python -m benchmarks [--json FILE] [--only items|graph|disaggregation|engines|kv-index|kv-choice]
 
 What routing does to conversations is another table: python -m benchmarks.conversations.
 """
@@ -16,12 +16,13 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from . import engines, graph, items, kv_choice, kv_index
+from . import disaggregation, engines, graph, items, kv_choice, kv_index
 from .measure import Result
 
 PARTS = {
     "items": items.measure,
     "graph": graph.measure,
+    "disaggregation": disaggregation.measure,
     "engines": engines.measure,
     "kv-index": kv_index.measure,
     "kv-choice": kv_choice.measure,

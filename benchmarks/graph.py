@@ -10,6 +10,7 @@ import gc
 import tracemalloc
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from statistics import median
 from time import perf_counter
@@ -37,6 +38,7 @@ STREAMS = 2_000
 STOPS = 200
 
 Graph = Segment[PreprocessedRequest, Annotated[BackendOutput]]
+Routed = Segment[PreprocessedRequest, Annotated[LLMEngineOutput]]
 AnyGraph = AsyncEngine[PreprocessedRequest, Any]
 
 
@@ -53,7 +55,14 @@ async def graph_on_runtime(delay_s: float = 0.0) -> AsyncIterator[Graph]:
 
 @asynccontextmanager
 async def kv_graph(*, by_events: bool) -> AsyncIterator[Graph]:
-    """Detokenize, KvPushRouter and PushRouter over echo engines. Nobody exports what is counted and timed."""
+    """Detokenize, KvPushRouter and PushRouter over echo engines."""
+    async with kv_routed(by_events=by_events) as routed:
+        yield Detokenize(Model.byte_level("echo")) >> routed
+
+
+@asynccontextmanager
+async def kv_routed(*, by_events: bool) -> AsyncIterator[Routed]:
+    """KvPushRouter and PushRouter over echo engines. Nobody exports what is counted and timed."""
     async with as_engine(EchoEngine()) as engine:
         workers = static_workers(dict.fromkeys(range(WORKERS), engine))
         push = PushRouter(workers)
@@ -68,7 +77,7 @@ async def kv_graph(*, by_events: bool) -> AsyncIterator[Graph]:
             if chooser.overlap.feed is not None:
                 chooser.overlap.feed.index.apply(_prompt_stored().as_event())
             stage = KvPushRouter(chooser, metrics=RouterMetrics(perf_s=perf_counter))
-            yield Detokenize(Model.byte_level("echo")) >> stage >> push
+            yield stage >> push
 
 
 def _prompt_stored() -> Stored:
@@ -99,32 +108,34 @@ async def _item_floor() -> float:
     return await best_of(run)
 
 
-async def _per_item(graph: AnyGraph) -> float:
-    async def run() -> int:
-        count = 0
-        async with await graph.generate(Context(request(ITEMS))) as stream:
+async def answer_items(graph: AnyGraph) -> int:
+    """One long answer, read to its end."""
+    count = 0
+    async with await graph.generate(Context(request(ITEMS))) as stream:
+        async for _ in stream:
+            count += 1
+    return count
+
+
+async def answer_requests(graph: AnyGraph, payload: PreprocessedRequest, count: int = REQUESTS) -> int:
+    """Many answers, one after the other."""
+    for _ in range(count):
+        async with await graph.generate(Context(payload)) as stream:
             async for _ in stream:
-                count += 1
-        return count
-
-    return await best_of(run)
+                pass
+    return count
 
 
-async def _per_request(graph: Graph) -> float:
+async def _per_item(graph: AnyGraph) -> float:
+    return await best_of(partial(answer_items, graph))
+
+
+async def _per_request(graph: AnyGraph) -> float:
     """Its prompt is there before."""
-    payload = request(1)
-
-    async def run() -> int:
-        for _ in range(REQUESTS):
-            async with await graph.generate(Context(payload)) as stream:
-                async for _ in stream:
-                    pass
-        return REQUESTS
-
-    return await best_of(run)
+    return await best_of(partial(answer_requests, graph, request(1)))
 
 
-async def _idle_stream_kib(graph: Graph) -> float:
+async def idle_stream_kib(graph: AnyGraph) -> float:
     """Memory of one stream that has given its first item and waits; its prompt and the reader's task not counted."""
     payloads = [request(10, prompt_tokens=16) for _ in range(STREAMS)]
     streams = []
@@ -174,13 +185,13 @@ async def measure() -> list[Result]:
         routed = await _per_item(cast("AnyGraph", graph[PushRouter])) * 1e6
         per_item = await _per_item(graph) * 1e6
         per_request = await _per_request(graph) * 1e6
-        idle_kib = await _idle_stream_kib(graph)
+        idle_kib = await idle_stream_kib(graph)
     async with kv_graph(by_events=True) as graph:
         by_events = await _per_request(graph) * 1e6
     async with kv_graph(by_events=False) as graph:
         by_routing = await _per_request(graph) * 1e6
         kv_item = await _per_item(graph) * 1e6
-        kv_idle_kib = await _idle_stream_kib(graph)
+        kv_idle_kib = await idle_stream_kib(graph)
     return [
         Result("item of the echo engine", echo, "µs", floor),
         Result("item through PushRouter and the request plane", routed - echo, "µs"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from attrs import asdict, frozen
 
@@ -36,4 +36,12 @@ async def best_of(run: Callable[[], Awaitable[int]], repeats: int = REPEATS) -> 
         start = time.perf_counter()
         done = await run()
         best = min(best, (time.perf_counter() - start) / done)
+    return best
+
+
+async def best_of_each(runs: Sequence[Callable[[], Awaitable[int]]], repeats: int = REPEATS) -> list[float]:
+    """The same for several that are compared: they take turns, so that what disturbs one disturbs all."""
+    best = [float("inf")] * len(runs)
+    for _ in range(repeats):
+        best = [min(so_far, await best_of(run, 1)) for so_far, run in zip(best, runs, strict=True)]
     return best

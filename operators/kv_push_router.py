@@ -148,20 +148,28 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         return ResponseStream(_counted(stream, account, reasons), request, stream, account.held), placement.rank
 
     async def _placed(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Placement:
+        if request.trace is None:
+            return await self._found(request, route)
         with span_below(request, "kv_router.select_worker", self._tracer) as below:
-            steps = self._metrics.steps(self.chooser.clock.now_s, below, self._tracer)
-            try:
-                return await self.chooser.find_best_match(
-                    route, request_id=request.id, control=request.control, steps=steps
-                )
-            except QueueRejected as error:
-                self._metrics.refused(error)
-                raise
+            return await self._found(below, route)
+
+    async def _found(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Placement:
+        steps = self._metrics.steps(self.chooser.clock.now_s, request, self._tracer)
+        try:
+            return await self.chooser.find_best_match(
+                route, request_id=request.id, control=request.control, steps=steps
+            )
+        except QueueRejected as error:
+            self._metrics.refused(error)
+            raise
 
     async def _sent(
         self, request: Context[PreprocessedRequest], placement: Placement, next: Next
     ) -> ResponseStream[Output]:
         rank, phase = placement.rank, _phase(request.payload.tracker)
+        ranked = _with_rank(request.payload, rank, phase)
+        if request.trace is None:
+            return await send_to(request.with_payload(ranked), rank.worker_id, next)
         attributes = {
             "request_id": request.id,
             "worker_id": rank.worker_id,
@@ -170,8 +178,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             "phase": phase.value,
         }
         with span_below(request, "kv_router.route_request", self._tracer, attributes) as below:
-            asked = below.with_payload(_with_rank(request.payload, rank, phase))
-            return await send_to(asked, rank.worker_id, next)
+            return await send_to(below.with_payload(ranked), rank.worker_id, next)
 
     # -- sessions
 
@@ -256,12 +263,12 @@ async def _counted(
             if reasons is not None and not stream.context.is_stopped:
                 yield reasons
             async for item in stream:
-                data = item.data
-                if data is not None and data.token_ids:
-                    account.count(len(data.token_ids))
-                if (item.event is not None or (data is not None and data.finish_reason is not None)) and ends_badly(
-                    item
-                ):
+                is_marked = item.event is not None
+                if (data := item.data) is not None:
+                    if token_ids := data.token_ids:
+                        account.count(len(token_ids))
+                    is_marked = is_marked or data.finish_reason is not None
+                if is_marked and ends_badly(item):
                     account.finish()
                 yield item
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from attrs import define, field, frozen
 
 from .active_sequences_blocks import BlockPath
-from .active_sequences_loads import PotentialLoad, RankLoad, RankLoads, Slot, Slots
+from .active_sequences_loads import Column, PotentialLoad, RankLoad, RankLoads, Slot, Slots
 from .active_sequences_prefixes import ActivePrefixes
 from .errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from .worker_rank import WorkerRank
@@ -175,6 +175,10 @@ class ActiveSequences:
         this moment: later bookings do not change them.
         """
         return self._slots.loads(ranks, now_s, len(hashes), self._prefixes.shared_blocks(hashes))
+
+    def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
+        """That column of `project` alone."""
+        return self._slots.prefill_tokens(ranks, now_s)
 
     def loads(self, now_s: float) -> list[RankLoad]:
         """What is in flight on every rank of `set_workers`. May be asked in any thread."""

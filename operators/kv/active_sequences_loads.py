@@ -119,16 +119,21 @@ class Slots:
         self, ranks: Sequence[WorkerRank], now_s: float, blocks: int, shared: Sequence[tuple[int, Sequence[int]]]
     ) -> RankLoads:
         """The columns of these ranks for a prompt of so many blocks, of which some slots share some."""
-        self._ask(ranks)
-        for number, slot in self._timed.items():
-            self._prefill_tokens[number] = slot.prompts.tokens_at(now_s)
+        prefill_tokens = self.prefill_tokens(ranks, now_s)
         additional = [blocks] * len(ranks)
         for depth, numbers in shared:
             for number in numbers:
                 if (position := self._positions.get(number)) is not None:
                     additional[position] = blocks - depth
         take = self._take
-        return RankLoads(take(self._prefill_tokens), take(self._decode_blocks), take(self._requests), additional)
+        return RankLoads(prefill_tokens, take(self._decode_blocks), take(self._requests), additional)
+
+    def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
+        """The prompt tokens in flight on these ranks."""
+        self._ask(ranks)
+        for number, slot in self._timed.items():
+            self._prefill_tokens[number] = slot.prompts.tokens_at(now_s)
+        return self._take(self._prefill_tokens)
 
     def all_loads(self, now_s: float) -> list[RankLoad]:
         """What is in flight on each rank but lazy ones. Changes nothing and may be asked in any thread."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Any, Self
@@ -161,7 +162,9 @@ class KvRouter:
         with steps.step("scheduling"):
             if self._peers is not None and self._peers.made_room():
                 self._admission.drain()  # those that wait came first
-            applicant: Applicant[Placement] = Applicant(request_id, request, self._size(request, overlap), overlap)
+            applicant: Applicant[Placement] = Applicant(
+                request_id, request, partial(self._size, request, overlap), overlap
+            )
             placement = await self._admission.admit(applicant, control)
         try:
             steps.end()
@@ -322,8 +325,8 @@ class KvRouter:
             ranks = self._candidates(request, pool).ranks
         except PenstockError:
             return False  # placing it will say why
-        loads = self.sequences.project((), ranks, self._now_s())
-        return self._profile.classes[class_index].all_busy(ranks, loads.prefill_tokens, pool.configs)
+        prefill_tokens = self.sequences.prefill_tokens(ranks, self._now_s())
+        return self._profile.classes[class_index].all_busy(ranks, prefill_tokens, pool.configs)
 
     def _size(self, request: RouteRequest, overlap: Overlap) -> PromptSize:
         """The prompt and what the best of its workers has of it; with no worker, nothing."""

@@ -43,22 +43,23 @@ class RequestAccount:
     output_tokens: int = field(default=0, init=False)
     held: Once = field(init=False)
     _is_finished: bool = field(default=False, init=False)
-    _blocks: int = field(init=False)
+    _room_tokens: int = field(init=False)
+    """How many output tokens go into the prompt's blocks and those the output has filled since."""
 
     def __attrs_post_init__(self) -> None:
-        self._blocks = self._filled()
+        self._room_tokens = -self.input_tokens % self.block_size_tokens
         self.held = Once(self._release)
 
     def count(self, tokens: int) -> None:
         """So many more tokens came, at least one."""
-        if not self.output_tokens:
+        before = self.output_tokens
+        if not before:
             _noting_failure(self.placement.mark_prefill_completed)
             if self.tracker is not None:
                 self._first_token(self.tracker)
-        self.output_tokens += tokens
-        if (filled := self._filled()) > self._blocks:
-            added, self._blocks = filled - self._blocks, filled
-            self._grow(added)
+        self.output_tokens = after = before + tokens
+        if after > self._room_tokens:  # once per token: the division is for the few that need a block
+            self._grow(-(-(after - self._room_tokens) // self.block_size_tokens))
 
     def finish(self) -> None:
         """The answer is over, however; the second time nothing happens."""
@@ -83,6 +84,7 @@ class RequestAccount:
         return None if self.phase is RequestPhase.PREFILL else self.tracker
 
     def _grow(self, added_blocks: int) -> None:
+        self._room_tokens += added_blocks * self.block_size_tokens
         if self.tracks_output_blocks:
             weight = output_weight(self.output_tokens, self.expected_output_tokens)
             _noting_failure(lambda: self.placement.add_output_blocks(added_blocks, weight))
@@ -90,9 +92,6 @@ class RequestAccount:
             tracker.record_osl(self.output_tokens)
             tracker.record_finish()
             self.metrics.block_of_output(tracker)
-
-    def _filled(self) -> int:
-        return -(-(self.input_tokens + self.output_tokens) // self.block_size_tokens)
 
     def _release(self) -> None:
         _noting_failure(self.placement.release)

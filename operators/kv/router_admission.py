@@ -36,11 +36,15 @@ P = TypeVar("P", bound=Released)
 
 @define(eq=False)
 class Applicant(Generic[P]):
-    """A request that asks to be placed, what was cached of it when it came, and what has come of it."""
+    """A request that asks to be placed, what was cached of it when it came, and what has come of it.
+
+    `sized` says how large it is, for those that want to know: most go at once, whatever their size. It raises where
+    nobody may take the request.
+    """
 
     request_id: str
     request: RouteRequest
-    size: PromptSize
+    sized: Callable[[], PromptSize]
     overlap: Overlap
     placed: P | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
@@ -88,13 +92,14 @@ class Admission(Generic[P]):
         if self._is_closed:
             raise _closing()
         request = applicant.request
-        class_index = self._profile.class_of(request.policy_class, applicant.size.uncached_tokens)
+        uncached_tokens = applicant.sized().uncached_tokens if len(self._profile.floors) > 1 else 0
+        class_index = self._profile.class_of(request.policy_class, uncached_tokens)
         if not self._queue.must_park(class_index, lambda: self._is_full(request, class_index)):
             return self._place(applicant, False)
-        applicant.told = anyio.Event()
+        size, applicant.told = applicant.sized(), anyio.Event()
         waiting = self._queue.park(
             applicant,
-            applicant.size,
+            size,
             class_index=class_index,
             workers=self._workers(),
             arrival_s=self._now_s(),
