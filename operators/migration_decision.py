@@ -21,6 +21,8 @@ from pipeline.protocols import (
     TraceLink,
 )
 
+from .copied import copied
+
 
 class Verdict(Enum):
     """What becomes of a request that broke."""
@@ -135,8 +137,10 @@ def continuation(
 
     Its routing hints are its own, so that what one worker's router writes there is not seen by the next one's.
     """
-    routing = request.routing
-    asked = evolve(request, routing=None if routing is None else evolve(routing), migration_state=state)
+    asked = copied(request)
+    asked.migration_state = state
+    if request.routing is not None:
+        asked.routing = copied(request.routing)
     if link is not None:
         asked.migration_link = link
     if delivered:
