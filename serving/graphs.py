@@ -8,63 +8,52 @@ with busy thresholds a Rejection above all. A graph is opened as a context and c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from time import perf_counter, time_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import anyio
-from attrs import Factory, evolve, field, frozen
+from attrs import frozen
 
-from engines import DisaggregationMode, ShutdownTimes, SystemHealth, Worker
+from engines import Worker
 from operators import Detokenize, Migration, MigrationMetrics, Model, PrefillRouter, Preprocess
 from operators.kv import WorkerType
-from pipeline import Annotated, PenstockError, Segment
+from pipeline import Annotated, AsyncEngine, PenstockError, Segment
 from pipeline.network import Runtime
 from pipeline.prometheus_text import merged
-from pipeline.protocols import BackendOutput
+from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .config import GraphConfig
 from .disaggregation import prefill_stage
-from .engines import Deployment
-from .kv_routing import event_log
+from .fleet import Fleet
+from .hosting import Hosting as Hosting
 from .routing import Routing, routing_to
-
-if TYPE_CHECKING:
-    from pipeline.metrics import Metrics
 
 StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
 """OpenAI requests in, detokenized items out."""
-
-
-@frozen
-class Hosting:
-    """How the workers of a graph are hosted.
-
-    `environment` is where workers and the router find their settings; `metrics` are of the component family. `times`
-    are those of each worker's end; by default the environment's without a grace period, for in one process nobody has
-    to hear first that it is gone.
-    """
-
-    environment: Mapping[str, str] = field(factory=dict)
-    metrics: Metrics | None = None
-    health: SystemHealth | None = None
-    times: ShutdownTimes = field(default=Factory(lambda self: _without_grace(self.environment), takes_self=True))
-
-
-def _without_grace(environment: Mapping[str, str]) -> ShutdownTimes:
-    return evolve(ShutdownTimes.from_environment(environment), grace_s=0.0)
+TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
+"""Requests in tokens in, an engine's items out."""
 
 
 @frozen
 class OpenGraph:
-    """A graph that runs, and the workers behind it: those that answer, and those that prefill for them."""
+    """A graph that runs, its part below the text stages, and the workers behind it."""
 
     graph: StandardGraph
-    workers: list[Worker]
-    prefill_workers: list[Worker] = field(factory=list)
+    tokens: TokenGraph
+    fleet: Fleet
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that answer."""
+        return self.fleet.workers
+
+    @property
+    def prefill_workers(self) -> list[Worker]:
+        """Those that prefill for them."""
+        return self.fleet.prefill_workers
 
     @property
     def failure(self) -> PenstockError | None:
@@ -93,76 +82,17 @@ async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[O
     model = config.load_model()
     rng = None if config.seed is None else Random(config.seed)
     async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, AsyncExitStack() as stages:
-        workers, prefill_workers = _workers(config, hosting, model, runtime)
-        all_workers = [*prefill_workers, *workers]
-        await stages.enter_async_context(_running(all_workers))
+        fleet = Fleet(config, hosting, model, runtime)
+        await stages.enter_async_context(fleet.running())
         parts = (config, hosting.environment, runtime, hosting.metrics)
-        worker_type: WorkerType = "decode" if prefill_workers else "aggregated"
-        routing = await stages.enter_async_context(routing_to(workers[0].endpoint, *parts, worker_type))
+        worker_type: WorkerType = "decode" if config.prefill_workers else "aggregated"
+        routing = await stages.enter_async_context(routing_to(fleet.workers[0].endpoint, *parts, worker_type))
         await routing.workers.wait_for_instances(config.workers)
-        prefill = await stages.enter_async_context(prefill_stage(routing, *parts)) if prefill_workers else None
-        yield OpenGraph(line(model, routing, config, hosting, prefill), workers, prefill_workers)
-        await _finish(all_workers, runtime.graceful_timeout_s)
-
-
-def _workers(
-    config: GraphConfig, hosting: Hosting, model: Model, runtime: Runtime
-) -> tuple[list[Worker], list[Worker]]:
-    """Those that answer, and those that only prefill."""
-
-    def hosted(count: int, deployment: Deployment) -> list[Worker]:
-        return [
-            Worker(
-                engine,
-                config.worker_settings(model, deployment.mode),
-                runtime=runtime,
-                metrics=hosting.metrics,
-                environment=hosting.environment,
-                health=hosting.health,
-                times=hosting.times,
-                kv_event_log=event_log if config.needs_event_logs else None,
-            )
-            for engine in config.make_engines(count, deployment)
-        ]
-
-    deployment = config.deployment(config.modes[-1])
-    if not config.prefill_workers:
-        return hosted(config.workers, deployment), []
-    prefill_workers = hosted(config.prefill_workers, deployment)
-    deployment.mode = DisaggregationMode.DECODE
-    return hosted(config.workers, deployment), prefill_workers
-
-
-@asynccontextmanager
-async def _running(workers: Sequence[Worker]) -> AsyncIterator[None]:
-    """Starts one after the other, and ends all at the same time: each may have a grace period and take its time."""
-    entered: list[Worker] = []
-    why: tuple[Any, ...] = (None, None, None)
-    try:
-        for worker in workers:
-            await worker.__aenter__()
-            entered.append(worker)
-        for worker in workers:
-            if worker.failure is not None:  # while a later one started
-                raise worker.failure
-        yield
-    except BaseException as error:
-        why = type(error), error, error.__traceback__
-        raise
-    finally:
-        async with anyio.create_task_group() as tasks:
-            for worker in entered:
-                tasks.start_soon(worker.__aexit__, *why)
-
-
-async def _finish(workers: Sequence[Worker], within_s: float) -> None:
-    """Takes nothing new, and waits for what runs."""
-    served = [worker.served for worker in workers if worker.served is not None]
-    for one in served:
-        await one.withdraw()
-    with anyio.move_on_after(within_s):
-        for one in served:
-            await one.drained()
+        prefill = await stages.enter_async_context(prefill_stage(routing, *parts)) if config.prefill_workers else None
+        yield OpenGraph(
+            line(model, routing, config, hosting, prefill), token_line(routing, config, hosting, prefill), fleet
+        )
+        await fleet.finish(runtime.graceful_timeout_s)
 
 
 def wall_ms() -> int:
@@ -187,6 +117,15 @@ def line(
     else:
         graph = preprocess >> detokenized
     return graph if routing.rejection is None else routing.rejection >> graph
+
+
+def token_line(
+    routing: Routing, config: GraphConfig, hosting: Hosting, prefill: PrefillRouter | None = None
+) -> TokenGraph:
+    """The stages in order that requests in tokens go through."""
+    routed = routing.router if prefill is None else prefill >> routing.router
+    tokens = _migration(config, hosting) >> routed if config.migration_limit else routed
+    return tokens if routing.rejection is None else routing.rejection >> tokens
 
 
 def _migration(config: GraphConfig, hosting: Hosting) -> Migration:

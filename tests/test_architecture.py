@@ -70,13 +70,13 @@ DOORS = {
     "prometheus_client": {"serving/http/telemetry.py"},
     "pytest": {"pipeline/testing/plugin.py", "engines/pytest_plugin.py"},
     "reactivex": {"pipeline/rx*.py"},
-    "rich": {"serving/cli.py"},
+    "rich": {f"serving/{name}.py" for name in ("replay/comparison", "replay/table", "replay_progress")},
     "starlette": {
         f"serving/http/{name}.py" for name in ("application", "endpoint", "exchange", "reply", "request", "status")
     },
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
-    "typer": {"serving/cli.py"},
+    "typer": {f"serving/{name}.py" for name in ("cli", "options", "replay_cli")},
     "uvicorn": {"serving/cli.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_publisher.py", "operators/kv/engine_zmq.py"},
     "xxhash": {"pipeline/block_hash.py", "pipeline/frames.py"},

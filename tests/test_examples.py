@@ -20,6 +20,7 @@ SAYS = {
     "swap_in_test": ["passed"],
     "custom_engine": ["holds the engine contract", "[2, 1, 0] and lift-off"],
     "whole_graph": ["prefill ─► KvPushRouter(KvRouter)", "broke after 5 tokens and moves on"],
+    "replay_in_test": ["300 requests", "rejected", "Time to first token"],
     "reactive_stream": ["[0, 4, 16, 36, 64]", "20 numbers in batches"],
 }
 

@@ -92,6 +92,11 @@ class MockEngine(LLMEngine):
         self._is_closing = False
         self.ranks: list[Rank] = []
 
+    @property
+    def preemptions(self) -> int:
+        """How often a request had to go back to the queue, on all ranks."""
+        return sum(rank.scheduler.preemptions for rank in self.ranks)
+
     async def start(self, worker_id: int) -> EngineConfig:
         """Raises EngineShutdown if it was started before, InvalidArgument for files and extras its arguments need, and
         Unavailable for a port that is taken; what it opened until then is closed.

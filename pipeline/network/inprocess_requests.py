@@ -58,7 +58,7 @@ class InProcessServing(Serving):
         self._instance = instance
         self._engine = engine
         self._meter = meter
-        self._calls: set[Context[Any]] = set()
+        self._calls: dict[Context[Any], None] = {}  # in the order they came, which is that in which they are cut
         self._is_cut = False
         self._idle = anyio.Event()
 
@@ -87,7 +87,7 @@ class InProcessServing(Serving):
         request.control.link_child(call.control)
         if not self._calls:
             self._idle = anyio.Event()
-        self._calls.add(call)
+        self._calls[call] = None
         begun_s = 0.0 if self._meter is None else self._meter.begun()
         ended = Once(lambda: self._end(call, request, begun_s))
         try:
@@ -136,7 +136,7 @@ class InProcessServing(Serving):
             raise to_error(error) from error
 
     def _end(self, call: Context[Any], request: Context[Any], begun_s: float) -> None:
-        self._calls.discard(call)
+        self._calls.pop(call, None)
         if self._meter is not None:
             self._meter.ended(begun_s, cancelled=request.is_stopped)
         if not self._calls:

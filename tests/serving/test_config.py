@@ -12,8 +12,8 @@ from engines.mocker import MockEngine
 from operators import Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
-from serving.cli import Router
 from serving.config import GraphConfig, RouterName
+from serving.options import Router
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""A trace through a graph, and what it would have cost: traces, load, faults and the report.
+
+`run` drives any graph, `run_config` a standard one with its workers and their faults. All else neither waits nor knows
+a graph: `read_trace` or `SyntheticLoad` says what is asked, `Schedule` when, `plan_faults` which workers fail
+meanwhile; `Samples` notes what happens and `make_report` sums it up.
+"""
+
+from .distribution import Distribution
+from .fault_script import parse_fault, parse_faults, read_faults
+from .faults import Action, Fault, RollingRestart, plan_faults
+from .page import report_page
+from .prompts import Prompt
+from .reading import first_requests, read_trace
+from .report import Balance, Goodput, Report, RequestReport, WorkerReport, side_by_side
+from .requests import request_of
+from .running import GraphFactory, run, run_config
+from .samples import RequestSample, Role, Samples, Status
+from .schedule import Due, Schedule
+from .series import Series, WorkerSeries
+from .summary import Limits, make_report
+from .synthetic import SyntheticLoad
+from .trace import BadLine, Session, Trace, TraceFormat, Turn
+
+__all__ = [
+    "Action",
+    "BadLine",
+    "Balance",
+    "Distribution",
+    "Due",
+    "Fault",
+    "Goodput",
+    "GraphFactory",
+    "Limits",
+    "Prompt",
+    "Report",
+    "RequestReport",
+    "RequestSample",
+    "Role",
+    "RollingRestart",
+    "Samples",
+    "Schedule",
+    "Series",
+    "Session",
+    "Status",
+    "SyntheticLoad",
+    "Trace",
+    "TraceFormat",
+    "Turn",
+    "WorkerReport",
+    "WorkerSeries",
+    "first_requests",
+    "make_report",
+    "parse_fault",
+    "parse_faults",
+    "plan_faults",
+    "read_faults",
+    "read_trace",
+    "report_page",
+    "request_of",
+    "run",
+    "run_config",
+    "side_by_side",
+]

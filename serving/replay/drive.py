@@ -1,0 +1,138 @@
+"""Driving a graph through a trace: each request when it is due, each token noted as it comes.
+
+    Schedule ──due──► request_of ──► graph ──items──► RequestSample
+       ▲──────────────ended───────────────────────────────┘
+
+The graph is any engine that takes requests in tokens. Time is the loop's: in virtual time nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+from attrs import define, field
+
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, PenstockError
+from pipeline.errors import Refused
+from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
+
+from .requests import request_of
+from .samples import RequestSample, Samples, Status
+from .schedule import Due, Schedule
+from .tracker import Numbered, SampleTracker
+
+TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
+
+
+@define(eq=False)
+class Drive:
+    """One pass of a schedule through a graph. `number_of` names workers; without it they are what the graph says.
+
+    `heard` is called after every request that ended, with how many have.
+    """
+
+    graph: TokenGraph
+    schedule: Schedule
+    samples: Samples
+    model: str = ""
+    number_of: Numbered = lambda worker_id, role: worker_id
+    heard: Callable[[int], object] = lambda ended: None
+    _began_s: float = field(default=0.0, init=False)
+    _ended: int = field(default=0, init=False)
+    _news: anyio.Event = field(factory=anyio.Event, init=False)
+    _failure: Exception | None = field(default=None, init=False)
+    """The first that was no error of ours."""
+
+    async def run(self) -> None:
+        """Returns when every request that can be sent has ended. What a graph raises that is no error of ours is
+        raised, once all that is open is closed; cancelled, it closes that too."""
+        self._began_s = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            while not self.schedule.finished and self._failure is None:
+                for due in self.schedule.take_due(self.now_ms()):
+                    tasks.start_soon(self._one, due)
+                await self._until_next()
+            if self._failure is not None:
+                tasks.cancel_scope.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    def now_ms(self) -> float:
+        """Since the beginning."""
+        return (anyio.current_time() - self._began_s) * 1000.0
+
+    async def _until_next(self) -> None:
+        """Until a request is due, or one has ended, which may make another due."""
+        next_ms = self.schedule.next_due_ms()
+        deadline_s = float("inf") if next_ms is None else self._began_s + next_ms / 1000.0
+        if self.schedule.finished:
+            return
+        self._news = anyio.Event()
+        with anyio.CancelScope(deadline=deadline_s):
+            await self._news.wait()
+
+    async def _one(self, due: Due) -> None:
+        turn = due.turn
+        sample = self.samples.arrived(
+            due.name,
+            due.due_ms,
+            input_tokens=due.input_tokens,
+            wanted_output_tokens=turn.output_tokens,
+            session_id=due.session.session_id if due.session.is_named else None,
+            turn_index=due.turn_index,
+        )
+        request = request_of(due, model=self.model)
+        request.payload.tracker = tracker = SampleTracker.of(sample, self.now_ms, self.number_of)
+        status = Status.FAILED
+        said: list[int] = []
+        try:
+            said, status = await self._answered(request, sample, tracker)
+        except Refused:
+            status = Status.REJECTED
+        except Cancelled:
+            status = Status.CANCELLED
+        except PenstockError:
+            pass  # counted as failed
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            now_ms = self.now_ms()
+            tracker.note()
+            self.samples.ended(sample, now_ms, status)
+            goes_on = status in (Status.COMPLETED, Status.REJECTED)
+            self.schedule.ended(due, now_ms, output_token_ids=said, goes_on=goes_on)
+            self._ended += 1
+            self._news.set()
+            self.heard(self._ended)
+
+    async def _answered(
+        self, request: Context[PreprocessedRequest], sample: RequestSample, tracker: SampleTracker
+    ) -> tuple[list[int], Status]:
+        """Reads the answer to its end; its tokens, and how it says it ended. Raises the error it ends with."""
+        said: list[int] = []
+        status = Status.COMPLETED
+        async with await self.graph.generate(request) as stream:
+            async for item in stream:
+                if (error := item.extract_error()) is not None:
+                    raise error
+                if (data := item.data) is None:
+                    continue
+                if data.token_ids:
+                    if not said:
+                        tracker.record_token()
+                    sample.tokens(self.now_ms(), len(data.token_ids))
+                    said += data.token_ids
+                if (usage := data.completion_usage) is not None and usage.prompt_tokens_details is not None:
+                    sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+                    if sample.first_cached_tokens is None:
+                        sample.first_cached_tokens = sample.cached_tokens
+                if data.finish_reason is not None:
+                    status = _status(data.finish_reason)
+        return said, status
+
+
+def _status(reason: FinishReason) -> Status:
+    if reason.is_error:
+        return Status.FAILED
+    return Status.CANCELLED if reason == FinishReason.CANCELLED else Status.COMPLETED

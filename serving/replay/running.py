@@ -1,0 +1,117 @@
+"""Replaying a trace: open a graph, drive it through, sum up.
+
+report = await run(my_graph, read_trace(path), seed...)      any graph, in the running loop's time
+report = await run_config(GraphConfig(...), trace, faults=...)   a standard graph with its workers, and their faults
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import anyio
+
+from ..config import GraphConfig
+from ..graphs import Hosting, hosted_graph
+from .drive import Drive, TokenGraph
+from .faults import Fault, RollingRestart, plan_faults
+from .members import Members
+from .report import Report
+from .samples import Samples
+from .schedule import Schedule
+from .summary import Limits, make_report
+from .trace import Trace
+
+GraphFactory = Callable[[], AbstractAsyncContextManager[TokenGraph]]
+
+
+async def run(
+    graph: GraphFactory,
+    trace: Trace,
+    *,
+    speed_up: float = 1.0,
+    sessions_at_a_time: int | None = None,
+    limits: Limits | None = None,
+    interval_ms: float = 10_000.0,
+    per_request: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    heard: Callable[[int], object] = lambda ended: None,
+) -> Report:
+    """The report of the trace through the graph that the factory opens; it is closed again.
+
+    Arrivals are as recorded, `speed_up` times as fast; or so many sessions at a time, whatever was recorded. Raises
+    InvalidArgument for a load that cannot be, and what the graph raises that is no PenstockError.
+    """
+    schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
+    async with graph() as opened:
+        await Drive(opened, schedule, samples, heard=heard).run()
+    return make_report(
+        samples,
+        settings=settings,
+        limits=limits,
+        unsent_requests=schedule.unsent_requests,
+        skipped_lines=len(trace.skipped),
+        per_request=per_request,
+    )
+
+
+async def run_config(
+    config: GraphConfig,
+    trace: Trace,
+    *,
+    environment: Mapping[str, str] | None = None,
+    faults: Iterable[Fault | RollingRestart] = (),
+    speed_up: float = 1.0,
+    sessions_at_a_time: int | None = None,
+    limits: Limits | None = None,
+    interval_ms: float = 10_000.0,
+    per_request: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    heard: Callable[[int], object] = lambda ended: None,
+) -> Report:
+    """The report of the trace through a standard graph; its workers fail and return as the script says.
+
+    Raises as `run`, and InvalidArgument for a script that cannot be.
+    """
+    script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
+    schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
+    async with hosted_graph(config, Hosting(environment or {})) as opened:
+        members = Members(opened.fleet, samples)
+        drive = Drive(opened.tokens, schedule, samples, number_of=members.number_of, heard=heard)
+        await _with_faults(drive, members, script)
+        members.note_preemptions()
+    return make_report(
+        samples,
+        settings=settings,
+        limits=limits,
+        unsent_requests=schedule.unsent_requests,
+        skipped_lines=len(trace.skipped),
+        per_request=per_request,
+    )
+
+
+async def _with_faults(drive: Drive, members: Members, script: Sequence[Fault]) -> None:
+    """Drives while the script happens; what of it would come after the last request does not. Raises as `drive`, and
+    what keeps a worker from coming back."""
+    try:
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(members.disturb, script, drive.now_ms)
+            await drive.run()
+            beside.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        error = _first(group)
+        raise error from error.__cause__
+
+
+def _first(error: Exception) -> Exception:
+    """The first error in a group: the others were cancelled for its sake, or failed at the same moment."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _schedule(trace: Trace, speed_up: float, sessions_at_a_time: int | None) -> Schedule:
+    if sessions_at_a_time is None:
+        return Schedule.open_loop(trace, speed_up=speed_up)
+    return Schedule.closed_loop(trace, sessions_at_a_time, speed_up=speed_up)

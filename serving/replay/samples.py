@@ -1,0 +1,175 @@
+"""Samples: what a replay notes while it runs, a few machine words for each token.
+
+    sample = samples.arrived(due.name, due.due_ms, input_tokens=due.input_tokens)
+    sample.routed(3, now_ms)                      the router has chosen; again after a migration
+    sample.tokens(now_ms, len(output.token_ids))  for every item of the stream
+    samples.ended(sample, now_ms)                 once, however it ended
+
+Times are milliseconds since the start of the replay.
+
+Source: dynamo lib/mocker/src/replay/collector.rs, TraceCollector. Other than there, every figure is exact, and times of
+tokens are kept only until their request has ended.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import StrEnum
+from itertools import islice
+from operator import sub
+from typing import Literal, TypeAlias
+
+from attrs import define, field
+
+from pipeline import InvalidArgument
+
+from .over_time import Amounts
+
+Role: TypeAlias = Literal["prefill", "decode"]
+"""What a worker does; one that does both counts as decode."""
+
+
+class Status(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    UNFINISHED = "unfinished"
+
+
+@define(eq=False)
+class RequestSample:
+    """One request. The runner sets what it learns; the fields without a default never change."""
+
+    name: str
+    arrival_ms: float
+    input_tokens: int
+    wanted_output_tokens: int | None = None
+    session_id: str | None = None
+    turn_index: int | None = None
+    status: Status = Status.UNFINISHED
+    first_token_ms: float | None = None
+    second_token_ms: float | None = None
+    last_token_ms: float | None = None
+    end_ms: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that needed no computing, as the worker said last."""
+    first_cached_tokens: int | None = None
+    """The same as the first worker said; None: as the last."""
+    migrations: int = 0
+    queue_depth: int | None = None
+    """How many waited in the router when it came."""
+    prefill_wait_ms: float | None = None
+    prefill_ms: float | None = None
+    kv_transfer_ms: float | None = None
+    places: list[tuple[Role, int, float]] = field(factory=list)
+    """Where it was sent and when: role, worker, time."""
+    _times: array[float] = field(factory=lambda: array("d"), repr=False)
+
+    def routed(self, worker: int, now_ms: float, role: Role = "decode") -> None:
+        """A worker was chosen for it; what it had before is over."""
+        self.places.append((role, worker, now_ms))
+
+    def tokens(self, now_ms: float, count: int = 1) -> None:
+        """So many tokens came at once."""
+        if count == 1:
+            self._times.append(now_ms)
+        elif count > 1:
+            self._times.extend((now_ms,) * count)
+
+    def worker(self, role: Role = "decode") -> int | None:
+        """The last worker that had it in that role."""
+        return next((worker for its_role, worker, _ in reversed(self.places) if its_role == role), None)
+
+    @property
+    def queue_wait_ms(self) -> float | None:
+        """Until its first worker was chosen."""
+        return self.places[0][2] - self.arrival_ms if self.places else None
+
+    def close(self, now_ms: float, status: Status) -> array[float]:
+        """It has ended. Gives the times of its tokens and forgets them."""
+        times, self._times = self._times, array("d")
+        self.status, self.end_ms, self.output_tokens = status, now_ms, len(times)
+        if times:
+            self.first_token_ms, self.last_token_ms = times[0], times[-1]
+        if len(times) > 1:
+            self.second_token_ms = times[1]
+        return times
+
+
+@define(eq=False)
+class WorkerSample:
+    """One worker, by its number in the replay and its role. `spans` are when it was there; the last may be open."""
+
+    worker: int
+    role: Role
+    spans: list[tuple[float, float | None]] = field(factory=list)
+    preemptions: int = 0
+
+    def seconds(self, end_ms: float) -> float:
+        """How long it was there until then."""
+        ends = (end_ms if left is None else min(left, end_ms) for _, left in self.spans)
+        return sum(max(0.0, end - joined) for end, (joined, _) in zip(ends, self.spans, strict=True)) / 1000.0
+
+
+@define(eq=False)
+class Samples:
+    """All requests and workers of one replay; tokens are also counted for each interval of `interval_ms`."""
+
+    interval_ms: float = 10_000.0
+    requests: list[RequestSample] = field(factory=list)
+    workers: dict[tuple[Role, int], WorkerSample] = field(factory=dict)
+    gaps_ms: array[float] = field(factory=lambda: array("d"), repr=False)
+    """Between the tokens of all requests that were completed."""
+    tokens_over_time: Amounts = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.interval_ms > 0:
+            raise InvalidArgument(f"must be above 0, got {self.interval_ms}", field="interval_ms")
+        self.tokens_over_time = Amounts(self.interval_ms)
+
+    def arrived(
+        self,
+        name: str,
+        arrival_ms: float,
+        *,
+        input_tokens: int,
+        wanted_output_tokens: int | None = None,
+        session_id: str | None = None,
+        turn_index: int | None = None,
+    ) -> RequestSample:
+        """A request is sent."""
+        sample = RequestSample(name, arrival_ms, input_tokens, wanted_output_tokens, session_id, turn_index)
+        self.requests.append(sample)
+        return sample
+
+    def ended(self, sample: RequestSample, now_ms: float, status: Status = Status.COMPLETED) -> None:
+        """A request is over. Only what was completed counts in the figures of latency.
+
+        Raises InvalidArgument for one that is over already.
+        """
+        if sample.end_ms is not None:
+            raise InvalidArgument(f"request {sample.name!r} is over already", field="sample")
+        times = sample.close(now_ms, status)
+        self.tokens_over_time.add_sorted(times)
+        if status is Status.COMPLETED:
+            self.gaps_ms.extend(map(sub, islice(times, 1, None), times))
+
+    def worker_joined(self, worker: int, now_ms: float, role: Role = "decode") -> None:
+        """A worker is there, for the first time or again. One that is there already stays."""
+        known = self.workers.setdefault((role, worker), WorkerSample(worker, role))
+        if not known.spans or known.spans[-1][1] is not None:
+            known.spans.append((now_ms, None))
+
+    def worker_left(self, worker: int, now_ms: float, role: Role = "decode") -> None:
+        """A worker is gone. One that was not there stays away."""
+        known = self.workers.get((role, worker))
+        if known is not None and known.spans and known.spans[-1][1] is None:
+            known.spans[-1] = known.spans[-1][0], now_ms
+
+    def preempted(self, worker: int, count: int = 1, role: Role = "decode") -> None:
+        """A worker sent so many requests back to its queue."""
+        self.workers.setdefault((role, worker), WorkerSample(worker, role)).preemptions += count

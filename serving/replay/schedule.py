@@ -1,0 +1,227 @@
+"""Schedule: which request is due when, and what the end of one makes due. It waits for nothing itself.
+
+    due = schedule.take_due(now_ms)        what to send now, in order
+    schedule.ended(one, now_ms)            it has ended: its session goes on, or its place is free
+    schedule.next_due_ms()                 sleep until then; None: nothing comes before another one ends
+
+Source: dynamo lib/mocker/src/loadgen/driver.rs, WorkloadDriver. Other than there, what can never be sent because
+something before it failed is counted, and times may be off by what a clock in seconds loses.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+from attrs import define, field, frozen
+
+from pipeline import InvalidArgument
+
+from .trace import Session, Trace, TraceFormat, Turn
+
+SAME_MOMENT_MS = 1e-6
+"""Times this close are the same: a clock in seconds cannot give every millisecond back exactly."""
+
+_Place: TypeAlias = tuple[int, int]
+"""Index of a session, index of a turn in it."""
+
+
+@frozen(eq=False)
+class Due:
+    """A request to send. `due_ms` is its arrival, from which its latencies count."""
+
+    due_ms: float
+    session_index: int
+    turn_index: int
+    session: Session
+    turn: Turn
+    history: array[int] | None = None
+    """What comes before its own tokens, in a delta trace."""
+
+    @property
+    def name(self) -> str:
+        """What no other request of the trace is called."""
+        return self.turn.name
+
+    @property
+    def session_id(self) -> str:
+        return self.session.session_id
+
+    @property
+    def input_tokens(self) -> int:
+        return self.turn.prompt.tokens + (0 if self.history is None else len(self.history))
+
+    def token_ids(self) -> list[int]:
+        """The whole prompt, new each time."""
+        own = self.turn.prompt.token_ids()
+        return [*self.history, *own] if self.history else own
+
+
+@define(eq=False)
+class _Open:
+    """A session that has begun and not ended: in flight, or thinking about its next turn."""
+
+    session: Session
+    history: array[int] | None
+
+
+@define(eq=False)
+class Schedule:
+    """The load of a trace: open loop (arrivals as they are) or closed loop (so many sessions at a time).
+
+    Times are milliseconds since the start and never go back. Requests that are due at the same time come in the order
+    of their sessions, then of their turns.
+    """
+
+    trace: Trace
+    speed_up: float
+    _sessions_at_a_time: int | None
+    _heap: list[tuple[float, int, int]] = field(factory=list)
+    _open: dict[int, _Open] = field(factory=dict)
+    _in_flight: set[_Place] = field(factory=set)
+    _next_session: int = 0
+    _left_to_wait_for: dict[int, int] = field(factory=dict)
+    _waiting: dict[str, list[int]] = field(factory=dict)
+    unsent_requests: int = 0
+    """How many can never be sent, for what they would have followed failed."""
+    sent_requests: int = 0
+
+    @classmethod
+    def open_loop(cls, trace: Trace, *, speed_up: float = 1.0) -> Schedule:
+        """Sessions begin as recorded, the first at 0; times between and think times are divided by the speed-up.
+
+        Raises InvalidArgument for a session without arrival, and for a speed-up that is not finite and above 0.
+        """
+        schedule = cls(trace, _checked(speed_up), None)
+        arrivals = {}
+        for index, session in enumerate(trace.sessions):
+            if session.turns[0].wait_for:
+                schedule._wait(index, session.turns[0])
+            elif session.arrival_ms is None:
+                line = f"line {session.turns[0].line}: " if session.turns[0].line else ""
+                raise InvalidArgument(
+                    f"{line}session {session.session_id!r} has no timestamp to begin at; "
+                    "without one a trace needs a number of sessions at a time",
+                    field="trace",
+                )
+            else:
+                arrivals[index] = session.arrival_ms
+        first_ms = min(arrivals.values(), default=0.0)
+        for index, arrival_ms in arrivals.items():
+            schedule._begin(index, (arrival_ms - first_ms) / speed_up)
+        schedule._next_session = len(trace.sessions)
+        return schedule
+
+    @classmethod
+    def closed_loop(cls, trace: Trace, sessions_at_a_time: int, *, speed_up: float = 1.0) -> Schedule:
+        """So many sessions at a time, each until its last turn has ended; arrivals do not count, think times do.
+
+        Raises InvalidArgument for less than one, and for a trace whose requests wait for those of other sessions.
+        """
+        if sessions_at_a_time < 1:
+            raise InvalidArgument(f"must be at least 1, got {sessions_at_a_time}", field="replay_concurrency")
+        if trace.format is TraceFormat.AGENTIC_MOONCAKE:
+            raise InvalidArgument("requests that wait for each other have an order already", field="replay_concurrency")
+        schedule = cls(trace, _checked(speed_up), sessions_at_a_time)
+        schedule._fill(0.0)
+        return schedule
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were sent and have not ended."""
+        return len(self._in_flight)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is in flight and nothing will ever be due."""
+        return not self._in_flight and not self._heap
+
+    def next_due_ms(self) -> float | None:
+        """When the next request is due, as far as is known now."""
+        return self._heap[0][0] if self._heap else None
+
+    def take_due(self, now_ms: float) -> list[Due]:
+        """The requests that are due by now; each is given once and in flight from then on."""
+        due = []
+        while self._heap and self._heap[0][0] <= now_ms + SAME_MOMENT_MS:
+            due_ms, session_index, turn_index = heappop(self._heap)
+            one = self._open[session_index]
+            turn = one.session.turns[turn_index]
+            self._in_flight.add((session_index, turn_index))
+            due.append(Due(due_ms, session_index, turn_index, one.session, turn, one.history))
+        self.sent_requests += len(due)
+        return due
+
+    def ended(self, due: Due, now_ms: float, *, output_token_ids: Sequence[int] = (), goes_on: bool = True) -> None:
+        """A request has ended. `output_token_ids` are its answer, which a delta trace builds its next prompt on.
+
+        It `goes_on` after an answer and after a refusal; without, the turns after it and those that wait for it are
+        never sent. Raises InvalidArgument for a request that is not in flight.
+        """
+        place = due.session_index, due.turn_index
+        if place not in self._in_flight:
+            raise InvalidArgument(f"request {due.name!r} is not in flight", field="due")
+        self._in_flight.remove(place)
+        one = self._open[due.session_index]
+        next_turn = due.turn_index + 1
+        if goes_on and next_turn < len(one.session.turns):
+            if one.history is not None:
+                one.history = array("I", [*due.token_ids(), *output_token_ids])
+            delay_ms = one.session.turns[next_turn].delay_ms / self.speed_up
+            heappush(self._heap, (now_ms + delay_ms, due.session_index, next_turn))
+            return
+        self.unsent_requests += len(one.session.turns) - next_turn
+        del self._open[due.session_index]
+        self._fill(now_ms)
+        if goes_on:
+            self._release(due.name, now_ms)
+        else:
+            self._abandon(due.name)
+
+    def _begin(self, index: int, at_ms: float) -> None:
+        history = array("I") if self.trace.format is TraceFormat.MOONCAKE_DELTA else None
+        self._open[index] = _Open(self.trace.sessions[index], history)
+        heappush(self._heap, (at_ms, index, 0))
+
+    def _fill(self, now_ms: float) -> None:
+        """Begins the next sessions of a closed loop where there are free places."""
+        if self._sessions_at_a_time is None:
+            return
+        while len(self._open) < self._sessions_at_a_time and self._next_session < len(self.trace.sessions):
+            self._begin(self._next_session, now_ms)
+            self._next_session += 1
+
+    def _wait(self, index: int, turn: Turn) -> None:
+        self._left_to_wait_for[index] = len(turn.wait_for)
+        for name in turn.wait_for:
+            self._waiting.setdefault(name, []).append(index)
+
+    def _release(self, name: str, now_ms: float) -> None:
+        """Those that waited for the last time are due their delay from now."""
+        for index in self._waiting.pop(name, ()):
+            left = self._left_to_wait_for.get(index)
+            if left is None:
+                continue
+            self._left_to_wait_for[index] = left - 1
+            if left == 1:
+                del self._left_to_wait_for[index]
+                self._begin(index, now_ms + self.trace.sessions[index].turns[0].delay_ms / self.speed_up)
+
+    def _abandon(self, name: str) -> None:
+        """Those that wait for it never come, nor those that wait for these."""
+        names = [name]
+        while names:
+            for index in self._waiting.pop(names.pop(), ()):
+                if self._left_to_wait_for.pop(index, None) is not None:
+                    turns = self.trace.sessions[index].turns
+                    self.unsent_requests += len(turns)
+                    names += [turn.name for turn in turns]
+
+
+def _checked(speed_up: float) -> float:
+    if not 0 < speed_up < math.inf:
+        raise InvalidArgument(f"must be finite and above 0, got {speed_up}", field="arrival_speedup_ratio")
+    return speed_up

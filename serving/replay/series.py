@@ -1,0 +1,111 @@
+"""Series: what happened in each interval of a replay."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from .distribution import rank
+from .over_time import Amounts, Lasting
+from .samples import RequestSample, Role, Samples, Status
+
+
+@frozen
+class WorkerSeries:
+    """One worker by interval: requests it had on average, and the part of the prompts sent to it that was cached.
+
+    The part is None where nothing arrived that it completed.
+    """
+
+    worker: int
+    role: Role
+    load: list[float]
+    hit_rate: list[float | None]
+
+
+@frozen
+class Series:
+    """One value for each interval of `interval_ms`; the last one is shorter, unless only its first moment is reached.
+
+    `running` are requests in flight on average; times to first token belong to the interval of the arrival, and are
+    None where none came.
+    """
+
+    interval_ms: float
+    arrivals: list[int]
+    completions: list[int]
+    running: list[float]
+    mean_ttft_ms: list[float | None]
+    p99_ttft_ms: list[float | None]
+    output_tok_s: list[float]
+    workers: list[WorkerSeries]
+
+
+def make_series(samples: Samples, end_ms: float) -> Series:
+    """The series of a replay that ended then."""
+    width, requests = samples.interval_ms, samples.requests
+    latest_ms = max([end_ms, *(sample.arrival_ms for sample in requests)], default=0.0)
+    intervals = int(latest_ms // width) + 1 if requests else 0
+    arrivals, completions, running = Amounts(width), Amounts(width), Lasting(width)
+    ttfts: defaultdict[int, list[float]] = defaultdict(list)
+    for sample in requests:
+        arrivals.add(sample.arrival_ms)
+        running.add(sample.arrival_ms, _end(sample, latest_ms))
+        if sample.status is Status.COMPLETED and sample.end_ms is not None:
+            completions.add(sample.end_ms)
+            if sample.first_token_ms is not None:
+                ttfts[arrivals.interval(sample.arrival_ms)].append(sample.first_token_ms - sample.arrival_ms)
+    ordered = [sorted(ttfts.get(interval, ())) for interval in range(intervals)]
+    tokens = samples.tokens_over_time.values(intervals)
+    lasted_s = [(min(width, latest_ms - interval * width) or width) / 1000 for interval in range(intervals)]
+    return Series(
+        interval_ms=width,
+        arrivals=[int(value) for value in arrivals.values(intervals)],
+        completions=[int(value) for value in completions.values(intervals)],
+        running=running.means(intervals, latest_ms),
+        mean_ttft_ms=[sum(values) / len(values) if values else None for values in ordered],
+        p99_ttft_ms=[values[rank(len(values), 99)] if values else None for values in ordered],
+        output_tok_s=[count / lasted for count, lasted in zip(tokens, lasted_s, strict=True)],
+        workers=list(_workers(samples, intervals, latest_ms)),
+    )
+
+
+def _end(sample: RequestSample, latest_ms: float) -> float:
+    return latest_ms if sample.end_ms is None else sample.end_ms
+
+
+def stays(sample: RequestSample, end_ms: float) -> Iterator[tuple[tuple[Role, int], float, float]]:
+    """The workers that had a request, with when each began and ended; one ends where the next begins."""
+    for at, (role, worker, begin_ms) in enumerate(sample.places):
+        over_ms = sample.places[at + 1][2] if at + 1 < len(sample.places) else _end(sample, end_ms)
+        yield (role, worker), begin_ms, max(begin_ms, over_ms)
+
+
+def _workers(samples: Samples, intervals: int, end_ms: float) -> Iterator[WorkerSeries]:
+    width = samples.interval_ms
+    loads: defaultdict[tuple[Role, int], Lasting] = defaultdict(lambda: Lasting(width))
+    cached: defaultdict[tuple[Role, int], Amounts] = defaultdict(lambda: Amounts(width))
+    prompts: defaultdict[tuple[Role, int], Amounts] = defaultdict(lambda: Amounts(width))
+    for sample in samples.requests:
+        for place, begin_ms, over_ms in stays(sample, end_ms):
+            loads[place].add(begin_ms, over_ms)
+        place_of_prompt = computed_at(sample)
+        if place_of_prompt is not None and sample.status is Status.COMPLETED:
+            cached[place_of_prompt].add(sample.arrival_ms, sample.cached_tokens)
+            prompts[place_of_prompt].add(sample.arrival_ms, sample.input_tokens)
+    for role, worker in sorted(samples.workers.keys() | loads.keys()):
+        place = role, worker
+        parts = zip(cached[place].values(intervals), prompts[place].values(intervals), strict=True)
+        rates = [part / whole if whole else None for part, whole in parts]
+        yield WorkerSeries(worker, role, loads[place].means(intervals, end_ms), rates)
+
+
+def computed_at(sample: RequestSample) -> tuple[Role, int] | None:
+    """The worker whose cache a prompt met: the last that prefilled it, else the last that had it."""
+    prefill = sample.worker("prefill")
+    if prefill is not None:
+        return "prefill", prefill
+    worker = sample.worker()
+    return None if worker is None else ("decode", worker)

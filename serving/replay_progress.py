@@ -1,0 +1,34 @@
+"""A bar on a terminal while a replay runs, with its rate and what is left. A door of rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+from rich.text import Text
+
+
+@contextmanager
+def progress(total: int, file: TextIO) -> Iterator[Callable[[int], None]]:
+    """What to tell how many have ended. The bar is gone when the block ends; a file that is no terminal has none."""
+    if not file.isatty():
+        yield lambda ended: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=file), transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def heard(ended: int) -> None:
+            bar.update(task, completed=ended)
+
+        yield heard
+
+
+class _Rate(ProgressColumn):
+    """How many a second, of late."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.0f} requests/s")

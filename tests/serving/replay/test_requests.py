@@ -1,0 +1,47 @@
+"""A due request as a graph takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engines.mocker import RecordedOutputs
+from pipeline import Context
+from pipeline.protocols import PreprocessedRequest
+from serving.replay import Schedule, Trace, request_of
+
+TraceOf = Callable[..., Trace]
+
+
+def first(trace: Trace) -> Context[PreprocessedRequest]:
+    return request_of(Schedule.closed_loop(trace, 1).take_due(0)[0], model="m")
+
+
+def row(**said: Any) -> dict[str, Any]:
+    return {"hash_ids": [4, 5], "output_length": 2, "input_length": 3, **said}
+
+
+def test_it_asks_for_exactly_the_tokens_of_the_trace_under_its_name(trace_of: TraceOf) -> None:
+    context = first(trace_of(row(), trace_block_size=2))
+    request = context.payload
+    assert (context.id, context.metadata, request.model) == ("line:0", {}, "m")
+    assert request.token_ids == [4, 4, 5]
+    assert (request.stop_conditions.max_tokens, request.stop_conditions.min_tokens) == (2, 2)
+    assert request.stop_conditions.ignore_eos
+    assert (request.routing, request.annotations) == (None, [])
+
+
+def test_it_carries_the_hints_of_the_trace(trace_of: TraceOf) -> None:
+    context = first(trace_of(row(session_id="s", priority=-3, strict_priority=2, policy_class="batch")))
+    assert context.metadata == {"X-Dynamo-Session-ID": "s", "policy-class": "batch"}
+    routing = context.payload.routing
+    assert routing is not None
+    assert (routing.priority, routing.priority_jump, routing.strict_priority) == (-3, 0.0, 2)
+
+
+def test_a_recorded_answer_is_found_for_it(trace_of: TraceOf) -> None:
+    trace = trace_of(row(session_id="s", output_token_ids=[8, 9]))
+    (turn,) = trace.sessions[0].turns
+    assert turn.recorded is not None
+    context = first(trace)
+    assert RecordedOutputs({turn.name: turn.recorded}).find(context.payload, "another id") == turn.recorded

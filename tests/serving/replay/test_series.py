@@ -1,0 +1,106 @@
+"""What happened in each interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import InvalidArgument
+from serving.replay import Samples, Series, Status, make_report
+from serving.replay.over_time import Amounts, Lasting
+
+
+def series(samples: Samples) -> Series:
+    made = make_report(samples).series
+    assert made is not None
+    return made
+
+
+def request(
+    samples: Samples, arrival: float, tokens: Sequence[float], end: float, status: Status = Status.COMPLETED
+) -> None:
+    sample = samples.arrived("r", arrival, input_tokens=100)
+    sample.routed(len(samples.requests) % 2, arrival)
+    sample.cached_tokens = 50
+    for at in tokens:
+        sample.tokens(at)
+    samples.ended(sample, end, status)
+
+
+def test_arrivals_ends_and_tokens_count_where_they_are() -> None:
+    samples = Samples(interval_ms=100)
+    request(samples, 0, [90, 99.9, 100, 250], 250)
+    request(samples, 100, [140], 140, Status.FAILED)
+    made = series(samples)
+    assert (made.arrivals, made.completions) == ([1, 1, 0], [0, 0, 1])
+    assert made.output_tok_s == [20.0, 20.0, 1 / 0.05]
+    assert made.running == [1.0, 1.4, 1.0]
+    assert made.mean_ttft_ms == made.p99_ttft_ms == [90.0, None, None]
+
+
+def test_each_worker_has_its_load_and_hit_rate() -> None:
+    samples = Samples(interval_ms=100)
+    samples.worker_joined(2, 0)
+    request(samples, 0, [90], 150)
+    request(samples, 120, [130], 200)
+    zero, one, two = series(samples).workers
+    assert (zero.worker, zero.load, zero.hit_rate) == (0, [0.0, 0.8, 0.0], [None, 0.5, None])
+    assert (one.worker, one.load, one.hit_rate) == (1, [1.0, 0.5, 0.0], [0.5, None, None])
+    assert (two.worker, two.load, two.hit_rate) == (2, [0.0] * 3, [None] * 3)
+
+
+def test_a_request_that_moves_loads_each_worker_for_its_time() -> None:
+    samples = Samples(interval_ms=100)
+    sample = samples.arrived("r", 0, input_tokens=1)
+    sample.routed(0, 20)
+    sample.routed(1, 60)
+    samples.ended(sample, 100)
+    zero, one = series(samples).workers
+    assert (zero.load, one.load) == ([0.4, 0.0], [0.4, 0.0])
+
+
+def test_an_interval_lasts_some_time() -> None:
+    with pytest.raises(InvalidArgument):
+        Samples(interval_ms=0)
+
+
+def test_a_report_has_no_series_unless_asked_or_without_requests() -> None:
+    assert make_report(Samples(), series=False).series is None
+    assert series(Samples()).arrivals == []
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 500), st.floats(0, 500)), min_size=1, max_size=10),
+    st.sampled_from([1.0, 7.5, 100.0]),
+)
+def test_what_lasts_is_all_there_and_never_more_than_all(spans: list[tuple[float, float]], width: float) -> None:
+    lasting = Lasting(width)
+    for begin, length in spans:
+        lasting.add(begin, begin + length)
+    end = max(begin + length for begin, length in spans)
+    intervals = int(end // width) + 1
+    means = lasting.means(intervals, end)
+    lasted = [min(width, end - at * width) for at in range(intervals)]
+    total = sum(mean * time for mean, time in zip(means, lasted, strict=True))
+    assert total == pytest.approx(sum(length for _, length in spans), abs=1e-6)
+    assert all(-1e-6 <= mean <= len(spans) + 1e-6 for mean, time in zip(means, lasted, strict=True) if time > 1e-3)
+
+
+@given(st.lists(st.floats(0, 1000), max_size=30), st.sampled_from([0.1, 7.5, 100.0, 5000.0]))
+def test_times_in_order_are_counted_as_one_by_one(times: list[float], width: float) -> None:
+    at_once, singly = Amounts(width), Amounts(width)
+    at_once.add_sorted(sorted(times))
+    for at in times:
+        singly.add(at)
+    assert at_once.by_interval == singly.by_interval
+
+
+def test_a_replay_that_ends_with_an_interval_loses_no_token() -> None:
+    samples = Samples(interval_ms=100)
+    request(samples, 0, [50, 100], 100)
+    made = series(samples)
+    assert made.output_tok_s == [10.0, 10.0]
+    assert made.running == [1.0, 0.0]
