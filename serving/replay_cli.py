@@ -115,6 +115,9 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="W
 HtmlFile = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write a page with plots there, whole in itself.")
 ]
+ParetoFile = Annotated[
+    Path | None, typer.Option("--pareto", metavar="FILE", help="Write a page there with the runs that no other beats.")
+]
 PerRequest = Annotated[bool, typer.Option("--per-request", help="Every request is in the JSON.")]
 RealTime = Annotated[bool, typer.Option("--real-time", help="Let time pass as it does, not jump to what is next.")]
 
@@ -217,16 +220,20 @@ def run(
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="A.json B.json...", help="Reports that --json wrote.")],
     html: HtmlFile = None,
+    pareto: ParetoFile = None,
 ) -> None:
     """Show the figures of two or more reports side by side, and by how much each differs from the first."""
     from .replay import side_by_side
 
     try:
         _check_place(html, "html")
+        _check_place(pareto, "pareto")
         named = [(_short(path, reports), _report(path)) for path in reports]
         typer.echo(side_by_side(named), nl=False)
         if html is not None:
             _write_page(html, dict(named))
+        if pareto is not None:
+            _write_pareto(pareto, dict(named))
     except (PenstockError, OSError) as error:
         fail(error)
 
@@ -242,6 +249,12 @@ def _write_page(path: Path, reports: dict[str, Report]) -> None:
     from .replay import report_page
 
     path.write_text(report_page(reports), encoding="utf-8")
+
+
+def _write_pareto(path: Path, reports: dict[str, Report]) -> None:
+    from .replay import pareto_page
+
+    path.write_text(pareto_page(reports), encoding="utf-8")
 
 
 def _script(faults: list[str], config: GraphConfig) -> list[Fault | RollingRestart]:

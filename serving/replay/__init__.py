@@ -9,6 +9,7 @@ from .distribution import Distribution
 from .fault_script import parse_fault, parse_faults, read_faults
 from .faults import Action, Fault, RollingRestart, plan_faults
 from .page import report_page
+from .page_sweep import pareto_page
 from .prompts import Prompt
 from .reading import first_requests, read_trace
 from .report import Balance, Goodput, Report, RequestReport, WorkerReport, side_by_side
@@ -50,6 +51,7 @@ __all__ = [
     "WorkerSeries",
     "first_requests",
     "make_report",
+    "pareto_page",
     "parse_fault",
     "parse_faults",
     "plan_faults",

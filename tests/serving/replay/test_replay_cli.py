@@ -232,3 +232,6 @@ def test_a_page_with_plots_is_written_of_one_run_and_of_several(replay: Replay, 
     page = (tmp_path / "both.html").read_text()
     assert all(name in page for name in ("round-robin", "kv"))
     assert replay(trace, "--html", tmp_path / "nowhere" / "page.html")[0] == 2
+    runs = tmp_path / "round-robin.json", tmp_path / "kv.json"
+    assert replay("compare", *runs, "--pareto", tmp_path / "pareto.html")[0] == 0
+    assert "Which runs no other beats" in (tmp_path / "pareto.html").read_text()
