@@ -14,11 +14,6 @@ from .wire import I32, I64, U8, U32, InvalidRecord, null
 MAX_GRAMMAR_NESTING = 500
 """Bracket depth above which a grammar is refused: grammar compilers recurse once per level."""
 
-TEMPERATURE_RANGE = (0.0, 1.0)
-TOP_P_RANGE = (0.0, 1.0)
-FREQUENCY_PENALTY_RANGE = (-1.0, 1.0)
-"""The ranges engines are commonly tuned for; what HTTP accepts is wider and checked there."""
-
 
 @define(slots=True)
 class StopConditions:

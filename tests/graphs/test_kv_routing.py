@@ -100,6 +100,22 @@ async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_doe
         assert [worker in text for worker in workers] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_what_is_cached_where_it_decodes_passes_the_prefill_workers_by_if_the_settings_say_so(
+    enabled: bool,
+) -> None:
+    settings = KvRouterConfig(conditional_disagg_enabled=enabled, use_kv_events=False)
+    async with hosted_graph(config(prefill_workers=1, kv_router=settings), Hosting()) as opened:
+        passed_by = []
+        for _ in range(2):
+            request = ChatCompletionRequest(model="echo", messages=said("hi"), max_tokens=4)
+            async with await opened.graph.generate(Context(request)) as stream:
+                items = [item async for item in stream]
+            assert sum(len(item.data.token_ids) for item in items if item.data is not None) == 4
+            passed_by.append(items[0].event == "x-bypass-remote-prefill")
+        assert passed_by == [False, enabled]
+
+
 async def test_a_worker_that_is_gone_is_not_chosen_for_what_it_had() -> None:
     async with hosted_graph(config(), Hosting()) as opened:
         first = await ask(opened.graph, said("hi"))
