@@ -76,7 +76,7 @@ DOORS = {
     },
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
-    "typer": {f"serving/{name}.py" for name in ("cli", "options", "replay_cli")},
+    "typer": {f"serving/{name}.py" for name in ("cli", "options", "replay_cli", "replay_options")},
     "uvicorn": {"serving/cli.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_publisher.py", "operators/kv/engine_zmq.py"},
     "xxhash": {"pipeline/block_hash.py", "pipeline/frames.py"},

@@ -1,0 +1,137 @@
+"""What the commands of `penstock replay` do: read the load, replay it, write reports and pages."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import InvalidArgument
+
+if TYPE_CHECKING:
+    from .config import GraphConfig
+    from .replay import Fault, Report, RollingRestart, Trace
+
+
+def check_place(path: Path | None, field: str) -> None:
+    """Raises InvalidArgument where the report could not be written, before all the work is done."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        what = "is a folder" if path.is_dir() else "is in no folder that is there"
+        raise InvalidArgument(f"{path} {what}", field=field)
+
+
+def write_page(path: Path, reports: dict[str, Report]) -> None:
+    from .replay import report_page
+
+    path.write_text(report_page(reports), encoding="utf-8")
+
+
+def write_pareto(path: Path, reports: dict[str, Report]) -> None:
+    from .replay import pareto_page
+
+    path.write_text(pareto_page(reports), encoding="utf-8")
+
+
+def script_of(faults: list[str], config: GraphConfig) -> list[Fault | RollingRestart]:
+    """The faults as written, once they are known to fit the workers."""
+    from .replay import parse_faults, plan_faults
+
+    script = parse_faults(faults)
+    plan_faults(script, workers=config.workers, prefill_workers=config.prefill_workers)
+    return script
+
+
+def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_size: int) -> Trace:
+    from .replay import SyntheticLoad
+
+    for name, value in (("input_tokens", given["input_tokens"]), ("output_tokens", given["output_tokens"])):
+        if value is None:
+            raise InvalidArgument("is needed to make up load; or give a TRACE", field=name)
+    if requests is None:
+        raise InvalidArgument("is needed to make up load; or give a TRACE", field="requests")
+    said = {name: value for name, value in given.items() if value is not None}
+    return SyntheticLoad(request_count=requests, seed=seed, trace_block_size=block_size, **said).make()
+
+
+def read_load(
+    path: Path,
+    format: str,
+    block_size: int,
+    skip_bad: bool,
+    requests: int | None,
+    made_up: dict[str, Any],
+    prefixes: dict[str, Any],
+) -> Trace:
+    from .replay import first_requests, read_trace
+
+    for name, value in made_up.items():
+        if value is not None:
+            raise InvalidArgument("is for made up load, and there is a trace", field=name)
+    if requests is not None and requests < 1:
+        raise InvalidArgument(f"must be at least 1, got {requests}", field="requests")
+    said = {name: value for name, value in prefixes.items() if value is not None}
+    trace = read_trace(path, format, trace_block_size=block_size, skip_bad=skip_bad, **said)
+    return trace if requests is None else first_requests(trace, requests)
+
+
+def limits_of(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None) -> Any:
+    from .replay import Limits
+
+    return Limits(ttft_ms=ttft_ms, itl_ms=itl_ms, e2e_ms=e2e_ms)
+
+
+def settings_of(
+    config: GraphConfig,
+    path: Path | None,
+    load: Trace,
+    router: str,
+    faults: list[str],
+    speed_up: float,
+    concurrency: int | None,
+) -> dict[str, Any]:
+    """What the report says of itself. Nothing of the machine or the day: the same replay gives the same bytes."""
+    return {
+        "trace": None if path is None else path.name,
+        "format": load.format.value,
+        "router": router,
+        "workers": config.workers,
+        "prefill_workers": config.prefill_workers,
+        "engine": config.engine,
+        "engine_args": dict(config.engine_args),
+        "seed": config.seed,
+        "speed_up": speed_up,
+        "concurrency": concurrency,
+        "faults": faults,
+    }
+
+
+def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> Report:
+    """The report, with a bar while it is made."""
+    import anyio
+
+    from pipeline.testing import run_in_virtual_time
+
+    from .replay import run_config
+    from .replay_progress import progress
+
+    with progress(trace.requests, sys.stderr) as heard:
+        main = partial(run_config, config, trace, heard=heard, **how)
+        return anyio.run(main) if real_time else run_in_virtual_time(main, backend="asyncio")
+
+
+def short_name(path: Path, paths: list[Path]) -> str:
+    """Its name without folder and suffix, unless another one is called the same."""
+    return path.stem if [other.stem for other in paths].count(path.stem) == 1 else str(path)
+
+
+def read_report(path: Path) -> Report:
+    """Raises InvalidArgument for a file that cannot be read or is no report, named by its path."""
+    from .replay import Report
+
+    try:
+        return Report.from_json(path.read_bytes())
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path} is no report: {error}", cause=error) from error
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}", cause=error) from error
