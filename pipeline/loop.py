@@ -1,4 +1,4 @@
-"""Where a callback belongs: the event loop and thread it was made in; and a cheap way to wake one task.
+"""Where a callback belongs: the event loop and thread it was made in; and cheap ways to wake one task.
 
 Control crosses threads (a signal handler, an engine's own thread), loops do not. A `Home` remembers the loop that ran
 when it was taken and brings a callback back to it, on asyncio and trio alike.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from anyio import Event, NoEventLoopError
+from anyio import Event, NoEventLoopError, sleep_until
 from anyio.abc import AsyncBackend
 from anyio.lowlevel import current_token
 
@@ -71,6 +71,15 @@ def call_soon(loop: Any, callback: Callable[[], object]) -> None:
     callback()
 
 
+def loop_clock() -> Callable[[], float]:
+    """The clock of the loop that runs here, in seconds: for those who look at it once an item.
+
+    As `anyio.current_time`, which finds out anew each time which library it is. Raises NoEventLoopError without a loop.
+    """
+    token = current_token()
+    return getattr(token.native_token, "time", None) or token.backend_class.current_time
+
+
 class Bell:
     """Wakes the one task that waits for it; made, rung and waited for in one loop and thread.
 
@@ -102,3 +111,34 @@ class Bell:
         else:
             self._waiting = future = self._make_future()
             await future
+
+
+class Alarm:
+    """Wakes the one task that waits for a time; made and waited for in one loop.
+
+    What `anyio.sleep_until` does, on asyncio at half the cost: for those who sleep again and again.
+    """
+
+    __slots__ = ("_loop",)
+
+    def __init__(self) -> None:
+        loop = current_token().native_token
+        self._loop: Any = loop if hasattr(loop, "call_at") else None
+
+    async def wait(self, deadline_s: float) -> None:
+        """Returns at that time of the loop's clock, or at once if it is past."""
+        if self._loop is None:
+            await sleep_until(deadline_s)
+            return
+        future = self._loop.create_future()
+        timer = self._loop.call_at(deadline_s, _wake, future)
+        try:
+            await future
+        except BaseException:
+            timer.cancel()
+            raise
+
+
+def _wake(future: Any) -> None:
+    if not future.done():  # a cancelled wait has left it behind
+        future.set_result(None)

@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 
 from pipeline import EngineShutdown, PenstockError
 from pipeline.errors import BackendUnknown
+from pipeline.loop import Alarm, loop_clock
 
 from ..engine_metrics import ComponentSnapshot, SnapshotPublisher
 from ..kv_sources import KvEventPublisher
@@ -158,7 +159,7 @@ class Rank:
             self._wake_reservations()
 
     async def _run(self) -> None:
-        due_s = 0.0
+        due_s, clock, alarm = 0.0, loop_clock(), Alarm()
         while True:
             if self.scheduler.is_idle:
                 await self._wait_for_work()
@@ -166,13 +167,13 @@ class Rank:
             if done.did_nothing:
                 await self._wait_for_work()
                 continue
-            now_s = anyio.current_time()
+            now_s = clock()
             due_s = max(due_s, now_s) + done.duration_ms / 1000
             if due_s - now_s >= MIN_SLEEP_S:
-                await anyio.sleep(due_s - now_s)
+                await alarm.wait(due_s)
             else:
                 await checkpoint()
-            self._deliver(done)
+            self._deliver(done, clock())
 
     async def _wait_for_work(self) -> None:
         self._show()
@@ -199,11 +200,11 @@ class Rank:
         self._show()
         return done
 
-    def _deliver(self, done: Pass) -> None:
+    def _deliver(self, done: Pass, now_s: float) -> None:
         """Tells each request what the pass gave it; who was cancelled meanwhile hears nothing."""
         live = self._live
         if self.latencies is not None:
-            self.latencies.saw(done, live, anyio.current_time())
+            self.latencies.saw(done, live, now_s)
         for sequence in done.emitted:
             channel = live.get(sequence)
             if channel is not None:

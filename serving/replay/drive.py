@@ -15,6 +15,7 @@ from attrs import define, field
 
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, PenstockError
 from pipeline.errors import Refused
+from pipeline.loop import loop_clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 
 from .requests import request_of
@@ -38,6 +39,7 @@ class Drive:
     model: str = ""
     number_of: Numbered = lambda worker_id, role: worker_id
     heard: Callable[[int], object] = lambda ended: None
+    _clock: Callable[[], float] = field(default=anyio.current_time, init=False)
     _began_s: float = field(default=0.0, init=False)
     _ended: int = field(default=0, init=False)
     _news: anyio.Event = field(factory=anyio.Event, init=False)
@@ -47,7 +49,8 @@ class Drive:
     async def run(self) -> None:
         """Returns when every request that can be sent has ended. What a graph raises that is no error of ours is
         raised, once all that is open is closed; cancelled, it closes that too."""
-        self._began_s = anyio.current_time()
+        self._clock = loop_clock()
+        self._began_s = self._clock()
         async with anyio.create_task_group() as tasks:
             while not self.schedule.finished and self._failure is None:
                 for due in self.schedule.take_due(self.now_ms()):
@@ -60,7 +63,7 @@ class Drive:
 
     def now_ms(self) -> float:
         """Since the beginning."""
-        return (anyio.current_time() - self._began_s) * 1000.0
+        return (self._clock() - self._began_s) * 1000.0
 
     async def _until_next(self) -> None:
         """Until a request is due, or one has ended, which may make another due."""
@@ -111,17 +114,17 @@ class Drive:
     ) -> tuple[list[int], Status]:
         """Reads the answer to its end; its tokens, and how it says it ended. Raises the error it ends with."""
         said: list[int] = []
-        status = Status.COMPLETED
+        status, clock, began_s = Status.COMPLETED, self._clock, self._began_s
         async with await self.graph.generate(request) as stream:
             async for item in stream:
-                if (error := item.extract_error()) is not None:
+                if item.event is not None and (error := item.extract_error()) is not None:
                     raise error
                 if (data := item.data) is None:
                     continue
                 if data.token_ids:
                     if not said:
                         tracker.record_token()
-                    sample.tokens(self.now_ms(), len(data.token_ids))
+                    sample.tokens((clock() - began_s) * 1000.0, len(data.token_ids))
                     said += data.token_ids
                 if (usage := data.completion_usage) is not None and usage.prompt_tokens_details is not None:
                     sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0

@@ -1,4 +1,4 @@
-"""Home: where a callback belongs. Bell: the cheap way to wake one task."""
+"""Home: where a callback belongs. Bell and Alarm: the cheap ways to wake one task. The loop's clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline.loop import Bell, Home
+from pipeline.loop import Alarm, Bell, Home, loop_clock
 
 pytestmark = pytest.mark.anyio
 
@@ -82,3 +82,61 @@ async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_else
     other.start()
     other.join()
     assert order == ["called", "after"]
+
+
+async def test_an_alarm_wakes_at_its_time_again_and_again() -> None:
+    alarm, clock = Alarm(), loop_clock()
+    for deadline_s in (clock() + 1.5, clock() + 4.0):
+        await alarm.wait(deadline_s)
+        assert clock() == pytest.approx(deadline_s)
+
+
+async def test_an_alarm_for_a_time_that_is_past_wakes_at_once() -> None:
+    began_s = loop_clock()()
+    await Alarm().wait(began_s - 1.0)
+    assert loop_clock()() == began_s
+
+
+async def test_a_cancelled_alarm_can_be_set_again() -> None:
+    alarm, clock = Alarm(), loop_clock()
+    with anyio.move_on_after(1.0) as scope:
+        await alarm.wait(clock() + 3600.0)
+    assert scope.cancelled_caught
+    began_s = clock()
+    await alarm.wait(began_s + 2.0)
+    assert clock() == pytest.approx(began_s + 2.0)
+
+
+async def test_an_alarm_and_a_cancellation_at_once_do_not_fail() -> None:
+    clock = loop_clock()
+    deadline_s = clock() + 1.0
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Alarm().wait, deadline_s)
+        await anyio.sleep_until(deadline_s)
+        tasks.cancel_scope.cancel()
+
+
+async def test_the_clock_of_the_loop_is_that_of_anyio() -> None:
+    clock = loop_clock()
+    assert clock() == pytest.approx(anyio.current_time(), abs=0.1)
+    await anyio.sleep(1.0)
+    assert clock() == pytest.approx(anyio.current_time(), abs=0.1)
+
+
+async def test_a_deadline_that_is_now_comes_although_a_task_never_waits() -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def spin() -> None:
+            while True:
+                await checkpoint()
+
+        tasks.start_soon(spin)
+        with anyio.move_on_after(0) as scope:
+            await anyio.sleep_forever()
+        tasks.cancel_scope.cancel()
+    assert scope.cancelled_caught
+
+
+async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:
+    """A thread comes back by the loop's own means, whatever the clock does meanwhile."""
+    assert await anyio.to_thread.run_sync(get_ident) != get_ident()
