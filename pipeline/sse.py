@@ -77,6 +77,8 @@ class SSEDecoder:
         self._fields: dict[str, str] = {}
         self._data: list[str] = []
         self._comments: list[str] = []
+        self.is_done = False
+        """Whether `[DONE]`, which is no event, has been read."""
 
     def feed(self, data: bytes) -> list[SSEMessage]:
         """The events that are whole now."""
@@ -104,7 +106,9 @@ class SSEDecoder:
         if not name:
             self._comments.append(value.strip())
         elif name == "data":
-            if value != _DONE_VALUE:
+            if value == _DONE_VALUE:
+                self.is_done = True
+            else:
                 self._data.append(value)
         elif name == "event" or (name == "id" and "\0" not in value):
             self._fields[name] = value

@@ -1,6 +1,7 @@
-"""`penstock replay`: a trace through a graph in virtual time, and reports side by side.
+"""`penstock replay`: a trace through a graph in virtual time, or to a server, and reports side by side.
 
     penstock replay TRACE --router kv --workers 8 --json kv.json
+    penstock replay TRACE --live http://127.0.0.1:8000
     penstock replay compare round_robin.json kv.json
 
 The first is the command `run` of the group, whose name need not be said.
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from pipeline import PenstockError
+from pipeline import InvalidArgument, PenstockError
 
 from .options import (
     BusyBlocks,
@@ -42,6 +43,7 @@ from .options import (
     routing_of,
     says_its_options,
 )
+from .replay_live import Live, check_options, ids_of, replayed_live
 from .replay_options import (
     ArrivalInterval,
     BlockSize,
@@ -54,6 +56,10 @@ from .replay_options import (
     LimitE2e,
     LimitItl,
     LimitTtft,
+    LiveIds,
+    LiveModel,
+    LiveTimeout,
+    LiveUrl,
     OutputTokens,
     ParetoFile,
     PerRequest,
@@ -72,6 +78,7 @@ from .replay_options import (
 from .replay_work import (
     check_place,
     limits_of,
+    load_settings,
     made_up_load,
     read_load,
     read_report,
@@ -82,6 +89,9 @@ from .replay_work import (
     write_page,
     write_pareto,
 )
+
+INTERRUPTED_EXIT = 130
+"""As of a program that a shell's user interrupts."""
 
 
 class _Replay(TyperGroup):
@@ -94,7 +104,7 @@ class _Replay(TyperGroup):
 replay = typer.Typer(
     name="replay",
     cls=_Replay,
-    help="Replay a trace through a graph in virtual time, or compare the reports of replays.",
+    help="Replay a trace through a graph in virtual time or to a server, or compare the reports of replays.",
     rich_markup_mode=None,
 )
 
@@ -102,6 +112,7 @@ replay = typer.Typer(
 @replay.command(epilog="Reports side by side: penstock replay compare A.json B.json")
 @says_its_options
 def run(
+    context: typer.Context,
     trace: TraceFile = None,
     format: Format = "mooncake",
     trace_block_size: BlockSize = 512,
@@ -139,9 +150,14 @@ def run(
     html: HtmlFile = None,
     per_request: PerRequest = False,
     real_time: RealTime = False,
+    live: LiveUrl = None,
+    model: LiveModel = None,
+    live_ids: LiveIds = "1000-31999",
+    live_timeout: LiveTimeout = 600.0,
     log_level: LogLevelOption = LogLevel.ERROR,
 ) -> None:
-    """Replay a trace, or load made up from lengths, through the graph that `serve` would run; report what it cost."""
+    """Replay a trace, or made up load, through the graph that `serve` would run or to a server; report what it cost."""
+    _check_given(context, live, per_request, json)
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     thresholds = (
         active_decode_blocks_threshold,
@@ -155,7 +171,7 @@ def run(
         "migration_max_seq_len_tokens": migration_max_seq_len_tokens,
     }
     routing = partial(routing_of, router, router_config, kv_events, seed, thresholds, others)
-    config = config_of(None, None, engine, engine_arg, workers, routing)
+    config = config_of(None, None, engine, engine_arg, workers, routing) if live is None else None
     made_up = {
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
@@ -168,29 +184,42 @@ def run(
     try:
         check_place(json, "json")
         check_place(html, "html")
-        script = script_of(fault, config)
+        script = [] if config is None else script_of(fault, config)
         if trace is None:
             load = made_up_load(made_up | prefixes, requests, seed, trace_block_size)
         else:
             load = read_load(trace, format, trace_block_size, skip_bad, requests, made_up, prefixes)
-        report = replayed(
-            config,
-            load,
-            real_time,
-            faults=script,
-            speed_up=speed_up,
-            sessions_at_a_time=concurrency,
-            limits=limits_of(sla_ttft_ms, sla_itl_ms, sla_e2e_ms),
-            per_request=per_request,
-            settings=settings_of(config, trace, load, router.value, fault, speed_up, concurrency),
-        )
+        how = {
+            "speed_up": speed_up,
+            "sessions_at_a_time": concurrency,
+            "limits": limits_of(sla_ttft_ms, sla_itl_ms, sla_e2e_ms),
+        }
+        if config is not None:
+            settings = settings_of(config, trace, load, router.value, fault, speed_up, concurrency)
+            report = replayed(config, load, real_time, faults=script, per_request=per_request, settings=settings, **how)
+        else:
+            asked = Live(live or "", model, ids_of(live_ids), live_timeout)
+            settings = load_settings(trace, load, seed, speed_up, concurrency)
+            report = replayed_live(asked, load, json if per_request else None, settings, **how)
         if json is not None:
             json.write_bytes(report.to_json())
         if html is not None:
-            write_page(html, {router.value: report})
+            write_page(html, {router.value if config is not None else "live": report})
     except (PenstockError, OSError) as error:
-        fail(of_engine(error, config))
+        fail(error if config is None else of_engine(error, config))
     typer.echo(report.table(), nl=False)
+    if report.is_interrupted:
+        raise typer.Exit(INTERRUPTED_EXIT)
+
+
+def _check_given(context: typer.Context, live: str | None, per_request: bool, json: Path | None) -> None:
+    """Ends the program where options were given that do not go together."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    try:
+        check_options(given, live, per_request=per_request, has_json=json is not None)
+    except InvalidArgument as error:
+        fail(error)
 
 
 @replay.command()
@@ -221,4 +250,5 @@ called(
     request_count="--requests",
     replay_concurrency="--concurrency",
     arrival_speedup_ratio="--speed-up",
+    vocabulary="--live-ids",
 )

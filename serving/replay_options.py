@@ -62,5 +62,27 @@ HtmlFile = Annotated[
 ParetoFile = Annotated[
     Path | None, typer.Option("--pareto", metavar="FILE", help="Write a page there with the runs that no other beats.")
 ]
-PerRequest = Annotated[bool, typer.Option("--per-request", help="Every request is in the JSON.")]
+PerRequest = Annotated[
+    bool,
+    typer.Option(
+        "--per-request", help="Every request is in the JSON; with --live, a line each in FILE.requests.jsonl beside it."
+    ),
+]
 RealTime = Annotated[bool, typer.Option("--real-time", help="Let time pass as it does, not jump to what is next.")]
+LiveUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--live", metavar="URL", help="Replay against the OpenAI-compatible server there, in real time, over HTTP."
+    ),
+]
+LiveModel = Annotated[str | None, typer.Option(metavar="NAME", help="With --live: model to ask. [default: its first]")]
+LiveIds = Annotated[
+    str,
+    typer.Option(
+        metavar="FIRST-LAST",
+        help="With --live: token ids that the model knows; prompts are spelled in them.",
+    ),
+]
+LiveTimeout = Annotated[
+    float, typer.Option(metavar="S", help="With --live: a request has failed when nothing comes for so long.")
+]

@@ -91,18 +91,27 @@ def settings_of(
     concurrency: int | None,
 ) -> dict[str, Any]:
     """What the report says of itself. Nothing of the machine or the day: the same replay gives the same bytes."""
-    return {
-        "trace": None if path is None else path.name,
-        "format": load.format.value,
+    of_load = load_settings(path, load, config.seed, speed_up, concurrency)
+    of_graph = {
         "router": router,
         "workers": config.workers,
         "prefill_workers": config.prefill_workers,
         "engine": config.engine,
         "engine_args": dict(config.engine_args),
-        "seed": config.seed,
+    }
+    return {name: of_load.pop(name) for name in ("trace", "format")} | of_graph | of_load | {"faults": faults}
+
+
+def load_settings(
+    path: Path | None, load: Trace, seed: int | None, speed_up: float, concurrency: int | None
+) -> dict[str, Any]:
+    """The part that says what load it was."""
+    return {
+        "trace": None if path is None else path.name,
+        "format": load.format.value,
+        "seed": seed,
         "speed_up": speed_up,
         "concurrency": concurrency,
-        "faults": faults,
     }
 
 

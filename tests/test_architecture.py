@@ -49,7 +49,7 @@ FACES = {
     *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
     *("pipeline.block_hash", "pipeline.loop", "pipeline.prometheus_text"),
     *("operators", "operators.kv", "operators.prefill", "engines", "engines.mocker"),
-    *("serving", "serving.graphs", "serving.http", "serving.openai", "serving.replay"),
+    *("serving", "serving.graphs", "serving.http", "serving.live", "serving.openai", "serving.replay"),
 }
 """The modules other folders import from."""
 
@@ -62,6 +62,7 @@ DOORS = {
     "blake3": {"pipeline/card_checksum.py"},
     "cattrs": {"pipeline/codec.py"},
     "json5": {"pipeline/model_folder.py"},
+    "httptools": {"serving/live/connection.py"},
     "jinja2": {"operators/chat_template.py"},
     "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai/encoding.py"},
     "nats": {"pipeline/network/nats.py"},

@@ -14,7 +14,7 @@ import anyio
 from attrs import define, field
 
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, PenstockError
-from pipeline.errors import Refused
+from pipeline.errors import BackendUnknown, Refused
 from pipeline.loop import loop_clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 
@@ -30,7 +30,7 @@ TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
 class Drive:
     """One pass of a schedule through a graph. `number_of` names workers; without it they are what the graph says.
 
-    `heard` is called after every request that ended, with how many have.
+    `heard` is called after every request that ended, with how many have; `noted` with what was noted of it.
     """
 
     graph: TokenGraph
@@ -39,6 +39,7 @@ class Drive:
     model: str = ""
     number_of: Numbered = lambda worker_id, role: worker_id
     heard: Callable[[int], object] = lambda ended: None
+    noted: Callable[[RequestSample], object] = lambda sample: None
     _clock: Callable[[], float] = field(default=anyio.current_time, init=False)
     _began_s: float = field(default=0.0, init=False)
     _ended: int = field(default=0, init=False)
@@ -48,7 +49,7 @@ class Drive:
 
     async def run(self) -> None:
         """Returns when every request that can be sent has ended. What a graph raises that is no error of ours is
-        raised, once all that is open is closed; cancelled, it closes that too."""
+        raised, once all that is open is closed; cancelled, it closes that too and leaves it unfinished."""
         self._clock = loop_clock()
         self._began_s = self._clock()
         async with anyio.create_task_group() as tasks:
@@ -91,14 +92,13 @@ class Drive:
         said: list[int] = []
         try:
             said, status = await self._answered(request, sample, tracker)
-        except Refused:
-            status = Status.REJECTED
-        except Cancelled:
-            status = Status.CANCELLED
-        except PenstockError:
-            pass  # counted as failed
+        except PenstockError as error:
+            status, sample.error = _status_of(error), error.render()
         except Exception as error:
             self._failure = self._failure or error
+        except BaseException:  # we are cancelled
+            status = Status.UNFINISHED
+            raise
         finally:
             now_ms = self.now_ms()
             tracker.note()
@@ -108,6 +108,7 @@ class Drive:
             self._ended += 1
             self._news.set()
             self.heard(self._ended)
+            self.noted(sample)
 
     async def _answered(
         self, request: Context[PreprocessedRequest], sample: RequestSample, tracker: SampleTracker
@@ -126,13 +127,29 @@ class Drive:
                         tracker.record_token()
                     sample.tokens((clock() - began_s) * 1000.0, len(data.token_ids))
                     said += data.token_ids
-                if (usage := data.completion_usage) is not None and usage.prompt_tokens_details is not None:
-                    sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-                    if sample.first_cached_tokens is None:
-                        sample.first_cached_tokens = sample.cached_tokens
+                if data.completion_usage is not None or data.routing_data is not None:
+                    _note(data, sample, tracker)
                 if data.finish_reason is not None:
                     status = _status(data.finish_reason)
+                    if (message := data.error_message) is not None:
+                        sample.error = BackendUnknown(message).render()
         return said, status
+
+
+def _note(data: LLMEngineOutput, sample: RequestSample, tracker: SampleTracker) -> None:
+    """What an item tells of its request beside tokens."""
+    if (usage := data.completion_usage) is not None and usage.prompt_tokens_details is not None:
+        sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        if sample.first_cached_tokens is None:
+            sample.first_cached_tokens = sample.cached_tokens
+    if data.routing_data is not None:
+        tracker.heard(data.routing_data)
+
+
+def _status_of(error: PenstockError) -> Status:
+    if isinstance(error, Refused):
+        return Status.REJECTED
+    return Status.CANCELLED if isinstance(error, Cancelled) else Status.FAILED
 
 
 def _status(reason: FinishReason) -> Status:

@@ -11,14 +11,20 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
+from .spelling import spell
+
 
 @frozen
 class Prompt:
-    """`tokens` tokens: each hash id stands for a block of `block_size_tokens` copies of itself, the last one cut."""
+    """`tokens` tokens: each hash id stands for a block of `block_size_tokens` copies of itself, the last one cut.
+
+    With a `vocabulary` a block is spelled in the token ids of that range instead.
+    """
 
     hash_ids: array[int]
     tokens: int
     block_size_tokens: int
+    vocabulary: range | None = None
 
     @classmethod
     def of(cls, hash_ids: array[int], block_size_tokens: int, input_tokens: int | None = None) -> Prompt:
@@ -31,7 +37,10 @@ class Prompt:
         """The tokens, new each time."""
         made: list[int] = []
         for hash_id in self.hash_ids:
-            made += [hash_id] * self.block_size_tokens
+            if self.vocabulary is None:
+                made += [hash_id] * self.block_size_tokens
+            else:
+                made += spell(hash_id, self.block_size_tokens, self.vocabulary)
         del made[self.tokens :]
         return made
 

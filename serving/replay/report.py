@@ -22,6 +22,10 @@ from .samples import Role, Status
 from .series import Series
 
 _UNIT = "unit"
+INTERRUPTED = "interrupted"
+"""The setting that says so of a replay that somebody ended early."""
+_NEWER: dict[str, Any] = {"wall_time_ms": None, "errors": []}
+"""What a report may lack, and what it then says."""
 _NOT_FIGURES = ("samples", "percentiles")
 """What is written after the figures of a distribution, without a unit."""
 
@@ -56,6 +60,15 @@ class WorkerReport:
 
 
 @frozen
+class ErrorReport:
+    """Requests that ended with errors of one type, and what the first of them said."""
+
+    type: str
+    requests: int
+    example: str
+
+
+@frozen
 class RequestReport:
     """One request, as far as it came."""
 
@@ -82,6 +95,11 @@ class RequestReport:
     worker: int | None
     prefill_worker: int | None
     migrations: int
+    error: str | None = None
+
+    def to_json(self) -> bytes:
+        """One line, without its end."""
+        return codec.to_json(_written_out(self))
 
 
 @frozen
@@ -112,6 +130,8 @@ class Report:
     unsent_requests: int = 0
     """Never sent, for a turn before them failed."""
     skipped_lines: int = 0
+    errors: list[ErrorReport] = attrs.field(factory=list)
+    """What requests were rejected for or failed with, the most frequent first."""
     total_input_tokens: int = 0
     total_output_tokens: int = 0
     processed_tokens: int = 0
@@ -154,6 +174,11 @@ class Report:
     workers: list[WorkerReport] = attrs.field(factory=list)
     series: Series | None = None
     per_request: list[RequestReport] | None = None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody ended the replay before its load: the figures are of what was done until then."""
+        return bool(self.settings.get(INTERRUPTED))
 
     def to_plain(self) -> dict[str, Any]:
         """The figures by their names, as in JSON."""
@@ -233,7 +258,9 @@ def _read(attribute: attrs.Attribute[Any], plain: dict[str, Any]) -> Any:
     if kind == Goodput | None:
         parts = {part.name: plain.get(f"{name}_{part.name}") for part in attrs.fields(Goodput)}
         return None if set(parts.values()) == {None} else _structured(parts, Goodput, name)
-    return _structured(plain.get(name) if name == "wall_time_ms" else _need(plain, name), kind, name)
+    if name in _NEWER:
+        return _structured(plain.get(name, _NEWER[name]), kind, name)
+    return _structured(_need(plain, name), kind, name)
 
 
 def _need(plain: dict[str, Any], key: str) -> Any:

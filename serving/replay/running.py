@@ -6,7 +6,7 @@ report = await run_config(GraphConfig(...), trace, faults=...)   a standard grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -17,11 +17,12 @@ from ..graphs import Hosting, hosted_graph
 from .drive import Drive, TokenGraph
 from .faults import Fault, RollingRestart, plan_faults
 from .members import Members
-from .report import Report
+from .report import INTERRUPTED, Report, RequestReport
 from .samples import Samples
 from .schedule import Schedule
-from .summary import Limits, make_report
+from .summary import Limits, make_report, request_report
 from .trace import Trace
+from .tracker import Numbered
 
 GraphFactory = Callable[[], AbstractAsyncContextManager[TokenGraph]]
 
@@ -37,20 +38,28 @@ async def run(
     per_request: bool = False,
     settings: Mapping[str, Any] | None = None,
     heard: Callable[[int], object] = lambda ended: None,
+    noted: Callable[[RequestReport], object] | None = None,
+    number_of: Numbered = lambda worker_id, role: worker_id,
+    until: Callable[[], Awaitable[object]] | None = None,
 ) -> Report:
     """The report of the trace through the graph that the factory opens; it is closed again.
 
-    Arrivals are as recorded, `speed_up` times as fast; or so many sessions at a time, whatever was recorded. Raises
-    InvalidArgument for a load that cannot be, and what the graph raises that is no PenstockError.
+    Arrivals are as recorded, `speed_up` times as fast; or so many sessions at a time, whatever was recorded. `heard` is
+    called after every request with how many have ended, `noted` with what there is to say of it; `number_of` numbers
+    the workers that the graph names. When `until` returns first, what is open is closed, and the report is of what was
+    done: it says so, and how much was never sent. Raises InvalidArgument for a load that cannot be, and what the graph
+    raises that is no PenstockError.
     """
     schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
+    told = (lambda sample: None) if noted is None else (lambda sample: noted(request_report(sample)))
     async with graph() as opened:
-        await Drive(opened, schedule, samples, heard=heard).run()
+        drive = Drive(opened, schedule, samples, number_of=number_of, heard=heard, noted=told)
+        is_interrupted = await _driven(drive, until)
     return make_report(
         samples,
-        settings=settings,
+        settings={**(settings or {}), **({INTERRUPTED: True} if is_interrupted else {})},
         limits=limits,
-        unsent_requests=schedule.unsent_requests,
+        unsent_requests=trace.requests - schedule.sent_requests if is_interrupted else schedule.unsent_requests,
         skipped_lines=len(trace.skipped),
         per_request=per_request,
     )
@@ -89,6 +98,28 @@ async def run_config(
         skipped_lines=len(trace.skipped),
         per_request=per_request,
     )
+
+
+async def _driven(drive: Drive, until: Callable[[], Awaitable[object]] | None) -> bool:
+    """Drives, and whether `until` ended it early. Raises as `drive`, and what `until` raises."""
+    is_interrupted = False
+
+    async def interrupt(wait: Callable[[], Awaitable[object]]) -> None:
+        nonlocal is_interrupted
+        await wait()
+        is_interrupted = True
+        beside.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as beside:
+            if until is not None:
+                beside.start_soon(interrupt, until)
+            await drive.run()
+            beside.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        error = _first(group)
+        raise error from error.__cause__
+    return is_interrupted
 
 
 async def _with_faults(drive: Drive, members: Members, script: Sequence[Fault]) -> None:

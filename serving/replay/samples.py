@@ -67,6 +67,10 @@ class RequestSample:
     kv_transfer_ms: float | None = None
     places: list[tuple[Role, int, float]] = field(factory=list)
     """Where it was sent and when: role, worker, time."""
+    is_placed_by_answer: bool = False
+    """Whether only its answer told of its workers: then nobody knows how long it waited for one."""
+    error: str | None = None
+    """What it ended with, as `Type: message`."""
     _times: array[float] = field(factory=lambda: array("d"), repr=False)
 
     def routed(self, worker: int, now_ms: float, role: Role = "decode") -> None:
@@ -86,8 +90,8 @@ class RequestSample:
 
     @property
     def queue_wait_ms(self) -> float | None:
-        """Until its first worker was chosen."""
-        return self.places[0][2] - self.arrival_ms if self.places else None
+        """Until its first worker was chosen, where that is known."""
+        return self.places[0][2] - self.arrival_ms if self.places and not self.is_placed_by_answer else None
 
     def close(self, now_ms: float, status: Status) -> array[float]:
         """It has ended. Gives the times of its tokens and forgets them."""

@@ -17,7 +17,7 @@ from attrs import define, frozen
 from pipeline import InvalidArgument
 
 from .distribution import Distribution, gaps_and_rates
-from .report import Balance, Goodput, Report, RequestReport, WorkerReport
+from .report import Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
 from .samples import RequestSample, Role, Samples, Status, WorkerSample
 from .series import computed_at, make_series, stays
 
@@ -78,9 +78,10 @@ def make_report(
         itl=itl,
         output_token_throughput_per_user=rates,
         goodput=_goodput(done, limits, end_ms) if limits is not None and limits.are_set else None,
+        errors=_errors(requests),
         workers=workers,
         series=make_series(samples, end_ms) if series else None,
-        per_request=[_request_report(sample) for sample in requests] if per_request else None,
+        per_request=[request_report(sample) for sample in requests] if per_request else None,
         **_counts(requests),
         **_amounts(done, end_ms),
         **_latencies(done),
@@ -112,6 +113,13 @@ def _known(values: Iterable[float | None]) -> Distribution:
 def _counts(requests: list[RequestSample]) -> dict[str, Any]:
     by_status = Counter(sample.status for sample in requests)
     return {"num_requests": len(requests), **{f"{status}_requests": by_status[status] for status in Status}}
+
+
+def _errors(requests: list[RequestSample]) -> list[ErrorReport]:
+    parts = [sample.error.partition(": ") for sample in requests if sample.error is not None]
+    examples = {kind: message for kind, _, message in reversed(parts)}
+    counted = Counter(kind for kind, _, _ in parts)
+    return [ErrorReport(kind, count, examples[kind]) for kind, count in counted.most_common()]
 
 
 def _amounts(done: list[RequestSample], end_ms: float) -> dict[str, Any]:
@@ -239,7 +247,8 @@ def _worker_report(known: WorkerSample, work: _Work, there_s: float, end_ms: flo
     )
 
 
-def _request_report(sample: RequestSample) -> RequestReport:
+def request_report(sample: RequestSample) -> RequestReport:
+    """What there is to say of one request."""
     return RequestReport(
         name=sample.name,
         session_id=sample.session_id,
@@ -264,4 +273,5 @@ def _request_report(sample: RequestSample) -> RequestReport:
         worker=sample.worker(),
         prefill_worker=sample.worker("prefill"),
         migrations=sample.migrations,
+        error=sample.error,
     )

@@ -60,6 +60,8 @@ def report_text(report: Report, width: int) -> str:
     console = Console(file=out, width=width, color_system=None, legacy_windows=False)
     console.print(_figures(report))
     console.print(_counts(report), soft_wrap=True)
+    for one in report.errors:
+        console.print(f" {one.requests:,} {one.type}, first: {one.example}", soft_wrap=True, markup=False)
     if report.workers:
         console.print(_workers(report))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -103,7 +105,8 @@ def _counts(report: Report) -> str:
     tokens = f"{report.total_input_tokens:,} input and {report.total_output_tokens:,} output tokens"
     took = f"in {_number(report.duration_ms / 1000)} s"
     wall = "" if report.wall_time_ms is None else f", replayed in {_number(report.wall_time_ms / 1000)} s"
-    return f" {', '.join(shown)}; {tokens} {took}{wall}"
+    partial = "INTERRUPTED, this is what was done until then: " if report.is_interrupted else ""
+    return f" {partial}{', '.join(shown)}; {tokens} {took}{wall}"
 
 
 def _workers(report: Report) -> Table:
@@ -124,14 +127,15 @@ def _name(one: WorkerReport) -> str:
 
 
 def _worker_cells(one: WorkerReport) -> list[str]:
+    is_known = one.worker_seconds > 0  # not of a worker that only answers tell of
     return [
         f"{one.requests:,}",
         f"{one.input_tokens:,}",
         f"{one.output_tokens:,}",
         NOT_KNOWN if one.hit_rate is None else _number(one.hit_rate),
         _number(one.mean_running),
-        f"{one.preemptions:,}",
-        _number(one.worker_seconds),
+        f"{one.preemptions:,}" if is_known else NOT_KNOWN,
+        _number(one.worker_seconds) if is_known else NOT_KNOWN,
     ]
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from array import array
 from enum import StrEnum
 
-from attrs import frozen
+from attrs import evolve, frozen
+
+from pipeline import InvalidArgument
 
 from .prompts import Prompt
+
+_TOKEN_IDS_MAX = 2**32
 
 
 class TraceFormat(StrEnum):
@@ -96,3 +100,18 @@ class Trace:
     @property
     def has_recorded_outputs(self) -> bool:
         return any(turn.recorded is not None for session in self.sessions for turn in session.turns)
+
+    def spelled(self, vocabulary: range) -> Trace:
+        """The same trace in the token ids of that range, for an engine that knows no others: see `spell`.
+
+        Equal blocks stay equal, different ones differ, prompts keep their lengths. Recorded answers stay as they are.
+        Raises InvalidArgument for a range of less than two ids, and for one with ids that no token has.
+        """
+        if len(vocabulary) < 2 or vocabulary.step < 0 or not 0 <= vocabulary[0] <= vocabulary[-1] < _TOKEN_IDS_MAX:
+            raise InvalidArgument("expected at least two token ids from 0 on, the lowest first", field="vocabulary")
+        return evolve(self, sessions=tuple(_spelled(session, vocabulary) for session in self.sessions))
+
+
+def _spelled(session: Session, vocabulary: range) -> Session:
+    turns = (evolve(turn, prompt=evolve(turn.prompt, vocabulary=vocabulary)) for turn in session.turns)
+    return evolve(session, turns=tuple(turns))

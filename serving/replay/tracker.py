@@ -7,7 +7,7 @@ from collections.abc import Callable
 import anyio
 from attrs import define, field
 
-from pipeline.protocols import RequestPhase, RequestTracker
+from pipeline.protocols import RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo
 
 from .samples import RequestSample, Role
 
@@ -22,6 +22,8 @@ class SampleTracker(RequestTracker):
     sample: RequestSample = field(kw_only=True)
     now_ms: Callable[[], float] = field(kw_only=True)
     number_of: Numbered = field(kw_only=True)
+    _told: TimingInfo | None = field(default=None, init=False)
+    """Times that came with the answer."""
 
     @classmethod
     def of(cls, sample: RequestSample, now_ms: Callable[[], float], number_of: Numbered) -> SampleTracker:
@@ -46,12 +48,37 @@ class SampleTracker(RequestTracker):
         if self.phase is RequestPhase.DECODE:
             self.record_decode_first_token()
 
+    def heard(self, routing: RoutingData) -> None:
+        """An answer tells of its workers and times. That counts where no stage of this process knows them."""
+        if self.decode_worker.worker_id is not None or self.prefill_worker.worker_id is not None:
+            return
+        self._told = routing.timing or self._told
+        if routing.worker_id is not None:
+            self._heard_workers(routing.worker_id)
+
+    def _heard_workers(self, workers: WorkerIdInfo) -> None:
+        """The first had it from the beginning; when it went on to another, nobody says sooner than its answer."""
+        sample, decode_id, prefill_id = self.sample, workers.decode_worker_id, workers.prefill_worker_id
+        is_first, sample.is_placed_by_answer = not sample.places, True
+        if is_first and prefill_id is not None and decode_id is not None and prefill_id != decode_id:
+            sample.routed(self.number_of(prefill_id, "prefill"), sample.arrival_ms, "prefill")
+            is_first = False
+        worker_id = prefill_id if decode_id is None else decode_id
+        if worker_id is None or sample.worker() == (worker := self.number_of(worker_id, "decode")):
+            return
+        sample.migrations += sample.worker() is not None
+        sample.routed(worker, sample.arrival_ms if is_first else self.now_ms())
+
     def note(self) -> None:
-        """It is over: what only the stages know goes into the sample."""
+        """It is over: what only the stages, or its answer, know goes into the sample."""
         sample, transfer_s = self.sample, self.kv_transfer_estimated_latency_s
         sample.queue_depth = self.router_queue_depth
         sample.prefill_wait_ms, sample.prefill_ms = self.prefill_wait_time_ms, self.prefill_time_ms
         sample.kv_transfer_ms = None if transfer_s is None else 1000.0 * transfer_s
+        if (told := self._told) is not None:
+            sample.queue_depth = told.router_queue_depth
+            sample.prefill_wait_ms, sample.prefill_ms = told.prefill_wait_time_ms, told.prefill_time_ms
+            sample.kv_transfer_ms = told.kv_transfer_estimated_latency_ms
 
 
 def _one_permit() -> anyio.Semaphore:

@@ -158,3 +158,12 @@ def test_an_item_written_is_the_item_read(event: str | None, comments: list[str]
     assert written is not None
     (message,) = read(written + DONE)
     assert to_annotated(message, StopConditions) == item
+
+
+@pytest.mark.parametrize("cut", range(1, len(DONE)))
+def test_the_end_mark_is_no_event_but_noticed(cut: int) -> None:
+    decoder = SSEDecoder()
+    assert decoder.feed(b"data: 1\n\n") == [SSEMessage(data="1")]
+    assert not decoder.is_done
+    assert decoder.feed(DONE[:cut]) + decoder.feed(DONE[cut:]) == []
+    assert decoder.is_done

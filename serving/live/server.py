@@ -1,0 +1,102 @@
+"""A server as it is found: which model it has, and what it can tell."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from attrs import frozen
+
+from pipeline import Control, InvalidArgument, PenstockError
+from pipeline.codec import from_json
+from pipeline.errors import InvalidMessage, Unavailable
+
+from .address import Address
+from .dialing import Connections, Dial, dialing
+from .engine import SILENCE_S, LiveEngine
+from .exchange import Exchange
+from .problems import of_status
+from .requests import get
+
+_OWNER = "nvidia"
+"""Who owns the models of a front end that knows `nvext`: Dynamo's, and ours."""
+
+_FIND_S = 30.0
+_NO_SUCH_PAGE = (404, 405, 501)
+_SHOWN = 8
+
+
+@frozen
+class LiveServer:
+    """A server, the model to ask it for, and whether it knows `nvext`."""
+
+    address: Address
+    model: str
+    nvext: bool = False
+
+
+async def find_server(
+    url: str, *, model: str | None = None, api_key: str | None = None, dial: Dial | None = None
+) -> LiveServer:
+    """Asks `GET /v1/models`: for the first of them, or for the one that is named.
+
+    A server without that page is taken at its user's word. Raises InvalidArgument for a URL that is none and for a
+    model the server does not have, Unavailable where it has none at all, and as `LiveEngine` where it does not answer.
+    """
+    address = Address.parse(url)
+    try:
+        models = await _models(address, api_key, dialing(address) if dial is None else dial)
+    except PenstockError as error:
+        if str(address) not in error.message:
+            error.message = f"{address}: {error.message}"
+        raise
+    if models is None:
+        if model is None:
+            raise InvalidArgument(f"{address} does not say which models it has; name one", field="model")
+        return LiveServer(address, model)
+    if not models:
+        raise Unavailable(f"{address} has no model now")
+    name = next(iter(models)) if model is None else model
+    if name not in models:
+        others = [*list(models)[:_SHOWN], *(["..."] if len(models) > _SHOWN else [])]
+        raise InvalidArgument(f"{address} has no {name!r}; it has {', '.join(others)}", field="model")
+    return LiveServer(address, name, models[name] == _OWNER)
+
+
+def live_graph(
+    server: LiveServer | str, *, api_key: str | None = None, silence_s: float = SILENCE_S, dial: Dial | None = None
+) -> Callable[[], AbstractAsyncContextManager[LiveEngine]]:
+    """What `serving.replay.run` opens: the engine of a server that was found, or of the first model at a URL."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[LiveEngine]:
+        found = await find_server(server, api_key=api_key, dial=dial) if isinstance(server, str) else server
+        engine = LiveEngine(
+            found.address, found.model, nvext=found.nvext, api_key=api_key, silence_s=silence_s, dial=dial
+        )
+        try:
+            yield engine
+        finally:
+            await engine.aclose()
+
+    return opened
+
+
+async def _models(address: Address, api_key: str | None, dial: Dial) -> dict[str, Any] | None:
+    """The owners of the models by name; None if there is no such page."""
+    connections = Connections(dial)
+    try:
+        async with Exchange(connections, Control(), _FIND_S) as exchange:
+            status = await exchange.ask(get(address, "/v1/models", api_key))
+            body = await exchange.body()
+    finally:
+        await connections.aclose()
+    if status in _NO_SUCH_PAGE:
+        return None
+    if status != 200:
+        raise of_status(status, body)
+    try:
+        return {str(one["id"]): one.get("owned_by") for one in from_json(body, dict[str, Any])["data"]}
+    except (InvalidArgument, KeyError, TypeError, AttributeError) as error:
+        raise InvalidMessage("/v1/models is no list of models", cause=error) from error

@@ -1,0 +1,542 @@
+"""An engine that is a server: what is asked, what becomes of an answer, and of every way it can go wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import ByteStream
+
+from pipeline import Annotated, Context, InvalidArgument, PenstockError, StatusError
+from pipeline.errors import (
+    BackendCannotConnect,
+    BackendResponseTimeout,
+    BackendUnknown,
+    CannotConnect,
+    ConnectionTimeout,
+    Disconnected,
+    InvalidMessage,
+    ResourceExhausted,
+    ResponseTimeout,
+    StreamIncomplete,
+    Unavailable,
+)
+from pipeline.protocols import (
+    CompletionUsage,
+    FinishReason,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    RoutingHints,
+    SamplingOptions,
+    StopConditions,
+)
+from pipeline.testing import check_engine
+from serving.live import UNKNOWN_TOKEN, Address, LiveEngine
+
+pytestmark = pytest.mark.anyio
+
+ADDRESS = Address.parse("http://far:8000/api/v1/")
+DONE = "[DONE]"
+
+
+def ask(tokens: int = 3, **more: Any) -> PreprocessedRequest:
+    stop = StopConditions(max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+    return PreprocessedRequest([5, 6, 7], stop_conditions=stop, **more)
+
+
+def chunk(text: str = "a", reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text, "finish_reason": reason}]} | more
+
+
+def usage(completion: int, prompt: int = 3, **more: Any) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion} | more
+
+
+def saying(*events: Any, every_s: float = 0.0) -> Callable[[Any, Any], Awaitable[None]]:
+    """A script: these events; bytes go out as they are."""
+
+    async def script(line: Any, asked: Any) -> None:
+        await line.begin()
+        for event in events:
+            await anyio.sleep(every_s)
+            await (line.say(event) if isinstance(event, bytes) else line.event(event))
+        await line.end()
+
+    return script
+
+
+@asynccontextmanager
+async def engine_of(server: Any, **how: Any) -> AsyncIterator[LiveEngine]:
+    engine = LiveEngine(ADDRESS, "m", dial=server.dial, **how)
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+        assert engine.in_flight == 0
+
+
+async def outputs(engine: LiveEngine, request: PreprocessedRequest | None = None) -> list[LLMEngineOutput]:
+    async with await engine.generate(Context(request or ask())) as stream:
+        return [item.data async for item in stream if item.data is not None]
+
+
+async def answer_to(serving: Any, *events: Any, **how: Any) -> list[LLMEngineOutput]:
+    async with serving(saying(*events)) as server, engine_of(server, **how) as engine:
+        return await outputs(engine)
+
+
+# -- the contract
+
+
+class Canned(ByteStream):
+    """A connection whose answers are there already, an event each 10 ms; a prompt of one token is refused."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.is_open = True
+
+    async def send(self, item: bytes) -> None:
+        if b'"prompt":[1]' in item:
+            self.parts = [b"HTTP/1.1 400 x\r\nContent-Length: 2\r\n\r\nno"]
+            return
+        events = [*map(json.dumps, [*(chunk(str(at)) for at in range(60)), chunk("", "length")]), DONE]
+        whole = "".join(f"data: {event}\n\n" for event in events)
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {len(whole)}\r\n\r\n"
+        self.parts = [head.encode(), *(f"data: {event}\n\n".encode() for event in events)]
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        await anyio.sleep(0.01)
+        return self.parts.pop(0)
+
+    async def send_eof(self) -> None:
+        raise AssertionError
+
+    async def aclose(self) -> None:
+        self.is_open = False
+
+
+async def test_it_holds_the_contract_of_an_engine() -> None:
+    """E1 to E12; and what its connections are to their requests, open or closed, so they are to each other."""
+    made: list[Canned] = []
+
+    async def dial() -> ByteStream:
+        made.append(Canned())
+        return made[-1]
+
+    @asynccontextmanager
+    async def engine() -> AsyncIterator[LiveEngine]:
+        one = LiveEngine(ADDRESS, "m", dial=dial)
+        yield one
+        await one.aclose()
+
+    wanted = [Annotated(LLMEngineOutput([UNKNOWN_TOKEN], text=str(at))) for at in range(60)]
+    last = Annotated(LLMEngineOutput([], finish_reason=FinishReason.LENGTH))
+    await check_engine(
+        engine,
+        request=ask(60),
+        expected=[*wanted, last],
+        bad_request=PreprocessedRequest([1]),
+        open_count=lambda engine: engine.in_flight,
+    )
+    assert not any(one.is_open for one in made)
+
+
+# -- what is asked
+
+
+async def test_a_request_asks_for_exactly_its_tokens_from_prompt_ids(serving: Any) -> None:
+    async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server, api_key="secret") as engine:
+        sampling = SamplingOptions(temperature=0.5)
+        request = ask(9, sampling_options=sampling, routing=RoutingHints(priority=3, strict_priority=1))
+        metadata = {"X-Dynamo-Session-ID": "s 1", "policy class": "bulk\r\nx: y"}
+        async with await engine.generate(Context(request, id="line:7", metadata=metadata)) as stream:
+            assert [item async for item in stream]
+        (asked,) = server.asked
+        assert (asked.method, asked.path) == ("POST", "/api/v1/completions")
+        assert asked.json == {
+            "model": "m",
+            "prompt": [5, 6, 7],
+            "max_tokens": 9,
+            "min_tokens": 9,
+            "ignore_eos": True,
+            "temperature": 0.5,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        assert {name: asked.headers[name] for name in asked.headers if name.startswith(("x-", "auth", "host"))} == {
+            "host": "far:8000",
+            "x-request-id": "line:7",
+            "x-dynamo-session-id": "s 1",
+            "x-dynamo-meta-policy-class": "bulk?x: y",
+            "authorization": "Bearer secret",
+        }
+
+
+async def test_a_server_that_knows_nvext_is_asked_for_ids_workers_and_times_and_told_the_urgency(serving: Any) -> None:
+    async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
+        hints = RoutingHints(priority=3, strict_priority=1)
+        await outputs(engine, ask(routing=hints, annotations=["output_replay_id:line:7"]))
+        asked = server.asked[0].json
+        assert asked["nvext"] == {
+            "extra_fields": ["worker_id", "timing", "completion_token_ids"],
+            "annotations": ["output_replay_id:line:7"],
+            "agent_hints": {"priority": 3, "strict_priority": 1},
+        }
+        assert asked["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    "more", [{"prompt_embeds": "x"}, {"sampling_options": SamplingOptions(n=2)}, {"multi_modal_data": {}}]
+)
+async def test_what_a_completion_cannot_say_is_refused_not_left_out(serving: Any, more: dict[str, Any]) -> None:
+    async with serving(saying()) as server, engine_of(server) as engine:
+        with pytest.raises(InvalidArgument, match="live server"):
+            await outputs(engine, ask(**more))
+        assert not server.lines
+
+
+# -- how many tokens a chunk has
+
+COUNTED: dict[str, tuple[list[Any], list[int]]] = {
+    "one for each chunk with text": ([chunk("a"), chunk("b"), chunk("c", "length")], [1, 1, 1, 0]),
+    "several in a chunk, by the running total": (
+        [chunk("ab", usage=usage(2)), chunk("", usage=usage(2)), chunk("cde", "length", usage=usage(5))],
+        [2, 3, 0],
+    ),
+    "none shown yet, half a character, by the running total": (
+        [chunk("", usage=usage(1)), chunk("é", "length", usage=usage(2))],
+        [1, 1, 0],
+    ),
+    "by text, while the total is one in name only": (
+        [chunk("a", usage=usage(0)), chunk("b", "length", usage=usage(0)), {"choices": [], "usage": usage(3)}],
+        [1, 1, 1, 0],
+    ),
+    "the rest, by the usage at the end": ([chunk("abc", "length"), {"choices": [], "usage": usage(4)}], [1, 3, 0]),
+    "all of them at the end": ([chunk("", "length"), {"choices": [], "usage": usage(2)}], [2, 0]),
+    "ids of nvext": ([chunk("ab", nvext={"completion_token_ids": [8, 9]}), chunk("c", "length")], [2, 1, 0]),
+    "ids beside the text": (
+        [{"choices": [{"index": 0, "text": "ab", "token_ids": [8, 9], "finish_reason": "length"}]}],
+        [2, 0],
+    ),
+    "nothing in events that say nothing": ([b": ping\n\n", chunk(""), chunk("a", "length")], [1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+async def test_every_token_is_counted_once(serving: Any, name: str) -> None:
+    events, counts = COUNTED[name]
+    said = await answer_to(serving, *events, DONE)
+    assert [len(output.token_ids) for output in said] == counts
+    assert [output.finish_reason for output in said] == [None] * (len(counts) - 1) + [FinishReason.LENGTH]
+
+
+async def test_ids_workers_times_and_usage_are_handed_on(serving: Any) -> None:
+    told = {"worker_id": {"prefill_worker_id": 4, "decode_worker_id": 5, "new": 1}, "completion_token_ids": [8]}
+    times = {"timing": {"request_received_ms": 1, "prefill_wait_time_ms": 2.5}}
+    whole = usage(1, prompt_tokens_details={"cached_tokens": 2})
+    events = [chunk("a", nvext=told), chunk("", "stop", nvext=times), {"choices": [], "usage": whole}]
+    first, second, last = await answer_to(serving, *events, DONE, nvext=True)
+    assert (first.token_ids, first.text) == ([8], "a")
+    assert first.routing_data is not None
+    assert first.routing_data.worker_id is not None
+    assert first.routing_data.worker_id.decode_worker_id == 5
+    assert second.routing_data is not None
+    assert second.routing_data.timing is not None
+    assert second.routing_data.timing.prefill_wait_time_ms == 2.5
+    assert isinstance(last.completion_usage, CompletionUsage)
+    assert last.completion_usage.prompt_tokens_details is not None
+    assert last.completion_usage.prompt_tokens_details.cached_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("stop", FinishReason.STOP), ("abort", FinishReason.CANCELLED), ("tool_calls", FinishReason.STOP)],
+)
+async def test_a_reason_beyond_our_words_is_a_stop(serving: Any, said: str, meant: FinishReason) -> None:
+    assert (await answer_to(serving, chunk("a", said), DONE))[-1].finish_reason == meant
+
+
+# -- what can go wrong
+
+
+async def refuse(status: int, body: Any, line: Any, asked: Any) -> None:
+    await line.whole(status, body)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, StatusError),
+        (401, StatusError),
+        (404, StatusError),
+        (307, StatusError),
+        (429, ResourceExhausted),
+        (529, ResourceExhausted),
+        (503, Unavailable),
+        (500, BackendUnknown),
+        (502, BackendCannotConnect),
+        (504, BackendResponseTimeout),
+    ],
+)
+async def test_a_status_is_an_error_of_the_tree_and_says_what_the_server_said(
+    serving: Any, status: int, kind: type[PenstockError]
+) -> None:
+    bodies = [
+        {"error": {"message": "no  way"}},
+        {"message": "no way"},
+        {"error": "no way"},
+        b"no\nway",
+        {"detail": "no way"},
+    ]
+    for body in bodies:
+        refusing = partial(refuse, status, body)
+        async with serving(refusing) as server, engine_of(server) as engine:
+            with pytest.raises(kind, match=f"^HTTP {status}: no way$") as caught:
+                await outputs(engine)
+            assert type(caught.value) is kind
+            assert not isinstance(caught.value, StatusError) or caught.value.status == status
+
+
+BROKEN: dict[str, tuple[list[Any], type[PenstockError]]] = {
+    "no JSON": ([chunk(), b"data: {oops\n\n"], InvalidMessage),
+    "JSON that is no chunk": (["[1, 2]"], InvalidMessage),
+    "a list where an object is": ([{"choices": ["x"]}], InvalidMessage),
+    "a text where a number is": ([chunk(usage=usage(1) | {"completion_tokens": "x"})], InvalidMessage),
+    "no end mark": ([chunk("a", "length")], StreamIncomplete),
+    "an end mark without a reason": ([chunk(), DONE], StreamIncomplete),
+    "nothing at all": ([], StreamIncomplete),
+    "an error frame": ([chunk(), {"error": {"message": "it broke", "code": 500}}, DONE], BackendUnknown),
+    "a refusal where there were tokens": ([chunk(), {"error": {"message": "it broke", "code": 503}}], BackendUnknown),
+    "a refusal before there were any": ([{"error": {"message": "full", "code": 503}}, DONE], Unavailable),
+    "a wrong request, told late": ([{"object": "error", "message": "too long", "code": 400}], StatusError),
+    "an error event": ([b"event: error\n: it broke\n\n"], BackendUnknown),
+    "an error event with data": ([b'event: error\ndata: {"message": "it broke"}\n\n'], BackendUnknown),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_an_answer_that_breaks_is_delivered_as_far_as_it_came_then_raises(serving: Any, name: str) -> None:
+    events, kind = BROKEN[name]
+    async with serving(saying(*events)) as server, engine_of(server) as engine:
+        said: list[str | None] = []
+        with pytest.raises(kind) as caught:
+            await note_texts(await engine.generate(Context(ask())), said)
+        assert type(caught.value) is kind
+        assert said == ["a"] * (events[:1] in ([chunk()], [chunk("a", "length")]))
+
+
+async def note_texts(stream: Any, said: list[str | None]) -> None:
+    async with stream:
+        async for item in stream:
+            said.append(item.data.text)
+
+
+async def test_an_answer_cut_off_by_the_connection_is_a_disconnect(serving: Any) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        await line.begin()
+        await line.event(chunk())
+        await line.wire.aclose()
+
+    async with serving(script) as server, engine_of(server) as engine:
+        with pytest.raises(Disconnected, match="after 1 tokens"):
+            await outputs(engine)
+
+
+async def test_an_end_mark_without_its_line_end_still_counts(serving: Any) -> None:
+    said = await answer_to(serving, chunk("a", "stop"), b"data: [DONE]")
+    assert said[-1].finish_reason == FinishReason.STOP
+
+
+async def test_what_is_no_event_stream_is_no_answer(serving: Any) -> None:
+    async with serving(lambda line, asked: line.whole(200, chunk())) as server, engine_of(server) as engine:
+        with pytest.raises(InvalidMessage, match="application/json"):
+            await outputs(engine)
+
+
+async def test_what_is_no_http_is_no_answer(serving: Any) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        await line.wire.send(b"220 smtp ready\r\n\r\n")
+
+    async with serving(script) as server, engine_of(server) as engine:
+        with pytest.raises(InvalidMessage, match="no HTTP"):
+            await outputs(engine)
+
+
+async def test_an_interim_answer_is_passed_over(serving: Any) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        await line.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        await saying(chunk("a", "length"), DONE)(line, asked)
+
+    async with serving(script) as server, engine_of(server) as engine:
+        assert len(await outputs(engine)) == 2
+
+
+@pytest.mark.parametrize("silent", ["before the head", "after a token"])
+async def test_a_server_that_falls_silent_is_given_up_on(serving: Any, silent: str) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        if silent == "after a token":
+            await line.begin()
+            await anyio.sleep(4.0)
+            await line.event(chunk())
+        await line.request()
+
+    async with serving(script) as server, engine_of(server, silence_s=5.0) as engine:
+        with pytest.raises(ResponseTimeout, match="5 s"):
+            await outputs(engine)
+        assert anyio.current_time() == pytest.approx(9.0 if silent == "after a token" else 5.0, abs=0.1)
+        await server.lines[0].heard_end.wait()
+
+
+async def test_nobody_there_is_told_from_a_broken_answer() -> None:
+    async def dial() -> Any:
+        raise CannotConnect("no connection")
+
+    engine = LiveEngine(ADDRESS, "m", dial=dial)
+    with pytest.raises(CannotConnect):
+        await outputs(engine)
+    assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("refused", CannotConnect), ("unknown", CannotConnect), ("no TLS", CannotConnect), ("silent", ConnectionTimeout)],
+)
+async def test_a_connection_that_cannot_be_made_says_why(
+    monkeypatch: pytest.MonkeyPatch, how: str, kind: type[PenstockError]
+) -> None:
+    async def connect(*address: Any, **more: Any) -> Any:
+        if how == "silent":
+            await anyio.sleep_forever()
+        if how == "refused":
+            raise OSError("all failed") from ExceptionGroup("", [ConnectionRefusedError(111, "Connect call failed")])
+        raise ssl.SSLError(1, "not understood") if how == "no TLS" else socket.gaierror(-2, "not known")
+
+    monkeypatch.setattr(anyio, "connect_tcp", connect)
+    said = {"refused": "Connection refused", "unknown": "not known", "no TLS": "not understood", "silent": "10 s"}[how]
+    engine = LiveEngine(Address.parse("https://far" if how == "no TLS" else "http://far"), "m")
+    with pytest.raises(kind, match=f"far.*{said}") as caught:
+        await outputs(engine)
+    assert type(caught.value) is kind
+    assert engine.in_flight == 0
+
+
+# -- stop, kill, a dropped stream
+
+
+@pytest.mark.parametrize("how", ["stop", "kill", "close"])
+async def test_the_server_hears_that_nobody_waits_any_more(serving: Any, how: str) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        await line.begin()
+        await line.event(chunk())
+        await line.request()
+
+    async with serving(script) as server, engine_of(server) as engine, anyio.create_task_group() as tasks:
+        context = Context(ask())
+        stream = await engine.generate(context)
+        first = await stream.__anext__()
+        assert first.data is not None
+        if how == "close":
+            await stream.aclose()
+        else:
+            tasks.start_soon(anyio.sleep, 1.0)
+            getattr(context, how)()
+            rest = [item.data async for item in stream]
+            assert rest == ([LLMEngineOutput.cancelled()] if how == "stop" else [])
+        await server.lines[0].heard_end.wait()
+
+
+# -- connections
+
+
+async def test_a_connection_serves_one_request_after_another(serving: Any) -> None:
+    async with serving(saying(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
+        for _ in range(5):
+            await outputs(engine)
+        assert (len(server.asked), len(server.lines)) == (5, 1)
+
+
+async def test_there_are_as_many_connections_as_requests_at_once(serving: Any) -> None:
+    script = saying(chunk("a", "length"), DONE, every_s=1.0)
+    async with serving(script) as server, engine_of(server) as engine:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(300):
+                tasks.start_soon(outputs, engine)
+        assert len(server.lines) == 300
+        assert anyio.current_time() < 3
+
+
+async def test_a_request_that_a_kept_connection_did_not_take_is_sent_on_a_new_one(serving: Any) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        await saying(chunk("a", "length"), DONE)(line, asked)
+        await line.wire.aclose()
+
+    async with serving(script) as server, engine_of(server) as engine:
+        for _ in range(3):
+            assert len(await outputs(engine)) == 2
+        assert (len(server.asked), len(server.lines)) == (3, 3)
+
+
+async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_again(serving: Any) -> None:
+    async with serving(lambda line, asked: line.wire.aclose()) as server, engine_of(server) as engine:
+        with pytest.raises(Disconnected, match="before there was an answer"):
+            await outputs(engine)
+        assert len(server.lines) == 1
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(serving: Any) -> None:
+    async with serving(saying(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
+        await outputs(engine)
+        await anyio.sleep(10.0)
+        await outputs(engine)
+        assert len(server.lines) == 2
+
+
+async def test_a_server_that_wants_to_close_is_let_go(serving: Any) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        body = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
+        await line.wire.send(head + body)
+        await line.wire.aclose()
+
+    async with serving(script) as server, engine_of(server) as engine:
+        for _ in range(2):
+            assert [len(output.token_ids) for output in await outputs(engine)] == [1, 0]
+        assert len(server.lines) == 2
+
+
+# -- addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "shown", "port"),
+    [
+        ("http://a", "http://a", 80),
+        ("https://a/v1", "https://a", 443),
+        ("http://a:80/", "http://a", 80),
+        ("http://[::1]:8000/x/v1/", "http://[::1]:8000/x", 8000),
+    ],
+)
+def test_a_url_may_end_in_v1_or_not(url: str, shown: str, port: int) -> None:
+    address = Address.parse(url)
+    assert (str(address), address.port) == (shown, port)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a:80", "ftp://a", "http://", "http://a:x", "http://u:p@a", "http://a?b", "http://a/ b"]
+)
+def test_any_other_text_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Address.parse(url)
+    assert caught.value.field == "live"
+
+
+def test_a_limit_of_no_time_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        LiveEngine(ADDRESS, "m", silence_s=0)

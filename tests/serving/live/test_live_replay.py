@@ -1,0 +1,191 @@
+"""A trace against a server: the same counts as through the graph that it serves, and what only a server brings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline import InvalidArgument, StatusError
+from pipeline.errors import Disconnected, InvalidMessage, Unavailable
+from serving.config import GraphConfig
+from serving.graphs import Hosting, hosted_graph
+from serving.http import app
+from serving.live import Address, LiveServer, find_server, live_graph
+from serving.replay import Report, SyntheticLoad, Trace, run, run_config
+
+pytestmark = pytest.mark.anyio
+
+URL = "http://far:8000"
+
+
+def load(count: int = 24, output_tokens: int = 12, **more: Any) -> Trace:
+    given: dict[str, Any] = {"shared_prefix_ratio": 0.5, "num_prefix_groups": 3, "trace_block_size": 64}
+    given |= {"arrival_interval_ms": 5_000.0} | more
+    made = SyntheticLoad(input_tokens=256, output_tokens=output_tokens, request_count=count, **given).make()
+    return made.spelled(range(1000, 32_000))
+
+
+def counts(report: Report) -> dict[str, Any]:
+    names = ("completed_requests", "total_input_tokens", "total_output_tokens", "prefix_cache_reused_ratio")
+    return {name: report.value(name) for name in names} | {
+        "workers": sorted((one.requests, one.input_tokens, one.cached_tokens) for one in report.workers)
+    }
+
+
+@pytest.mark.parametrize("router", ["kv", "round-robin"])
+@pytest.mark.parametrize("more", [{}, {"turns": 3, "inter_turn_delay_ms": 22_000.0}], ids=["", "in turns"])
+async def test_a_server_and_the_graph_it_serves_count_the_same(
+    serving: Any, mount: Any, router: Any, more: dict[str, Any]
+) -> None:
+    """Tokens, what was cached, and which worker had how much, over the whole way through HTTP."""
+    trace, config = load(8, **more), GraphConfig(engine="mocker", workers=2, router=router, seed=7)
+    async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
+        server.models = {"echo": "nvidia"}
+        live = await run(live_graph(URL, dial=server.dial), trace, per_request=True)
+    through = await run_config(config, trace, per_request=True)
+    assert counts(live) == counts(through)
+    assert live.prefix_cache_reused_ratio > 0.1
+    assert live.per_request is not None
+    assert through.per_request is not None
+    for there, here in zip(live.per_request, through.per_request, strict=True):
+        assert (there.name, there.output_length) == (here.name, here.output_length)
+        assert there.e2e_latency_ms == pytest.approx(here.e2e_latency_ms, abs=5.0)
+        assert there.ttft_ms == pytest.approx(here.ttft_ms, abs=5.0)
+        assert (there.queue_wait_ms, there.prefill_time_ms is None) == (None, here.prefill_time_ms is None)
+
+
+async def test_a_prefill_worker_that_an_answer_tells_of_has_its_prompt(serving: Any, mount: Any) -> None:
+    config = GraphConfig(engine="mocker", workers=2, prefill_workers=1, seed=7)
+    async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
+        server.models = {"echo": "nvidia"}
+        report = await run(live_graph(URL, dial=server.dial), load(6))
+    assert [(one.role, one.requests, one.input_tokens) for one in report.workers] == [
+        ("decode", 3, 0),
+        ("decode", 3, 0),
+        ("prefill", 6, 6 * 256),
+    ]
+    assert report.migrations == 0
+    assert all(one.mean_running > 0 for one in report.workers)
+
+
+async def one_token_a_second(line: Any, asked: Any) -> None:
+    await line.begin()
+    for _ in range(asked.json["max_tokens"]):
+        await anyio.sleep(1.0)
+        await line.event({"choices": [{"text": "a", "finish_reason": None}]})
+    await line.event({"choices": [{"text": "", "finish_reason": "length"}]})
+    await line.event("[DONE]")
+    await line.end()
+
+
+async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any) -> None:
+    async def enough() -> None:
+        await anyio.sleep(12.5)
+
+    noted: list[Any] = []
+    trace = load(6, 3, turns=2)
+    async with serving(one_token_a_second) as server:
+        graph = live_graph(LiveServer(Address.parse(URL), "m"), dial=server.dial)
+        report = await run(graph, trace, until=enough, noted=noted.append, settings={"by": "hand"})
+    assert report.is_interrupted
+    assert report.settings == {"by": "hand", "interrupted": True}
+    # those of 0 and 5 s have two turns of 3 s each behind them, that of 10 s is in its first
+    assert (report.completed_requests, report.unfinished_requests, report.failed_requests) == (4, 1, 0)
+    assert (report.num_requests, report.unsent_requests) == (5, 7)
+    assert report.duration_ms == pytest.approx(12_500.0)
+    assert "INTERRUPTED" in report.table()
+    assert Report.from_json(report.to_json()).is_interrupted
+    assert [json.loads(one.to_json())["status"] for one in noted] == ["completed"] * 4 + ["unfinished"]
+
+
+async def test_a_replay_that_ends_by_itself_was_not_interrupted(serving: Any) -> None:
+    async with serving(one_token_a_second) as server:
+        report = await run(live_graph(URL, dial=server.dial), load(2, 3), until=anyio.sleep_forever)
+    assert (report.completed_requests, report.settings, report.is_interrupted) == (2, {}, False)
+
+
+async def test_errors_are_counted_by_type_with_what_the_first_one_said(serving: Any) -> None:
+    async def script(line: Any, asked: Any) -> None:
+        if len(server.asked) <= 3:
+            await line.whole(503 if len(server.asked) < 3 else 500, {"message": f"no {len(server.asked)}"})
+        else:
+            await one_token_a_second(line, asked)
+
+    async with serving(script) as server:
+        report = await run(live_graph(URL, dial=server.dial), load(5, 2), per_request=True)
+    assert (report.completed_requests, report.rejected_requests, report.failed_requests) == (2, 2, 1)
+    assert [(one.type, one.requests, one.example) for one in report.errors] == [
+        ("Unavailable", 2, "HTTP 503: no 1"),
+        ("BackendUnknown", 1, "HTTP 500: no 3"),
+    ]
+    assert report.per_request is not None
+    assert [one.error for one in report.per_request][2:] == ["BackendUnknown: HTTP 500: no 3", None, None]
+    assert "2 Unavailable, first: HTTP 503: no 1" in report.table()
+    assert Report.from_json(report.to_json()) == report
+    older = report.to_json().replace(b'"errors"', b'"older"')
+    assert Report.from_json(older).errors == []
+
+
+async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> None:
+    """Between servers of our own kind: the worker that answered last has the request, and its tokens."""
+
+    async def script(line: Any, asked: Any) -> None:
+        await line.begin()
+        for worker, ids in ((7, [1]), (None, [2]), (9, [3])):
+            await anyio.sleep(1.0)
+            told = {} if worker is None else {"worker_id": {"prefill_worker_id": worker, "decode_worker_id": worker}}
+            await line.event({"choices": [{"text": ""}], "nvext": {"completion_token_ids": ids, **told}})
+        await line.event({"choices": [{"text": "", "finish_reason": "length"}]})
+        await line.event("[DONE]")
+        await line.end()
+
+    async with serving(script) as server:
+        report = await run(live_graph(URL, dial=server.dial), load(1, 3))
+    assert (report.migrations, report.migrated_requests) == (1, 1)
+    assert [(one.worker, one.requests, one.output_tokens) for one in report.workers] == [(7, 0, 0), (9, 1, 3)]
+
+
+# -- finding the server
+
+
+async def test_the_first_model_is_asked_unless_one_is_named(serving: Any) -> None:
+    async with serving(one_token_a_second, models={"a": "nvidia", "b": "vllm"}) as server:
+        assert await find_server(f"{URL}/v1", dial=server.dial) == LiveServer(Address.parse(URL), "a", nvext=True)
+        assert await find_server(URL, model="b", dial=server.dial) == LiveServer(Address.parse(URL), "b")
+        with pytest.raises(InvalidArgument, match="has no 'c'; it has a, b") as caught:
+            await find_server(URL, model="c", dial=server.dial)
+        assert caught.value.field == "model"
+
+
+async def test_a_server_without_models_is_not_asked_for_one(serving: Any) -> None:
+    async with serving(one_token_a_second, models={}) as server:
+        with pytest.raises(Unavailable, match="no model now"):
+            await find_server(URL, dial=server.dial)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [(401, {"message": "no key"}, StatusError), (200, b"<html>", InvalidMessage), (200, {"data": 3}, InvalidMessage)],
+)
+async def test_a_list_of_models_that_is_none_is_named_with_its_url(
+    serving: Any, status: int, body: Any, kind: type[Exception]
+) -> None:
+    async with serving(one_token_a_second, page=(status, body)) as server:
+        with pytest.raises(kind, match=URL):
+            await find_server(URL, dial=server.dial)
+
+
+async def test_one_that_closes_the_connection_is_named_too(serving: Any) -> None:
+    async with serving(one_token_a_second) as server:
+        with pytest.raises(Disconnected, match=f"^{URL}: the connection was closed"):
+            await find_server(URL, dial=server.closing)
+
+
+async def test_a_server_that_has_no_list_is_taken_at_its_users_word(serving: Any) -> None:
+    async with serving(one_token_a_second, page=(404, {"message": "x"})) as server:
+        assert (await find_server(URL, model="m", dial=server.dial)).model == "m"
+        with pytest.raises(InvalidArgument, match="name one"):
+            await find_server(URL, dial=server.dial)
