@@ -73,6 +73,11 @@ class HandoffExchange:
         """Hand-overs that are not over."""
         return len(set(self._meetings.values()))
 
+    @property
+    def transfers(self) -> int:
+        """Those of them whose blocks are on their way."""
+        return sum(meeting.handoff.is_transferring for meeting in set(self._meetings.values()))
+
     def source(self, key: HandoffKey, side: SourceSide, control: Control | None = None) -> SourceSeat:
         """The prefill worker's seat, taken with `async with`; `control` is that of its request.
 

@@ -139,6 +139,12 @@ class Handoff:
         """True once given up or complete: no further step is taken."""
         return self._reason is not None or self.result is not None
 
+    @property
+    def is_transferring(self) -> bool:
+        """True while blocks are on their way."""
+        begun = self._outcomes.get(ActionKind.START_TRANSFER) is ActionOutcome.SCHEDULED
+        return begun and not self.is_ending and HandoffFact.TRANSFER_COMPLETED not in self._facts
+
     def has(self, fact: HandoffFact) -> bool:
         """Whether the fact was taken."""
         return fact in self._facts

@@ -235,6 +235,21 @@ async def test_a_session_that_takes_too_long_ends_on_both_sides(order: HandoffOr
     both.check_freed()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+async def test_it_is_known_how_many_have_their_blocks_on_the_way(order: HandoffOrder) -> None:
+    both = pair(order, Side(2.0), Side(1.0))
+    seen = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(both.run)
+        for wait_s in (0.5, 2.0, 0.53, 1.0):  # at 0.5 s and 2.5 s they prepare, from 3 s on it takes 64 ms
+            await anyio.sleep(wait_s)
+            seen.append((both.exchange.meetings, both.exchange.transfers))
+    assert seen == [(1, 0), (1, 0), (1, 1), (0, 0)]
+    gone = pair(order, Side(2.0), Side(missing_tokens=10**9))
+    await gone.run()
+    assert gone.exchange.transfers == 0
+
+
 async def test_the_session_limit_holds_for_the_time_on_the_way() -> None:
     both = pair(destination=Side(missing_tokens=10**9))
     await both.run()
