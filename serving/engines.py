@@ -17,7 +17,7 @@ from typing import Any
 from attrs import define, evolve, frozen
 
 from engines import DisaggregationMode, EchoEngine, LLMEngine
-from engines.mocker import MODEL, HandoffExchange, MockEngine, MockEngineArgs, handoff_order
+from engines.mocker import MODEL, HandoffExchange, MockEngine, MockEngineArgs, RecordedOutputs, handoff_order
 from pipeline import InvalidArgument, PenstockError, to_error
 
 from .arguments import converted
@@ -30,13 +30,15 @@ class Deployment:
     """What the engines of one deployment have in common.
 
     `token_ids` are what a made up answer may consist of, None: what the engine likes. `exchange` is where those meet
-    that hand blocks over; the first one makes it. `made` are the engines so far: each one listens at ports of its own.
+    that hand blocks over; the first one makes it. `recorded` are answers that are known. `made` are the engines so far:
+    each one listens at ports of its own.
     """
 
     token_ids: range | None = None
     model_name: str | None = None
     mode: DisaggregationMode = DisaggregationMode.AGGREGATED
     exchange: HandoffExchange | None = None
+    recorded: RecordedOutputs | None = None
     made: int = 0
 
 
@@ -87,8 +89,14 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
     args = _with_ports_of(args, deployment.made)
     deployment.made += 1
     name = MODEL if deployment.model_name is None else deployment.model_name
-    tokens, exchange = deployment.token_ids, deployment.exchange
-    return MockEngine(args, exchange=exchange, token_ids=tokens, model=name, clock=time.time)
+    return MockEngine(
+        args,
+        exchange=deployment.exchange,
+        token_ids=deployment.token_ids,
+        recorded=deployment.recorded,
+        model=name,
+        clock=time.time,
+    )
 
 
 def _with_ports_of(args: MockEngineArgs, worker: int) -> MockEngineArgs:

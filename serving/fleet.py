@@ -29,6 +29,7 @@ class Fleet:
     def __init__(self, config: GraphConfig, hosting: Hosting, model: Model, runtime: Runtime) -> None:
         self._config, self._hosting, self._model, self._runtime = config, hosting, model, runtime
         self._deployment: Deployment = config.deployment(config.modes[0])
+        self._deployment.recorded = hosting.recorded
         self._running: dict[Worker, None] = {}
         self.workers = [self._made(config.modes[0]) for _ in range(config.workers)]
         self.prefill_workers = [self._made(DisaggregationMode.PREFILL) for _ in range(config.prefill_workers)]

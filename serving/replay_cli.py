@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from attrs import evolve
 from typer.core import TyperGroup
 
 from pipeline import InvalidArgument, PenstockError
@@ -50,6 +51,7 @@ from .replay_options import (
     Concurrency,
     Faults,
     Format,
+    Gpus,
     HtmlFile,
     InputTokens,
     JsonFile,
@@ -63,6 +65,7 @@ from .replay_options import (
     OutputTokens,
     ParetoFile,
     PerRequest,
+    PrefillGpus,
     PrefixGroups,
     PrefixRatio,
     RealTime,
@@ -71,9 +74,10 @@ from .replay_options import (
     Requests,
     SkipBad,
     SpeedUp,
-    TraceFile,
+    TraceFiles,
     TurnDelay,
     Turns,
+    WallTime,
 )
 from .replay_work import (
     check_place,
@@ -113,9 +117,9 @@ replay = typer.Typer(
 @says_its_options
 def run(
     context: typer.Context,
-    trace: TraceFile = None,
+    trace: TraceFiles = None,
     format: Format = "mooncake",
-    trace_block_size: BlockSize = 512,
+    trace_block_size: BlockSize = None,
     skip_bad: SkipBad = False,
     requests: Requests = None,
     speed_up: SpeedUp = 1.0,
@@ -149,6 +153,9 @@ def run(
     json: JsonFile = None,
     html: HtmlFile = None,
     per_request: PerRequest = False,
+    wall_time: WallTime = False,
+    gpus_per_worker: Gpus = 1,
+    gpus_per_prefill_worker: PrefillGpus = None,
     real_time: RealTime = False,
     live: LiveUrl = None,
     model: LiveModel = None,
@@ -185,7 +192,7 @@ def run(
         check_place(json, "json")
         check_place(html, "html")
         script = [] if config is None else script_of(fault, config)
-        if trace is None:
+        if not trace:
             load = made_up_load(made_up | prefixes, requests, seed, trace_block_size)
         else:
             load = read_load(trace, format, trace_block_size, skip_bad, requests, made_up, prefixes)
@@ -195,12 +202,15 @@ def run(
             "limits": limits_of(sla_ttft_ms, sla_itl_ms, sla_e2e_ms),
         }
         if config is not None:
+            how |= {"gpus_per_worker": gpus_per_worker, "gpus_per_prefill_worker": gpus_per_prefill_worker}
             settings = settings_of(config, trace, load, router.value, fault, speed_up, concurrency)
             report = replayed(config, load, real_time, faults=script, per_request=per_request, settings=settings, **how)
         else:
             asked = Live(live or "", model, ids_of(live_ids), live_timeout)
             settings = load_settings(trace, load, seed, speed_up, concurrency)
             report = replayed_live(asked, load, json if per_request else None, settings, **how)
+        if not wall_time:
+            report = evolve(report, wall_time_ms=None)  # all else is the same again
         if json is not None:
             json.write_bytes(report.to_json())
         if html is not None:

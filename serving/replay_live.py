@@ -25,6 +25,7 @@ OF_THE_GRAPH = (
     *("router", "workers", "prefill_workers", "enforce_disagg", "engine", "engine_arg", "router_config", "kv_events"),
     *("migration_limit", "migration_max_seq_len_tokens", "active_decode_blocks_threshold"),
     *("active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "fault", "real_time"),
+    *("gpus_per_worker", "gpus_per_prefill_worker", "wall_time"),
 )
 """Options that say what the graph is, or how its time goes: a server has its own."""
 

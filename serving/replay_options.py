@@ -7,16 +7,24 @@ from typing import Annotated
 
 import typer
 
-TraceFile = Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Trace file; without one, load is made up.")]
+TraceFiles = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="TRACE", help="Trace file, or all files of a dynamo trace; without, load is made up."),
+]
 Format = Annotated[
     str,
     typer.Option(
         "--format",
         "--trace-format",
-        help="mooncake, mooncake-delta, agentic_mooncake or applied_compute_agentic.",
+        help="mooncake, mooncake-delta, agentic_mooncake, applied_compute_agentic or dynamo.",
     ),
 ]
-BlockSize = Annotated[int, typer.Option(metavar="TOKENS", help="Tokens that a hash id of the trace stands for.")]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS", help="Tokens that a hash id of the trace stands for. [default: 512, or what the trace says]"
+    ),
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that are no requests.")]
 Requests = Annotated[
     int | None,
@@ -67,6 +75,13 @@ PerRequest = Annotated[
     typer.Option(
         "--per-request", help="Every request is in the JSON; with --live, a line each in FILE.requests.jsonl beside it."
     ),
+]
+WallTime = Annotated[
+    bool, typer.Option("--wall-time", help="The report says how long the replay took, so it is not the same again.")
+]
+Gpus = Annotated[int, typer.Option(metavar="N", help="GPUs of a worker, for the GPU hours.")]
+PrefillGpus = Annotated[
+    int | None, typer.Option(metavar="N", help="The same of a prefill worker. [default: as of the others]")
 ]
 RealTime = Annotated[bool, typer.Option("--real-time", help="Let time pass as it does, not jump to what is next.")]
 LiveUrl = Annotated[

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
 
 from pipeline import InvalidArgument
 
@@ -42,7 +45,7 @@ def script_of(faults: list[str], config: GraphConfig) -> list[Fault | RollingRes
     return script
 
 
-def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_size: int) -> Trace:
+def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_size: int | None) -> Trace:
     from .replay import SyntheticLoad
 
     for name, value in (("input_tokens", given["input_tokens"]), ("output_tokens", given["output_tokens"])):
@@ -50,14 +53,14 @@ def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_s
             raise InvalidArgument("is needed to make up load; or give a TRACE", field=name)
     if requests is None:
         raise InvalidArgument("is needed to make up load; or give a TRACE", field="requests")
-    said = {name: value for name, value in given.items() if value is not None}
-    return SyntheticLoad(request_count=requests, seed=seed, trace_block_size=block_size, **said).make()
+    said = {name: value for name, value in (given | {"trace_block_size": block_size}).items() if value is not None}
+    return SyntheticLoad(request_count=requests, seed=seed, **said).make()
 
 
 def read_load(
-    path: Path,
+    paths: list[Path],
     format: str,
-    block_size: int,
+    block_size: int | None,
     skip_bad: bool,
     requests: int | None,
     made_up: dict[str, Any],
@@ -71,7 +74,7 @@ def read_load(
     if requests is not None and requests < 1:
         raise InvalidArgument(f"must be at least 1, got {requests}", field="requests")
     said = {name: value for name, value in prefixes.items() if value is not None}
-    trace = read_trace(path, format, trace_block_size=block_size, skip_bad=skip_bad, **said)
+    trace = read_trace(paths, format, trace_block_size=block_size, skip_bad=skip_bad, **said)
     return trace if requests is None else first_requests(trace, requests)
 
 
@@ -83,7 +86,7 @@ def limits_of(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None)
 
 def settings_of(
     config: GraphConfig,
-    path: Path | None,
+    paths: list[Path] | None,
     load: Trace,
     router: str,
     faults: list[str],
@@ -91,7 +94,7 @@ def settings_of(
     concurrency: int | None,
 ) -> dict[str, Any]:
     """What the report says of itself. Nothing of the machine or the day: the same replay gives the same bytes."""
-    of_load = load_settings(path, load, config.seed, speed_up, concurrency)
+    of_load = load_settings(paths, load, config.seed, speed_up, concurrency)
     of_graph = {
         "router": router,
         "workers": config.workers,
@@ -103,11 +106,11 @@ def settings_of(
 
 
 def load_settings(
-    path: Path | None, load: Trace, seed: int | None, speed_up: float, concurrency: int | None
+    paths: list[Path] | None, load: Trace, seed: int | None, speed_up: float, concurrency: int | None
 ) -> dict[str, Any]:
     """The part that says what load it was."""
     return {
-        "trace": None if path is None else path.name,
+        "trace": ", ".join(path.name for path in paths) if paths else None,
         "format": load.format.value,
         "seed": seed,
         "speed_up": speed_up,
@@ -116,7 +119,7 @@ def load_settings(
 
 
 def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> Report:
-    """The report, with a bar while it is made."""
+    """The report, with a bar while it is made and with the time that took."""
     import anyio
 
     from pipeline.testing import run_in_virtual_time
@@ -124,9 +127,11 @@ def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> 
     from .replay import run_config
     from .replay_progress import progress
 
+    began_s = perf_counter()
     with progress(trace.requests, sys.stderr) as heard:
         main = partial(run_config, config, trace, heard=heard, **how)
-        return anyio.run(main) if real_time else run_in_virtual_time(main, backend="asyncio")
+        report = anyio.run(main) if real_time else run_in_virtual_time(main, backend="asyncio")
+    return evolve(report, wall_time_ms=1000 * (perf_counter() - began_s))
 
 
 def short_name(path: Path, paths: list[Path]) -> str:

@@ -57,9 +57,9 @@ class MockEngine(LLMEngine):
     the arguments describe a predictor of times and there is no `timing`; the start warns of arguments that change
     nothing.
 
-    An answer that is recorded (`RecordedOutputs`) is said as it is. After a stop one chunk with finish reason cancelled
-    follows, after a kill nothing; either way, and when a stream is closed or dropped, the request's blocks are free at
-    once. `cleanup` ends what runs as a stop does, and the sockets.
+    An answer that is `recorded`, or in the file that the arguments name instead, is said as it is. After a stop one
+    chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
+    dropped, the request's blocks are free at once. `cleanup` ends what runs as a stop does, and the sockets.
     """
 
     hears_kill: ClassVar[bool] = True
@@ -71,6 +71,7 @@ class MockEngine(LLMEngine):
         timing: TimingModel | None = None,
         exchange: HandoffExchange | None = None,
         token_ids: range | None = None,
+        recorded: RecordedOutputs | None = None,
         model: str = MODEL,
         clock: Callable[[], float] = anyio.current_time,
     ) -> None:
@@ -84,7 +85,7 @@ class MockEngine(LLMEngine):
         self._token_ids = token_ids
         self._model = model
         self._clock = clock
-        self._recorded: RecordedOutputs | None = None
+        self._recorded = recorded
         self._metrics: NativeMetrics | None = None
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}

@@ -66,12 +66,17 @@ class RecordedOutputs:
 def left_to_say(recorded: Items[int], request: PreprocessedRequest) -> Items[int]:
     """What of an answer is not at the end of the prompt already, as it is when the request began elsewhere.
 
-    That it did is known by its link to the worker before, or by a limit that is exactly the rest.
+    A limit that is exactly the rest says how much that is. Without one a link to the worker before says that it did,
+    and as much was said as may have been.
     """
     prompt, limit = request.token_ids, request.stop_conditions.max_tokens
+    exactly = -1 if limit is None else len(recorded) - limit
+    if 0 <= exactly <= len(prompt) and list(prompt[len(prompt) - exactly :]) == list(recorded[:exactly]):
+        return recorded[exactly:]
+    if request.migration_link is None:
+        return recorded
     for said in range(min(len(recorded), len(prompt)), 0, -1):
-        moved = request.migration_link is not None or limit == len(recorded) - said
-        if moved and list(prompt[-said:]) == list(recorded[:said]):
+        if list(prompt[-said:]) == list(recorded[:said]):
             return recorded[said:]
     return recorded
 

@@ -13,6 +13,9 @@ from pipeline import InvalidArgument
 
 from .spelling import spell
 
+BLOCK_TOKENS = 512
+"""A block of a trace, unless somebody says otherwise."""
+
 
 @frozen
 class Prompt:

@@ -6,7 +6,8 @@ what is wrong with it is said, bad lines can be left out, and a session that has
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,7 +17,9 @@ from pipeline import InvalidArgument, codec
 
 from .agentic import AgenticRows, never_begin
 from .applied import SessionLines
-from .prompts import check_block_size
+from .dynamo import DynamoRecords
+from .lines import lines_of
+from .prompts import BLOCK_TOKENS, check_block_size
 from .sessions import SessionRows
 from .trace import BadLine, Session, Trace, TraceFormat
 
@@ -37,74 +40,80 @@ class Reader(Protocol):
 
 
 def read_trace(
-    path: str | Path,
+    path: Path | str | Sequence[Path | str],
     trace_format: TraceFormat | str = TraceFormat.MOONCAKE,
     *,
-    trace_block_size: int = 512,
+    trace_block_size: int | None = None,
     skip_bad: bool = False,
     shared_prefix_ratio: float = 0.0,
     num_prefix_groups: int = 0,
 ) -> Trace:
-    """All sessions of a file. The last two settings are for applied_compute_agentic only.
+    """All sessions of a file; of the format dynamo there may be several, and what ends in `.gz` is compressed.
 
-    Raises InvalidArgument for a file that cannot be read or has no request, for a format that is not known or not
-    built, and for bad lines: each with its number and all that is wrong with it. With `skip_bad` those are left out.
+    A trace block has 512 tokens unless told; a dynamo trace says it itself. The last two settings are for
+    applied_compute_agentic only. Raises InvalidArgument for a file that cannot be read or has no request, for a format
+    that is not known, and for bad lines: each with its number and all that is wrong with it. With `skip_bad` those are
+    left out.
     """
-    check_block_size(trace_block_size)
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    if trace_block_size is not None:
+        check_block_size(trace_block_size)
     reader, kind = _reader(trace_format, trace_block_size, shared_prefix_ratio, num_prefix_groups)
-    sessions, bad = _read(path, reader)
+    if len(paths) != 1 and (kind is not TraceFormat.DYNAMO or not paths):
+        raise InvalidArgument(f"a {kind} trace is one file, not {len(paths)}", field=_FIELD)
+    sessions, bad = _read(paths, reader)
+    names = ", ".join(map(str, paths))
     if bad and not skip_bad:
-        raise InvalidArgument(_all_bad(path, bad), field=_FIELD)
+        raise InvalidArgument(_all_bad(names, bad), field=_FIELD)
     if not sessions:
         skipped = f", {len(bad)} bad lines were left out" if bad else ""
-        raise InvalidArgument(f"{path}: there is no request{skipped}", field=_FIELD)
+        raise InvalidArgument(f"{names}: there is no request{skipped}", field=_FIELD)
     return Trace(tuple(sessions), kind, tuple(bad))
 
 
-def _read(path: str | Path, reader: Reader) -> tuple[list[Session], list[BadLine]]:
+def _read(paths: Sequence[Path], reader: Reader) -> tuple[list[Session], list[BadLine]]:
     """All sessions, and all bad lines in order."""
     bad: list[BadLine] = []
-    for index, line in _lines(path):
-        try:
-            reader.add(codec.from_json(line, cast(type[Any], Any)), index)
-        except InvalidArgument as error:
-            bad.append(BadLine(index + 1, str(error)))
+    begins = [0]  # of each file: so many lines came before
+    for path in paths:
+        lines = 0
+        for line, text in lines_of(path):
+            lines, index = line, begins[-1] + line - 1
+            try:
+                reader.add(codec.from_json(text, cast(type[Any], Any)), index)
+            except InvalidArgument as error:
+                bad.append(BadLine(index + 1, str(error)))
+        begins.append(begins[-1] + lines)
     sessions, bad_after_all = reader.finish()
-    return sessions, sorted([*bad, *bad_after_all], key=lambda one: one.line)
+    ordered = sorted([*bad, *bad_after_all], key=lambda one: one.line)
+    return sessions, ordered if len(paths) == 1 else [_placed(one, paths, begins) for one in ordered]
+
+
+def _placed(bad: BadLine, paths: Sequence[Path], begins: Sequence[int]) -> BadLine:
+    """The same by its file, and its number there."""
+    at = bisect_left(begins, bad.line) - 1
+    return evolve(bad, line=bad.line - begins[at], file=paths[at].name)
 
 
 def _reader(
-    trace_format: TraceFormat | str, block_size: int, shared_prefix_ratio: float, num_prefix_groups: int
+    trace_format: TraceFormat | str, block_size: int | None, shared_prefix_ratio: float, num_prefix_groups: int
 ) -> tuple[Reader, TraceFormat]:
     try:
         kind = TraceFormat(trace_format)
     except ValueError as error:
         known = ", ".join(TraceFormat)
         raise InvalidArgument(f"must be one of {known}, got {trace_format!r}", field="trace_format") from error
-    if kind is TraceFormat.DYNAMO:
-        raise InvalidArgument("traces of the format dynamo cannot be read yet", field="trace_format")
+    size = BLOCK_TOKENS if block_size is None else block_size
     if kind is TraceFormat.APPLIED_COMPUTE_AGENTIC:
-        return SessionLines(block_size, shared_prefix_ratio, num_prefix_groups), kind
+        return SessionLines(size, shared_prefix_ratio, num_prefix_groups), kind
     if shared_prefix_ratio or num_prefix_groups:
         raise InvalidArgument(f"a {kind} trace has its own prefixes", field="shared_prefix_ratio")
-    return (AgenticRows if kind is TraceFormat.AGENTIC_MOONCAKE else SessionRows)(block_size), kind
+    if kind is TraceFormat.DYNAMO:
+        return DynamoRecords(block_size), kind
+    return (AgenticRows if kind is TraceFormat.AGENTIC_MOONCAKE else SessionRows)(size), kind
 
 
-def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that have something on them, with their index from 0."""
-    try:
-        with Path(path).open("rb") as file:
-            for index, line in enumerate(file):
-                text = line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line
-                if text.strip():
-                    yield index, text
-    except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror or error}", field=_FIELD, cause=error) from error
-    except ValueError as error:  # a path with a zero byte
-        raise InvalidArgument(f"{str(path)!r} is no path: {error}", field=_FIELD, cause=error) from error
-
-
-def _all_bad(path: str | Path, bad: list[BadLine]) -> str:
+def _all_bad(path: str, bad: list[BadLine]) -> str:
     lines = [str(one) for one in bad[:_SHOWN_LINES]]
     if len(bad) > _SHOWN_LINES:
         lines.append(f"and {len(bad) - _SHOWN_LINES} more bad lines")

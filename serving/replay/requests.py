@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from engines.mocker import RecordedOutputs
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.nvext import AgentHints
 
 from .schedule import Due
+from .trace import Trace
 
 _SESSION = "X-Dynamo-Session-ID"
 _POLICY_CLASS = "policy-class"
@@ -32,6 +34,13 @@ def request_of(due: Due, *, model: str = "") -> Context[PreprocessedRequest]:
         routing=None if urgency == AgentHints() else _hints(urgency),
     )
     return Context(request, id=due.name, metadata=metadata)
+
+
+def recorded_outputs(trace: Trace) -> RecordedOutputs | None:
+    """The answers that a trace has, by the names its requests ask for them; None: it has none."""
+    turns = [turn for session in trace.sessions for turn in session.turns]
+    known = {turn.name: turn.recorded for turn in turns if turn.recorded is not None}
+    return RecordedOutputs(known) if known else None
 
 
 def _hints(urgency: AgentHints) -> RoutingHints:

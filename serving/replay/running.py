@@ -18,6 +18,7 @@ from .drive import Drive, TokenGraph
 from .faults import Fault, RollingRestart, plan_faults
 from .members import Members
 from .report import INTERRUPTED, Report, RequestReport
+from .requests import recorded_outputs
 from .samples import Samples
 from .schedule import Schedule
 from .summary import Limits, make_report, request_report
@@ -78,20 +79,25 @@ async def run_config(
     per_request: bool = False,
     settings: Mapping[str, Any] | None = None,
     heard: Callable[[int], object] = lambda ended: None,
+    gpus_per_worker: int = 1,
+    gpus_per_prefill_worker: int | None = None,
 ) -> Report:
-    """The report of the trace through a standard graph; its workers fail and return as the script says.
+    """The report of the trace through a standard graph; its workers fail and return as the script says. Mock engines
+    give the answers that the trace has.
 
     Raises as `run`, and InvalidArgument for a script that cannot be.
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
-    async with hosted_graph(config, Hosting(environment or {})) as opened:
+    async with hosted_graph(config, Hosting(environment or {}, recorded=recorded_outputs(trace))) as opened:
         members = Members(opened.fleet, samples)
         drive = Drive(opened.tokens, schedule, samples, number_of=members.number_of, heard=heard)
         await _with_faults(drive, members, script)
         members.note_preemptions()
     return make_report(
         samples,
+        gpus_per_worker=gpus_per_worker,
+        gpus_per_prefill_worker=gpus_per_prefill_worker,
         settings=settings,
         limits=limits,
         unsent_requests=schedule.unsent_requests,

@@ -123,7 +123,7 @@ class Schedule:
         """
         if sessions_at_a_time < 1:
             raise InvalidArgument(f"must be at least 1, got {sessions_at_a_time}", field="replay_concurrency")
-        if trace.format is TraceFormat.AGENTIC_MOONCAKE:
+        if trace.format is TraceFormat.AGENTIC_MOONCAKE or any(one.turns[0].wait_for for one in trace.sessions):
             raise InvalidArgument("requests that wait for each other have an order already", field="replay_concurrency")
         schedule = cls(trace, _checked(speed_up), sessions_at_a_time)
         schedule._fill(0.0)

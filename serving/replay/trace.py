@@ -26,7 +26,7 @@ class TraceFormat(StrEnum):
     APPLIED_COMPUTE_AGENTIC = "applied_compute_agentic"
     """A whole session a line, by its lengths; without arrivals."""
     DYNAMO = "dynamo"
-    """Request traces of Dynamo's front end. Not built: reading one is refused."""
+    """Request traces of Dynamo's front end, in one file or several."""
 
 
 @frozen
@@ -34,8 +34,8 @@ class Turn:
     """One request of a session.
 
     `name` is of this one turn in the whole trace: its request id, else `session:turn`, else `line:N` counted from 0;
-    recorded outputs are found by it. `line` counts from 1, 0 if it comes from no file. `delay_ms` is the time after
-    the turn before, or after the last of those it waits for.
+    recorded outputs are found by it. `line` counts from 1 and through all files, 0 if it comes from none. `delay_ms` is
+    the time after the turn before, or after the last of those it waits for.
     """
 
     name: str
@@ -67,13 +67,14 @@ class Session:
 
 @frozen
 class BadLine:
-    """A line that is no request, by its number from 1, and what is wrong with it."""
+    """A line that is no request, by its number from 1, and what is wrong with it; of several files with its `file`."""
 
     line: int
     problem: str
+    file: str = ""
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.problem}"
+        return f"{self.file} line {self.line}: {self.problem}".lstrip()
 
 
 @frozen

@@ -124,17 +124,16 @@ async def test_the_clock_of_the_loop_is_that_of_anyio() -> None:
 
 
 async def test_a_deadline_that_is_now_comes_although_a_task_never_waits() -> None:
+    async def spin() -> None:
+        while True:
+            await checkpoint()
+
     async with anyio.create_task_group() as tasks:
-
-        async def spin() -> None:
-            while True:
-                await checkpoint()
-
         tasks.start_soon(spin)
         with anyio.move_on_after(0) as scope:
             await anyio.sleep_forever()
+        assert scope.cancelled_caught
         tasks.cancel_scope.cancel()
-    assert scope.cancelled_caught
 
 
 async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:

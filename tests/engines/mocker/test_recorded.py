@@ -149,6 +149,15 @@ def test_an_answer_that_began_elsewhere_goes_on_where_it_was(
     assert len(by_link) <= len(recorded) - said
 
 
+@given(st.integers(1, 4), st.integers(0, 5), st.integers(0, 6), st.booleans())
+def test_a_limit_that_is_the_rest_says_how_much_was_said(in_prompt: int, said: int, more: int, is_linked: bool) -> None:
+    """A link tells of a worker before, not of what it said: the end of a prompt may look as if it were an answer's."""
+    recorded = [7] * (said + more)
+    link = LINK if is_linked else None
+    asked = request([1, *[7] * (in_prompt + said)], max_tokens=more, migration_link=link)
+    assert left_to_say(recorded, asked) == recorded[said:]
+
+
 def test_a_prompt_that_ends_as_an_answer_begins_is_no_part_of_it() -> None:
     assert left_to_say([5, 6, 7], request([1, 5, 6], max_tokens=3)) == [5, 6, 7]
     assert left_to_say([5, 6, 7], request([1, 5, 6])) == [5, 6, 7]

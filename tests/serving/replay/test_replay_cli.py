@@ -118,6 +118,33 @@ def test_bad_lines_are_left_out_if_wished(replay: Replay, trace: Path) -> None:
     assert "1 bad lines left out" in out
 
 
+def test_what_it_cost_is_said_of_the_gpus_and_of_the_machine(replay: Replay, trace: Path, tmp_path: Path) -> None:
+    """Section 10.5: wall_time_ms and gpu_hours. How long it took is said only if asked for."""
+    file, gpus = tmp_path / "report.json", ("--gpus-per-worker", 2, "--gpus-per-prefill-worker", 3)
+    code, out, _ = replay(trace, "--workers", 2, "--prefill-workers", 1, *gpus, "--json", file)
+    report = json.loads(file.read_bytes())
+    assert (code, "replayed in" in out, "wall_time_ms" in report) == (0, False, False)
+    wanted = 2 * report["decode_worker_seconds"] + 3 * report["prefill_worker_seconds"]
+    assert report["gpu_hours"] == pytest.approx(wanted / 3600)
+    assert "replayed in" in replay(trace, "--wall-time", "--json", file)[1]
+    assert json.loads(file.read_bytes())["wall_time_ms"] > 0
+    code, _, err = replay(trace, "--gpus-per-worker", "-1")
+    assert (code, "--gpus-per-worker" in err) == (2, True)
+
+
+def test_a_dynamo_trace_is_read_from_all_its_files(replay: Replay, tmp_path: Path) -> None:
+    shards = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for at, path in enumerate(shards):
+        hashes = {"trace_block_size": 64, "input_length": 100, "input_sequence_hashes": [1, at + 2]}
+        said = {"request_id": f"r{at}", "request_received_ms": 100 * at, "output_tokens": 4, "replay": hashes}
+        line = {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "event_time_unix_ms": 500}
+        path.write_text(json.dumps(line | {"request": said}) + "\n")
+    file = tmp_path / "report.json"
+    code, out, _ = replay(*shards, "--format", "dynamo", "--json", file)
+    assert (code, "2 requests, 2 completed; 200 input and 8 output tokens" in out) == (0, True)
+    assert json.loads(file.read_bytes())["settings"]["trace"] == "one.jsonl, two.jsonl"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -126,7 +153,8 @@ def test_bad_lines_are_left_out_if_wished(replay: Replay, trace: Path) -> None:
         (["--input-tokens", "5", "--output-tokens", "5"], ["--requests", "TRACE"]),
         (["--input-tokens", "0", "--output-tokens", "5", "--requests", "5"], ["--input-tokens", "at least 1"]),
         (["T", "--format", "csv"], ["--format", "mooncake", "csv"]),
-        (["T", "--format", "dynamo"], ["--format", "dynamo"]),
+        (["T", "--format", "dynamo"], ["TRACE", "line 1", "schema"]),
+        (["T", "T"], ["TRACE", "one file, not 2"]),
         (["T", "--trace-block-size", "0"], ["--trace-block-size", "0"]),
         (["T", "--requests", "0"], ["--requests", "at least 1"]),
         (["T", "--request-rate", "3"], ["--request-rate", "there is a trace"]),

@@ -68,6 +68,18 @@ async def test_every_request_of_the_trace_is_answered_once_and_whole(routing: st
     assert len({getattr(one, prompts_at) for one in report.per_request}) > 1
 
 
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("engine_args", [{"engine_type": "trtllm"}, {"engine_type": "sglang"}, {"dp_size": "2"}])
+async def test_prefill_pools_are_of_any_engine_and_of_several_ranks(engine_args: dict[str, str], meets: bool) -> None:
+    """MOCK-98, MOCK-100, other than there: TensorRT-LLM and several ranks are replayed. Both pools have one set of
+    arguments, so there are none of one pool without those of the other, and no two engines or block sizes."""
+    given = engine_args | ({"bootstrap_port": "9000"} if meets else {})
+    trace = load()
+    report = await run_config(config(router="kv", prefill_workers=2, engine_args=given), trace, per_request=True)
+    assert all_came_whole(report, trace)
+    assert sum(one.requests for one in report.workers if one.role == "prefill") == 24
+
+
 async def test_a_router_that_knows_what_is_cached_reuses_more() -> None:
     trace = load(60, num_prefix_groups=6, shared_prefix_ratio=0.9, trace_block_size=64)
     reused = {
