@@ -133,6 +133,7 @@ def routers(workers: int, seed: int) -> dict[str, GraphConfig]:
         "round robin": common(router="round-robin"),
         "least loaded": common(router="least-loaded"),
         "KV, by events": common(router="kv"),
+        "KV, by expected delay": common(router="kv", kv_router=KvRouterConfig(router_placement="expected_delay")),
         "KV, approximate": common(router="kv", kv_router=KvRouterConfig(use_kv_events=False)),
     }
 

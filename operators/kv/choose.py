@@ -1,14 +1,14 @@
-"""choose: one of the candidates, by cost, with the reasons.
+"""choose: one of the candidates, by cost or expected delay, with the reasons.
 
 Source: dynamo lib/kv-router/src/scheduling/selector/default.rs, DefaultWorkerPicker. Other than there the random
-numbers come from outside, so the same generator makes the same choices.
+numbers come from outside, so the same generator makes the same choices; and the rule has a name.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from attrs import field, frozen
@@ -16,11 +16,15 @@ from attrs import field, frozen
 from pipeline import InvalidArgument, Unavailable
 
 from .active_sequences_loads import RankLoads
-from .config_settings import RequestSettings
+from .config_settings import PlacementRule, RequestSettings
 from .cost import Prompt, WorkerType, costs
 from .eligibility import Candidates
+from .expected_delay import delays
 from .overlap import CandidateOverlap, Overlap
 from .worker_rank import WorkerRank
+
+Rule = Callable[[Prompt, CandidateOverlap, RankLoads, RequestSettings, WorkerType], list[float]]
+RULES: Mapping[PlacementRule, Rule] = {"cost": costs, "expected_delay": delays}
 
 
 @frozen
@@ -42,7 +46,8 @@ class Decision:
 
     `overlap_blocks` are on its device, `effective_overlap_blocks` and `cached_tokens` count lower tiers at their
     weight; `best_overlap_blocks` is the most any candidate had on its device. `margin` is how much dearer the cheapest
-    other candidate is, below 0 if the temperature let a dearer one win, None if there is no other.
+    other candidate is, below 0 if the temperature let a dearer one win, None if there is no other. Costs are in blocks,
+    or what the rule of `placement` says.
     """
 
     rank: WorkerRank
@@ -57,6 +62,7 @@ class Decision:
     costs: Sequence[float] = field(repr=False)
     loads: RankLoads = field(repr=False)
     overlap: Overlap = field(repr=False)
+    placement: PlacementRule = "cost"
 
     @property
     def chosen(self) -> CandidateReport:
@@ -67,10 +73,11 @@ class Decision:
         """What every candidate was judged by, in order of rank."""
         return [self._report(position) for position in range(len(self.ranks))]
 
-    def attributes(self) -> Mapping[str, float]:
-        """The reasons in numbers, for a span."""
+    def attributes(self) -> Mapping[str, float | str]:
+        """The reasons, for a span: numbers, and the name of the rule."""
         chosen = self.chosen
-        reasons: dict[str, float] = {
+        reasons: dict[str, float | str] = {
+            "placement": self.placement,
             "worker_id": self.rank.worker_id,
             "dp_rank": self.rank.dp_rank,
             "candidates": len(self.ranks),
@@ -118,7 +125,7 @@ def choose(
     if not candidates.ranks:
         raise Unavailable("no worker can take this request")
     seen = CandidateOverlap(overlap, candidates.nothing)
-    column = costs(prompt, seen, loads, settings, worker_type)
+    column = RULES[settings.placement](prompt, seen, loads, settings, worker_type)
     if candidates.multipliers is not None:
         column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
     position = pick(column, settings.temperature, rng)
@@ -136,6 +143,7 @@ def choose(
         column,
         loads,
         overlap,
+        settings.placement,
     )
 
 

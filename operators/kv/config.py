@@ -1,7 +1,8 @@
 """KvRouterConfig: every setting of the KV router.
 
 Source: dynamo lib/kv-router/src/scheduling/config.rs, KvRouterConfig. Other than there all problems are reported at
-once, unknown keys are refused, and what is not offered here (keyed tracking hashes, durable events) is refused too.
+once, unknown keys are refused, what is not offered here (keyed tracking hashes, durable events) is refused too, and
+`router_placement` is ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeline import InvalidArgument
 from pipeline.protocols import RouterConfigOverride
 
 from .config_checks import Problem, combination_problems, range_problems, type_problems
-from .config_settings import RequestSettings
+from .config_settings import PlacementRule, RequestSettings
 
 QueuePolicy = Literal["fcfs", "lcfs", "wspt"]
 PrefillLoadModel = Literal["none", "aic"]
@@ -29,7 +30,8 @@ class KvRouterConfig:
     """The settings, under the names they have in files and on command lines.
 
     Raises InvalidArgument that lists every problem; `field` names the first. Numbers are finite; weights are not below
-    0. `overlap_score_credit` 0 means that there is no index. `router_queue_threshold` None switches the queue off.
+    0. `router_placement` is the rule a worker is chosen by. `overlap_score_credit` 0 means that there is no index.
+    `router_queue_threshold` None switches the queue off.
     `router_event_threads`, `router_snapshot_threshold` and `router_reset_states` are read for the sake of existing
     files and change nothing.
     """
@@ -40,6 +42,7 @@ class KvRouterConfig:
     decode_active_request_weight: float = 0.0
     host_cache_hit_weight: float = 0.75
     disk_cache_hit_weight: float = 0.25
+    router_placement: PlacementRule = "cost"
     router_temperature: float = 0.0
     use_kv_events: bool = True
     router_replica_sync: bool = False
@@ -114,6 +117,7 @@ class KvRouterConfig:
             self.router_assume_kv_reuse if o.assume_kv_reuse is None else o.assume_kv_reuse,
             self.router_track_active_blocks,
             self.router_track_prefill_tokens if o.track_prefill_tokens is None else o.track_prefill_tokens,
+            self.router_placement,
         )
 
     @classmethod
@@ -141,6 +145,7 @@ FIELD_TYPES: Mapping[str, str] = {a.name: str(a.type) for a in fields(KvRouterCo
 """Field -> its declared type, as written."""
 
 CHOICES: Mapping[str, Any] = {
+    "PlacementRule": PlacementRule,
     "QueuePolicy": QueuePolicy,
     "PrefillLoadModel": PrefillLoadModel,
     "SharedCacheType": SharedCacheType,

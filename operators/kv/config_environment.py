@@ -1,6 +1,6 @@
 """The router's settings from variables of the environment.
 
-Source: dynamo lib/kv-router/src/scheduling/config.rs, KvRouterConfig::from_env.
+Source: dynamo lib/kv-router/src/scheduling/config.rs, KvRouterConfig::from_env; `DYN_ROUTER_PLACEMENT` is ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RENAMED = {
 }
 _READ = (
     *("overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "decode_active_request_weight"),
-    *("router_temperature", "use_kv_events", "router_replica_sync", "router_track_active_blocks"),
+    *("router_placement", "router_temperature", "use_kv_events", "router_replica_sync", "router_track_active_blocks"),
     *("router_track_output_blocks", "router_assume_kv_reuse", "router_track_prefill_tokens"),
     *("router_tracking_hash", "router_tracking_hash_key_file", "router_tracking_hash_key_id"),
     *("router_queue_threshold", "router_policy_config", "router_prefill_policy", "router_decode_policy"),
@@ -32,6 +32,7 @@ _READ = (
     *("conditional_disagg_eff_isl_threshold", "conditional_disagg_eff_isl_ratio_threshold"),
     *("conditional_disagg_prefill_busy_threshold", "conditional_disagg_decode_busy_threshold"),
 )
+_MUST_BE_KNOWN = ("router_placement", "router_tracking_hash")
 _OLDER_WEIGHTS = ("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT")
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -44,8 +45,8 @@ def variable_of(field: str) -> str:
 def config_from_environment(environment: Mapping[str, str], values: Mapping[str, Any] | None = None) -> KvRouterConfig:
     """The configuration with `values` (of a file, say) under what the environment sets.
 
-    A text that cannot be read counts as not set, except an unknown tracking hash. What can be read and is out of range
-    raises InvalidArgument, as do the values.
+    A text that cannot be read counts as not set, except the name of an unknown placement or tracking hash. What can be
+    read and is out of range raises InvalidArgument, as do the values.
     """
     own = dict(values or {})
     for field in _READ:
@@ -80,7 +81,7 @@ def _read(field: str, text: str) -> Any:
     kind = FIELD_TYPES[field].partition(" | ")[0]
     if kind in CHOICES:
         known = text in CHOICES[kind].__args__
-        return text if known or field == "router_tracking_hash" else None
+        return text if known or field in _MUST_BE_KNOWN else None
     return _READERS[kind](text)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import frozen
+
+PlacementRule = Literal["cost", "expected_delay"]
+"""By what a worker is chosen: `cost.py`, as in the original, or `expected_delay.py`."""
 
 
 @frozen
 class RequestSettings:
-    """Weights of the cost, and what is tracked. Meanings and ranges are those of `KvRouterConfig`.
+    """The rule and its weights, and what is tracked. Meanings and ranges are those of `KvRouterConfig`.
 
     From here on a zero `overlap_score_credit` only takes the weight from device blocks; that there is no index then is
     decided once, from the configuration.
@@ -24,3 +29,4 @@ class RequestSettings:
     assume_kv_reuse: bool = True
     track_active_blocks: bool = True
     track_prefill_tokens: bool = True
+    placement: PlacementRule = "cost"

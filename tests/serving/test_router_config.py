@@ -85,6 +85,15 @@ def test_everything_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
     assert error.field == "router_temprature"
 
 
+def test_the_placement_is_named_in_the_file_or_the_environment(tmp_path: Path) -> None:
+    path = written(tmp_path, 'router_placement = "cost"\n')
+    environment = {"DYN_ROUTER_PLACEMENT": "expected_delay"}
+    assert kv_router_config(None, environment).router_placement == "expected_delay"
+    assert kv_router_config(path, environment).router_placement == "cost"
+    unknown = written(tmp_path, 'router_placement = "cheapest"\n', "unknown.toml")
+    assert (refused(unknown).field, refused(None, {"DYN_ROUTER_PLACEMENT": "x"}).field) == ("router_placement",) * 2
+
+
 def test_settings_that_contradict_each_other_are_refused_wherever_they_are_from(tmp_path: Path) -> None:
     path = written(tmp_path, "router_track_output_blocks = true\n")
     error = refused(path, {"DYN_ROUTER_TRACK_ACTIVE_BLOCKS": "false"})

@@ -137,6 +137,7 @@ def test_a_decision_keeps_its_reasons() -> None:
     assert (decision.overlap_blocks, decision.best_overlap_blocks) == (1, 3)
     assert (decision.effective_overlap_blocks, decision.cached_tokens) == (2.5, 40)
     assert decision.attributes() == {
+        "placement": "cost",
         "worker_id": 0,
         "dp_rank": 0,
         "candidates": 2,

@@ -130,6 +130,16 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
 # -- who is chosen
 
 
+@pytest.mark.parametrize(("placement", "worker_id"), [("cost", 2), ("expected_delay", 1)])
+async def test_the_configuration_names_the_rule_by_which_is_chosen(placement: str, worker_id: int) -> None:
+    """Worker 1 has most of the prompt and computes nothing, but answers are written in many of its blocks."""
+    router = chooser(1, 2, config={"router_placement": placement})
+    for request_id, there in (("same", prompt(4000, worker_id=1)), ("other", prompt(8000, first=10**6, worker_id=1))):
+        (await placed(router, there, request_id)).mark_prefill_completed()
+    decision = router.advise(prompt(4400))
+    assert (decision.rank, decision.placement) == (WorkerRank(worker_id), placement)
+
+
 async def test_the_load_of_bookings_sends_others_elsewhere() -> None:
     router = chooser(1, 2)
     first, second = [await placed(router, prompt(64, first=n * 100), str(n)) for n in range(2)]

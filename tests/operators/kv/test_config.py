@@ -26,6 +26,7 @@ DEFAULTS = {
     "decode_active_request_weight": 0.0,
     "host_cache_hit_weight": 0.75,
     "disk_cache_hit_weight": 0.25,
+    "router_placement": "cost",
     "router_temperature": 0.0,
     "use_kv_events": True,
     "router_replica_sync": False,
@@ -235,6 +236,7 @@ def test_an_override_changes_what_it_names_and_nothing_else() -> None:
         ("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY", "2", "overlap_score_credit_decay", 2.0),
         ("DYN_ROUTER_PREFILL_LOAD_SCALE", "3", "prefill_load_scale", 3.0),
         ("DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT", "4", "decode_active_request_weight", 4.0),
+        ("DYN_ROUTER_PLACEMENT", "expected_delay", "router_placement", "expected_delay"),
         ("DYN_ROUTER_TEMPERATURE", "0.25", "router_temperature", 0.25),
         ("DYN_USE_KV_EVENTS", "off", "use_kv_events", False),
         ("DYN_ROUTER_REPLICA_SYNC", "yes", "router_replica_sync", True),
@@ -311,3 +313,19 @@ def test_requests_expire_after_the_time_set_if_there_is_one(text: str | None, se
 def test_waiting_requests_are_looked_up_again_after_the_time_set(text: str, seconds: float | None) -> None:
     """KV-146"""
     assert overlap_refresh_after_s({"DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS": text}) == seconds
+
+
+def test_a_placement_has_a_known_name_wherever_it_is_said() -> None:
+    with pytest.raises(InvalidArgument, match="must be one of cost, expected_delay, got 'cheapest'") as raised:
+        KvRouterConfig.from_plain({"router_placement": "cheapest"})
+    assert raised.value.field == "router_placement"
+    with pytest.raises(InvalidArgument, match="cheapest") as raised:
+        config_from_environment({"DYN_ROUTER_PLACEMENT": "cheapest"})
+    assert raised.value.field == "router_placement"
+
+
+def test_the_placement_of_the_router_holds_for_each_of_its_requests() -> None:
+    config = KvRouterConfig(router_placement="expected_delay")
+    changed = config.settings(RouterConfigOverride(overlap_score_credit=0.0))
+    assert (config.settings().placement, changed.placement) == ("expected_delay", "expected_delay")
+    assert KvRouterConfig().settings().placement == "cost"
