@@ -199,7 +199,7 @@ def _place(field: str | None) -> str:
     """What to change, in front of a message: an option where the field is one; an engine has fields of its own."""
     if not field:
         return ""
-    argument = field.removeprefix("engine_args.")
-    if argument != field:
-        return f"--engine-arg {argument}: "
+    for place, option in (("engine_args.", "--engine-arg"), ("vary.", "--vary")):
+        if field.startswith(place):
+            return f"{option} {field.removeprefix(place)}: "
     return f"{_option_of.get(field, field)}: "

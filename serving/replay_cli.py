@@ -1,8 +1,9 @@
-"""`penstock replay`: a trace through a graph in virtual time, or to a server, and reports side by side.
+"""`penstock replay`: a trace through a graph in virtual time, or to a server, reports side by side, and sweeps.
 
     penstock replay TRACE --router kv --workers 8 --json kv.json
     penstock replay TRACE --live http://127.0.0.1:8000
     penstock replay compare round_robin.json kv.json
+    penstock replay sweep TRACE --router round-robin --router kv --workers 4 --workers 8
 
 The first is the command `run` of the group, whose name need not be said.
 """
@@ -93,6 +94,7 @@ from .replay_work import (
     write_page,
     write_pareto,
 )
+from .sweep_cli import SWEEP_EXAMPLE, sweep
 
 INTERRUPTED_EXIT = 130
 """As of a program that a shell's user interrupts."""
@@ -108,12 +110,12 @@ class _Replay(TyperGroup):
 replay = typer.Typer(
     name="replay",
     cls=_Replay,
-    help="Replay a trace through a graph in virtual time or to a server, or compare the reports of replays.",
+    help="Replay a trace through a graph in virtual time or to a server, compare reports, or make many in one go.",
     rich_markup_mode=None,
 )
 
 
-@replay.command(epilog="Reports side by side: penstock replay compare A.json B.json")
+@replay.command(epilog="Reports side by side: penstock replay compare A.json B.json; many runs: penstock replay sweep")
 @says_its_options
 def run(
     context: typer.Context,
@@ -196,14 +198,12 @@ def run(
             load = made_up_load(made_up | prefixes, requests, seed, trace_block_size)
         else:
             load = read_load(trace, format, trace_block_size, skip_bad, requests, made_up, prefixes)
-        how = {
-            "speed_up": speed_up,
-            "sessions_at_a_time": concurrency,
-            "limits": limits_of(sla_ttft_ms, sla_itl_ms, sla_e2e_ms),
-        }
+        limits = limits_of(sla_ttft_ms, sla_itl_ms, sla_e2e_ms)
+        how: dict[str, Any] = {"speed_up": speed_up, "sessions_at_a_time": concurrency, "limits": limits}
         if config is not None:
             how |= {"gpus_per_worker": gpus_per_worker, "gpus_per_prefill_worker": gpus_per_prefill_worker}
-            settings = settings_of(config, trace, load, router.value, fault, speed_up, concurrency)
+            gpus = (gpus_per_worker, gpus_per_prefill_worker)
+            settings = settings_of(config, trace, load, fault, speed_up, concurrency, limits, gpus)
             report = replayed(config, load, real_time, faults=script, per_request=per_request, settings=settings, **how)
         else:
             asked = Live(live or "", model, ids_of(live_ids), live_timeout)
@@ -230,6 +230,9 @@ def _check_given(context: typer.Context, live: str | None, per_request: bool, js
         check_options(given, live, per_request=per_request, has_json=json is not None)
     except InvalidArgument as error:
         fail(error)
+
+
+replay.command(epilog=SWEEP_EXAMPLE)(sweep)
 
 
 @replay.command()

@@ -27,6 +27,32 @@ def progress(total: int, file: TextIO) -> Iterator[Callable[[int], None]]:
         yield heard
 
 
+@contextmanager
+def sweep_progress(runs: int, file: TextIO) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
+    """What to tell how many requests have ended of how many, and that a run has. Else as `progress`."""
+    if not file.isatty():
+        yield lambda ended, of: None, lambda: None
+        return
+    columns = (_Runs(), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=file), transient=True) as bar:
+        task = bar.add_task("", total=None, done=0, runs=runs)
+
+        def heard(ended: int, of: int) -> None:
+            bar.update(task, completed=ended, total=of)
+
+        def run_ended() -> None:
+            bar.update(task, done=bar.tasks[0].fields["done"] + 1)
+
+        yield heard, run_ended
+
+
+class _Runs(ProgressColumn):
+    """How many runs have ended."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.fields['done']}/{task.fields['runs']} runs")
+
+
 class _Rate(ProgressColumn):
     """How many a second, of late."""
 

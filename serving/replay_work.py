@@ -14,7 +14,7 @@ from pipeline import InvalidArgument
 
 if TYPE_CHECKING:
     from .config import GraphConfig
-    from .replay import Fault, Report, RollingRestart, Trace
+    from .replay import Fault, Limits, Report, RollingRestart, SyntheticLoad, Trace
 
 
 def check_place(path: Path | None, field: str) -> None:
@@ -46,6 +46,11 @@ def script_of(faults: list[str], config: GraphConfig) -> list[Fault | RollingRes
 
 
 def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_size: int | None) -> Trace:
+    return load_to_make(given, requests, seed, block_size).make()
+
+
+def load_to_make(given: dict[str, Any], requests: int | None, seed: int, block_size: int | None) -> SyntheticLoad:
+    """Raises InvalidArgument for load that cannot be, and where something is missing."""
     from .replay import SyntheticLoad
 
     for name, value in (("input_tokens", given["input_tokens"]), ("output_tokens", given["output_tokens"])):
@@ -54,7 +59,7 @@ def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_s
     if requests is None:
         raise InvalidArgument("is needed to make up load; or give a TRACE", field="requests")
     said = {name: value for name, value in (given | {"trace_block_size": block_size}).items() if value is not None}
-    return SyntheticLoad(request_count=requests, seed=seed, **said).make()
+    return SyntheticLoad(request_count=requests, seed=seed, **said)
 
 
 def read_load(
@@ -78,7 +83,7 @@ def read_load(
     return trace if requests is None else first_requests(trace, requests)
 
 
-def limits_of(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None) -> Any:
+def limits_of(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None) -> Limits:
     from .replay import Limits
 
     return Limits(ttft_ms=ttft_ms, itl_ms=itl_ms, e2e_ms=e2e_ms)
@@ -88,21 +93,22 @@ def settings_of(
     config: GraphConfig,
     paths: list[Path] | None,
     load: Trace,
-    router: str,
     faults: list[str],
     speed_up: float,
     concurrency: int | None,
+    limits: Limits,
+    gpus: tuple[int, int | None],
 ) -> dict[str, Any]:
-    """What the report says of itself. Nothing of the machine or the day: the same replay gives the same bytes."""
-    of_load = load_settings(paths, load, config.seed, speed_up, concurrency)
-    of_graph = {
-        "router": router,
-        "workers": config.workers,
-        "prefill_workers": config.prefill_workers,
-        "engine": config.engine,
-        "engine_args": dict(config.engine_args),
-    }
-    return {name: of_load.pop(name) for name in ("trace", "format")} | of_graph | of_load | {"faults": faults}
+    """What the report says of itself; the same as that of the same run of a sweep."""
+    from .replay import SweepRun
+
+    run = SweepRun(config.router, {}, config, speed_up, concurrency)
+    return run.settings(load, trace=trace_name(paths), faults=faults, limits=limits, gpus=gpus)
+
+
+def trace_name(paths: list[Path] | None) -> str | None:
+    """What a report calls the files of a trace; None for load that was made up."""
+    return ", ".join(path.name for path in paths) if paths else None
 
 
 def load_settings(
@@ -110,7 +116,7 @@ def load_settings(
 ) -> dict[str, Any]:
     """The part that says what load it was."""
     return {
-        "trace": ", ".join(path.name for path in paths) if paths else None,
+        "trace": trace_name(paths),
         "format": load.format.value,
         "seed": seed,
         "speed_up": speed_up,

@@ -71,13 +71,17 @@ DOORS = {
     "prometheus_client": {"serving/http/telemetry.py"},
     "pytest": {"pipeline/testing/plugin.py", "engines/pytest_plugin.py"},
     "reactivex": {"pipeline/rx*.py"},
-    "rich": {f"serving/{name}.py" for name in ("replay/comparison", "replay/table", "replay_progress")},
+    "rich": {
+        f"serving/{name}.py" for name in ("replay/comparison", "replay/sweep_table", "replay/table", "replay_progress")
+    },
     "starlette": {
         f"serving/http/{name}.py" for name in ("application", "endpoint", "exchange", "reply", "request", "status")
     },
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
-    "typer": {f"serving/{name}.py" for name in ("cli", "options", "replay_cli", "replay_options")},
+    "typer": {
+        f"serving/{name}.py" for name in ("cli", "options", "replay_cli", "replay_options", "sweep_cli", "sweep_work")
+    },
     "uvicorn": {"serving/cli.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_publisher.py", "operators/kv/engine_zmq.py"},
     "xxhash": {"pipeline/block_hash.py", "pipeline/frames.py"},

@@ -2,12 +2,14 @@
 
 `run` drives any graph, `run_config` a standard one with its workers and their faults. All else neither waits nor knows
 a graph: `read_trace` or `SyntheticLoad` says what is asked, `Schedule` when, `plan_faults` which workers fail
-meanwhile; `Samples` notes what happens and `make_report` sums it up.
+meanwhile; `Samples` notes what happens and `make_report` sums it up. `sweep_runs` says what many runs are made with,
+`sweep` makes them on all cores.
 """
 
 from .distribution import Distribution
 from .fault_script import parse_fault, parse_faults, read_faults
 from .faults import Action, Fault, RollingRestart, plan_faults
+from .grid import SweepRun, sweep_runs
 from .page import report_page
 from .page_sweep import pareto_page
 from .prompts import Prompt
@@ -19,6 +21,7 @@ from .samples import RequestSample, Role, Samples, Status
 from .schedule import Due, Schedule
 from .series import Series, WorkerSeries
 from .summary import Limits, make_report
+from .sweeping import Sweep, sweep
 from .synthetic import SyntheticLoad
 from .trace import BadLine, Session, Trace, TraceFormat, Turn
 
@@ -43,6 +46,8 @@ __all__ = [
     "Series",
     "Session",
     "Status",
+    "Sweep",
+    "SweepRun",
     "SyntheticLoad",
     "Trace",
     "TraceFormat",
@@ -62,4 +67,6 @@ __all__ = [
     "run",
     "run_config",
     "side_by_side",
+    "sweep",
+    "sweep_runs",
 ]

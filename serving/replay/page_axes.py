@@ -15,6 +15,8 @@ _TIMES = (("h", 3.6e6, 7.2e6), ("min", 6e4, 3e5), ("s", 1e3, 2e3), ("ms", 1.0, 0
 """Units of time, their milliseconds, and how long a replay is counted in them."""
 _LEAST = 1e-300
 _MOST_TICKS = 10
+_ROOM, _APART = 1.2, 0.04
+"""Beside the numbers of an axis of counts, as a factor; and between two that are written, as part of the axis."""
 _PERCENTILES = (0, 50, 75, 90, 95, 99)
 _LAST = 2.5
 """Where the greatest value stands: as far from p99 as half a nine."""
@@ -84,6 +86,18 @@ def logarithmic(values: Iterable[float], label: str) -> Axis:
     if len(shown) > _MOST_TICKS:
         shown = [10.0**decade for decade in range(first, last + 1) if low <= 10.0**decade <= high]
     return Axis(low, high, _written(shown), f"{label}, logarithmic", True)
+
+
+def counts(values: Iterable[float], label: str) -> Axis:
+    """A logarithmic axis of numbers above 0, with room at both ends; each is written, as far as they stand apart."""
+    known = sorted(set(values))
+    low, high = known[0] / _ROOM, known[-1] * _ROOM
+    whole = Axis(low, high, (), f"{label}, logarithmic", True)
+    shown = known[:1]
+    for value in known[1:]:
+        if whole.part(value) - whole.part(shown[-1]) > _APART:
+            shown.append(value)
+    return Axis(low, high, _written(shown), whole.label, True)
 
 
 def time(end_ms: float) -> tuple[Axis, float]:

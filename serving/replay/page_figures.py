@@ -76,7 +76,9 @@ _IF_ANY = {
     *("max_router_queue_depth", "preemptions", "migrations", "mean_queue_wait_ms", "gpu_hours"),
 }
 """Shown only where one report has some."""
-_BY_NAME = {figure.name: figure for figure in FIGURES}
+WORKER_COUNT = "worker_count"
+"""How many workers a report has, of both kinds: no figure of it, but one of a sweep."""
+_BY_NAME = {figure.name: figure for figure in (*FIGURES, Figure(WORKER_COUNT, "Workers", LOWER))}
 
 
 def figure_named(name: str) -> Figure:

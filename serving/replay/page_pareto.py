@@ -10,45 +10,60 @@ from attrs import field, frozen
 from pipeline import InvalidArgument
 
 from . import page_axes
-from .page_figures import HIGHER, figure_named, value_of
+from .page_figures import HIGHER, WORKER_COUNT, figure_named, value_of
 from .page_svg import Frame, dot, figure, legend
-from .page_text import escaped, number, setting, table, value_cell
+from .page_text import escaped, folded, number, setting, table, value_cell
 from .report import Report
+from .unbeaten import unbeaten
 
 
 @frozen
 class SweepPoint:
-    """One run of a sweep: two figures of it, the group it has its colour by, and what it was run with."""
+    """One run of a sweep: two figures of it, the group it has its colour by, and what it was run with.
+
+    `completed` are the requests it completed: with fewer of them a run does not beat another one.
+    """
 
     label: str
     x: float
     y: float
     group: str = ""
     parameters: Mapping[str, Any] = field(factory=dict)
+    completed: int = 0
 
 
-def sweep_points(runs: Mapping[str, Report], x: str, y: str, group: str) -> list[SweepPoint]:
-    """A point for each run that has both figures, by their names in JSON; `group` names a setting.
+def sweep_points(
+    runs: Mapping[str, Report],
+    x: str,
+    y: str,
+    group: str,
+    parameters: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[SweepPoint]:
+    """A point for each run that has both figures, by their names in JSON or `worker_count`; `group` names a setting.
 
-    Settings are its parameters as far as runs differ in them. Raises InvalidArgument for a figure none of the runs has.
+    Without `parameters` of each run these are its settings, as far as runs differ in them. Raises InvalidArgument for a
+    figure none of the runs has.
     """
+    plains = {label: report.to_plain() | {WORKER_COUNT: len(report.workers)} for label, report in runs.items()}
     for name in (x, y):
-        _need(runs, name)
-    differing = _differing(runs)
+        if runs and not any(name in plain for plain in plains.values()):
+            raise InvalidArgument(f"no run has a figure {name!r}", field=name)
+    given = _differing_settings(runs) if parameters is None else parameters
     points = []
     for label, report in runs.items():
-        plain = report.to_plain()
-        across, up = value_of(report, figure_named(x), plain), value_of(report, figure_named(y), plain)
+        across, up = (value_of(report, figure_named(name), plains[label]) for name in (x, y))
         if across is not None and up is not None:
-            parameters = {name: report.settings[name] for name in differing if name in report.settings}
             named = setting(report.settings[group]) if group in report.settings else ""
-            points.append(SweepPoint(label, across, up, named, parameters))
+            points.append(SweepPoint(label, across, up, named, given[label], report.completed_requests))
     return points
 
 
-def _need(runs: Mapping[str, Report], name: str) -> None:
-    if runs and not any(name in report.to_plain() for report in runs.values()):
-        raise InvalidArgument(f"no run has a figure {name!r}", field=name)
+def _differing_settings(runs: Mapping[str, Report]) -> dict[str, dict[str, Any]]:
+    names = _differing(runs)
+    return {
+        label: {name: report.settings[name] for name in names if name in report.settings}
+        for label, report in runs.items()
+    }
 
 
 def _differing(runs: Mapping[str, Report]) -> list[str]:
@@ -75,28 +90,40 @@ def pareto_front(points: Sequence[SweepPoint], x_better: int, y_better: int) -> 
     return front
 
 
-def pareto_figure(points: Sequence[SweepPoint], x: str, y: str) -> str:
-    """The points, those of the front numbered and joined; the numbers stand in the table below."""
+def _unbeaten(points: Sequence[SweepPoint], x_better: int, y_better: int) -> list[int]:
+    """Those none beats that completed as many requests, by x, best first: the front where all completed the same."""
+    costs = [(-x_better * point.x, -y_better * point.y, float(-point.completed)) for point in points]
+    found = [at for at, is_unbeaten in enumerate(unbeaten(costs)) if is_unbeaten]
+    return sorted(found, key=lambda at: (costs[at], at))
+
+
+def pareto_figure(points: Sequence[SweepPoint], x: str, y: str, *, load: str = "", is_folded: bool = False) -> str:
+    """The points, those that no other beats numbered, and joined where they completed the same.
+
+    The numbers stand in the table below, which may be folded. `load` is what the points have in common.
+    """
     across, up = figure_named(x), figure_named(y)
-    title = f"{up.label} over {across.label}"
+    title = f"{up.label} over {across.label}" + (f", {load}" if load else "")
     if not points:
         return figure(title, Frame.of(page_axes.from_zero(()), page_axes.from_zero(())).svg(title, "No runs"))
     better = across.better or HIGHER, up.better or HIGHER
-    front = pareto_front(points, *better)
+    front = _unbeaten(points, *better)
+    xs = [point.x for point in points]
     frame = Frame.of(
-        page_axes.around((point.x for point in points), across.label, 8),
+        page_axes.counts(xs, across.label) if x == WORKER_COUNT else page_axes.around(xs, across.label, 8),
         page_axes.around((point.y for point in points), up.label),
         1280.0,
         430.0,
     )
     groups = list(dict.fromkeys(point.group for point in points))
-    steps = _steps(frame, [points[at] for at in front])
+    steps = _steps(frame, [points[at] for at in pareto_front(points, *better)])
     dots = [_point(frame, points[at], groups.index(points[at].group), at in front) for at in _front_last(points, front)]
     said = f"{len(points):,} runs; none is beaten by another: " + ", ".join(points[at].label for at in front)
     key = legend(groups, of_dots=True) if len(groups) > 1 else ""
-    note = f"numbered: no run is better in both; better is {_way(better)}"
+    note = f"numbered: no other run is as good in both and better in one; better is {_way(better)}"
     svg = frame.svg(title, said, steps, *dots, *_pins(frame, points, front), grid_x=True)
-    return figure(title, svg, key=key, note=note) + _points_table(points, front, across.label, up.label)
+    rows = _points_table(points, front, across.label, up.label)
+    return figure(title, svg, key=key, note=note) + (folded("the runs of this chart", rows) if is_folded else rows)
 
 
 def _way(better: tuple[int, int]) -> str:

@@ -148,6 +148,11 @@ def _first(error: Exception) -> Exception:
     return error
 
 
+def check_load(trace: Trace, speed_up: float = 1.0, sessions_at_a_time: int | None = None) -> None:
+    """Raises InvalidArgument for a load that cannot be, as running it would."""
+    _schedule(trace, speed_up, sessions_at_a_time)
+
+
 def _schedule(trace: Trace, speed_up: float, sessions_at_a_time: int | None) -> Schedule:
     if sessions_at_a_time is None:
         return Schedule.open_loop(trace, speed_up=speed_up)

@@ -58,6 +58,7 @@ def test_the_figures_are_shown_and_written(replay: Replay, trace: Path, tmp_path
     assert report["mean_tpot_ms"] > 0
     assert 0 <= report["prefix_cache_reused_ratio"] < 1
     assert (report["goodput_completed_requests"], report["per_request"]) == (12, None)
+    assert len(report["settings"].pop("load_digest")) == 16
     assert report["settings"] == {
         "trace": "trace.jsonl",
         "format": "mooncake",
@@ -70,6 +71,7 @@ def test_the_figures_are_shown_and_written(replay: Replay, trace: Path, tmp_path
         "speed_up": 1.0,
         "concurrency": None,
         "faults": [],
+        "limits": {"ttft_ms": 500.0},
     }
 
 
