@@ -112,6 +112,8 @@ class Discovery:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._shares: dict[str, int] = {}
+        self._cards: dict[str, dict[str, tuple[bytes, Model | None]]] = {}
+        """By endpoint, what its cards were when somebody last joined them, and what that says."""
 
     async def register(self, instance: Instance) -> Lease:
         """Publishes the instance; one that is there with other content is published again."""
@@ -188,7 +190,14 @@ class Discovery:
         return Observable(subscribe)
 
     async def _check_conflict(self, model: Model) -> None:
-        if (problem := conflict(await self.models(model.endpoint.path), model)) is not None:
+        """Reads only cards that are new since the last time: where many workers join, there are many to look at."""
+        prefix = _under(MODELS, model.endpoint.path)
+        before = self._cards.get(prefix, {})
+        self._cards[prefix] = cards = {
+            key: known if (known := before.get(key)) and known[0] == value else (value, _read(key, value, Model))
+            for key, value in (await self._store.entries(prefix)).items()
+        }
+        if (problem := conflict((card for _, card in cards.values() if card is not None), model)) is not None:
             raise InvalidArgument(problem, field="display_name")
 
     async def _write(self, key: str, value: bytes, changed: Callable[[bytes], bytes]) -> None:

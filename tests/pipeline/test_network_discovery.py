@@ -13,6 +13,7 @@ from attrs import evolve
 from pipeline import InvalidArgument, Unavailable
 from pipeline.codec import to_json
 from pipeline.network import Added, Discovery, EndpointId, Instance, Model, Put, Removed, TaintsUpdated, Written
+from pipeline.network import discovery as discovery_module
 from pipeline.network.inprocess_store import InProcessStore
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.protocols.runtime_config import ModelRuntimeConfig
@@ -238,6 +239,26 @@ async def test_a_conflict_seen_after_the_write_takes_it_back() -> None:
         with pytest.raises(InvalidArgument):
             await discovery.register_model(model("model-a", 1))
         assert [m.card.display_name for m in await discovery.models()] == ["model-b"]
+
+
+async def test_who_joins_many_reads_only_the_cards_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a thousand workers of one endpoint read a million cards."""
+    read: list[str] = []
+
+    def counted(key: str, *others: Any) -> Any:
+        read.append(key)
+        return reads(key, *others)
+
+    reads = discovery_module._read
+    monkeypatch.setattr(discovery_module, "_read", counted)
+    async with opened() as discovery:
+        for number in range(20):
+            await discovery.register_model(model(instance_id=number))
+        assert len(read) == 20
+        await discovery.update_taints(WHERE, 3, ["changed"])
+        with pytest.raises(InvalidArgument):
+            await discovery.register_model(model("model-b", 20))
+        assert len(read) == 21
 
 
 def with_taints(*taints: str, **settings: Any) -> ModelRuntimeConfig:
