@@ -2,7 +2,8 @@
 
 python -m benchmarks [--json FILE] [--only items|graph|disaggregation|engines|kv-index|kv-choice]
 
-What routing does to conversations is another table: python -m benchmarks.conversations.
+What routing does to conversations is another table: python -m benchmarks.conversations. What a request costs by the
+number of workers is a picture: python -m benchmarks.scaling.
 """
 
 from __future__ import annotations
