@@ -270,3 +270,13 @@ def test_a_request_ends_once() -> None:
     with pytest.raises(InvalidArgument, match="'r' is over already"):
         samples.ended(sample, 3)
     assert sample.output_tokens == 2
+
+
+def test_a_worker_chosen_on_arrival_was_not_waited_for_however_the_clock_adds_up() -> None:
+    samples = Samples()
+    sample = samples.arrived("a", 600.0, input_tokens=1)
+    sample.routed(0, 600.0 - 1e-10)
+    assert sample.queue_wait_ms == 0.0
+    late = samples.arrived("b", 600.0, input_tokens=1)
+    late.routed(0, 600.25)
+    assert late.queue_wait_ms == 0.25
