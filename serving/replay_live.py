@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from pipeline import InvalidArgument
+
+from .replay_work import told_to_end
 
 if TYPE_CHECKING:
     from .live import LiveServer
@@ -102,7 +103,9 @@ async def _replay(live: Live, trace: Trace, json: Path | None, settings: Mapping
     numbers = Numbers()
     said = live.settings(server, settings) | {"worker_ids": numbers.ids}
     with _lines(json) as noted:
-        return await run(graph, trace, settings=said, until=_interrupt, number_of=numbers.number_of, noted=noted, **how)
+        return await run(
+            graph, trace, settings=said, until=told_to_end, number_of=numbers.number_of, noted=noted, **how
+        )
 
 
 class Numbers:
@@ -116,14 +119,6 @@ class Numbers:
         if worker_id not in known:
             known.append(worker_id)
         return known.index(worker_id)
-
-
-async def _interrupt() -> None:
-    """Returns when the program is told to end; the next time it ends as any does."""
-    import anyio
-
-    with anyio.open_signal_receiver(signal.SIGINT) as signals:
-        await anext(aiter(signals))
 
 
 def _fastest_loop() -> dict[str, Any]:

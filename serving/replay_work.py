@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,8 @@ def load_settings(
 
 
 def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> Report:
-    """The report, with a bar while it is made and with the time that took."""
+    """The report, with a bar while it is made and with the time that took. In real time an interrupt ends the load, and
+    it is of what was done."""
     import anyio
 
     from pipeline.testing import run_in_virtual_time
@@ -136,8 +138,18 @@ def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> 
     began_s = perf_counter()
     with progress(trace.requests, sys.stderr) as heard:
         main = partial(run_config, config, trace, heard=heard, **how)
-        report = anyio.run(main) if real_time else run_in_virtual_time(main, backend="asyncio")
+        report = (
+            anyio.run(partial(main, until=told_to_end)) if real_time else run_in_virtual_time(main, backend="asyncio")
+        )
     return evolve(report, wall_time_ms=1000 * (perf_counter() - began_s))
+
+
+async def told_to_end() -> None:
+    """Returns when the program is told to end; the next time it ends as any does."""
+    import anyio
+
+    with anyio.open_signal_receiver(signal.SIGINT) as signals:
+        await anext(aiter(signals))
 
 
 def short_name(path: Path, paths: list[Path]) -> str:

@@ -62,7 +62,7 @@ DOORS = {
     "blake3": {"pipeline/card_checksum.py"},
     "cattrs": {"pipeline/codec.py"},
     "json5": {"pipeline/model_folder.py"},
-    "httptools": {"serving/live/connection.py"},
+    "httpx": {f"serving/live/{name}.py" for name in ("address", "client", "exchange")},
     "jinja2": {"operators/chat_template.py"},
     "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai/encoding.py"},
     "nats": {"pipeline/network/nats.py"},
@@ -102,8 +102,8 @@ asyncio's own means costs a tenth."""
 WALL_CLOCK: set[str] = set()
 """Files that may ask for the time of day, to write it into a record and never to wait or to decide."""
 
-NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette")
-"""What `import pipeline` leaves for those who use it."""
+NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette", "httpx")
+"""What `import pipeline`, and the program before it knows its command, leave for those who use it."""
 
 When = Literal["load", "call", "typing"]
 
@@ -351,8 +351,9 @@ def test_a_face_has_fewer_than_45_names() -> None:
     hold(small_faces, PRODUCT)
 
 
-def test_importing_pipeline_loads_no_optional_library() -> None:
-    assert loaded_by("import pipeline") == ""
+@pytest.mark.parametrize("module", ["pipeline", "serving.cli"])
+def test_importing_pipeline_or_the_program_loads_no_optional_library(module: str) -> None:
+    assert loaded_by(f"import {module}") == ""
 
 
 @pytest.mark.parametrize("name", NOT_ON_IMPORT)

@@ -1,19 +1,19 @@
-"""Exchange: one request over a connection, and its answer as it comes; a stop or a kill ends every wait."""
+"""Exchange: one request to a server, and its answer as it comes; a stop or a kill ends every wait."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import anyio
+import httpx
 
 from pipeline import Cancelled, Control
-from pipeline.errors import Disconnected, InvalidMessage, ResponseTimeout
+from pipeline.errors import Disconnected
 
-from .connection import Connection
-from .dialing import Connections
+from .client import Client
 
 T = TypeVar("T")
 
@@ -25,20 +25,24 @@ _TAIL_S = 0.2
 class Exchange:
     """One request and its answer.
 
-    Every wait raises Cancelled once the request is stopped or killed, ResponseTimeout where nothing comes for
-    `silence_s`, and what connecting and reading raise. Leaving the block gives the connection back, which is kept if
-    the answer was read to its end and closed if not: so the server hears that nobody waits any more.
+    Every wait raises Cancelled once the request is stopped or killed, and what `Client.problem` says. Leaving the block
+    closes the connection unless the answer was read to its end: so the server hears that nobody waits any more.
     """
 
-    def __init__(self, connections: Connections, control: Control, silence_s: float) -> None:
-        self._connections = connections
+    def __init__(self, client: Client, control: Control) -> None:
+        self._client = client
         self._control = control
-        self._silence_s = silence_s
-        self._connection: Connection | None = None
+        self._parts: AsyncIterator[bytes] | None = None
+        self._has_connected = False
         self._scope: anyio.CancelScope | None = None
         self._forget: Callable[[], None] | None = None
+        self.content_type = ""
+        """Of the answer, without its parameters; in lower case."""
+        self.is_whole = False
+        """Whether the answer has been read to the end that its head promised."""
 
     async def __aenter__(self) -> Self:
+        self._client.in_flight += 1
         self._forget = self._control.on_stop(self._cut)
         return self
 
@@ -47,28 +51,39 @@ class Exchange:
     ) -> None:
         if self._forget is not None:
             self._forget()
-        await self._give_back()
-
-    @property
-    def connection(self) -> Connection:
-        assert self._connection is not None, "nothing was asked"
-        return self._connection
-
-    async def ask(self, request: bytes) -> int:
-        """Sends the request; the status of the answer. One that a kept connection did not take goes out again."""
-        self._connection = await self._wait(self._connections.take)
         try:
-            return await self._wait(lambda: self.connection.ask(request))
-        except Disconnected:
-            if not self.connection.was_gone:
-                raise
-        await self._give_back()
-        self._connection = await self._wait(lambda: self._connections.take(fresh=True))
-        return await self._wait(lambda: self.connection.ask(request))
+            await self._close()
+        finally:
+            self._client.in_flight -= 1
+
+    async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> int:
+        """Sends the request; the status of the answer. One that a kept connection did not take goes out again."""
+        http = self._client.http
+        asked = http.build_request(method, path, headers=headers, content=body, extensions={"trace": self._trace})
+        while True:
+            self._has_connected = False
+            try:
+                answer = await self._wait(lambda: http.send(asked, stream=True))
+            except Disconnected:
+                if self._has_connected:
+                    raise
+            else:
+                break
+        self._parts = answer.aiter_raw()
+        self.content_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return answer.status_code
 
     async def read(self) -> bytes:
-        """What has come of the body; nothing once it has ended."""
-        return await self._wait(self.connection.read)
+        """What has come of the body; nothing once it has ended or the connection was closed."""
+        parts = self._parts
+        assert parts is not None, "nothing was asked"
+        try:
+            return await self._wait(lambda: anext(parts))
+        except StopAsyncIteration:
+            self.is_whole = True
+        except Disconnected:
+            self.is_whole = False
+        return b""
 
     async def body(self) -> bytes:
         """The whole body, up to more than any message or list of models needs."""
@@ -79,26 +94,37 @@ class Exchange:
 
     async def finish(self) -> None:
         """The answer is complete; reads what is still to come before the connection can be used again."""
-        with suppress(Disconnected, InvalidMessage):  # there is nothing left to lose
+        if self._parts is None or self._control.is_stopped:
+            return
+        with suppress(httpx.TransportError):  # there is nothing left to lose
             with anyio.CancelScope(deadline=anyio.current_time() + _TAIL_S) as self._scope:
-                while not (self.connection.is_whole or self._control.is_stopped) and await self.connection.read():
+                async for _ in self._parts:
                     pass
 
     async def _wait(self, wait: Callable[[], Awaitable[T]]) -> T:
-        if self._control.is_stopped:
-            raise Cancelled("the request was stopped")
-        limit_s = anyio.current_time() + self._silence_s
-        with anyio.CancelScope(deadline=limit_s) as self._scope:
-            return await wait()
-        if self._control.is_stopped:
-            raise Cancelled("the request was stopped")
-        raise ResponseTimeout(f"the server said nothing for {self._silence_s:g} s")
+        if not self._control.is_stopped:
+            with anyio.CancelScope() as self._scope:
+                try:
+                    return await wait()
+                except httpx.TransportError as error:
+                    raise self._client.problem(error) from error
+        raise Cancelled("the request was stopped")
 
-    async def _give_back(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await self._connections.give_back(connection)
+    async def _close(self) -> None:
+        """Ends what is not read to its end by a read that is cancelled at once: that unwinds httpx from inside, and
+        leaves none of its generators to the garbage collector, which on trio would warn of them."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        with suppress(httpx.TransportError), anyio.CancelScope(shield=True) as scope:
+            scope.cancel()
+            async for _ in parts:
+                pass
 
     def _cut(self) -> None:
         if self._scope is not None:
             self._scope.cancel()
+
+    async def _trace(self, event: str, info: Any) -> None:
+        """httpx says what it does with the request; a new connection is what is asked here."""
+        self._has_connected |= event == "connection.connect_tcp.complete"

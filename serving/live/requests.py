@@ -1,15 +1,14 @@
-"""A request in tokens -> the bytes of `POST /v1/completions`. Pure."""
+"""A request in tokens -> the headers and the body of `POST /v1/completions`. Pure."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from pipeline import AnyContext, Context, InvalidArgument
+from pipeline import AnyContext, InvalidArgument
 from pipeline.protocols import PreprocessedRequest
 
 from ..openai import encode
-from .address import Address
 
 EXTRA_FIELDS = ("worker_id", "timing", "completion_token_ids")
 """What a server that knows `nvext` is asked to say beside the text."""
@@ -41,32 +40,20 @@ def completion(request: PreprocessedRequest, model: str, *, nvext: bool) -> byte
 
 def headers_of(request: AnyContext, api_key: str | None) -> dict[str, str]:
     """The headers that tell of one request: its id, its session, its metadata, and who asks."""
-    headers = {"content-type": "application/json", "accept": "text/event-stream", "x-request-id": request.id}
+    headers = {"content-type": "application/json", "accept": "text/event-stream", "x-request-id": _value(request.id)}
     for name, value in request.metadata.items():
         name = _NO_NAME.sub("-", name.lower())
-        headers[name if name == _SESSION else _METADATA + name] = value
+        headers[name if name == _SESSION else _METADATA + name] = _value(value)
     return headers | authorization(api_key)
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    return {} if api_key is None else {"authorization": _value(f"Bearer {api_key}")}
 
 
-def post(address: Address, path: str, request: Context[PreprocessedRequest], body: bytes, api_key: str | None) -> bytes:
-    """All bytes of a request with a body."""
-    headers = headers_of(request, api_key) | {"content-length": str(len(body))}
-    return _head("POST", address, path, headers) + body
-
-
-def get(address: Address, path: str, api_key: str | None) -> bytes:
-    """All bytes of a request without one."""
-    return _head("GET", address, path, {"accept": "application/json"} | authorization(api_key))
-
-
-def _head(method: str, address: Address, path: str, headers: dict[str, str]) -> bytes:
-    lines = [f"{method} {address.base_path}{path} HTTP/1.1", f"host: {address.authority}"]
-    lines += [f"{name}: {_NOT_PRINTABLE.sub('?', value)}" for name, value in headers.items()]
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
+def _value(text: str) -> str:
+    """As a header may have it."""
+    return _NOT_PRINTABLE.sub("?", text.strip())
 
 
 def _check(request: PreprocessedRequest) -> None:

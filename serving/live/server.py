@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any
 
 from attrs import frozen
@@ -13,11 +13,11 @@ from pipeline.codec import from_json
 from pipeline.errors import InvalidMessage, Unavailable
 
 from .address import Address
-from .dialing import Connections, Dial, dialing
+from .client import Client, Transport
 from .engine import SILENCE_S, LiveEngine
 from .exchange import Exchange
 from .problems import of_status
-from .requests import get
+from .requests import authorization
 
 _OWNER = "nvidia"
 """Who owns the models of a front end that knows `nvext`: Dynamo's, and ours."""
@@ -37,7 +37,7 @@ class LiveServer:
 
 
 async def find_server(
-    url: str, *, model: str | None = None, api_key: str | None = None, dial: Dial | None = None
+    url: str, *, model: str | None = None, api_key: str | None = None, transport: Transport | None = None
 ) -> LiveServer:
     """Asks `GET /v1/models`: for the first of them, or for the one that is named.
 
@@ -46,7 +46,7 @@ async def find_server(
     """
     address = Address.parse(url)
     try:
-        models = await _models(address, api_key, dialing(address) if dial is None else dial)
+        models = await _models(address, api_key, transport)
     except PenstockError as error:
         if str(address) not in error.message:
             error.message = f"{address}: {error.message}"
@@ -65,33 +65,31 @@ async def find_server(
 
 
 def live_graph(
-    server: LiveServer | str, *, api_key: str | None = None, silence_s: float = SILENCE_S, dial: Dial | None = None
+    server: LiveServer | str,
+    *,
+    api_key: str | None = None,
+    silence_s: float = SILENCE_S,
+    transport: Transport | None = None,
 ) -> Callable[[], AbstractAsyncContextManager[LiveEngine]]:
     """What `serving.replay.run` opens: the engine of a server that was found, or of the first model at a URL."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[LiveEngine]:
-        found = await find_server(server, api_key=api_key, dial=dial) if isinstance(server, str) else server
+        found = await find_server(server, api_key=api_key, transport=transport) if isinstance(server, str) else server
         engine = LiveEngine(
-            found.address, found.model, nvext=found.nvext, api_key=api_key, silence_s=silence_s, dial=dial
+            found.address, found.model, nvext=found.nvext, api_key=api_key, silence_s=silence_s, transport=transport
         )
-        try:
+        async with aclosing(engine):
             yield engine
-        finally:
-            await engine.aclose()
 
     return opened
 
 
-async def _models(address: Address, api_key: str | None, dial: Dial) -> dict[str, Any] | None:
+async def _models(address: Address, api_key: str | None, transport: Transport | None) -> dict[str, Any] | None:
     """The owners of the models by name; None if there is no such page."""
-    connections = Connections(dial)
-    try:
-        async with Exchange(connections, Control(), _FIND_S) as exchange:
-            status = await exchange.ask(get(address, "/v1/models", api_key))
-            body = await exchange.body()
-    finally:
-        await connections.aclose()
+    async with aclosing(Client(address, _FIND_S, transport)) as client, Exchange(client, Control()) as exchange:
+        status = await exchange.ask("GET", "/v1/models", {"accept": "application/json"} | authorization(api_key))
+        body = await exchange.body()
     if status in _NO_SUCH_PAGE:
         return None
     if status != 200:

@@ -6,8 +6,9 @@ report = await run_config(GraphConfig(...), trace, faults=...)   a standard grap
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -56,14 +57,7 @@ async def run(
     async with graph() as opened:
         drive = Drive(opened, schedule, samples, number_of=number_of, heard=heard, noted=told)
         is_interrupted = await _driven(drive, until)
-    return make_report(
-        samples,
-        settings={**(settings or {}), **({INTERRUPTED: True} if is_interrupted else {})},
-        limits=limits,
-        unsent_requests=trace.requests - schedule.sent_requests if is_interrupted else schedule.unsent_requests,
-        skipped_lines=len(trace.skipped),
-        per_request=per_request,
-    )
+    return _report(trace, schedule, samples, settings, is_interrupted, limits=limits, per_request=per_request)
 
 
 async def run_config(
@@ -81,33 +75,46 @@ async def run_config(
     heard: Callable[[int], object] = lambda ended: None,
     gpus_per_worker: int = 1,
     gpus_per_prefill_worker: int | None = None,
+    until: Callable[[], Awaitable[object]] | None = None,
 ) -> Report:
     """The report of the trace through a standard graph; its workers fail and return as the script says. Mock engines
     give the answers that the trace has.
 
-    Raises as `run`, and InvalidArgument for a script that cannot be.
+    `until` is as in `run`. Raises as `run`, and InvalidArgument for a script that cannot be.
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
     async with hosted_graph(config, Hosting(environment or {}, recorded=recorded_outputs(trace))) as opened:
         members = Members(opened.fleet, samples)
         drive = Drive(opened.tokens, schedule, samples, number_of=members.number_of, heard=heard)
-        await _with_faults(drive, members, script)
+        is_interrupted = await _driven(drive, until, partial(members.disturb, script, drive.now_ms))
         members.note_preemptions()
+    gpus = {"gpus_per_worker": gpus_per_worker, "gpus_per_prefill_worker": gpus_per_prefill_worker}
+    return _report(trace, schedule, samples, settings, is_interrupted, limits=limits, per_request=per_request, **gpus)
+
+
+def _report(
+    trace: Trace,
+    schedule: Schedule,
+    samples: Samples,
+    settings: Mapping[str, Any] | None,
+    is_interrupted: bool,
+    **how: Any,
+) -> Report:
     return make_report(
         samples,
-        gpus_per_worker=gpus_per_worker,
-        gpus_per_prefill_worker=gpus_per_prefill_worker,
-        settings=settings,
-        limits=limits,
-        unsent_requests=schedule.unsent_requests,
+        settings={**(settings or {}), **({INTERRUPTED: True} if is_interrupted else {})},
+        unsent_requests=trace.requests - schedule.sent_requests if is_interrupted else schedule.unsent_requests,
         skipped_lines=len(trace.skipped),
-        per_request=per_request,
+        **how,
     )
 
 
-async def _driven(drive: Drive, until: Callable[[], Awaitable[object]] | None) -> bool:
-    """Drives, and whether `until` ended it early. Raises as `drive`, and what `until` raises."""
+async def _driven(
+    drive: Drive, until: Callable[[], Awaitable[object]] | None, *others: Callable[[], Coroutine[Any, Any, None]]
+) -> bool:
+    """Drives while the others happen, and whether `until` ended it early; what of the others would come after the last
+    request does not. Raises as `drive`, and what `until` and the others raise."""
     is_interrupted = False
 
     async def interrupt(wait: Callable[[], Awaitable[object]]) -> None:
@@ -120,25 +127,14 @@ async def _driven(drive: Drive, until: Callable[[], Awaitable[object]] | None) -
         async with anyio.create_task_group() as beside:
             if until is not None:
                 beside.start_soon(interrupt, until)
+            for other in others:
+                beside.start_soon(other)
             await drive.run()
             beside.cancel_scope.cancel()
     except ExceptionGroup as group:
         error = _first(group)
         raise error from error.__cause__
     return is_interrupted
-
-
-async def _with_faults(drive: Drive, members: Members, script: Sequence[Fault]) -> None:
-    """Drives while the script happens; what of it would come after the last request does not. Raises as `drive`, and
-    what keeps a worker from coming back."""
-    try:
-        async with anyio.create_task_group() as beside:
-            beside.start_soon(members.disturb, script, drive.now_ms)
-            await drive.run()
-            beside.cancel_scope.cancel()
-    except ExceptionGroup as group:
-        error = _first(group)
-        raise error from error.__cause__
 
 
 def _first(error: Exception) -> Exception:

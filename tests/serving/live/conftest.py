@@ -8,9 +8,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import anyio
+import httpcore
+import httpx
 import pytest
 from anyio.abc import ByteStream
 from attrs import define, field
+
+from serving.live.client import network
 
 
 @define
@@ -33,6 +37,55 @@ class Wire(ByteStream):
     async def aclose(self) -> None:
         self.there.close()
         self.back.close()
+
+
+@define(eq=False)
+class Plugged(httpcore.AsyncNetworkStream):
+    """The client's end, as httpx has it. `has_ended` is what a look at it finds: that the server has closed it."""
+
+    wire: ByteStream
+    has_ended: Callable[[], bool] = lambda: False
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109  (httpcore's way)
+        try:
+            with anyio.fail_after(timeout):
+                return await self.wire.receive(max_bytes)
+        except TimeoutError as error:
+            raise httpcore.ReadTimeout(error) from error
+        except anyio.EndOfStream:
+            return b""
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise httpcore.ReadError(error) from error
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        try:
+            if buffer:
+                await self.wire.send(buffer)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise httpcore.WriteError(error) from error
+
+    def get_extra_info(self, info: str) -> Any:
+        return self.has_ended() if info == "is_readable" else None
+
+    async def aclose(self) -> None:
+        await self.wire.aclose()
+
+
+@define
+class Network(httpcore.AsyncNetworkBackend):
+    """Where every address is the same."""
+
+    dial: Callable[[], Awaitable[Plugged]]
+
+    async def connect_tcp(self, *address: Any, **more: Any) -> Plugged:
+        return await self.dial()
+
+
+def plugged(dial: Callable[[], Awaitable[Plugged]]) -> httpx.AsyncBaseTransport:
+    """The transport of the product, whole, over such connections instead of those of a system."""
+    transport = network()
+    transport._pool._network_backend = Network(dial)  # httpx has no other way to say so
+    return transport
 
 
 @define
@@ -60,6 +113,11 @@ class Line:
     pending: bytes = b""
     heard_end: anyio.Event = field(factory=anyio.Event)
 
+    @property
+    def is_closed(self) -> bool:
+        """By the server."""
+        return bool(self.wire.back.statistics().open_receive_streams == 0)
+
     async def request(self) -> Asked | None:
         """The next request; None once the client has gone."""
         while b"\r\n\r\n" not in self.pending:
@@ -67,7 +125,7 @@ class Line:
                 return None
         head, _, self.pending = self.pending.partition(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")
-        headers = dict(line.split(": ", 1) for line in lines)
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         length = int(headers.get("content-length", 0))
         while len(self.pending) < length:
             if not await self._more():
@@ -115,21 +173,32 @@ class Server:
     page: tuple[int, Any] | None = None
     asked: list[Asked] = field(factory=list)
     lines: list[Line] = field(factory=list)
+    closes_in_sight: bool = True
+    """Whether a look at a connection shows that the server has closed it, or only its next use."""
     open: int = 0
 
-    async def dial(self) -> ByteStream:
+    @property
+    def transport(self) -> httpx.AsyncBaseTransport:
+        return plugged(self.dial)
+
+    @property
+    def closing(self) -> httpx.AsyncBaseTransport:
+        """As `transport`, but nobody stays to answer."""
+
+        async def dial() -> Plugged:
+            end = await self.dial()
+            await self.lines[-1].wire.there.aclose()
+            return end
+
+        return plugged(dial)
+
+    async def dial(self) -> Plugged:
         to_server, at_server = anyio.create_memory_object_stream[bytes](1000)
         to_client, at_client = anyio.create_memory_object_stream[bytes](1000)
         line = Line(Wire(to_client, at_server))
         self.lines.append(line)
         self.tasks.start_soon(self._serve, line)
-        return Wire(to_server, at_client)
-
-    async def closing(self) -> ByteStream:
-        """As `dial`, but nobody stays to answer."""
-        wire = await self.dial()
-        await self.lines[-1].wire.there.aclose()
-        return wire
+        return Plugged(Wire(to_server, at_client), lambda: self.closes_in_sight and line.is_closed)
 
     async def _serve(self, line: Line) -> None:
         self.open += 1
@@ -209,6 +278,19 @@ def mounted(app: Any) -> Script:
         await app(scope, receive, send)
 
     return answer
+
+
+@pytest.fixture
+def plug() -> Callable[[Callable[[], Awaitable[ByteStream]]], httpx.AsyncBaseTransport]:
+    """Makes a transport whose connections are these wires."""
+
+    def transport(wire: Callable[[], Awaitable[ByteStream]]) -> httpx.AsyncBaseTransport:
+        async def dial() -> Plugged:
+            return Plugged(await wire())
+
+        return plugged(dial)
+
+    return transport
 
 
 @pytest.fixture

@@ -6,16 +6,19 @@ import http.client
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from serving import replay_progress
 from serving.cli import main
+from serving.live.client import network
 
 Replay = Callable[..., tuple[int, str, str]]
 
@@ -86,11 +89,38 @@ def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
 
         code, _, err = replay(*LOAD, "--live", f"http://{address}", "--model", "other")
         assert (code, err) == (2, f"Error: --model: http://{address} has no 'other'; it has echo\n")
+        code, _, err = replay(*LOAD, "--live", f"https://{address}")
+        assert (code, err.count("\n")) == (1, 1)
+        assert err.startswith(f"Error: no connection to https://{address}: [SSL")
         # What was cut off is over: nothing keeps the server busy.
         connection = http.client.HTTPConnection(address, timeout=10)
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
         connection.close()
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "asyncio": {"backend": "asyncio"},
+    "uvloop": {"backend": "asyncio", "backend_options": {"use_uvloop": True}},
+    "trio": {"backend": "trio"},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_byte_is_sent_at_once(loop: str) -> None:
+    """The end of a request does not wait for the server to acknowledge its beginning."""
+
+    async def has_no_delay() -> bool:
+        connection = await network()._pool._network_backend.connect_tcp("127.0.0.1", port)
+        try:
+            found = connection.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        finally:
+            await connection.aclose()
+        return bool(found)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert anyio.run(has_no_delay, **LOOPS[loop])
 
 
 def test_where_nothing_answers_is_told_in_one_line_before_the_load(replay: Replay, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ async def test_a_server_and_the_graph_it_serves_count_the_same(
     trace, config = load(8, **more), GraphConfig(engine="mocker", workers=2, router=router, seed=7)
     async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "nvidia"}
-        live = await run(live_graph(URL, dial=server.dial), trace, per_request=True)
+        live = await run(live_graph(URL, transport=server.transport), trace, per_request=True)
     through = await run_config(config, trace, per_request=True)
     assert counts(live) == counts(through)
     assert live.prefix_cache_reused_ratio > 0.1
@@ -61,7 +61,7 @@ async def test_a_prefill_worker_that_an_answer_tells_of_has_its_prompt(serving: 
     config = GraphConfig(engine="mocker", workers=2, prefill_workers=1, seed=7)
     async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "nvidia"}
-        report = await run(live_graph(URL, dial=server.dial), load(6))
+        report = await run(live_graph(URL, transport=server.transport), load(6))
     assert [(one.role, one.requests, one.input_tokens) for one in report.workers] == [
         ("decode", 3, 0),
         ("decode", 3, 0),
@@ -88,7 +88,7 @@ async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any
     noted: list[Any] = []
     trace = load(6, 3, turns=2)
     async with serving(one_token_a_second) as server:
-        graph = live_graph(LiveServer(Address.parse(URL), "m"), dial=server.dial)
+        graph = live_graph(LiveServer(Address.parse(URL), "m"), transport=server.transport)
         report = await run(graph, trace, until=enough, noted=noted.append, settings={"by": "hand"})
     assert report.is_interrupted
     assert report.settings == {"by": "hand", "interrupted": True}
@@ -103,7 +103,7 @@ async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any
 
 async def test_a_replay_that_ends_by_itself_was_not_interrupted(serving: Any) -> None:
     async with serving(one_token_a_second) as server:
-        report = await run(live_graph(URL, dial=server.dial), load(2, 3), until=anyio.sleep_forever)
+        report = await run(live_graph(URL, transport=server.transport), load(2, 3), until=anyio.sleep_forever)
     assert (report.completed_requests, report.settings, report.is_interrupted) == (2, {}, False)
 
 
@@ -115,7 +115,7 @@ async def test_errors_are_counted_by_type_with_what_the_first_one_said(serving: 
             await one_token_a_second(line, asked)
 
     async with serving(script) as server:
-        report = await run(live_graph(URL, dial=server.dial), load(5, 2), per_request=True)
+        report = await run(live_graph(URL, transport=server.transport), load(5, 2), per_request=True)
     assert (report.completed_requests, report.rejected_requests, report.failed_requests) == (2, 2, 1)
     assert [(one.type, one.requests, one.example) for one in report.errors] == [
         ("Unavailable", 2, "HTTP 503: no 1"),
@@ -143,7 +143,7 @@ async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> 
         await line.end()
 
     async with serving(script) as server:
-        report = await run(live_graph(URL, dial=server.dial), load(1, 3))
+        report = await run(live_graph(URL, transport=server.transport), load(1, 3))
     assert (report.migrations, report.migrated_requests) == (1, 1)
     assert [(one.worker, one.requests, one.output_tokens) for one in report.workers] == [(7, 0, 0), (9, 1, 3)]
 
@@ -153,17 +153,19 @@ async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> 
 
 async def test_the_first_model_is_asked_unless_one_is_named(serving: Any) -> None:
     async with serving(one_token_a_second, models={"a": "nvidia", "b": "vllm"}) as server:
-        assert await find_server(f"{URL}/v1", dial=server.dial) == LiveServer(Address.parse(URL), "a", nvext=True)
-        assert await find_server(URL, model="b", dial=server.dial) == LiveServer(Address.parse(URL), "b")
+        assert await find_server(f"{URL}/v1", transport=server.transport) == LiveServer(
+            Address.parse(URL), "a", nvext=True
+        )
+        assert await find_server(URL, model="b", transport=server.transport) == LiveServer(Address.parse(URL), "b")
         with pytest.raises(InvalidArgument, match="has no 'c'; it has a, b") as caught:
-            await find_server(URL, model="c", dial=server.dial)
+            await find_server(URL, model="c", transport=server.transport)
         assert caught.value.field == "model"
 
 
 async def test_a_server_without_models_is_not_asked_for_one(serving: Any) -> None:
     async with serving(one_token_a_second, models={}) as server:
         with pytest.raises(Unavailable, match="no model now"):
-            await find_server(URL, dial=server.dial)
+            await find_server(URL, transport=server.transport)
 
 
 @pytest.mark.parametrize(
@@ -175,17 +177,17 @@ async def test_a_list_of_models_that_is_none_is_named_with_its_url(
 ) -> None:
     async with serving(one_token_a_second, page=(status, body)) as server:
         with pytest.raises(kind, match=URL):
-            await find_server(URL, dial=server.dial)
+            await find_server(URL, transport=server.transport)
 
 
 async def test_one_that_closes_the_connection_is_named_too(serving: Any) -> None:
     async with serving(one_token_a_second) as server:
         with pytest.raises(Disconnected, match=f"^{URL}: the connection was closed"):
-            await find_server(URL, dial=server.closing)
+            await find_server(URL, transport=server.closing)
 
 
 async def test_a_server_that_has_no_list_is_taken_at_its_users_word(serving: Any) -> None:
     async with serving(one_token_a_second, page=(404, {"message": "x"})) as server:
-        assert (await find_server(URL, model="m", dial=server.dial)).model == "m"
+        assert (await find_server(URL, model="m", transport=server.transport)).model == "m"
         with pytest.raises(InvalidArgument, match="name one"):
-            await find_server(URL, dial=server.dial)
+            await find_server(URL, transport=server.transport)

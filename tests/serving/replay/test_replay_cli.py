@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pipeline import InvalidArgument
+from serving import replay_progress
 from serving.cli import main
 from serving.replay import Report, side_by_side
 from serving.replay.comparison import difference
@@ -44,6 +47,26 @@ def trace(tmp_path: Path) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_in_real_time_an_interrupt_leaves_a_report_of_what_was_done(
+    replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def interrupting(total: int, to: object) -> Iterator[Callable[[int], None]]:
+        yield lambda ended: os.kill(os.getpid(), signal.SIGINT) if ended == 4 else None
+
+    monkeypatch.setattr(replay_progress, "progress", interrupting)
+    load = ("--input-tokens", 64, "--output-tokens", 4, "--requests", 12, "--arrival-interval-ms", 40)
+    file = tmp_path / "report.json"
+    code, out, err = replay(*load, "--real-time", "--engine-arg", "speedup_ratio=100", "--json", file)
+    assert (code, err) == (130, "")
+    assert "INTERRUPTED" in out
+    report = json.loads(file.read_bytes())
+    assert report["settings"]["interrupted"] is True
+    assert report["num_requests"] + report["unsent_requests"] == 12
+    assert report["completed_requests"] >= 4
+    assert report["unsent_requests"] > 0
 
 
 def test_the_figures_are_shown_and_written(replay: Replay, trace: Path, tmp_path: Path) -> None:

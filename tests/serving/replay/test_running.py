@@ -214,6 +214,20 @@ async def test_what_the_script_says_for_later_does_not_keep_the_replay_waiting()
     assert anyio.current_time() < 60
 
 
+async def test_what_a_standard_graph_has_done_is_reported_when_somebody_ends_it_early() -> None:
+    async def enough() -> None:
+        await anyio.sleep(0.52)
+
+    script = parse_faults(["worker 0 dies at 100 ms", "worker 1 dies at 9000 s"])
+    report = await run_config(config(), load(), faults=script, until=enough, settings={"by": "hand"})
+    assert report.settings == {"by": "hand", "interrupted": True}
+    assert report.duration_ms == pytest.approx(520.0)
+    # One each 50 ms from the beginning on.
+    assert (report.num_requests, report.unsent_requests) == (11, 13)
+    assert report.completed_requests > 0
+    assert report.completed_requests + report.unfinished_requests == 11
+
+
 async def test_a_script_that_cannot_be_is_refused_before_anything_starts() -> None:
     with pytest.raises(InvalidArgument, match="no worker 5"):
         await run_config(hosted(), load(1), faults=parse_faults(["worker 5 dies at 1"]))
