@@ -62,7 +62,7 @@ DOORS = {
     "blake3": {"pipeline/card_checksum.py"},
     "cattrs": {"pipeline/codec.py"},
     "json5": {"pipeline/model_folder.py"},
-    "httpx": {f"serving/live/{name}.py" for name in ("address", "client", "exchange")},
+    "httpx2": {f"serving/live/{name}.py" for name in ("address", "client", "exchange")},
     "jinja2": {"operators/chat_template.py"},
     "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai/encoding.py"},
     "nats": {"pipeline/network/nats.py"},
@@ -102,7 +102,7 @@ asyncio's own means costs a tenth."""
 WALL_CLOCK: set[str] = set()
 """Files that may ask for the time of day, to write it into a record and never to wait or to decide."""
 
-NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette", "httpx")
+NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette", "httpx2")
 """What `import pipeline`, and the program before it knows its command, leave for those who use it."""
 
 When = Literal["load", "call", "typing"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 from attrs import frozen
 
 from pipeline import InvalidArgument
@@ -12,14 +12,14 @@ from pipeline import InvalidArgument
 class Address:
     """The scheme, host and port of a server, and the path that its API is below."""
 
-    url: httpx.URL
+    url: httpx2.URL
 
     @classmethod
     def parse(cls, text: str) -> Address:
         """The address in a URL; `/v1` at its end may be there or not. Raises InvalidArgument for any other text."""
         try:
-            url = httpx.URL(text)
-        except httpx.InvalidURL as error:
+            url = httpx2.URL(text)
+        except httpx2.InvalidURL as error:
             raise InvalidArgument(f"{text!r} is no URL: {error}", field="live") from error
         if url.scheme not in ("http", "https") or not url.host:
             raise InvalidArgument(f"expected a URL such as http://127.0.0.1:8000, got {text!r}", field="live")

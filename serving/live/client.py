@@ -1,4 +1,4 @@
-"""A client of httpx for one server, and what it raises -> the errors of the tree.
+"""A client of httpx2 for one server, and what it raises -> the errors of the tree.
 
 As many connections as there are requests at once, each kept for the next one; an answer is what the server says first:
 no redirect is followed, no proxy asked, no cookie kept, neither `.netrc` nor the environment looked at.
@@ -10,23 +10,23 @@ import os
 import ssl
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
-import httpx
+import httpx2
 
 from pipeline import PenstockError
 from pipeline.errors import CannotConnect, ConnectionTimeout, Disconnected, InvalidMessage, ResponseTimeout
 
 from .address import Address
 
-Transport = httpx.AsyncBaseTransport
+Transport = httpx2.AsyncBaseTransport
 
 IDLE_S = 4.0
 """How long a connection is kept for another request: less than servers do, which is 5 s for the most common."""
 
 CONNECT_S = 10.0
 
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
+_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
 _ENDS = ("Server disconnected", "peer closed connection")
-"""How the message begins where the server closed the connection; httpx has one class for this and for what is no HTTP.
+"""How the message begins where the server closed the connection; httpx2 has one class for this and for what is no HTTP.
 """
 
 
@@ -39,38 +39,38 @@ class Client:
         self._connect_s = min(CONNECT_S, silence_s)
         self.in_flight = 0
         """How many requests are asked, or their answers read, now."""
-        self.http = httpx.AsyncClient(
+        self.http = httpx2.AsyncClient(
             transport=network() if transport is None else transport,
             base_url=address.url,
             headers={"accept-encoding": "identity"},  # what is packed comes late
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one would tie all requests to one worker
-            timeout=httpx.Timeout(silence_s, connect=self._connect_s, pool=None),
+            timeout=httpx2.Timeout(silence_s, connect=self._connect_s, pool=None),
             trust_env=False,
         )
 
     async def aclose(self) -> None:
         await self.http.aclose()
 
-    def problem(self, error: httpx.TransportError) -> PenstockError:
+    def problem(self, error: httpx2.TransportError) -> PenstockError:
         """The error of the tree: CannotConnect with what the system says, ConnectionTimeout, ResponseTimeout,
         Disconnected, and InvalidMessage for what is no HTTP."""
         match error:
-            case httpx.ConnectTimeout():
+            case httpx2.ConnectTimeout():
                 return ConnectionTimeout(f"{self.address} took no connection within {self._connect_s:g} s")
-            case httpx.ConnectError():
+            case httpx2.ConnectError():
                 return CannotConnect(f"no connection to {self.address}: {_reason(error)}")
-            case httpx.TimeoutException():
+            case httpx2.TimeoutException():
                 return ResponseTimeout(f"the server said nothing for {self._silence_s:g} s")
-            case httpx.NetworkError():
+            case httpx2.NetworkError():
                 return Disconnected("the connection broke")
             case _ if str(error).startswith(_ENDS):
                 return Disconnected("the connection was closed before there was an answer")
         return InvalidMessage(f"the answer is no HTTP: {error}")
 
 
-def network() -> httpx.AsyncHTTPTransport:
+def network() -> httpx2.AsyncHTTPTransport:
     """Connections over TCP, which send every byte at once; with TLS for https, by the certificates of the system."""
-    return httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), trust_env=False, limits=_LIMITS)
+    return httpx2.AsyncHTTPTransport(verify=ssl.create_default_context(), trust_env=False, limits=_LIMITS)
 
 
 def _reason(error: BaseException) -> str:

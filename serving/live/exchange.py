@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import anyio
-import httpx
+import httpx2
 
 from pipeline import Cancelled, Control
 from pipeline.errors import Disconnected
@@ -96,7 +96,7 @@ class Exchange:
         """The answer is complete; reads what is still to come before the connection can be used again."""
         if self._parts is None or self._control.is_stopped:
             return
-        with suppress(httpx.TransportError):  # there is nothing left to lose
+        with suppress(httpx2.TransportError):  # there is nothing left to lose
             with anyio.CancelScope(deadline=anyio.current_time() + _TAIL_S) as self._scope:
                 async for _ in self._parts:
                     pass
@@ -106,17 +106,17 @@ class Exchange:
             with anyio.CancelScope() as self._scope:
                 try:
                     return await wait()
-                except httpx.TransportError as error:
+                except httpx2.TransportError as error:
                     raise self._client.problem(error) from error
         raise Cancelled("the request was stopped")
 
     async def _close(self) -> None:
-        """Ends what is not read to its end by a read that is cancelled at once: that unwinds httpx from inside, and
+        """Ends what is not read to its end by a read that is cancelled at once: that unwinds httpx2 from inside, and
         leaves none of its generators to the garbage collector, which on trio would warn of them."""
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        with suppress(httpx.TransportError), anyio.CancelScope(shield=True) as scope:
+        with suppress(httpx2.TransportError), anyio.CancelScope(shield=True) as scope:
             scope.cancel()
             async for _ in parts:
                 pass
@@ -126,5 +126,5 @@ class Exchange:
             self._scope.cancel()
 
     async def _trace(self, event: str, info: Any) -> None:
-        """httpx says what it does with the request; a new connection is what is asked here."""
+        """httpx2 says what it does with the request; a new connection is what is asked here."""
         self._has_connected |= event == "connection.connect_tcp.complete"

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -111,7 +111,7 @@ async def test_a_connection_that_is_cut_ends_the_request(serving: Any, token: An
     engine = ScriptedEngine([*[token("a")] * said, Stall()])
 
     async def use(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx2.AsyncClient(base_url=url) as client:
             with anyio.move_on_after(0.2):
                 async with client.stream(
                     "POST", "/v1/chat/completions", json={"model": "m", "messages": HI, "stream": stream}
@@ -128,7 +128,7 @@ async def test_a_connection_that_is_cut_ends_the_request(serving: Any, token: An
 
 async def test_connections_stay_open_between_requests(serving: Any, hello: Any) -> None:
     async def use(url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=1)) as client:
+        async with httpx2.AsyncClient(base_url=url, limits=httpx2.Limits(max_connections=1)) as client:
             ports = set()
             for stream in (True, False, True):
                 body = {"model": "m", "messages": HI, "stream": stream}
@@ -152,7 +152,7 @@ async def test_tokens_do_not_wait_for_a_full_packet() -> None:
     server = HttpServer(look, listen("127.0.0.1", 0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run)
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             assert (await client.get(server.url)).status_code == 204
         server.stop()
     assert seen

@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import anyio
-import httpcore
-import httpx
+import httpcore2
+import httpx2
 import pytest
 from anyio.abc import ByteStream
 from attrs import define, field
@@ -40,29 +40,29 @@ class Wire(ByteStream):
 
 
 @define(eq=False)
-class Plugged(httpcore.AsyncNetworkStream):
-    """The client's end, as httpx has it. `has_ended` is what a look at it finds: that the server has closed it."""
+class Plugged(httpcore2.AsyncNetworkStream):
+    """The client's end, as httpx2 has it. `has_ended` is what a look at it finds: that the server has closed it."""
 
     wire: ByteStream
     has_ended: Callable[[], bool] = lambda: False
 
-    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109  (httpcore's way)
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109  (httpcore2's way)
         try:
             with anyio.fail_after(timeout):
                 return await self.wire.receive(max_bytes)
         except TimeoutError as error:
-            raise httpcore.ReadTimeout(error) from error
+            raise httpcore2.ReadTimeout(error) from error
         except anyio.EndOfStream:
             return b""
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise httpcore.ReadError(error) from error
+            raise httpcore2.ReadError(error) from error
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
         try:
             if buffer:
                 await self.wire.send(buffer)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise httpcore.WriteError(error) from error
+            raise httpcore2.WriteError(error) from error
 
     def get_extra_info(self, info: str) -> Any:
         return self.has_ended() if info == "is_readable" else None
@@ -72,7 +72,7 @@ class Plugged(httpcore.AsyncNetworkStream):
 
 
 @define
-class Network(httpcore.AsyncNetworkBackend):
+class Network(httpcore2.AsyncNetworkBackend):
     """Where every address is the same."""
 
     dial: Callable[[], Awaitable[Plugged]]
@@ -81,10 +81,10 @@ class Network(httpcore.AsyncNetworkBackend):
         return await self.dial()
 
 
-def plugged(dial: Callable[[], Awaitable[Plugged]]) -> httpx.AsyncBaseTransport:
+def plugged(dial: Callable[[], Awaitable[Plugged]]) -> httpx2.AsyncBaseTransport:
     """The transport of the product, whole, over such connections instead of those of a system."""
     transport = network()
-    transport._pool._network_backend = Network(dial)  # httpx has no other way to say so
+    transport._pool._network_backend = Network(dial)  # httpx2 has no other way to say so
     return transport
 
 
@@ -178,11 +178,11 @@ class Server:
     open: int = 0
 
     @property
-    def transport(self) -> httpx.AsyncBaseTransport:
+    def transport(self) -> httpx2.AsyncBaseTransport:
         return plugged(self.dial)
 
     @property
-    def closing(self) -> httpx.AsyncBaseTransport:
+    def closing(self) -> httpx2.AsyncBaseTransport:
         """As `transport`, but nobody stays to answer."""
 
         async def dial() -> Plugged:
@@ -281,10 +281,10 @@ def mounted(app: Any) -> Script:
 
 
 @pytest.fixture
-def plug() -> Callable[[Callable[[], Awaitable[ByteStream]]], httpx.AsyncBaseTransport]:
+def plug() -> Callable[[Callable[[], Awaitable[ByteStream]]], httpx2.AsyncBaseTransport]:
     """Makes a transport whose connections are these wires."""
 
-    def transport(wire: Callable[[], Awaitable[ByteStream]]) -> httpx.AsyncBaseTransport:
+    def transport(wire: Callable[[], Awaitable[ByteStream]]) -> httpx2.AsyncBaseTransport:
         async def dial() -> Plugged:
             return Plugged(await wire())
 

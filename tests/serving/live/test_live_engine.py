@@ -413,7 +413,7 @@ async def test_a_connection_that_cannot_be_made_says_why(
             raise OSError("all failed") from ExceptionGroup("", [ConnectionRefusedError(111, "Connect call failed")])
         raise socket.gaierror(-2, "not known")
 
-    # What httpx makes its connections by: anyio on asyncio, and trio itself.
+    # What httpx2 makes its connections by: anyio on asyncio, and trio itself.
     monkeypatch.setattr(anyio, "connect_tcp", connect)
     monkeypatch.setattr(trio, "open_tcp_stream", connect)
     said = {"refused": "Connection refused", "unknown": "not known", "silent": "10 s"}[how]
@@ -482,7 +482,7 @@ async def test_there_are_as_many_connections_as_requests_at_once(serving: Any) -
     script = saying(chunk("a", "length"), DONE, every_s=1.0)
     async with serving(script) as server, engine_of(server) as engine:
         async with anyio.create_task_group() as tasks:
-            for _ in range(150):  # more than httpx has unasked
+            for _ in range(150):  # more than httpx2 has unasked
                 tasks.start_soon(outputs, engine)
         assert len(server.lines) == 150
         assert anyio.current_time() < 3
@@ -512,8 +512,8 @@ async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_ag
 async def test_a_connection_that_was_idle_for_long_is_not_used_again(
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # httpx looks at this clock whatever loop it is in.
-    monkeypatch.setattr("httpcore._async.http11.time", SimpleNamespace(monotonic=anyio.current_time))
+    # httpx2 looks at this clock whatever loop it is in.
+    monkeypatch.setattr("httpcore2._async.http11.time", SimpleNamespace(monotonic=anyio.current_time))
     async with serving(saying(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
         for idle_s, connections in ((0.0, 1), (3.9, 1), (4.1, 2)):
             await anyio.sleep(idle_s)
