@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from math import isfinite
 
 _DIGITS = re.compile(r"[0-9]{1,20}")
@@ -38,3 +39,8 @@ def path(text: str | None) -> str | None:
 def is_true(text: str | None) -> bool:
     """Whether it is a word for yes."""
     return (text or "").strip().lower() in {"1", "true", "yes", "on"}
+
+
+def of_graphs(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of it may change what a graph does: the variables `DYN_*`, but for blank ones, which count as not set."""
+    return {name: text for name, text in environment.items() if name.startswith("DYN_") and text.strip()}

@@ -11,6 +11,7 @@ The first is the command `run` of the group, whose name need not be said.
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from typer.core import TyperGroup
 
 from pipeline import InvalidArgument, PenstockError
 
+from .environment import of_graphs
 from .options import (
     BusyBlocks,
     BusyTokens,
@@ -203,7 +205,8 @@ def run(
         if config is not None:
             how |= {"gpus_per_worker": gpus_per_worker, "gpus_per_prefill_worker": gpus_per_prefill_worker}
             gpus = (gpus_per_worker, gpus_per_prefill_worker)
-            settings = settings_of(config, trace, load, fault, speed_up, concurrency, limits, gpus)
+            how["environment"] = environment = of_graphs(os.environ)
+            settings = settings_of(config, trace, load, fault, speed_up, concurrency, limits, gpus, environment)
             report = replayed(config, load, real_time, faults=script, per_request=per_request, settings=settings, **how)
         else:
             asked = Live(live or "", model, ids_of(live_ids), live_timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -99,12 +100,13 @@ def settings_of(
     concurrency: int | None,
     limits: Limits,
     gpus: tuple[int, int | None],
+    environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """What the report says of itself; the same as that of the same run of a sweep."""
     from .replay import SweepRun
 
     run = SweepRun(config.router, {}, config, speed_up, concurrency)
-    return run.settings(load, trace=trace_name(paths), faults=faults, limits=limits, gpus=gpus)
+    return run.settings(load, trace=trace_name(paths), faults=faults, limits=limits, gpus=gpus, environment=environment)
 
 
 def trace_name(paths: list[Path] | None) -> str | None:

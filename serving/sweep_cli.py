@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 
 from pipeline import PenstockError
 
+from .environment import of_graphs
 from .options import (
     BusyBlocks,
     BusyTokens,
@@ -173,6 +175,7 @@ def sweep(
         load = load_of(trace, format, trace_block_size, skip_bad, requests, seed, made_up, prefixes, axes)
         how: dict[str, Any] = {"speed_up": speed_up, "concurrency": concurrency}
         given = {
+            "environment": of_graphs(os.environ),
             "faults": fault,
             "limits": limits_of(sla_ttft_ms, sla_itl_ms, sla_e2e_ms),
             "per_request": per_request,

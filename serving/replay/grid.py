@@ -102,6 +102,7 @@ class SweepRun:
         limits: Limits | None = None,
         interval_ms: float = INTERVAL_MS,
         gpus: tuple[int, int | None] = GPUS,
+        environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """What its report says it is of. `trace` is the name of the file its load came from, None if it was made up."""
         facts = LoadFacts.of(load) if isinstance(load, Trace) else load
@@ -115,6 +116,7 @@ class SweepRun:
             limits=limits,
             interval_ms=interval_ms,
             gpus=gpus,
+            environment=environment,
         )
 
 

@@ -5,7 +5,7 @@ Nothing of the machine or the day is in it. What is left to its default is not s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -50,6 +50,7 @@ def settings_of(
     limits: Limits | None = None,
     interval_ms: float = INTERVAL_MS,
     gpus: tuple[int, int | None] = GPUS,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The settings of a replay; `trace` is the name of the file it came from, None if it was made up."""
     said = {
@@ -69,6 +70,8 @@ def settings_of(
     figures: dict[str, Any] = {} if interval_ms == INTERVAL_MS else {"interval_ms": interval_ms}
     if gpus != GPUS:
         figures["gpus"] = list(gpus)
+    if environment:
+        figures["environment"] = dict(sorted(environment.items()))
     return said | _others(config, faults, limits or Limits()) | figures
 
 

@@ -93,6 +93,7 @@ class _Shared:
     per_request: bool
     gpus: tuple[int, int | None]
     """Of a worker, and of a prefill worker."""
+    environment: Mapping[str, str]
 
 
 @frozen
@@ -109,6 +110,7 @@ def sweep(
     trace: Trace | None = None,
     *,
     trace_name: str | None = None,
+    environment: Mapping[str, str] | None = None,
     faults: Sequence[str] = (),
     limits: Limits | None = None,
     interval_ms: float = INTERVAL_MS,
@@ -122,7 +124,8 @@ def sweep(
 ) -> Sweep:
     """The results of all runs; a run that fails has its problem and the others go on.
 
-    `trace` is what runs replay that have no load of their own, `faults` are sentences as `parse_faults` reads them.
+    `trace` is what runs replay that have no load of their own, `faults` are sentences as `parse_faults` reads them;
+    `environment` is for all graphs, and none unless given, as in `run_config`: reports say what is in it.
     At most `jobs` run at a time, by default one for each core, in processes of their own; with 1 in this one. Processes
     are spawned: a script that calls this needs its `if __name__ == "__main__"`. `folder` gets each report as it ends
     and gives those it has already, if they are of the same settings. `heard` is told how many requests have ended of
@@ -133,7 +136,8 @@ def sweep(
     """
     _check(runs, jobs)
     gpus = (gpus_per_worker, gpus_per_prefill_worker)
-    shared = _Shared(trace, tuple(parse_faults(faults)), limits, interval_ms, per_request, gpus)
+    script, variables = tuple(parse_faults(faults)), dict(environment or {})
+    shared = _Shared(trace, script, limits, interval_ms, per_request, gpus, variables)
     tasks = _tasks(runs, shared, faults, trace_name)
     listener = _Listener(tasks, None if folder is None else ReportsFolder(folder), heard, ended)
     listener.take_up(per_request)
@@ -178,6 +182,7 @@ def _tasks(runs: Sequence[SweepRun], shared: _Shared, faults: Sequence[str], tra
             limits=shared.limits,
             interval_ms=shared.interval_ms,
             gpus=shared.gpus,
+            environment=shared.environment,
         )
         tasks.append(_Task(run, load.requests, settings))
     return tasks
@@ -204,6 +209,7 @@ def _replay(shared: _Shared, task: _Task, heard: Heard) -> bytes:
         run_config,
         run.config,
         _load(run, shared),
+        environment=shared.environment,
         faults=shared.script,
         speed_up=run.speed_up,
         sessions_at_a_time=run.concurrency,

@@ -113,6 +113,28 @@ def test_two_processes_write_the_same_bytes(trace: Path, tmp_path: Path) -> None
     assert written[0] == written[1]
 
 
+def test_the_environment_means_what_it_means_for_a_server(
+    replay: Replay, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named where it is set, for a sweep too, which does not take up what is of another one."""
+    file, folder = tmp_path / "report.json", tmp_path / "reports"
+    monkeypatch.setenv("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD", " ")  # as if it was not set
+    load = (trace, "--speed-up", 100)
+    sweep = ("sweep", *load, "--jobs", 1, "--reports", folder)
+    reports = []
+    for value in (None, "0.0001"):
+        if value is not None:
+            monkeypatch.setenv("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", value)
+        assert replay(*load, "--json", file)[0] == 0
+        assert replay(*sweep)[::2] == (0, "")  # nothing is taken up
+        assert file.read_bytes() == next(folder.iterdir()).read_bytes()
+        reports.append(Report.from_json(file.read_bytes()))
+    plain, refusing = reports
+    assert (plain.completed_requests, "environment" in plain.settings) == (12, False)
+    assert refusing.rejected_requests > 0
+    assert refusing.settings["environment"] == {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.0001"}
+
+
 def test_the_first_requests_faster_or_so_many_at_a_time(replay: Replay, trace: Path, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     for options, last_ms in ((("--speed-up", "10"), 40.0), (("--concurrency", "5"), 0.0)):

@@ -20,6 +20,7 @@ from serving.replay.sweeping import SweepResult
 
 MOCKER = GraphConfig(engine="mocker", seed=3)
 TRACE = SyntheticLoad(input_tokens=300, output_tokens=4, request_count=6, arrival_interval_ms=50).make()
+OTHER: dict[str, Any] = {"environment": {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "1"}}
 VARY: dict[str, list[Any]] = {"router": ["round-robin", "random"], "workers": [1, 2]}
 RUNS = sweep_runs(MOCKER, VARY)
 
@@ -120,6 +121,7 @@ def test_what_a_folder_has_of_the_same_settings_is_taken_up(tmp_path: Path) -> N
         (MOCKER, {"gpus_per_worker": 2}),
         (MOCKER, {"trace_name": "other.jsonl"}),
         (MOCKER, {"per_request": True}),
+        (MOCKER, OTHER),
     ],
 )
 def test_what_is_of_other_settings_is_replaced(config: GraphConfig, how: dict[str, Any], tmp_path: Path) -> None:
@@ -185,6 +187,19 @@ def test_an_interrupt_is_no_failure_of_a_run() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run_tasks(interrupted, None, [1], 1, None)  # type: ignore[arg-type]  # nobody is told anything
+
+
+def test_all_runs_are_of_the_environment_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of that of the process."""
+    monkeypatch.setenv("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD", "0")
+    trace = SyntheticLoad(input_tokens=300, output_tokens=4, request_count=6, arrival_interval_ms=5).make()
+    busy = {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.0001"}
+    (plain,), (refusing,) = (here(RUNS[:1], trace, environment=one) for one in (None, busy))
+    assert plain.report is not None
+    assert refusing.report is not None
+    assert (plain.report.completed_requests, "environment" in plain.report.settings) == (6, False)
+    assert refusing.report.rejected_requests > 0
+    assert refusing.report.settings["environment"] == busy
 
 
 def test_a_report_that_is_read_again_is_the_same() -> None:
