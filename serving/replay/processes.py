@@ -1,224 +1,112 @@
-"""Tasks in processes of their own: each has its end, what one breaks breaks only itself.
-
-A process takes task after task. It is started anew, not forked, and has what all tasks need in common once. One that
-dies takes its task along, with the reason, and another one takes its place. Nothing is left behind: leaving, by an
-error or an interrupt too, ends them all; a process whose starter is gone ends by itself.
-
-Not an executor of `concurrent.futures`: one process that dies fails all that is left there, nothing says which task it
-had, and its processes go on with the next task at Ctrl-C (python/cpython issue 125886).
-"""
+"""Tasks in processes of `anyio.to_process`, waited for by the thread that called: only there Ctrl-C is heard."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import pickle
-import signal
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from time import monotonic
-from typing import Any, Protocol
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from mmap import mmap
+from pathlib import Path
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from attrs import define, field
+from anyio import BrokenWorkerProcess, CancelScope, CapacityLimiter, sleep, to_process
+from anyio.from_thread import start_blocking_portal
 
 from pipeline import BackendError
 
-Heard = Callable[[int], object]
-_CALLS_APART_S = 0.05
-_LEVEL_FORMAT = "%(levelname)s %(name)s: %(message)s"
+Work = Callable[[Any, Any, Callable[[int], object]], Any]
+"""A function of a module: what all tasks share, a task, and what is told how far it is, to the result of the task."""
+Heard = Callable[[int, int], object]
+Ended = Callable[[int, Any, BaseException | None], object]
 
 
-class Work(Protocol):
-    """A function of a module, so that another process finds it."""
+def run_in_processes(work: Work, shared: Any, tasks: Sequence[Any], jobs: int, heard: Heard, ended: Ended) -> None:
+    """Does all tasks, begun in their order, at most `jobs` at a time.
 
-    def __call__(self, shared: Any, task: Any, heard: Heard, /) -> Any:
-        """The result of a task; tells how far it is. What it raises is the end of this task only."""
-        ...
-
-
-class Listener(Protocol):
-    """Hears what becomes of tasks, by their places, in the process that started it all."""
-
-    def heard(self, task: int, count: int) -> None:
-        """How far a task is."""
-        ...
-
-    def ended(self, task: int, result: Any) -> None:
-        """A task has its result."""
-        ...
-
-    def failed(self, task: int, problem: str) -> None:
-        """A task has none."""
-        ...
-
-
-def run_tasks(work: Work, shared: Any, tasks: Sequence[Any], jobs: int, listener: Listener) -> None:
-    """Does all tasks, begun in their order, at most `jobs` at a time; one at a time happens in this process.
-
-    Raises BackendError if a process ends before its first task: then none would do better.
+    `heard` is told the place of a task and how far it is, `ended` its place and its result, or None and what kept it
+    from one; the others go on. What processes write to their standard error is written to ours. Raises BackendError if
+    one cannot be started. Whatever is raised here, all processes have ended by then.
     """
-    if min(jobs, len(tasks)) < 2:
-        for at, task in enumerate(tasks):
-            _do_here(work, shared, at, task, listener)
-        return
-    pool = _Pool(work, pickle.dumps(shared, pickle.HIGHEST_PROTOCOL), tasks, deque(range(len(tasks))), listener)
-    try:
-        pool.run(jobs)
-    finally:
-        pool.end()
+    if "__main__" not in sys.modules:  # anyio imports the script anew in each process, under another name
+        raise RuntimeError('a script that calls this needs its `if __name__ == "__main__"`')
+    with ExitStack() as stack:
+        before = pthread_sigmask(SIG_BLOCK, {SIGINT})  # the loop's thread begins with that, and so does all it starts
+        stack.callback(pthread_sigmask, SIG_SETMASK, before)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
+        common = (work, shared, os.getpid(), logging.getLogger().getEffectiveLevel())
+        (folder / "common").write_bytes(pickle.dumps(common, pickle.HIGHEST_PROTOCOL))
+        (folder / "counts").write_bytes(bytes(8 * len(tasks)))
+        (folder / "errors").touch()
+        portal, limiter = stack.enter_context(start_blocking_portal()), CapacityLimiter(jobs)
+        places = {portal.start_task_soon(_do_there, limiter, folder, *one): one[0] for one in enumerate(tasks)}
+        _wait(places, folder, before, heard, ended)
 
 
-def _do_here(work: Work, shared: Any, at: int, task: Any, listener: Listener) -> None:
-    try:
-        result = work(shared, task, lambda count: listener.heard(at, count))
-    except Exception as error:
-        listener.failed(at, said_of(error))
-    else:
-        listener.ended(at, result)
-
-
-def said_of(error: BaseException) -> str:
-    """An error in one line; what it is only where its text alone would not say it."""
-    text = " ".join(str(error).split())
-    own = type(error).__module__.startswith("pipeline")
-    return text if own and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@define(eq=False)
-class _Child:
-    """A process, the pipe to it, and the place of the task it has; None before it is ready."""
-
-    process: SpawnProcess
-    pipe: Connection
-    task: int | None = None
-    is_ready: bool = False
-
-
-@define
-class _Pool:
-    work: Work
-    shared: bytes
-    tasks: Sequence[Any]
-    waiting: deque[int]
-    listener: Listener
-    children: list[_Child] = field(factory=list)
-
-    def run(self, jobs: int) -> None:
-        while self.waiting or self.children:
-            starting = sum(not child.is_ready for child in self.children)
-            while len(self.children) < jobs and starting < len(self.waiting):
-                self.children.append(_started(self.work))
-                starting += 1
-            by_pipe = {child.pipe: child for child in self.children}
-            for pipe in wait(list(by_pipe)):
-                child = by_pipe[pipe]  # type: ignore[index]
-                try:
-                    message = child.pipe.recv()
-                except (EOFError, OSError):
-                    self._died(child)
-                else:
-                    self._take(child, *message)
-
-    def _take(self, child: _Child, kind: str, value: Any) -> None:
-        """What a process says: it is ready, has come so far, or has ended its task in one way or the other."""
-        if kind == "heard":
-            assert child.task is not None
-            self.listener.heard(child.task, value)
-            return
-        task, child.task = child.task, None
-        with contextlib.suppress(OSError):  # it died: its pipe says so next
-            if kind == "ready":
-                child.is_ready = True
-                child.pipe.send_bytes(self.shared)
-            self._give(child)
-        if task is not None:
-            (self.listener.ended if kind == "ended" else self.listener.failed)(task, value)
-
-    def _give(self, child: _Child) -> None:
-        """The next task; without one it is told to end, and its pipe will say that it did."""
-        if not self.waiting:
-            child.pipe.send(None)
-            return
-        child.pipe.send(self.tasks[self.waiting[0]])  # one that cannot be sent is still there for another process
-        child.task = self.waiting.popleft()
-
-    def _died(self, child: _Child) -> None:
-        child.process.join()
-        child.pipe.close()
-        self.children.remove(child)
-        code = child.process.exitcode or 0
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if not child.is_ready:
-            raise BackendError(f"a process {how} before it could begin")
-        if child.task is not None:
-            self.listener.failed(child.task, f"its process {how}")
-
-    def end(self) -> None:
-        for child in self.children:
-            child.process.terminate()
-        for child in self.children:
-            child.process.join()
-            child.pipe.close()
-        self.children.clear()
-
-
-def _started(work: Work) -> _Child:
-    ours, its = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(
-        target=_serve, args=(its, work, logging.getLogger().getEffectiveLevel()), daemon=True
-    )
-    with _without_interrupts():
-        process.start()
-    its.close()
-    return _Child(process, ours)
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """What is started now never hears of Ctrl-C, from its first moment on: who started it ends it."""
-    if not hasattr(signal, "pthread_sigmask"):  # a system without
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _serve(pipe: Connection, work: Work, log_level: int) -> None:
-    """What such a process does. It ends when it is told to, or when nobody is there any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format=_LEVEL_FORMAT)
-    with contextlib.suppress(EOFError, OSError):
-        pipe.send(("ready", None))
-        shared = pickle.loads(pipe.recv_bytes())
-        while (task := pipe.recv()) is not None:
+def _wait(places: Mapping[Future[Any], int], folder: Path, mask: Iterable[int], heard: Heard, ended: Ended) -> None:
+    """Interrupts, unless `mask` blocks them, come only while nothing is told."""
+    waiting, counts = set(places), _counts(folder)
+    with (folder / "errors").open(errors="replace") as errors:
+        while waiting:
             try:
-                answer = ("ended", work(shared, task, _seldom(pipe)))
-            except Exception as error:
-                logging.getLogger(__name__).debug("it was raised here", exc_info=error)
-                answer = ("failed", said_of(error))
-            pipe.send(answer)
+                pthread_sigmask(SIG_SETMASK, mask)
+                done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
+            finally:
+                pthread_sigmask(SIG_BLOCK, {SIGINT})
+            sys.stderr.write(errors.read())
+            for at in filter(counts.__getitem__, map(places.__getitem__, waiting)):
+                heard(at, counts[at])
+            for future in sorted(done, key=places.__getitem__):
+                if isinstance(error := future.exception(), BrokenWorkerProcess):
+                    raise BackendError(f"no process can be started: {error.__cause__!r}") from error
+                ended(places[future], None if error else future.result(), error)
 
 
-def _seldom(pipe: Connection) -> Heard:
-    """Says only what comes some time after the last. With nobody there to hear it, this process has no use."""
-    last_s = monotonic()
+async def _do_there(limiter: CapacityLimiter, folder: Path, at: int, task: Any) -> Any:
+    run = partial(to_process.run_sync, limiter=CapacityLimiter(1))
+    own = pickle.dumps(task)  # in bytes: anyio and its process lose each other over what that cannot read
+    async with limiter:
+        with CancelScope(shield=True):  # a process that is cancelled while it starts would be left
+            try:
+                await run(os.getpid)
+            except BrokenWorkerProcess:
+                await sleep(0.5)  # anyio has killed it, but does not wait for its end
+                raise
+        try:
+            return await run(_do, folder, at, own, cancellable=True)
+        except BrokenWorkerProcess as error:
+            raise BackendError("its process crashed or was killed") from error
+
+
+def _do(folder: Path, at: int, task: bytes) -> Any:
+    work, shared, starter, counts = _common(folder)
 
     def heard(count: int) -> None:
-        nonlocal last_s
-        now_s = monotonic()
-        if now_s - last_s < _CALLS_APART_S:
-            return
-        last_s = now_s
-        try:
-            pipe.send(("heard", count))
-        except OSError:
-            raise SystemExit(1) from None
+        counts[at] = count
+        if os.getppid() != starter:  # nobody waits for it any more
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(1)
 
-    return heard
+    return work(shared, pickle.loads(task), heard)
+
+
+@lru_cache(maxsize=1)
+def _common(folder: Path) -> tuple[Work, Any, int, memoryview]:
+    """What a process reads once. It takes a standard error that is read, where anyio gives it none."""
+    sys.stderr = (folder / "errors").open("a", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    work, shared, starter, log_level = pickle.loads((folder / "common").read_bytes())
+    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+    return work, shared, starter, _counts(folder)
+
+
+def _counts(folder: Path) -> memoryview:
+    with (folder / "counts").open("r+b") as file:
+        return memoryview(mmap(file.fileno(), 0)).cast("Q")

@@ -9,6 +9,7 @@ Each report is that of `run_config`: how many run at a time, and which ends firs
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from pipeline.testing import run_in_virtual_time
 from .fault_script import parse_faults
 from .faults import Fault, RollingRestart, plan_faults
 from .grid import SweepRun
-from .processes import Heard, run_tasks
+from .processes import run_in_processes
 from .report import Report
 from .reports_folder import ReportsFolder
 from .running import check_load, run_config
@@ -127,21 +128,28 @@ def sweep(
     `trace` is what runs replay that have no load of their own, `faults` are sentences as `parse_faults` reads them;
     `environment` is for all graphs, and none unless given, as in `run_config`: reports say what is in it.
     At most `jobs` run at a time, by default one for each core, in processes of their own; with 1 in this one. Processes
-    are spawned: a script that calls this needs its `if __name__ == "__main__"`. `folder` gets each report as it ends
+    import the script that calls this: it needs its `if __name__ == "__main__"`. `folder` gets each report as it ends
     and gives those it has already, if they are of the same settings. `heard` is told how many requests have ended of
     all that are to be replayed, `ended` each result as it comes. An interrupt ends the processes and is raised.
 
     Raises InvalidArgument before anything runs: for a load that cannot be, or a script that does not fit the workers
-    of a run; for runs of one name. It is no coroutine, and takes its time: in a program of tasks, call it in a thread.
+    of a run; for runs of one name; BackendError where no process can be started. It is no coroutine, and takes its
+    time: in a program of tasks, call it in a thread.
     """
     _check(runs, jobs)
     gpus = (gpus_per_worker, gpus_per_prefill_worker)
-    script, variables = tuple(parse_faults(faults)), dict(environment or {})
-    shared = _Shared(trace, script, limits, interval_ms, per_request, gpus, variables)
+    shared = _Shared(
+        trace, tuple(parse_faults(faults)), limits, interval_ms, per_request, gpus, dict(environment or {})
+    )
     tasks = _tasks(runs, shared, faults, trace_name)
     listener = _Listener(tasks, None if folder is None else ReportsFolder(folder), heard, ended)
     listener.take_up(per_request)
-    run_tasks(_replay, shared, [tasks[at] for at in listener.missing], jobs or cores(), listener)
+    missing, jobs = [tasks[at] for at in listener.missing], jobs or cores()
+    if min(jobs, len(missing)) > 1:
+        run_in_processes(_replay, shared, missing, jobs, listener.heard, listener.ended)
+    else:
+        for place, task in enumerate(missing):
+            listener.ended(place, _replay(shared, task, partial(listener.heard, place)))
     return Sweep.of(runs, listener.results)
 
 
@@ -202,26 +210,39 @@ def _made(load: SyntheticLoad) -> Trace:
     return load.make()
 
 
-def _replay(shared: _Shared, task: _Task, heard: Heard) -> bytes:
-    """The report of one run, as JSON. In any process."""
+def said_of(error: BaseException) -> str:
+    """An error in one line; what it is only where its text alone would not say it."""
+    text = " ".join(str(error).split())
+    own = type(error).__module__.startswith("pipeline")
+    return text if own and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _replay(shared: _Shared, task: _Task, heard: Callable[[int], object]) -> bytes | str:
+    """The report of one run, as JSON, or what went wrong. In any process."""
     run = task.run
-    main = partial(
-        run_config,
-        run.config,
-        _load(run, shared),
-        environment=shared.environment,
-        faults=shared.script,
-        speed_up=run.speed_up,
-        sessions_at_a_time=run.concurrency,
-        limits=shared.limits,
-        interval_ms=shared.interval_ms,
-        per_request=shared.per_request,
-        gpus_per_worker=shared.gpus[0],
-        gpus_per_prefill_worker=shared.gpus[1],
-        settings=task.settings,
-        heard=heard,
-    )
-    return run_in_virtual_time(main, backend="asyncio").to_json()
+    try:
+        main = partial(
+            run_config,
+            run.config,
+            _load(run, shared),
+            environment=shared.environment,
+            faults=shared.script,
+            speed_up=run.speed_up,
+            sessions_at_a_time=run.concurrency,
+            limits=shared.limits,
+            interval_ms=shared.interval_ms,
+            per_request=shared.per_request,
+            gpus_per_worker=shared.gpus[0],
+            gpus_per_prefill_worker=shared.gpus[1],
+            settings=task.settings,
+            heard=heard,
+        )
+        return run_in_virtual_time(main, backend="asyncio").to_json()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # in words: an error need not survive the way from one process to another
+        logging.getLogger(__name__).debug("%s failed", run.name, exc_info=error)
+        return said_of(error)
 
 
 @define
@@ -248,17 +269,16 @@ class _Listener:
         self.counts[task] = count
         self.on_heard(self.counts.total(), sum(self.tasks[at].requests for at in self.missing))
 
-    def ended(self, task: int, result: bytes) -> None:
+    def ended(self, task: int, result: bytes | str | None, error: BaseException | None = None) -> None:
+        """A report as JSON, or what went wrong in the run, or with its process."""
         at = self.missing[task]
-        if self.folder is not None:
+        if isinstance(result, bytes) and self.folder is not None:
             self.folder.put(self.tasks[at].run.file_name, result)
         self.heard(task, self.tasks[at].requests)
-        self._result(at, Report.from_json(result))
-
-    def failed(self, task: int, problem: str) -> None:
-        at = self.missing[task]
-        self.heard(task, self.tasks[at].requests)
-        self._result(at, problem=problem)
+        if isinstance(result, bytes):
+            self._result(at, Report.from_json(result))
+        else:
+            self._result(at, problem=said_of(error) if error is not None else result)
 
     def _result(
         self, at: int, report: Report | None = None, problem: str | None = None, is_found: bool = False

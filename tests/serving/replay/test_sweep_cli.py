@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -206,25 +205,36 @@ def test_two_processes_write_what_one_does(sweep: Sweep, tmp_path: Path, environ
         assert (there / path.relative_to(here)).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there a group of processes is interrupted in another way")
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
 def test_a_process_takes_only_its_run_along_and_an_interrupt_ends_them_all(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """One dies, one hangs for good; what is done is kept. One that was left would keep the output open."""
-    folder = tmp_path / "reports"
+    """One dies, one hangs for good; what is done is kept. One that was left would keep the output open.
+
+    The interrupt is that of a terminal, which all processes get.
+    """
+    folder, temporary = tmp_path / "reports", tmp_path / "temporary"
+    temporary.mkdir()
+    environment |= {"TMPDIR": str(temporary)}
     run = command("--vary", "engine=swept:Raises,swept:Dies,swept:Hangs,echo", "--jobs", "2", "--reports", folder)
+    ours, its = os.openpty()
+    take = ["-c", "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.executable, sys.argv[2:])"]
+    run = [sys.executable, *take, os.ttyname(its), *run]
     with subprocess.Popen(
         run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         end = time.monotonic() + 50
         while not [*folder.glob("*.json")] and time.monotonic() < end:
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        os.write(ours, b"\x03")
         out, err = process.communicate(timeout=20)
+    os.close(ours)
+    os.close(its)
     assert process.returncode == 130
+    assert [*temporary.iterdir()] == []
     *errors, last = err.splitlines()
     assert sorted(errors) == [
-        "Error: swept:Dies: its process ended with exit code 7",
+        "Error: swept:Dies: its process crashed or was killed",
         "Error: swept:Raises: no such card",
     ]
     assert last == "Interrupted: 3 of 4 runs have ended"

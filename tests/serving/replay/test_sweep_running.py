@@ -13,10 +13,9 @@ import pytest
 from pipeline import InvalidArgument
 from pipeline.testing import run_in_virtual_time
 from serving.config import GraphConfig
-from serving.replay import Limits, Report, SyntheticLoad, parse_faults, run_config, sweep, sweep_runs
-from serving.replay.processes import run_tasks, said_of
+from serving.replay import Limits, Report, SyntheticLoad, parse_faults, run_config, sweep, sweep_runs, sweeping
 from serving.replay.reports_folder import ReportsFolder
-from serving.replay.sweeping import SweepResult
+from serving.replay.sweeping import SweepResult, said_of
 
 MOCKER = GraphConfig(engine="mocker", seed=3)
 TRACE = SyntheticLoad(input_tokens=300, output_tokens=4, request_count=6, arrival_interval_ms=50).make()
@@ -181,12 +180,19 @@ def test_an_error_is_one_line_with_its_kind_where_that_says_more() -> None:
     assert said_of(ValueError()) == "ValueError"
 
 
-def test_an_interrupt_is_no_failure_of_a_run() -> None:
-    def interrupted(shared: Any, task: Any, heard: Any) -> Any:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("error", "is_raised"), [(KeyboardInterrupt(), True), (SystemExit("enough"), False)])
+def test_an_interrupt_is_no_failure_of_a_run_and_an_exit_is_one(
+    error: BaseException, is_raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: Any, **__: Any) -> Any:
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(interrupted, None, [1], 1, None)  # type: ignore[arg-type]  # nobody is told anything
+    monkeypatch.setattr(sweeping, "run_in_virtual_time", ended)
+    if is_raised:
+        with pytest.raises(KeyboardInterrupt):
+            here(RUNS[:1], TRACE)
+    else:
+        assert [result.problem for result in here(RUNS[:1], TRACE)] == ["SystemExit: enough"]
 
 
 def test_all_runs_are_of_the_environment_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
