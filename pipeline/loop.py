@@ -119,11 +119,17 @@ class Alarm:
     What `anyio.sleep_until` does, on asyncio at half the cost: for those who sleep again and again.
     """
 
-    __slots__ = ("_loop",)
+    __slots__ = ("_loop", "_rest")
 
     def __init__(self) -> None:
         loop = current_token().native_token
         self._loop: Any = loop if hasattr(loop, "call_at") else None
+        self._rest: Any = getattr(loop, "call_at_rest", None)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it wakes at the very time, for nothing: then the shortest wait is worth it, and `settle` waits."""
+        return self._rest is not None
 
     async def wait(self, deadline_s: float) -> None:
         """Returns at that time of the loop's clock, or at once if it is past."""
@@ -137,6 +143,13 @@ class Alarm:
         except BaseException:
             timer.cancel()
             raise
+
+    async def settle(self) -> None:
+        """Returns when all else that happens at this moment has; at once on a loop that cannot tell."""
+        if self._rest is not None:
+            future = self._loop.create_future()
+            self._rest(_wake, future)
+            await future
 
 
 def _wake(future: Any) -> None:

@@ -33,14 +33,14 @@ from .timing import TimingModel
 _log = logging.getLogger(__name__)
 
 MIN_SLEEP_S = 0.001
-"""Less is not slept, it is owed: the passes after it are that much longer."""
+"""Less is not slept in real time, it is owed: the passes after it are that much longer."""
 
 _HIT_RATE_ADMISSIONS = 1000
 """The hit rate is the mean of the last so many."""
 
 
 class Rank:
-    """Runs passes while there is work.
+    """Runs passes while there is work. In virtual time a pass takes in all that comes at the moment it begins.
 
     `snapshots`, `feed` and `latencies` are set by whoever wants them, or never. Once its loop has ended, what waits and
     whatever is submitted later gets EngineShutdown.
@@ -160,16 +160,19 @@ class Rank:
 
     async def _run(self) -> None:
         due_s, clock, alarm = 0.0, loop_clock(), Alarm()
+        least_s = 0.0 if alarm.is_exact else MIN_SLEEP_S
         while True:
             if self.scheduler.is_idle:
                 await self._wait_for_work()
+            if alarm.is_exact:
+                await alarm.settle()  # who comes at this very moment is in time for the pass
             done = self._pass()
             if done.did_nothing:
                 await self._wait_for_work()
                 continue
             now_s = clock()
             due_s = max(due_s, now_s) + done.duration_ms / 1000
-            if due_s - now_s >= MIN_SLEEP_S:
+            if due_s - now_s >= least_s:
                 await alarm.wait(due_s)
             else:
                 await checkpoint()

@@ -26,7 +26,7 @@ from .errors import PrefillError, routing_error
 from .latch import Latch
 from .pool import PrefillPool
 from .resolve import PrefillWorker
-from .result import Prefilled, handed_over, read_prefill
+from .result import Prefilled, cached_of, handed_over, read_prefill
 
 _log = logging.getLogger(__name__)
 
@@ -164,6 +164,7 @@ class Handover:
         self.progress = Progress.STREAMING
         if (tracker := self.request.payload.tracker) is not None:
             tracker.record_prefill_complete()
+            tracker.record_prefill_cached(cached_of(data))
         meeting = None if data is None else told_meeting(data.disaggregated_params)
         if meeting is not None and self._handed is None:
             self._learn(handed_over(data))

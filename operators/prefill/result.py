@@ -48,10 +48,10 @@ async def read_prefill(
     """
     first = await _first(stream)
     is_first(first.data)
-    details = _details(first)
+    details = _details(first.data)
     while (item := await _next(stream)) is not None:
         _check(item)
-        details = details or _details(item)
+        details = details or _details(item.data)
     return evolve(handed_over(first.data), details=details)
 
 
@@ -104,8 +104,14 @@ def _check(item: Output) -> None:
     raise PrefillError(text, cause=error) if isinstance(error, PenstockError) else PrefillError(text)
 
 
-def _details(item: Output) -> PromptTokensDetails | None:
-    usage = None if item.data is None else item.data.completion_usage
+def cached_of(data: LLMEngineOutput | None) -> int | None:
+    """How many tokens of the prompt the worker had cached, where it says so."""
+    details = _details(data)
+    return None if details is None else details.cached_tokens
+
+
+def _details(data: LLMEngineOutput | None) -> PromptTokensDetails | None:
+    usage = None if data is None else data.completion_usage
     return None if usage is None else usage.prompt_tokens_details
 
 

@@ -96,6 +96,7 @@ class RequestTracker:
     osl_tokens: int = field(init=False, default=0)
     isl_tokens: int | None = field(init=False, default=None)
     cached_tokens: int | None = field(init=False, default=None)
+    prefill_cached_tokens: int | None = field(init=False, default=None)
     overlap_blocks: float | None = field(init=False, default=None)
     isl_blocks: int | None = field(init=False, default=None)
     router_queue_depth: int | None = field(init=False, default=None)
@@ -144,6 +145,11 @@ class RequestTracker:
     def record_prefill_complete(self) -> bool:
         """Prefill handed over; whether this was the first time."""
         return self._now_once("prefill_complete")
+
+    def record_prefill_cached(self, cached_tokens: int | None) -> None:
+        """So much of the prompt the prefill worker had cached, where it says so; of several the last counts."""
+        if cached_tokens is not None:
+            self.prefill_cached_tokens = cached_tokens
 
     def record_finish(self) -> None:
         """The request is finished as of now; later calls move it."""

@@ -18,6 +18,8 @@ import anyio
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
+_SAME_MOMENT_S = 1e-9
+"""asyncio runs timers that are this close together."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -45,6 +47,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
+        self._at_rest: list[asyncio.Handle] = []
         super().__init__(self._jumping)
 
     def time(self) -> float:
@@ -54,6 +57,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """One turn. As long as something is ready and no timer is due, time stands still: nothing else can come, so
         neither timers nor the selector are looked at. It is what a turn of the base class does without them."""
         ready, timers = self._ready, self._scheduled
+        if self._at_rest and not ready and not self._has_timer_now():
+            ready.extend(self._at_rest)
+            self._at_rest.clear()
         if not ready or self._debug or (timers and timers[0].when() <= self._jumping.slept_s):
             super()._run_once()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
             return
@@ -61,6 +67,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()
+
+    def _has_timer_now(self) -> bool:
+        """Whether a timer is due at this moment. One that was cancelled may lie before it."""
+        timers, last_s = self._scheduled, self._jumping.slept_s + _SAME_MOMENT_S
+        if not timers or timers[0].when() > last_s:
+            return False
+        return any(timer.when() <= last_s and not timer.cancelled() for timer in timers)
+
+    def call_at_rest(self, callback: Callable[[*Args], object], *args: *Args) -> asyncio.Handle:
+        """Calls back before time goes on, once nothing else is ready to run at this moment."""
+        handle = asyncio.Handle(callback, args, self)
+        self._at_rest.append(handle)
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[[*Args], object], *args: *Args, context: Context | None = None

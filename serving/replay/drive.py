@@ -13,7 +13,7 @@ from collections.abc import Callable
 import anyio
 from attrs import define, field
 
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, PenstockError
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown, Refused
 from pipeline.loop import loop_clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
@@ -147,7 +147,7 @@ def _note(data: LLMEngineOutput, sample: RequestSample, tracker: SampleTracker) 
 
 
 def _status_of(error: PenstockError) -> Status:
-    if isinstance(error, Refused):
+    if isinstance(error, Refused | InvalidArgument):  # nobody has room for it, or ever will
         return Status.REJECTED
     return Status.CANCELLED if isinstance(error, Cancelled) else Status.FAILED
 

@@ -59,6 +59,8 @@ class RequestSample:
     """Prompt tokens that needed no computing, as the worker said last."""
     first_cached_tokens: int | None = None
     """The same as the first worker said; None: as the last."""
+    prefill_cached_tokens: int | None = None
+    """The same as the prefill worker said, where there was one: what its decode worker had need not be sent."""
     migrations: int = 0
     queue_depth: int | None = None
     """How many waited in the router when it came."""
@@ -87,6 +89,22 @@ class RequestSample:
     def worker(self, role: Role = "decode") -> int | None:
         """The last worker that had it in that role."""
         return next((worker for its_role, worker, _ in reversed(self.places) if its_role == role), None)
+
+    @property
+    def reused_tokens(self) -> int:
+        """The most of its prompt that any worker had cached."""
+        return max(self.cached_tokens, self.prefill_cached_tokens or 0)
+
+    @property
+    def hit_tokens(self) -> int:
+        """What the worker that computed its prompt had cached of it."""
+        return self.cached_tokens if self.prefill_cached_tokens is None else self.prefill_cached_tokens
+
+    @property
+    def first_hit_tokens(self) -> int:
+        """The same of the first worker that had it."""
+        known = (self.prefill_cached_tokens, self.first_cached_tokens, self.cached_tokens)
+        return next(tokens for tokens in known if tokens is not None)
 
     @property
     def queue_wait_ms(self) -> float | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import inf
 
 from attrs import frozen
+
+from pipeline import InvalidArgument
 
 from .distribution import rank
 from .over_time import Amounts, Lasting
@@ -41,6 +44,10 @@ class Series:
     p99_ttft_ms: list[float | None]
     output_tok_s: list[float]
     workers: list[WorkerSeries]
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < self.interval_ms < inf:
+            raise InvalidArgument(f"must be finite and above 0, got {self.interval_ms}", field="interval_ms")
 
 
 def make_series(samples: Samples, end_ms: float) -> Series:
@@ -93,7 +100,7 @@ def _workers(samples: Samples, intervals: int, end_ms: float) -> Iterator[Worker
             loads[place].add(begin_ms, over_ms)
         place_of_prompt = computed_at(sample)
         if place_of_prompt is not None and sample.status is Status.COMPLETED:
-            cached[place_of_prompt].add(sample.arrival_ms, sample.cached_tokens)
+            cached[place_of_prompt].add(sample.arrival_ms, sample.hit_tokens)
             prompts[place_of_prompt].add(sample.arrival_ms, sample.input_tokens)
     for role, worker in sorted(samples.workers.keys() | loads.keys()):
         place = role, worker

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from math import fsum
+from math import fsum, inf
 from typing import Any
 
 from attrs import define, frozen
@@ -24,11 +24,20 @@ from .series import computed_at, make_series, stays
 
 @frozen
 class Limits:
-    """What a request must keep to count as good; None is no limit. `itl_ms` is for the mean of its own gaps."""
+    """What a request must keep to count as good; None is no limit. `itl_ms` is for the mean of its own gaps.
+
+    Raises InvalidArgument for a limit that is no time.
+    """
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
     e2e_ms: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 <= limit < inf:
+                raise InvalidArgument(f"must be finite and not negative, got {limit}", field=f"sla_{name}")
 
     @property
     def are_set(self) -> bool:
@@ -124,8 +133,7 @@ def _errors(requests: list[RequestSample]) -> list[ErrorReport]:
 
 def _amounts(done: list[RequestSample], end_ms: float) -> dict[str, Any]:
     prompt, answer = sum(one.input_tokens for one in done), sum(one.output_tokens for one in done)
-    cached = sum(one.cached_tokens for one in done)
-    first = sum(one.cached_tokens if one.first_cached_tokens is None else one.first_cached_tokens for one in done)
+    cached, first = sum(one.reused_tokens for one in done), sum(one.first_hit_tokens for one in done)
     return {
         "total_input_tokens": prompt,
         "total_output_tokens": answer,
@@ -224,7 +232,7 @@ def _add_result(work: defaultdict[tuple[Role, int], _Work], sample: RequestSampl
     prompt_at, answer_at = computed_at(sample), sample.worker()
     if prompt_at is not None:
         work[prompt_at].input_tokens += sample.input_tokens
-        work[prompt_at].cached_tokens += sample.cached_tokens
+        work[prompt_at].cached_tokens += sample.hit_tokens
     if prompt_at is not None and prompt_at[0] == "prefill":
         work[prompt_at].requests += 1
     if answer_at is not None:
@@ -269,7 +277,7 @@ def request_report(sample: RequestSample) -> RequestReport:
         input_length=sample.input_tokens,
         requested_output_length=sample.wanted_output_tokens,
         output_length=sample.output_tokens,
-        reused_input_tokens=sample.cached_tokens,
+        reused_input_tokens=sample.reused_tokens,
         worker=sample.worker(),
         prefill_worker=sample.worker("prefill"),
         migrations=sample.migrations,

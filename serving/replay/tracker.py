@@ -73,6 +73,7 @@ class SampleTracker(RequestTracker):
         """It is over: what only the stages, or its answer, know goes into the sample."""
         sample, transfer_s = self.sample, self.kv_transfer_estimated_latency_s
         sample.queue_depth = self.router_queue_depth
+        sample.prefill_cached_tokens = self.prefill_cached_tokens
         sample.prefill_wait_ms, sample.prefill_ms = self.prefill_wait_time_ms, self.prefill_time_ms
         sample.kv_transfer_ms = None if transfer_s is None else 1000.0 * transfer_s
         if (told := self._told) is not None:

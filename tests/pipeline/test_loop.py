@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from threading import Thread, get_ident
 
 import anyio
@@ -9,6 +10,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from pipeline.loop import Alarm, Bell, Home, loop_clock
+from pipeline.testing import run_in_virtual_time
 
 pytestmark = pytest.mark.anyio
 
@@ -114,6 +116,70 @@ async def test_an_alarm_and_a_cancellation_at_once_do_not_fail() -> None:
         tasks.start_soon(Alarm().wait, deadline_s)
         await anyio.sleep_until(deadline_s)
         tasks.cancel_scope.cancel()
+
+
+def test_who_settles_goes_on_after_all_else_of_the_moment_and_before_time_does() -> None:
+    order: list[str] = []
+
+    async def settles(at_s: float) -> None:
+        alarm = Alarm()
+        await alarm.wait(at_s)
+        await alarm.settle()
+        order.append(f"settled at {loop_clock()():g}")
+
+    async def takes_its_turns(at_s: float, turns: int) -> None:
+        await anyio.sleep_until(at_s)
+        for _ in range(turns):
+            await checkpoint()
+        order.append("done")
+
+    async def main() -> None:
+        assert Alarm().is_exact
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(settles, 1.0)
+            tasks.start_soon(takes_its_turns, 1.0, 20)
+            tasks.start_soon(takes_its_turns, 1.5, 0)
+            with anyio.CancelScope(deadline=0.5):
+                await Alarm().wait(9.0)
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await Alarm().settle()
+
+    run_in_virtual_time(main, backend="asyncio")
+    assert order == ["done", "settled at 1", "done"]
+
+
+def test_a_timer_that_was_cancelled_does_not_make_who_settles_late() -> None:
+    order: list[str] = []
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + 1.0, order.append, "later")
+        loop.call_at(loop.time(), order.append, "never").cancel()
+        loop.call_at(loop.time(), order.append, "now")
+        await Alarm().settle()
+        return loop.time()
+
+    assert run_in_virtual_time(main, backend="asyncio") == 0.0
+    assert order == ["now"]
+
+    async def cancelled_alone() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_at(loop.time() + 1.0, order.append, "later")
+        loop.call_at(loop.time(), order.append, "never").cancel()
+        await Alarm().settle()
+        return loop.time()
+
+    assert run_in_virtual_time(cancelled_alone, backend="asyncio") == 0.0
+
+
+def test_in_real_time_nobody_can_tell_when_a_moment_is_over() -> None:
+    async def main() -> bool:
+        alarm = Alarm()
+        await alarm.settle()
+        return alarm.is_exact
+
+    assert not anyio.run(main, backend="asyncio")
 
 
 async def test_the_clock_of_the_loop_is_that_of_anyio() -> None:

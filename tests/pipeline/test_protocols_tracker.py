@@ -182,6 +182,14 @@ def test_the_first_external_query_tokens_hold() -> None:
     assert tracker.routing_data().token_ids == [1]
 
 
+def test_the_last_prefill_says_what_was_cached_of_the_prompt() -> None:
+    tracker = tracker_at(Clock())
+    assert tracker.prefill_cached_tokens is None
+    for said, known in ((None, None), (64, 64), (None, 64), (0, 0)):
+        tracker.record_prefill_cached(said)
+        assert tracker.prefill_cached_tokens == known
+
+
 def test_the_transfer_time_needs_both_ends_and_is_not_negative() -> None:
     """TRK-10."""
     clock = Clock()

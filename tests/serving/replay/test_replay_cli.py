@@ -208,6 +208,8 @@ def test_a_dynamo_trace_is_read_from_all_its_files(replay: Replay, tmp_path: Pat
         (["T", "--num-prefix-groups", "3"], ["prefix", "mooncake"]),
         (["T", "--speed-up", "0"], ["--speed-up", "above 0"]),
         (["T", "--concurrency", "0"], ["--concurrency", "at least 1"]),
+        (["T", "--sla-ttft-ms", "nan"], ["--sla-ttft-ms", "finite"]),
+        (["T", "--sla-e2e-ms", "-1"], ["--sla-e2e-ms", "not negative"]),
         (["T", "--fault", "worker 7 dies at 1 s"], ["--fault", "no worker 7"]),
         (["T", "--fault", "it rains"], ["--fault", "'it'"]),
         (["T", "--fault", "@/nowhere.txt"], ["--fault", "/nowhere.txt"]),

@@ -27,6 +27,11 @@ def report(**settings: Any) -> Report:
     return make_report(samples, settings={"router": "kv", "workers": 1}, **settings)
 
 
+def plain_series() -> dict[str, Any]:
+    plain: dict[str, Any] = report().to_plain()["series"]
+    return plain
+
+
 def test_the_figures_stand_at_the_top_level_under_their_names() -> None:
     """Section 10.5, and MOCK-97 in what it says of requests: null unless asked."""
     plain = json.loads(report().to_json())
@@ -103,6 +108,7 @@ def test_a_figure_is_found_by_its_name() -> None:
         ({"num_requests": 1.5}, "num_requests"),
         ({"workers": [{}]}, "workers[0].worker"),
         ({"series": {"interval_ms": 1}}, "series.arrivals"),
+        ({"series": {**plain_series(), "interval_ms": 0}}, "series.interval_ms"),
     ],
 )
 def test_what_is_wrong_with_a_report_is_named(change: dict[str, Any], place: str) -> None:

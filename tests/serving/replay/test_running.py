@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,12 +16,12 @@ import pytest
 
 from engines import EngineConfig, GenerateContext, LLMEngine
 from operators.kv import KvRouterConfig
-from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, ResponseStream
+from pipeline import Annotated, AsyncEngine, Context, EngineShutdown, InvalidArgument, ResponseStream
 from pipeline.errors import ResourceExhausted
 from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import run_in_virtual_time
 from serving.config import GraphConfig
-from serving.replay import Report, SyntheticLoad, Trace, parse_faults, run, run_config
+from serving.replay import Prompt, Report, Session, SyntheticLoad, Trace, Turn, parse_faults, run, run_config
 
 pytestmark = pytest.mark.anyio
 
@@ -243,6 +245,42 @@ async def test_a_closed_loop_has_so_many_sessions_at_a_time() -> None:
     assert max(report.series.running) <= 3 + 1e-9
 
 
+async def test_what_no_worker_can_ever_hold_is_rejected_and_the_session_goes_on() -> None:
+    small = config(workers=1, engine_args={"num_gpu_blocks": "4", "block_size": "64"})
+    report = await run_config(small, load(3, 5, turns=2))
+    assert (report.num_requests, report.rejected_requests, report.unsent_requests) == (6, 6, 0)
+    assert (report.ttft.samples, report.request_throughput_rps) == (0, 0.0)
+
+
+async def test_a_prompt_counts_as_reused_where_it_was_computed() -> None:
+    """The prefill worker had it, the decode workers it went to had not: of two prompts of 1,024 tokens all but the
+    last block, which is computed for its answer."""
+    trace = load(2, 5, shared_prefix_ratio=1.0, num_prefix_groups=1, arrival_interval_ms=1000.0)
+    given = {"engine_args": {"block_size": "64"}, "workers": 2, "prefill_workers": 1}
+    report = await run_config(config(**given), trace, per_request=True)
+    assert report.prefix_cache_reused_ratio == report.first_admission_prefix_cache_reused_ratio == 960 / 2048
+    assert {(one.role, one.hit_rate) for one in report.workers} == {("prefill", 960 / 2048), ("decode", None)}
+
+
+def test_a_closed_loop_takes_the_times_another_simulator_says() -> None:
+    """Dynamo 1.2.1, offline, six requests, two at a time: who takes the place of one that ended as a pass did is in
+    the very next pass. The figures are its own, to the nanoseconds it counts in."""
+    blocks = ((number, 100 * number, 5 + number) for number in range(1, 7))
+    turns = [
+        Turn(f"line:{number}", number, Prompt.of(array("I", [number]), 512, tokens), output)
+        for number, tokens, output in blocks
+    ]
+    trace = Trace(tuple(Session(turn.name, (turn,), 0.0, is_named=False) for turn in turns))
+    for workers, sessions, ttft_ms, duration_ms in (
+        (1, 2, 28.193363, 269.452705),
+        (2, 4, 30.007567, 154.091593),
+    ):
+        given = config(workers=workers, engine_args={"block_size": "64"}, router="round-robin")
+        report = run_in_virtual_time(partial(run_config, given, trace, sessions_at_a_time=sessions), backend="asyncio")
+        assert report.ttft.mean == pytest.approx(ttft_ms, abs=1e-4)
+        assert report.duration_ms == pytest.approx(duration_ms, abs=1e-4)
+
+
 async def test_arrivals_are_as_recorded_or_so_many_times_as_fast() -> None:
     for speed_up, last_ms in ((1.0, 23 * 50.0), (10.0, 23 * 5.0)):
         report = await run_config(config(), load(), speed_up=speed_up, per_request=True)
@@ -295,7 +333,11 @@ async def test_a_graph_of_ones_own_is_driven_and_closed() -> None:
 
 
 async def test_an_error_of_the_tree_counts_and_the_replay_goes_on() -> None:
-    for failure, counted in ((ResourceExhausted("busy"), "rejected"), (InvalidArgument("too long"), "failed")):
+    for failure, counted in (
+        (ResourceExhausted("busy"), "rejected"),
+        (InvalidArgument("too long"), "rejected"),
+        (EngineShutdown("gone"), "failed"),
+    ):
         report = await run(Echo(failure).graph, load(4, 3))
         assert (report.completed_requests, getattr(report, f"{counted}_requests")) == (3, 1)
 
