@@ -83,16 +83,16 @@ from .replay_options import (
     WallTime,
 )
 from .replay_work import (
+    check_no_trace,
     check_place,
     limits_of,
     load_settings,
     made_up_load,
+    named_reports,
     read_load,
-    read_report,
     replayed,
     script_of,
     settings_of,
-    short_name,
     write_page,
     write_pareto,
 )
@@ -197,6 +197,7 @@ def run(
         check_place(html, "html")
         script = [] if config is None else script_of(fault, config)
         if not trace:
+            check_no_trace(format, skip_bad)
             load = made_up_load(made_up | prefixes, requests, seed, trace_block_size)
         else:
             load = read_load(trace, format, trace_block_size, skip_bad, requests, made_up, prefixes)
@@ -250,12 +251,12 @@ def compare(
     try:
         check_place(html, "html")
         check_place(pareto, "pareto")
-        named = [(short_name(path, reports), read_report(path)) for path in reports]
-        typer.echo(side_by_side(named), nl=False)
+        named = named_reports(reports)
+        typer.echo(side_by_side(list(named.items())), nl=False)
         if html is not None:
-            write_page(html, dict(named))
+            write_page(html, named)
         if pareto is not None:
-            write_pareto(pareto, dict(named))
+            write_pareto(pareto, named)
     except (PenstockError, OSError) as error:
         fail(error)
 

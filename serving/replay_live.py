@@ -60,13 +60,18 @@ class Live:
 
 
 def check_options(given: set[str], live: str | None, *, per_request: bool, has_json: bool) -> None:
-    """Raises InvalidArgument for an option that was given and means nothing with a server, or without."""
+    """Raises InvalidArgument for an option that was given and means nothing with a server, or without one or a file."""
     for name in OF_A_SERVER if live is None else OF_THE_GRAPH:
         if name in given:
             what = "is for --live only" if live is None else "cannot go with --live: that server is there, as it is"
             raise InvalidArgument(what, field=name)
-    if live is not None and per_request and not has_json:
-        raise InvalidArgument("with --live needs --json FILE, beside which it writes", field="per_request")
+    if per_request and not has_json:
+        what = (
+            "needs --json FILE, which has them"
+            if live is None
+            else "with --live needs --json FILE, beside which it writes"
+        )
+        raise InvalidArgument(what, field="per_request")
 
 
 def ids_of(text: str) -> range:

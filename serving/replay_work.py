@@ -64,6 +64,13 @@ def load_to_make(given: dict[str, Any], requests: int | None, seed: int, block_s
     return SyntheticLoad(request_count=requests, seed=seed, **said)
 
 
+def check_no_trace(format: str, skip_bad: bool) -> None:
+    """Raises InvalidArgument for what says how a trace is read, where there is none."""
+    for name, is_given in (("format", format != "mooncake"), ("skip_bad", skip_bad)):
+        if is_given:
+            raise InvalidArgument("is for a TRACE, and there is none", field=name)
+
+
 def read_load(
     paths: list[Path],
     format: str,
@@ -117,13 +124,16 @@ def trace_name(paths: list[Path] | None) -> str | None:
 def load_settings(
     paths: list[Path] | None, load: Trace, seed: int | None, speed_up: float, concurrency: int | None
 ) -> dict[str, Any]:
-    """The part that says what load it was."""
+    """The part that says what load it was, of a replay to a server as of any other."""
+    from .replay import LoadFacts
+
     return {
         "trace": trace_name(paths),
         "format": load.format.value,
         "seed": seed,
         "speed_up": speed_up,
         "concurrency": concurrency,
+        "load_digest": LoadFacts.of(load).digest,
     }
 
 
@@ -152,6 +162,15 @@ async def told_to_end() -> None:
 
     with anyio.open_signal_receiver(signal.SIGINT) as signals:
         await anext(aiter(signals))
+
+
+def named_reports(paths: list[Path]) -> dict[str, Report]:
+    """The reports of the files by their short names. Raises InvalidArgument for less than two, or one given twice."""
+    named = {short_name(path, paths): read_report(path) for path in paths}
+    if len(named) < max(2, len(paths)):
+        what = "needs two reports at least" if len(paths) < 2 else "a report is given twice"
+        raise InvalidArgument(what, field="A.json B.json")
+    return named
 
 
 def short_name(path: Path, paths: list[Path]) -> str:

@@ -48,7 +48,6 @@ from .replay_options import (
     LimitItl,
     LimitTtft,
     OutputTokens,
-    PerRequest,
     PrefillGpus,
     PrefixGroups,
     PrefixRatio,
@@ -91,6 +90,7 @@ ReportsFolderOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Each report goes there as it ends; those there of the same settings stand."),
 ]
+SweepPerRequest = Annotated[bool, typer.Option("--per-request", help="Every request is in the reports of --reports.")]
 SweepJson = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the runs there, as a JSON list.")]
 SweepHtml = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write a page there: the runs that no other beats.")
@@ -137,7 +137,7 @@ def sweep(
     reports: ReportsFolderOption = None,
     json: SweepJson = None,
     html: SweepHtml = None,
-    per_request: PerRequest = False,
+    per_request: SweepPerRequest = False,
     gpus_per_worker: Gpus = 1,
     gpus_per_prefill_worker: PrefillGpus = None,
     log_level: LogLevelOption = LogLevel.ERROR,
@@ -167,7 +167,7 @@ def sweep(
     prefixes = {"shared_prefix_ratio": shared_prefix_ratio, "num_prefix_groups": num_prefix_groups}
     try:
         files = SweepFiles(json, html, reports)
-        files.check()
+        files.check(per_request=per_request)
         axes = axes_of([one.value for one in router], workers, vary)
         main = Router.KV if Router.KV.value in axes["router"] else Router.ROUND_ROBIN
         base = routing_of(main, router_config, kv_events, seed, thresholds, others)

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .replay_work import check_place, load_to_make, read_load, trace_name
+from .replay_work import check_no_trace, check_place, load_to_make, read_load, trace_name
 
 if TYPE_CHECKING:
     from .replay import Sweep, SyntheticLoad, Trace
@@ -32,8 +32,10 @@ class SweepFiles:
     html: Path | None = None
     reports: Path | None = None
 
-    def check(self) -> None:
-        """Raises InvalidArgument for a place where nothing can be written."""
+    def check(self, *, per_request: bool) -> None:
+        """Raises InvalidArgument for a place where nothing can be written, and where each request has none."""
+        if per_request and self.reports is None:
+            raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
         check_place(self.json, "json")
         check_place(self.html, "html")
         if self.reports is not None and self.reports.exists() and not self.reports.is_dir():
@@ -95,6 +97,7 @@ def load_of(
     if paths:
         trace = read_load(paths, format, block_size, skip_bad, requests, made_up, prefixes)
         return SweepLoad(trace, trace_name(paths))
+    check_no_trace(format, skip_bad)
     from .arguments import converted
     from .replay import SyntheticLoad
 

@@ -67,7 +67,7 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
         return ResponseStream(self._items(request, body), request)
 
     async def aclose(self) -> None:
-        """Closes every connection: a request that is still open ends with Disconnected."""
+        """Closes every connection: a request that is still open, or comes later, ends with Disconnected."""
         await self._client.aclose()
 
     async def _items(

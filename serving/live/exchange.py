@@ -33,7 +33,7 @@ class Exchange:
         self._client = client
         self._control = control
         self._parts: AsyncIterator[bytes] | None = None
-        self._has_connected = False
+        self._has_connected = self._has_sent = False
         self._scope: anyio.CancelScope | None = None
         self._forget: Callable[[], None] | None = None
         self.content_type = ""
@@ -57,15 +57,20 @@ class Exchange:
             self._client.in_flight -= 1
 
     async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> int:
-        """Sends the request; the status of the answer. One that a kept connection did not take goes out again."""
+        """Sends the request; the status of the answer. One that a kept connection did not take goes out again.
+
+        Raises Disconnected where the client is closed.
+        """
         http = self._client.http
         asked = http.build_request(method, path, headers=headers, content=body, extensions={"trace": self._trace})
         while True:
-            self._has_connected = False
+            if http.is_closed:
+                raise Disconnected("the connections to the server were closed")
+            self._has_connected = self._has_sent = False
             try:
                 answer = await self._wait(lambda: http.send(asked, stream=True))
             except Disconnected:
-                if self._has_connected:
+                if self._has_connected or not self._has_sent:
                     raise
             else:
                 break
@@ -126,5 +131,6 @@ class Exchange:
             self._scope.cancel()
 
     async def _trace(self, event: str, info: Any) -> None:
-        """httpx2 says what it does with the request; a new connection is what is asked here."""
+        """httpx2 says what it does with the request: it went out, and on a new connection or on one that was kept."""
         self._has_connected |= event == "connection.connect_tcp.complete"
+        self._has_sent |= event == "http11.send_request_headers.started"

@@ -20,6 +20,7 @@ from .running import GraphFactory, run, run_config
 from .samples import RequestSample, Role, Samples, Status
 from .schedule import Due, Schedule
 from .series import Series, WorkerSeries
+from .settings import LoadFacts
 from .summary import Limits, make_report
 from .sweeping import Sweep, sweep
 from .synthetic import SyntheticLoad
@@ -35,6 +36,7 @@ __all__ = [
     "Goodput",
     "GraphFactory",
     "Limits",
+    "LoadFacts",
     "Prompt",
     "Report",
     "RequestReport",

@@ -41,10 +41,10 @@ def sweep_points(
 ) -> list[SweepPoint]:
     """A point for each run that has both figures, by their names in JSON or `worker_count`; `group` names a setting.
 
-    Without `parameters` of each run these are its settings, as far as runs differ in them. Raises InvalidArgument for a
-    figure none of the runs has.
+    A server that does not tell its workers has no count of them, and no point there. Without `parameters` of each run
+    these are its settings, as far as runs differ in them. Raises InvalidArgument for a figure none of the runs has.
     """
-    plains = {label: report.to_plain() | {WORKER_COUNT: len(report.workers)} for label, report in runs.items()}
+    plains = {label: report.to_plain() | {WORKER_COUNT: len(report.workers) or None} for label, report in runs.items()}
     for name in (x, y):
         if runs and not any(name in plain for plain in plains.values()):
             raise InvalidArgument(f"no run has a figure {name!r}", field=name)

@@ -106,8 +106,9 @@ def _reader(
     size = BLOCK_TOKENS if block_size is None else block_size
     if kind is TraceFormat.APPLIED_COMPUTE_AGENTIC:
         return SessionLines(size, shared_prefix_ratio, num_prefix_groups), kind
-    if shared_prefix_ratio or num_prefix_groups:
-        raise InvalidArgument(f"a {kind} trace has its own prefixes", field="shared_prefix_ratio")
+    for name, value in (("shared_prefix_ratio", shared_prefix_ratio), ("num_prefix_groups", num_prefix_groups)):
+        if value:
+            raise InvalidArgument(f"a {kind} trace has its own prefixes", field=name)
     if kind is TraceFormat.DYNAMO:
         return DynamoRecords(block_size), kind
     return (AgenticRows if kind is TraceFormat.AGENTIC_MOONCAKE else SessionRows)(size), kind

@@ -55,6 +55,9 @@ def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
         assert (report["total_output_tokens"], report["total_input_tokens"]) == (60, 2400)
         assert sum(one["requests"] for one in report["workers"]) == 12
         assert [one["worker"] for one in report["workers"]] == [0, 1]
+        replay(*LOAD, "--json", tmp_path / "graph.json")
+        of_graph = json.loads((tmp_path / "graph.json").read_bytes())["settings"]
+        assert report["settings"].pop("load_digest") == of_graph["load_digest"], "the same load, however spelled"
         ids = report["settings"].pop("worker_ids")
         assert (len(ids["decode"]), ids["prefill"]) == (2, [])
         assert report["settings"] == {
@@ -151,6 +154,9 @@ def test_where_nothing_answers_is_told_in_one_line_before_the_load(replay: Repla
         ("--active-prefill-tokens-threshold-frac", "0.5"),
         ("--fault", "worker 0 dies at 1"),
         ("--real-time", None),
+        ("--wall-time", None),
+        ("--gpus-per-worker", "1"),
+        ("--gpus-per-prefill-worker", "1"),
     ],
 )
 def test_an_option_of_the_graph_is_refused_with_a_server_even_with_its_default(

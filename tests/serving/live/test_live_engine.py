@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import httpx2
 import pytest
 import trio
 from anyio.abc import ByteStream
@@ -506,6 +507,57 @@ async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_ag
     async with serving(lambda line, asked: line.wire.aclose()) as server, engine_of(server) as engine:
         with pytest.raises(Disconnected, match="before there was an answer"):
             await outputs(engine)
+        assert len(server.lines) == 1
+
+
+async def test_a_transport_without_connections_that_breaks_is_asked_once() -> None:
+    class Broken(httpx2.AsyncBaseTransport):
+        asked = 0
+
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            self.asked += 1
+            assert self.asked == 1
+            raise httpx2.ReadError("gone", request=request)
+
+    engine = LiveEngine(ADDRESS, "m", transport=Broken())
+    with pytest.raises(Disconnected, match="broke"):
+        await outputs(engine)
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_request_that_is_open_when_the_engine_is_closed_ends_with_disconnected(
+    serving: Any, kept: bool, has_begun: bool
+) -> None:
+    """And so does one that comes later. Kept: it went out on a connection that had served another one."""
+
+    async def script(line: Any, asked: Any) -> None:
+        if len(server.asked) <= kept:
+            await saying(chunk("a", "length"), DONE)(line, asked)
+            return
+        if has_begun:
+            await line.begin()
+            await line.event(chunk())
+        await line.request()
+
+    async with serving(script) as server, engine_of(server) as engine:
+        if kept:
+            await outputs(engine)
+        raised: list[BaseException] = []
+
+        async def ask_it() -> None:
+            try:
+                await outputs(engine)
+            except PenstockError as error:
+                raised.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask_it)
+            await anyio.sleep(1.0)
+            await engine.aclose()
+        await ask_it()
+        assert [type(error) for error in raised] == [Disconnected, Disconnected]
         assert len(server.lines) == 1
 
 

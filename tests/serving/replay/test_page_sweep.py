@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline import InvalidArgument
 from serving.replay import Distribution, Report, WorkerReport
 from serving.replay.page_figures import HIGHER, LOWER
-from serving.replay.page_pareto import SweepPoint, pareto_front
+from serving.replay.page_pareto import SweepPoint, pareto_front, sweep_points
 from serving.replay.page_sweep import pareto_page
 
 
@@ -56,6 +56,13 @@ def test_the_front_is_drawn_numbered_and_said() -> None:
     pins = [one.text for one in first.iter() if one.get("class") == "pin"]
     assert pins == ["1", "2"]
     assert len(dots(second, "front")) == 4, "more reuse has a longer tail here"
+
+
+def test_a_server_that_does_not_tell_its_workers_has_no_count_of_them_and_wins_nothing_by_it() -> None:
+    """It would stand at none, which no other beats."""
+    runs = RUNS | {"live": run("live", 0, 600, 900)}
+    assert [point.label for point in sweep_points(runs, "worker_count", "mean_ttft_ms", "router")] == [*RUNS]
+    assert "live" in [point.label for point in sweep_points(runs, "output_throughput_tok_s", "mean_ttft_ms", "router")]
 
 
 def test_the_table_has_the_front_first_and_the_settings_that_differ() -> None:

@@ -205,7 +205,11 @@ def test_a_dynamo_trace_is_read_from_all_its_files(replay: Replay, tmp_path: Pat
         (["T", "--trace-block-size", "0"], ["--trace-block-size", "0"]),
         (["T", "--requests", "0"], ["--requests", "at least 1"]),
         (["T", "--request-rate", "3"], ["--request-rate", "there is a trace"]),
-        (["T", "--num-prefix-groups", "3"], ["prefix", "mooncake"]),
+        (["T", "--num-prefix-groups", "3"], ["--num-prefix-groups", "mooncake"]),
+        (["T", "--shared-prefix-ratio", "0.5"], ["--shared-prefix-ratio", "mooncake"]),
+        (["T", "--per-request"], ["--per-request", "--json"]),
+        (["--skip-bad"], ["--skip-bad", "TRACE"]),
+        (["--format", "dynamo"], ["--format", "TRACE"]),
         (["T", "--speed-up", "0"], ["--speed-up", "above 0"]),
         (["T", "--concurrency", "0"], ["--concurrency", "at least 1"]),
         (["T", "--sla-ttft-ms", "nan"], ["--sla-ttft-ms", "finite"]),
@@ -250,6 +254,16 @@ def test_reports_stand_side_by_side(replay: Replay, trace: Path, tmp_path: Path)
 def test_a_comparison_needs_two_reports() -> None:
     with pytest.raises(InvalidArgument, match="two reports"):
         side_by_side([("alone", Report())])
+
+
+@pytest.mark.parametrize(("times", "said"), [(1, "needs two reports at least"), (2, "a report is given twice")])
+def test_a_report_is_not_compared_with_nothing_or_with_itself(
+    replay: Replay, tmp_path: Path, times: int, said: str
+) -> None:
+    (tmp_path / "one.json").write_bytes(Report().to_json())
+    answer = replay("compare", *[tmp_path / "one.json"] * times, "--html", tmp_path / "page.html")
+    assert answer == (2, "", f"Error: A.json B.json: {said}\n")
+    assert not (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize(

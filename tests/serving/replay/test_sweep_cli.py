@@ -124,6 +124,10 @@ def test_what_is_made_up_may_vary_without_an_option_of_its_own(sweep: Sweep, tmp
         (["--reports", "/nowhere/reports"], ["--reports", "/nowhere/reports"]),
         (["--reports", __file__], ["--reports", "no folder"]),
         (["--jobs", "0"], ["--jobs", "greater than"]),
+        (["--per-request"], ["--per-request", "--reports"]),
+        (["--per-request", "--json", "sweep.json"], ["--per-request", "--reports"]),
+        (["--skip-bad"], ["--skip-bad", "TRACE"]),
+        (["--format", "dynamo"], ["--format", "TRACE"]),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_runs(options: list[str], words: list[str], sweep: Sweep) -> None:
