@@ -83,6 +83,7 @@ from .replay_options import (
     WallTime,
 )
 from .replay_work import (
+    INTERRUPTED_EXIT,
     check_no_trace,
     check_place,
     limits_of,
@@ -97,9 +98,6 @@ from .replay_work import (
     write_pareto,
 )
 from .sweep_cli import SWEEP_EXAMPLE, sweep
-
-INTERRUPTED_EXIT = 130
-"""As of a program that a shell's user interrupts."""
 
 
 class _Replay(TyperGroup):

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .config import GraphConfig
     from .replay import Fault, Limits, Report, RollingRestart, SyntheticLoad, Trace
 
+INTERRUPTED_EXIT = 130
+"""As of a program that a shell's user interrupts."""
+
 
 def check_place(path: Path | None, field: str) -> None:
     """Raises InvalidArgument where the report could not be written, before all the work is done."""

@@ -12,13 +12,11 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .replay_work import check_no_trace, check_place, load_to_make, read_load, trace_name
+from .replay_work import INTERRUPTED_EXIT, check_no_trace, check_place, load_to_make, read_load, trace_name
 
 if TYPE_CHECKING:
     from .replay import Sweep, SyntheticLoad, Trace
 
-INTERRUPTED = 130
-"""The exit code of what Ctrl-C ended."""
 _CALLED = {"requests": "request_count"}
 """Options that are not called like what they set."""
 _DEFAULTS: dict[str, Sequence[Any]] = {"router": ["round-robin"], "workers": [1]}
@@ -146,7 +144,7 @@ def run_sweep(
         try:
             sweep(runs, load.trace, jobs=jobs, folder=files.reports, **given, **told)
         except KeyboardInterrupt:
-            code = INTERRUPTED
+            code = INTERRUPTED_EXIT
             typer.echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
     done = Sweep.of(runs, results)
     if found := sum(result.is_found for result in results):

@@ -98,10 +98,6 @@ class Trace:
     def output_tokens(self) -> int:
         return sum(turn.output_tokens for session in self.sessions for turn in session.turns)
 
-    @property
-    def has_recorded_outputs(self) -> bool:
-        return any(turn.recorded is not None for session in self.sessions for turn in session.turns)
-
     def spelled(self, vocabulary: range) -> Trace:
         """The same trace in the token ids of that range, for an engine that knows no others: see `spell`.
 

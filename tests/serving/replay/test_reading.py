@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engines.mocker import RecordedOutputs
 from pipeline import InvalidArgument
 from serving.replay import Prompt, Trace, TraceFormat, Turn, first_requests, read_trace
+from serving.replay.requests import recorded_outputs
 
 TraceOf = Callable[..., Trace]
 
@@ -172,8 +173,8 @@ def test_recorded_outputs_are_found_by_the_names_of_the_turns(trace_of: TraceOf,
     outputs = RecordedOutputs.load(tmp_path / "trace.jsonl").by_name
     known = {turn.name: list(turn.recorded) for turn in turns(trace) if turn.recorded is not None}
     assert known == {name: list(tokens) for name, tokens in outputs.items()}
-    assert trace.has_recorded_outputs
-    assert not trace_of(row()).has_recorded_outputs
+    assert recorded_outputs(trace) is not None
+    assert recorded_outputs(trace_of(row())) is None
 
 
 def test_turns_keep_their_numbers_when_a_line_between_is_left_out(trace_of: TraceOf) -> None:
