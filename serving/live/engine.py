@@ -37,8 +37,9 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
     Errors come from the first read: CannotConnect and ConnectionTimeout; ResourceExhausted for the statuses 429 and
     529, Unavailable for 503, StatusError for any other of 3xx and 4xx, a BackendError for 5xx and for an error amid an
     answer; Disconnected and StreamIncomplete for an answer without its end, ResponseTimeout for silence, InvalidMessage
-    for what is no answer at all. Stop and kill close the connection, by which the server hears of them; after a stop
-    there is one more item, which says so. `aclose` closes every connection.
+    for what is no answer at all. Stop and kill close the connection, by which the server hears of them, and end a
+    wait at once; between two reads they do so with the next one. After a stop there is one more item, which says so.
+    `aclose` closes every connection.
     """
 
     def __init__(
