@@ -18,6 +18,9 @@ import anyio
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
+_BLIND_TURNS = 64
+"""After so many turns in a row without a look at the selector it gets one: a task may spin until a socket says so."""
+
 _SAME_MOMENT_S = 1e-9
 """asyncio runs timers that are this close together."""
 
@@ -48,19 +51,23 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         self._at_rest: list[asyncio.Handle] = []
+        self._blind = 0
         super().__init__(self._jumping)
 
     def time(self) -> float:
         return self._jumping.slept_s
 
     def _run_once(self) -> None:
-        """One turn. As long as something is ready and no timer is due, time stands still: nothing else can come, so
-        neither timers nor the selector are looked at. It is what a turn of the base class does without them."""
+        """One turn. As long as something is ready and no timer is due, time stands still: then neither timers nor, for
+        some turns, the selector are looked at. It is what a turn of the base class does without them."""
         ready, timers = self._ready, self._scheduled
         if self._at_rest and not ready and not self._has_timer_now():
             ready.extend(self._at_rest)
             self._at_rest.clear()
-        if not ready or self._debug or (timers and timers[0].when() <= self._jumping.slept_s):
+        self._blind += 1
+        has_timer = timers and timers[0].when() <= self._jumping.slept_s
+        if not ready or has_timer or self._debug or self._blind > _BLIND_TURNS:
+            self._blind = 0
             super()._run_once()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
             return
         for _ in range(len(ready)):

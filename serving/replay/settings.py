@@ -5,6 +5,7 @@ Nothing of the machine or the day is in it. What is left to its default is not s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -22,6 +23,9 @@ INTERVAL_MS = 10_000.0
 """Of the time series, unless somebody says otherwise."""
 GPUS: tuple[int, int | None] = (1, None)
 """Of a worker and, if it has others, of a prefill worker; the same."""
+NOT_SHOWN = "(not shown)"
+"""Stands for the value of a variable that is called like a secret."""
+_SECRET = re.compile(r"_(KEY|TOKEN|SECRET|PASSWORD)$")
 _LEFT_OUT_BY_DEFAULT = ("enforce_disagg", "migration_limit", "migration_max_seq_len_tokens")
 
 
@@ -71,8 +75,13 @@ def settings_of(
     if gpus != GPUS:
         figures["gpus"] = list(gpus)
     if environment:
-        figures["environment"] = dict(sorted(environment.items()))
+        figures["environment"] = {name: _shown(name, environment[name]) for name in sorted(environment)}
     return said | _others(config, faults, limits or Limits()) | figures
+
+
+def _shown(name: str, text: str) -> str:
+    """A report is shown to others."""
+    return NOT_SHOWN if _SECRET.search(name) else text
 
 
 def _others(config: GraphConfig, faults: Sequence[str], limits: Limits) -> dict[str, Any]:

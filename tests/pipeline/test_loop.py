@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from socket import socketpair
 from threading import Thread, get_ident
 
 import anyio
@@ -200,6 +201,26 @@ async def test_a_deadline_that_is_now_comes_although_a_task_never_waits() -> Non
             await anyio.sleep_forever()
         assert scope.cancelled_caught
         tasks.cancel_scope.cancel()
+
+
+async def test_virtual_time_hears_of_a_socket_although_a_task_never_waits() -> None:
+    ours, theirs = socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.send(b"now")
+        has_heard = False
+
+        async def listen() -> None:
+            nonlocal has_heard
+            await anyio.wait_readable(ours)
+            has_heard = True
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen)
+            for _ in range(1000):
+                await checkpoint()
+            assert has_heard
+            tasks.cancel_scope.cancel()
 
 
 async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:
