@@ -27,7 +27,8 @@ from pipeline import InvalidArgument
 from ..arguments import converted
 from ..config import GraphConfig
 from ..engines import find_engine
-from .settings import GPUS, INTERVAL_MS, LoadFacts, settings_of
+from .samples import INTERVAL_MS
+from .settings import GPUS, LoadFacts, settings_of
 from .summary import Limits
 from .synthetic import SyntheticLoad
 from .trace import Trace

@@ -1,7 +1,7 @@
 """Replaying a trace: open a graph, drive it through, sum up.
 
-report = await run(my_graph, read_trace(path), seed...)      any graph, in the running loop's time
-report = await run_config(GraphConfig(...), trace, faults=...)   a standard graph with its workers, and their faults
+report = await run(my_graph, read_trace(path))                    any graph, in the running loop's time
+report = await run_config(GraphConfig(...), trace, faults=...)    a standard graph with its workers, and their faults
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .faults import Fault, RollingRestart, plan_faults
 from .members import Members
 from .report import INTERRUPTED, Report, RequestReport
 from .requests import recorded_outputs
-from .samples import Samples
+from .samples import INTERVAL_MS, Samples
 from .schedule import Schedule
 from .summary import Limits, make_report, request_report
 from .trace import Trace
@@ -36,7 +36,7 @@ async def run(
     speed_up: float = 1.0,
     sessions_at_a_time: int | None = None,
     limits: Limits | None = None,
-    interval_ms: float = 10_000.0,
+    interval_ms: float = INTERVAL_MS,
     per_request: bool = False,
     settings: Mapping[str, Any] | None = None,
     heard: Callable[[int], object] = lambda ended: None,
@@ -69,7 +69,7 @@ async def run_config(
     speed_up: float = 1.0,
     sessions_at_a_time: int | None = None,
     limits: Limits | None = None,
-    interval_ms: float = 10_000.0,
+    interval_ms: float = INTERVAL_MS,
     per_request: bool = False,
     settings: Mapping[str, Any] | None = None,
     heard: Callable[[int], object] = lambda ended: None,

@@ -25,6 +25,9 @@ from pipeline import InvalidArgument
 
 from .over_time import Amounts
 
+INTERVAL_MS = 10_000.0
+"""Of the time series, unless somebody says otherwise."""
+
 Role: TypeAlias = Literal["prefill", "decode"]
 """What a worker does; one that does both counts as decode."""
 
@@ -144,7 +147,7 @@ class WorkerSample:
 class Samples:
     """All requests and workers of one replay; tokens are also counted for each interval of `interval_ms`."""
 
-    interval_ms: float = 10_000.0
+    interval_ms: float = INTERVAL_MS
     requests: list[RequestSample] = field(factory=list)
     workers: dict[tuple[Role, int], WorkerSample] = field(factory=dict)
     gaps_ms: array[float] = field(factory=lambda: array("d"), repr=False)

@@ -16,11 +16,10 @@ from operators.kv import KvRouterConfig
 
 from ..config import GraphConfig
 from .fault_script import parse_faults
+from .samples import INTERVAL_MS
 from .summary import Limits
 from .trace import Session, Trace, Turn
 
-INTERVAL_MS = 10_000.0
-"""Of the time series, unless somebody says otherwise."""
 GPUS: tuple[int, int | None] = (1, None)
 """Of a worker and, if it has others, of a prefill worker; the same."""
 NOT_SHOWN = "(not shown)"

@@ -29,7 +29,8 @@ from .processes import run_in_processes
 from .report import Report
 from .reports_folder import ReportsFolder
 from .running import check_load, run_config
-from .settings import INTERVAL_MS, LoadFacts
+from .samples import INTERVAL_MS
+from .settings import LoadFacts
 from .summary import Limits
 from .synthetic import SyntheticLoad
 from .trace import Trace

@@ -16,26 +16,11 @@ import pytest
 
 from pipeline import InvalidArgument
 from serving import replay_progress
-from serving.cli import main
 from serving.replay import Report, side_by_side
 from serving.replay.comparison import difference
 from serving.replay_progress import progress
 
 Replay = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Replay:
-    """The program without the process, which would cost a second each time: its exit code, output and errors."""
-
-    def run(*options: str | Path | int) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", "replay", *map(str, options)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
 
 
 @pytest.fixture

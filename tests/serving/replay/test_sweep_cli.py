@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from pipeline.testing import run_in_virtual_time
-from serving.cli import main
 from serving.replay import sweeping
 from serving.replay_progress import sweep_progress
 
@@ -40,23 +39,9 @@ NAMES = [
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sweep:
-    """The program without its process: exit code, output and errors of `penstock replay ...`."""
-
-    def run(*options: str | Path | int) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", "replay", *map(str, options)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
-
-
-@pytest.fixture
-def sweep(program: Sweep) -> Sweep:
+def sweep(replay: Sweep) -> Sweep:
     """A sweep in this process."""
-    return lambda *options: program("sweep", "--jobs", 1, *options)
+    return lambda *options: replay("sweep", "--jobs", 1, *options)
 
 
 def rows(out: str) -> list[str]:
@@ -75,7 +60,7 @@ def test_every_run_has_a_row_and_is_written(sweep: Sweep, tmp_path: Path) -> Non
     assert all(name in page for name in NAMES)
 
 
-def test_a_report_of_a_sweep_is_that_of_a_replay_with_these_options(program: Sweep, tmp_path: Path) -> None:
+def test_a_report_of_a_sweep_is_that_of_a_replay_with_these_options(replay: Sweep, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
     trace.write_text("".join(json.dumps(row | {"timestamp": 100 * at}) + "\n" for at in range(8)))
@@ -85,10 +70,10 @@ def test_a_report_of_a_sweep_is_that_of_a_replay_with_these_options(program: Swe
     options = (*common, "block_size=64", "--migration-limit", 1, "--seed", 5, "--per-request")
     given = ("--router", "kv", "--workers", 2)
     vary = ("--vary", "overlap_score_credit=0.5", "--vary", "speed-up=2")
-    assert program("sweep", "--jobs", 1, *options, *given, *vary, "--reports", tmp_path / "reports")[0] == 0
+    assert replay("sweep", "--jobs", 1, *options, *given, *vary, "--reports", tmp_path / "reports")[0] == 0
     alone = tmp_path / "alone.json"
     how = ("--router-config", settings, "--speed-up", 2, "--json", alone)
-    assert program(*options, *given, *how)[0] == 0
+    assert replay(*options, *given, *how)[0] == 0
     (found,) = (tmp_path / "reports").iterdir()
     assert found.name == "router=kv,workers=2,overlap_score_credit=0.5,speed_up=2.0.json"
     assert found.read_bytes() == alone.read_bytes()
