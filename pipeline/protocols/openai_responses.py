@@ -179,7 +179,7 @@ class ModelInfo:
     id: str
     created: U64
     object: str = "model"
-    owned_by: str = "nvidia"
+    owned_by: str = "penstock"
     context_window: U32 | None = None
     max_output_tokens: U32 | None = None
 

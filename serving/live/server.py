@@ -19,8 +19,8 @@ from .exchange import Exchange
 from .problems import of_status
 from .requests import authorization
 
-_OWNER = "nvidia"
-"""Who owns the models of a front end that knows `nvext`: Dynamo's, and ours."""
+_NVEXT_OWNERS = ("penstock", "nvidia")
+"""`owned_by` of the models of a server that understands `nvext`: ours, and NVIDIA Dynamo's front end."""
 
 _FIND_S = 30.0
 _NO_SUCH_PAGE = (404, 405, 501)
@@ -61,7 +61,7 @@ async def find_server(
     if name not in models:
         others = [*list(models)[:_SHOWN], *(["..."] if len(models) > _SHOWN else [])]
         raise InvalidArgument(f"{address} has no {name!r}; it has {', '.join(others)}", field="model")
-    return LiveServer(address, name, models[name] == _OWNER)
+    return LiveServer(address, name, models[name] in _NVEXT_OWNERS)
 
 
 def live_graph(

@@ -31,7 +31,7 @@ async def test_all_models_are_listed(request_to: Any, service: Any) -> None:
     answer = await page(request_to, service, "/v1/models")
     assert answer.json["object"] == "list"
     assert [model["id"] for model in answer.json["data"]] == ["foo", "shadow/ready"]
-    assert {(model["object"], model["owned_by"]) for model in answer.json["data"]} == {("model", "nvidia")}
+    assert {(model["object"], model["owned_by"]) for model in answer.json["data"]} == {("model", "penstock")}
     assert not {"context_window", "max_output_tokens"} & answer.json["data"][0].keys()
 
 

@@ -43,7 +43,7 @@ async def test_a_server_and_the_graph_it_serves_count_the_same(
     """Tokens, what was cached, and which worker had how much, over the whole way through HTTP."""
     trace, config = load(8, **more), GraphConfig(engine="mocker", workers=2, router=router, seed=7)
     async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
-        server.models = {"echo": "nvidia"}
+        server.models = {"echo": "penstock"}
         live = await run(live_graph(URL, transport=server.transport), trace, per_request=True)
     through = await run_config(config, trace, per_request=True)
     assert counts(live) == counts(through)
