@@ -20,6 +20,7 @@ from attrs import define, field, frozen
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("pipeline", "operators", "engines", "serving")
+PLUGIN = "penstock_pytest.py"
 USERS = ("examples", "tests", "benchmarks")
 
 MAY_IMPORT = {
@@ -27,8 +28,9 @@ MAY_IMPORT = {
     "operators": {"pipeline", "operators"},
     "engines": {"pipeline", "engines"},
     "serving": set(PRODUCT),
+    PLUGIN: {"pipeline", "engines"},
 }
-"""Folder of the product -> the folders of this repository it may import."""
+"""Folder of the product, or its pytest plugin -> the folders of this repository it may import."""
 
 CORE = (
     *("errors", "loop", "once", "stage", "declared", "draw"),
@@ -69,7 +71,7 @@ DOORS = {
     "numpy": {"engines/mocker/profile.py"},
     "opentelemetry": {"pipeline/tracing.py", "pipeline/metrics.py", "serving/http/telemetry.py"},
     "prometheus_client": {"serving/http/telemetry.py"},
-    "pytest": {"pipeline/testing/plugin.py", "engines/pytest_plugin.py"},
+    "pytest": {PLUGIN},
     "reactivex": {"pipeline/rx*.py"},
     "rich": {
         f"serving/{name}.py" for name in ("replay/comparison", "replay/sweep_table", "replay/table", "replay_progress")
@@ -124,7 +126,7 @@ class Imported:
 
 def files(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in [ROOT / folder] if folder.endswith(".py") else sorted((ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
 
 
@@ -303,9 +305,18 @@ def small_faces(path: str, source: str) -> list[str]:
     ]
 
 
-def loaded_by(statement: str) -> str:
-    """Which of `NOT_ON_IMPORT` a fresh interpreter has loaded after the statement."""
-    code = f"{statement}; import sys; print(*[name for name in {NOT_ON_IMPORT} if name in sys.modules])"
+def plugin_is_light(path: str, source: str) -> list[str]:
+    """The pytest plugin, which every pytest run loads, imports the standard library and pytest."""
+    return [
+        f"{path}:{i.line}: imports {i.module}"
+        for i in imports(path, source)
+        if i.when != "typing" and i.top not in sys.stdlib_module_names | {"pytest"}
+    ]
+
+
+def loaded_by(statement: str, names: Iterable[str] = NOT_ON_IMPORT) -> str:
+    """Which of the names a fresh interpreter has loaded after the statement."""
+    code = f"{statement}; import sys; print(*[name for name in {tuple(names)} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return ran.stdout.strip()
 
@@ -320,7 +331,7 @@ def test_every_folder_of_the_product_is_read() -> None:
 
 
 def test_folders_import_in_one_direction() -> None:
-    hold(direction, PRODUCT)
+    hold(direction, [*PRODUCT, PLUGIN])
 
 
 def test_in_the_core_left_does_not_import_right() -> None:
@@ -336,11 +347,11 @@ def test_protocols_import_only_attrs() -> None:
 
 
 def test_a_foreign_library_has_one_door() -> None:
-    hold(one_door, PRODUCT)
+    hold(one_door, [*PRODUCT, PLUGIN])
 
 
 def test_folders_meet_at_their_faces() -> None:
-    hold(through_faces, [*PRODUCT, "examples"])
+    hold(through_faces, [*PRODUCT, PLUGIN, "examples"])
 
 
 def test_loops_and_clocks_come_from_anyio() -> None:
@@ -349,6 +360,11 @@ def test_loops_and_clocks_come_from_anyio() -> None:
 
 def test_a_face_has_fewer_than_45_names() -> None:
     hold(small_faces, PRODUCT)
+
+
+def test_the_pytest_plugin_imports_only_pytest() -> None:
+    hold(plugin_is_light, [PLUGIN])
+    assert loaded_by("import penstock_pytest", [*PRODUCT, "anyio", "attrs", "trio"]) == ""
 
 
 @pytest.mark.parametrize("module", ["pipeline", "serving.cli"])
@@ -388,6 +404,11 @@ def test_a_loaded_library_is_noticed(name: str) -> None:
         (through_faces, "pipeline/codec.py", "from pipeline.errors import CodecError"),
         (through_faces, "pipeline/codec.py", "from .protocols.request import PreprocessedRequest"),
         (through_faces, "pipeline/testing/a.py", "from ..network.names import Instance"),
+        (one_door, "pipeline/testing/a.py", "import pytest"),
+        (direction, PLUGIN, "import serving"),
+        (through_faces, PLUGIN, "from pipeline.testing.open_streams import OpenStreams"),
+        (plugin_is_light, PLUGIN, "def f():\n    from pipeline.testing import OpenStreams"),
+        (plugin_is_light, PLUGIN, "import anyio"),
         (outside_time, "operators/a.py", "import asyncio"),
         (outside_time, "engines/a.py", "from trio.testing import MockClock"),
         (outside_time, "operators/kv/a.py", "def f():\n    from time import monotonic"),
@@ -413,6 +434,7 @@ def test_a_file_that_breaks_a_rule_is_caught(rule: Rule, path: str, source: str)
         (through_faces, "operators/prefill/a.py", "from ..push_router import PushRouter\nfrom .b import B"),
         (through_faces, "operators/a.py", "from .kv.cost import cost\nfrom pipeline import errors, Context"),
         (through_faces, "pipeline/codec.py", "from pipeline.protocols import PreprocessedRequest"),
+        (plugin_is_light, PLUGIN, "import pytest\nif TYPE_CHECKING:\n    from pipeline.testing import OpenStreams"),
         (outside_time, "pipeline/testing/a.py", "import asyncio\nimport trio"),
         (outside_time, "operators/a.py", "from datetime import timedelta"),
         (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(44)]}"),

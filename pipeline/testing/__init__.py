@@ -1,6 +1,6 @@
 """For tests of stages and graphs: scripted engines, probes, faults, virtual time, the contracts as checks.
 
-Usable with any test runner; with pytest the fixtures of `plugin` come by themselves.
+Usable with any test runner; with pytest the fixtures of the plugin `penstock_pytest` come by themselves.
 """
 
 from .check import check_engine, check_operator
