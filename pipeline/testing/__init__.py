@@ -7,8 +7,9 @@ from .check import check_engine, check_operator
 from .clock import VirtualTimeLoop, run_in_virtual_time, virtual_time
 from .engine_rules import ENGINE_RULES
 from .faults import Fault, Faults, Malformed
+from .open_streams import OpenStreams, watch_streams
 from .operator_rules import OPERATOR_RULES
-from .probe import Ending, OpenStreams, Probe, watch_streams
+from .probe import Ending, Probe
 from .scripted import Fail, ScriptedEngine, Stall, Wait
 
 __all__ = [

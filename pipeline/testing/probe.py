@@ -1,14 +1,11 @@
-"""Counting what is open: a probe in a graph, and a ledger of every stream in the process."""
+"""Probe: an operator that counts what passes through it, and how each stream ended."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from enum import StrEnum
 from typing import Any
-from weakref import WeakSet
 
-from .. import stream as _stream
 from ..context import Context
 from ..engine import AsyncEngine
 from ..once import Once
@@ -71,31 +68,3 @@ class Probe(Operator[Any, Any, Any, Any]):
         finally:
             if unread.cancel():
                 self._ended(ending)
-
-
-class OpenStreams:
-    """Every stream made while it watches."""
-
-    def __init__(self) -> None:
-        self._seen: WeakSet[ResponseStream[Any]] = WeakSet()
-        self.made = 0
-
-    def __call__(self, stream: ResponseStream[Any]) -> None:
-        self.made += 1
-        self._seen.add(stream)
-
-    @property
-    def open(self) -> list[ResponseStream[Any]]:
-        """Those that have neither ended nor been closed."""
-        return [stream for stream in self._seen if stream.is_open]
-
-
-@contextmanager
-def watch_streams() -> Iterator[OpenStreams]:
-    """Watches every stream made inside the block; blocks may nest, the outer one then misses what the inner sees."""
-    watcher, before = OpenStreams(), _stream._opened
-    _stream._opened = watcher
-    try:
-        yield watcher
-    finally:
-        _stream._opened = before

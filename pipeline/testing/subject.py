@@ -16,7 +16,7 @@ from ..context import Context
 from ..engine import AsyncEngine
 from ..errors import ContractViolation
 from ..stream import ResponseStream
-from .probe import OpenStreams, watch_streams
+from .open_streams import OpenStreams, watch_streams
 
 _SETTLE_TURNS = 20
 """Turns of the loop that finalisers and ending tasks are given."""

@@ -95,12 +95,18 @@ async def test_engine(check_engine):
 
 def test_conformance(run_conformance):
     assert callable(run_conformance)
+
+@pytest.mark.anyio
+async def test_leak(open_streams):
+    open_streams.kept = await ScriptedEngine([1, 2]).generate(Context(None))
+    await anext(open_streams.kept)
 """
 
 
 def test_every_fixture_works_in_a_project_that_shadows_nothing(installed: Run, tmp_path: Path) -> None:
     ran = installed("-m", "pytest", cwd=project(tmp_path, {}, FIXTURES))
-    assert "5 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "7 passed, 2 errors" in ran.stdout, ran.stdout + ran.stderr
+    assert "streams were left unclosed" in ran.stdout
 
 
 def test_the_plugin_can_be_switched_off(installed: Run, tmp_path: Path) -> None:
