@@ -11,7 +11,8 @@ from ..errors import ContractViolation
 from ..operator import Operator
 from .engine_rules import ENGINE_RULES
 from .operator_rules import OPERATOR_RULES, OperatorSubject
-from .subject import Subject
+from .shape import expect_shape
+from .subject import Subject, no_warnings
 
 EngineFactory = Callable[[], AsyncEngine[Any, Any] | AbstractAsyncContextManager[AsyncEngine[Any, Any]]]
 
@@ -35,6 +36,8 @@ async def check_engine(
     `bad_request` is a payload the engine refuses (None: E2 is not checked). `within_s` bounds every ending,
     `answer_within_s` every undisturbed answer, and `slack_items` what may still come after a stop. `open_count` asks
     the engine what it holds open. `rules` limits the check. Works in real and in virtual time.
+
+    An engine whose `generate` is no coroutine that returns a stream has that one violation, and no rule is checked.
     """
     subject = Subject(
         factory,
@@ -46,7 +49,7 @@ async def check_engine(
         slack_items=slack_items,
         open_count=open_count,
     )
-    await _check("engine", {name: (rule, subject) for name, rule in ENGINE_RULES.items()}, rules)
+    await _check("engine", subject, {name: (rule, subject) for name, rule in ENGINE_RULES.items()}, rules)
 
 
 async def check_operator(
@@ -79,29 +82,37 @@ async def check_operator(
     operator = OperatorSubject(common, items, handles_errors)
     checks: dict[str, Any] = {name: (rule, operator) for name, rule in OPERATOR_RULES.items()}
     checks |= {name: (rule, operator.subject()) for name, rule in ENGINE_RULES.items()}
-    await _check("operator", checks, rules)
+    await _check("operator", operator.subject(), checks, rules)
 
 
 async def _check(
-    what: str, checks: dict[str, tuple[Callable[[Any], Awaitable[None]], Any]], rules: Iterable[str] | None
+    what: str,
+    subject: Subject,
+    checks: dict[str, tuple[Callable[[Any], Awaitable[None]], Any]],
+    rules: Iterable[str] | None,
 ) -> None:
     violations: list[Exception] = []
-    for name in checks if rules is None else rules:
-        check, subject = checks[name]
+    with no_warnings():
         try:
-            await check(subject)
-        except Exception as failure:
-            violations.append(_violation(name, check, failure))
+            await expect_shape(subject)
+        except Exception as failure:  # every rule would meet the same
+            raise ExceptionGroup(f"the {what} cannot be checked", [_violation("", expect_shape, failure)]) from None
+        for name in checks if rules is None else rules:
+            check, checked = checks[name]
+            try:
+                await check(checked)
+            except Exception as failure:
+                violations.append(_violation(name, check, failure))
     if violations:
         raise ExceptionGroup(f"the {what} breaks {len(violations)} rules of its contract", violations)
 
 
 def _violation(rule: str, check: Any, failure: BaseException) -> ContractViolation:
-    """What a rule's check raised, as a violation of that rule."""
+    """What a rule's check raised, as a violation of that rule; `rule` is empty for what comes before all rules."""
     title = check.__name__.partition("_")[2].replace("_", " ")
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
         failure = failure.exceptions[0]
     text = str(failure) if isinstance(failure, ContractViolation) else f"the check met {failure!r}"
-    violation = ContractViolation(f"{rule} ({title}): {text}", rule=rule)
+    violation = ContractViolation(f"{rule} ({title}): {text}" if rule else text, rule=rule)
     violation.__cause__ = failure
     return violation

@@ -13,7 +13,7 @@ from ..context import Context
 from ..engine import AsyncEngine
 from ..errors import Cancelled, ContractViolation, PenstockError
 from ..stream import ResponseStream
-from .subject import Subject, Watch, no_warnings, watched, within
+from .subject import Subject, Watch, watched, within
 
 Rule = Callable[[Subject], Awaitable[None]]
 
@@ -146,11 +146,10 @@ async def e5_close_releases_everything(subject: Subject) -> None:
 async def e6_drop_releases_everything(subject: Subject) -> None:
     for point in _POINTS:
         async with watched(subject) as (engine, watch):
-            with no_warnings():
-                stream = await engine.generate(subject.ask())
-                await subject.read(stream, point)
-                del stream
-                await watch.expect_nothing_open(f"after a drop behind {point} items")
+            stream = await engine.generate(subject.ask())
+            await subject.read(stream, point)
+            del stream
+            await watch.expect_nothing_open(f"after a drop behind {point} items", is_dropped=True)
 
 
 async def e7_items_come_in_order(subject: Subject) -> None:

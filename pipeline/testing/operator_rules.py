@@ -12,11 +12,13 @@ from attrs import define, evolve
 
 from ..annotated import Annotated
 from ..context import Context
+from ..engine import AsyncEngine
 from ..errors import BackendUnknown, ContractViolation, Disconnected, PenstockError
 from ..segment import Segment
 from .engine_rules import ENGINE_RULES
+from .open_streams import OpenStreams, watch_streams
 from .scripted import Fail, ScriptedEngine
-from .subject import Subject, no_warnings, watched
+from .subject import Subject, watched, within
 
 
 @define
@@ -86,7 +88,8 @@ async def o3_an_error_item_is_the_last(subject: OperatorSubject) -> None:
         return
     error = BackendUnknown("reported from below")
     below = ScriptedEngine([*subject.items[:1], Annotated[Any].from_error(error)])
-    got = await (await subject.on(below).generate(subject.ask())).collect()
+    with watch_streams() as streams:
+        got = await (await subject.on(below).generate(subject.ask())).collect()
     errors = [item for item in got if isinstance(item, Annotated) and item.is_error]
     if not errors:
         raise ContractViolation("an error item from below did not reach the caller")
@@ -94,26 +97,71 @@ async def o3_an_error_item_is_the_last(subject: OperatorSubject) -> None:
         raise ContractViolation(f"{error!r} from below reached the caller as {errors[0].error!r}")
     if got[-1] is not errors[0]:
         raise ContractViolation("items followed the error item")
-    _expect_closed(below, "after an error item")
+    _expect_closed(below, "after an error item", streams)
 
 
 async def o4_every_stream_taken_is_closed(subject: OperatorSubject) -> None:
+    for way, leave in _WAYS_OUT.items():
+        below = ScriptedEngine(subject.items)
+        segment = subject.on(below)  # kept, so that what it forgets is not collected with it
+        with watch_streams() as streams, within(subject.common.answer_within_s, f"ending {way}"):
+            await leave(segment, subject)
+            _expect_closed(below, way, streams)
     for point in (0, 1):
-        for how in ("closed", "dropped"):
-            below = ScriptedEngine(subject.items)
-            segment = subject.on(below)  # kept, so that what it forgets is not collected with it
-            stream = await segment.generate(subject.ask())
-            await subject.common.read(stream, point)
-            with no_warnings():
-                if how == "closed":
-                    await stream.aclose()
-                del stream
-                for _ in range(10):
-                    await checkpoint()
-            _expect_closed(below, f"after its stream was {how} behind {point} items")
+        below = ScriptedEngine(subject.items)
+        segment = subject.on(below)
+        stream = await segment.generate(subject.ask())
+        await subject.common.read(stream, point)
+        del stream
+        for _ in range(10):
+            await checkpoint()
+        _expect_closed(below, f"after its stream was dropped behind {point} items")
 
 
-def _expect_closed(below: ScriptedEngine, when: str) -> None:
+Leave = Callable[[AsyncEngine[Any, Any], OperatorSubject], Awaitable[None]]
+"""Asks the operator's segment and leaves its stream, closed."""
+
+
+def _closed_behind(count: int) -> Leave:
+    async def leave(segment: AsyncEngine[Any, Any], subject: OperatorSubject) -> None:
+        async with await segment.generate(subject.ask()) as stream:
+            await subject.common.read(stream, count)
+
+    return leave
+
+
+def _ended_by(verb: Callable[[Context[Any]], None], count: int) -> Leave:
+    async def leave(segment: AsyncEngine[Any, Any], subject: OperatorSubject) -> None:
+        request = subject.ask()
+        async with await segment.generate(request) as stream:
+            await subject.common.read(stream, count)
+            verb(request)
+            await subject.common.drain(stream)
+
+    return leave
+
+
+async def _read_to_the_end(segment: AsyncEngine[Any, Any], subject: OperatorSubject) -> None:
+    await subject.common.drain(await segment.generate(subject.ask()))
+
+
+_WAYS_OUT: dict[str, Leave] = {
+    "after its stream was closed unread": _closed_behind(0),
+    "after its stream was closed behind 1 items": _closed_behind(1),
+    "after its stream was closed behind 3 items": _closed_behind(3),
+    "after its stream was read to the end": _read_to_the_end,
+    "after a stop behind 1 items": _ended_by(Context.stop, 1),
+    "after a kill behind 1 items": _ended_by(Context.kill, 1),
+}
+
+
+def _expect_closed(below: ScriptedEngine, when: str, streams: OpenStreams | None = None) -> None:
+    """Raise ContractViolation if a stream of the next stage is open, or one in the ledger was never closed.
+
+    Reference counting ends a stream that is merely forgotten, so that only the ledger shows it.
+    """
+    if streams is not None and streams.unclosed:
+        raise ContractViolation(f"{when}: {', '.join(f'{line} was never closed' for line in streams.unclosed)}")
     if below.open:
         raise ContractViolation(f"{below.open} of {below.started} streams of the next stage stayed open {when}")
 
