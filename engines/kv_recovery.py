@@ -38,13 +38,19 @@ MakeKvEventLog = Callable[[int, int], KvEventLog]
 """From worker id and rank to its log."""
 
 
-def recovery_engine(log: KvEventLog, dp_rank: int) -> AsyncEngine[RecoveryRequest, RecoveryReply]:
-    """Answers from the log, one item a request. Raises InvalidArgument for a request that means another rank."""
+def recovery_engine(
+    log: KvEventLog, dp_rank: int, publisher_id: int | None = None
+) -> AsyncEngine[RecoveryRequest, RecoveryReply]:
+    """Return an engine that answers from the log, one item a request.
+
+    `publisher_id` is the id under which the log's events are published: with it routers can decide which of two
+    publishers of one worker id is alive. Raises InvalidArgument for a request that means another rank.
+    """
 
     async def recover(request: RecoveryRequest) -> AsyncIterator[RecoveryReply]:
         if request.dp_rank != dp_rank:
             raise InvalidArgument(f"this is rank {dp_rank}, not {request.dp_rank}", field="dp_rank")
-        yield RecoveryReply.of(log.recover(request.start_event_id, request.end_event_id))
+        yield RecoveryReply.of(log.recover(request.start_event_id, request.end_event_id), publisher_id)
 
     return function_engine(recover)
 
@@ -60,6 +66,8 @@ class KvEventLogs:
         self._make_log = make_log
         self._endpoint = endpoint
         self._worker_id = worker_id
+        self.publisher_id: int | None = None
+        """The id under which the events of the logs are published, given in every answer; set it before `serve`."""
         self._logs: dict[int, KvEventLog] = {}
         self._served: list[Served] = []
 
@@ -78,7 +86,7 @@ class KvEventLogs:
         """Each rank at its endpoint. Raises as `runtime.serve`; what is served then must still be withdrawn."""
         for dp_rank, log in self._logs.items():
             where = evolve(self._endpoint, endpoint=recovery_endpoint(dp_rank))
-            engine = recovery_engine(log, dp_rank)
+            engine = recovery_engine(log, dp_rank, self.publisher_id)
             self._served.append(await runtime.serve(where, engine, instance_id=self._worker_id))
 
     async def withdraw(self) -> None:

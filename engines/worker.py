@@ -26,6 +26,7 @@ import anyio
 from pipeline import AsyncEngine, Control, PenstockError, StreamClosed
 from pipeline.errors import BackendCancelled
 from pipeline.prometheus_text import with_labels
+from pipeline.protocols.kv_events import KV_EVENTS_TOPIC
 
 from .adapter import RequestAdapter
 from .background import Background
@@ -239,7 +240,10 @@ class Worker:
         from pipeline.network import Scope
 
         scope = Scope(self.config.namespace, self.config.component)
-        return self.runtime.events.publisher(scope, topic).publish
+        publisher = self.runtime.events.publisher(scope, topic)
+        if topic == KV_EVENTS_TOPIC:
+            self._kv_logs.publisher_id = publisher.publisher_id
+        return publisher.publish
 
     async def _register(self, config: EngineConfig, name: str) -> None:
         self.card = await self._make_card(config)

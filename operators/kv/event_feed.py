@@ -2,9 +2,11 @@
 
     event plane ──receive──► the next of its rank? ──yes──► index
                                 └─ no: kept ──► recover(rank, from) ──► installed, then those kept meanwhile
+       of an unknown publisher ─┴─ the answer names the one that is alive; events of others are dropped
 
 Source: dynamo lib/llm/src/kv_router/worker_query.rs and lib/kv-router/src/recovery. Other than there, a rank keeps what
-it is known to hold while its worker is asked, and loses it when the worker does not answer.
+it is known to hold while its worker is asked, and loses it when the worker does not answer; and an event of an unknown
+publisher, which may be a new life of the worker or a late word of an old one, changes nothing until the worker answers.
 """
 
 from __future__ import annotations
@@ -14,22 +16,25 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 import anyio
-from attrs import frozen
+from attrs import define, frozen
 
 from pipeline import ContractViolation
 from pipeline.loop import Bell
 from pipeline.protocols.kv_events import RouterEvent
-from pipeline.protocols.kv_recovery import DumpFailed, RecoveryAnswer
+from pipeline.protocols.kv_recovery import DumpFailed, RecoveryReply
 
-from .event_cursor import EventCursor, Sight
+from .event_cursor import Sight
 from .event_rank import Counted, RankFeed
 from .index import KvIndex
 from .worker_rank import WorkerRank
 
 _log = logging.getLogger(__name__)
 
-Recover = Callable[[WorkerRank, int | None], Awaitable[RecoveryAnswer | None]]
-"""Asks a worker for a rank's events from an id on, None for everything. None as answer: this worker keeps nothing."""
+Recover = Callable[[WorkerRank, int | None], Awaitable[RecoveryReply | None]]
+"""Asks a worker for a rank's events from an id on, None for everything. None as answer: this worker keeps nothing.
+
+A reply names the publisher that is alive; without that name the publisher heard last is believed.
+"""
 
 
 @frozen
@@ -37,7 +42,10 @@ class RepairLimits:
     """Bounds of the repairs: events kept for a rank meanwhile, workers asked at once, and how long to try.
 
     An attempt may take `timeout_s`; after one that did not help the feed waits, at first `first_delay_s`, each time
-    twice as long up to `longest_delay_s`. After so many `attempts` in a row the rank begins anew with what arrived.
+    twice as long up to `longest_delay_s`. After so many `attempts` in a row that brought nothing new, the publisher
+    heard last is believed: a rank that lacks events, or had another publisher, begins anew with what arrived of it, and
+    events of other publishers are dropped. `kept_events` bounds those of the publisher and those of others, each for
+    itself.
     """
 
     kept_events: int = 1024
@@ -46,6 +54,27 @@ class RepairLimits:
     first_delay_s: float = 0.1
     longest_delay_s: float = 10.0
     attempts: int = 8
+
+
+@define
+class _Progress:
+    """What the attempts of one repair have brought: the publisher, its last event known, and how many failed since."""
+
+    publisher_id: int | None
+    reached: int
+    failed: int = 0
+    has_switched: bool = False
+
+    def note(self, feed: RankFeed, has_helped: bool) -> bool:
+        """Count an attempt; True for the first that found another publisher, which is to be asked at once."""
+        reached = feed.cursor.last or 0
+        if feed.publisher_id != self.publisher_id:
+            is_first, self.has_switched = not self.has_switched, True
+            self.publisher_id, self.reached = feed.publisher_id, reached
+            return is_first
+        self.failed = 0 if has_helped or reached > self.reached else self.failed + 1
+        self.reached = max(reached, self.reached)
+        return False
 
 
 def _ignore(kind: str, status: str) -> None:
@@ -94,21 +123,22 @@ class EventFeed:
         self.index.remove_worker(worker_id)
 
     def receive(self, event: RouterEvent, publisher_id: int | None = None) -> None:
-        """Takes an event as it arrived. Another publisher than before: the rank began anew, and is asked anew.
+        """Take an event as it arrived. Does nothing for a rank that was not added.
 
-        So it is if the first publisher heard begins with an event taken before. At worst that one was late, and the
-        rank is asked in vain.
+        An event of another publisher than the rank's changes nothing yet: the worker is asked which of its publishers
+        is alive. The event counts if that is its own, also a second time, and is dropped if not.
         """
         feed = self._ranks.get(WorkerRank(event.worker_id, event.event.dp_rank))
-        if feed is None or (publisher_id is not None and publisher_id == feed.former_publisher_id):
+        if feed is None:
             return
-        if publisher_id is not None and publisher_id != feed.publisher_id:
-            former = feed.publisher_id
-            if former is not None or feed.cursor.sight(event.event.event_id) is Sight.STALE:
+        if publisher_id is not None and feed.publisher_id is None and feed.in_order:
+            # The worker has answered without a name. An event that was taken before is then of a new life of it; at
+            # worst it was only late, and the rank is asked in vain.
+            if feed.cursor.sight(event.event.event_id) is Sight.STALE:
                 feed = self._begin(feed.rank)
-            feed.publisher_id, feed.former_publisher_id = publisher_id, former
-        if feed.in_repair or not feed.take(event):
-            feed.kept.append(event)
+            else:
+                feed.publisher_id = publisher_id
+        if not feed.receive(event, publisher_id):
             self._ask(feed)
 
     async def run(self) -> None:
@@ -133,7 +163,8 @@ class EventFeed:
         """Starts hearing the rank from nothing; what an older repair of it still brings is not for this one."""
         self._drop(rank)
         self.index.clear_rank(rank)
-        feed = RankFeed(rank, self.index, self._counted, deque(maxlen=self._limits.kept_events))
+        kept = self._limits.kept_events
+        feed = RankFeed(rank, self.index, self._counted, deque(maxlen=kept), deque(maxlen=kept))
         self._ranks[rank] = feed
         self._ask(feed)
         return feed
@@ -151,37 +182,35 @@ class EventFeed:
                 self._bell.ring()
 
     async def _repair(self, feed: RankFeed, room: anyio.Semaphore) -> None:
-        """Asks until the rank is in order, is dropped, or has been asked often enough."""
+        """Asks until nothing is left to ask about, the rank is dropped, or it has been asked often enough."""
         with anyio.CancelScope() as feed.scope:
-            delay_s, failed = self._limits.first_delay_s, 0
+            delay_s, progress = self._limits.first_delay_s, _Progress(feed.publisher_id, feed.cursor.last or 0)
             while self._ranks.get(feed.rank) is feed:
-                before = feed.cursor
-                if await self._one_attempt(feed, room):
-                    feed.in_repair = False
-                    return
-                failed = failed + 1 if feed.cursor in (before, EventCursor()) else 0
-                if failed >= self._limits.attempts:
-                    _log.warning("%s does not say what it holds: it begins anew with what arrives", feed.rank)
-                    feed.begin_with_kept()
-                    feed.in_repair = False
-                    return
-                await anyio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self._limits.longest_delay_s)
+                has_helped = await self._one_attempt(feed, room)
+                if feed.is_settled:
+                    break
+                may_hurry = progress.note(feed, has_helped)
+                if progress.failed >= self._limits.attempts:
+                    _log.warning("%s: no useful answer in %d attempts; what arrives counts", feed.rank, progress.failed)
+                    feed.believe_last_heard()
+                    break
+                if not may_hurry:
+                    await anyio.sleep(delay_s)
+                    delay_s = min(2 * delay_s, self._limits.longest_delay_s)
+            feed.in_repair = False
 
     async def _one_attempt(self, feed: RankFeed, room: anyio.Semaphore) -> bool:
-        """Asks once and takes what came; True when the rank is in order again."""
-        answer: RecoveryAnswer | None
+        """Asks once and takes what came; False if it helped nothing."""
+        reply: RecoveryReply | None
         try:
             async with room:
+                question = feed.question()
                 with anyio.fail_after(self._limits.timeout_s):
-                    answer = await self._recover(feed.rank, feed.cursor.expected)
+                    reply = await self._recover(feed.rank, question.start_event_id)
         except Exception as error:
-            answer = DumpFailed(f"{type(error).__name__}: {error}")
+            reply = RecoveryReply.of(DumpFailed(f"{type(error).__name__}: {error}"))
         if self._ranks.get(feed.rank) is not feed:
             return False
-        if answer is None:
-            feed.begin_with_kept()
-            return True
-        if isinstance(answer, DumpFailed):
-            _log.info("%s could not be asked for its blocks: %s", feed.rank, answer.message)
-        return feed.install(answer) and feed.take_kept()
+        if reply is not None and isinstance(reply.answer, DumpFailed):
+            _log.info("%s could not be asked for its blocks: %s", feed.rank, reply.answer.message)
+        return feed.settle(reply, question)

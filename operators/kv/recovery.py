@@ -16,7 +16,7 @@ from typing import Any, Self
 from pipeline import Context, StreamClosed, Unavailable
 from pipeline.errors import StreamIncomplete
 from pipeline.network import EndpointId, EndpointWorkers, Runtime
-from pipeline.protocols.kv_recovery import RecoveryAnswer, RecoveryReply, RecoveryRequest, recovery_endpoint
+from pipeline.protocols.kv_recovery import RecoveryReply, RecoveryRequest, recovery_endpoint
 from pipeline.rx import Disposable, DisposableBase, Observable
 
 from .router_pool import Configs
@@ -40,8 +40,8 @@ class KvRecovery:
         self._is_closed = False
         self._following: DisposableBase = Disposable() if configs is None else configs.subscribe(self._learn)
 
-    async def __call__(self, rank: WorkerRank, start_event_id: int | None) -> RecoveryAnswer | None:
-        """The rank's events from the id on, without one everything; None from a worker that keeps nothing.
+    async def __call__(self, rank: WorkerRank, start_event_id: int | None) -> RecoveryReply | None:
+        """Return the rank's events from the id on, without one everything; None for a worker that keeps nothing.
 
         Raises Unavailable for a worker that is not known here yet, or not any more; StreamIncomplete for one that says
         nothing; StreamClosed after `close`; else what its answer ended with. Waits as long as the worker takes.
@@ -59,7 +59,7 @@ class KvRecovery:
         request = Context(RecoveryRequest(rank.dp_rank, start_event_id))
         async with await pool.engine(rank.worker_id).generate(request) as stream:
             async for reply in stream:
-                return reply.answer
+                return reply
         raise StreamIncomplete(f"worker {rank.worker_id} said nothing at {pool}")
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeline.network import EndpointId, Event, EventPlane, Scope
 from pipeline.protocols.kv_events import KV_EVENTS_TOPIC, RouterEvent
-from pipeline.protocols.kv_recovery import RecoveryAnswer
+from pipeline.protocols.kv_recovery import RecoveryReply
 from pipeline.rx import DisposableBase, Observable
 
 from .approx_index import ApproxIndex, deepest
@@ -114,7 +114,7 @@ def _uncounted(event_type: str, status: str) -> None:
     """For whoever does not count events."""
 
 
-async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryAnswer | None:
+async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryReply | None:
     return None
 
 

@@ -3,14 +3,15 @@
     RecoveryRequest ──► endpoint of the worker's rank ──► RecoveryReply, which holds one of the answers
 
 Source: dynamo lib/kv-router/src/indexer/types.rs, WorkerKvQueryRequest and WorkerKvQueryResponse. Other than there, the
-request names no worker, which the instance does, and a worker that failed says so by the error of its stream.
+request names no worker, which the instance does, a worker that failed says so by the error of its stream, and a reply
+names the publisher of the events it answers for.
 """
 
 from __future__ import annotations
 
 from typing import Self, TypeAlias
 
-from attrs import fields, frozen
+from attrs import frozen
 
 from .kv_events import RouterEvent
 from .wire import U32, U64, InvalidRecord, skip
@@ -82,29 +83,36 @@ RecoveryAnswer: TypeAlias = RecoveredEvents | RecoveredTree | InvalidRange | Too
 
 @frozen
 class RecoveryReply:
-    """An answer on its way: an object with one key, which says what it is. Raises InvalidRecord for any other."""
+    """An answer on its way: an object with one key, which says what it is. Raises InvalidRecord for any other.
+
+    `publisher_id`, beside that key, is the id under which the worker that answers publishes its events on the event
+    plane. It identifies the life of the worker: a worker that starts again, under the same worker id, publishes under
+    another. None, and left out, where the worker does not know it.
+    """
 
     events: RecoveredEvents | None = skip(name="Events")
     tree: RecoveredTree | None = skip(name="TreeDump")
     too_new: TooNew | None = skip(name="TooNew")
     invalid_range: InvalidRange | None = skip(name="InvalidRange")
     dump_failed: DumpFailed | None = skip(name="TreeDumpFailed")
+    publisher_id: U64 | None = skip()
 
     def __attrs_post_init__(self) -> None:
         if len(self._said()) != 1:
             raise InvalidRecord("expected exactly one answer")
 
     @classmethod
-    def of(cls, answer: RecoveryAnswer) -> Self:
+    def of(cls, answer: RecoveryAnswer, publisher_id: int | None = None) -> Self:
+        """Return the reply that holds the answer."""
         if isinstance(answer, RecoveredEvents):
-            return cls(events=answer)
+            return cls(events=answer, publisher_id=publisher_id)
         if isinstance(answer, RecoveredTree):
-            return cls(tree=answer)
+            return cls(tree=answer, publisher_id=publisher_id)
         if isinstance(answer, TooNew):
-            return cls(too_new=answer)
+            return cls(too_new=answer, publisher_id=publisher_id)
         if isinstance(answer, InvalidRange):
-            return cls(invalid_range=answer)
-        return cls(dump_failed=answer)
+            return cls(invalid_range=answer, publisher_id=publisher_id)
+        return cls(dump_failed=answer, publisher_id=publisher_id)
 
     @property
     def answer(self) -> RecoveryAnswer:
@@ -112,5 +120,6 @@ class RecoveryReply:
         return said
 
     def _said(self) -> list[RecoveryAnswer]:
-        values = [getattr(self, attribute.name) for attribute in fields(type(self))]
+        values: list[RecoveryAnswer | None]
+        values = [self.events, self.tree, self.too_new, self.invalid_range, self.dump_failed]
         return [value for value in values if value is not None]

@@ -127,6 +127,23 @@ async def test_what_the_log_records_is_published_and_answered() -> None:
     assert engine.publishers[3].last_event_id == 102
 
 
+async def test_an_answer_names_the_publisher_of_the_events() -> None:
+    """Each life of a worker has another one. Issue 12, point 11."""
+    heard: list[Event[RouterEvent]] = []
+    named: list[int | None] = []
+    async with Runtime.in_process() as runtime:
+        runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(heard.append)
+        for _ in range(2):
+            async with worker_of(engine := Engine(), runtime, worker_id=7) as worker:
+                for rank in (3, 0):
+                    engine.publishers[rank].publish(KvCleared())
+                    asked = await (await engine_of(runtime, worker, rank)).generate(Context(RecoveryRequest(rank)))
+                    named += [reply.publisher_id for reply in await asked.collect()]
+    assert named == [event.publisher_id for event in heard]
+    assert len(named) == 4
+    assert len(set(named)) == 2
+
+
 async def test_a_log_is_written_in_the_thread_it_is_read_in() -> None:
     """An engine may publish from its own."""
     sent: list[RouterEvent] = []

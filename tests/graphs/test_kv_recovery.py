@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from attrs import evolve
 
 from engines import KvEventLog, ShutdownTimes, Worker, WorkerConfig
 from engines.mocker import MockEngine, MockEngineArgs
@@ -29,9 +30,9 @@ from operators.kv.event_feed import Recover
 from pipeline import AsyncEngine, Context
 from pipeline.network import Event, Runtime
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
-from pipeline.protocols.kv_events import RouterEvent
-from pipeline.protocols.kv_recovery import RecoveryAnswer
-from pipeline.rx import ops
+from pipeline.protocols.kv_events import KvEvent, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv_recovery import RecoveryReply
+from pipeline.rx import Subject, ops
 
 pytestmark = pytest.mark.anyio
 
@@ -163,6 +164,29 @@ async def test_a_worker_that_restarts_under_its_id_is_known_to_hold_nothing() ->
             assert deployed.is_known_to(router)
 
 
+async def test_a_late_event_of_a_former_life_of_a_worker_mutes_nothing() -> None:
+    """Issue 12, point 11."""
+    late: list[Event[RouterEvent]] = []
+    again: Subject[Event[RouterEvent]] = Subject()
+    async with site(2) as deployed:
+        kv_events(deployed.runtime.events, WHERE).pipe(ops.filter(lambda e: e.payload.worker_id == 1)).subscribe(
+            late.append
+        )
+        async with deployed.worker(1), deployed.router() as (_, graph):
+            await ask_all(graph, times=2)
+        former, block = late[-1], KvStored(None, [StoredBlock(1, 1)])
+        straggler = evolve(former, payload=RouterEvent(1, KvEvent(former.payload.event.event_id + 2000, block)))
+        async with deployed.worker(1), deployed.router() as (router, graph):
+            with router.follow(again):
+                await ask_all(graph)
+                again.on_next(straggler)
+                await anyio.sleep(1)
+                assert router.overlap.feed is not None
+                assert router.overlap.feed.under_repair == []
+                await ask_all(graph, times=2)
+                assert deployed.is_known_to(router)
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_events_lost_on_the_way_are_repaired(seed: int) -> None:
     """The last event of each worker arrives: who hears nothing cannot know that it missed something."""
@@ -183,7 +207,7 @@ async def test_events_lost_on_the_way_are_repaired(seed: int) -> None:
 
 
 async def test_a_worker_that_dies_during_its_recovery_leaves_nothing() -> None:
-    async def late(recovery: KvRecovery, rank: WorkerRank, start: int | None) -> RecoveryAnswer | None:
+    async def late(recovery: KvRecovery, rank: WorkerRank, start: int | None) -> RecoveryReply | None:
         await anyio.sleep(1)
         return await recovery(rank, start)
 

@@ -44,6 +44,19 @@ def test_an_answer_crosses_under_the_one_key_that_says_what_it_is(key: str, answ
     assert from_json(to_json(reply), RecoveryReply).answer == reply.answer == answer
 
 
+@pytest.mark.parametrize(("key", "answer"), ANSWERS)
+def test_the_publisher_that_answers_crosses_beside_the_answer(key: str, answer: RecoveryAnswer) -> None:
+    reply = RecoveryReply.of(answer, 71)
+    assert to_plain(reply).keys() == {key, "publisher_id"}
+    read = from_json(to_json(reply), RecoveryReply)
+    assert (read.answer, read.publisher_id) == (answer, 71)
+
+
+def test_a_publisher_alone_is_no_reply() -> None:
+    with pytest.raises(InvalidArgument):
+        from_plain({"publisher_id": 71}, RecoveryReply)
+
+
 @pytest.mark.parametrize("plain", [{}, {"Unknown": {}}, {"Events": {"events": []}, "InvalidRange": {"start_id": 1}}])
 def test_a_reply_that_does_not_say_one_thing_is_refused(plain: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):

@@ -22,6 +22,7 @@ from pipeline.protocols.kv_recovery import (
     RecoveredEvents,
     RecoveredTree,
     RecoveryAnswer,
+    RecoveryReply,
     TooNew,
 )
 
@@ -43,7 +44,7 @@ class Workers:
         self.under_way = 0
         self.most_at_once = 0
 
-    async def recover(self, rank: WorkerRank, start: int | None) -> RecoveryAnswer | None:
+    async def recover(self, rank: WorkerRank, start: int | None) -> RecoveryReply | None:
         self.asked.append((rank, start))
         self.asked_at_s.append(anyio.current_time())
         self.under_way += 1
@@ -56,8 +57,8 @@ class Workers:
             answer = self.scripted.pop(0)
             if isinstance(answer, Exception):
                 raise answer
-            return answer
-        return self.logs[rank].recover(start)
+            return None if answer is None else RecoveryReply.of(answer)
+        return RecoveryReply.of(self.logs[rank].recover(start))
 
 
 @asynccontextmanager
@@ -256,11 +257,11 @@ async def test_a_rank_that_gets_on_is_asked_as_often_as_it_takes() -> None:
 async def test_a_rank_that_goes_as_its_answer_comes_stays_gone() -> None:
     feed = EventFeed(KvIndex(), recover=lambda rank, start: answer())
 
-    async def answer() -> RecoveryAnswer:
+    async def answer() -> RecoveryReply:
         feed.remove_worker(1)
         log = EventLog(RANK)
         log.record(root(1))
-        return log.recover()
+        return RecoveryReply.of(log.recover())
 
     feed.add_worker(1)
     async with running(feed):
@@ -305,54 +306,6 @@ async def test_what_an_older_life_of_a_worker_answers_is_not_taken() -> None:
         feed.add_worker(1)
         await anyio.sleep(2)
     assert (held(feed, 1), held(feed, 2)) == ([], [RANK])
-
-
-async def test_another_publisher_is_a_worker_that_began_anew() -> None:
-    """Its ids begin at 1 again, which would else be taken for old."""
-    workers, feed = begun(RANK)
-    log = workers.logs[RANK]
-    async with running(feed):
-        await anyio.sleep(2)
-        for block in (1, 2, 3):
-            feed.receive(log.record(root(block)), publisher_id=70)
-        workers.logs[RANK] = log = EventLog(RANK)
-        feed.receive(log.record(root(9)), publisher_id=71)
-        assert held(feed, 1) == []
-        await anyio.sleep(2)
-        feed.receive(log.record(root(10)), publisher_id=71)
-        assert [held(feed, block) for block in (3, 9, 10)] == [[], [RANK], [RANK]]
-
-
-async def test_a_publisher_whose_first_event_is_old_is_a_worker_that_began_anew() -> None:
-    """Nothing was heard from the one before: what it held came from its answer."""
-    workers, feed = begun(RANK)
-    log = workers.logs[RANK]
-    for block in (1, 2, 3):
-        log.record(root(block))
-    async with running(feed):
-        await anyio.sleep(2)
-        workers.logs[RANK] = log = EventLog(RANK)
-        feed.receive(log.record(root(9)), publisher_id=71)
-        await anyio.sleep(2)
-        feed.receive(log.record(root(10)), publisher_id=71)
-        assert [held(feed, block) for block in (3, 9, 10)] == [[], [RANK], [RANK]]
-
-
-async def test_what_a_former_publisher_said_is_not_heard_late() -> None:
-    """Else its high id would make all that the new one says old."""
-    workers, feed = begun(RANK)
-    log = workers.logs[RANK]
-    async with running(feed):
-        await anyio.sleep(2)
-        feed.receive(log.record(root(1)), publisher_id=70)
-        late = log.record(root(2))
-        workers.logs[RANK] = log = EventLog(RANK)
-        feed.receive(log.record(root(9)), publisher_id=71)
-        await anyio.sleep(2)
-        asked = len(workers.asked)
-        feed.receive(late, publisher_id=70)
-        assert (held(feed, 2), held(feed, 9), len(workers.asked)) == ([], [RANK], asked)
-        assert feed.under_repair == []
 
 
 @pytest.mark.parametrize(("data", "kind"), [(KvRemoved(cast("list[int]", [[]])), "removed"), ("?", "unknown")])

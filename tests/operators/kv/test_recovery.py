@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 WHERE = "ns/backend/generate"
 RANK = WorkerRank(7, 3)
 TREE = RecoveredTree([], 5)
-REPLY = RecoveryReply.of(TREE)
+REPLY = RecoveryReply.of(TREE, 71)
 
 
 @asynccontextmanager
@@ -43,8 +43,8 @@ async def asking(
 async def test_a_worker_is_asked_at_its_ranks_endpoint_in_its_component() -> None:
     engine = ScriptedEngine([REPLY])
     async with asking(engine) as (recovery, _):
-        assert await recovery(RANK, None) == TREE
-        assert await recovery(RANK, 12) == TREE
+        assert await recovery(RANK, None) == REPLY
+        assert await recovery(RANK, 12) == REPLY
     assert [context.payload for context in engine.requests] == [RecoveryRequest(3), RecoveryRequest(3, 12)]
     assert engine.open == 0
 
@@ -76,7 +76,7 @@ async def test_a_card_that_comes_later_counts() -> None:
             with pytest.raises(Unavailable):
                 await recovery(RANK, None)
             configs.on_next({7: ModelRuntimeConfig()})
-            assert await recovery(RANK, None) == TREE
+            assert await recovery(RANK, None) == REPLY
 
 
 @pytest.mark.parametrize(
