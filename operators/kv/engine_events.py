@@ -46,6 +46,7 @@ FilterReason = Literal[
     "unknown_kind",
     "non_main_attention_group",
     "unlearned_group_idx",
+    "fewer_hashes_than_blocks",
 ]
 
 MEDIA: dict[str | None, StorageTier] = {
@@ -54,7 +55,7 @@ MEDIA: dict[str | None, StorageTier] = {
     **dict.fromkeys(["CPU_TIER2", "DISK", "NVME", "STORAGE"], "disk"),
     **dict.fromkeys(["EXTERNAL", "NETWORK", "REMOTE", "SHARED"], "external"),
 }
-"""What engines call a storage tier; None: they do not say."""
+"""What engines call a storage tier, in capitals here and in any case by them; None: they do not say."""
 
 MAIN_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
 """Attention whose blocks a prompt can be continued from."""
@@ -95,18 +96,30 @@ class EngineEvents:
             raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size_tokens")
         self.block_size_tokens = block_size_tokens
         self.lost_batches = 0
-        """How many of the engine's messages did not arrive, by their sequence."""
-        self._last_sequence: int | None = None
+        """How many of the engine's messages did not arrive, by their sequence, which begins with 0."""
+        self._next_sequence = 0
         self._kinds: dict[tuple[int, int], str] = {}
         self._namespaces: dict[int, Namespaces] = {}
-        self._warnings_left = _WARNINGS
+        self._warnings_left = self._loss_warnings_left = _WARNINGS
 
     def convert(self, batch: EngineBatch) -> list[EngineChange | Filtered]:
-        """What each event of the batch comes to, in order."""
-        if self._last_sequence is not None:
-            self.lost_batches += max(0, batch.sequence - self._last_sequence - 1)
-        self._last_sequence = batch.sequence
+        """Return what each event of the batch comes to, in order.
+
+        Batches missing before this one are counted as lost, also before the first that arrives. Blocks stored in them
+        stay unknown until they are stored again, and what continues these is refused by the index; blocks removed in
+        them are believed to be there until they are removed again, or all are cleared.
+        """
+        if (missing := batch.sequence - self._next_sequence) > 0:
+            self._count_lost(missing, batch.sequence)
+        self._next_sequence = batch.sequence + 1
         return [self._converted(batch.dp_rank, event) for event in batch.events]
+
+    def _count_lost(self, missing: int, sequence: int) -> None:
+        self.lost_batches += missing
+        if self._loss_warnings_left > 0:
+            self._loss_warnings_left -= 1
+            text = "%d messages of the engine before number %d did not arrive: what it has cached is known in part only"
+            _log.warning(text, missing, sequence)
 
     def _converted(self, dp_rank: int, event: EngineEvent) -> EngineChange | Filtered:
         if isinstance(event, Undecodable):
@@ -118,7 +131,7 @@ class EngineEvents:
             return Filtered(dp_rank, reason)
         if isinstance(event, EngineCleared):
             return self._cleared(dp_rank, event)
-        return self._moved(dp_rank, event, MEDIA[event.origin.medium])
+        return self._moved(dp_rank, event, MEDIA[_shown(event.origin.medium)])
 
     def _cleared(self, dp_rank: int, event: EngineCleared) -> EngineChange | Filtered:
         if event.origin.medium is not None:  # only a tier of the rank, and there is no such change
@@ -135,6 +148,8 @@ class EngineEvents:
         if isinstance(event, EngineRemoved):
             namespaces.removed(event.names, tier)
             return EngineChange(dp_rank, KvRemoved(event.names), tier)
+        if self._has_unnamed_blocks(event):
+            return Filtered(dp_rank, "fewer_hashes_than_blocks")
         try:
             namespace = namespaces.of_store(event.parent, event.namespace)
         except AmbiguousNamespace:
@@ -161,6 +176,17 @@ class EngineEvents:
         if kind not in OTHER_KINDS:
             return "unknown_kind"
         return "non_main_attention_group" if learned else "non_main_attention_kind"
+
+    def _has_unnamed_blocks(self, event: EngineStored) -> bool:
+        """Whether the tokens fill more blocks than there are names, so that which name is of which block is unknown.
+
+        Groups of other attention announce some of their blocks only.
+        """
+        blocks = (len(event.token_ids) - event.is_eagle) // self.block_size_tokens
+        if event.block_size_tokens != self.block_size_tokens or blocks <= len(event.names):
+            return False
+        self._warn("an engine gives the tokens of %d blocks and the names of %d", blocks, len(event.names))
+        return True
 
     def _stored(self, event: EngineStored, namespace: str | None) -> KvEventData:
         """A store of the blocks whose tokens are there; a removal of nothing for one that is malformed."""
@@ -195,4 +221,9 @@ def _foreign(origin: Origin) -> FilterReason | None:
         return "unsupported_ownership" if origin.ownership == _CACHE_MANAGER else "unknown_ownership"
     if origin.locality not in (None, "LOCAL"):
         return "non_local_locality"
-    return None if origin.medium in MEDIA else "unknown_medium"
+    return None if _shown(origin.medium) in MEDIA else "unknown_medium"
+
+
+def _shown(medium: str | None) -> str | None:
+    """The medium as `MEDIA` has it."""
+    return None if medium is None else medium.upper()

@@ -3,7 +3,10 @@
     topic │ sequence, 8 bytes big endian │ MessagePack [time_s, [event, ...], data_parallel_rank]
 
 An event is an object with the key `type`, or an array that begins with the type and goes on with the fields in order.
-Source: vllm/distributed/kv_events.py; dynamo lib/kv-router/src/zmq_wire, deserialize.rs and extra_keys.rs.
+Block hashes are integers, signed or not, or whole digests as bytes.
+
+Source: vllm/distributed/kv_events.py and v1/core/kv_cache_utils.py, maybe_convert_block_hash; dynamo
+lib/kv-router/src/zmq_wire, deserialize.rs and extra_keys.rs.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ _TAIL: Sequence[tuple[str, type]] = (
     ("ownership", str),
 )
 """What follows for stored and removed blocks, as far as it is there."""
+_HASH_BYTES = 8
 
 
 @define
@@ -203,7 +207,9 @@ def _names(fields: dict[str, Any]) -> list[int]:
 
 
 def _hash(value: Any) -> int:
-    """A u64; a negative number stands for the one of the same bits."""
+    """A u64; a negative number stands for the one of the same bits, a digest for its last 8 bytes, big endian."""
+    if type(value) is bytes and len(value) >= _HASH_BYTES:
+        return int.from_bytes(value[-_HASH_BYTES:], "big")
     if type(value) is not int or not -(2**63) <= value < 2**64:
         raise InvalidMessage(f"not a block hash: {value!r}")
     return value % 2**64

@@ -49,7 +49,7 @@ def decoded(event: Any) -> EngineStored:
 
 
 def convert(events: EngineEvents, *plain: Any, rank: int = 0) -> list[EngineChange | Filtered]:
-    return events.convert(EngineBatch(1, 0.0, rank, [decode_event(event) for event in plain]))
+    return events.convert(EngineBatch(0, 0.0, rank, [decode_event(event) for event in plain]))
 
 
 def one(events: EngineEvents, plain: Any, rank: int = 0) -> EngineChange | Filtered:
@@ -167,6 +167,28 @@ def test_a_negative_hash_is_the_u64_of_the_same_bits(value: int) -> None:
     assert decode_event(["BlockRemoved", [value]]) == EngineRemoved([expected], Origin())
 
 
+@given(st.binary(min_size=8, max_size=64))
+def test_a_hash_of_bytes_is_the_u64_of_its_last_eight(digest: bytes) -> None:
+    """Engines that do not shorten their digests send them whole. Issue 12, point 14."""
+    short = int.from_bytes(digest[-8:], "big")
+    event = {**stored(), "block_hashes": [digest], "parent_block_hash": digest}
+    store = decoded(event)
+    assert (store.names, store.parent) == ([short], short)
+    assert decode_event(["BlockRemoved", [digest, 5]]) == EngineRemoved([short, 5], Origin())
+
+
+def test_a_batch_with_hashes_of_bytes_is_read_from_its_message() -> None:
+    digest = bytes(range(32))
+    (event,) = decode_frames(frames({**stored(), "block_hashes": [digest]})).events
+    assert isinstance(event, EngineStored)
+    assert event.names == [0x18191A1B1C1D1E1F]
+
+
+def test_bytes_too_short_for_a_hash_are_none() -> None:
+    for value in (b"", b"1234567", "12345678"):
+        assert isinstance(decode_event(["BlockRemoved", [value]]), Undecodable)
+
+
 def test_salt_and_media_are_found_among_the_extra_keys() -> None:
     """KV-059, KV-060"""
     assert decoded(stored(cache_salt="tenant-a")).namespace == "tenant-a"
@@ -240,7 +262,11 @@ def test_an_event_that_cannot_be_read_spoils_no_other(event: Any) -> None:
         ("REMOTE", "external"),
         ("SHARED", "external"),
         ("FOO", None),
-        ("gpu", None),
+        ("gpu", "device"),
+        ("Cpu", "host_pinned"),
+        ("cpu_tier2", "disk"),
+        ("remote", "external"),
+        ("foo", None),
     ],
 )
 def test_an_unknown_medium_is_no_tier(medium: str | None, tier: str | None) -> None:
@@ -429,9 +455,56 @@ def test_a_store_below_itself_is_an_empty_removal(event: dict[str, Any]) -> None
 
 def test_messages_that_did_not_arrive_are_counted() -> None:
     events = EngineEvents(2)
-    for sequence in (5, 6, 9, 9, 2, 3):
+    for sequence in (0, 1, 4, 4, 2, 3):
         events.convert(EngineBatch(sequence, 0.0, 0, []))
     assert events.lost_batches == 2
+
+
+def test_messages_before_the_first_that_arrives_are_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Issue 12, point 14."""
+    events = EngineEvents(2)
+    for sequence in (18, 19):
+        events.convert(EngineBatch(sequence, 0.0, 0, []))
+    assert events.lost_batches == 18
+    assert "18 messages of the engine before number 18" in caplog.text
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=20))
+def test_as_many_messages_are_lost_as_numbers_are_missing(steps: list[int]) -> None:
+    sequences = [sum(steps[: end + 1]) - 1 for end in range(len(steps))]
+    events = EngineEvents(2)
+    for sequence in sequences:
+        events.convert(EngineBatch(sequence, 0.0, 0, []))
+    assert events.lost_batches == sequences[-1] + 1 - len(sequences)
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_spec_kind": "full_attention", "group_idx": 0}])
+def test_a_store_of_fewer_hashes_than_blocks_is_refused(fields: dict[str, Any], caplog: Any) -> None:
+    """Which blocks the hashes are of is not known. Issue 12, point 14."""
+    events = EngineEvents(2)
+    assert one(events, stored([2], token_ids=[10, 11, 12, 13], **fields)) == Filtered(0, "fewer_hashes_than_blocks")
+    assert "the tokens of 2 blocks and the names of 1" in caplog.text
+    assert isinstance(one(events, stored([1, 2], token_ids=[10, 11, 12, 13], **fields)), EngineChange)
+
+
+def test_a_store_of_fewer_hashes_than_blocks_teaches_no_tenant() -> None:
+    events = EngineEvents(2)
+    one(events, stored([7], token_ids=[10, 11, 12, 13], cache_salt="a"))
+    plain = local_of(EngineEvents(2), stored([8], parent_block_hash=7))
+    assert local_of(events, stored([8], parent_block_hash=7)) == plain
+
+
+@given(st.integers(0, 5), st.integers(0, 24), st.booleans())
+def test_no_store_claims_a_block_under_the_name_of_another(names: int, tokens: int, is_eagle: bool) -> None:
+    blocks = max(0, tokens - is_eagle) // 2
+    event = {**stored(token_ids=list(range(tokens)), is_eagle=is_eagle), "block_hashes": list(range(1, names + 1))}
+    result = one(EngineEvents(2), event)
+    if blocks > names:
+        assert result == Filtered(0, "fewer_hashes_than_blocks")
+        return
+    assert isinstance(result, EngineChange)
+    assert isinstance(result.change, KvStored)
+    assert [block.block_hash for block in result.change.blocks] == list(range(1, blocks + 1))
 
 
 def test_a_block_has_at_least_one_token() -> None:

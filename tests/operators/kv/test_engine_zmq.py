@@ -80,6 +80,14 @@ def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
     assert made.lost_batches == 4
 
 
+def test_what_was_published_before_it_joined_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Issue 12, point 14."""
+    made, heard = subscriber()
+    made.receive(message(18, ["BlockRemoved", [1]]))
+    assert (made.lost_batches, len(heard)) == (18, 1)
+    assert "18 messages" in caplog.text
+
+
 def test_a_message_that_is_none_is_counted_and_spoils_no_other(caplog: pytest.LogCaptureFixture) -> None:
     made, heard = subscriber()
     for _ in range(5):
@@ -144,11 +152,11 @@ async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_bur
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(made.run)
             await until_heard(first, heard)
-            before = len(heard)
+            before, lost = len(heard), made.lost_batches
             for number in range(500):
                 first.publish([EngineEvent(KvRemoved([number]))])
             await until(lambda: len(heard) >= before + 500)
-            assert made.lost_batches == 0
+            assert made.lost_batches == lost
             first.close()
             with publisher(port) as second:
                 count = len(heard)
