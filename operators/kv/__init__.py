@@ -13,7 +13,7 @@ from .config_environment import active_request_expiry_s, config_from_environment
 from .cost import WorkerType
 from .eligibility import RoutingRules, WorkerPool
 from .engine_events import EngineEvents
-from .engine_wire import decode_frames
+from .engine_wire import WireLimits, decode_frames
 from .engine_zmq import EngineSubscriber
 from .errors import BookingError, DuplicateRequest, QueueRejected, RequestNotFound, WorkerNotFound
 from .event_feed import EventFeed, RepairLimits
@@ -65,6 +65,7 @@ __all__ = [
     "RouterService",
     "RoutingRules",
     "SessionAffinity",
+    "WireLimits",
     "WorkerNotFound",
     "WorkerPool",
     "WorkerRank",

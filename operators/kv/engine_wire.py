@@ -12,7 +12,8 @@ lib/kv-router/src/zmq_wire, deserialize.rs and extra_keys.rs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from reprlib import repr as shortened
+from typing import Any, Literal, TypeAlias
 
 from attrs import define, frozen
 
@@ -110,8 +111,45 @@ class EngineBatch:
     events: list[EngineEvent]
 
 
-def decode_frames(frames: Sequence[bytes]) -> EngineBatch:
-    """The batch in a message. Raises InvalidMessage unless it has three frames and a payload of the right form."""
+RefusalReason = Literal["too_large", "too_many_events", "rank_too_high"]
+
+
+@frozen
+class WireLimits:
+    """Bounds of one message of an engine, so that nobody fills the memory of the process that reads it.
+
+    The defaults leave room for a step of a million prompt tokens, and for engines that send one event a page.
+    """
+
+    message_bytes: int = 2**24
+    """Of its frames together."""
+    events: int = 2**16
+    ranks: int = 1024
+    """Ranks are numbered from 0; each has an account of its own."""
+
+    def __attrs_post_init__(self) -> None:
+        for field in ("message_bytes", "events", "ranks"):
+            if (value := getattr(self, field)) < 1:
+                raise InvalidArgument(f"must be at least 1, got {value}", field=field)
+
+
+class RefusedMessage(InvalidMessage):
+    """A message over a limit; `reason` is the limit's."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: RefusalReason = reason
+
+
+def decode_frames(frames: Sequence[bytes], limits: WireLimits | None = None) -> EngineBatch:
+    """Return the batch in a message.
+
+    Raises RefusedMessage for one over the limits, and InvalidMessage unless it has three frames and a payload of the
+    right form.
+    """
+    limits = WireLimits() if limits is None else limits
+    if (size := sum(map(len, frames))) > limits.message_bytes:
+        raise RefusedMessage("too_large", f"a message of {size} bytes, at most {limits.message_bytes} are taken")
     if len(frames) != 3 or len(frames[1]) != 8:
         raise InvalidMessage("a message of KV events has a topic, a sequence of 8 bytes and a payload")
     try:
@@ -122,7 +160,11 @@ def decode_frames(frames: Sequence[bytes]) -> EngineBatch:
     if type(time_s) not in (int, float) or type(events) is not list:
         raise InvalidMessage("a batch of KV events is [time, events, data parallel rank]")
     if rank is not None and (type(rank) is not int or not 0 <= rank < 2**32):
-        raise InvalidMessage(f"not a data parallel rank: {rank!r}")
+        raise InvalidMessage(f"not a data parallel rank: {shortened(rank)}")
+    if (rank or 0) >= limits.ranks:
+        raise RefusedMessage("rank_too_high", f"rank {rank}, at most {limits.ranks} ranks are taken")
+    if len(events) > limits.events:
+        raise RefusedMessage("too_many_events", f"{len(events)} events, at most {limits.events} a message are taken")
     return EngineBatch(int.from_bytes(frames[1], "big"), float(time_s), rank or 0, [decode_event(e) for e in events])
 
 
@@ -143,7 +185,7 @@ def _tagged(value: Any) -> tuple[str, dict[str, Any]]:
     """The type of an event and its fields by name."""
     tag = value.get("type") if type(value) is dict else value[0] if type(value) is list and value else None
     if type(tag) is not str or tag not in _HEADS:
-        raise InvalidMessage(f"unknown type of KV event: {tag!r}")
+        raise InvalidMessage(f"unknown type of KV event: {shortened(tag)}")
     if type(value) is dict:
         return tag, value
     head, after = _HEADS[tag], value[1 + len(_HEADS[tag]) :]
@@ -211,7 +253,7 @@ def _hash(value: Any) -> int:
     if type(value) is bytes and len(value) >= _HASH_BYTES:
         return int.from_bytes(value[-_HASH_BYTES:], "big")
     if type(value) is not int or not -(2**63) <= value < 2**64:
-        raise InvalidMessage(f"not a block hash: {value!r}")
+        raise InvalidMessage(f"not a block hash: {shortened(value)}")
     return value % 2**64
 
 

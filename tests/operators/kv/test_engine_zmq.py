@@ -13,6 +13,7 @@ from engines.mocker.zmq_events import EngineEvent
 from engines.mocker.zmq_publisher import ZmqPublisher
 from operators.kv.block_hash import PromptBlocks
 from operators.kv.chooser import KvRouter
+from operators.kv.engine_wire import WireLimits
 from operators.kv.engine_zmq import EngineSubscriber
 from operators.kv.worker_rank import WorkerRank
 from pipeline import ContractViolation, InvalidArgument
@@ -96,6 +97,51 @@ def test_a_message_that_is_none_is_counted_and_spoils_no_other(caplog: pytest.Lo
     assert (made.malformed, len(heard), len(caplog.records)) == (5, 1, 3)
 
 
+@pytest.mark.parametrize(
+    ("limits", "frames", "reason"),
+    [
+        (WireLimits(message_bytes=40), message(1, ["BlockRemoved", list(range(40))]), "too_large"),
+        (WireLimits(message_bytes=40), [bytes(20), bytes(8), bytes(20)], "too_large"),
+        (WireLimits(events=2), message(1, *[["BlockRemoved", [1]]] * 3), "too_many_events"),
+        (WireLimits(ranks=4), message(1, ["BlockRemoved", [1]], rank=4), "rank_too_high"),
+        (WireLimits(), message(1, ["BlockRemoved", [1]], rank=1024), "rank_too_high"),
+    ],
+)
+def test_a_message_over_a_limit_is_refused_and_counted(
+    limits: WireLimits, frames: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 12, point 25."""
+    made, heard = subscriber(limits=limits)
+    made.receive(message(0, ["BlockRemoved", [1]]))
+    for _ in range(5):
+        made.receive(frames)
+    assert (made.refused, made.malformed, len(heard)) == ({reason: 5}, 0, 1)
+    assert [reason in record.getMessage() for record in caplog.records] == [True] * 3
+    made.receive(message(2, ["BlockRemoved", [1]]))
+    assert (len(heard), made.lost_batches) == (2, 1), "what was in it is lost"
+
+
+def test_a_message_at_the_limits_is_taken() -> None:
+    frames = message(0, *[["BlockRemoved", [1]]] * 3, rank=3)
+    made, heard = subscriber(limits=WireLimits(message_bytes=sum(map(len, frames)), events=3, ranks=4))
+    made.receive(frames)
+    assert (len(heard), made.refused) == (1, {})
+
+
+@pytest.mark.parametrize("field", ["message_bytes", "events", "ranks"])
+def test_a_limit_below_one_is_refused(field: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        WireLimits(**{field: 0})
+    assert raised.value.field == field
+
+
+def test_what_is_logged_of_a_wrong_message_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    made, _ = subscriber()
+    made.receive(message(0, ["x" * 10_000], ["BlockRemoved", ["y" * 10_000]]))
+    made.receive([b"", bytes(8), to_msgpack([1.0, [], "z" * 10_000])])
+    assert [len(record.getMessage()) < 200 for record in caplog.records] == [True] * 3
+
+
 # -- sockets
 
 
@@ -163,6 +209,23 @@ async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_bur
                 await until_heard(second, heard, count + 2)
             tasks.cancel_scope.cancel()
     assert heard[count].event.data == KvCleared()
+
+
+@pytest.mark.anyio
+async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None:
+    """ZeroMQ ends it for good. Issue 12, point 25."""
+    with publisher() as engine:
+        made, heard = subscriber(engine.endpoint, limits=WireLimits(message_bytes=2000))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(made.run)
+            await until_heard(engine, heard)
+            count = len(heard)
+            engine.publish([EngineEvent(KvRemoved(list(range(2**60, 2**60 + 1000))))])
+            await until_heard(engine, heard, count + 2)
+            tasks.cancel_scope.cancel()
+    assert made.refused == {"too_large": 1}
+    assert made.lost_batches > 0
+    assert all(event.event.data in (KvRemoved([0]), KvCleared()) for event in heard)
 
 
 @pytest.mark.anyio
