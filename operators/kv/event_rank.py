@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import anyio
 from attrs import define, field, frozen
 
-from pipeline.protocols.kv_events import KvCleared, KvEventData, KvRemoved, KvStored, RouterEvent
+from pipeline.protocols.kv_events import WORKER_DOMAIN, KvCleared, KvEventData, KvRemoved, KvStored, RouterEvent
 from pipeline.protocols.kv_recovery import (
     DumpFailed,
     InvalidRange,
@@ -234,7 +234,8 @@ class RankFeed:
             _log.info("%d events of %s are dropped: their publisher is not the one that is alive", dropped, self.rank)
 
     def _is_fresh_clear(self, event: RouterEvent) -> bool:
-        return isinstance(event.event.data, KvCleared) and self.cursor.sight(event.event.event_id) is not Sight.STALE
+        is_clear = isinstance(event.event.data, KvCleared) and event.residency_domain == WORKER_DOMAIN
+        return is_clear and self.cursor.sight(event.event.event_id) is not Sight.STALE
 
     def _own(self, events: Iterable[RouterEvent]) -> list[RouterEvent]:
         """Those of this rank: a worker may answer for all of its ranks."""

@@ -18,11 +18,11 @@ from enum import StrEnum
 from itertools import compress
 
 from pipeline import InvalidArgument
-from pipeline.protocols.kv_events import KvRemoved, KvStored, RouterEvent
+from pipeline.protocols.kv_events import WORKER_DOMAIN, KvRemoved, KvStored, RouterEvent
 
 from .index_chain import Chain
 from .index_dump import dump
-from .index_errors import BlockNotFound
+from .index_errors import BlockNotFound, UnsupportedResidencyDomain
 from .index_holder import Holder
 from .index_store import Blocks, Rules, store
 from .worker_rank import WorkerRank
@@ -93,7 +93,9 @@ class KvIndex:
     # -- changes
 
     def apply(self, event: RouterEvent) -> Outcome:
-        """Takes one event. Raises one of `index_errors`, which say what changed then."""
+        """Take one event. Raises one of `index_errors`, whose docstrings give what has changed then."""
+        if event.residency_domain != WORKER_DOMAIN:
+            raise UnsupportedResidencyDomain(f"not an event of the worker's own cache: {event.residency_domain[:40]!r}")
         if event.storage_tier != "device":
             return Outcome.OTHER_TIER
         change, rank = event.event.data, WorkerRank(event.worker_id, event.event.dp_rank)

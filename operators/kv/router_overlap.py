@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pipeline.network import EndpointId, Event, EventPlane, Scope
 from pipeline.protocols.kv_events import KV_EVENTS_TOPIC, RouterEvent
 from pipeline.protocols.kv_recovery import RecoveryReply
-from pipeline.rx import DisposableBase, Observable
+from pipeline.rx import Disposable, DisposableBase, Observable
 
 from .approx_index import ApproxIndex, deepest
 from .block_hash import PromptBlocks
@@ -87,21 +88,22 @@ class OverlapSource:
                 self.feed.add_worker(worker_id, dp_ranks)
 
     def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
-        """Takes in events, plain or as the event plane brings them, until disposed. Without a feed they are dropped."""
-        return events.subscribe(self._receive)
+        """Take in events, plain or as the event plane brings them, until disposed.
+
+        Without an index, or where routing is approximate, nothing is subscribed.
+        """
+        return Disposable() if self.feed is None else events.subscribe(partial(self._receive, self.feed))
 
     async def run(self) -> None:
         """Asks workers for what was lost, until cancelled; returns at once where there is no feed."""
         if self.feed is not None:
             await self.feed.run()
 
-    def _receive(self, event: RouterEvent | Event[RouterEvent]) -> None:
-        if self.feed is None:
-            return
+    def _receive(self, feed: EventFeed, event: RouterEvent | Event[RouterEvent]) -> None:
         if isinstance(event, Event):
-            self.feed.receive(event.payload, event.publisher_id)
+            feed.receive(event.payload, event.publisher_id)
         else:
-            self.feed.receive(event)
+            feed.receive(event)
 
     def _remove_rank(self, rank: WorkerRank) -> None:
         if self.feed is not None:

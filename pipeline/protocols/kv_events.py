@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import define, frozen
 
 from .request import BlockExtraInfo, MmObject
-from .wire import U32, U64, InvalidRecord
+from .wire import U32, U64, InvalidRecord, skip
 
 StorageTier = Literal["device", "host_pinned", "disk", "external"]
 
@@ -18,6 +18,9 @@ KV_EVENTS_TOPIC = "kv-events"
 """Topic of `RouterEvent` on the event plane, in the scope of the worker's component."""
 KV_METRICS_TOPIC = "kv_metrics"
 """Topic of `ActiveLoad`, in the same scope."""
+
+WORKER_DOMAIN = "worker"
+"""The residency domain of blocks in the worker's own cache."""
 
 _U32_END, _U64_END = 2**32, 2**64
 
@@ -85,11 +88,16 @@ class KvEvent:
 
 @frozen
 class RouterEvent:
-    """An event and the worker it is from."""
+    """An event and the worker it is from.
+
+    `residency_domain` is whose cache the blocks are in. A reader applies events of WORKER_DOMAIN alone: any other text
+    makes the event unusable, not the batch it comes in.
+    """
 
     worker_id: U64
     event: KvEvent
     storage_tier: StorageTier = "device"
+    residency_domain: str = skip(default=WORKER_DOMAIN)
 
 
 @define(slots=True)

@@ -10,6 +10,7 @@ from pipeline import InvalidArgument
 from pipeline.codec import from_json, from_plain, to_json, to_plain
 from pipeline.protocols import BlockExtraInfo, MmObject
 from pipeline.protocols.kv_events import KvCleared, KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock
+from pipeline.protocols.kv_recovery import RecoveredEvents
 
 MEDIA = BlockExtraInfo([MmObject(7, [(0, 3)])])
 EVENTS = [
@@ -24,6 +25,23 @@ EVENTS = [
 def test_an_event_survives_the_wire(event: KvEvent) -> None:
     router_event = RouterEvent(9, event)
     assert from_json(to_json(router_event), RouterEvent) == router_event
+
+
+def test_the_residency_domain_is_the_workers_unless_it_is_named() -> None:
+    plain = to_plain(RouterEvent(9, EVENTS[0]))
+    assert "residency_domain" not in plain
+    assert from_plain(plain, RouterEvent).residency_domain == "worker"
+    assert from_plain({**plain, "residency_domain": "worker", "state_source": "x"}, RouterEvent) == RouterEvent(
+        9, EVENTS[0]
+    )
+
+
+def test_an_unknown_residency_domain_does_not_spoil_the_batch() -> None:
+    """Issue 12, point 15."""
+    plain = to_plain(RouterEvent(9, EVENTS[0]))
+    batch = from_plain({"events": [plain, {**plain, "residency_domain": "pool"}, plain]}, RecoveredEvents)
+    assert [event.residency_domain for event in batch.events] == ["worker", "pool", "worker"]
+    assert from_json(to_json(batch.events[1]), RouterEvent) == batch.events[1]
 
 
 def test_an_event_has_the_originals_wire_form() -> None:

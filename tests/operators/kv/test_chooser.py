@@ -287,6 +287,16 @@ async def test_a_closed_router_hears_of_no_worker_any_more() -> None:
     assert not workers.said.observers
 
 
+@pytest.mark.parametrize("config", [{"use_kv_events": False}, {"use_kv_events": True, "overlap_score_credit": 0.0}])
+async def test_without_an_index_of_events_none_are_subscribed(config: dict[str, Any]) -> None:
+    """Issue 12, point 15."""
+    router, events = chooser(1, config=config), Subject[RouterEvent]()
+    with router.follow(events):
+        assert not events.observers
+    with chooser(1, config={"use_kv_events": True}) as other, other.follow(events):
+        assert len(events.observers) == 1
+
+
 async def test_a_closed_router_follows_no_events_any_more() -> None:
     router, events = chooser(1, config={"use_kv_events": True}), Subject[RouterEvent]()
     with router:

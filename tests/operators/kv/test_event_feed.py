@@ -308,6 +308,38 @@ async def test_what_an_older_life_of_a_worker_answers_is_not_taken() -> None:
     assert (held(feed, 1), held(feed, 2)) == ([], [RANK])
 
 
+async def test_events_of_another_residency_domain_change_nothing_and_are_counted() -> None:
+    """Their ids count as the others' do. Issue 12, point 15."""
+    counted: list[tuple[str, str]] = []
+    workers = Workers(RANK)
+    feed = EventFeed(KvIndex(), workers.recover, counted=lambda kind, status: counted.append((kind, status)))
+    feed.add_worker(1)
+    changes: list[KvEventData] = [root(2), KvRemoved([1]), KvCleared()]
+    async with running(feed):
+        await anyio.sleep(2)
+        feed.receive(RouterEvent(1, KvEvent(1, root(1))))
+        for event_id, change in enumerate(changes, 2):
+            feed.receive(RouterEvent(1, KvEvent(event_id, change), residency_domain="pool"))
+        feed.receive(RouterEvent(1, KvEvent(5, root(5))))
+        assert [held(feed, block) for block in (1, 2, 5)] == [[RANK], [], [RANK]]
+    unsupported = [(kind, "unsupported_residency_domain") for kind in ("stored", "removed", "cleared")]
+    assert counted == [("stored", "ok"), *unsupported, ("stored", "ok")]
+    assert len(workers.asked) == 1
+
+
+async def test_a_clear_of_another_residency_domain_makes_nothing_void() -> None:
+    workers, feed = begun(RANK)
+    async with running(feed):
+        await anyio.sleep(2)
+        first = [RouterEvent(1, KvEvent(number, root(number))) for number in (1, 2)]
+        cleared = RouterEvent(1, KvEvent(3, KvCleared()), residency_domain="pool")
+        feed.receive(first[0])
+        workers.scripted = [RecoveredEvents([cleared]), RecoveredTree(first, 3)]
+        feed.receive(RouterEvent(1, KvEvent(4, root(4))))
+        await anyio.sleep(5)
+        assert [held(feed, block) for block in (1, 2, 4)] == [[RANK]] * 3
+
+
 @pytest.mark.parametrize(("data", "kind"), [(KvRemoved(cast("list[int]", [[]])), "removed"), ("?", "unknown")])
 @pytest.mark.parametrize("in_repair", [False, True])
 async def test_an_event_that_makes_no_sense_harms_nobody_else(
