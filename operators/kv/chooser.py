@@ -72,8 +72,8 @@ class KvRouter:
     worker for events that were lost; give the events themselves to `follow`. `counted` hears of each event what it was
     and what became of it. `profile` and `tiers` say who waits; the plain settings do by default. `prefill_duration` is
     the load model the configuration may ask for. `expiry_s` is when a booking that nobody released is given up. `run`
-    belongs in a task: without it nothing lost is recovered and only requests that come or end move the queue. Raises
-    InvalidArgument for what is missing and for settings that are not offered, all of it at once.
+    belongs in a task: without it no event is applied, nothing lost is recovered, and only requests that come or end
+    move the queue. Raises InvalidArgument for what is missing and for settings that are not offered, all of it at once.
     """
 
     def __init__(
@@ -217,7 +217,11 @@ class KvRouter:
     # -- being told
 
     def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
-        """Takes in what engines say of their caches, until disposed or closed; see `router_overlap.kv_events`."""
+        """Take in engines' events of their caches, until disposed or closed; see `router_overlap.kv_events`.
+
+        `run` must run, too: until it has asked a worker what it holds, and while events of it are missing, its events
+        are kept and not applied. A warning is logged where they arrive, or requests are routed, without it.
+        """
         following = self.overlap.follow(events)
         self._following.add(following)
         return following

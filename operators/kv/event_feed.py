@@ -104,6 +104,11 @@ class EventFeed:
         """The ranks whose events wait for an answer, in order."""
         return sorted(feed.rank for feed in self._ranks.values() if feed.in_repair)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether workers are to be asked and `run` does not run: events of their ranks are kept and not applied."""
+        return self._bell is None and bool(self._wanted)
+
     def add_worker(self, worker_id: int, dp_ranks: Iterable[int] = (0,)) -> None:
         """Hears these ranks and asks what each holds; those heard already go on."""
         for dp_rank in dp_ranks:

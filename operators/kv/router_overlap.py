@@ -48,11 +48,13 @@ class OverlapSource:
                 ttl_s, limit_blocks=config.router_max_tree_size, pruned_share=config.router_prune_target_ratio
             )
         self._ranks: Mapping[int, range] = {}
+        self._is_followed = self._has_warned = False
 
     def find(self, blocks: PromptBlocks, now_s: float) -> Overlap:
         """The device blocks of each rank that has some."""
         scores: dict[WorkerRank, int] = {}
         if self.feed is not None:
+            self._warn_if_stalled(self.feed)
             scores = self.feed.index.find_matches(blocks.local_hashes)
         if self._routed is not None:
             scores = deepest(scores, self._routed.find_matches(blocks.local_hashes, now_s))
@@ -90,9 +92,14 @@ class OverlapSource:
     def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
         """Take in events, plain or as the event plane brings them, until disposed.
 
-        Without an index, or where routing is approximate, nothing is subscribed.
+        Without an index, or where routing is approximate, nothing is subscribed. Events are kept and not applied until
+        `run` has asked their workers what they hold: if they arrive, or overlap is looked up, and `run` does not run, a
+        warning is logged, once.
         """
-        return Disposable() if self.feed is None else events.subscribe(partial(self._receive, self.feed))
+        if self.feed is None:
+            return Disposable()
+        self._is_followed = True
+        return events.subscribe(partial(self._receive, self.feed))
 
     async def run(self) -> None:
         """Asks workers for what was lost, until cancelled; returns at once where there is no feed."""
@@ -104,6 +111,12 @@ class OverlapSource:
             feed.receive(event.payload, event.publisher_id)
         else:
             feed.receive(event)
+        self._warn_if_stalled(feed)
+
+    def _warn_if_stalled(self, feed: EventFeed) -> None:
+        if self._is_followed and not self._has_warned and feed.is_stalled:
+            self._has_warned = True
+            _log.warning("KV events are kept and not applied while KvRouter.run does not run: start it in a task")
 
     def _remove_rank(self, rank: WorkerRank) -> None:
         if self.feed is not None:

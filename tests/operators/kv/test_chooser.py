@@ -287,6 +287,41 @@ async def test_a_closed_router_hears_of_no_worker_any_more() -> None:
     assert not workers.said.observers
 
 
+async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Issue 12, point 10."""
+    router, events = chooser(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
+    with router, router.follow(events):
+        events.on_next(stored(2, 8))
+        events.on_next(stored(2, 12, event_id=2))
+        assert router.advise(prompt(16)).overlap_blocks == 0
+        assert ["KvRouter.run does not run" in record.getMessage() for record in caplog.records] == [True]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(router.run)
+            await settled()
+            assert router.overlap_blocks(prompt(16).blocks, WorkerRank(2)) == 3
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_request_is_enough_for_that_warning(caplog: pytest.LogCaptureFixture) -> None:
+    router = chooser(1, config={"use_kv_events": True})
+    with router, router.follow(Subject[RouterEvent]()):
+        (await placed(router, prompt())).release()
+        assert len(caplog.records) == 1
+
+
+async def test_a_router_that_runs_or_follows_nothing_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    chooser(1, config={"use_kv_events": True}).advise(prompt())
+    router, events = chooser(1, config={"use_kv_events": True}), Subject[RouterEvent]()
+    with router, router.follow(events):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(router.run)
+            await settled()
+            events.on_next(stored(1, 8))
+            router.advise(prompt())
+            tasks.cancel_scope.cancel()
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("config", [{"use_kv_events": False}, {"use_kv_events": True, "overlap_score_credit": 0.0}])
 async def test_without_an_index_of_events_none_are_subscribed(config: dict[str, Any]) -> None:
     """Issue 12, point 15."""
