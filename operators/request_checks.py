@@ -21,6 +21,7 @@ from pipeline.protocols.openai import (
     NamedToolChoice,
     Prompt,
     ResponseFormat,
+    StreamOptions,
     Tool,
     ToolChoice,
 )
@@ -28,7 +29,6 @@ from pipeline.protocols.openai import (
 CHOICES_MAX = 128
 STOPS_MAX = 32
 TOOLS_MAX = 1536
-SUFFIX_CHARACTERS_MAX = 10_000
 PROMPT_EMBEDS_BYTES_MIN, PROMPT_EMBEDS_BYTES_MAX = 100, 10 * 1024 * 1024
 _WHOLE_BELOW = 2**53
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -124,10 +124,12 @@ def total_choices(prompt: Prompt, request: CompletionRequest) -> Iterator[Fault]
 
 
 def best_of(value: int, request: GenerationRequest) -> Iterator[Fault]:
-    """Not fewer than are returned."""
+    """Exactly as many as are returned: nothing here ranks candidates and leaves some out."""
     n = 1 if request.n is None else request.n
     if value < n:
         yield "", f"Best_of must be greater than or equal to n, got best_of={value} and n={n}"
+    if value > n:
+        yield "", f"Best_of greater than n is not supported, got best_of={value} and n={n}"
 
 
 def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fault]:
@@ -160,12 +162,16 @@ def tools(found: Sequence[Tool], _: ChatCompletionRequest) -> Iterator[Fault]:
 
 
 def tool_choice(choice: ToolChoice, request: ChatCompletionRequest) -> Iterator[Fault]:
-    """Nothing is required that is not there."""
+    """No tool call is demanded: nothing here makes a model call a tool, or finds the call in its text."""
     names = {tool.function.name for tool in request.tools or ()}
-    if choice == "required" and not names:
-        yield "", "Tool_choice is required, but there are no tools"
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        yield "function.name", f"Tool_choice names {choice.function.name}, which is not among the tools"
+    if choice == "required":
+        if not names:
+            yield "", "Tool_choice is required, but there are no tools"
+        yield "", "`tool_choice` required is not supported, use auto or none"
+    if isinstance(choice, NamedToolChoice):
+        if choice.function.name not in names:
+            yield "function.name", f"Tool_choice names {choice.function.name}, which is not among the tools"
+        yield "", "A function in `tool_choice` is not supported, use auto or none"
 
 
 def response_format(form: ResponseFormat, _: GenerationRequest) -> Iterator[Fault]:
@@ -183,15 +189,41 @@ def response_format(form: ResponseFormat, _: GenerationRequest) -> Iterator[Faul
         yield "json_schema.schema", "`response_format.json_schema.schema` must be a JSON object"
 
 
-def echo(wanted: bool, _: CompletionRequest) -> Iterator[Fault]:
-    """Nothing here would put the prompt in front of the answer."""
-    if wanted:
-        yield "", "`echo` is not supported"
+def not_supported(name: str) -> Check:
+    """A field for something that is not done here: empty, false, or not given at all."""
+
+    def check(value: object, _: GenerationRequest) -> Iterator[Fault]:
+        if value not in (False, ""):
+            yield "", f"`{name}` is not supported"
+
+    return check
 
 
-def only_with_stream(_: object, request: GenerationRequest) -> Iterator[Fault]:
+def text_only(modalities: Sequence[str], _: ChatCompletionRequest) -> Iterator[Fault]:
+    """No output but text is asked for."""
+    for i, modality in enumerate(modalities):
+        if modality != "text":
+            yield f"[{i}]", f"Modalities other than text are not supported, got {modality}"
+
+
+def service_tier(tier: str, _: ChatCompletionRequest) -> Iterator[Fault]:
+    """There is one tier only."""
+    if tier not in ("auto", "default"):
+        yield "", f"Service_tier must be auto or default, got {tier}"
+
+
+def top_logprobs(count: int, request: ChatCompletionRequest) -> Iterator[Fault]:
+    """They are not asked for and forbidden at once."""
+    if count and request.logprobs is False:
+        yield "", "Top_logprobs cannot be given when `logprobs` is false"
+
+
+def stream_options(options: StreamOptions, request: GenerationRequest) -> Iterator[Fault]:
+    """Only of a stream, and nothing that its chunks do not have."""
     if not request.stream:
         yield "", "`stream_options` can only be given when `stream` is true"
+    if options.include_obfuscation:
+        yield "include_obfuscation", "`stream_options.include_obfuscation` is not supported"
 
 
 def prompt(found: Prompt | None, request: CompletionRequest) -> Iterator[Fault]:
@@ -219,16 +251,15 @@ def prompt_embeds(found: str, _: GenerationRequest) -> Iterator[Fault]:
         yield "", f"Prompt_embeds must decode to {limits} bytes, got {size}"
 
 
-def suffix(text: str, _: CompletionRequest) -> Iterator[Fault]:
-    if len(text) > SUFFIX_CHARACTERS_MAX:
-        yield "", f"Suffix must have at most {SUFFIX_CHARACTERS_MAX} characters, got {len(text)}"
-
-
 def nvext(extension: NvExt, request: GenerationRequest) -> Iterator[Fault]:
-    """Token ids come back for a single choice only."""
+    """Token ids come for a single prompt and go back for a single choice only; no metadata is sent anywhere."""
     is_batch = isinstance(request, CompletionRequest) and batch_size(request.prompt) > 1
     if "completion_token_ids" in (extension.extra_fields or ()) and (is_batch or request.n not in (None, 1)):
         yield "extra_fields", "Nvext extra field completion_token_ids needs exactly one choice"
+    if extension.token_data is not None and is_batch:
+        yield "token_data", "Nvext token_data needs exactly one prompt"
+    if extension.metadata_upload is not None:
+        yield "metadata_upload", "`nvext.metadata_upload` is not supported"
 
 
 def batch_size(found: Prompt | None) -> int:

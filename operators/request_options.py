@@ -21,7 +21,10 @@ from pipeline.protocols import (
 from pipeline.protocols.nvext import effective_cache_salt
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
-_FOR_THE_ENGINE = ("logit_bias", "detokenize", "allowed_token_ids", "bad_words_token_ids", "logprob_token_ids")
+_FOR_THE_ENGINE = (
+    *("logit_bias", "detokenize", "allowed_token_ids", "bad_words_token_ids", "logprob_token_ids"),
+    *("prediction", "media_io_kwargs"),
+)
 """Fields without a place in our records; an engine that knows them finds them in `extra_args`."""
 
 
@@ -79,11 +82,13 @@ def _guided_decoding(request: GenerationRequest) -> GuidedDecodingOptions | None
     """The form the answer must have, by its own field or by the response format. Raises InvalidArgument for two."""
     json, structural_tag = request.guided_json, None
     form = request.response_format
-    if form is not None and json is None:
-        if form.type == "json_schema" and form.json_schema is not None:
-            json = form.json_schema.schema
-        elif form.type == "json_object":
+    if form is not None and form.type in ("json_schema", "json_object"):
+        if json is not None:
+            raise InvalidArgument("guided_json and response_format exclude each other", field="guided_json")
+        if form.type == "json_object":
             json = {"type": "object"}
+        elif form.json_schema is not None:
+            json = form.json_schema.schema
     if form is not None and form.type == "structural_tag":
         structural_tag = {"type": form.type, **form.extra}
     try:
@@ -102,14 +107,9 @@ def _guided_decoding(request: GenerationRequest) -> GuidedDecodingOptions | None
 
 
 def output_options(request: GenerationRequest) -> OutputOptions:
-    """What to return. A chat that wants log probabilities, and does not say how many, gets the likeliest token's."""
-    if isinstance(request, ChatCompletionRequest):
-        most = 1 if request.top_logprobs is None else request.top_logprobs
-        logprobs = most if request.logprobs else None
-    else:
-        logprobs = request.logprobs if isinstance(request, CompletionRequest) else None
+    """What to return."""
     return OutputOptions(
-        logprobs=logprobs,
+        logprobs=request.wanted_logprobs(),
         prompt_logprobs=request.prompt_logprobs,
         skip_special_tokens=request.skip_special_tokens is not False,
         return_tokens_as_token_ids=request.return_tokens_as_token_ids,
@@ -138,5 +138,5 @@ def routing_hints(request: GenerationRequest) -> RoutingHints | None:
 
 def extra_args(request: GenerationRequest) -> dict[str, Any] | None:
     """Fields that only the engine understands, under their own names; None if there are none."""
-    given = {name: value for name in _FOR_THE_ENGINE if (value := getattr(request, name)) is not None}
+    given = {name: value for name in _FOR_THE_ENGINE if (value := getattr(request, name, None)) is not None}
     return given or None

@@ -132,6 +132,7 @@ class StreamOptions:
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 @define(slots=True, kw_only=True)
@@ -183,6 +184,10 @@ class GenerationRequest:
     nvext: NvExt | None = None
     unsupported: dict[str, Any] = rest()
 
+    def wanted_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens come with each token, 0: the chosen one alone; None: none at all."""
+        return None
+
 
 @define(slots=True, kw_only=True)
 class ChatCompletionRequest(GenerationRequest):
@@ -210,6 +215,12 @@ class ChatCompletionRequest(GenerationRequest):
     service_tier: str | None = None
     web_search_options: Any = None
 
+    def wanted_logprobs(self) -> int | None:
+        """As in every request; `logprobs` without a number asks for one, a number without `logprobs` for that many."""
+        if self.logprobs is None:
+            return self.top_logprobs or None
+        return (1 if self.top_logprobs is None else self.top_logprobs) if self.logprobs else None
+
 
 Prompt: TypeAlias = str | list[str] | list[U32] | list[list[U32]]
 
@@ -223,3 +234,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: I64 | None = None
     logprobs: I64 | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        """The field itself."""
+        return self.logprobs

@@ -78,9 +78,6 @@ class AnswerForm:
 
 
 def _logprobs(request: ChatCompletionRequest | CompletionRequest) -> LogprobForm | None:
-    """The wanted log probabilities; a chat that asks for them without a number gets one likely token."""
-    as_token_ids = bool(request.return_tokens_as_token_ids)
-    if isinstance(request, ChatCompletionRequest):
-        top = 1 if request.top_logprobs is None else request.top_logprobs
-        return LogprobForm(top, as_token_ids) if request.logprobs else None
-    return None if request.logprobs is None else LogprobForm(request.logprobs, as_token_ids)
+    """The wanted log probabilities."""
+    top = request.wanted_logprobs()
+    return None if top is None else LogprobForm(top, bool(request.return_tokens_as_token_ids))

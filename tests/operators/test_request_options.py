@@ -108,6 +108,7 @@ def test_the_form_of_the_answer(fields: dict[str, Any], guided: GuidedDecodingOp
     ("fields", "field"),
     [
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_decoding"),
+        ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
         ({"guided_grammar": "(" * 501}, "guided_grammar"),
     ],
 )
@@ -125,7 +126,8 @@ def test_two_forms_or_a_bottomless_one_are_refused(fields: dict[str, Any], field
         ({"logprobs": True, "top_logprobs": 5}, 5),
         ({"logprobs": True, "top_logprobs": 0}, 0),
         ({"logprobs": False, "top_logprobs": 5}, None),
-        ({"top_logprobs": 5}, None),
+        ({"top_logprobs": 5}, 5),
+        ({"top_logprobs": 0}, None),
     ],
 )
 def test_log_probabilities_of_a_chat(fields: dict[str, Any], logprobs: int | None) -> None:
@@ -178,4 +180,7 @@ def test_the_cache_salt_of_the_request_is_used_where_there_is_no_other() -> None
 def test_fields_only_the_engine_knows_ride_along() -> None:
     assert extra_args(chat()) is None
     fields = {"logit_bias": {"5": 1.0}, "allowed_token_ids": [1], "detokenize": False}
+    assert extra_args(chat(**fields)) == fields
+    assert extra_args(text(**fields)) == fields
+    fields = {"prediction": {"type": "content", "content": "x"}, "media_io_kwargs": {"video": {"fps": 1}}}
     assert extra_args(chat(**fields)) == fields

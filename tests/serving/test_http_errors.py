@@ -264,3 +264,27 @@ async def test_a_broken_worker_is_not_a_short_answer(chat: Any, token: Any) -> N
         engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
         answer = await chat(app({"m": engine}), stream=True).run()
         assert answer.chunks[-1]["error"]["code"] == 500
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("api", "fields", "field"),
+    [
+        (
+            "chat",
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+        ("complete", {"best_of": 2}, "best_of"),
+        ("complete", {"suffix": "x", "prompt": ["a", "b"]}, "suffix"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    chat: Any, complete: Any, api: str, fields: dict[str, Any], field: str, stream: bool
+) -> None:
+    """Issue 12, point 8."""
+    graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([])
+    post = {"chat": chat, "complete": complete}[api]
+    answer = await post(app({"m": graph}), stream=stream, **fields).run()
+    assert answer.status == 400
+    assert field in answer.json["message"].lower()
