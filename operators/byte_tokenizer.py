@@ -40,6 +40,10 @@ class ByteTokenizer:
     def token_id(self, token: str) -> int | None:
         return _BYTES + _SPECIAL.index(token) if token in _SPECIAL else None
 
+    def first_unknown(self, token_ids: Sequence[int]) -> int | None:
+        known = range(_BYTES + len(_SPECIAL))
+        return next((place for place, token_id in enumerate(token_ids) if token_id not in known), None)
+
     def _shown_bytes(self, token_id: int) -> bytes:
         data = self.token_bytes(token_id)
         return data if token_id < _BYTES else b""

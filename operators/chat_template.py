@@ -62,9 +62,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt; `args` are further names for the template, which cannot replace its own.
+        """The prompt; `args` are further names for the template.
 
-        Raises InvalidArgument with the template's own words if it refuses the messages, CodecError if it fails.
+        Raises InvalidArgument for a name in `args` that the template has already, and with the template's own words if
+        it refuses the messages; CodecError if it fails.
         """
         template = self._tool_template if tools else self._template
         chat = {
@@ -73,8 +74,13 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        given = args or {}
+        for name in given:
+            if name in chat or name in self._names or name in _OPTIONAL_NAMES or name in template.globals:
+                field = f"chat_template_args.{name}"
+                raise InvalidArgument(f"{field} would replace a name that the chat template has already", field=field)
         try:
-            return template.render({**(args or {}), **self._names, **chat})
+            return template.render({**given, **self._names, **chat})
         except _RefusedByTemplate as refusal:
             raise InvalidArgument(str(refusal), field="messages") from refusal
         except Exception as error:  # whatever the template's own expressions raise
@@ -98,6 +104,8 @@ class ChatTemplate:
             return False
 
 
+_OPTIONAL_NAMES = frozenset({"strftime_now"})
+"""Names that are the server's even where it does not define them: templates look whether they are there."""
 _PROBE_TEXT = "content-probe"
 _PROBE_PARTS = [{"type": "text", "text": _PROBE_TEXT}]
 

@@ -37,6 +37,8 @@ class Model:
 
     `eos_token_ids` end an answer unless the request ignores them. `context_length` is how many tokens
     prompt and answer may have together, None if only the engine knows; the two flags say whether it is enforced here.
+    `checks_token_ids`: whether a prompt in token ids that the tokenizer does not know is refused; False where the
+    engine takes any id, whatever the tokenizer is.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Model:
     context_length: int | None = None
     reject_prompt_overflow: bool = True
     reject_total_overflow: bool = True
+    checks_token_ids: bool = True
 
     @classmethod
     def from_folder(

@@ -119,6 +119,8 @@ def preprocess(
     prompt = prompt_of(request, model) if given is None or FORMATTED_PROMPT in wanted else given
     asked = prompt if given is None else given
     token_ids = encode(asked) if isinstance(asked, str) else list(asked)
+    if not isinstance(asked, str):
+        _check_token_ids(token_ids, model, "prompt" if given is None else "nvext.token_data")
     values = {
         REQUEST_ID: request_id,
         FORMATTED_PROMPT: prompt if isinstance(prompt, str) else None,
@@ -129,6 +131,16 @@ def preprocess(
         for name, value in values.items()
         if name in wanted and value is not None
     ]
+
+
+def _check_token_ids(token_ids: list[int], model: Model, field: str) -> None:
+    """Raises InvalidArgument for an id that is no token of the model: engines fail on it, or read beyond a table."""
+    place = model.tokenizer.first_unknown(token_ids) if model.checks_token_ids else None
+    if place is not None:
+        raise InvalidArgument(
+            f"{field}[{place}] is {token_ids[place]}, which is no token id of model {model.name}",
+            field=f"{field}[{place}]",
+        )
 
 
 def in_tokens(

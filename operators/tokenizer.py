@@ -7,7 +7,7 @@ and cannot give up what it holds. Ours take 0.2 µs where texts are joined bytes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,14 +45,27 @@ class Tokenizer(Protocol):
         """The id of a token by its spelling."""
         ...
 
+    def first_unknown(self, token_ids: Sequence[int]) -> int | None:
+        """Return the place of the first id that is no token, None if all are tokens."""
+        ...
+
 
 class HuggingFaceTokenizer:
-    """A tokenizer of a `tokenizer.json`."""
+    """A tokenizer of a `tokenizer.json`.
+
+    Truncation and padding that the file asks for are switched off: they are for training, would cut
+    long prompts in silence, and would count padding as tokens of the prompt.
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         from tokenizers.decoders import ByteLevel
 
         self._tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids = frozenset(tokenizer.get_vocab(with_added_tokens=True).values())
+        # Nearly every vocabulary is without gaps, and a range takes no memory.
+        self._ids: Container[int] = range(len(ids)) if max(ids, default=-1) == len(ids) - 1 else ids
         self._joins_bytes = isinstance(tokenizer.decoder, ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -96,6 +109,9 @@ class HuggingFaceTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    def first_unknown(self, token_ids: Sequence[int]) -> int | None:
+        return next((place for place, token_id in enumerate(token_ids) if token_id not in self._ids), None)
 
     def _shown_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special else self.token_bytes(token_id)

@@ -131,9 +131,14 @@ class GraphConfig:
         return model if template is None else model.with_chat_template(template)
 
     def _byte_level(self) -> Model:
-        """The built-in model. A mock engine is given the whole chat; one that echoes, or may, the last message."""
-        template = WHOLE_CHAT if self.engine == "mocker" else LAST_USER_MESSAGE
-        return Model.byte_level(self.model_name or "echo", chat_template=template)
+        """The built-in model.
+
+        A mock engine is given the whole chat, and prompts in the token ids of any model; an engine that echoes, or may,
+        the last message.
+        """
+        is_mock = self.engine == "mocker"
+        model = Model.byte_level(self.model_name or "echo", chat_template=WHOLE_CHAT if is_mock else LAST_USER_MESSAGE)
+        return evolve(model, checks_token_ids=not is_mock)
 
 
 def _require_one_of(value: str, known: Sequence[str], name: str) -> None:

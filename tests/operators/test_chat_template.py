@@ -42,11 +42,18 @@ def test_tokens_tools_and_arguments_reach_the_template() -> None:
     assert template.render(USER, tools=[{"name": "f"}], add_generation_prompt=False, args={"mood": "!"}) == "<s>f!False"
 
 
-def test_arguments_cannot_replace_what_the_template_is_given() -> None:
-    args = {"messages": [], "bos_token": 1, "raise_exception": 1}
-    source = "{{ bos_token }}{{ messages | length }}{{ raise_exception('no') }}"
-    with pytest.raises(InvalidArgument, match="no"):
-        render(source, args=args)
+GIVEN = ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"]
+GLOBALS = ["strftime_now", "range", "dict", "namespace", "cycler", "joiner", "lipsum"]
+
+
+@pytest.mark.parametrize("name", [*GIVEN, *GLOBALS])
+@pytest.mark.parametrize("now", [None, lambda: datetime(2031, 2, 3, tzinfo=UTC)])
+def test_arguments_that_would_replace_a_name_of_the_template_are_refused(name: str, now: Any) -> None:
+    """Issue 12, point 25: a template that calls a global which is a text now fails."""
+    template = ChatTemplate("{% for i in range(1) %}{{ messages[0].content }}{% endfor %}", now=now)
+    with pytest.raises(InvalidArgument, match=name) as caught:
+        template.render(USER, args={"mood": "!", name: "x"})
+    assert caught.value.field == f"chat_template_args.{name}"
 
 
 def test_a_chat_with_tools_takes_the_template_for_tools() -> None:

@@ -73,6 +73,36 @@ async def test_the_tokens_of_the_request_are_its_own() -> None:
         assert (await preprocessed(request)).token_ids == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("request_", "field", "token_id"),
+    [
+        (text(prompt=[1, 258]), "prompt[1]", 258),
+        (text(prompt=[[4_294_967_295]]), "prompt[0]", 4_294_967_295),
+        (text(prompt="hi", nvext={"token_data": [1, 2, 999_999]}), "nvext.token_data[2]", 999_999),
+        (chat(nvext={"token_data": [258], "annotations": ["formatted_prompt"]}), "nvext.token_data[0]", 258),
+    ],
+)
+async def test_a_token_id_that_the_model_does_not_know_is_refused_with_its_place(
+    request_: ChatCompletionRequest | CompletionRequest, field: str, token_id: int
+) -> None:
+    """Issue 12, point 25."""
+    with pytest.raises(InvalidArgument, match=rf"is {token_id}, which is no token id") as caught:
+        await preprocessed(request_)
+    assert caught.value.field == field
+
+
+async def test_ids_at_the_edge_of_the_vocabulary_and_those_of_an_engine_that_takes_any_pass() -> None:
+    assert (await preprocessed(text(prompt=[0, 257]))).token_ids == [0, 257]
+    lenient = evolve(Model.byte_level("m"), checks_token_ids=False)
+    assert (await preprocessed(text(prompt=[999_999]), lenient)).token_ids == [999_999]
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**32], [[1], [-1]], [True], [1.5]])
+def test_a_prompt_of_what_cannot_be_token_ids_is_refused_when_it_is_read(prompt: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        text(prompt=prompt)
+
+
 async def test_extensions_ride_along() -> None:
     nvext = {"request_timestamp_ms": 5.0, "router": {"ttft_target": 9.0}, "annotations": ["query_instance_id:x"]}
     payload = await preprocessed(chat(nvext=nvext, mm_processor_kwargs={"a": 1}, logit_bias={"1": 1}))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,6 +89,42 @@ def test_an_id_that_is_no_token_is_a_decode_failure(
             tokenizer.decoder().step(bad)
         with pytest.raises(CodecError):
             tokenizer.decode([bad])
+
+
+@given(token_ids=st.lists(st.integers(-2, 400) | st.sampled_from([2**31, 2**32, 2**40]), max_size=8))
+def test_the_first_id_that_is_no_token_is_found(
+    joining: Tokenizer, word_pieces: HuggingFaceTokenizer, token_ids: list[int]
+) -> None:
+    for tokenizer in (joining, word_pieces):
+        found = tokenizer.first_unknown(token_ids)
+        good = token_ids if found is None else token_ids[:found]
+        tokenizer.decode(good)
+        if found is not None:
+            with pytest.raises(CodecError, match=f"token id {token_ids[found]} is not in the vocabulary"):
+                tokenizer.decode([token_ids[found]])
+
+
+def test_the_gaps_of_a_vocabulary_are_no_tokens() -> None:
+    made: Any = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
+    assert HuggingFaceTokenizer(made).first_unknown([0, 5, 3]) == 2
+    assert HuggingFaceTokenizer(made).first_unknown([0, 5]) is None
+
+
+def test_truncation_and_padding_of_the_file_are_off(byte_level_json: str, tmp_path: Path) -> None:
+    """Issue 12, point 24: a prompt of ten words became five tokens, and padding was billed."""
+    made: Any = tokenizers.Tokenizer.from_str(byte_level_json)
+    plain = made.encode("the quick brown fox jumps over the lazy dog", add_special_tokens=False).ids
+    made.enable_truncation(max_length=5)
+    made.enable_padding(length=64, pad_id=0)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(made.to_str(), encoding="utf-8")
+    held = json.loads(file.read_text(encoding="utf-8"))
+    assert held["truncation"]
+    assert held["padding"]
+    tokenizer = HuggingFaceTokenizer.from_file(file)
+    assert tokenizer.encode("the quick brown fox jumps over the lazy dog") == plain
+    assert len(plain) > 5
+    assert len(tokenizer.encode("a")) == 1
 
 
 def test_unknown_ids_in_a_prompt_do_not_keep_the_answer_from_being_decoded(

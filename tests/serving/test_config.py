@@ -100,3 +100,8 @@ def test_a_template_of_the_worker_replaces_the_models(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as refused:
         GraphConfig(worker=WorkerConfig(custom_jinja_template=template)).load_model()
     assert refused.value.field == "custom_jinja_template"
+
+
+def test_only_a_mock_engine_takes_prompts_in_the_ids_of_any_model() -> None:
+    assert not GraphConfig(engine="mocker").load_model().checks_token_ids
+    assert GraphConfig(engine="echo").load_model().checks_token_ids
