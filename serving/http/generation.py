@@ -75,12 +75,15 @@ class Generation:
             await self._read(self.context.with_payload(self.prompts[0]), 0, delivery)
             return
         parts = [self._part(request, position) for position, request in enumerate(self.prompts)]
+        failures: Sequence[Exception] = ()
         try:
             async with anyio.create_task_group() as readers:
                 for position, part in enumerate(parts):
                     readers.start_soon(self._read, part, position, delivery)
-        except ExceptionGroup as group:  # the others were cancelled for the first one's sake
-            raise group.exceptions[0] from None
+        except ExceptionGroup as group:
+            failures = group.exceptions
+        if failures:  # the others were cancelled because of the first, which is raised here to keep its own cause
+            raise failures[0]
 
     def _part(self, request: OpenAIRequest, position: int) -> Context[OpenAIRequest]:
         """A request of its own for one prompt of many: nothing but stop and kill is shared with the others."""

@@ -45,7 +45,8 @@ ErrorKind = Literal[
 ]
 """Classes of errors in the metrics."""
 
-_REASONS = {413: "Payload Too Large", CLIENT_CLOSED_REQUEST: "Client Closed Request", OVERLOADED: "Overloaded"}
+_OVERLOADED = "Overloaded"
+_REASONS = {413: "Payload Too Large", CLIENT_CLOSED_REQUEST: "Client Closed Request", OVERLOADED: _OVERLOADED}
 _SENDABLE = range(200, 600)
 """The statuses of answers that every server can send."""
 _INTERNAL = "Internal server error"
@@ -57,7 +58,8 @@ _VALIDATION = "Validation: "
 class Problem:
     """What a client is told: status, message, and perhaps details; `kind` is for the metrics.
 
-    `retry_after_s` are the whole seconds after which it makes sense to ask again, where that is known.
+    `retry_after_s` are the whole seconds after which it makes sense to ask again, where that is known. `type` replaces
+    the words of the status.
     """
 
     status: int
@@ -65,10 +67,13 @@ class Problem:
     kind: ErrorKind
     details: dict[str, Any] | None = None
     retry_after_s: int | None = None
+    type: str | None = None
 
     @property
     def reason(self) -> str:
-        """The status in words."""
+        """What kind of problem it is: the status in words, unless `type` is set."""
+        if self.type is not None:
+            return self.type
         if (known := _REASONS.get(self.status)) is not None:
             return known
         try:
@@ -141,13 +146,13 @@ def _retry_after_s(links: Sequence[PenstockError]) -> int | None:
     return None
 
 
-def _fixed(kind: ErrorKind, message: str) -> Callable[[PenstockError, int], Problem]:
-    """The status of the error's facts with always the same text."""
+def _fixed(kind: ErrorKind, message: str, type: str | None = None) -> Callable[[PenstockError, int], Problem]:
+    """The status of the error's facts with always the same text, and with the same type whatever status is set."""
 
     def describe(error: PenstockError, overload_status: int) -> Problem:
         status = error.facts.status
         is_default = status == OVERLOADED or status not in _SENDABLE
-        return Problem(overload_status if is_default else status, message, kind)
+        return Problem(overload_status if is_default else status, message, kind, type=type)
 
     return describe
 
@@ -178,7 +183,7 @@ def _refused(error: PenstockError, _: int) -> Problem:
 
 _PRECEDENCE: tuple[tuple[tuple[type[PenstockError], ...], Callable[[PenstockError, int], Problem]], ...] = (
     ((Refusal,), _refused),
-    ((ResourceExhausted, WorkerOverloaded), _fixed("overload", "Service temporarily overloaded")),
+    ((ResourceExhausted, WorkerOverloaded), _fixed("overload", "Service temporarily overloaded", _OVERLOADED)),
     ((Unavailable,), _fixed("unavailable", "Service temporarily unavailable")),
     ((InvalidArgument, BackendInvalidArgument), _own_text),
     ((Cancelled,), _fixed("cancelled", _CANCELLED)),

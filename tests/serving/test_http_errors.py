@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 
-from operators import Model, Preprocess
+from operators import AllBusy, AllExcluded, Model, Preprocess
 from pipeline import (
     Annotated,
     Cancelled,
     Disconnected,
     InvalidArgument,
+    PenstockError,
     ResourceExhausted,
     StatusError,
     StreamIncomplete,
     Unavailable,
 )
+from pipeline.errors import chain
 from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.testing import Fail, ScriptedEngine, Wait, watch_streams
 from serving.http import HttpOptions, app
@@ -126,6 +128,50 @@ async def test_an_error_of_any_prompt_of_a_batch_is_a_status(complete: Any, toke
         assert engine.open == 0
 
 
+def caused(cause: Exception) -> PenstockError:
+    """An error of which only the cause says what it means to a client."""
+    error = PenstockError("the attempt failed")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompts", [["bad"], ["bad", "good"], ["good", "bad", "good"]], ids=len)
+@pytest.mark.parametrize(
+    ("error", "status", "type", "retry_after"),
+    [
+        (caused(Unavailable(SECRET)), 503, "Service Unavailable", None),
+        (caused(InvalidArgument("wrong")), 400, "Bad Request", None),
+        (caused(AllBusy(SECRET, retry_after_s=3.0)), 529, "Overloaded", "3"),
+        (caused(caused(AllExcluded(SECRET, retry_after_s=0.5))), 503, "Service Unavailable", "1"),
+    ],
+    ids=lambda value: type(value.__cause__).__name__ if isinstance(value, Exception) else "",
+)
+async def test_an_error_means_the_same_in_a_batch_as_alone(
+    complete: Any,
+    token: Any,
+    last: Any,
+    prompts: list[str],
+    stream: bool,
+    error: PenstockError,
+    status: int,
+    type: str,
+    retry_after: str | None,
+) -> None:
+    """Issue 12, point 24: the causes of an error were lost in a batch."""
+    causes = list(chain(error))
+
+    def script(request: Any) -> list[Any]:
+        return [Wait(1), Fail(error)] if request.prompt == "bad" else [Wait(60), token("a"), last()]
+
+    engine = ScriptedEngine(script)
+    answer = await complete(app({"m": engine}), prompt=prompts, stream=stream).run()
+    assert (answer.status, answer.json["type"]) == (status, type)
+    assert answer.response_headers.get("retry-after") == retry_after
+    assert list(chain(error)) == causes
+    assert engine.open == 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stream_without_an_item_is_no_answer(chat: Any, stream: bool) -> None:
     answer = await chat(app({"m": ScriptedEngine([])}), stream=stream).run()
@@ -136,6 +182,7 @@ async def test_the_status_of_overload_can_be_chosen(chat: Any) -> None:
     engine = ScriptedEngine([], fails=ResourceExhausted(SECRET))
     answer = await chat(app({"m": engine}, options=HttpOptions(overload_status=503))).run()
     assert (answer.status, answer.json["message"]) == (503, "Service temporarily overloaded")
+    assert answer.json["type"] == "Overloaded"
 
 
 async def test_an_unknown_model_is_not_found(chat: Any) -> None:

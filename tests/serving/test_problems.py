@@ -152,6 +152,18 @@ def test_the_type_of_an_error_is_its_status_in_words(status: int, reason: str) -
     assert frame == {"error": {"message": "m", "type": reason.lower().replace(" ", "_"), "code": status}}
 
 
+@pytest.mark.parametrize("cls", [errors.ResourceExhausted, errors.WorkerOverloaded])
+@pytest.mark.parametrize("status", [429, 503, 529, 599])
+def test_the_type_of_overload_is_the_same_under_every_status(cls: type[PenstockError], status: int) -> None:
+    """Issue 12, point 9: a client that tells overload from an outage reads the type."""
+    problem = explain(cls("text"), overload_status=status)
+    assert json.loads(problem.body())["type"] == "Overloaded"
+    assert json.loads(problem.frame().removeprefix(b"data: "))["error"]["type"] == "overloaded"
+    assert problem.status == status
+    outage = explain(errors.Unavailable("text"), overload_status=status)
+    assert json.loads(outage.body())["type"] == "Service Unavailable"
+
+
 def test_details_come_along() -> None:
     assert json.loads(Problem(500, "m", "internal", {"k": 1}).body())["details"] == {"k": 1}
 
