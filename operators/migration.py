@@ -83,18 +83,25 @@ class Migration(Operator[PreprocessedRequest, Item, PreprocessedRequest, Item]):
         self._max_seq_len_tokens = max_seq_len_tokens
         self._metrics = MigrationMetrics() if metrics is None else metrics
         self._tracer = tracer
+        self._warned: set[str] = set()
 
     async def generate(self, request: Context[PreprocessedRequest], next: Next) -> ResponseStream[Item]:
         if not self._limit:
             return await self._only_stream(request, next)
         if (reason := restriction(request.payload)) is not None:
-            _log.warning("request %s will not migrate: %s", request.id, reason)
+            self._log_restriction(request, reason)
             annotate(request, {"migration.off": reason})
             return await self._only_stream(request, next)
         journey = Journey(request, self._limit + 1)
         stream = await self._next_stream(journey, next)
         self._check_length(journey)
         return ResponseStream(self._continued(journey, stream, next), request, stream)
+
+    def _log_restriction(self, request: Context[PreprocessedRequest], reason: str) -> None:
+        """Warn of the first request with this reason only: a client that asks for it asks for it every time."""
+        level = logging.DEBUG if reason in self._warned else logging.WARNING
+        self._warned.add(reason)
+        _log.log(level, "request %s will not migrate: %s", request.id, reason)
 
     # -- the answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -189,6 +190,19 @@ async def test_requests_that_cannot_be_continued_fail_with_their_worker(
     assert isinstance(seen.raised, CannotConnect if fault is REFUSED else Disconnected)
     assert (len(world.asked), world.recorded.counts()) == (1, (int(fault is REFUSED), 0))
     assert [(one.levelname, "will not migrate" in one.message) for one in caplog.records] == [("WARNING", True)]
+
+
+async def test_each_reason_not_to_migrate_is_warned_of_once(
+    world_of: Any, asking: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue 12, points 9 and 25: with `n` above 1 there was a line for every request."""
+    caplog.set_level(logging.DEBUG, logger="operators.migration")
+    world = world_of(None)
+    for _ in range(3):
+        await world.ask(asking(sampling_options=SamplingOptions(n=2)))
+        await world.ask(asking(prompt_embeds="AAAA"))
+    lines = [(one.levelname, "choices" in one.message) for one in caplog.records if "will not migrate" in one.message]
+    assert lines == [("WARNING", True), ("WARNING", False), *[("DEBUG", True), ("DEBUG", False)] * 2]
 
 
 @pytest.mark.parametrize("fault", [broken(3), REFUSED])
