@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-_PLAIN = (int, float, str, bytes, bool, type(None), list, tuple, dict, set)
-_LONGEST_ARGUMENT = 40
+from .written import argument_texts
 
 
 class Stage:
-    """One place in a graph. Subclasses are operators and engines."""
+    """One place in a graph. Subclasses are operators and engines.
+
+    A stage prints as it was written, `Name(arguments)`, without what a reader has no use for and what may be a secret:
+
+    - an argument that is its parameter's default is left out, and so are functions given by keyword and observables;
+    - numbers, booleans, None and members of enums are printed as they are, stages as their own text;
+    - a text is printed if the parameter's type has it as a literal, if the class names the parameter in `shown_texts`,
+      or if it has at most three characters; any other is `...`, and so are bytes;
+    - a short list or tuple is printed item by item, any other collection as the number of its items;
+    - any other object is printed as its `__name__` or `name`, else as the name of its class.
+    """
 
     _written: tuple[tuple[Any, ...], dict[str, Any]]
     _name: str | None = None
@@ -20,6 +29,9 @@ class Stage:
 
     adds_time: bool = True
     """Whether the stage can take time of its own, so that a trace shows it."""
+
+    shown_texts: ClassVar[Sequence[str]] = ()
+    """Names of the parameters whose texts are never secret, so that they are printed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -48,19 +60,6 @@ class Stage:
 
     def __str__(self) -> str:
         args, kwargs = self._written
-        parts = [_argument(value) for value in args]
-        parts += [f"{key}={_argument(value)}" for key, value in kwargs.items()]
-        return f"{self.name}({', '.join(parts)})"
+        return f"{self.name}({', '.join(argument_texts(type(self), args, kwargs, self.shown_texts, Stage))})"
 
     __repr__ = __str__
-
-
-def _argument(value: object) -> str:
-    """The value as short text: as written if plain, else its own name, else its type's."""
-    if isinstance(value, Stage):
-        return str(value)
-    if isinstance(value, _PLAIN):
-        text = repr(value)
-        return text if len(text) <= _LONGEST_ARGUMENT else text[: _LONGEST_ARGUMENT - 3] + "..."
-    own = getattr(value, "__name__", None) or getattr(value, "name", None)
-    return own if isinstance(own, str) else type(value).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve
 
@@ -43,7 +43,9 @@ async def prefill_stage(
             prefill.workers.changes(),
             scheduler=runtime.scheduler,
             configs=configs_of(runtime.discovery.watch_models(endpoint.path)),
-            **_settings(decode, config),
+            settings=PrefillSettings(enforce_disagg=True) if config.enforce_disagg else None,
+            conditional=_conditional(decode, config),
+            rng=None if config.seed is None else Random(config.seed),
         ) as stage:
             yield stage
 
@@ -53,16 +55,8 @@ def prefill_endpoint(endpoint: EndpointId) -> EndpointId:
     return evolve(endpoint, component=DisaggregationMode.PREFILL.component)
 
 
-def _settings(decode: Routing, config: GraphConfig) -> dict[str, Any]:
-    """Only what is not left to its defaults is said, for a graph prints it.
-
-    Who decides which prompts are not worth it has to know what is cached, so there is one with the router `kv` only.
-    """
-    said: dict[str, Any] = {}
-    if config.enforce_disagg:
-        said["settings"] = PrefillSettings(enforce_disagg=True)
-    if decode.chooser is not None and config.kv_router.conditional_disagg_enabled:
-        said["conditional"] = ConditionalDisaggregation(config.kv_router, decode.chooser, decode.chooser.worker_configs)
-    if config.seed is not None:
-        said["rng"] = Random(config.seed)
-    return said
+def _conditional(decode: Routing, config: GraphConfig) -> ConditionalDisaggregation | None:
+    """What decides which prompts are not worth a prefill; only the chooser of the router `kv` knows what is cached."""
+    if decode.chooser is None or not config.kv_router.conditional_disagg_enabled:
+        return None
+    return ConditionalDisaggregation(config.kv_router, decode.chooser, decode.chooser.worker_configs)

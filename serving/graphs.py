@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from time import perf_counter, time_ns
-from typing import Any
 
 from attrs import frozen
 
@@ -108,8 +107,8 @@ def line(
     prefill: PrefillRouter | None = None,
 ) -> StandardGraph:
     """The stages in order."""
-    lenient = {"ignore_unsupported": True} if config.ignore_unsupported else {}  # a graph prints as it was written
-    preprocess = Preprocess(model, wall_ms=wall_ms, perf_s=perf_counter, **lenient)
+    lenient = config.ignore_unsupported
+    preprocess = Preprocess(model, ignore_unsupported=lenient, wall_ms=wall_ms, perf_s=perf_counter)
     routed = routing.router if prefill is None else prefill >> routing.router
     detokenized = Detokenize(model) >> routed
     if config.migration_limit:
@@ -129,10 +128,8 @@ def token_line(
 
 
 def _migration(config: GraphConfig, hosting: Hosting) -> Migration:
-    """Only what is not left to its defaults is said, for a graph prints it."""
-    said: dict[str, Any] = {}
+    """As configured; it counts where something counts at all."""
+    metrics = None
     if hosting.metrics is not None:
-        said["metrics"] = MigrationMetrics(hosting.metrics.meter, prefix=hosting.environment.get("DYN_METRICS_PREFIX"))
-    if config.migration_max_seq_len_tokens is not None:
-        said["max_seq_len_tokens"] = config.migration_max_seq_len_tokens
-    return Migration(config.migration_limit, **said)
+        metrics = MigrationMetrics(hosting.metrics.meter, prefix=hosting.environment.get("DYN_METRICS_PREFIX"))
+    return Migration(config.migration_limit, max_seq_len_tokens=config.migration_max_seq_len_tokens, metrics=metrics)

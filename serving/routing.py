@@ -138,12 +138,16 @@ def router_of(
     worker_type: WorkerType = "aggregated",
     **judging: Any,
 ) -> PushRouter[Any, Any]:
-    """The router as configured; only what is not left to its defaults is said, for a graph prints it."""
-    how: dict[str, Any] = judging | {"exclusion_s": exclusion_s(environment)}
-    if (silence_timeout_s := seconds(environment.get(SILENCE_ENV), 1.0)) is not None:
-        how["silence_timeout_s"] = silence_timeout_s + (_WAITS_FOR_BLOCKS_S if worker_type == "decode" else 0.0)
-    if config.seed is not None:
-        how["rng"] = Random(config.seed)
-    if config.router == "device-aware":
-        return PushRouter(workers, pick=DeviceAware(cuda_to_cpu_ratio(environment)), **how)
-    return PushRouter(workers, _MODES[config.router], **how)
+    """The router as configured; `judging` are the arguments of PushRouter that tell who is busy."""
+    silence_timeout_s = seconds(environment.get(SILENCE_ENV), 1.0)
+    if silence_timeout_s is not None and worker_type == "decode":
+        silence_timeout_s += _WAITS_FOR_BLOCKS_S
+    return PushRouter(
+        workers,
+        _MODES.get(config.router),
+        rng=None if config.seed is None else Random(config.seed),
+        pick=DeviceAware(cuda_to_cpu_ratio(environment)) if config.router == "device-aware" else None,
+        exclusion_s=exclusion_s(environment),
+        silence_timeout_s=silence_timeout_s,
+        **judging,
+    )

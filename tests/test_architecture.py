@@ -33,7 +33,7 @@ MAY_IMPORT = {
 """Folder of the product, or its pytest plugin -> the folders of this repository it may import."""
 
 CORE = (
-    *("errors", "loop", "once", "stage", "declared", "draw"),
+    *("errors", "loop", "once", "written", "stage", "declared", "draw"),
     *("control", "registry", "context", "racing", "annotated", "stream", "engine", "operator", "segment"),
 )
 """Modules of the core in order: each imports only what stands to its left, so a new one must take its place here."""

@@ -42,6 +42,8 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
     `aclose` closes every connection.
     """
 
+    shown_texts = ("model",)
+
     def __init__(
         self,
         address: Address,

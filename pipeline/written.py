@@ -1,0 +1,142 @@
+"""The arguments of a call as text that a reader can use, and that holds no secret.
+
+What is left out, and what is elided, is in the docstring of `Stage`.
+"""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from inspect import Parameter, isclass, isroutine, signature
+from os import PathLike
+from typing import Any, Literal, get_args, get_origin
+
+from attrs import frozen
+
+ELIDED = "..."
+_PLAIN = (int, float, complex, bool, type(None))
+_COLLECTIONS = (list, tuple, set, frozenset, dict)
+_SHORT_TEXT = 3
+"""A text of so many characters is printed: it is too short for a secret."""
+_LONGEST_ARGUMENT = 40
+
+IsShown = Callable[[str], bool]
+"""Whether a text may be printed."""
+
+
+def argument_texts(
+    made: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any], shown: Sequence[str], stages: type[Any]
+) -> Iterator[str]:
+    """The arguments that `made` was called with, in their order.
+
+    `shown` names the parameters whose texts may be printed. An instance of `stages` prints as it prints itself.
+    """
+    parameters = _Parameters(made)
+    given = [(value, parameters.at(place)) for place, value in enumerate(args)]
+    while given and (_is_default(*given[-1]) or _is_source(given[-1][0])):
+        given.pop()
+    for value, parameter in given:
+        yield ELIDED if _is_source(value) else _text(value, parameters.shows(parameter, shown), stages)
+    for name, value in kwargs.items():
+        parameter = parameters.named(name)
+        if not (_is_default(value, parameter) or _is_source(value) or isroutine(value)):
+            yield f"{name}={_text(value, parameters.shows(parameter, shown, name), stages)}"
+
+
+@frozen
+class _Parameters:
+    """The parameters of a class's `__init__`."""
+
+    made: type[Any]
+
+    @property
+    def _all(self) -> list[Parameter]:
+        return list(signature(self.made.__init__).parameters.values())[1:]
+
+    def at(self, place: int) -> Parameter | None:
+        """The one that takes the positional argument at this place."""
+        by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        found = [one for one in self._all if one.kind in by_place]
+        return found[place] if place < len(found) else self._of_kind(Parameter.VAR_POSITIONAL)
+
+    def named(self, name: str) -> Parameter | None:
+        """The one that takes the keyword argument of this name."""
+        return next((one for one in self._all if one.name == name), self._of_kind(Parameter.VAR_KEYWORD))
+
+    def shows(self, parameter: Parameter | None, shown: Sequence[str], name: str | None = None) -> IsShown:
+        """Which texts of the parameter may be printed; `name` is that of the argument, if it was given one."""
+        if parameter is not None and (parameter.name in shown or name in shown):
+            return lambda text: True
+        literals = set() if parameter is None else set(_literals(self._hint(parameter)))
+        return lambda text: len(text) <= _SHORT_TEXT or text in literals
+
+    def _of_kind(self, kind: object) -> Parameter | None:
+        return next((one for one in self._all if one.kind == kind), None)
+
+    def _hint(self, parameter: Parameter) -> Any:
+        """The parameter's type; None where it is meant for type checkers only, or there is none."""
+        owner = next(cls for cls in self.made.__mro__ if "__init__" in cls.__dict__)
+
+        def alone() -> None: ...
+
+        alone.__annotations__ = {"one": parameter.annotation}
+        try:
+            return typing.get_type_hints(alone, vars(sys.modules[owner.__module__]))["one"]
+        except Exception:  # whatever evaluating a foreign annotation raises
+            return None
+
+
+def _literals(hint: Any) -> Iterator[str]:
+    """The texts that a type consists of, at any depth."""
+    if get_origin(hint) is Literal:
+        yield from (text for text in get_args(hint) if isinstance(text, str))
+        return
+    for inner in get_args(hint):
+        yield from _literals(inner)
+
+
+def _is_default(value: object, parameter: Parameter | None) -> bool:
+    if parameter is None or parameter.default is Parameter.empty:
+        return False
+    default = parameter.default
+    return value is default or (type(value) is type(default) and isinstance(value, (*_PLAIN, str)) and value == default)
+
+
+def _is_source(value: object) -> bool:
+    """Whether it is an observable: what comes from it is seen when it comes, its class says nothing."""
+    return callable(getattr(value, "subscribe", None)) and not isclass(value)
+
+
+def _text(value: object, is_shown: IsShown, stages: type[Any]) -> str:
+    if isinstance(value, stages):
+        return str(value)
+    if isinstance(value, Enum):
+        return f"{type(value).__name__}.{value.name}"
+    if type(value) in _PLAIN:
+        return _shortened(repr(value))
+    if isinstance(value, str):
+        return _shortened(repr(str(value))) if is_shown(value) else ELIDED
+    if isinstance(value, bytes | bytearray | memoryview):
+        return ELIDED
+    if type(value) in _COLLECTIONS:
+        return _collection(value, is_shown, stages)
+    own = getattr(value, "__name__", None) or getattr(value, "name", None)
+    is_named = isinstance(own, str) and not isinstance(value, PathLike)
+    return _shortened(own) if is_named else type(value).__name__
+
+
+def _collection(value: Any, is_shown: IsShown, stages: type[Any]) -> str:
+    """A short list or tuple as it was written, anything else by how much is in it."""
+    opening, closing = {list: "[]", tuple: "()"}.get(type(value), "{}")
+    if opening != "{" and not any(type(item) in _COLLECTIONS for item in value):
+        end = "," if opening == "(" and len(value) == 1 else ""
+        text = f"{opening}{', '.join(_text(item, is_shown, stages) for item in value)}{end}{closing}"
+        if len(text) <= _LONGEST_ARGUMENT:
+            return text
+    return f"{opening}{len(value)} item{'' if len(value) == 1 else 's'}{closing}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_ARGUMENT else text[: _LONGEST_ARGUMENT - 3] + "..."
