@@ -19,6 +19,7 @@ from anyio.lowlevel import current_token
 from attrs import evolve
 
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, Once, PenstockError, ResponseStream, until_killed
+from pipeline.foreign import raise_if_ours
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.tracing import OpenSpan, annotate, link_to, trace_link
 
@@ -79,15 +80,9 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         try:
             made = self.engine.generate(payload, call.context)
             chunks = await _unless_killed(made, request) if isawaitable(made) else made
-        except Exception as error:
-            raised = engine_error(error)
-            if not (is_cancellation(raised) and request.is_stopped):
-                call.fails(raised, kind="setup_failed")
-            call.end()
+        except BaseException as error:
+            raised = call.refused(error)
             raise raised from (error if raised is not error else error.__cause__)
-        except BaseException:
-            call.end()
-            raise
         call.begin()
         call.ended = Once(call.end)
         return ResponseStream(self._items(chunks, call), request, call.ended)
@@ -118,7 +113,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
                     return
             if not control.is_killed and (last := call.cut_short()) is not None:
                 yield Annotated(last)
-        except Exception as error:
+        except BaseException as error:
             item = call.failed(error)
             await self._close(source, call)  # what the request held is free before anybody sees the error
             if item is not None:
@@ -133,7 +128,8 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         """Ends the engine's generator. What it raises then comes too late for the reader, and is logged."""
         try:
             await source.aclose()
-        except Exception:
+        except BaseException as error:
+            raise_if_ours(error)
             _log.exception("closing the chunks of request %r failed", call.request.id)
 
     def record(self, payload: PreprocessedRequest) -> GenerateRecord | None:
@@ -154,7 +150,8 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         """Tells the engine that the request is given up."""
         try:
             await self.engine.abort(context)
-        except Exception:
+        except BaseException as error:
+            raise_if_ours(error)
             _log.exception("abort of request %r failed", context.id)
 
 
@@ -226,8 +223,23 @@ class _Call:
         last = self._rules.cut_short(stopped=self.request.is_stopped)
         return None if last is None else self._last(last)
 
-    def failed(self, error: Exception) -> Annotated[LLMEngineOutput] | None:
-        """What ends a stream whose engine raised; None after a kill."""
+    def refused(self, error: BaseException) -> PenstockError:
+        """What the caller gets whose request the engine did not take; the call is over.
+
+        Raises what is not the engine's, such as a cancellation of the caller.
+        """
+        try:
+            raise_if_ours(error)
+            raised = engine_error(error)
+            if not (is_cancellation(raised) and self.request.is_stopped):
+                self.fails(raised, kind="setup_failed")
+        finally:
+            self.end()
+        return raised
+
+    def failed(self, error: BaseException) -> Annotated[LLMEngineOutput] | None:
+        """What ends a stream whose engine raised; None after a kill. Raises what is not the engine's."""
+        raise_if_ours(error)
         if self.request.is_killed:
             return None
         raised = engine_error(error)

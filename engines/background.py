@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from pipeline.foreign import raise_if_ours
+
 if TYPE_CHECKING:
     from pipeline.rx import AnyIOScheduler
 
@@ -35,7 +37,8 @@ class Background:
             try:
                 with scope:
                     await work()
-            except Exception:
+            except BaseException as error:
+                raise_if_ours(error)
                 _log.exception("a background task of a worker failed")
             finally:
                 self._running.pop(key, None)

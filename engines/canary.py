@@ -17,6 +17,7 @@ from anyio.lowlevel import current_token
 from attrs import frozen
 
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
+from pipeline.foreign import raise_if_ours
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from .environment import is_true, positive_seconds
@@ -68,7 +69,8 @@ async def choose_payload(
     if payload is None:
         try:
             payload = await engine.health_check_payload()
-        except Exception:
+        except BaseException as error:
+            raise_if_ours(error)
             _log.warning("the engine gave no health payload; it is not probed", exc_info=True)
     if payload is None:
         return None

@@ -5,8 +5,10 @@ Source: dynamo lib/backend-common/src/validator.rs and error.rs. Other than ther
 
 from __future__ import annotations
 
+from anyio import get_cancelled_exc_class
+
 from pipeline import Cancelled, ContractViolation, PenstockError, StreamIncomplete
-from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown
+from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, described
 from pipeline.protocols import FinishReason, LLMEngineOutput
 
 
@@ -69,12 +71,17 @@ class ChunkRules:
         raise StreamIncomplete(str(broken)) from broken
 
 
-def engine_error(error: Exception) -> PenstockError:
-    """What an engine raised, as an error of the tree: its own stays, a foreign one becomes a BackendError."""
+def engine_error(error: BaseException) -> PenstockError:
+    """What an engine raised, as an error of the tree: its own stays, a foreign one becomes a BackendError.
+
+    A cancellation nobody asked for, as of a task of the engine's own, becomes BackendCancelled.
+    """
     if isinstance(error, PenstockError):
         return error
     kind = BackendInvalidArgument if isinstance(error, ValueError | TypeError) else BackendUnknown
-    return kind(str(error) or type(error).__name__, cause=error)
+    if not isinstance(error, Exception) and isinstance(error, get_cancelled_exc_class()):
+        kind = BackendCancelled
+    return kind(described(error), cause=error)
 
 
 def is_cancellation(error: PenstockError) -> bool:

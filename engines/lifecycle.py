@@ -18,6 +18,7 @@ from typing import Literal
 import anyio
 
 from pipeline import ContractViolation, EngineShutdown
+from pipeline.foreign import raise_if_ours
 
 from .chunk_rules import engine_error
 from .engine_metrics import EngineMetrics, Step
@@ -68,9 +69,10 @@ def engine_errors() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as caught:
+    except BaseException as caught:
+        raise_if_ours(caught)
         error = caught
-        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
             (error,) = error.exceptions
         raised = engine_error(error)
         raise raised from (error if raised is not error else error.__cause__)
@@ -136,7 +138,8 @@ class Lifecycle:
         began_s = anyio.current_time()
         try:
             await work()
-        except Exception:
+        except BaseException as error:
+            raise_if_ours(error)
             _log.exception("%s of %s failed", step, type(self._engine).__name__)
         finally:
             self._metrics.took(step, anyio.current_time() - began_s)

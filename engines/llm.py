@@ -75,7 +75,8 @@ class LLMEngine(ABC):
     L6. Requests run at the same time and do not affect each other.
     L7. `cleanup` may come twice, and after a `start` that failed.
 
-    An engine that raises loses this request only; the error keeps its class, a foreign one becomes a `BackendError`.
+    An engine that raises loses this request only, whatever it raises. Its error keeps its class; a foreign one becomes
+    a `BackendError`, and so does what is no Exception, as that of `sys.exit()` or a Rust panic.
     """
 
     hears_kill: ClassVar[bool] = False

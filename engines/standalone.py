@@ -7,7 +7,8 @@ async with as_engine(MyEngine()) as engine:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,9 +16,11 @@ import anyio
 from anyio.abc import TaskGroup
 
 from pipeline import Annotated, AsyncEngine, Context, EngineShutdown, ResponseStream
+from pipeline.foreign import raise_if_ours
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from .adapter import RequestAdapter
+from .chunk_rules import engine_error
 from .llm import EngineConfig, LLMEngine
 from .roles import DisaggregationMode
 
@@ -59,13 +62,14 @@ class StandaloneEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
 
     async def __aenter__(self) -> Self:
         try:
-            self.config = await self.engine.start(self._worker_id)
+            with _exceptions_only():
+                self.config = await self.engine.start(self._worker_id)
         except BaseException:
             await self._clean_up()
             raise
         self._is_due = anyio.Event()
         self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(self.engine.background)
+        self._tasks.start_soon(self._run_engine)
         self._tasks.start_soon(self._run_due, self._tasks)
         return self
 
@@ -105,18 +109,36 @@ class StandaloneEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
             for work in due:
                 tasks.start_soon(work)
 
+    async def _run_engine(self) -> None:
+        with _exceptions_only():
+            await self.engine.background()
+
     async def _drain(self) -> None:
         try:
             await self.engine.drain()
-        except Exception:
+        except BaseException as error:
+            raise_if_ours(error)
             _log.exception("%s failed to drain", self._adapter)
 
     async def _clean_up(self) -> None:
         with anyio.CancelScope(shield=True):
             try:
                 await self.engine.cleanup()
-            except Exception:
+            except BaseException as error:
+                raise_if_ours(error)
                 _log.exception("%s failed to clean up", self._adapter)
+
+
+@contextmanager
+def _exceptions_only() -> Iterator[None]:
+    """Lets an engine's Exceptions through as they are; what would end the loop becomes a BackendError."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise_if_ours(error)
+        raise engine_error(error) from error
 
 
 async def _ended(tasks: TaskGroup, *, beside: Exception) -> None:

@@ -25,6 +25,7 @@ import anyio
 
 from pipeline import AsyncEngine, Control, PenstockError, StreamClosed
 from pipeline.errors import BackendCancelled
+from pipeline.foreign import raise_if_ours
 from pipeline.prometheus_text import with_labels
 from pipeline.protocols.kv_events import KV_EVENTS_TOPIC
 
@@ -171,7 +172,8 @@ class Worker:
             return ""
         try:
             text = with_labels(self._bindings.native_text(), dict(self.config.metrics_labels) | self._labels)
-        except Exception:  # whoever shows it has metrics of others to show
+        except BaseException as error:  # the page has the metrics of others to show
+            raise_if_ours(error)
             _log.exception("%s has no metrics", self)
             return ""
         return text if text.endswith("\n") else text + "\n"
@@ -351,7 +353,7 @@ class Worker:
         except PenstockError as failure:
             _log.exception("%s failed in the background", self)
             self._give_up(failure)
-        except anyio.get_cancelled_exc_class():  # by us, or by the engine, whose own task was cancelled
+        except anyio.get_cancelled_exc_class():
             self._give_up(BackendCancelled("the engine's background was cancelled"))
             raise
 

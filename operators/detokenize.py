@@ -16,7 +16,9 @@ from pipeline import (
     ContractViolation,
     Operator,
     ResponseStream,
+    to_error,
 )
+from pipeline.foreign import foreign_errors, raise_if_ours
 from pipeline.protocols import BackendOutput, FinishReason, LLMEngineOutput, PreprocessedRequest, TopLogprob
 
 from .choice_decoder import ChoiceDecoder, StopRules
@@ -53,7 +55,8 @@ class Detokenize(
         request: Context[PreprocessedRequest],
         next: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]],
     ) -> ResponseStream[Annotated[BackendOutput]]:
-        decoding = Decoding(self._tokenizer, request.payload)
+        with foreign_errors():
+            decoding = Decoding(self._tokenizer, request.payload)
         below = request.child(request.payload)
         stream = await next.generate(below)
         return ResponseStream(_decode(stream, below, decoding), request, stream)
@@ -77,8 +80,9 @@ async def _decode(
                     yield ready
                 if decoding.is_over:
                     return
-        except Exception as error:
-            failure = error
+        except BaseException as error:
+            raise_if_ours(error)
+            failure = error if isinstance(error, Exception) else to_error(error)
         for last in [*decoding.rest(is_broken=bool(errors or failure)), *errors]:
             if not below.is_killed:
                 yield last

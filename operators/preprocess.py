@@ -6,7 +6,15 @@ from collections.abc import AsyncGenerator, Callable
 
 import anyio
 
-from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Context,
+    InvalidArgument,
+    Operator,
+    ResponseStream,
+)
+from pipeline.foreign import foreign_errors
 from pipeline.phase import TRACKER, track_request
 from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
@@ -80,7 +88,8 @@ class Preprocess(
         asked = request.payload
         tracker = None if self._wall_ms is None else track_request(self._wall_ms)
         validate(asked, ignore_unsupported=self._ignore_unsupported)
-        payload, annotations = preprocess(asked, self.model, request.id, self._encoder(tracker))
+        with foreign_errors():  # of a tokenizer or a template, whose panic is no Exception
+            payload, annotations = preprocess(asked, self.model, request.id, self._encoder(tracker))
         request.registry.insert_shared(PROMPT_TOKENS, len(payload.token_ids))
         if tracker is None:
             stream = await next.generate(request.with_payload(payload))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline import CodecError, InvalidArgument
+from pipeline.foreign import raise_if_ours
 
 from .text_decoder import PieceDecoder, Pieces, TextDecoder, WindowDecoder
 
@@ -25,7 +26,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of the text, special tokens written out in it included, none added.
 
-        Raises InvalidArgument for text that is no Unicode.
+        Raises InvalidArgument for text that is no Unicode, CodecError for text the tokenizer fails on.
         """
         ...
 
@@ -85,18 +86,21 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         checked_unicode(text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:  # a panic of the library too
+            raise_if_ours(error)
+            raise CodecError(f"the tokenizer failed on a text of {len(text)} characters: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         for token_id in token_ids:
             self._spelling(token_id)
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._decode(token_ids, skip_special_tokens)
 
     def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> TextDecoder:
         if self._joins_bytes:
             return PieceDecoder(self._pieces[skip_special_tokens], prompt)
-        decode = self._tokenizer.decode
-        return WindowDecoder(lambda ids: decode(ids, skip_special_tokens), self._spelling, prompt)
+        return WindowDecoder(lambda ids: self._decode(ids, skip_special_tokens), self._spelling, prompt)
 
     def token_bytes(self, token_id: int) -> bytes:
         spelling = self._spelling(token_id)
@@ -112,6 +116,13 @@ class HuggingFaceTokenizer:
 
     def first_unknown(self, token_ids: Sequence[int]) -> int | None:
         return next((place for place, token_id in enumerate(token_ids) if token_id not in self._ids), None)
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise_if_ours(error)
+            raise CodecError(f"the tokenizer failed on {len(token_ids)} tokens: {error}") from error
 
     def _shown_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special else self.token_bytes(token_id)

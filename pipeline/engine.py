@@ -13,6 +13,7 @@ from attrs import frozen
 from .context import Context
 from .declared import handler_types
 from .errors import GraphError, PenstockError, to_error
+from .foreign import raise_if_ours
 from .racing import until_killed
 from .stage import Stage
 from .stream import ResponseStream
@@ -60,8 +61,8 @@ class FunctionEngine(AsyncEngine[In, Out]):
         async def count(to: int, context: Context) -> AsyncIterator[int]: ...
 
     The function hears of a stop through the context and should end early; a kill ends its stream even if it waits.
-    What it raises goes to the reader, a foreign exception as `Unknown`. Raises GraphError for a function that does not
-    yield its items.
+    Whatever it raises goes to the reader, a foreign exception as `Unknown`, that of `sys.exit()` too. Raises GraphError
+    for a function that does not yield its items.
     """
 
     def __init__(self, handler: Handler[In, Out]) -> None:
@@ -86,7 +87,8 @@ class FunctionEngine(AsyncEngine[In, Out]):
                     yield item
         except PenstockError:
             raise
-        except Exception as error:
+        except BaseException as error:
+            raise_if_ours(error)
             raise to_error(error) from error
 
 

@@ -336,6 +336,14 @@ def blames_worker(error: BaseException) -> bool:
     return any(link.facts.blames_worker for link in chain(error) if isinstance(link, PenstockError))
 
 
+def described(error: BaseException) -> str:
+    """The error's text, never empty. One that is no Exception carries its class: `SystemExit: 3`."""
+    text, name = str(error), type(error).__name__
+    if not text:
+        return name
+    return text if isinstance(error, Exception) else f"{name}: {text}"
+
+
 def to_error(exception: BaseException) -> PenstockError:
     """The exception as one of the tree.
 
@@ -349,9 +357,6 @@ def to_error(exception: BaseException) -> PenstockError:
     links = list(chain(exception))
     converted: PenstockError | None = None
     for link in reversed(links):
-        if isinstance(link, PenstockError):
-            converted = link
-        else:
-            converted = Unknown(str(link) or type(link).__name__, cause=converted)
+        converted = link if isinstance(link, PenstockError) else Unknown(described(link), cause=converted)
     assert converted is not None
     return converted

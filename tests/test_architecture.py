@@ -34,7 +34,8 @@ MAY_IMPORT = {
 
 CORE = (
     *("errors", "loop", "once", "written", "stage", "declared", "draw"),
-    *("control", "registry", "context", "racing", "annotated", "stream", "engine", "operator", "segment"),
+    *("control", "registry", "context", "racing", "foreign"),
+    *("annotated", "stream", "engine", "operator", "segment"),
 )
 """Modules of the core in order: each imports only what stands to its left, so a new one must take its place here."""
 
@@ -49,7 +50,7 @@ FACES = {
     ),
     *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
     *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
-    *("pipeline.block_hash", "pipeline.loop", "pipeline.prometheus_text"),
+    *("pipeline.block_hash", "pipeline.loop", "pipeline.prometheus_text", "pipeline.foreign"),
     *("operators", "operators.kv", "operators.prefill", "engines", "engines.mocker"),
     *("serving", "serving.graphs", "serving.http", "serving.live", "serving.openai", "serving.replay"),
 }
@@ -97,9 +98,13 @@ NAMED_IN_TYPES = {("pipeline/stream.py", "reactivex")}
 LOOPS_AND_CLOCKS = {"asyncio": "anyio", "trio": "anyio", "time": "anyio's clock"}
 """What pipeline, operators and engines do not import, and what they use instead."""
 
-LOOPS_ALLOWED = {"pipeline/testing/*.py": {"asyncio", "trio"}, "pipeline/racing.py": {"asyncio"}}
-"""Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries, and racing by
-asyncio's own means costs a tenth."""
+LOOPS_ALLOWED = {
+    "pipeline/testing/*.py": {"asyncio", "trio"},
+    "pipeline/racing.py": {"asyncio"},
+    "pipeline/foreign.py": {"asyncio"},
+}
+"""Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries, racing by asyncio's
+own means costs a tenth, and only asyncio knows whether a task of its own was cancelled."""
 
 WALL_CLOCK: set[str] = set()
 """Files that may ask for the time of day, to write it into a record and never to wait or to decide."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from pipeline import AsyncEngine, Context, Disconnected, InvalidArgument, Once, PenstockError, ResponseStream, to_error
+from pipeline.foreign import raise_if_ours
 
 from .call_meter import CallMeter
 from .names import Instance
@@ -100,7 +101,8 @@ class InProcessServing(Serving):
     async def _ask(self, call: Context[Any], request: Context[Any]) -> ResponseStream[Any]:
         try:
             return await self._engine.generate(call)
-        except Exception as error:
+        except BaseException as error:
+            raise_if_ours(error)
             self._fail(request, error)
             raise
 
@@ -113,7 +115,8 @@ class InProcessServing(Serving):
                     yield item
             if self._is_lost_to(request):
                 raise self._lost()
-        except Exception as error:
+        except BaseException as error:
+            raise_if_ours(error)
             self._fail(request, error)
             raise
         finally:
@@ -126,7 +129,7 @@ class InProcessServing(Serving):
     def _lost(self) -> Disconnected:
         return Disconnected(f"{self._instance} was lost")
 
-    def _fail(self, request: Context[Any], error: Exception) -> None:
+    def _fail(self, request: Context[Any], error: BaseException) -> None:
         """Counts the error, and raises what the caller gets in its place, if it is not the error itself."""
         if self._meter is not None:
             self._meter.failed()

@@ -15,8 +15,9 @@ import anyio
 from attrs import define, field
 
 from operators import PROMPT_TOKENS
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, ResponseTimeout, StreamIncomplete
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, ResponseTimeout, StreamIncomplete, to_error
 from pipeline.errors import BackendUnknown
+from pipeline.foreign import raise_if_ours
 from pipeline.phase import tracker_of
 from pipeline.protocols import BackendOutput
 
@@ -93,6 +94,16 @@ class Generation:
         return part
 
     async def _read(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
+        """Reads one prompt's stream. Whatever a stage raises comes as an Exception: it loses this request only."""
+        try:
+            await self._read_stream(context, prompt, delivery)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise_if_ours(error)
+            raise to_error(error) from error
+
+    async def _read_stream(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
         leading, begun, finished = 0, False, False
         self._readers += 1
         async with await self.graph.generate(context) as stream:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from operators import ByteTokenizer, Detokenize, Model
-from pipeline import Annotated, Context, Disconnected, Segment, link
+from pipeline import Annotated, Context, Disconnected, Segment, Unknown, link
 from pipeline.protocols import (
     BackendOutput,
     CompletionUsage,
@@ -295,3 +295,27 @@ async def test_the_operator_contract_holds() -> None:
     items = [said(chr(97 + i % 26)) for i in range(60)]
     for request in (asked(), asked(stop=["never", "ab!"]), asked(stop_token_ids=[ord("z")])):
         await check_operator(lambda: Detokenize(Model.byte_level()), request=request, items=items)
+
+
+class Panic(BaseException):
+    """As a Rust library raises it."""
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_whatever_a_decoder_raises_is_an_error_of_the_tree(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 12, point 23."""
+
+    def panic(*_: Any, **__: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    model, below = Model.byte_level(), Below([said("a"), said("b")])
+    if at_once:
+        monkeypatch.setattr(model.tokenizer, "decoder", panic)
+    else:
+        monkeypatch.setattr("operators.choice_decoder.ChoiceDecoder.feed", panic)
+    graph: Segment[Any, Any] = link(Detokenize(model), below)
+    with watch_streams() as streams, pytest.raises(Unknown, match="Panic: index out of bounds"):
+        await (await graph.generate(Context(asked()))).collect()
+    assert (streams.open, below.open) == ([], 0)

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from operators import PROMPT_TOKENS, ByteTokenizer, Model, Preprocess
-from pipeline import Annotated, AnyContext, Context, InvalidArgument, ResponseStream, Segment, link
+from pipeline import Annotated, AnyContext, Context, InvalidArgument, ResponseStream, Segment, Unknown, link
 from pipeline.codec import from_plain
 from pipeline.protocols import BackendOutput, OutputOptions, PreprocessedRequest, RouterParams, StopConditions
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
@@ -240,3 +240,20 @@ async def test_the_length_of_the_prompt_is_left_for_whoever_counts() -> None:
     request = Context(CompletionRequest(model="echo", prompt="four"))
     await (await (Preprocess(Model.byte_level()) >> ScriptedEngine([])).generate(request)).collect()
     assert request.registry.get(PROMPT_TOKENS, int) == 4
+
+
+class Panic(BaseException):
+    """As a Rust library raises it."""
+
+
+class Panics(ByteTokenizer):
+    def encode(self, text: str) -> list[int]:
+        raise Panic("index out of bounds")
+
+
+async def test_whatever_a_tokenizer_raises_is_an_error_of_the_tree() -> None:
+    """Issue 12, point 23."""
+    model = evolve(Model.byte_level("m"), tokenizer=Panics())
+    with pytest.raises(Unknown, match="Panic: index out of bounds") as failed:
+        await preprocessed(chat(), model)
+    assert isinstance(failed.value.__cause__, Panic)

@@ -217,3 +217,15 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, byte_level_json:
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(CodecError, match="not a tokenizer"):
         HuggingFaceTokenizer.from_file(path)
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_tree() -> None:
+    """Issue 12, point 23: a text on which the tokenizer's expression gives up."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    hard = tokenizers.Regex("(a+a+)+[xy]")
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(hard, behavior="isolated")
+    tokenizer = HuggingFaceTokenizer(library)
+    with pytest.raises(CodecError, match="a text of 30 characters") as failed:
+        tokenizer.encode("a" * 30)
+    assert not isinstance(failed.value.__cause__, Exception)
+    assert tokenizer.encode("a") == [0]

@@ -30,7 +30,10 @@ ANNOTATION = Annotated[Any].from_annotation("token_ids", [1])
 INTERNAL = {"message": "Internal server error", "type": "Internal Server Error", "code": 500}
 
 
-def early(error: Exception) -> list[tuple[str, ScriptedEngine]]:
+WRECKS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)]
+
+
+def early(error: BaseException) -> list[tuple[str, ScriptedEngine]]:
     """Engines that fail with the error at each place before their first item."""
     return [
         ("generate raises", ScriptedEngine([], fails=error)),
@@ -335,3 +338,41 @@ async def test_what_cannot_be_done_is_refused_by_name(
     answer = await post(app({"m": graph}), stream=stream, **fields).run()
     assert answer.status == 400
     assert field in answer.json["message"].lower()
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)], ids=repr
+)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("place", range(5), ids=[name for name, _ in early(ValueError())])
+async def test_whatever_is_raised_before_the_first_item_is_a_status(
+    chat: Any, place: int, stream: bool, error: BaseException
+) -> None:
+    """Issue 12, point 23: of a graph whose stages translate nothing."""
+    _, engine = early(error)[place]
+    with watch_streams() as streams:
+        exchange = await chat(app({"m": engine}), stream=stream).run()
+    assert (exchange.status, exchange.json) == (500, INTERNAL)
+    assert not streams.open
+    assert engine.open == 0
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)], ids=repr
+)
+async def test_whatever_is_raised_in_the_middle_is_an_error_frame(chat: Any, token: Any, error: BaseException) -> None:
+    """Issue 12, point 23."""
+    engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
+    exchange = await chat(app({"m": engine}), stream=True).run()
+    *_, said = exchange.chunks
+    assert exchange.status == 200
+    assert said == {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+    assert engine.open == 0
+
+
+async def test_whatever_one_prompt_of_many_raises_is_a_status(complete: Any, token: Any, last: Any) -> None:
+    """Issue 12, point 23: a task of its own would end the loop."""
+    engine = ScriptedEngine(lambda request: [Fail(SystemExit(3))] if request.prompt == "b" else [token("a"), last()])
+    exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()
+    assert (exchange.status, exchange.json) == (500, INTERNAL)
+    assert engine.open == 0

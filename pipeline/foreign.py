@@ -1,0 +1,145 @@
+"""What foreign code raises, told from what ends the task that runs it.
+
+An engine, a tokenizer or a user's function may raise anything: `sys.exit()`, KeyboardInterrupt, the panic of a Rust
+library, a CancelledError of a task of its own. Let through, each of them ends the event loop, or a request without an
+answer. The places that call foreign code therefore catch BaseException:
+
+    except BaseException as error:
+        raise_if_ours(error)
+        raise to_error(error) from error        # `with foreign_errors():` does both
+
+| what came                           | it is ours, and goes on                                           |
+|-------------------------------------|-------------------------------------------------------------------|
+| an Exception                        | never                                                             |
+| the loop's cancellation             | while the running task is being cancelled                         |
+| KeyboardInterrupt                   | unless a statement of foreign code raised it: it is a real Ctrl-C |
+| GeneratorExit                       | the same: a generator or a coroutine is being closed              |
+| anything a signal handler raised    | always                                                            |
+| an exception group                  | the part of it that is ours; the rest is logged                   |
+| any other BaseException             | never                                                             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from types import CodeType, TracebackType
+from typing import Any
+
+from anyio import NoEventLoopError, current_effective_deadline, get_cancelled_exc_class
+from anyio.lowlevel import current_token
+
+from .errors import PenstockError, to_error
+
+_log = logging.getLogger(__name__)
+
+_LOOPS = ("asyncio", "trio")
+"""Libraries that raise KeyboardInterrupt themselves, to hand on a Ctrl-C."""
+
+_RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
+
+
+def raise_if_ours(error: BaseException) -> None:
+    """Raise the error again, or the part of it, that ends the task itself; return if foreign code alone raised it.
+
+    To be called while the error is handled, in the task that caught it.
+    """
+    if isinstance(error, Exception):
+        return
+    if not isinstance(error, BaseExceptionGroup):
+        if _is_ours(error):
+            raise  # what its caller handles
+        return
+    ours, theirs = error.split(_is_ours)
+    if ours is None:
+        return
+    if theirs is None:
+        raise
+    _log.error("foreign code failed while its task was ended", exc_info=theirs)
+    raise ours
+
+
+@contextmanager
+def foreign_errors() -> Iterator[None]:
+    """Let errors of the tree through, and what is not foreign; raise whatever else comes as `to_error` of it."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except BaseException as error:
+        raise_if_ours(error)
+        raise to_error(error) from error
+
+
+def _is_ours(error: BaseException) -> bool:
+    if isinstance(error, Exception | BaseExceptionGroup):
+        return False
+    if isinstance(error, _cancellation()):
+        return _is_cancelled()
+    if _came_from_a_handler(error):
+        return True
+    if isinstance(error, KeyboardInterrupt):
+        return not _was_raised(error) or _module_of(error).partition(".")[0] in _LOOPS
+    return isinstance(error, GeneratorExit) and not _was_raised(error)
+
+
+def _cancellation() -> type[BaseException] | tuple[()]:
+    """The class of the running loop's cancellations; without a loop there are none."""
+    try:
+        return get_cancelled_exc_class()
+    except NoEventLoopError:
+        return ()
+
+
+def _is_cancelled() -> bool:
+    """Return whether the end of the running task was asked for, by a cancel scope or by the loop's own means."""
+    if current_effective_deadline() == -inf:
+        return True
+    if not isinstance(current_token().native_token, asyncio.AbstractEventLoop):
+        return False
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _was_raised(error: BaseException) -> bool:
+    """Return whether a statement raised it. A signal and a close come between two instructions, at none."""
+    trace = _innermost(error)
+    return trace is not None and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISES
+
+
+def _module_of(error: BaseException) -> str:
+    """Return the name of the module that raised it."""
+    trace = _innermost(error)
+    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def _came_from_a_handler(error: BaseException) -> bool:
+    """Return whether it came out of an installed signal handler, in the middle of whatever ran."""
+    codes = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
+    return any(trace.tb_frame.f_code in codes for trace in _traces(error))
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, partial):
+        handler = handler.func
+    code = getattr(getattr(handler, "__func__", handler), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
+    """Return the entry of the place that raised it."""
+    return next(iter(reversed(list(_traces(error)))), None)
+
+
+def _traces(error: BaseException) -> Iterator[TracebackType]:
+    """The error's traceback, entry by entry: the place that caught it first, the place that raised it last."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
