@@ -13,11 +13,13 @@ from .lifecycle import WorkerState
 from .llm import EngineConfig, LLMEngine
 from .logprobs import extract_logprobs
 from .probe import health_payload, is_probe
+from .process_watch import ProcessWatch
 from .roles import DisaggregationMode, encoder_terminal_chunk, require_encoder_result, require_prefill_result
 from .shutdown_times import ShutdownTimes
 from .standalone import as_engine
 from .worker import Worker
 from .worker_config import WorkerConfig
+from .worker_signals import termination_signals
 
 __all__ = [
     "ComponentSnapshot",
@@ -31,6 +33,7 @@ __all__ = [
     "LLMEngine",
     "MetricsBindings",
     "MetricsContext",
+    "ProcessWatch",
     "PushSource",
     "RequestAdapter",
     "ShutdownTimes",
@@ -51,4 +54,5 @@ __all__ = [
     "require_encoder_result",
     "require_prefill_result",
     "run_conformance",
+    "termination_signals",
 ]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,11 +39,12 @@ from .kv_recovery import KvEventLogs, MakeKvEventLog
 from .lifecycle import Lifecycle, WorkerState, engine_errors
 from .llm import EngineConfig, LLMEngine
 from .model_card import card_of, model_folder
+from .process_watch import Exit, ProcessWatch
 from .publishing import attach_kv_events, attach_snapshots, worker_labels
 from .shutdown_times import ShutdownTimes
 from .worker_config import WorkerConfig, served_name
 from .worker_health import WorkerHealth
-from .worker_signals import Exit, Signals, run_until_signalled, termination_signals
+from .worker_signals import Signals, run_until_signalled, termination_signals
 
 if TYPE_CHECKING:
     from pipeline.metrics import Metrics
@@ -75,9 +76,9 @@ class Worker:
 
     The runtime is a given one, which must be open and outlive the worker, or one of its own. `worker_id` is drawn from
     the runtime, unique in it, unless given. `metrics` are of the component family. `environment` is the process's
-    unless given, and so are `times`. `health` may be shared by the workers of a process. `signals` and `exit` are for
-    `run` only. `kv_event_log` makes the log of a worker id and rank: with it the worker answers routers that missed KV
-    events, unless its mode or settings keep it from that.
+    unless given, and so are `times`. `health` may be shared by the workers of a process. `signals`, `exit` and `watch`
+    are for `run` only. `kv_event_log` makes the log of a worker id and rank: with it the worker answers routers that
+    missed KV events, unless its mode or settings keep it from that.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Worker:
         kv_event_log: MakeKvEventLog | None = None,
         signals: Signals = termination_signals,
         exit: Exit = os._exit,
+        watch: ProcessWatch | None = None,
     ) -> None:
         from pipeline.network import EndpointId, Runtime  # reactivex is loaded by those who host an engine
 
@@ -114,7 +116,7 @@ class Worker:
         """Its registration; None until there is one, and for a worker that was told to end before."""
         self._owns_runtime = runtime is None
         self._environment = environment
-        self._metrics, self._signals, self._exit = metrics, signals, exit
+        self._metrics, self._signals, self._exit, self._watch = metrics, signals, exit, watch
         self._lifecycle = Lifecycle(engine)
         self._asked = Control()
         self._background = Background(self.runtime.scheduler)
@@ -156,12 +158,19 @@ class Worker:
         that takes longer than `times.deadline_s` from the first signal, or from `shutdown`, ends the process with 911
         (143 for who sees eight bits of it). If `exit` returns, what hangs is cancelled instead. Raises Unknown if
         signals cannot be heard, as outside of the main thread; otherwise as entering does, and the engine's `failure`.
+
+        Both hold where the engine blocks the event loop: a `ProcessWatch` sees to it until `run` returns, or the given
+        `watch`, which must have been started, as long as its owner wants.
         """
         self._check()
         self._slack_s = CLEANUP_S
-        await run_until_signalled(
-            self._host, self._asked, self._signals, exit=self._exit, deadline_s=self.times.deadline_s
-        )
+        deadline_s, watch = self.times.deadline_s, self._watch
+        with ExitStack() as stack:
+            if watch is None and self._signals is termination_signals:
+                watch = stack.enter_context(ProcessWatch(deadline_s, exit=self._exit))
+            await run_until_signalled(
+                self._host, self._asked, self._signals, exit=self._exit, deadline_s=deadline_s, watch=watch
+            )
 
     def native_metrics(self) -> str:
         """The engine's own metrics as whole lines of Prometheus text, with the worker's labels; empty if it has none.

@@ -6,6 +6,8 @@
 | the second                        | the process ends with 128 and its number         |
 | the deadline after it was asked   | the process ends with 911                        |
 
+Where the event loop is blocked, or what hangs cannot be cancelled, a `ProcessWatch` does the last two.
+
 Source: dynamo lib/backend-common/src/worker.rs, Worker::run. Other than there the second signal counts: who presses
 Ctrl-C twice does not want to wait. `docker stop` sends one signal and then waits, so it gets the orderly end.
 """
@@ -13,44 +15,47 @@ Ctrl-C twice does not want to wait. `docker stop` sends one signal and then wait
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from pipeline import Control, Unknown
 
-_log = logging.getLogger(__name__)
+from .process_watch import OVERDUE, SIGNALS, Exit, ProcessWatch
 
-OVERDUE = 911
-"""Exit code of a worker that did not end in time."""
+_log = logging.getLogger(__name__)
 
 _TURNS = 4
 """Of the loop, in which a signal that is there already is heard before the engine is started."""
 
 Signals = Callable[[], AbstractContextManager[AsyncIterator[int]]]
 """Installs the handlers; the numbers of the signals come out until it is left."""
-Exit = Callable[[int], object]
-"""Ends the process with this code, at once."""
 
 
 def termination_signals() -> AbstractContextManager[AsyncIterator[int]]:
     """SIGINT and SIGTERM of this process."""
-    return anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM)
+    return anyio.open_signal_receiver(*SIGNALS)
 
 
 async def run_until_signalled(
-    host: Callable[[], Awaitable[None]], asked: Control, signals: Signals, *, exit: Exit, deadline_s: float
+    host: Callable[[], Awaitable[None]],
+    asked: Control,
+    signals: Signals,
+    *,
+    exit: Exit,
+    deadline_s: float,
+    watch: ProcessWatch | None = None,
 ) -> None:
     """Runs `host`, which ends by itself after `asked` is stopped; see the module. Raises what it raises.
 
     Where `exit` returns, `host` is cancelled. The handlers are installed before `host` begins; raises Unknown if that
-    fails.
+    fails. The `watch`, for signals of the process, holds the table where the loop is blocked.
     """
     failure: Exception | None = None
-    with _installed(signals) as numbers:
+    with _installed(signals) as numbers, nullcontext() if watch is None else watch.listening():
+        forget = asked.on_stop(watch.begin_end) if watch is not None else None
         async with anyio.create_task_group() as tasks:
 
             async def obey() -> None:
@@ -81,6 +86,8 @@ async def run_until_signalled(
             except Exception as error:  # as it is, not inside a group
                 failure = error
             tasks.cancel_scope.cancel()
+        if forget is not None:
+            forget()
     if failure is not None:
         raise failure
 

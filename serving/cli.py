@@ -48,9 +48,9 @@ from .options import (
 from .replay_cli import replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
 
-    from engines import WorkerConfig
+    from engines import ProcessWatch, WorkerConfig
 
     from .config import GraphConfig
 
@@ -101,9 +101,9 @@ def serve(
     }
     routing = partial(routing_of, router, router_config, kv_events, seed, thresholds, others)
     config = config_of(model_path, model_name, engine, engine_arg, workers, routing)
-    from .program import serve_graph
+    from .program import serve_graph, serve_watch
 
-    _run_server(serve_graph, config, host, port, log_level, access_log)
+    _run_server(serve_graph, serve_watch, config, host, port, log_level, access_log)
 
 
 @_cli.command()
@@ -159,9 +159,9 @@ def worker(
         1,
         lambda: {"worker": _worker_config(disaggregation_mode, settings)},
     )
-    from .program import host_worker
+    from .program import host_worker, worker_watch
 
-    _run_server(host_worker, config, host, port, log_level, access_log)
+    _run_server(host_worker, worker_watch, config, host, port, log_level, access_log)
 
 
 def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
@@ -173,22 +173,27 @@ def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
 
 def _run_server(
     main: Callable[..., Coroutine[Any, Any, None]],
+    watch_of: Callable[[Mapping[str, str]], ProcessWatch],
     config: GraphConfig,
     host: str,
     port: int,
     log_level: LogLevel,
     access_log: bool,
 ) -> None:
-    """Runs a program that serves on the address; what it cannot do ends it with one line."""
+    """Runs a program that serves on the address, watched to its end; what it cannot do ends it with one line."""
     level = LogLevel.INFO if access_log and log_level is LogLevel.WARNING else log_level
     logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
     from .server import listen, run
 
+    watch = watch_of(os.environ)
+    watch.start()
     try:
         with listen(host, port) as listener:
-            run(partial(main, config, listener, os.environ, typer.echo, access_log=access_log))
+            run(partial(main, config, listener, os.environ, typer.echo, watch, access_log=access_log))
     except (PenstockError, OSError) as error:
         fail(of_engine(error, config))
+    finally:
+        watch.over()  # a thread that an engine left behind may still hold up the end
 
 
 @_cli.command()

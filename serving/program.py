@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import anyio
 
-from engines import SystemHealth, Worker
+from engines import ProcessWatch, ShutdownTimes, SystemHealth, Worker
 from pipeline.network import Runtime
 
 from .config import GraphConfig
@@ -21,12 +19,18 @@ from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line
 from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, served, status_app, status_port
 from .kv_routing import event_log
 from .routing import routing_to
-from .server import GRACE_S, HttpServer, listen, serve
+from .server import GRACE_S, HttpServer, Interrupts, listen, serve, until_signalled
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 _STATUS_HOST = "0.0.0.0"
 """Probes come from outside of the container."""
+
+_CLOSE_S = 10.0
+"""What of an end `serve` is given beside the time for running requests and that of its engines."""
+
+_CUT_S = 3.0
+"""What `serve` is given to close everything after a second signal."""
 
 
 async def serve_graph(
@@ -34,29 +38,43 @@ async def serve_graph(
     listener: socket.socket,
     environment: Mapping[str, str],
     say: Callable[[str], object],
+    watch: ProcessWatch,
     *,
     access_log: bool = False,
 ) -> None:
-    """Serves the standard graph until a signal; says where and which models.
+    """Serves the standard graph until a signal; shows where and which models.
 
     A signal while the engines start cancels that; what is open is closed. Raises InvalidArgument, what keeps an engine
     from starting, and the failure of an engine once none works any more, which ends it as a signal does.
     """
     front = _Front(environment)
-    _interrupt_on_sigterm()
-    async with hosted_graph(config, Hosting(environment, front.telemetry.component_metrics)) as opened:
-        front.telemetry.add_text(opened.native_metrics)
-        server = front.server(opened.graph, listener, access_log=access_log)
-        _settle()
-        ready = partial(say, f"Serving {front.models} at {server.url}")
-        await _serve_while_engines_work(opened, server, front, ready)
-        _interrupt_on_sigterm()  # the loop has taken it back with the handlers of `serve`
-    if (failure := opened.failure) is not None:
-        raise failure
+
+    async def host(interrupts: Interrupts) -> None:
+        async with hosted_graph(config, Hosting(environment, front.telemetry.component_metrics)) as opened:
+            front.telemetry.add_text(opened.native_metrics)
+            server = front.server(opened.graph, listener, access_log=access_log)
+            _settle()
+            say(f"Serving {front.models} at {server.url}")
+            await _serve_while_engines_work(opened, server, front, interrupts)
+        if (failure := opened.failure) is not None:
+            raise failure
+
+    await until_signalled(host, watch)
+
+
+def serve_watch(environment: Mapping[str, str]) -> ProcessWatch:
+    """The watch for `serve_graph`, not started. Its deadline: what draining, closing and the engines' ends may take."""
+    times = ShutdownTimes.from_environment(environment)
+    return ProcessWatch(_grace_s(environment) + times.timeout_s + _CLOSE_S, second_s=_CUT_S)
+
+
+def worker_watch(environment: Mapping[str, str]) -> ProcessWatch:
+    """The watch for `host_worker`, not started."""
+    return ProcessWatch(ShutdownTimes.from_environment(environment).deadline_s)
 
 
 async def _serve_while_engines_work(
-    opened: OpenGraph, server: HttpServer, front: _Front, ready: Callable[[], object]
+    opened: OpenGraph, server: HttpServer, front: _Front, interrupts: Interrupts
 ) -> None:
     async def end_without_engines() -> None:
         for worker in opened.workers:
@@ -66,7 +84,7 @@ async def _serve_while_engines_work(
 
     async with anyio.create_task_group() as beside:
         beside.start_soon(end_without_engines)
-        await serve(server, front.availability, ready, front.grace_s)
+        await serve(server, front.availability, interrupts, front.grace_s)
         beside.cancel_scope.cancel()
 
 
@@ -75,6 +93,7 @@ async def host_worker(
     listener: socket.socket,
     environment: Mapping[str, str],
     say: Callable[[str], object],
+    watch: ProcessWatch,
     *,
     access_log: bool = False,
 ) -> None:
@@ -97,6 +116,7 @@ async def host_worker(
                 environment=environment,
                 health=health,
                 kv_event_log=event_log,
+                watch=watch,
             )
             front.telemetry.add_text(worker.native_metrics)
             routing = await opened.enter_async_context(routing_to(worker.endpoint, config, environment, runtime))
@@ -148,8 +168,7 @@ class _Front:
         self.telemetry = Telemetry(prefix=environment.get("DYN_METRICS_PREFIX"), environment=environment)
         self.availability = Availability()
         self.models = ""
-        grace_s = integer(environment.get("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"), 0, 10**9)
-        self.grace_s = GRACE_S if grace_s is None else float(grace_s)
+        self.grace_s = _grace_s(environment)
         self._options = HttpOptions.from_environment(environment)
 
     def server(self, graph: StandardGraph, listener: socket.socket, *, access_log: bool) -> HttpServer:
@@ -160,6 +179,11 @@ class _Front:
         return HttpServer(application, listener, access_log=access_log)
 
 
+def _grace_s(environment: Mapping[str, str]) -> float:
+    grace_s = integer(environment.get("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"), 0, 10**9)
+    return GRACE_S if grace_s is None else float(grace_s)
+
+
 def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
     """Where the environment wants the worker's status. Raises OSError if nobody can listen there."""
     if (port := status_port(environment)) is None:
@@ -168,20 +192,6 @@ def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[s
         return listen(_STATUS_HOST, port)
     except OSError as error:
         raise OSError(error.errno, f"{STATUS_PORT_ENV}={port}: {error.strerror}") from error
-
-
-def _interrupt_on_sigterm() -> None:
-    """Makes SIGTERM do what Ctrl-C does while nobody listens to it: tasks are cancelled, and close what they hold.
-
-    A shell starts what runs behind it with interrupts ignored; then the loop has no handler of its own for them.
-    """
-
-    def interrupt(*_: object) -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
-
-    signal.signal(signal.SIGTERM, interrupt)
 
 
 def _settle() -> None:

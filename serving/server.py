@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
 import anyio
 import uvicorn
-from anyio.abc import TaskStatus
+
+from engines import ProcessWatch, termination_signals
 
 from .http import Availability
 
@@ -82,35 +82,61 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def serve(
-    server: HttpServer, availability: Availability, ready: Callable[[], object], grace_s: float = GRACE_S
-) -> None:
-    """Serves until a signal: the first one drains, the second ends at once. Calls `ready` when signals are heard.
+class Interrupts:
+    """What the next signal does: the first one calls `first`, the second one `second`.
 
-    While draining, `/health` says 503, nothing new is taken, and what runs may go on for `grace_s`; then it is killed.
+    Until `first` is set by the host, the first signal cancels it.
     """
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(_obey_signals, server, availability, grace_s)
-        ready()
-        await server.run()
-        tasks.cancel_scope.cancel()
+
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self.first = cancel
+        self.second: Callable[[], object] = lambda: None
+
+    async def obey(self, signals: AsyncIterator[int]) -> None:
+        await anext(signals)
+        self.first()
+        await anext(signals)
+        self.second()
 
 
-async def _obey_signals(
-    server: HttpServer, availability: Availability, grace_s: float, *, task_status: TaskStatus[None]
-) -> None:
+async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: ProcessWatch) -> None:
+    """Runs `host`, which says what signals do; the `watch` sees to a second one that the loop cannot obey.
+
+    Returns when `host` has, or has been cancelled by a signal. Raises what it raises, as it is.
+    """
+    failure: Exception | None = None
+    with termination_signals() as signals, watch.listening():
+        async with anyio.create_task_group() as tasks:
+            interrupts = Interrupts(tasks.cancel_scope.cancel)
+            tasks.start_soon(interrupts.obey, signals)
+            try:
+                await host(interrupts)
+            except Exception as error:  # as it is, not inside a group
+                failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+async def serve(server: HttpServer, availability: Availability, interrupts: Interrupts, grace_s: float) -> None:
+    """Serves until a signal: the first one drains, the second ends at once.
+
+    While draining, `/health` answers 503, nothing new is taken, and what runs may go on for `grace_s`; then it is
+    killed.
+    """
+
     async def drain() -> None:
         await availability.drain(grace_s)
         server.stop()
 
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async with anyio.create_task_group() as tasks:
-            await anext(signals)
-            tasks.start_soon(drain)
-            await anext(signals)
-            availability.stop()
-            server.stop(at_once=True)
+    def cut() -> None:
+        availability.stop()
+        server.stop(at_once=True)
+
+    async with anyio.create_task_group() as tasks:
+        interrupts.first, interrupts.second = (lambda: tasks.start_soon(drain)), cut
+        await server.run()
+        tasks.cancel_scope.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,214 @@
+"""ProcessWatch: a thread that ends the process where its event loop cannot.
+
+A program ends in order on its event loop. An engine may hold that up: it blocks the loop, sits in a thread that cannot
+be cancelled, swallows its cancellation, or leaves a thread behind that the interpreter waits for. The watch needs no
+loop:
+
+| what comes                                   | what happens                                              |
+|----------------------------------------------|-----------------------------------------------------------|
+| the first SIGINT or SIGTERM, or `begin_end`  | nothing at first: the program ends in order               |
+| a second signal                              | `second_s` later the process ends with 128 and its number |
+| `deadline_s` after the first, and a moment   | the process ends with 911                                 |
+
+Signals reach it by Python's wakeup file descriptor, which the handler in C writes to whatever Python does. The event
+loops use it too, so the watch puts itself in front of them and hands on what it reads. Its own handlers give the
+interpreter away for a moment: native code that holds it, but looks for signals, as `re` does, is ended that way.
+
+Native code that holds the interpreter and looks for no signals stops every thread. For this case the deadline is set
+in `faulthandler` as well, whose own thread needs no interpreter: it prints all stacks and ends the process with 1.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Self
+
+_log = logging.getLogger(__name__)
+
+OVERDUE = 911
+"""Exit code of a process that did not end in time."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Exit = Callable[[int], object]
+"""Ends the process with this code, at once."""
+
+_LOOP_S = 0.5
+"""What a loop that works is given to act by itself at the deadline."""
+_HELD_S = 1.0
+"""After what further time native code counts as holding the interpreter."""
+_TALK_S = 0.5
+"""For the last words in the log: a full pipe must not hold up the end."""
+_HAND_OVER_S = 1.0
+"""For how long a handler waits for the watch at most."""
+
+
+class ProcessWatch:
+    """See the module. `start` it in any thread, and install its handlers in the main one, by `listening`."""
+
+    def __init__(self, deadline_s: float, *, second_s: float = 0.0, exit: Exit = os._exit) -> None:
+        self._deadline_s, self._second_s, self._exit = deadline_s, second_s, exit
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._thread = Thread(target=self._run, name="ProcessWatch", daemon=True)
+        self._lock = Lock()
+        self._forward_to = -1
+        self._heard: SimpleQueue[int] = SimpleQueue()
+        self._signals = 0
+        self._due: tuple[float, int, str] | None = None
+        self._is_stopped = self._is_over = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch; nothing more happens."""
+        self._is_stopped = True
+        self._wake()
+        self._thread.join()
+        if self._due is not None:
+            faulthandler.cancel_dump_traceback_later()
+        self._reader.close()
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hears the signals while the block runs: in the main thread, inside of whatever else installs handlers."""
+        wakeup = self._install()
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in handlers.items():
+            self._handle(number, handler)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            with self._lock:
+                self._forward_to = -1
+            signal.set_wakeup_fd(wakeup)
+
+    def begin_end(self) -> None:
+        """The end was asked for: from now on it has its deadline. From any thread; the first call counts."""
+        with self._lock:
+            if self._due is None:
+                text = f"not ended after {self._deadline_s:g} s: ending with {OVERDUE}"
+                self._set_due(self._deadline_s + _LOOP_S, OVERDUE, text)
+        self._wake()
+
+    def over(self) -> None:
+        """The work is over, in the main thread: watches on until the process has ended, which threads may hold up.
+
+        From now on the first signal counts as a second one.
+        """
+        self._is_over = True
+        self._install()
+        for number in SIGNALS:
+            self._handle(number, None)
+        self.begin_end()
+
+    # -- in the main thread
+
+    def _install(self) -> int:
+        """Puts itself in front of what the wakeup file descriptor leads to, and returns that."""
+        wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        with self._lock:
+            self._forward_to = wakeup
+        return wakeup
+
+    def _handle(self, number: int, before: Any) -> None:
+        def handler(number: int, frame: Any) -> None:
+            if not self._hands_over():  # the wakeup file descriptor is not ours any more
+                self._wake(number)
+                self._hands_over()
+            if callable(before):
+                before(number, frame)
+
+        signal.signal(number, handler)
+        signal.siginterrupt(number, False)
+
+    def _hands_over(self) -> bool:
+        """Gives the interpreter to the watch until it has counted a signal; return whether it has, in time."""
+        try:
+            self._heard.get(timeout=_HAND_OVER_S)
+        except Empty:
+            return False
+        return True
+
+    def _wake(self, number: int = 0) -> None:
+        with suppress(OSError):
+            self._writer.send(bytes([number]))
+
+    # -- in the watch's own thread
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            due = self._due
+            self._reader.settimeout(None if due is None else max(due[0] - time.monotonic(), 0.001))
+            with suppress(TimeoutError):
+                for number in self._reader.recv(4096):
+                    self._take(number)
+            if (due := self._due) is not None and due[0] <= time.monotonic() and not self._is_stopped:
+                self._end(due[1], due[2], shows_stacks=True)
+                return
+
+    def _take(self, number: int) -> None:
+        if number in SIGNALS:
+            self._count(number)
+            self._heard.put(number)
+        if number:
+            self._forward(number)
+
+    def _count(self, number: int) -> None:
+        self._signals += 1
+        if self._signals == 1 and not self._is_over:
+            self.begin_end()
+            return
+        code = 128 + number
+        if self._is_over or not self._second_s:
+            self._end(code, f"signal {number} again: ending at once")
+            return
+        text = f"signal {number} again, and not ended {self._second_s:g} s later: ending with {code}"
+        with self._lock:
+            if self._signals == 2:
+                self._set_due(self._second_s, code, text)
+
+    def _forward(self, number: int) -> None:
+        with self._lock, suppress(OSError):  # a full buffer has woken the loop already
+            if self._forward_to >= 0:
+                os.write(self._forward_to, bytes([number]))
+
+    def _set_due(self, after_s: float, code: int, text: str) -> None:
+        self._due = (time.monotonic() + after_s, code, text)
+        if self._exit is os._exit and sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):  # there is no such file
+                faulthandler.dump_traceback_later(after_s + _HELD_S, exit=True, file=sys.__stderr__)
+
+    def _end(self, code: int, text: str, *, shows_stacks: bool = False) -> None:
+        def talk() -> None:
+            _log.error(text)
+            if shows_stacks and sys.__stderr__ is not None:
+                faulthandler.dump_traceback(file=sys.__stderr__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+        talking = Thread(target=talk, daemon=True)
+        talking.start()
+        talking.join(_TALK_S)
+        self._exit(code)
