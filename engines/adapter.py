@@ -18,9 +18,19 @@ from typing import Any, cast
 from anyio.lowlevel import current_token
 from attrs import evolve
 
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, Once, PenstockError, ResponseStream, until_killed
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Cancelled,
+    Context,
+    ContractViolation,
+    Once,
+    PenstockError,
+    ResponseStream,
+    until_killed,
+)
 from pipeline.foreign import raise_if_ours
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.tracing import OpenSpan, annotate, link_to, trace_link
 
 from .abort_watch import AbortWatch
@@ -103,8 +113,8 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             async for chunk in source:
                 if control.is_killed:
                     return
-                # Nearly every chunk comes this way: an ordinary one, where nobody wants anything else of it.
-                if steady and type(chunk) is LLMEngineOutput and chunk.finish_reason is None:
+                # Nearly every chunk comes this way: an ordinary one of the only choice.
+                if steady and type(chunk) is LLMEngineOutput and chunk.finish_reason is None and not chunk.index:
                     yield Annotated(chunk)
                     continue
                 admitted, is_last, steady = call.admit(chunk)
@@ -181,6 +191,7 @@ class _Call:
     ) -> None:
         self._span = OpenSpan(request, SPAN)
         self.request = self._span.context
+        self._engine = adapter.engine
         takes_blocks = adapter.mode is DisaggregationMode.DECODE and is_handed_over(payload)
         first_token = FirstToken() if takes_blocks else None
         self.context = GenerateContext(self.request, first_token, metadata=request.metadata)
@@ -188,6 +199,7 @@ class _Call:
         self._rules = ChunkRules(payload.sampling_options.n or 1, encodes=encodes)
         self._stamps_last = adapter.mode in (DisaggregationMode.PREFILL, DisaggregationMode.ENCODE)
         self._awaits_token = True
+        self._is_begun = False
         self._is_complete = False
         self._error: PenstockError | None = None
         self._error_kind: str | None = None
@@ -208,6 +220,10 @@ class _Call:
         Raises ContractViolation for a chunk that may not come.
         """
         is_last = self._rules.admit(chunk)
+        # Alone it is an answer, and handed on; behind others it would end half an answer as if that were all of it.
+        if self._is_begun and chunk.finish_reason == FinishReason.CANCELLED and not self._may_be_cancelled:
+            raise ContractViolation("L1: the engine gave up an answer that was not stopped", rule="L1")
+        self._is_begun = True
         if self._awaits_token and (chunk.token_ids or (is_last and self._stamps_last)):
             self._awaits_token = False
             self.context.notify_first_token()
@@ -217,6 +233,10 @@ class _Call:
             self._record.saw(chunk)
         self._is_complete = is_last
         return chunk, is_last, self._record is None and not self._awaits_token and self._rules.is_single
+
+    @property
+    def _may_be_cancelled(self) -> bool:
+        return self.request.is_stopped or self._engine.is_closing
 
     def cut_short(self) -> LLMEngineOutput | None:
         """What ends a stream whose engine just ended. Raises StreamIncomplete unless it was stopped."""

@@ -86,6 +86,12 @@ class LLMEngine(ABC):
     the promise what the generator waits for is cancelled, unless a cancel scope of its own shields it.
     """
 
+    is_closing: bool = False
+    """Set to True by a `cleanup` that ends the answers under way as cancelled.
+
+    The adapter then hands these chunks on, although the requests were not stopped.
+    """
+
     @abstractmethod
     async def start(self, worker_id: int) -> EngineConfig:
         """Loads the model; when it returns `generate` is served, many requests at a time. May take minutes.

@@ -90,7 +90,7 @@ class MockEngine(LLMEngine):
         self._owned = ExitStack()
         self._answers: dict[str, Answer] = {}
         self._turn = 0
-        self._is_closing = False
+        self.is_closing = False
         self.ranks: list[Rank] = []
 
     @property
@@ -102,7 +102,7 @@ class MockEngine(LLMEngine):
         """Raises EngineShutdown if it was started before, InvalidArgument for files and extras its arguments need, and
         Unavailable for a port that is taken; what it opened until then is closed.
         """
-        if self.ranks or self._is_closing:
+        if self.ranks or self.is_closing:
             raise EngineShutdown("a mock engine starts once")
         args = self.args
         for name, why in idle_arguments(args, has_timing=self._timing is not None):
@@ -145,7 +145,7 @@ class MockEngine(LLMEngine):
         self, request: PreprocessedRequest, context: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         """Raises InvalidArgument for a request it cannot serve or whose id is in use, EngineShutdown unless started."""
-        if self._is_closing or not self.ranks:
+        if self.is_closing or not self.ranks:
             raise EngineShutdown("the mock engine is not running")
         running = self._answers.get(context.id)
         if running is not None and not running.control.is_stopped:  # what was stopped may be tried again
@@ -168,7 +168,7 @@ class MockEngine(LLMEngine):
             answer.close()
 
     async def cleanup(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         for answer in list(self._answers.values()):
             answer.give_up()
         self._owned.close()

@@ -227,6 +227,39 @@ async def test_a_chunk_of_a_choice_that_has_ended_breaks_the_contract() -> None:
     assert isinstance(items[2].extract_error(), ContractViolation)
 
 
+@pytest.mark.parametrize("index", [1, -1, 7])
+@pytest.mark.parametrize("before", [0, 1, 2, 5])
+async def test_a_chunk_of_a_choice_that_was_not_asked_for_breaks_the_contract_wherever_it_comes(
+    before: int, index: int
+) -> None:
+    """Issue 12, point 25: behind the first chunk it passed."""
+    items = await answer(saying(*[Chunk.token(1)] * before, Chunk([2], index=index), Chunk.stop()))
+    assert [item.data for item in items[:-1]] == [Chunk.token(1)] * before
+    error = items[-1].extract_error()
+    assert isinstance(error, ContractViolation)
+    assert error.rule == "L1"
+
+
+async def test_an_answer_that_is_given_up_in_its_middle_without_a_stop_breaks_the_contract() -> None:
+    """Issue 12, point 25: a client was shown half an answer as a whole one."""
+    for before in ([Chunk.token(1)], [Chunk([])], [Chunk.token(1)] * 3):
+        engine = saying(*before, Chunk.cancelled(), None)
+        items = await answer(engine)
+        assert [item.data for item in items[:-1]] == before
+        error = items[-1].extract_error()
+        assert isinstance(error, ContractViolation)
+        assert error.rule == "L1"
+        assert engine.open == 0
+
+
+async def test_a_choice_that_is_given_up_behind_another_without_a_stop_breaks_the_contract() -> None:
+    two = request(sampling_options=SamplingOptions(n=2))
+    chunks = [Chunk([1], index=i, finish_reason=r) for i, r in enumerate((FinishReason.STOP, FinishReason.CANCELLED))]
+    items = await answer(saying(*chunks), two)
+    assert [item.data for item in items[:-1]] == chunks[:1]
+    assert isinstance(items[-1].extract_error(), ContractViolation)
+
+
 async def test_an_engine_that_knows_one_choice_only_is_not_asked_for_several_again() -> None:
     """As a stream that broke off it would be, on every worker in turn."""
     error = await failure(saying(Chunk.token(1), Chunk.stop()), request(sampling_options=SamplingOptions(n=2)))
