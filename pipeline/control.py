@@ -3,9 +3,12 @@
 A request runs, is stopped, is killed; the state only moves forward. *Stop* asks the producer to finish: what it has
 made is still delivered and the stream ends on its own. *Kill* ends the stream at once and nothing more is delivered.
 
-    parent.stop()  ──►  child 1, child 2, ..., then the parent: waiters wake, callbacks run
+    parent.stop()  ──►  child 1, child 2, ..., then the parent change
+                   ──►  callbacks of child 1, child 2, ..., then the parent run, waiters wake
 
-Every method may be called from any thread. Children are held weakly, in the order they were linked.
+Every method may be called from any thread. Once `stop` or `kill` has returned in any thread, the control and all that
+is linked below it have that state; a callback that another thread has begun may still run then. Children are held
+weakly, in the order they were linked.
 
 Source: dynamo lib/runtime/src/pipeline/context.rs, Controller. Other than there, a late child inherits the state, a
 stop never undoes a kill, dead children are forgotten, and a cycle of children ends.
@@ -38,13 +41,14 @@ class State(IntEnum):
 _CHILDREN_SWEPT_AT = 8
 """With so many children, and then whenever they have doubled, the dead ones are forgotten."""
 
-# One lock for all: it is held for a few list operations and never while foreign code runs. Reentrant, because a
-# finaliser that stops a request may run inside such an operation.
+# One lock for all: a stop changes its whole subtree under it, which is a few list operations for each control, and no
+# foreign code runs meanwhile. Reentrant, because a finaliser or a signal handler that stops a request may run inside
+# such an operation.
 _lock = RLock()
 
 
 class Control:
-    """Stop, kill, and whoever wants to hear of it."""
+    """Stop, kill, and what waits for them."""
 
     __slots__ = ("__weakref__", "_children", "_children_limit", "_heading", "_retained", "_state", "_watchers")
 
@@ -54,7 +58,7 @@ class Control:
         self._children: list[ref[Control]] | None = None
         self._children_limit = _CHILDREN_SWEPT_AT
         self._watchers: dict[object, tuple[State, Callable[[], None]]] | None = None
-        self._retained: list[object] | None = None
+        self._retained: dict[int, object] | None = None  # by identity
 
     @property
     def state(self) -> State:
@@ -70,13 +74,17 @@ class Control:
         return self._state is State.KILLED
 
     def stop(self) -> None:
-        """Asks for an early, orderly end. Idempotent; does nothing to a killed request."""
+        """Ask for an early, orderly end. Idempotent; does nothing to a killed request.
+
+        What a callback raises is logged. Only KeyboardInterrupt and SystemExit, which a signal may raise anywhere, go
+        on to the caller, once every callback has run.
+        """
         self._advance(State.STOPPED)
 
     stop_generating = stop
 
     def kill(self) -> None:
-        """Ends the request at once, items in flight are lost. Idempotent."""
+        """End the request at once; items in flight are lost. Idempotent. Callbacks are treated as in `stop`."""
         self._advance(State.KILLED)
 
     async def stopped(self) -> None:
@@ -91,8 +99,10 @@ class Control:
         """Calls back once, on stop or kill, whichever comes first; returns what takes the callback back.
 
         The callback runs in the loop that is running now: at once when stopped from that thread, else on the
-        loop's next turn, as a plain callback in which anyio itself may find no loop. It must not wait. If the
-        request is stopped already, it runs before this returns.
+        loop's next turn, as a plain callback in which anyio itself may find no loop. It must not wait. What it raises
+        is logged. A stop from a signal handler wakes the loop; the callback then runs at once on asyncio and on the
+        next turn on trio. If the request is stopped already, the callback runs before this returns, and what it raises
+        goes to the caller.
         """
         return self._watch(State.STOPPED, callback)
 
@@ -101,7 +111,8 @@ class Control:
         return self._watch(State.KILLED, callback)
 
     def link_child(self, child: Control) -> None:
-        """Forwards stop and kill to the child from now on, before this one changes; a late child catches up."""
+        """Forward stop and kill to the child from now on, before this one changes; a late child catches up."""
+        changed: list[Control] = []
         with _lock:
             if self._children is None:
                 self._children = []
@@ -109,48 +120,56 @@ class Control:
                 self._children = [r for r in self._children if r() is not None]
                 self._children_limit = max(_CHILDREN_SWEPT_AT, 2 * len(self._children))
             self._children.append(ref(child))
-            heading = self._heading
-        if heading is not State.RUNNING:
-            child._advance(heading)
+            if self._heading is not State.RUNNING:
+                changed = child._change_all(self._heading)
+        _call_back(changed)
 
     def retain(self, owned: object) -> None:
-        """Keeps the object alive as long as this control."""
+        """Keep the object alive as long as this control; the same object again changes nothing."""
         with _lock:
             if self._retained is None:
-                self._retained = []
-            self._retained.append(owned)
+                self._retained = {}
+            self._retained[id(owned)] = owned
 
     def _advance(self, target: State) -> None:
-        """Brings the whole subtree to the state, children before parents, each once."""
+        """Bring the whole subtree to the state, then run what that makes due; in both, children before parents."""
+        with _lock:
+            changed = self._change_all(target)
+        _call_back(changed)
+
+    def _change_all(self, target: State) -> list[Control]:
+        """Set the state of the subtree; return what has changed, children first. Called with the lock held."""
+        if self._children is None and self._state < target:  # as most are
+            self._heading = self._state = target
+            return [self]
         # A stack instead of recursion: chains of sub-requests may be long. A control is pushed a second time, to
         # change itself, below its children.
+        changed: list[Control] = []
+        seen: set[Control] = set()
         todo: list[tuple[Control, bool]] = [(self, False)]
         while todo:
             control, children_done = todo.pop()
-            if children_done:
-                control._enter(target)
+            if control._state >= target:
                 continue
-            with _lock:
-                if control._heading >= target:
-                    continue
-                control._heading = target
-                children = [c for r in control._children or () if (c := r()) is not None]
-            todo.append((control, True))
-            todo.extend((child, False) for child in reversed(children))
+            if children_done:
+                control._state = target
+                changed.append(control)
+            elif control not in seen:
+                seen.add(control)
+                control._heading = max(control._heading, target)
+                todo.append((control, True))
+                todo.extend((child, False) for r in reversed(control._children or ()) if (child := r()) is not None)
+        return changed
 
-    def _enter(self, target: State) -> None:
+    def _take_due(self) -> list[Callable[[], None]]:
+        """Return the callbacks that the state has made due, each once."""
+        if not self._watchers:
+            return []
         with _lock:
-            if self._state >= target:
-                return
-            self._state = target
-            due = [(key, call) for key, (level, call) in (self._watchers or {}).items() if level <= target]
+            due = [(key, call) for key, (level, call) in self._watchers.items() if level <= self._state]
             for key, _ in due:
-                del self._watchers[key]  # type: ignore[union-attr]  # there was something due
-        for _, call in due:
-            try:
-                call()
-            except Exception:  # one listener's fault must not keep the others from hearing
-                _log.exception("a stop callback failed")
+                del self._watchers[key]
+        return [call for _, call in due]
 
     def _watch(self, level: State, callback: Callable[[], object]) -> Callable[[], None]:
         home, key = Home(), object()
@@ -180,3 +199,18 @@ class Control:
             await event.wait()
         finally:
             forget()
+
+
+def _call_back(changed: list[Control]) -> None:
+    """Run the callbacks that are due, in that order. Raise what may be a signal's doing, after all have run."""
+    interrupt: BaseException | None = None
+    for control in changed:
+        for call in control._take_due():
+            try:
+                call()
+            except (KeyboardInterrupt, SystemExit) as error:
+                interrupt = interrupt or error
+            except BaseException:  # one listener's fault must reach neither the others nor the caller
+                _log.exception("a stop callback failed")
+    if interrupt is not None:
+        raise interrupt

@@ -6,13 +6,17 @@ when it was taken and brings a callback back to it, on asyncio and trio alike.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from anyio import Event, NoEventLoopError, sleep_until
+from anyio import Event, NoEventLoopError, get_current_task, sleep_until
 from anyio.abc import AsyncBackend
 from anyio.lowlevel import current_token
+
+_log = logging.getLogger(__name__)
 
 _backend: type[AsyncBackend] | None = None
 """The library of the loop that was asked for last: a program mostly has one."""
@@ -27,14 +31,31 @@ class Home:
         self._loop, self._thread = running_loop(), get_ident()
 
     def run(self, callback: Callable[[], object]) -> None:
-        """Calls back at once in this thread, else on the loop's next turn."""
-        if self._loop is None or get_ident() == self._thread:
+        """Call back at once in the loop's own thread, else on the loop's next turn.
+
+        What the callback raises goes to the caller in the first case, and is logged in the second. A signal handler
+        runs in the loop's thread, maybe while the loop sleeps: the loop is woken then, and on trio the callback waits
+        for the loop's next turn.
+        """
+        loop = self._loop
+        if loop is None:
+            callback()
+        elif get_ident() != self._thread:
+            call_soon(loop, callback)
+        elif isinstance(loop, asyncio.AbstractEventLoop):
+            # Outside of any task: a callback of the loop, or a signal handler while the loop sleeps. What the callback
+            # makes ready does not wake it.
+            if asyncio.current_task(loop) is None:
+                call_soon(loop, _nothing)
+            callback()
+        elif _is_in_trio_task():
             callback()
         else:
-            call_soon(self._loop, callback)
+            # In the middle of a turn: a task that is made ready now could be forgotten.
+            call_soon(loop, callback)
 
     def run_soon(self, callback: Callable[[], object]) -> None:
-        """Calls back on the loop's next turn; at once where there is no loop, or none any more."""
+        """Call back as `call_soon` does."""
         call_soon(self._loop, callback)
 
 
@@ -59,16 +80,45 @@ def running_loop() -> Any:
 
 
 def call_soon(loop: Any, callback: Callable[[], object]) -> None:
-    """Calls back on the loop's next turn, from any thread; at once where there is no loop, or none any more."""
+    """Call back on the loop's next turn, from any thread; at once where there is no loop, or none any more.
+
+    What the callback raises is logged with its traceback and goes no further.
+    """
     if loop is not None:
         # An asyncio loop has the first, a trio token the second; both may be called from any thread.
         soon = getattr(loop, "call_soon_threadsafe", None) or loop.run_sync_soon
         try:
-            soon(callback)
+            soon(_run_logged, callback)
             return
         except RuntimeError:  # both libraries: that loop has finished
             pass
-    callback()
+    _run_logged(callback)
+
+
+def _run_logged(callback: Callable[[], object]) -> None:
+    """Call back, and log what that raises.
+
+    Also what is no Exception. The loop belongs to every request, and one callback must not end it: trio would cancel
+    all tasks for any of them (`TrioInternalError`), asyncio would stop for KeyboardInterrupt and SystemExit. A Ctrl-C
+    is not lost by that: it does not interrupt such a callback on trio, and `asyncio.run` turns it into a cancellation.
+    """
+    try:
+        callback()
+    except BaseException:
+        _log.exception("the callback %r failed", callback)
+
+
+def _is_in_trio_task() -> bool:
+    """Return whether a task of the trio loop of this thread runs now."""
+    try:
+        get_current_task()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _nothing() -> None:
+    """What a loop is called with to wake it."""
 
 
 def loop_clock() -> Callable[[], float]:

@@ -13,7 +13,7 @@ class Once:
     Give one to the stream that keeps a reservation (`ResponseStream(items, context, once)`) and release it in the
     generator's `finally` too: the stream covers the ways out on which the generator never started. The action must
     not wait, and not ask anyio for the loop (its time, a task): after a drop it is a plain callback, in which anyio
-    finds none. What it raises goes to whoever released.
+    finds none. What it raises goes to the caller of `release`, and is logged after a drop.
     """
 
     __slots__ = ("_action", "_loop")
@@ -38,6 +38,6 @@ class Once:
         return action is not None
 
     def release_soon(self) -> None:
-        """Releases on the next turn of the loop it was made in; safe in a finaliser and in any thread."""
+        """Release on the next turn of the loop it was made in; safe in finalisers and threads. Raises nothing."""
         if self._action is not None:
             call_soon(self._loop, self.release)
