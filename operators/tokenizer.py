@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline import CodecError, InvalidArgument
+from pipeline.extras import brought_by
 from pipeline.foreign import raise_if_ours
 
 from .text_decoder import PieceDecoder, Pieces, TextDecoder, WindowDecoder
@@ -59,7 +60,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        from tokenizers.decoders import ByteLevel
+        with brought_by("serve", by="HuggingFaceTokenizer"):
+            from tokenizers.decoders import ByteLevel
 
         self._tokenizer = tokenizer
         tokenizer.no_truncation()
@@ -75,8 +77,12 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def from_file(cls, path: Path | str) -> HuggingFaceTokenizer:
-        """Reads a `tokenizer.json`. Raises CodecError if it is none, OSError if there is no such file."""
-        import tokenizers
+        """Reads a `tokenizer.json`.
+
+        Raises CodecError if it is none, OSError if there is no such file, and ModuleNotFoundError without the library.
+        """
+        with brought_by("serve", by="HuggingFaceTokenizer"):
+            import tokenizers
 
         text = Path(path).read_text(encoding="utf-8")
         try:

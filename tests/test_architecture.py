@@ -50,7 +50,7 @@ FACES = {
     ),
     *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
     *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
-    *("pipeline.block_hash", "pipeline.loop", "pipeline.prometheus_text", "pipeline.foreign"),
+    *("pipeline.block_hash", "pipeline.extras", "pipeline.foreign", "pipeline.loop", "pipeline.prometheus_text"),
     *("operators", "operators.kv", "operators.prefill", "engines", "engines.mocker"),
     *("serving", "serving.graphs", "serving.http", "serving.live", "serving.openai", "serving.replay"),
 }

@@ -97,20 +97,24 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, callback, *args, context=context)
 
 
-def virtual_time(backend: Literal["trio", "asyncio"] = "trio") -> tuple[str, dict[str, Any]]:
+def virtual_time(backend: Literal["trio", "asyncio"] = "asyncio") -> tuple[str, dict[str, Any]]:
     """A backend with its options, clock at 0: for `anyio.run`, and for pytest's `anyio_backend` fixture.
 
-    Take a new one for each run. trio must be installed for "trio".
+    Take a new one for each run. Raises ModuleNotFoundError for "trio" if trio is not installed.
     """
     if backend == "asyncio":
         return backend, {"loop_factory": VirtualTimeLoop}
-    from trio.testing import MockClock  # only who asks for trio needs it
+    try:
+        from trio.testing import MockClock  # only who asks for trio needs it
+    except ModuleNotFoundError as missing:
+        text = "virtual time on trio needs trio, which penstock does not bring: pip install trio"
+        raise ModuleNotFoundError(text, name=missing.name) from missing
 
     return backend, {"clock": MockClock(autojump_threshold=0)}
 
 
 def run_in_virtual_time(
-    main: Callable[[*Args], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "trio"
+    main: Callable[[*Args], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "asyncio"
 ) -> T:
     """Runs the async function to its end in virtual time and returns its result."""
     name, options = virtual_time(backend)

@@ -1,11 +1,14 @@
 """An OpenAI-compatible ASGI app over any engine, and what a program that runs one needs."""
 
-from .application import app
-from .availability import Availability, Phase
-from .options import HttpOptions
-from .service import served
-from .status import STATUS_PORT_ENV, status_app, status_port
-from .telemetry import Telemetry
+from pipeline.extras import brought_by
+
+with brought_by("serve", by=__name__):
+    from .application import app
+    from .availability import Availability, Phase
+    from .options import HttpOptions
+    from .service import served
+    from .status import STATUS_PORT_ENV, status_app, status_port
+    from .telemetry import Telemetry
 
 __all__ = [
     "STATUS_PORT_ENV",

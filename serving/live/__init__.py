@@ -6,8 +6,11 @@
 that `serving.replay.run` opens.
 """
 
-from .address import Address
-from .engine import UNKNOWN_TOKEN, LiveEngine
-from .server import LiveServer, find_server, live_graph
+from pipeline.extras import brought_by
+
+with brought_by("serve", by=__name__):
+    from .address import Address
+    from .engine import UNKNOWN_TOKEN, LiveEngine
+    from .server import LiveServer, find_server, live_graph
 
 __all__ = ["UNKNOWN_TOKEN", "Address", "LiveEngine", "LiveServer", "find_server", "live_graph"]

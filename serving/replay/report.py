@@ -16,6 +16,7 @@ import attrs
 from attrs import frozen
 
 from pipeline import InvalidArgument, codec
+from pipeline.extras import brought_by
 
 from .distribution import STATISTICS, Distribution
 from .samples import Role, Status
@@ -217,8 +218,9 @@ class Report:
         return cls(**{attribute.name: _read(attribute, plain) for attribute in attrs.fields(cls)})
 
     def table(self, width: int = 120) -> str:
-        """The figures for people."""
-        from .table import report_text
+        """The figures for people. Raises ModuleNotFoundError without the library that draws tables."""
+        with brought_by("serve", by="the table of a report"):
+            from .table import report_text
 
         return report_text(self, width)
 
@@ -229,9 +231,10 @@ class Report:
 def side_by_side(reports: Sequence[tuple[str, Report]], width: int | None = None) -> str:
     """Named reports as one table: the figures of the first, then of each other with its difference to the first.
 
-    Raises InvalidArgument for less than two.
+    Raises InvalidArgument for less than two, and as `Report.table` does.
     """
-    from .comparison import comparison_text
+    with brought_by("serve", by="the table of reports"):
+        from .comparison import comparison_text
 
     return comparison_text(reports, width)
 

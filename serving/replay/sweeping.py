@@ -20,6 +20,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from pipeline import InvalidArgument
+from pipeline.extras import brought_by
 from pipeline.testing import run_in_virtual_time
 
 from .fault_script import parse_faults
@@ -66,8 +67,9 @@ class Sweep:
         return {result.run.name: result.report for result in self.results if result.report is not None}
 
     def table(self) -> str:
-        """A row for each run, for people."""
-        from .sweep_table import sweep_text
+        """A row for each run, for people. Raises as `Report.table` does."""
+        with brought_by("serve", by="the table of a sweep"):
+            from .sweep_table import sweep_text
 
         return sweep_text(self)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = str(ROOT / "constraints.txt")
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -44,13 +45,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+def environment(folder: Path, *install: str) -> Path:
+    """The folder as a virtual environment in which pip has installed what the arguments name."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", *install]
+    done = subprocess.run(pip, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs the Python of an environment with the wheel, what it depends on, and no extra; needs the package index."""
+    return runner(environment(tmp_path_factory.mktemp("bare"), str(wheel), "-c", CONSTRAINTS))
+
+
+@pytest.fixture(scope="session")
+def bare_with_test_tools(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same with the libraries that the tests of the core themselves use."""
+    tools = ("pytest", "hypothesis", "trio")
+    return runner(environment(tmp_path_factory.mktemp("bare_tools"), str(wheel), *tools, "-c", CONSTRAINTS))
+
+
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the Python of an environment with the wheel in it, which borrows all else from the one of this run."""
-    folder = tmp_path_factory.mktemp("installed")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
-    install = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    folder = environment(tmp_path_factory.mktemp("installed"), "--no-deps", "--no-index", str(wheel))
     (packages,) = folder.glob("lib/python*/site-packages")
     # A folder that a .pth file names is searched, but the .pth files in it are not read: the editable installation of
     # this checkout stays out.

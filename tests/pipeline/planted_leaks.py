@@ -268,7 +268,7 @@ async def test_leak_in_a_fixture(leaking: ResponseStream[Any]) -> None:
 
 
 @pytest.mark.anyio
-@settings(max_examples=3, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(min_value=1, max_value=3))
 async def test_leak_in_an_example(count: int) -> None:
     stream = await ask()
@@ -417,7 +417,7 @@ async def test_clean_closed_by_its_fixture(closing: ResponseStream[Any]) -> None
 
 
 @pytest.mark.anyio
-@settings(max_examples=3, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(min_value=1, max_value=3))
 async def test_clean_examples(count: int) -> None:
     async with await ask() as stream:

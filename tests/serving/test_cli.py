@@ -161,8 +161,11 @@ def test_help_is_cheap() -> None:
     assert ended.stdout.strip().splitlines()[-1] == "[]"
 
 
-def test_a_program_without_its_libraries_says_what_to_install() -> None:
-    hide = "import sys; sys.modules['typer'] = None; from serving.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("library", ["typer", "uvicorn"])
+def test_a_program_without_its_libraries_says_what_to_install(library: str) -> None:
+    """Also if the command line itself starts, since another package has brought typer."""
+    hide = f"import sys; sys.modules[{library!r}] = None; sys.argv = ['penstock', 'serve']; "
+    start = "from serving.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", hide + start], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "penstock: typer is missing; install the program with: pip install 'penstock[serve]'\n"
+    assert done.stderr == f"penstock: {library} is missing; install the program with: pip install 'penstock[serve]'\n"
