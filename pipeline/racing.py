@@ -2,13 +2,15 @@
 
 Only the stage that really waits for something races (an engine's adapter, a receiver); all others rely on their
 stream ending. A cancel scope for each item costs some 4 microseconds on asyncio. There the task that reads is
-cancelled instead, in the way of `asyncio.timeout`, for a tenth of that.
+cancelled instead, in the way of `asyncio.timeout`, for a tenth of that. This needs private names of anyio, to see what
+a source shields; with an anyio that has them no longer, a scope is used on asyncio too, and a warning logged.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from math import inf
 from typing import Any, TypeVar
 
@@ -21,14 +23,34 @@ from .errors import BackendCancelled
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 PATIENCE_S = 1.0
 """On asyncio, how long a source that was cut may go on waiting, to release what it holds, before it is cut again."""
 
 _SHIELDED_S = 0.01
 """How often a shielded wait is looked at again."""
 
-_states: Any = getattr(anyio_on_asyncio, "_task_states", {})
-"""Task -> its cancel scopes. anyio has no public way to see what shields another task; without this nothing does."""
+_states: Any = getattr(anyio_on_asyncio, "_task_states", None)
+"""Task -> the state that has its cancel scopes. anyio has no public way to see what shields another task."""
+
+
+def _sees_shields() -> bool:
+    """Whether this anyio has the private names by which a cut looks for a shield."""
+    has_scope = hasattr(getattr(anyio_on_asyncio, "TaskState", None), "cancel_scope")
+    return isinstance(_states, Mapping) and has_scope and hasattr(anyio_on_asyncio.CancelScope(), "_parent_scope")
+
+
+_cuts_tasks = _sees_shields()
+"""Whether asyncio's own means are used: without sight of shields a cancel scope is right, and slower."""
+if not _cuts_tasks:
+    from importlib.metadata import version
+
+    _log.warning(
+        "anyio %s has not the names that pipeline.racing reads: on asyncio each item that is raced against a kill now "
+        "costs a cancel scope, some 4 microseconds; please report it to penstock",
+        version("anyio"),
+    )
 
 
 def until_killed(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
@@ -41,7 +63,7 @@ def until_killed(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerat
     something that was cancelled; here it raises BackendCancelled then.
     """
     native = isinstance(current_token().native_token, asyncio.AbstractEventLoop)
-    return _in_task(items, context) if native else _in_scope(items, context)
+    return _in_task(items, context) if native and _cuts_tasks else _in_scope(items, context)
 
 
 async def _in_task(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
@@ -136,7 +158,7 @@ class _Cut:
         while scope is not None and scope is not self.outer:
             if scope.shield:
                 return True
-            scope = getattr(scope, "_parent_scope", None)
+            scope = scope._parent_scope
         return False
 
 
@@ -158,6 +180,11 @@ async def _in_scope(items: AsyncIterator[T], context: Context[Any]) -> AsyncGene
             yield item  # pyright: ignore[reportPossiblyUnboundVariable, reportReturnType]
     except StopAsyncIteration:
         return
+    except asyncio.CancelledError as error:  # on asyncio, where this stands in for `_in_task`
+        reader = asyncio.current_task()
+        if reader is None or reader.cancelling():
+            raise
+        raise BackendCancelled("what the source waited for was cancelled") from error
     finally:
         forget()
         await _close(items)
