@@ -1,6 +1,6 @@
 """`make bench`: measures, prints a table, writes the same as JSON.
 
-python -m benchmarks [--json FILE] [--only items|graph|disaggregation|engines|kv-index|kv-choice]
+python -m benchmarks [--json FILE] [--only items|graph|disaggregation|engines|kv-index|kv-choice|kv-queue]
 
 What routing does to conversations is another table: python -m benchmarks.conversations. What a request costs by the
 number of workers is a picture: python -m benchmarks.scaling.
@@ -17,7 +17,7 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from . import disaggregation, engines, graph, items, kv_choice, kv_index
+from . import disaggregation, engines, graph, items, kv_choice, kv_index, kv_queue
 from .measure import Result
 
 PARTS = {
@@ -27,6 +27,7 @@ PARTS = {
     "engines": engines.measure,
     "kv-index": kv_index.measure,
     "kv-choice": kv_choice.measure,
+    "kv-queue": kv_queue.measure,
 }
 
 

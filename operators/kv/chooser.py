@@ -50,6 +50,7 @@ from .router_overlap import OverlapSource
 from .router_placement import Placement
 from .router_pool import Adapters, Configs, RouterPool
 from .router_request import RouteRequest
+from .router_room import Room, Rooms
 from .router_sessions import Sessions
 from .router_steps import RoutingSteps
 from .worker_rank import WorkerRank
@@ -112,11 +113,13 @@ class KvRouter:
         self._workers, self._rng, self._settings = workers, rng or Random(), self.config.settings()
         self._duration = prefill_duration if self.config.router_prefill_load_model != "none" else None
         self._profile = profile or PolicyProfile.from_config(self.config)
+        self._rooms: Rooms | None = None
         self._admission: Admission[Placement] = Admission(
             self._profile,
             tiers,
             place=self._place,
             is_full=self._is_full,
+            room_now=self._room_now,
             workers=lambda: len(self._pool.now().ranks),
             now_s=self.clock.now_s,
             refresh_after_s=refresh_after_s or None,
@@ -331,6 +334,14 @@ class KvRouter:
             return False  # placing it will say why
         prefill_tokens = self.sequences.prefill_tokens(ranks, self._now_s())
         return self._profile.classes[class_index].all_busy(ranks, prefill_tokens, pool.configs)
+
+    def _room_now(self, class_indexes: Sequence[int]) -> Room:
+        pool, adapters = self._pool.now(), self._pool.adapters
+        if self._rooms is None or not self._rooms.is_of(pool, adapters):
+            self._rooms = Rooms(pool, adapters, self._profile.classes)
+        rooms, now_s = self._rooms, self._now_s()
+        tokens = self.sequences.prefill_tokens(rooms.ranks, now_s)
+        return Room(rooms, {index: rooms.free(index, tokens) for index in class_indexes})
 
     def _size(self, request: RouteRequest, overlap: Overlap) -> PromptSize:
         """The prompt and what the best of its workers has of it; with no worker, nothing."""

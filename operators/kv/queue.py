@@ -76,10 +76,9 @@ class _ClassQueue(Generic[T]):
         return True
 
     def head(self, may_go: Callable[[Waiting[T]], bool]) -> Waiting[T] | None:
-        """The first of the lanes' first ones that may go."""
-        return next(
-            (waiting for _, waiting in sorted(lane[0] for lane in self.lanes.values()) if may_go(waiting)), None
-        )
+        """Return the first of the lanes' first ones that may go."""
+        heads = [lane[0] for lane in self.lanes.values() if may_go(lane[0][1])]
+        return min(heads)[1] if heads else None
 
 
 class AdmissionQueue(Generic[T]):
@@ -90,6 +89,8 @@ class AdmissionQueue(Generic[T]):
         self.profile = profile
         self._tiers = tiers
         self._classes: list[_ClassQueue[T]] = [_ClassQueue(one) for one in profile.classes]
+        self.version = 0
+        """Another number after each request that was parked or taken out."""
         self._parked = 0
         self._cursor = 0
         self._carried: int | None = None
@@ -131,6 +132,7 @@ class AdmissionQueue(Generic[T]):
         check_class_limits(one.policy_class, one.usage, workers)
         check_depth(self._tiers, size, sum(other.usage.isl_tokens for other in self._classes), workers)
         self._parked += 1
+        self.version += 1
         score = one.policy_class.score(size, arrival_s, priority_jump_s)
         order = (-strict_priority, -score, self._parked)
         waiting = Waiting(item, one.policy_class, size, arrival_s, lane, class_index, order)
@@ -139,7 +141,12 @@ class AdmissionQueue(Generic[T]):
 
     def withdraw(self, waiting: Waiting[T]) -> bool:
         """Takes a request out whose caller has gone; False if it went already."""
+        self.version += 1
         return self._classes[waiting.class_index].remove(waiting)
+
+    def waiting_classes(self) -> list[int]:
+        """The classes in which something waits."""
+        return [index for index, one in enumerate(self._classes) if one.usage.requests]
 
     def pop(self, may_go: Callable[[Waiting[T]], bool]) -> Waiting[T] | None:
         """Takes out the next request that may go now; None if there is none.
@@ -189,6 +196,7 @@ class AdmissionQueue(Generic[T]):
         one = self._classes[index]
         one.deficit -= head.size.work_tokens
         one.remove(head)
+        self.version += 1
         self._cursor = (index + 1) % len(self._classes)
         self._carried = index if one.deficit > 0 else None
         return head

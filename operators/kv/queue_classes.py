@@ -5,6 +5,7 @@ Source: dynamo lib/kv-router/src/scheduling/policy_config.rs, PolicyProfile.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -67,11 +68,16 @@ class PolicyClass:
 
     def is_busy(self, prefill_tokens: int, max_num_batched_tokens: int | None) -> bool:
         """Whether a rank with so many prompt tokens in flight is busy."""
+        return prefill_tokens > self.busy_above(max_num_batched_tokens)
+
+    def busy_above(self, max_num_batched_tokens: int | None) -> float:
+        """With more prompt tokens in flight than this a rank is busy; infinite without a threshold."""
         absolute, share = self.prefill_busy_threshold, self.prefill_busy_threshold_frac
-        if absolute is not None and prefill_tokens > absolute:
-            return True
+        limit: float = math.inf if absolute is None else absolute
+        if share is None:
+            return limit
         batched = UNKNOWN_BATCHED_TOKENS if max_num_batched_tokens is None else max_num_batched_tokens
-        return share is not None and prefill_tokens > share * batched
+        return min(limit, share * batched)
 
     def all_busy(
         self, ranks: Iterable[WorkerRank], prefill_tokens: Column, configs: Mapping[int, ModelRuntimeConfig]

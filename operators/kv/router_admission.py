@@ -23,6 +23,7 @@ from .queue import AdmissionQueue, Waiting
 from .queue_classes import PolicyProfile, PromptSize
 from .queue_limits import DepthTier, QueueUsage
 from .router_request import RouteRequest
+from .router_room import Blocked, RoomNow, Rooms
 
 
 class Released(Protocol):
@@ -49,10 +50,14 @@ class Applicant(Generic[P]):
     placed: P | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
     told: anyio.Event | None = field(default=None, init=False)
+    rooms: Rooms | None = field(default=None, init=False)
+    wanted: int = field(default=0, init=False)
+    """The ranks that may take it, as bits of `rooms`, once that was asked."""
 
 
 class Admission(Generic[P]):
-    """See the module. `place` books a request; `is_full(request, class)` says whether all its workers are busy.
+    """See the module. `place` books a request; `is_full(request, class)` says whether all its workers are busy, and
+    `room_now` the same of all that wait: the room there is for the classes that are asked about.
 
     With `refresh_after_s` a request that waited longer has what is cached looked up again: `place` is told so.
     """
@@ -64,6 +69,7 @@ class Admission(Generic[P]):
         *,
         place: Callable[[Applicant[P], bool], P],
         is_full: Callable[[RouteRequest, int], bool],
+        room_now: RoomNow,
         workers: Callable[[], int],
         now_s: Callable[[], float],
         refresh_after_s: float | None,
@@ -71,6 +77,8 @@ class Admission(Generic[P]):
         self._queue: AdmissionQueue[Applicant[P]] = AdmissionQueue(profile, tiers)
         self._profile = profile
         self._place, self._is_full, self._workers, self._now_s = place, is_full, workers, now_s
+        self._room_now = room_now
+        self._blocked: Blocked | None = None
         self._refresh_after_s = refresh_after_s
         self._is_closed = False
         self._is_draining = False
@@ -107,21 +115,46 @@ class Admission(Generic[P]):
             strict_priority=request.strict_priority,
             lane=request.lane,
         )
+        self._count_parked(waiting)
         return await self._outcome(waiting, applicant.told, control)
 
     def drain(self) -> None:
-        """Places those that wait and may go now, one by one, so that each sees the booking before it.
+        """Place those that wait and may go now, one by one, so that each sees the booking before it.
 
-        What makes room meanwhile, because somebody hears of a booking, is seen here and needs no second drain.
+        Room that is made meanwhile, because a booking has listeners, is seen here and needs no second drain.
         """
         if self._is_draining:
             return
         self._is_draining = True
         try:
-            while len(self._queue) and (waiting := self._queue.pop(self._may_go)) is not None:
+            while len(self._queue) and (waiting := self._next()) is not None:
                 self._settle(waiting)
         finally:
             self._is_draining = False
+
+    def _next(self) -> Waiting[Applicant[P]] | None:
+        """Take out the next that may go, None if none may."""
+        room = self._room_now(self._queue.waiting_classes())
+        if self._blocked is not None and self._blocked.lasts(room, self._queue.version):
+            return None
+        rooms, free, blocked = room.rooms, room.free, Blocked(room.rooms, self._queue.version)
+
+        def may_go(waiting: Waiting[Applicant[P]]) -> bool:
+            applicant, index = waiting.item, waiting.class_index
+            if applicant.rooms is not rooms:
+                applicant.rooms, applicant.wanted = rooms, rooms.wanted(applicant.request)
+            blocked.add(index, applicant.wanted)
+            return applicant.wanted & free[index] != 0
+
+        waiting = self._queue.pop(may_go)
+        self._blocked = blocked if waiting is None else None
+        return waiting
+
+    def _count_parked(self, waiting: Waiting[Applicant[P]]) -> None:
+        """Keep what is known of a blocked queue: one more waits, and no other has become able to go."""
+        if (blocked := self._blocked) is not None and blocked.version == self._queue.version - 1:
+            blocked.version += 1
+            blocked.add(waiting.class_index, blocked.rooms.wanted(waiting.item.request))
 
     def close(self) -> None:
         """Ends the queue: all that wait, and all that come, get Unavailable."""
@@ -139,9 +172,6 @@ class Admission(Generic[P]):
         except Exception as error:
             applicant.error = error
         _tell(applicant)
-
-    def _may_go(self, waiting: Waiting[Applicant[P]]) -> bool:
-        return not self._is_full(waiting.item.request, waiting.class_index)
 
     async def _outcome(self, waiting: Waiting[Applicant[P]], told: anyio.Event, control: Control | None) -> P:
         applicant = waiting.item
