@@ -175,6 +175,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             "worker_id": rank.worker_id,
             "dp_rank": rank.dp_rank,
             "overlap_blocks": placement.decision.overlap_blocks,
+            "best_available_overlap_blocks": placement.decision.best_available_overlap_blocks,
             "phase": phase.value,
         }
         with span_below(request, "kv_router.route_request", self._tracer, attributes) as below:

@@ -45,16 +45,16 @@ class Decision:
     """The chosen rank and why.
 
     `overlap_blocks` are on its device, `effective_overlap_blocks` and `cached_tokens` count lower tiers at their
-    weight; `best_overlap_blocks` is the most any candidate had on its device. `margin` is how much dearer the cheapest
-    other candidate is, below 0 if the temperature let a dearer one win, None if there is no other. Costs are in blocks,
-    or what the rule of `placement` says.
+    weight; `best_available_overlap_blocks` is the most any candidate had on its device, the chosen one included.
+    `margin` is how much dearer the cheapest other candidate is, below 0 if the temperature let a dearer one win, None
+    if there is no other. Costs are in blocks, or in the unit of the rule in `placement`.
     """
 
     rank: WorkerRank
     cost: float
     margin: float | None
     overlap_blocks: float
-    best_overlap_blocks: float
+    best_available_overlap_blocks: float
     effective_overlap_blocks: float
     cached_tokens: int
     prompt: Prompt
@@ -83,7 +83,7 @@ class Decision:
             "candidates": len(self.ranks),
             "cost": self.cost,
             "overlap_blocks": self.overlap_blocks,
-            "best_overlap_blocks": self.best_overlap_blocks,
+            "best_available_overlap_blocks": self.best_available_overlap_blocks,
             "effective_overlap_blocks": self.effective_overlap_blocks,
             "prompt_blocks": self.prompt.blocks,
             "active_prefill_tokens": chosen.active_prefill_tokens,

@@ -25,6 +25,7 @@ PREFIX = "dynamo_component_router"
 _PLACE = ("dynamo_namespace", "dynamo_component")
 _LABELS = (*_PLACE, "router_id")
 _OF_TYPE = (*_LABELS, "worker_type")
+_SHARES = tuple(step / 20 for step in range(21))
 
 
 def _histogram(name: str, unit: str, description: str, buckets: Buckets | tuple[float, ...]) -> Instrument:
@@ -44,7 +45,13 @@ ROUTER_INSTRUMENTS = (
         "kv_hit_rate",
         "",
         "Share of a prompt's blocks that its worker had, 0 to 1",
-        tuple(step / 20 for step in range(21)),
+        _SHARES,
+    ),
+    _histogram(
+        "best_available_overlap",
+        "",
+        "Share of a prompt's blocks that the worker with the most of them had, of those that could take it, 0 to 1",
+        _SHARES,
     ),
     _histogram(
         "kv_transfer_estimated_latency_seconds",
@@ -126,6 +133,7 @@ class RouterMetrics:
         self._input_tokens = router.recorder("input_sequence_tokens", **own)
         self._output_tokens = router.recorder("output_sequence_tokens", **own)
         self._hit_rate = router.recorder("kv_hit_rate", **own)
+        self._best_hit_rate = router.recorder("best_available_overlap", **own)
         self._ttft_s = router.recorder("time_to_first_token_seconds", **own)
         self._itl_s = router.recorder("inter_token_latency_seconds", **own)
         self._transfer_s = router.recorder("kv_transfer_estimated_latency_seconds", **own)
@@ -147,7 +155,8 @@ class RouterMetrics:
         self._input_tokens(input_tokens)
         if tracker is not None and (rate := tracker.kv_hit_rate) is not None:
             self._hit_rate(rate)
-        if (lost := decision.best_overlap_blocks - decision.overlap_blocks) > 0:
+            self._best_hit_rate(decision.best_available_overlap_blocks / decision.prompt.blocks)
+        if (lost := decision.best_available_overlap_blocks - decision.overlap_blocks) > 0:
             self._passed_over(1)
             self._blocks_lost(lost)
 

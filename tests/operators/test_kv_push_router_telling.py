@@ -79,7 +79,8 @@ class Measured:
         found: dict[str, list[Any]] = {}
         for name, labels, point in self.points("dynamo_component_router_"):
             assert name not in found
-            assert labels == (OWN if "overlap" not in name else {**OWN, "worker_type": "decode"})
+            of_type = name in ("non_max_overlap_selections_total", "overlap_blocks_lost")
+            assert labels == ({**OWN, "worker_type": "decode"} if of_type else OWN)
             found[name] = [point.value] if hasattr(point, "value") else [point.count, point.sum]
         return found
 
@@ -121,6 +122,7 @@ async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
         "input_sequence_tokens": [2, 12],
         "output_sequence_tokens": [2, 10],
         "kv_hit_rate": [1, 0.5],
+        "best_available_overlap": [1, 0.5],
         "time_to_first_token_seconds": [1, 0.0],
         "inter_token_latency_seconds": [2, 0.0 + 1.0],
     }
@@ -235,6 +237,17 @@ async def test_a_choice_against_the_longest_prefix_is_counted_with_what_it_lost(
     assert measured.seen["overlap_blocks_lost"] == [1, 3]
 
 
+async def test_what_the_best_worker_had_is_measured_beside_what_the_chosen_one_had() -> None:
+    """Issue 12, point 17."""
+    measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], worker_ids=(1, 2), overlap_score_credit=0.1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measured.ask, 12)
+        await anyio.sleep(1)
+        await measured.ask(16, "r2", tracker=tracker())
+    assert measured.seen["kv_hit_rate"] == [1, 0.0]
+    assert measured.seen["best_available_overlap"] == [1, 0.75]
+
+
 async def test_a_tie_and_a_pinned_request_give_nothing_up() -> None:
     measured = Measured(worker_ids=(1, 2))
     for worker_id in (1, 2, 2, 1):
@@ -340,6 +353,8 @@ async def test_the_choice_and_its_reasons_are_in_the_spans() -> None:
     assert (reasons["kv_router.worker_id"], reasons["kv_router.cost"], reasons["kv_router.candidates"]) == (7, 2.0, 1)
     sent = dict(spans.ended["kv_router.route_request"].attributes or {})
     expected = {"request_id": "r1", "worker_id": 7, "dp_rank": 0, "overlap_blocks": 0, "phase": "aggregated"}
+    expected["best_available_overlap_blocks"] = 0
+    assert reasons["kv_router.best_available_overlap_blocks"] == 0
     assert {name: sent[name] for name in expected} == expected
 
 

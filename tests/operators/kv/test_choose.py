@@ -134,7 +134,7 @@ def test_a_decision_keeps_its_reasons() -> None:
     overlap = Overlap(device={A: 1, B: 3, C: 99}, host={A: 2})
     decision = chosen(Candidates((A, B)), loads, overlap)
     assert decision.rank == A
-    assert (decision.overlap_blocks, decision.best_overlap_blocks) == (1, 3)
+    assert (decision.overlap_blocks, decision.best_available_overlap_blocks) == (1, 3)
     assert (decision.effective_overlap_blocks, decision.cached_tokens) == (2.5, 40)
     assert decision.attributes() == {
         "placement": "cost",
@@ -144,7 +144,7 @@ def test_a_decision_keeps_its_reasons() -> None:
         "cost": 8.5,
         "margin": 5.5,
         "overlap_blocks": 1,
-        "best_overlap_blocks": 3,
+        "best_available_overlap_blocks": 3,
         "effective_overlap_blocks": 2.5,
         "prompt_blocks": 4,
         "active_prefill_tokens": 16,
