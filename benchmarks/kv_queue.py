@@ -52,7 +52,7 @@ async def _wait_for_one_of(router: KvRouter, request: RouteRequest, number: int)
 
 async def _look_s(lanes: bool, is_taken_and_freed: bool) -> float:
     """Seconds of a look at the queue: the fastest of some passes."""
-    random, router = Random(1), _router()
+    random, router, best = Random(1), _router(), float("inf")
     everybody = list(range(WORKERS))
     for worker_id in everybody:
         await router.find_best_match(_request(worker_id, worker_id=worker_id), request_id=f"b{worker_id}")
@@ -62,7 +62,6 @@ async def _look_s(lanes: bool, is_taken_and_freed: bool) -> float:
             tasks.start_soon(_wait_for_one_of, router, _request(number, allowed_worker_ids=allowed), number)
         while router.waiting_requests < WAITING:
             await checkpoint()
-        best = float("inf")
         for _ in range(REPEATS):
             best = min(best, await _timed(router, is_taken_and_freed))
         assert router.waiting_requests == WAITING

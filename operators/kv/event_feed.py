@@ -207,13 +207,13 @@ class EventFeed:
     async def _one_attempt(self, feed: RankFeed, room: anyio.Semaphore) -> bool:
         """Asks once and takes what came; False if it helped nothing."""
         reply: RecoveryReply | None
-        try:
-            async with room:
-                question = feed.question()
+        async with room:
+            question = feed.question()
+            try:
                 with anyio.fail_after(self._limits.timeout_s):
                     reply = await self._recover(feed.rank, question.start_event_id)
-        except Exception as error:
-            reply = RecoveryReply.of(DumpFailed(f"{type(error).__name__}: {error}"))
+            except Exception as error:
+                reply = RecoveryReply.of(DumpFailed(f"{type(error).__name__}: {error}"))
         if self._ranks.get(feed.rank) is not feed:
             return False
         if reply is not None and isinstance(reply.answer, DumpFailed):

@@ -169,12 +169,13 @@ async def test_a_late_event_of_a_former_life_of_a_worker_mutes_nothing() -> None
     late: list[Event[RouterEvent]] = []
     again: Subject[Event[RouterEvent]] = Subject()
     async with site(2) as deployed:
-        kv_events(deployed.runtime.events, WHERE).pipe(ops.filter(lambda e: e.payload.worker_id == 1)).subscribe(
-            late.append
-        )
+        kv_events(deployed.runtime.events, WHERE).subscribe(late.append)
         async with deployed.worker(1), deployed.router() as (_, graph):
             await ask_all(graph, times=2)
-        former, block = late[-1], KvStored(None, [StoredBlock(1, 1)])
+        former, block = (
+            [event for event in late if event.payload.worker_id == 1][-1],
+            KvStored(None, [StoredBlock(1, 1)]),
+        )
         straggler = evolve(former, payload=RouterEvent(1, KvEvent(former.payload.event.event_id + 2000, block)))
         async with deployed.worker(1), deployed.router() as (router, graph):
             with router.follow(again):

@@ -287,7 +287,8 @@ async def test_whatever_arrives_of_whichever_life_the_index_ends_as_the_living_o
     site = Site(Life(70, random.choice([1, 1, 40])))
     site.takes_s = random.choice([0.2, 1.0, 3.0])
     source, channel = changes(random), list[Sent]()
-    troubles = random.choices([OSError("unreachable"), DumpFailed("busy")], k=LIMITS.attempts - 1)
+    kinds: list[Exception | DumpFailed] = [OSError("unreachable"), DumpFailed("busy")]
+    troubles = random.choices(kinds, k=LIMITS.attempts - 1)
     async with site.running():
         for step in range(60):
             if random.random() < 0.08:
