@@ -156,7 +156,7 @@ def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> 
         report = (
             anyio.run(partial(main, until=told_to_end)) if real_time else run_in_virtual_time(main, backend="asyncio")
         )
-    return evolve(report, wall_time_ms=1000 * (perf_counter() - began_s))
+    return evolve(report, wall_time_ms=round(1000 * (perf_counter() - began_s), 3))
 
 
 async def told_to_end() -> None:

@@ -273,17 +273,17 @@ class RequestTracker:
         return None if info.prefill_worker_id is None and info.decode_worker_id is None else info
 
     def timing_info(self) -> TimingInfo:
-        """All durations known by now, in milliseconds; gaps filled from another router's."""
+        """All durations known by now, in milliseconds to the microsecond; gaps filled from another router's."""
         transfer_s = self.kv_transfer_estimated_latency_s
         timing = TimingInfo(
             self.received_ms,
-            self.prefill_wait_time_ms,
-            self.prefill_time_ms,
-            self.ttft_ms,
-            self.total_time_ms,
+            _to_microsecond(self.prefill_wait_time_ms),
+            _to_microsecond(self.prefill_time_ms),
+            _to_microsecond(self.ttft_ms),
+            _to_microsecond(self.total_time_ms),
             self.kv_hit_rate,
             self.router_queue_depth,
-            None if transfer_s is None else transfer_s * 1000,
+            _to_microsecond(None if transfer_s is None else transfer_s * 1000),
         )
         if self._external_timing is not None:
             timing.fill_gaps(self._external_timing)
@@ -296,6 +296,11 @@ class RequestTracker:
 
 def _between_ms(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else (end - start) * 1000
+
+
+def _to_microsecond(duration_ms: float | None) -> float | None:
+    """Without the digits that the subtraction of two times of a clock leaves by chance, as in 48.99999999997817."""
+    return None if duration_ms is None else round(duration_ms, 3)
 
 
 def _first(ours: int | None, theirs: int | None) -> int | None:
@@ -313,7 +318,7 @@ def worker_gauges(tracker: RequestTracker) -> list[tuple[str, dict[str, str], fl
     """
     if tracker.first_token is None:
         return []
-    ttft_ms, itl_ms = tracker.ttft_ms, tracker.avg_itl_ms
+    ttft_ms, itl_ms = _to_microsecond(tracker.ttft_ms), _to_microsecond(tracker.avg_itl_ms)
     prefill, decode = tracker.prefill_worker, tracker.decode_worker
     measured = (
         ("time_to_first_token_seconds", prefill, "prefill", None if ttft_ms is None else ttft_ms / 1000),

@@ -19,7 +19,7 @@ from pipeline.loop import loop_clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 
 from .requests import request_of
-from .samples import RequestSample, Samples, Status
+from .samples import RequestSample, Samples, Status, to_nanosecond
 from .schedule import Due, Schedule
 from .tracker import Numbered, SampleTracker
 
@@ -66,6 +66,10 @@ class Drive:
         """Since the beginning."""
         return (self._clock() - self._began_s) * 1000.0
 
+    def noted_ms(self) -> float:
+        """The same as a report has it; requests are sent by the exact time."""
+        return to_nanosecond(self.now_ms())
+
     async def _until_next(self) -> None:
         """Until a request is due, or one has ended, which may make another due."""
         next_ms = self.schedule.next_due_ms()
@@ -80,14 +84,14 @@ class Drive:
         turn = due.turn
         sample = self.samples.arrived(
             due.name,
-            due.due_ms,
+            to_nanosecond(due.due_ms),
             input_tokens=due.input_tokens,
             wanted_output_tokens=turn.output_tokens,
             session_id=due.session.session_id if due.session.is_named else None,
             turn_index=due.turn_index,
         )
         request = request_of(due, model=self.model)
-        request.payload.tracker = tracker = SampleTracker.of(sample, self.now_ms, self.number_of)
+        request.payload.tracker = tracker = SampleTracker.of(sample, self.noted_ms, self.number_of)
         status = Status.FAILED
         said: list[int] = []
         try:
@@ -102,7 +106,7 @@ class Drive:
         finally:
             now_ms = self.now_ms()
             tracker.note()
-            self.samples.ended(sample, now_ms, status)
+            self.samples.ended(sample, self.noted_ms(), status)
             goes_on = status in (Status.COMPLETED, Status.REJECTED)
             self.schedule.ended(due, now_ms, output_token_ids=said, goes_on=goes_on)
             self._ended += 1
@@ -115,7 +119,7 @@ class Drive:
     ) -> tuple[list[int], Status]:
         """Reads the answer to its end; its tokens, and how it says it ended. Raises the error it ends with."""
         said: list[int] = []
-        status, clock, began_s = Status.COMPLETED, self._clock, self._began_s
+        status, noted_ms = Status.COMPLETED, self.noted_ms
         async with await self.graph.generate(request) as stream:
             async for item in stream:
                 if item.event is not None and (error := item.extract_error()) is not None:
@@ -125,7 +129,7 @@ class Drive:
                 if data.token_ids:
                     if not said:
                         tracker.record_token()
-                    sample.tokens((clock() - began_s) * 1000.0, len(data.token_ids))
+                    sample.tokens(noted_ms(), len(data.token_ids))
                     said += data.token_ids
                 if data.completion_usage is not None or data.routing_data is not None:
                     _note(data, sample, tracker)

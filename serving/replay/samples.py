@@ -16,7 +16,6 @@ from __future__ import annotations
 from array import array
 from enum import StrEnum
 from itertools import islice
-from operator import sub
 from typing import Literal, TypeAlias
 
 from attrs import define, field
@@ -40,6 +39,16 @@ class Status(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     UNFINISHED = "unfinished"
+
+
+def to_nanosecond(time_ms: float) -> float:
+    """The time without digits that come by chance from the clock's subtraction: 49.0, not 48.99999999997817."""
+    return round(time_ms, 6)
+
+
+def elapsed_ms(begin_ms: float, end_ms: float) -> float:
+    """The time between two such times, as exact as they are; times of other clocks lose nothing either."""
+    return round(end_ms - begin_ms, 9)
 
 
 @define(eq=False)
@@ -111,11 +120,10 @@ class RequestSample:
 
     @property
     def queue_wait_ms(self) -> float | None:
-        """Until its first worker was chosen, where that is known: to the nanosecond, for below it the sums of a clock
-        differ by chance."""
+        """Until its first worker was chosen, where that is known."""
         if not self.places or self.is_placed_by_answer:
             return None
-        return max(0.0, round(self.places[0][2] - self.arrival_ms, 6))
+        return max(0.0, to_nanosecond(self.places[0][2] - self.arrival_ms))
 
     def close(self, now_ms: float, status: Status) -> array[float]:
         """It has ended. Gives the times of its tokens and forgets them."""
@@ -184,7 +192,7 @@ class Samples:
         times = sample.close(now_ms, status)
         self.tokens_over_time.add_sorted(times)
         if status is Status.COMPLETED:
-            self.gaps_ms.extend(map(sub, islice(times, 1, None), times))
+            self.gaps_ms.extend(map(elapsed_ms, times, islice(times, 1, None)))
 
     def worker_joined(self, worker: int, now_ms: float, role: Role = "decode") -> None:
         """A worker is there, for the first time or again. One that is there already stays."""

@@ -12,7 +12,7 @@ from pipeline import InvalidArgument
 
 from .distribution import rank
 from .over_time import Amounts, Lasting
-from .samples import RequestSample, Role, Samples, Status
+from .samples import RequestSample, Role, Samples, Status, elapsed_ms
 
 
 @frozen
@@ -63,7 +63,7 @@ def make_series(samples: Samples, end_ms: float) -> Series:
         if sample.status is Status.COMPLETED and sample.end_ms is not None:
             completions.add(sample.end_ms)
             if sample.first_token_ms is not None:
-                ttfts[arrivals.interval(sample.arrival_ms)].append(sample.first_token_ms - sample.arrival_ms)
+                ttfts[arrivals.interval(sample.arrival_ms)].append(elapsed_ms(sample.arrival_ms, sample.first_token_ms))
     ordered = [sorted(ttfts.get(interval, ())) for interval in range(intervals)]
     tokens = samples.tokens_over_time.values(intervals)
     lasted_s = [(min(width, latest_ms - interval * width) or width) / 1000 for interval in range(intervals)]

@@ -18,7 +18,7 @@ from pipeline import InvalidArgument
 
 from .distribution import Distribution, gaps_and_rates
 from .report import Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
-from .samples import RequestSample, Role, Samples, Status, WorkerSample
+from .samples import RequestSample, Role, Samples, Status, WorkerSample, elapsed_ms
 from .series import computed_at, make_series, stays
 
 
@@ -46,11 +46,11 @@ class Limits:
     def hold(self, sample: RequestSample) -> bool:
         """Whether a completed request kept them all. One without tokens can only keep that of its whole time."""
         if sample.first_token_ms is None or sample.last_token_ms is None:
-            whole_ms = (sample.end_ms or 0.0) - sample.arrival_ms
+            whole_ms = elapsed_ms(sample.arrival_ms, sample.end_ms or 0.0)
             return self.ttft_ms is None and self.itl_ms is None and _within(whole_ms, self.e2e_ms)
-        if not _within(sample.last_token_ms - sample.arrival_ms, self.e2e_ms):
+        if not _within(elapsed_ms(sample.arrival_ms, sample.last_token_ms), self.e2e_ms):
             return False
-        if not _within(sample.first_token_ms - sample.arrival_ms, self.ttft_ms):
+        if not _within(elapsed_ms(sample.arrival_ms, sample.first_token_ms), self.ttft_ms):
             return False
         tpot_ms = time_per_token_ms(sample)
         return tpot_ms is None or _within(tpot_ms, self.itl_ms)
@@ -104,7 +104,7 @@ def time_per_token_ms(sample: RequestSample) -> float | None:
     """The mean gap between its tokens; None for less than two."""
     if sample.first_token_ms is None or sample.last_token_ms is None or sample.output_tokens < 2:
         return None
-    return (sample.last_token_ms - sample.first_token_ms) / (sample.output_tokens - 1)
+    return elapsed_ms(sample.first_token_ms, sample.last_token_ms) / (sample.output_tokens - 1)
 
 
 def _within(value: float, limit: float | None) -> bool:
@@ -112,7 +112,7 @@ def _within(value: float, limit: float | None) -> bool:
 
 
 def _since(later: float | None, earlier: float | None) -> float | None:
-    return None if later is None or earlier is None else later - earlier
+    return None if later is None or earlier is None else elapsed_ms(earlier, later)
 
 
 def _known(values: Iterable[float | None]) -> Distribution:

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from pipeline.protocols import RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo
 
-from .samples import RequestSample, Role
+from .samples import RequestSample, Role, to_nanosecond
 
 Numbered = Callable[[int, Role], int]
 """From the id of a worker and what it does to its number in the replay."""
@@ -74,12 +74,16 @@ class SampleTracker(RequestTracker):
         sample, transfer_s = self.sample, self.kv_transfer_estimated_latency_s
         sample.queue_depth = self.router_queue_depth
         sample.prefill_cached_tokens = self.prefill_cached_tokens
-        sample.prefill_wait_ms, sample.prefill_ms = self.prefill_wait_time_ms, self.prefill_time_ms
-        sample.kv_transfer_ms = None if transfer_s is None else 1000.0 * transfer_s
+        sample.prefill_wait_ms, sample.prefill_ms = _to_ns(self.prefill_wait_time_ms), _to_ns(self.prefill_time_ms)
+        sample.kv_transfer_ms = None if transfer_s is None else _to_ns(1000.0 * transfer_s)
         if (told := self._told) is not None:
             sample.queue_depth = told.router_queue_depth
             sample.prefill_wait_ms, sample.prefill_ms = told.prefill_wait_time_ms, told.prefill_time_ms
             sample.kv_transfer_ms = told.kv_transfer_estimated_latency_ms
+
+
+def _to_ns(duration_ms: float | None) -> float | None:
+    return None if duration_ms is None else to_nanosecond(duration_ms)
 
 
 def _one_permit() -> anyio.Semaphore:

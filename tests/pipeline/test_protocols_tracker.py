@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from attrs import define
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline import Context
 from pipeline.codec import to_plain
@@ -360,3 +364,29 @@ async def test_a_tracker_runs_on_the_loops_own_clock() -> None:
     tracker.record_first_token()
     assert tracker.ttft_ms == pytest.approx(2000, abs=1)
     assert tracker.received_ms == 1234
+
+
+@given(uptime_s=st.floats(0, 1e9), steps_ms=st.lists(st.integers(0, 100_000), min_size=6, max_size=6))
+def test_times_of_a_clock_of_milliseconds_are_whole_milliseconds(uptime_s: float, steps_ms: list[int]) -> None:
+    """Issue 12, point 9: they were 48.99999999997817."""
+    clock = Clock(begun := round(uptime_s, 3))
+    tracker = tracker_at(clock)
+    points = (
+        *(tracker.record_prefill_start, tracker.record_prefill_complete, tracker.record_first_token),
+        *(tracker.record_decode_first_token, tracker.record_finish),
+    )
+    for passed, record in zip(accumulate(steps_ms), points, strict=False):
+        clock.now = round(begun + passed / 1000, 3)
+        record()
+    wait, prefill, _, decode, end = steps_ms[:5]
+    timing = tracker.timing_info()
+    assert timing.prefill_wait_time_ms == wait
+    assert timing.prefill_time_ms == prefill + steps_ms[2]
+    assert timing.ttft_ms == wait + prefill + steps_ms[2]
+    assert timing.total_time_ms == sum(steps_ms[:5])
+    assert timing.kv_transfer_estimated_latency_ms == steps_ms[2] + decode
+    tracker.record_osl(2)
+    tracker.record_worker(7)
+    gauges = {name: value for name, _, value in worker_gauges(tracker)}
+    assert gauges["worker_last_time_to_first_token_seconds"] == (wait + prefill + steps_ms[2]) / 1000
+    assert gauges["worker_last_inter_token_latency_seconds"] == (decode + end) / 1000

@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -80,6 +80,32 @@ async def test_prefill_pools_are_of_any_engine_and_of_several_ranks(engine_args:
     report = await run_config(config(router="kv", prefill_workers=2, engine_args=given), trace, per_request=True)
     assert all_came_whole(report, trace)
     assert sum(one.requests for one in report.workers if one.role == "prefill") == 24
+
+
+class Ticking(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
+    """A token each millisecond."""
+
+    async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
+        async def ticks() -> AsyncIterator[Annotated[LLMEngineOutput]]:
+            for token_id in range(request.payload.stop_conditions.max_tokens or 0):
+                await anyio.sleep(0.001)
+                yield Annotated(LLMEngineOutput([token_id]))
+            yield Annotated(LLMEngineOutput.stop())
+
+        return ResponseStream(ticks(), request)
+
+
+async def test_times_of_whole_milliseconds_are_reported_as_such() -> None:
+    """Issue 12, point 9: they were 48.99999999997817."""
+    load = SyntheticLoad(input_tokens=8, output_tokens=49, request_count=7, arrival_interval_ms=1000 / 3).make()
+    report = await run(lambda: nullcontext(Ticking()), load, per_request=True)
+    for one in report.per_request or ():
+        assert (one.ttft_ms, one.ttst_ms, one.tpot_ms, one.e2e_latency_ms) == (1, 1, 1, 49)
+    assert len(report.per_request or ()) == report.completed_requests == 7
+    for figures, value in ((report.ttft, 1), (report.e2e_latency, 49), (report.itl, 1)):
+        assert (figures.min, figures.median, figures.max) == (value, value, value)
+    rates = report.output_token_throughput_per_user
+    assert (rates.min, rates.max) == (1000, 1000)
 
 
 async def test_a_router_that_knows_what_is_cached_reuses_more() -> None:
