@@ -5,7 +5,6 @@ What a command needs is imported when it runs, so that help and mistakes are ans
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -46,6 +45,7 @@ from .options import (
     says_its_options,
 )
 from .replay_cli import replay
+from .terminal import echo, log_to_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -182,14 +182,14 @@ def _run_server(
 ) -> None:
     """Runs a program that serves on the address, watched to its end; what it cannot do ends it with one line."""
     level = LogLevel.INFO if access_log and log_level is LogLevel.WARNING else log_level
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(level.upper())
     from .server import listen, run
 
     watch = watch_of(os.environ)
     watch.start()
     try:
         with listen(host, port) as listener:
-            run(partial(main, config, listener, os.environ, typer.echo, watch, access_log=access_log))
+            run(partial(main, config, listener, os.environ, echo, watch, access_log=access_log))
     except (PenstockError, OSError) as error:
         fail(of_engine(error, config))
     finally:
@@ -235,7 +235,7 @@ def graph(
     from .server import run
 
     try:
-        run(partial(draw_graph, config, form.value, os.environ, typer.echo))
+        run(partial(draw_graph, config, form.value, os.environ, echo))
     except (PenstockError, OSError) as error:
         fail(error)
 

@@ -16,6 +16,8 @@ import typer
 
 from pipeline import InvalidArgument, PenstockError
 
+from .terminal import echo
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -183,7 +185,7 @@ def fail(error: Exception) -> NoReturn:
     """Ends the program with the error as one line, below it its trace where messages for debugging are shown."""
     text = " ".join(str(error).split())
     place = _place(error.field) if isinstance(error, InvalidArgument) else ""
-    typer.echo(f"Error: {'' if place in text else place}{text}", err=True)
+    echo(f"Error: {'' if place in text else place}{text}", err=True)
     logging.getLogger(__name__).debug("it was raised here", exc_info=error)
     raise typer.Exit(2 if isinstance(error, InvalidArgument | OSError) else 1) from None
 

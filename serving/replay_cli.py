@@ -10,7 +10,6 @@ The first is the command `run` of the group, whose name need not be said.
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -98,6 +97,7 @@ from .replay_work import (
     write_pareto,
 )
 from .sweep_cli import SWEEP_EXAMPLE, sweep
+from .terminal import echo, log_to_stderr, table_width
 
 
 class _Replay(TyperGroup):
@@ -167,7 +167,7 @@ def run(
 ) -> None:
     """Replay a trace, or made up load, through the graph that `serve` would run or to a server; report what it cost."""
     _check_given(context, live, per_request, json)
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(log_level.upper())
     thresholds = (
         active_decode_blocks_threshold,
         active_prefill_tokens_threshold,
@@ -219,7 +219,7 @@ def run(
             write_page(html, {router.value if config is not None else "live": report})
     except (PenstockError, OSError) as error:
         fail(error if config is None else of_engine(error, config))
-    typer.echo(report.table(), nl=False)
+    echo(report.table(table_width()), nl=False)
     if report.is_interrupted:
         raise typer.Exit(INTERRUPTED_EXIT)
 
@@ -250,7 +250,7 @@ def compare(
         check_place(html, "html")
         check_place(pareto, "pareto")
         named = named_reports(reports)
-        typer.echo(side_by_side(list(named.items())), nl=False)
+        echo(side_by_side(list(named.items())), nl=False)
         if html is not None:
             write_page(html, named)
         if pareto is not None:

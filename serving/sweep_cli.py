@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +61,7 @@ from .replay_options import (
 )
 from .replay_work import limits_of
 from .sweep_work import SweepFiles, axes_of, load_of, run_sweep
+from .terminal import log_to_stderr
 
 SWEEP_EXAMPLE = (
     "Example: penstock replay sweep TRACE --router kv --workers 4 --workers 8 --vary router_temperature=0,0.5"
@@ -143,7 +143,7 @@ def sweep(
     log_level: LogLevelOption = LogLevel.ERROR,
 ) -> None:
     """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
-    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(log_level.upper())
     thresholds = (
         active_decode_blocks_threshold,
         active_prefill_tokens_threshold,

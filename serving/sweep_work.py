@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from attrs import frozen
 
 from pipeline import InvalidArgument
 
 from .replay_work import INTERRUPTED_EXIT, check_no_trace, check_place, load_to_make, read_load, trace_name
+from .terminal import echo
 
 if TYPE_CHECKING:
     from .replay import Sweep, SyntheticLoad, Trace
@@ -138,17 +138,17 @@ def run_sweep(
             results.append(result)
             run_ended()
             if result.problem is not None:
-                typer.echo(f"Error: {result.run.name}: {result.problem}", err=True)
+                echo(f"Error: {result.run.name}: {result.problem}", err=True)
 
         told: dict[str, Any] = {"heard": heard, "ended": ended, "trace_name": load.name}
         try:
             sweep(runs, load.trace, jobs=jobs, folder=files.reports, **given, **told)
         except KeyboardInterrupt:
             code = INTERRUPTED_EXIT
-            typer.echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
+            echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
     done = Sweep.of(runs, results)
     if found := sum(result.is_found for result in results):
-        typer.echo(f"{found} of {len(runs)} runs were in {files.reports}", err=True)
-    typer.echo(done.table(), nl=False)
+        echo(f"{found} of {len(runs)} runs were in {files.reports}", err=True)
+    echo(done.table(), nl=False)
     files.write(done)
     return code or int(any(result.problem is not None for result in results))

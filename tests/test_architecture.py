@@ -83,7 +83,7 @@ DOORS = {
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
     "typer": {
-        f"serving/{name}.py" for name in ("cli", "options", "replay_cli", "replay_options", "sweep_cli", "sweep_work")
+        f"serving/{name}.py" for name in ("cli", "options", "replay_cli", "replay_options", "sweep_cli", "terminal")
     },
     "uvicorn": {"serving/cli.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_publisher.py", "operators/kv/engine_zmq.py"},

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pipeline import InvalidArgument
 
+from ..terminal import rendered
 from .report import Report
 from .table import COUNTS, DISTRIBUTIONS, NOT_KNOWN, RATES
 
@@ -39,9 +40,16 @@ def comparison_text(reports: Sequence[tuple[str, Report]], width: int | None = N
     for row in [*_settings(reports), *_figures(reports)]:
         table.add_row(*row)
     out = io.StringIO()
-    console = Console(file=out, width=width or 44 + 32 * len(reports), color_system=None, legacy_windows=False)
+    console = Console(
+        file=out,
+        width=width or 44 + 32 * len(reports),
+        color_system=None,
+        legacy_windows=False,
+        markup=False,
+        emoji=False,
+    )
     console.print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return rendered(out.getvalue())
 
 
 def _settings(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:

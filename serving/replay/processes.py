@@ -22,6 +22,8 @@ from anyio.from_thread import start_blocking_portal
 
 from pipeline import BackendError
 
+from ..terminal import log_to_stderr
+
 Work = Callable[[Any, Any, Callable[[int], object]], Any]
 """A function of a module: what all tasks share, a task, and what is told how far it is, to the result of the task."""
 Heard = Callable[[int, int], object]
@@ -103,7 +105,7 @@ def _common(folder: Path) -> tuple[Work, Any, int, memoryview]:
     sys.stderr = (folder / "errors").open("a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     work, shared, starter, log_level = pickle.loads((folder / "common").read_bytes())
-    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(log_level)
     return work, shared, starter, _counts(folder)
 
 

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..terminal import rendered
 from .grid import SweepRun
 from .report import Report
 from .sweeping import Sweep, SweepResult
@@ -34,8 +35,8 @@ def sweep_text(sweep: Sweep) -> str:
         table.add_row(run.name, *_cells(run, by_name, marks))
     out = io.StringIO()
     width = max(len(run.name) for run in runs) + 120 if runs else 120
-    Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, highlight=False).print(table)
-    return "\n".join(line.rstrip() for line in [*out.getvalue().splitlines(), f" {_NOTE}"]) + "\n"
+    Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False).print(table)
+    return rendered(f"{out.getvalue()} {_NOTE}\n")
 
 
 def _cells(run: SweepRun, results: Mapping[str, SweepResult], marks: Mapping[str, Sequence[str]]) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..terminal import rendered
 from .distribution import Distribution
 
 if TYPE_CHECKING:
@@ -16,7 +19,13 @@ if TYPE_CHECKING:
 
 TITLE = "Penstock replay"
 NOT_KNOWN = "N/A"
-_COLUMNS = ("avg", "min", "max", "p99", "p90", "p75", "std")
+_COLUMNS = ("avg", "min", "max", "p99", "p90", "p75", "p50", "std")
+_NAMES = {"avg": "mean", "p50": "median"}
+"""Of the columns that a distribution names otherwise."""
+_DROPPED = ("p75", "std", "min", "p90", "max", "p99")
+"""The columns that a narrow terminal goes without, in this order."""
+_OF_WORKERS = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
+_DROPPED_OF_WORKERS = ("preempted", "running", "seconds")
 DISTRIBUTIONS = (
     ("Time to first token (ms)", "ttft"),
     ("Time to second token (ms)", "ttst"),
@@ -50,38 +59,51 @@ COUNTS = (
     ("preemptions", "preemptions"),
     ("deepest router queue", "max_router_queue_depth"),
 )
+_ANY_WIDTH = 10_000
 _ALWAYS = 2
 """So many counts are shown even when they are 0."""
 
 
 def report_text(report: Report, width: int) -> str:
-    """The figures, then the workers."""
+    """The figures, then the workers; of columns that are wider than `width` together some are left out."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, legacy_windows=False)
-    console.print(_figures(report))
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
+    console.print(_fitting(console, _COLUMNS, _DROPPED, partial(_figures, report)))
     console.print(_counts(report), soft_wrap=True)
     for one in report.errors:
         console.print(f" {one.requests:,} {one.type}, first: {one.example}", soft_wrap=True, markup=False)
     if report.workers:
-        console.print(_workers(report))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+        console.print(_fitting(console, _OF_WORKERS, _DROPPED_OF_WORKERS, partial(_workers, report)))
+    return rendered(out.getvalue())
 
 
-def _table(title: str, columns: tuple[str, ...]) -> Table:
+def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    table.add_column(columns[0])
+    table.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _figures(report: Report) -> Table:
-    table = _table(TITLE, ("figure", *_COLUMNS))
+def _fitting(
+    console: Console, columns: Sequence[str], dropped: Sequence[str], make: Callable[[Sequence[str]], Table]
+) -> Table:
+    """The table that `make` gives for as many of the columns as the console has room for."""
+    unlimited = console.options.update(width=_ANY_WIDTH)
+    for count in range(len(dropped)):
+        table = make([column for column in columns if column not in dropped[:count]])
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            return table
+    return make([column for column in columns if column not in dropped])
+
+
+def _figures(report: Report, columns: Sequence[str]) -> Table:
+    table = _table(TITLE, ("figure", *columns))
     for label, name in DISTRIBUTIONS:
         figures: Distribution = getattr(report, name)
         if figures.samples or name in ("ttft", "ttst", "e2e_latency", "tpot", "itl"):
-            table.add_row(label, *_cells(figures))
-    nothing = [NOT_KNOWN] * (len(_COLUMNS) - 1)
+            table.add_row(label, *_cells(figures, columns))
+    nothing = [NOT_KNOWN] * (len(columns) - 1)
     for label, name in RATES:
         table.add_row(label, _number(getattr(report, name)), *nothing)
     if report.goodput is not None:
@@ -90,10 +112,10 @@ def _figures(report: Report) -> Table:
     return table
 
 
-def _cells(figures: Distribution) -> list[str]:
+def _cells(figures: Distribution, columns: Sequence[str]) -> list[str]:
     if not figures.samples:
-        return [NOT_KNOWN] * len(_COLUMNS)
-    return [_number(getattr(figures, "mean" if column == "avg" else column)) for column in _COLUMNS]
+        return [NOT_KNOWN] * len(columns)
+    return [_number(getattr(figures, _NAMES.get(column, column))) for column in columns]
 
 
 def _counts(report: Report) -> str:
@@ -109,11 +131,11 @@ def _counts(report: Report) -> str:
     return f" {partial}{', '.join(shown)}; {tokens} {took}{wall}"
 
 
-def _workers(report: Report) -> Table:
-    columns = ("worker", "requests", "input", "output", "hit rate", "running", "preempted", "seconds")
-    table = _table("Workers", columns)
+def _workers(report: Report, columns: Sequence[str]) -> Table:
+    table = _table("Workers", ("worker", *columns))
     for one in report.workers:
-        table.add_row(_name(one), *_worker_cells(one))
+        cells = dict(zip(_OF_WORKERS, _worker_cells(one), strict=True))
+        table.add_row(_name(one), *(cells[column] for column in columns))
     table.caption = (
         f"greatest over mean: requests {_number(report.request_balance.max_over_mean)}, "
         f"computed tokens {_number(report.token_balance.max_over_mean)}, "

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import InvalidArgument
 from serving import replay_progress
-from serving.replay import Report, side_by_side
+from serving.replay import Report, Samples, make_report, side_by_side
 from serving.replay.comparison import difference
 from serving.replay_progress import progress
 
@@ -314,3 +314,16 @@ def test_a_page_with_plots_is_written_of_one_run_and_of_several(replay: Replay, 
     runs = tmp_path / "round-robin.json", tmp_path / "kv.json"
     assert replay("compare", *runs, "--pareto", tmp_path / "pareto.html")[0] == 0
     assert "Which runs no other beats" in (tmp_path / "pareto.html").read_text()
+
+
+def test_names_of_files_cannot_steer_the_terminal(replay: Replay, tmp_path: Path) -> None:
+    """Issue 12, point 25: in errors, and in the table of a comparison, which reads no markup in them either."""
+    hostile, other = tmp_path / "\x1b[31m[red]one.json", tmp_path / "two.json"
+    for file in (hostile, other):
+        file.write_bytes(make_report(Samples()).to_json())
+    gone = hostile.with_suffix(".gone")
+    for arguments, code in (((hostile, other), 0), ((gone, other), 2)):
+        ended, out, err = replay("compare", *arguments)
+        assert (ended, "\x1b" in out + err, "\\x1b[31m[red]one" in out + err) == (code, False, True)
+    ended, out, err = replay(gone)
+    assert (ended, "\x1b" in out + err, "\\x1b[31m[red]one" in err) == (2, False, True)

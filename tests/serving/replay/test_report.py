@@ -140,17 +140,43 @@ def test_the_table_has_our_title_thousands_separators_and_two_decimals() -> None
         first_admission_prefix_cache_reused_ratio=0.1234,
     )
     text = made.table()
-    rows = {line.split("  ")[1].strip(): line.split()[-7:] for line in text.splitlines() if line.startswith("  ")}
+    rows = {line.split("  ")[1].strip(): line.split()[-8:] for line in text.splitlines() if line.startswith("  ")}
     assert TITLE in text
-    assert rows["Time to first token (ms)"] == [*["18.26"] * 6, "0.00"]
-    assert rows["Output tokens/s"] == ["10,944.03", *["N/A"] * 6]
-    assert rows["Requests/s"] == ["255.54", *["N/A"] * 6]
+    assert rows["figure"] == ["avg", "min", "max", "p99", "p90", "p75", "p50", "std"]
+    assert rows["Time to first token (ms)"] == [*["18.26"] * 7, "0.00"]
+    assert rows["Output tokens/s"] == ["10,944.03", *["N/A"] * 7]
+    assert rows["Requests/s"] == ["255.54", *["N/A"] * 7]
     assert (rows["Prefix reuse"][0], rows["Prefix reuse, first admission"][0]) == ("0.36", "0.12")
+
+
+def test_the_table_has_the_median() -> None:
+    """Issue 12, point 9."""
+    skewed = Distribution.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    text = evolve(report(), ttft=skewed).table()
+    names = next(line for line in text.splitlines() if "figure" in line).split()
+    cells = next(line for line in text.splitlines() if "first token" in line).split()
+    assert cells[-len(names) + 1 :][names.index("p50") - 1] == "3.00"
+
+
+@pytest.mark.parametrize("width", [80, 97, 100, 120, 200])
+def test_a_narrow_table_has_fewer_columns_and_no_cut_ones(width: int) -> None:
+    """Issue 12, point 9."""
+    large = Distribution.of([123_456.78, 234_567.89])
+    made = report()
+    workers = [evolve(one, input_tokens=123_456_789, output_tokens=9_876_543) for one in made.workers]
+    text = evolve(made, ttft=large, workers=workers).table(width)
+    tables = [line for line in text.splitlines() if line.startswith("  ")]
+    assert max(map(len, tables)) <= width
+    assert "…" not in text
+    assert {"avg", "p50", "p99"} <= set(next(line for line in tables if "figure" in line).split())
+    assert ("p75" in text) == (width == 200)
+    assert "Time to first token (ms)" in text
+    assert "123,456,789" in text
 
 
 def test_what_there_is_no_sample_of_is_not_shown_as_0() -> None:
     text = make_report(Samples()).table()
-    assert next(line for line in text.splitlines() if "first token" in line).split()[-7:] == ["N/A"] * 7
+    assert next(line for line in text.splitlines() if "first token" in line).split()[-8:] == ["N/A"] * 8
     assert "KV transfer" not in text
     assert "0 requests, 0 completed; 0 input" in text
 
