@@ -92,6 +92,9 @@ class LLMEngine(ABC):
     The adapter then hands these chunks on, although the requests were not stopped.
     """
 
+    shown_texts: ClassVar[Sequence[str]] = ()
+    """Names of the parameters whose texts are never secret, so that the reports of replays show them."""
+
     @abstractmethod
     async def start(self, worker_id: int) -> EngineConfig:
         """Loads the model; when it returns `generate` is served, many requests at a time. May take minutes.

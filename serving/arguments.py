@@ -23,16 +23,18 @@ def converted(make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, A
     """
     if not texts:
         return {}
+    return {name: _converted(text, hint_of(make, name), name) for name, text in texts.items()}
+
+
+def hint_of(make: Callable[..., Any], name: str) -> Any:
+    """The type of the argument `name` of `make`. Raises InvalidArgument if it takes none of that name."""
     parameters = inspect.signature(make).parameters
     takes_any = next((name for name, one in parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
     named = [name for name, one in parameters.items() if one.kind in _BY_NAME]
-    arguments = {}
-    for name, text in texts.items():
-        declared = name if name in named else takes_any
-        if declared is None:
-            raise InvalidArgument(f"no such argument; there are: {', '.join(named) or 'none'}", field=name)
-        arguments[name] = _converted(text, _hint(make, declared, name), name)
-    return arguments
+    declared = name if name in named else takes_any
+    if declared is None:
+        raise InvalidArgument(f"no such argument; there are: {', '.join(named) or 'none'}", field=name)
+    return _hint(make, declared, name)
 
 
 def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:

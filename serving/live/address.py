@@ -23,7 +23,9 @@ class Address:
             raise InvalidArgument(f"{text!r} is no URL: {error}", field="live") from error
         if url.scheme not in ("http", "https") or not url.host:
             raise InvalidArgument(f"expected a URL such as http://127.0.0.1:8000, got {text!r}", field="live")
-        if url.userinfo or url.query or url.fragment or not _is_plain(text):
+        if url.userinfo:
+            raise InvalidArgument("a user and a password do not fit in the URL; OPENAI_API_KEY is sent", field="live")
+        if url.query or url.fragment or not _is_plain(text):
             raise InvalidArgument(f"a scheme, a host, a port and a path are all that fit, got {text!r}", field="live")
         return cls(url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"), query=None, fragment=None))
 

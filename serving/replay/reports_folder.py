@@ -11,6 +11,7 @@ from attrs import frozen
 
 from pipeline import InvalidArgument, codec
 
+from ..secrets import NOT_SHOWN
 from .report import Report
 
 
@@ -21,7 +22,12 @@ class ReportsFolder:
     path: Path
 
     def find(self, name: str, settings: Mapping[str, Any], per_request: bool = False) -> Report | None:
-        """The report of that name, if it is one of these settings, and has every request where that is asked."""
+        """The report of that name, if it is one of these settings, and has every request where that is asked.
+
+        Where an argument of the engine is not shown, none is: what it stands for may have changed.
+        """
+        if NOT_SHOWN in settings.get("engine_args", {}).values():
+            return None
         try:
             report = Report.from_json((self.path / name).read_bytes())
         except (OSError, InvalidArgument):

@@ -5,7 +5,6 @@ Nothing of the machine or the day is in it. What is left to its default is not s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +14,7 @@ from attrs import asdict, fields, frozen
 from operators.kv import KvRouterConfig
 
 from ..config import GraphConfig
+from ..secrets import shown_engine_args, shown_environment
 from .fault_script import parse_faults
 from .samples import INTERVAL_MS
 from .summary import Limits
@@ -22,9 +22,6 @@ from .trace import Session, Trace, Turn
 
 GPUS: tuple[int, int | None] = (1, None)
 """Of a worker and, if it has others, of a prefill worker; the same."""
-NOT_SHOWN = "(not shown)"
-"""Stands for the value of a variable that is called like a secret."""
-_SECRET = re.compile(r"_(KEY|TOKEN|SECRET|PASSWORD)$")
 _LEFT_OUT_BY_DEFAULT = ("enforce_disagg", "migration_limit", "migration_max_seq_len_tokens")
 
 
@@ -63,7 +60,7 @@ def settings_of(
         "workers": config.workers,
         "prefill_workers": config.prefill_workers,
         "engine": config.engine,
-        "engine_args": dict(config.engine_args),
+        "engine_args": shown_engine_args(config.engine, config.engine_args),
         "seed": config.seed,
         "speed_up": speed_up,
         "concurrency": concurrency,
@@ -74,13 +71,8 @@ def settings_of(
     if gpus != GPUS:
         figures["gpus"] = list(gpus)
     if environment:
-        figures["environment"] = {name: _shown(name, environment[name]) for name in sorted(environment)}
+        figures["environment"] = shown_environment(environment)
     return said | _others(config, faults, limits or Limits()) | figures
-
-
-def _shown(name: str, text: str) -> str:
-    """A report is shown to others."""
-    return NOT_SHOWN if _SECRET.search(name) else text
 
 
 def _others(config: GraphConfig, faults: Sequence[str], limits: Limits) -> dict[str, Any]:

@@ -118,9 +118,10 @@ def test_the_environment_means_what_it_means_for_a_server(
     assert (plain.completed_requests, "environment" in plain.settings) == (12, False)
     assert refusing.rejected_requests > 0
     assert refusing.settings["environment"] == {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.0001"}
-    monkeypatch.setenv("DYN_API_KEY", "s3cret")
-    assert replay(*load, "--json", file)[0] == 0
-    assert (b"DYN_API_KEY" in file.read_bytes(), b"s3cret" in file.read_bytes()) == (True, False)
+    for name, text in (("DYN_API_KEY", "s3cret"), ("DYN_HEALTH_CHECK_PAYLOAD", '{"token": "s3cret"}')):
+        monkeypatch.setenv(name, text)
+        assert replay(*load, "--json", file)[0] == 0
+        assert (name.encode() in file.read_bytes(), b"s3cret" in file.read_bytes()) == (True, False)
 
 
 def test_the_first_requests_faster_or_so_many_at_a_time(replay: Replay, trace: Path, tmp_path: Path) -> None:
