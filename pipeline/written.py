@@ -123,13 +123,14 @@ def _text(value: object, is_shown: IsShown, stages: type[Any]) -> str:
     if type(value) in _COLLECTIONS:
         return _collection(value, is_shown, stages)
     own = getattr(value, "__name__", None) or getattr(value, "name", None)
-    is_named = isinstance(own, str) and not isinstance(value, PathLike)
-    return _shortened(own) if is_named else type(value).__name__
+    if isinstance(own, str) and not isinstance(value, PathLike):
+        return _shortened(own)
+    return type(value).__name__
 
 
 def _collection(value: Any, is_shown: IsShown, stages: type[Any]) -> str:
     """A short list or tuple as it was written, anything else by how much is in it."""
-    opening, closing = {list: "[]", tuple: "()"}.get(type(value), "{}")
+    opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
     if opening != "{" and not any(type(item) in _COLLECTIONS for item in value):
         end = "," if opening == "(" and len(value) == 1 else ""
         text = f"{opening}{', '.join(_text(item, is_shown, stages) for item in value)}{end}{closing}"

@@ -39,7 +39,7 @@ class Stage(Operator[Any, Any, Any, Any]):
 
 
 class Auth(Stage):
-    def __init__(self, key: str, *others: Any, **options: Any) -> None:
+    def __init__(self, key: Any, *others: Any, **options: Any) -> None:
         pass
 
 
