@@ -147,7 +147,7 @@ def _check_token_ids(token_ids: list[int], model: Model, field: str) -> None:
     place = model.tokenizer.first_unknown(token_ids) if model.checks_token_ids else None
     if place is not None:
         raise InvalidArgument(
-            f"{field}[{place}] is {token_ids[place]}, which is no token id of model {model.name}",
+            f"{field}: {token_ids[place]} at index {place} is no token id of model {model.name}",
             field=f"{field}[{place}]",
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators import AllBusy, AllExcluded, Model, Preprocess
+from operators import WHOLE_CHAT, AllBusy, AllExcluded, Model, Preprocess
 from pipeline import (
     Annotated,
     Cancelled,
@@ -376,3 +376,22 @@ async def test_whatever_one_prompt_of_many_raises_is_a_status(complete: Any, tok
     exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()
     assert (exchange.status, exchange.json) == (500, INTERNAL)
     assert engine.open == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", [[1, 2, 999_999], [[1], [2, 3, 999_999]]])
+async def test_an_unknown_token_id_is_named_with_its_index(
+    complete: Any, token: Any, last: Any, prompt: Any, stream: bool
+) -> None:
+    """Issue 12, point 25: it was 500."""
+    graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([Wait(1), token("a"), last()])
+    answer = await complete(app({"m": graph}), stream=stream, prompt=prompt).run()
+    assert (answer.status, answer.json["message"]) == (400, "prompt: 999999 at index 2 is no token id of model m")
+
+
+async def test_a_name_of_the_chat_template_cannot_be_replaced(chat: Any) -> None:
+    """Issue 12, point 25: it was 500."""
+    graph = Preprocess(Model.byte_level("m", chat_template=WHOLE_CHAT)) >> ScriptedEngine([])
+    answer = await chat(app({"m": graph}), chat_template_args={"namespace": 1}).run()
+    assert answer.status == 400
+    assert "chat_template_args.namespace" in answer.json["message"]
