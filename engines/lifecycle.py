@@ -103,7 +103,8 @@ class Lifecycle:
             with engine_errors():
                 config = await self._engine.start(worker_id)
             if not isinstance(config, EngineConfig):
-                raise ContractViolation(f"start returned {type(config).__name__}, not EngineConfig")
+                name, made = type(self._engine).__name__, type(config).__name__
+                raise ContractViolation(f"{name}.start returned {made}, not EngineConfig")
             happened = "started"
         finally:
             self.state = after(self.state, happened)

@@ -30,7 +30,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, main_thread
+from threading import enumerate as enumerate_threads
 from typing import Any, Self
 
 _log = logging.getLogger(__name__)
@@ -112,16 +113,27 @@ class ProcessWatch:
                 self._set_due(self._deadline_s + _LOOP_S, OVERDUE, text)
         self._wake()
 
-    def over(self) -> None:
-        """The work is over, in the main thread: watches on until the process has ended, which threads may hold up.
-
-        From now on the first signal counts as a second one.
-        """
-        self._is_over = True
+    def keep_listening(self) -> None:
+        """Hears the signals from now on, in the main thread: when the handlers of a loop have just been removed."""
         self._install()
+        with self._lock:
+            self._forward_to = -1  # the loop that has it may close it
         for number in SIGNALS:
             self._handle(number, None)
+
+    def over(self) -> None:
+        """The work is over, in the main thread, and nothing is left but the end of the process.
+
+        Threads may hold that up: from now on the first signal counts as a second one, and the deadline runs. Where
+        there are none, signals that still come do not change the exit code any more.
+        """
         self.begin_end()
+        if any(not thread.daemon and thread is not main_thread() for thread in enumerate_threads()):
+            self._is_over = True
+            self.keep_listening()
+        else:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     # -- in the main thread
 

@@ -88,6 +88,7 @@ def serve(
     access_log: AccessLog = False,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
+    _log_from(log_level, access_log=access_log)
     thresholds = (
         active_decode_blocks_threshold,
         active_prefill_tokens_threshold,
@@ -103,7 +104,7 @@ def serve(
     config = config_of(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import serve_graph, serve_watch
 
-    _run_server(serve_graph, serve_watch, config, host, port, log_level, access_log)
+    _run_server(serve_graph, serve_watch, config, host, port, access_log)
 
 
 @_cli.command()
@@ -140,6 +141,7 @@ def worker(
     access_log: AccessLog = False,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
+    _log_from(log_level, access_log=access_log)
     settings: dict[str, Any] = {
         "namespace": namespace,
         "endpoint": endpoint,
@@ -161,7 +163,7 @@ def worker(
     )
     from .program import host_worker, worker_watch
 
-    _run_server(host_worker, worker_watch, config, host, port, log_level, access_log)
+    _run_server(host_worker, worker_watch, config, host, port, access_log)
 
 
 def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
@@ -171,18 +173,21 @@ def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
     return WorkerConfig(disaggregation_mode=DisaggregationMode.parse(mode), **settings)
 
 
+def _log_from(level: LogLevel, *, access_log: bool = False) -> None:
+    """Shows messages from this level on; before anything that may fail, for then there is one to show."""
+    shown = LogLevel.INFO if access_log and level is LogLevel.WARNING else level
+    log_to_stderr(shown.upper())
+
+
 def _run_server(
     main: Callable[..., Coroutine[Any, Any, None]],
     watch_of: Callable[[Mapping[str, str]], ProcessWatch],
     config: GraphConfig,
     host: str,
     port: int,
-    log_level: LogLevel,
     access_log: bool,
 ) -> None:
-    """Runs a program that serves on the address, watched to its end; what it cannot do ends it with one line."""
-    level = LogLevel.INFO if access_log and log_level is LogLevel.WARNING else log_level
-    log_to_stderr(level.upper())
+    """Runs a program that serves on the address, watched to its end; what it cannot do ends it with an error."""
     from .server import listen, run
 
     watch = watch_of(os.environ)
@@ -216,8 +221,10 @@ def graph(
     active_decode_blocks_threshold: BusyBlocks = None,
     active_prefill_tokens_threshold: BusyTokens = None,
     active_prefill_tokens_threshold_frac: BusyTokensFraction = None,
+    log_level: LogLevelOption = LogLevel.WARNING,
 ) -> None:
     """Draw the graph that `serve` would run with the same options."""
+    _log_from(log_level)
     thresholds = (
         active_decode_blocks_threshold,
         active_prefill_tokens_threshold,

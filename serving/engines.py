@@ -19,6 +19,7 @@ from attrs import define, evolve, frozen
 from engines import DisaggregationMode, EchoEngine, LLMEngine
 from engines.mocker import MODEL, HandoffExchange, MockEngine, MockEngineArgs, RecordedOutputs, handoff_order
 from pipeline import InvalidArgument, PenstockError, to_error
+from pipeline.foreign import raise_if_ours
 
 from .arguments import converted
 
@@ -136,7 +137,8 @@ def _imported(module: str, attribute: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise InvalidArgument(str(error), field="engine") from error
-    except Exception as error:  # of the module's own code
+    except BaseException as error:  # of the module's own code
+        raise_if_ours(error)
         raise InvalidArgument(f"{module}: {type(error).__name__}: {error}", field="engine") from error
     if not callable(found):
         raise InvalidArgument(f"{module}:{attribute} cannot be called", field="engine")
@@ -150,8 +152,9 @@ def _foreign(factory: Callable[..., Any], arguments: dict[str, Any], name: str) 
     except PenstockError:
         raise
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{name}: {error}") from error
-    except Exception as error:
+        raise InvalidArgument(f"{name}: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise_if_ours(error)
         raise to_error(error) from error
     if isinstance(made, Coroutine):
         made.close()

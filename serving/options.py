@@ -16,6 +16,7 @@ import typer
 
 from pipeline import InvalidArgument, PenstockError
 
+from .failure_report import report
 from .terminal import echo
 
 if TYPE_CHECKING:
@@ -182,10 +183,13 @@ def named(texts: list[str]) -> dict[str, str]:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Ends the program with the error as one line, below it its trace where messages for debugging are shown."""
-    text = " ".join(str(error).split())
+    """Ends the program with what is to be said of the error: see `failure_report`.
+
+    Below it the whole traceback, where messages for debugging are shown.
+    """
     place = _place(error.field) if isinstance(error, InvalidArgument) else ""
-    echo(f"Error: {'' if place in text else place}{text}", err=True)
+    for line in report(error, place):
+        echo(line, err=True)
     logging.getLogger(__name__).debug("it was raised here", exc_info=error)
     raise typer.Exit(2 if isinstance(error, InvalidArgument | OSError) else 1) from None
 

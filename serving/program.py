@@ -19,7 +19,7 @@ from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line
 from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, served, status_app, status_port
 from .kv_routing import event_log
 from .routing import routing_to
-from .server import GRACE_S, HttpServer, Interrupts, listen, serve, until_signalled
+from .server import GRACE_S, HttpServer, Interrupts, kept, listen, serve, until_signalled
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -141,7 +141,8 @@ async def host_worker(
                 health.set_process_ready(False)
                 await front.availability.drain(worker.times.deadline_s)
 
-            await _run_beside(worker, servers, announce, refuse)
+            with kept(watch):
+                await _run_beside(worker, servers, announce, refuse)
 
 
 async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Work) -> None:

@@ -105,7 +105,7 @@ async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: 
     Returns when `host` has, or has been cancelled by a signal. Raises what it raises, as it is.
     """
     failure: Exception | None = None
-    with termination_signals() as signals, watch.listening():
+    with kept(watch), termination_signals() as signals, watch.listening():
         async with anyio.create_task_group() as tasks:
             interrupts = Interrupts(tasks.cancel_scope.cancel)
             tasks.start_soon(interrupts.obey, signals)
@@ -116,6 +116,15 @@ async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: 
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def kept(watch: ProcessWatch) -> Iterator[None]:
+    """The watch hears signals when the block is left, though a receiver in it has removed the handlers."""
+    try:
+        yield
+    finally:
+        watch.keep_listening()  # the default handlers would end the process by the signal
 
 
 async def serve(server: HttpServer, availability: Availability, interrupts: Interrupts, grace_s: float) -> None:

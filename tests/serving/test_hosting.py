@@ -52,6 +52,13 @@ class Brief(Loud):
 """
 
 
+BROKEN = [
+    "Error: RuntimeError: no such device at all",
+    f"  own_engine.py:{OWN[: OWN.index('no such device')].count(chr(10)) + 1} in start",
+    "  the whole traceback: --log-level debug",
+]
+
+
 def status_of(address: str, path: str) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(address, timeout=10)
     try:
@@ -163,25 +170,33 @@ def ended(folder: Path, *command: str, **variables: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "line"),
+    ("command", "code", "lines"),
     [
-        (("worker", "own_engine:Broken", "--port", "0"), 1, "no such device at all"),
-        (("serve", "--engine", "own_engine:Broken", "--port", "0", "--workers", "2"), 1, "no such device at all"),
-        (("graph", "--engine", "own_engine:Hot"), 2, "fan: too slow"),
+        (("worker", "own_engine:Broken", "--port", "0"), 1, BROKEN),
+        (("serve", "--engine", "own_engine:Broken", "--port", "0", "--workers", "2"), 1, BROKEN),
+        (("graph", "--engine", "own_engine:Broken"), 1, BROKEN),
+        (("graph", "--engine", "own_engine:Hot"), 2, ["Error: fan: too slow"]),
+        (("serve", "--engine", "absent:Engine"), 2, ["Error: --engine: ModuleNotFoundError: No module named 'absent'"]),
     ],
 )
-def test_an_engine_that_cannot_start_is_one_line(
-    own_engine: Path, command: tuple[str, ...], code: int, line: str
+def test_an_engine_that_cannot_start_is_shown_with_its_class_and_place(
+    own_engine: Path, command: tuple[str, ...], code: int, lines: list[str]
 ) -> None:
     done = ended(own_engine, *command)
-    assert (done.returncode, done.stderr) == (code, f"Error: {line}\n")
+    assert (done.returncode, done.stderr.splitlines()) == (code, lines)
+
+
+@pytest.mark.parametrize("engine", ["own_engine:Broken", "absent:Engine"])
+def test_the_whole_traceback_is_shown_where_it_is_wanted(own_engine: Path, engine: str) -> None:
+    done = ended(own_engine, "graph", "--engine", engine, "--log-level", "debug")
+    assert "Traceback (most recent call last)" in done.stderr
 
 
 @pytest.mark.parametrize("command", [("worker", "own_engine:Brief"), ("serve", "--engine", "own_engine:Brief")])
 def test_an_engine_that_breaks_ends_its_program_as_a_failure(own_engine: Path, command: tuple[str, ...]) -> None:
     done = ended(own_engine, *command, "--port", "0")
     assert done.returncode == 1
-    assert done.stderr.endswith("\nError: the scheduler broke\n")
+    assert "\nError: RuntimeError: the scheduler broke\n  own_engine.py:" in done.stderr
     assert done.stdout.endswith("cleaned up\n")
 
 

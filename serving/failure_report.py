@@ -1,0 +1,103 @@
+"""What a program prints of an error that ends it: one line, and of foreign code its class and its own frames.
+
+    Error: KeyError: 'name'
+      my_engine.py:12 in start
+      my_engine.py:31 in load
+      the whole traceback: --log-level debug
+
+Foreign is what is neither of this project, nor installed, nor of Python itself: the module somebody writes and runs. If
+an installed engine fails there is no such frame, and its last ones are shown instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline import InvalidArgument, PenstockError
+from pipeline.errors import chain, described
+
+HINT = "the whole traceback: --log-level debug"
+
+_OURS = tuple(
+    f"{Path(__file__).resolve().parents[1] / name}{os.sep}" for name in ("pipeline", "operators", "engines", "serving")
+)
+_INSTALLED = ("site-packages", "dist-packages")
+_PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_LAST_FRAMES = 3
+"""How many are shown of code that is installed."""
+_FRAMES_MAX = 12
+_INDENT = "  "
+
+
+def report(error: BaseException, place: str = "") -> list[str]:
+    """The lines to print. `place`, as an option, comes before the message unless it is in there already."""
+    foreign = next((link for link in chain(error) if not isinstance(link, PenstockError)), None)
+    is_written = isinstance(error, OSError) or (
+        isinstance(error, InvalidArgument) and (foreign is None or not _own_frames(foreign))
+    )
+    text = _one_line(str(error))
+    if foreign is not None and not isinstance(error, OSError) and text == _one_line(described(foreign)):
+        text = _headline(foreign)
+    first = f"Error: {'' if place in text else place}{text}"
+    if is_written:  # for its reader
+        return [first]
+    found = _own_frames(error) if foreign is None else _details(foreign)
+    details = [f"{_INDENT}{line}" for line in found]
+    return [first, *details, f"{_INDENT}{HINT}"] if details else [first]
+
+
+def _details(error: BaseException) -> Iterator[str]:
+    """The error's frames; of a group each of its errors with its own, of an error with a cause that one too."""
+    yield from _own_frames(error) or _last_frames(error)
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _below(_headline(each), each)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if isinstance(cause, Exception) and not isinstance(cause, PenstockError):  # a cancellation explains nothing
+        yield from _below(f"because of {_headline(cause)}", cause)
+
+
+def _below(headline: str, error: BaseException) -> Iterator[str]:
+    yield headline
+    for line in _details(error):
+        yield f"{_INDENT}{line}"
+
+
+def _headline(error: BaseException) -> str:
+    text, name = _one_line(str(error)), type(error).__name__
+    return f"{name}: {text}" if text else name
+
+
+def _own_frames(error: BaseException) -> list[str]:
+    """Those of the code that somebody writes and runs."""
+    return [
+        _shown(frame)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *_OURS, *_PYTHON))
+        and not any(part in _INSTALLED for part in Path(frame.filename).parts)
+        and Path(frame.filename).is_file()
+    ][-_FRAMES_MAX:]
+
+
+def _last_frames(error: BaseException) -> list[str]:
+    """Where installed code failed; nothing of the machinery of imports."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *_OURS)) and "importlib" not in Path(frame.filename).parts
+    ]
+    return [_shown(frame) for frame in frames[-_LAST_FRAMES:]]
+
+
+def _shown(frame: traceback.FrameSummary) -> str:
+    """`file:line in function`, the file as seen from the current folder where it lies below that."""
+    file = frame.filename.removeprefix(f"{Path.cwd()}{os.sep}")
+    return f"{file}:{frame.lineno} in {frame.name}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
