@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline import PenstockError
+from pipeline import InvalidArgument, PenstockError
 
 from .options import (
     AccessLog,
@@ -190,10 +190,14 @@ def _run_server(
     """Runs a program that serves on the address, watched to its end; what it cannot do ends it with an error."""
     from .server import listen, run
 
+    try:
+        listener = listen(host, port)
+    except InvalidArgument as error:  # an engine may have arguments of these names
+        fail(error)
     watch = watch_of(os.environ)
     watch.start()
     try:
-        with listen(host, port) as listener:
+        with listener:
             run(partial(main, config, listener, os.environ, echo, watch, access_log=access_log))
     except (PenstockError, OSError) as error:
         fail(of_engine(error, config))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import anyio
 
 from engines import ProcessWatch, ShutdownTimes, SystemHealth, Worker
+from pipeline import InvalidArgument
 from pipeline.network import Runtime
 
 from .config import GraphConfig
@@ -186,13 +187,13 @@ def _grace_s(environment: Mapping[str, str]) -> float:
 
 
 def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
-    """Where the environment wants the worker's status. Raises OSError if nobody can listen there."""
+    """Where the environment wants the worker's status. Raises InvalidArgument if nothing can listen there."""
     if (port := status_port(environment)) is None:
         return nullcontext()
     try:
         return listen(_STATUS_HOST, port)
-    except OSError as error:
-        raise OSError(error.errno, f"{STATUS_PORT_ENV}={port}: {error.strerror}") from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{STATUS_PORT_ENV}={port}: {error}") from error.__cause__
 
 
 def _settle() -> None:

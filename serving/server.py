@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -14,6 +15,7 @@ import anyio
 import uvicorn
 
 from engines import ProcessWatch, termination_signals
+from pipeline import InvalidArgument
 
 from .http import Availability
 
@@ -151,9 +153,16 @@ async def serve(server: HttpServer, availability: Availability, interrupts: Inte
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket whose connections send every token at once, without waiting for more to fill a packet.
 
-    Port 0 takes a free one. Raises OSError if nobody can listen there. Event loops turn Nagle's algorithm off only for
-    sockets that say they are TCP, and uvicorn's own do not.
+    Port 0 takes a free one. Raises InvalidArgument, its field `host` or `port`, if nothing can listen there. Event
+    loops turn Nagle's algorithm off only for sockets that are made as TCP, and uvicorn's own are not.
     """
+    try:
+        return _listening(host, port)
+    except OSError as error:
+        raise _no_address(error, host, port) from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, kind, socket.IPPROTO_TCP)
     try:
@@ -165,6 +174,19 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _no_address(error: OSError, host: str, port: int) -> InvalidArgument:
+    """What is wrong with the address."""
+    if isinstance(error, socket.gaierror):
+        return InvalidArgument(f"{host!r} is no known host: {error.strerror}", field="host")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return InvalidArgument(f"{host} is no address of this machine", field="host")
+    if error.errno == errno.EADDRINUSE:
+        return InvalidArgument(f"port {port} on {host} is in use; 0 takes a free one", field="port")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return InvalidArgument(f"no permission to listen at port {port} on {host}", field="port")
+    return InvalidArgument(f"cannot listen at port {port} on {host}: {error.strerror}", field="port")
 
 
 def url_of(listener: socket.socket) -> str:

@@ -104,9 +104,10 @@ class GenerationEndpoint:
             if "traceparent" in headers.values:
                 context.trace = extract(headers.values)
             prompts = self._prompts(request)
-            generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter)
+            availability = self._service.availability
+            generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
             exchange = Exchange(generation, self._service.options, headers.echo, receive, send)
-            with self._service.availability.admit(context):
+            with availability.admit(context):
                 try:
                     failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
                 finally:

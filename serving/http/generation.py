@@ -15,13 +15,26 @@ import anyio
 from attrs import define, field
 
 from operators import PROMPT_TOKENS
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, ResponseTimeout, StreamIncomplete, to_error
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Cancelled,
+    CannotConnect,
+    Context,
+    Disconnected,
+    EngineShutdown,
+    ResponseTimeout,
+    StreamIncomplete,
+    Unavailable,
+    to_error,
+)
 from pipeline.errors import BackendUnknown
 from pipeline.foreign import raise_if_ours
 from pipeline.phase import tracker_of
 from pipeline.protocols import BackendOutput
 
 from ..openai import UsageCount
+from .availability import Availability, Phase
 from .delivery import Delivery
 from .problems import error_of
 from .prompts import OpenAIRequest
@@ -42,13 +55,17 @@ _LOOKS_PER_SILENCE = 4
 
 @define(eq=False)
 class Generation:
-    """One request on its way. `context` is the whole request; each prompt runs under a context below it."""
+    """One request on its way. `context` is the whole request; each prompt runs under a context below it.
+
+    A request that is cut because the server ends, as its `availability` shows, fails with Unavailable.
+    """
 
     graph: Graph
     context: Context[OpenAIRequest]
     prompts: Sequence[OpenAIRequest]
     usage: UsageCount
     meter: RequestMeter
+    availability: Availability
     client_gone: bool = field(init=False, default=False)
     finished: bool = field(init=False, default=False)
     _complete: bool = field(init=False, default=False)
@@ -66,10 +83,17 @@ class Generation:
             if self._reading.cancelled_caught:
                 self._explain_short_end(self.context, begun=True)
         except Exception as failure:
-            return failure
+            return self._cut_by_server(failure) or failure
         finally:
             self._complete = True
         return None
+
+    def _cut_by_server(self, failure: Exception) -> Unavailable | None:
+        """What the client is told in the place of a failure that the server's own end caused."""
+        phase = self.availability.phase
+        is_killed = phase is Phase.STOPPING and isinstance(failure, Cancelled)
+        is_lost = phase is not Phase.READY and isinstance(failure, CannotConnect | Disconnected | EngineShutdown)
+        return Unavailable("the server is shutting down", cause=failure) if is_killed or is_lost else None
 
     async def _read_all(self, delivery: Delivery) -> None:
         if len(self.prompts) == 1:

@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import Annotated, AnyContext, AsyncEngine, Context, ResponseStream
-from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
-from serving.http import Availability, HttpOptions, Phase, app
+from pipeline import Annotated, AnyContext, AsyncEngine, Context, Disconnected, ResponseStream
+from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
+from serving.http import Availability, HttpOptions, Phase, Telemetry, app
 from serving.http.generation import KILL_GRACE_S
 
 pytestmark = pytest.mark.anyio
@@ -240,6 +240,8 @@ async def test_an_error_after_a_comment_is_a_frame(chat: Any) -> None:
 
 # -- draining
 
+SHUTTING_DOWN = {"message": "Service temporarily unavailable", "type": "service_unavailable", "code": 503}
+
 
 def stopping(context: AnyContext) -> None:
     context.stop()
@@ -300,8 +302,35 @@ async def test_draining_ends_what_takes_too_long(chat: Any, token: Any) -> None:
         began = anyio.current_time()
         await availability.drain(5)
         assert anyio.current_time() - began == pytest.approx(5)
-    assert running.chunks[-1]["error"]["code"] == 499
+    assert running.chunks[-1] == {"error": SHUTTING_DOWN}
     assert (availability.phase, availability.in_flight, engine.open) == (Phase.STOPPING, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("script", [[Stall()], [Wait(7), Fail(Disconnected("cut"))]], ids=["killed", "lost"])
+async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(chat: Any, stream: bool, script: list[Any]) -> None:
+    """Issue 12, point 9: it was told that its client had closed it."""
+    availability, telemetry = Availability(), Telemetry()
+    running = chat(app({"m": ScriptedEngine(script)}, availability=availability, telemetry=telemetry), stream=stream)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await anyio.sleep(1)
+        await availability.drain(5 if isinstance(script[0], Stall) else 10)
+    assert (running.status, running.json) == (503, SHUTTING_DOWN | {"type": "Service Unavailable"})
+    assert 'error_type="unavailable"' in telemetry.text().decode()
+    assert 'error_type="cancelled"' not in telemetry.text().decode()
+
+
+async def test_a_client_that_leaves_while_the_server_drains_is_a_client_that_left(chat: Any, token: Any) -> None:
+    availability, telemetry = Availability(), Telemetry()
+    running = chat(app({"m": ScriptedEngine([token("a"), Stall()])}, availability=availability, telemetry=telemetry))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(running.run)
+        await anyio.sleep(1)
+        tasks.start_soon(availability.drain, 5)
+        await anyio.sleep(1)
+        running.leave()
+    assert 'error_type="cancelled"' in telemetry.text().decode()
 
 
 async def test_draining_an_idle_program_takes_no_time() -> None:

@@ -219,7 +219,7 @@ def test_a_status_port_that_is_taken_is_one_line_and_starts_nothing(own_engine: 
         port = other.getsockname()[1]
         done = ended(own_engine, "worker", "own_engine:Slow", "--port", "0", DYN_SYSTEM_PORT=str(port))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert f"DYN_SYSTEM_PORT={port}" in done.stderr
+    assert f"DYN_SYSTEM_PORT={port}: port {port} on 0.0.0.0 is in use" in done.stderr
 
 
 def test_the_status_of_a_worker_is_shown_where_it_is_wanted(program: Program) -> None:

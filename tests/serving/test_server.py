@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -181,5 +182,37 @@ async def test_a_drained_server_lets_its_answers_finish(token: Any, last: Any) -
 
 
 def test_a_port_that_is_taken_is_an_error_at_once() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
-        listen("127.0.0.1", int(url_of(first).rpartition(":")[2]))
+    with listen("127.0.0.1", 0) as first:
+        port = int(url_of(first).rpartition(":")[2])
+        with pytest.raises(InvalidArgument, match=f"port {port} on 127.0.0.1 is in use") as taken:
+            listen("127.0.0.1", port)
+    assert taken.value.field == "port"
+    assert isinstance(taken.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    ("failure", "field", "text"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "port", "no permission to listen at port 80 on 127.0.0.1"),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign"), "host", "127.0.0.1 is no address of this machine"),
+        (OSError(errno.ENOBUFS, "No buffer space"), "port", "cannot listen at port 80 on 127.0.0.1: No buffer space"),
+    ],
+)
+def test_an_address_where_nothing_can_listen_is_named(
+    failure: OSError, field: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 12, point 9."""
+
+    def bind(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(InvalidArgument, match=text) as refused:
+        listen("127.0.0.1", 80)
+    assert refused.value.field == field
+
+
+def test_a_host_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="'no host' is no known host") as refused:
+        listen("no host", 0)
+    assert refused.value.field == "host"
