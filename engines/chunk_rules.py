@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from anyio import get_cancelled_exc_class
 
-from pipeline import Cancelled, ContractViolation, PenstockError, StreamIncomplete
+from pipeline import BackendError, Cancelled, ContractViolation, PenstockError, StreamIncomplete
 from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, described
 from pipeline.protocols import FinishReason, LLMEngineOutput
 
@@ -78,8 +78,10 @@ def engine_error(error: BaseException) -> PenstockError:
     """
     if isinstance(error, PenstockError):
         return error
-    kind = BackendInvalidArgument if isinstance(error, ValueError | TypeError) else BackendUnknown
-    if not isinstance(error, Exception) and isinstance(error, get_cancelled_exc_class()):
+    kind: type[BackendError] = BackendUnknown
+    if isinstance(error, ValueError | TypeError):
+        kind = BackendInvalidArgument
+    elif not isinstance(error, Exception) and isinstance(error, get_cancelled_exc_class()):
         kind = BackendCancelled
     return kind(described(error), cause=error)
 

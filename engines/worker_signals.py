@@ -70,7 +70,7 @@ async def run_until_signalled(
                     _log.info("signal %d: ending", number)
                     asked.stop()
 
-            async def watch() -> None:
+            async def end_overdue() -> None:
                 await asked.stopped()
                 await anyio.sleep(deadline_s)
                 _log.error("not ended after %g s: ending with %d", deadline_s, OVERDUE)
@@ -78,7 +78,7 @@ async def run_until_signalled(
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(obey)
-            tasks.start_soon(watch)
+            tasks.start_soon(end_overdue)
             for _ in range(_TURNS):
                 await checkpoint()
             try:

@@ -39,7 +39,11 @@ def hint_of(make: Callable[..., Any], name: str) -> Any:
 
 def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
     """The parameter's type. The others are not looked at: their annotations may be meant for type checkers only."""
-    function = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
+    function: Any = make
+    if isinstance(make, type):
+        function = make.__init__  # type: ignore[misc]
+    elif not inspect.isroutine(make):
+        function = make.__call__  # type: ignore[operator]
 
     def alone() -> None: ...
 

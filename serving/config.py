@@ -92,14 +92,14 @@ class GraphConfig:
         """Whether workers are to keep their KV events for a router that may ask for them."""
         return self.router == "kv" and self.kv_router.has_index and self.kv_router.use_kv_events
 
-    def make_engines(self, count: int, deployment: Deployment | None = None) -> list[LLMEngine]:
+    async def make_engines(self, count: int, deployment: Deployment | None = None) -> list[LLMEngine]:
         """New engines of one deployment, not started. Raises InvalidArgument, naming the argument.
 
-        What else the factory of somebody else raises comes as an error of the tree.
+        What else a foreign factory raises comes as an error of the tree.
         """
         choice = find_engine(self.engine)
         deployment = self.deployment(self.modes[0]) if deployment is None else deployment
-        return [choice.build(self.engine_args, deployment) for _ in range(count)]
+        return [await choice.build(self.engine_args, deployment) for _ in range(count)]
 
     def deployment(self, mode: DisaggregationMode) -> Deployment:
         """What engines have in common that are made in this mode."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +49,25 @@ class EngineChoice:
     """An engine, the callable whose parameters are its arguments, and how it is made from them."""
 
     arguments: Callable[..., Any]
-    make: Callable[[dict[str, Any], Deployment], LLMEngine]
+    make: Callable[[dict[str, Any], Deployment], LLMEngine | Awaitable[LLMEngine]]
     is_ours: bool = True
 
-    def build(self, texts: Mapping[str, str], deployment: Deployment) -> LLMEngine:
+    async def build(self, texts: Mapping[str, str], deployment: Deployment) -> LLMEngine:
         """A new engine, not started. Raises InvalidArgument; its field is below `engine_args` where one is to blame.
 
-        What else the factory of somebody else raises comes as an error of the tree.
+        What else a foreign factory raises comes as an error of the tree. An async one is awaited: its cancellation is
+        that of the caller.
         """
         with _placed():
-            return self.make(converted(self.arguments, texts), deployment)
+            made = self.make(converted(self.arguments, texts), deployment)
+            return made if isinstance(made, LLMEngine) else await made
 
     def check(self, texts: Mapping[str, str], deployment: Deployment) -> None:
-        """Raises what `build` would. An engine of somebody else is not made for that, it may hold what others need."""
-        if self.is_ours:
-            self.build(texts, deployment)
-        else:
-            with _placed():
-                converted(self.arguments, texts)
+        """Raises what `build` would. A foreign engine is not made for that, it may hold what others need."""
+        with _placed():
+            arguments = converted(self.arguments, texts)
+            if self.is_ours:
+                self.make(arguments, deployment)
 
 
 @contextmanager
@@ -146,9 +148,11 @@ def _imported(module: str, attribute: str) -> Callable[..., Any]:
     return factory
 
 
-def _foreign(factory: Callable[..., Any], arguments: dict[str, Any], name: str) -> LLMEngine:
+async def _foreign(factory: Callable[..., Any], arguments: dict[str, Any], name: str) -> LLMEngine:
     try:
         made = factory(**arguments)
+        if isawaitable(made):
+            made = await made
     except PenstockError:
         raise
     except (TypeError, ValueError) as error:
@@ -156,8 +160,6 @@ def _foreign(factory: Callable[..., Any], arguments: dict[str, Any], name: str) 
     except BaseException as error:
         raise_if_ours(error)
         raise to_error(error) from error
-    if isinstance(made, Coroutine):
-        made.close()
     if not isinstance(made, LLMEngine):
         raise InvalidArgument(f"{name} makes a {type(made).__name__}, which is no LLMEngine")
     return made

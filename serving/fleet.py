@@ -24,19 +24,22 @@ from .kv_routing import event_log
 
 
 class Fleet:
-    """See the module. Workers are made with it and run in the block of `running`; for one loop."""
+    """See the module. Workers are made and run in the block of `running`; for one loop."""
 
     def __init__(self, config: GraphConfig, hosting: Hosting, model: Model, runtime: Runtime) -> None:
         self._config, self._hosting, self._model, self._runtime = config, hosting, model, runtime
         self._deployment: Deployment = config.deployment(config.modes[0])
         self._deployment.recorded = hosting.recorded
         self._running: dict[Worker, None] = {}
-        self.workers = [self._made(config.modes[0]) for _ in range(config.workers)]
-        self.prefill_workers = [self._made(DisaggregationMode.PREFILL) for _ in range(config.prefill_workers)]
+        self.workers: list[Worker] = []
+        self.prefill_workers: list[Worker] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Starts one after the other, and ends all at the same time: each may have a grace period and take its time."""
+        """Makes all, starts one after the other, and ends all at the same time: each may take its time for that."""
+        config = self._config
+        self.workers += [await self._made(config.modes[0]) for _ in range(config.workers)]
+        self.prefill_workers += [await self._made(DisaggregationMode.PREFILL) for _ in range(config.prefill_workers)]
         why: tuple[Any, ...] = (None, None, None)
         try:
             everybody = [*self.prefill_workers, *self.workers]
@@ -91,13 +94,13 @@ class Fleet:
         Cancelled while it starts, there is none, and its place is one that has ended.
         """
         mode = DisaggregationMode.PREFILL if pool is self.prefill_workers else self._config.modes[0]
-        worker = pool[number] = self._made(mode)
+        worker = pool[number] = await self._made(mode)
         await self._start(worker)
         return worker
 
-    def _made(self, mode: DisaggregationMode) -> Worker:
+    async def _made(self, mode: DisaggregationMode) -> Worker:
         self._deployment.mode = mode
-        (engine,) = self._config.make_engines(1, self._deployment)
+        (engine,) = await self._config.make_engines(1, self._deployment)
         hosting = self._hosting
         return Worker(
             engine,

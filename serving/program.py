@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import anyio
 
-from engines import ProcessWatch, ShutdownTimes, SystemHealth, Worker
+from engines import LLMEngine, ProcessWatch, ShutdownTimes, SystemHealth, Worker
 from pipeline import InvalidArgument
 from pipeline.network import Runtime
 
@@ -60,7 +60,8 @@ async def serve_graph(
         if (failure := opened.failure) is not None:
             raise failure
 
-    await until_signalled(host, watch)
+    with kept(watch):
+        await until_signalled(host, watch)
 
 
 def serve_watch(environment: Mapping[str, str]) -> ProcessWatch:
@@ -105,12 +106,19 @@ async def host_worker(
     """
     front, health = _Front(environment), SystemHealth.from_environment(environment)
     metrics, model = front.telemetry.component_metrics, config.load_model()
+    made: list[LLMEngine] = []
+
+    async def make(_: Interrupts) -> None:
+        made.extend(await config.make_engines(1))
+
     with _status_listener(environment) as status:
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
-            (engine,) = config.make_engines(1)
+            await until_signalled(make, watch)  # a factory may take long; from its start on the worker hears signals
+            if not made:
+                return
             settings = config.worker_settings(model)
             worker = Worker(
-                engine,
+                made[0],
                 settings,
                 runtime=runtime,
                 metrics=metrics,

@@ -107,7 +107,7 @@ async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: 
     Returns when `host` has, or has been cancelled by a signal. Raises what it raises, as it is.
     """
     failure: Exception | None = None
-    with kept(watch), termination_signals() as signals, watch.listening():
+    with termination_signals() as signals, watch.listening():
         async with anyio.create_task_group() as tasks:
             interrupts = Interrupts(tasks.cancel_scope.cancel)
             tasks.start_soon(interrupts.obey, signals)

@@ -195,8 +195,8 @@ async def test_a_cancellation_nobody_asked_for_is_a_failure_of_the_engine(place:
         raise kept[0]
 
     async with as_engine(Wreck(fails, place, hears_kill=hears_kill)) as engine:
-        _, error = await read(engine)
-    assert type(error) is BackendCancelled
+        _, failure = await read(engine)
+    assert type(failure) is BackendCancelled
 
 
 @pytest.mark.parametrize("fails", [exits, interrupts, panics, fails_in_groups])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
+import anyio
 import pytest
 
 from engines import DisaggregationMode, EchoEngine, WorkerConfig
@@ -44,7 +45,7 @@ def test_the_program_takes_every_router_a_config_may_name() -> None:
 
 def test_each_worker_gets_an_engine_of_its_own() -> None:
     config = GraphConfig(engine_args={"delay_s": "0.5"}, workers=2)
-    first, second = config.make_engines(2)
+    first, second = anyio.run(config.make_engines, 2)
     assert first is not second
     assert isinstance(first, EchoEngine)
     assert first.delay_s == 0.5
@@ -62,7 +63,8 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_mock_engine_is_what_its_worker_is_and_says_what_the_model_can_show() -> None:
     decode = WorkerConfig(disaggregation_mode=DisaggregationMode.DECODE)
-    first, second = GraphConfig(engine="mocker", worker=decode, engine_args={"block_size": "16"}).make_engines(2)
+    config = GraphConfig(engine="mocker", worker=decode, engine_args={"block_size": "16"})
+    first, second = anyio.run(config.make_engines, 2)
     assert isinstance(first, MockEngine)
     assert isinstance(second, MockEngine)
     assert (first.args.worker_type, first.args.block_size) == ("decode", 16)
@@ -80,7 +82,7 @@ def test_workers_are_published_under_the_model_they_serve() -> None:
 
 def test_each_mock_worker_listens_at_ports_of_its_own() -> None:
     texts = {"zmq_kv_events_port": "5600", "dp_size": "2"}
-    engines = GraphConfig(engine="mocker", engine_args=texts).make_engines(3)
+    engines = anyio.run(GraphConfig(engine="mocker", engine_args=texts).make_engines, 3)
     assert [getattr(engine, "args").zmq_kv_events_port for engine in engines] == [5600, 5602, 5604]  # noqa: B009
 
 

@@ -38,6 +38,13 @@ class Slow(Loud):
         print("starting", flush=True)
         await anyio.sleep(60)
 
+async def made_slowly():
+    print("starting", flush=True)
+    try:
+        await anyio.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+
 class Broken(EchoEngine):
     async def start(self, worker_id):
         raise RuntimeError("no such device\\nat all")
@@ -200,10 +207,23 @@ def test_an_engine_that_breaks_ends_its_program_as_a_failure(own_engine: Path, c
     assert done.stdout.endswith("cleaned up\n")
 
 
-def test_a_signal_while_an_engine_starts_cancels_that_and_cleans_up(own_engine: Path) -> None:
-    command = [sys.executable, "-m", "serving", "serve", "--engine", "own_engine:Slow", "--port", "0"]
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "--engine", "own_engine:Slow"),
+        ("serve", "--engine", "own_engine:made_slowly"),
+        ("worker", "own_engine:made_slowly"),
+    ],
+)
+def test_a_signal_while_an_engine_starts_or_is_made_cancels_that_and_cleans_up(
+    own_engine: Path, command: tuple[str, ...]
+) -> None:
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=own_engine
+        [sys.executable, "-m", "serving", *command, "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=own_engine,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "starting\n"

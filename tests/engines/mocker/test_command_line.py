@@ -14,11 +14,13 @@ from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest, StopConditions
 from serving.engines import Deployment, find_engine
 
+pytestmark = pytest.mark.anyio
+
 PREFILL_MS, DECODE_MS = 50.0, 7.0
 
 
-def built(**texts: str) -> MockEngine:
-    engine = find_engine("mocker").build(texts, Deployment())
+async def built(**texts: str) -> MockEngine:
+    engine = await find_engine("mocker").build(texts, Deployment())
     assert isinstance(engine, MockEngine)
     return engine
 
@@ -38,29 +40,29 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["", "measured.npz"])
 async def test_measured_times_of_a_file_or_its_folder_are_those_of_the_passes(profile: Path, name: str) -> None:
     request = PreprocessedRequest([1, 2, 3], stop_conditions=StopConditions(max_tokens=4))
-    async with as_engine(built(planner_profile_data=str(profile / name))) as asked:
+    async with as_engine(await built(planner_profile_data=str(profile / name))) as asked:
         begun_s = anyio.current_time()
         await (await asked.generate(Context(request))).collect()
         assert (anyio.current_time() - begun_s) * 1000 == pytest.approx(PREFILL_MS + 4 * DECODE_MS)
 
 
-def test_a_path_is_kept_as_text() -> None:
+async def test_a_path_is_kept_as_text() -> None:
     args = MockEngineArgs(planner_profile_data=Path("a") / "b", response_replay_trace_path=Path("c"))
     assert (args.planner_profile_data, args.response_replay_trace_path) == (str(Path("a/b")), "c")
     assert MockEngineArgs.from_plain(args.to_plain()) == args
-    assert built(planner_profile_data="none").args.planner_profile_data is None
+    assert (await built(planner_profile_data="none")).args.planner_profile_data is None
 
 
-def test_records_are_json_objects() -> None:
-    args = built(
+async def test_records_are_json_objects() -> None:
+    engine = await built(
         engine_type="SGLang",
         sglang='{"page_size": 4, "schedule_policy": "lpm"}',
         reasoning='{"start_thinking_token_id": 1, "end_thinking_token_id": 2, "thinking_ratio": 0.5}',
-    ).args
+    )
+    args = engine.args
     assert args.sglang == SglangArgs(page_size=4, schedule_policy="lpm")
     assert args.reasoning == ReasoningArgs(start_thinking_token_id=1, end_thinking_token_id=2, thinking_ratio=0.5)
     assert args.block_size == 4
@@ -78,16 +80,15 @@ def test_records_are_json_objects() -> None:
         ({"watermark": "much"}, "engine_args.watermark"),
     ],
 )
-def test_what_is_wrong_is_named(texts: dict[str, str], field: str) -> None:
+async def test_what_is_wrong_is_named(texts: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        built(**texts)
+        await built(**texts)
     assert refused.value.field == field
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", ["planner_profile_data", "response_replay_trace_path"])
 async def test_a_file_that_is_not_there_ends_the_start(tmp_path: Path, name: str) -> None:
-    engine = built(**{name: str(tmp_path / "nothing")})
+    engine = await built(**{name: str(tmp_path / "nothing")})
     with pytest.raises(InvalidArgument) as refused:
         await engine.start(0)
     assert refused.value.field == name
