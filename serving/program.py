@@ -135,7 +135,7 @@ async def host_worker(
                 )
             ]
             if status is not None:
-                servers.append(HttpServer(status_app(health, front.telemetry, environment), status))
+                servers.append(HttpServer(status_app(health, front.telemetry, environment), status, is_first=False))
 
             async def announce() -> None:
                 await routing.workers.wait_for_instances()

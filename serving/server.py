@@ -18,6 +18,7 @@ from engines import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
 
 from .http import Availability
+from .open_files import OpenFiles
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -34,9 +35,14 @@ _BACKLOG = 2048
 
 
 class HttpServer:
-    """uvicorn around an app, on a listening socket that it closes in the end."""
+    """uvicorn around an app, on a listening socket that it closes in the end.
 
-    def __init__(self, application: Any, listener: socket.socket, *, access_log: bool = False) -> None:
+    `is_first`: of the servers of a process one logs what concerns them all, that there are no files left.
+    """
+
+    def __init__(
+        self, application: Any, listener: socket.socket, *, access_log: bool = False, is_first: bool = True
+    ) -> None:
         self._listener = listener
         self.url = url_of(listener)
         config = uvicorn.Config(
@@ -49,17 +55,23 @@ class HttpServer:
             proxy_headers=False,
             timeout_graceful_shutdown=_FLUSH_S,
         )
-        self._server = _Uvicorn(config)
+        self._open_files = OpenFiles(listener.fileno()) if is_first else None
+        self._server = _Uvicorn(config, self._open_files)
 
     async def run(self) -> None:
         """Serves until `stop`; asyncio only. Then answers that are on their way get a little time, and are cut off."""
-        level = _uvicorn_log.level
+        level, loop = _uvicorn_log.level, asyncio.get_running_loop()
+        handler = loop.get_exception_handler()
+        if self._open_files is not None:
+            loop.set_exception_handler(self._open_files.handler(handler))
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
             self._listener.close()
             await self._cut_off()
             _uvicorn_log.setLevel(level)
+            if self._open_files is not None:
+                loop.set_exception_handler(handler)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ends `run`; `at_once` without waiting for connections. Nothing is logged about those that are cut off."""
@@ -77,7 +89,17 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without its signal handling, which would end the program by the signal itself."""
+    """Without its signal handling, which would end the program by the signal itself; looks at the open files."""
+
+    def __init__(self, config: uvicorn.Config, open_files: OpenFiles | None) -> None:
+        super().__init__(config)
+        self._open_files = open_files
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if self._open_files is not None and not self.should_exit:
+            self._open_files.look()
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
