@@ -58,7 +58,7 @@ class Control:
         self._children: list[ref[Control]] | None = None
         self._children_limit = _CHILDREN_SWEPT_AT
         self._watchers: dict[object, tuple[State, Callable[[], None]]] | None = None
-        self._retained: dict[int, object] | None = None  # by identity
+        self._retained: tuple[object, ...] = ()
 
     @property
     def state(self) -> State:
@@ -127,9 +127,10 @@ class Control:
     def retain(self, owned: object) -> None:
         """Keep the object alive as long as this control; the same object again changes nothing."""
         with _lock:
-            if self._retained is None:
-                self._retained = {}
-            self._retained[id(owned)] = owned
+            for kept in self._retained:
+                if kept is owned:
+                    return
+            self._retained = (*self._retained, owned)
 
     def _advance(self, target: State) -> None:
         """Bring the whole subtree to the state, then run what that makes due; in both, children before parents."""

@@ -31,7 +31,7 @@ class Operator(Stage, ABC, Generic[In_contra, Out_co, NextIn_co, NextOut_contra]
         stream  Out ◄──            ◄── NextOut
 
     The contract, checked by `pipeline.testing.check_operator`; where it is about the stream it is that of
-    `AsyncEngine` (E1 to E12), because an operator on an engine is an engine. In addition:
+    `AsyncEngine` (E1 to E13), because an operator on an engine is an engine. In addition:
 
     O1. The request handed to `next` has the id and the control of the request that came in, or a child's control.
     O2. What `next` raises goes to the caller typed, unless the operator's purpose is to handle it.

@@ -104,8 +104,8 @@ class _Line(Stage):
 class Segment(_Line, AsyncEngine[In_contra, Out_co]):
     """Operators that end in an engine; itself an engine.
 
-    It owns its stages and nothing else owns it: when its last reference goes, its stages are released as soon as the
-    streams that still run through them are gone too.
+    It owns its stages and nothing else owns it but the controls of its requests: when its last reference goes, its
+    stages are released as soon as the requests that went through them are gone too.
     """
 
     def __init__(self, *stages: Stage) -> None:
@@ -118,6 +118,7 @@ class Segment(_Line, AsyncEngine[In_contra, Out_co]):
 
     def generate(self, request: Context[In_contra]) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
         """See the contract of `AsyncEngine`; the coroutine is the first stage's own."""
+        request.control.retain(self)
         return self._generate(request)
 
 
@@ -132,7 +133,8 @@ class Chain(_Line, Operator[In_contra, Out_co, NextIn_co, NextOut_contra]):
     def generate(
         self, request: Context[In_contra], next: AsyncEngine[NextIn_co, NextOut_contra]
     ) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
-        """Runs the request through all of it; for callers that link a chain to an engine of their own each time."""
+        """Run the request through all of it; for callers that link a chain to an engine of their own each time."""
+        request.control.retain(self)
         return _folded(self.stages, next).generate(request)
 
 

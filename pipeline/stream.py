@@ -10,14 +10,17 @@ destructor to lean on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from inspect import isasyncgen
+from traceback import format_exception
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from .context import Context
 from .errors import StreamBusy, StreamClosed
 from .once import Once
+from .pace import Pace
 
 if TYPE_CHECKING:
     from reactivex import Observable
@@ -33,34 +36,43 @@ _ANEXT = "__anext__"
 class ResponseStream(Generic[T_co]):
     """Items on their way to one reader, with the request's context.
 
-    Whoever takes a stream closes it: `async with stream: async for item in stream: ...`. Closing, at any time and any
-    number of times, ends the source's generator at its `yield` and then closes what the stream owns; each owned thing
-    is a stream (closed) or a `Once` (released). Reading after a close raises `StreamClosed`; reading after the end
-    just ends again. One task reads at a time: closing during another task's read raises `StreamBusy` (a second reader
-    gets Python's own RuntimeError); to end a stream that somebody waits on, stop or kill its context.
+    The caller that takes a stream closes it: `async with stream: async for item in stream: ...`. Closing, at any time
+    and any number of times, ends the source's generator at its `yield` and then closes what the stream owns; each owned
+    thing is a stream (closed) or a `Once` (released). Reading after a close raises `StreamClosed`; reading after the
+    end just ends again. One task reads at a time: closing during another task's read raises `StreamBusy` (a second
+    reader gets that, or Python's own RuntimeError); to end a stream that a task waits on, stop or kill its context.
 
     A stream dropped without a close, though it has not ended, warns (`ResourceWarning`) and is released on the next
     turn of the loop. A stream that ended by itself needs no close, but a close never hurts.
 
     `items` is best an async generator that closes its upstream on its own way out (`async with upstream:`). What is
-    also listed in `owned` is closed even if the generator was never started, when its `finally` would not run.
+    also listed in `owned` is closed even if the generator was never started, when its `finally` would not run. Where
+    `items` is no generator, its `aclose`, if it has one, is awaited once on every way out, also unread.
+
+    A stream that owns no other is a source: where its items are always ready it lets the loop turn now and then, see
+    `pipeline.pace`.
     """
 
     # Reading an item costs no Python frame of the stream: the slot holds the generator's own bound method (measured: 15
-    # ns instead of 55), and closing swaps it. Checkers are told of a method.
-    __slots__ = (_ANEXT, "__weakref__", "_closed", "_items", "_owned", "context")
+    # ns instead of 55), in a source that of its pace, and closing swaps it. Checkers are given a method.
+    __slots__ = (_ANEXT, "__weakref__", "_closed", "_items", "_owned", "_pace", "context")
 
     if TYPE_CHECKING:
 
         def __anext__(self) -> Awaitable[T_co]: ...
 
     def __init__(self, items: AsyncIterable[T_co], context: Context[Any], *owned: ResponseStream[Any] | Once) -> None:
-        generator = items if isasyncgen(items) else _iterate(items)
+        generator = items if isasyncgen(items) else _begun(_iterate(items))
         self._items = cast("AsyncGeneratorType[T_co, None]", generator)
         self._owned = owned
         self._closed = False
         self.context = context
-        self.__anext__ = self._items.__anext__  # type: ignore[method-assign]
+        self._pace: Pace[T_co] | None = None
+        read: Callable[[], Awaitable[T_co]] = self._items.__anext__
+        if not isinstance(items, ResponseStream) and not any(isinstance(one, ResponseStream) for one in owned):
+            self._pace = Pace(read)
+            read = self._pace.reads().__next__
+        self.__anext__ = read  # type: ignore[method-assign]
         if _opened is not None:
             _opened(self)
 
@@ -79,19 +91,22 @@ class ResponseStream(Generic[T_co]):
         return not self._closed and self._items.ag_frame is not None
 
     async def aclose(self) -> None:
-        """Ends the source and closes all that is owned. Raises what their own closing raises, after all are closed."""
+        """End the source and close all that is owned.
+
+        Raises what their own closing raises, after all are closed: the first failure, with the others as notes on it. A
+        cancellation, and what else is no Exception, goes before.
+        """
         if self._closed:
             return
-        if self._items.ag_running:
+        if self._items.ag_running or (self._pace is not None and self._pace.is_resting):
             raise StreamBusy("a task is reading this stream; stop or kill its context to end it")
         self._closed = True
         self.__anext__ = _read_after_close  # type: ignore[method-assign]
-        try:
+        owned, self._owned = self._owned, ()
+        if owned:
+            await _close_all((self._items, *owned))
+        else:
             await self._items.aclose()
-        finally:
-            owned, self._owned = self._owned, ()
-            if owned:
-                await _close_all(owned)
 
     async def __aenter__(self) -> Self:
         return self
@@ -109,7 +124,9 @@ class ResponseStream(Generic[T_co]):
         for owned in self._owned:
             if isinstance(owned, Once):
                 owned.release_soon()
-        if self.is_open:
+        # In a reference cycle a generator that was never started may have been finalised before its stream.
+        is_unread = self._pace is not None and not self._pace.was_read
+        if self.is_open or is_unread:
             warnings.warn(
                 f"stream of request {self.context.id!r} was dropped without being closed; use `async with stream:`",
                 ResourceWarning,
@@ -151,26 +168,44 @@ class ResponseStream(Generic[T_co]):
 _opened: Callable[[ResponseStream[Any]], object] | None = None
 
 
-async def _close_all(owned: tuple[ResponseStream[Any] | Once, ...]) -> None:
-    """Closes each, whatever the others raise; the first failure goes on."""
-    for place, one in enumerate(owned, 1):
+async def _close_all(parts: Iterable[Any]) -> None:
+    """Close or release each, whatever the others raise. Raises as `ResponseStream.aclose` does."""
+    failures: list[BaseException] = []
+    for part in parts:
         try:
-            if isinstance(one, Once):
-                one.release()
-            elif not one._closed:
-                await one.aclose()
-        except BaseException:
-            await _close_all(owned[place:])
-            raise
+            if isinstance(part, Once):
+                part.release()
+            elif not (isinstance(part, ResponseStream) and part._closed):
+                await part.aclose()
+        except BaseException as failure:
+            failures.append(failure)
+    if failures:
+        # A cancellation that is not raised would be lost.
+        first = next((failure for failure in failures if not isinstance(failure, Exception)), failures[0])
+        for other in failures:
+            if other is not first:
+                first.add_note(f"Closing raised this too:\n{''.join(format_exception(other)).rstrip()}")
+        raise first
 
 
 async def _iterate(items: AsyncIterable[U]) -> AsyncGenerator[U, None]:
+    """What is no generator, as one: `_begun` takes the first `yield`, so that `finally` runs on every way out."""
+    iterator: AsyncIterator[U] | None = None
     try:
-        async for item in items:
+        yield cast("U", None)
+        iterator = aiter(items)
+        async for item in iterator:
             yield item
     finally:
-        if (aclose := getattr(items, "aclose", None)) is not None:
-            await aclose()
+        sources = (iterator,) if iterator is items else (iterator, items)
+        await _close_all(source for source in sources if hasattr(source, "aclose"))
+
+
+def _begun(generator: AsyncGenerator[U, None]) -> AsyncGenerator[U, None]:
+    """Take the generator to its first `yield`, where it does not wait before."""
+    with suppress(StopIteration):
+        generator.__anext__().send(None)
+    return generator
 
 
 async def _replay(items: Iterable[U], context: Context[Any]) -> AsyncGenerator[U, None]:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
 """Folder of the product, or its pytest plugin -> the folders of this repository it may import."""
 
 CORE = (
-    *("errors", "loop", "once", "written", "stage", "declared", "draw"),
+    *("errors", "loop", "once", "pace", "written", "stage", "declared", "draw"),
     *("control", "registry", "context", "racing", "foreign"),
     *("annotated", "stream", "engine", "operator", "segment"),
 )

@@ -29,7 +29,7 @@ async def check_engine(
     open_count: Callable[[Any], int] | None = None,
     rules: Iterable[str] | None = None,
 ) -> None:
-    """Checks E1 to E12 of `AsyncEngine` on fresh engines; raises an ExceptionGroup of all violations.
+    """Checks E1 to E13 of `AsyncEngine` on fresh engines; raises an ExceptionGroup of all violations.
 
     `factory` gives the engine, or an async context manager of it. `request` is a payload whose answer has well more
     than `slack_items` items, so that an ignored stop shows. `expected` are its items (None: as in a first run).
@@ -65,7 +65,7 @@ async def check_operator(
     handles_errors: bool = False,
     rules: Iterable[str] | None = None,
 ) -> None:
-    """Checks O1 to O6 of `Operator`, and E1 to E12 of the operator on an engine; raises all violations as a group.
+    """Checks O1 to O6 of `Operator`, and E1 to E13 of the operator on an engine; raises all violations as a group.
 
     `items` is what the stage below answers with: well more than `slack_items`. `handles_errors` says that errors from
     below are this operator's business (O2 and O3 are then not checked). The rest as in `check_engine`.

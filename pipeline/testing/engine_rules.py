@@ -1,4 +1,4 @@
-"""The rules E1 to E12 of `AsyncEngine`, each as a check that raises ContractViolation."""
+"""The rules E1 to E13 of `AsyncEngine`, each as a check that raises ContractViolation."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ Rule = Callable[[Subject], Awaitable[None]]
 _CONCURRENT = 8
 _POINTS = (0, 1, 3)
 """After how many items a stream is disturbed."""
+_READY_ITEMS = 4096
+"""So many items are read before another task must have run: four times what a stream of the core allows."""
+_READY_ANSWERS = 256
+"""The same in answers, for those of few items."""
 
 
 async def e1_context_is_kept(subject: Subject) -> None:
@@ -277,6 +281,27 @@ async def _read_all(engine: AsyncEngine[Any, Any], subject: Subject) -> None:
             await checkpoint()
 
 
+async def e13_ready_items_let_other_tasks_run(subject: Subject) -> None:
+    async with watched(subject) as (engine, _), anyio.create_task_group() as tasks:
+        has_run = anyio.Event()
+
+        async def other() -> None:
+            has_run.set()
+
+        tasks.start_soon(other)
+        read = answers = 0
+        with within(subject.answer_within_s, "an undisturbed answer"):
+            while not has_run.is_set() and read < _READY_ITEMS and answers < _READY_ANSWERS:
+                async with await engine.generate(subject.ask()) as stream:
+                    async for _ in stream:
+                        read += 1
+                        if has_run.is_set() or read >= _READY_ITEMS:
+                            break
+                answers += 1
+        if not has_run.is_set():
+            raise ContractViolation(f"no other task ran while {read} items of {answers} answers were read")
+
+
 ENGINE_RULES: dict[str, Rule] = {
     "E1": e1_context_is_kept,
     "E2": e2_bad_request_fails_typed,
@@ -290,6 +315,7 @@ ENGINE_RULES: dict[str, Rule] = {
     "E10": e10_requests_do_not_affect_each_other,
     "E11": e11_stopped_beforehand,
     "E12": e12_cancelling_the_reader_releases_everything,
+    "E13": e13_ready_items_let_other_tasks_run,
 }
 
 __all__ = ["ENGINE_RULES", "Rule", "Subject", "Watch"]

@@ -81,15 +81,15 @@ class _OnClose(Once):
 class _Reader:
     """A watched stream's `__anext__`."""
 
-    __slots__ = ("_ended", "_entry", "_items")
+    __slots__ = ("_ended", "_entry", "_items", "_read")
 
     def __init__(self, stream: ResponseStream[Any], entry: _Entry, ended: Callable[[], object]) -> None:
-        self._items, self._entry, self._ended = stream._items, entry, ended
+        self._items, self._read, self._entry, self._ended = stream._items, stream.__anext__, entry, ended
 
     @coroutine  # a generator, since it does not warn if it is never awaited: nor does what stands here otherwise
     def __call__(self) -> Generator[Any, Any, Any]:
         try:
-            item = yield from self._items.__anext__()
+            item = yield from self._read()
         except Exception:
             if self._items.ag_frame is None:  # else the read itself was wrong, such as a second one at a time
                 self._ended()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import anyio
@@ -218,6 +218,24 @@ class KeepsACancelledRead(Good):
         await stream.aclose()
 
 
+class RepeatsWhatItTook(Good):
+    """Makes all its items of what it took from another stream, and never waits: its own stream is no source."""
+
+    async def generate(self, request: Context[int]) -> ResponseStream[int]:
+        if request.payload == BAD:
+            raise InvalidArgument("negative")
+        self.open += 1
+        taken, release = ResponseStream(_ones(), request), Once(self._closed)
+        return ResponseStream(self.repeated(request, taken, release), request, taken, release)
+
+    async def repeated(
+        self, request: Context[int], taken: ResponseStream[int], release: Once
+    ) -> AsyncGenerator[int, None]:
+        async with taken, aclosing(self.items(request, release)) as items:
+            async for item in items:
+                yield item
+
+
 BROKEN = {
     "E1": AnotherContext,
     "E2": ForeignError,
@@ -231,6 +249,7 @@ BROKEN = {
     "E10": SharesItsCounter,
     "E11": IgnoresAnEarlierKill,
     "E12": KeepsACancelledRead,
+    "E13": RepeatsWhatItTook,
 }
 
 
@@ -267,6 +286,18 @@ async def test_each_rule_catches_the_engine_that_breaks_it(rule: str) -> None:
 )
 async def test_other_ways_to_break_a_rule_are_caught(broken: type[Good], rule: str) -> None:
     assert rule in await _broken_rules(broken, [rule])
+
+
+async def test_an_engine_that_lets_other_tasks_run_itself_holds_the_rule() -> None:
+    class RepeatsAndRests(RepeatsWhatItTook):
+        async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+            async with aclosing(super().items(request, release)) as items:
+                async for item in items:
+                    yield item
+                    if item % 10 == 0:
+                        await checkpoint()
+
+    assert await _broken_rules(RepeatsAndRests) == set()
 
 
 async def test_all_violations_are_reported_together() -> None:

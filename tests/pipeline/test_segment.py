@@ -123,6 +123,44 @@ async def test_a_dropped_graph_is_released_once_its_streams_are_gone(keep_stream
         gc.enable()
 
 
+class Shouts(Operator[str, str, str, str]):
+    """Holds neither itself nor the next stage in its stream."""
+
+    async def generate(self, request: Context[str], next: AsyncEngine[str, str]) -> ResponseStream[str]:
+        return (await next.generate(request)).map(str.upper)
+
+
+@pytest.mark.parametrize("linked", [lambda: Shouts() >> Echo(), lambda: Shouts() >> identity()])
+@pytest.mark.parametrize("keeps", ["request", "stream"])
+async def test_a_graph_lives_as_long_as_a_request_that_runs_through_it(linked: Any, keeps: str) -> None:
+    """Issue 12, point 21: its stages were collected while the stream ran."""
+    graph: Any = linked()
+    stages = [weakref.ref(graph), *(weakref.ref(stage) for stage in graph.stages)]
+    request: Context[str] | None = Context("abc")
+    stream = await (graph.generate(request) if isinstance(graph, Segment) else graph.generate(request, Echo()))
+    control = stream.context.control if keeps == "request" else None
+    del graph, request
+    gc.collect()
+    assert await anext(stream) == "A"
+    assert None not in [stage() for stage in stages]
+    assert [item async for item in stream] == ["B", "C"]
+    await stream.aclose()
+    del stream
+    gc.collect()
+    if control is not None:
+        assert None not in [stage() for stage in stages]
+        del control
+        gc.collect()
+    assert {stage() for stage in stages} == {None}
+
+
+def test_a_control_keeps_the_same_graph_once_however_often_it_is_asked() -> None:
+    request, graph = Context("a"), Twice() >> Echo()
+    for _ in range(100):
+        graph.generate(request).close()
+    assert request.control._retained == (graph,)
+
+
 async def test_next_may_be_asked_again_with_the_same_id() -> None:
     """ENG-11."""
 

@@ -136,7 +136,8 @@ async def test_an_error_in_the_source_ends_the_stream_and_closes_upstream(open_s
     assert not upstream.is_open
 
 
-async def test_what_closing_raises_is_raised_after_everything_is_closed() -> None:
+async def test_what_closing_raises_is_raised_after_everything_is_closed_the_first_with_the_others_as_notes() -> None:
+    """Issue 12, point 21: it was the last."""
     released: list[str] = []
 
     async def stubborn() -> AsyncGenerator[int, None]:
@@ -152,10 +153,36 @@ async def test_what_closing_raises_is_raised_after_everything_is_closed() -> Non
     owned = [Once(fail), Once(lambda: released.append("second"))]
     stream = ResponseStream(stubborn(), Context(None), *owned)
     await anext(stream)
-    with pytest.raises(ValueError, match="cannot release") as caught:
+    with pytest.raises(RuntimeError, match="cannot close") as caught:
         await stream.aclose()
-    assert isinstance(caught.value.__context__, RuntimeError)
+    (note,) = caught.value.__notes__
+    assert "ValueError: cannot release" in note
+    assert "in fail" in note  # its traceback
     assert released == ["first", "second"]
+
+
+async def test_a_cancellation_while_closing_goes_before_an_error() -> None:
+    async def failing() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+        finally:
+            raise RuntimeError("cannot close")
+
+    async def waiting() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+        finally:
+            await anyio.sleep(5)
+
+    upstream = ResponseStream(waiting(), Context(None))
+    stream = ResponseStream(failing(), Context(None), upstream)
+    await anext(upstream)
+    await anext(stream)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await stream.aclose()
+    assert scope.cancelled_caught
+    assert not upstream.is_open
 
 
 @pytest.mark.parametrize("read", [0, 1])

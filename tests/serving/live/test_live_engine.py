@@ -129,7 +129,7 @@ class Canned(ByteStream):
 
 
 async def test_it_holds_the_contract_of_an_engine(plug: Any) -> None:
-    """E1 to E12; and what its connections are to their requests, open or closed, so they are to each other."""
+    """E1 to E13; and what its connections are to their requests, open or closed, so they are to each other."""
     made: list[Canned] = []
 
     async def dial() -> ByteStream:
