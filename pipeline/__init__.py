@@ -1,22 +1,28 @@
-"""The core of Penstock: contexts, streams, engines, operators, and linking them into graphs."""
+"""The core of Penstock: contexts, streams, engines, operators, and linking them into graphs.
+
+Of the errors, those that the names here raise and those that operators and engines usually raise or catch; all of them
+are in `pipeline.errors`.
+"""
 
 from .annotated import Annotated
 from .context import AnyContext, Context
 from .control import Control, State
-from .engine import AsyncEngine, ErasedEngine, function_engine
+from .engine import AsyncEngine, function_engine
 from .errors import (
     BackendError,
     Cancelled,
     CannotConnect,
     CodecError,
-    ConnectionTimeout,
     ContractViolation,
     Disconnected,
+    EdgeAlreadySet,
     EngineShutdown,
     GraphError,
     InvalidArgument,
     LinkError,
+    NoEdge,
     PenstockError,
+    RegistryError,
     ResourceExhausted,
     ResponseTimeout,
     StatusError,
@@ -32,7 +38,7 @@ from .once import Once
 from .operator import Operator, identity, map_request, map_response
 from .racing import until_killed
 from .registry import Registry
-from .segment import Chain, LateEngine, Segment, SegmentSink, link
+from .segment import Chain, LateEngine, Segment, link
 from .stage import Stage
 from .stream import ResponseStream
 
@@ -45,26 +51,26 @@ __all__ = [
     "CannotConnect",
     "Chain",
     "CodecError",
-    "ConnectionTimeout",
     "Context",
     "ContractViolation",
     "Control",
     "Disconnected",
+    "EdgeAlreadySet",
     "EngineShutdown",
-    "ErasedEngine",
     "GraphError",
     "InvalidArgument",
     "LateEngine",
     "LinkError",
+    "NoEdge",
     "Once",
     "Operator",
     "PenstockError",
     "Registry",
+    "RegistryError",
     "ResourceExhausted",
     "ResponseStream",
     "ResponseTimeout",
     "Segment",
-    "SegmentSink",
     "Stage",
     "State",
     "StatusError",

@@ -6,8 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from pipeline import Context, Registry, State
-from pipeline.errors import RegistryError
+from pipeline import Context, Registry, RegistryError, State
 
 
 def test_shared_entries_are_read_with_their_type_only() -> None:

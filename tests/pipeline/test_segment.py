@@ -13,12 +13,14 @@ from pipeline import (
     AsyncEngine,
     Chain,
     Context,
-    ErasedEngine,
+    EdgeAlreadySet,
+    GraphError,
     LateEngine,
+    LinkError,
+    NoEdge,
     Operator,
     ResponseStream,
     Segment,
-    SegmentSink,
     Stage,
     function_engine,
     identity,
@@ -27,7 +29,8 @@ from pipeline import (
     map_response,
 )
 from pipeline.declared import Signature
-from pipeline.errors import EdgeAlreadySet, GraphError, LinkError, NoEdge, NoNetworkEdge
+from pipeline.errors import NoNetworkEdge
+from pipeline.network import ErasedEngine, SegmentSink
 from pipeline.testing import Faults, OpenStreams, Probe, ScriptedEngine, check_engine
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,6 @@ from operators.migration_decision import Break, Verdict, continuation, decide, i
 from pipeline import (
     Cancelled,
     CannotConnect,
-    ConnectionTimeout,
     Disconnected,
     EngineShutdown,
     InvalidArgument,
@@ -24,7 +23,7 @@ from pipeline import (
     Unknown,
     WorkerOverloaded,
 )
-from pipeline.errors import BackendUnknown
+from pipeline.errors import BackendUnknown, ConnectionTimeout
 from pipeline.protocols import (
     BootstrapInfo,
     GuidedDecodingOptions,
