@@ -69,7 +69,7 @@ class ResponseStream(Generic[T_co]):
         self.context = context
         self._pace: Pace[T_co] | None = None
         read: Callable[[], Awaitable[T_co]] = self._items.__anext__
-        if not isinstance(items, ResponseStream) and not any(isinstance(one, ResponseStream) for one in owned):
+        if _is_source(items, owned):
             self._pace = Pace(read)
             read = self._pace.reads().__next__
         self.__anext__ = read  # type: ignore[method-assign]
@@ -166,6 +166,13 @@ class ResponseStream(Generic[T_co]):
 
 # Set by `pipeline.testing` to count streams.
 _opened: Callable[[ResponseStream[Any]], object] | None = None
+
+
+def _is_source(items: object, owned: Iterable[object]) -> bool:
+    for one in owned:
+        if isinstance(one, ResponseStream):
+            return False
+    return not isinstance(items, ResponseStream)
 
 
 async def _close_all(parts: Iterable[Any]) -> None:

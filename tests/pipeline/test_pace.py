@@ -124,7 +124,7 @@ async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     source: AsyncEngine[int, int], stages: str, open_streams: OpenStreams
 ) -> None:
     """Issue 12, point 20: no other task ran before the last item was read."""
-    turns = 0
+    turns, got = 0, list[int]()
 
     async def another() -> None:
         nonlocal turns
@@ -135,7 +135,7 @@ async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(another)
         async with await STAGES[stages](source).generate(Context(ITEMS)) as stream:
-            got = [item async for item in stream]
+            got += [item async for item in stream]
         tasks.cancel_scope.cancel()
     assert got == (list(range(ITEMS)) if stages != "through a filter" else list(range(0, ITEMS, 10_000)))
     assert turns >= ITEMS // BUDGET_ITEMS - 2
@@ -164,18 +164,15 @@ async def test_many_short_answers_in_a_row_let_other_tasks_run() -> None:
 async def test_a_cancellation_by_another_task_comes_in_time_and_releases_everything(
     source: AsyncEngine[int, int], stages: str, open_streams: OpenStreams
 ) -> None:
-    read, cancelled_at = 0, -1
+    read = 0
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_after_a_turn, scope.cancel)
             async with await STAGES[stages](source).generate(Context(ITEMS)) as stream:
                 async for _ in stream:
                     read += 1
-                    if scope.cancel_called and cancelled_at < 0:
-                        cancelled_at = read
     assert scope.cancelled_caught
     assert read < 4 * BUDGET_ITEMS
-    assert not stream.is_open
 
 
 async def _after_a_turn(verb: Callable[[], object]) -> None:

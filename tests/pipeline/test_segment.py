@@ -139,7 +139,7 @@ async def test_a_graph_lives_as_long_as_a_request_that_runs_through_it(linked: A
     """Issue 12, point 21: its stages were collected while the stream ran."""
     graph: Any = linked()
     stages = [weakref.ref(graph), *(weakref.ref(stage) for stage in graph.stages)]
-    request: Context[str] | None = Context("abc")
+    request = Context("abc")
     stream = await (graph.generate(request) if isinstance(graph, Segment) else graph.generate(request, Echo()))
     control = stream.context.control if keeps == "request" else None
     del graph, request
