@@ -46,6 +46,11 @@ class EngineConfig:
     data_parallel_start_rank: int | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
+    stops_prefills: bool = False
+    """True promises that a stop ends a prefill here in order: it leaves the engine's queue, or its computation is given
+    up, and its blocks are freed. A prefill router then passes the stop of a client that has left on to this worker, as
+    long as the prefill has given no item and no decode worker was asked for its blocks; without the promise it does so
+    only as long as the prefill was not sent."""
     runtime_data: dict[str, Any] = field(factory=dict)
 
     @classmethod

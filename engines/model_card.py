@@ -15,7 +15,7 @@ from pipeline import InvalidArgument
 from pipeline.card_checksum import checked_file
 from pipeline.model_folder import card_from_folder
 from pipeline.protocols.card import ModelDeploymentCard, PromptFormatterFile
-from pipeline.protocols.runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig
+from pipeline.protocols.runtime_config import STOPS_PREFILLS, DisaggregatedEndpoint, ModelRuntimeConfig
 
 from .llm import EngineConfig
 from .worker_config import WorkerConfig, served_name
@@ -94,7 +94,7 @@ def runtime_config_of(worker: WorkerConfig, engine: EngineConfig, environment: M
         data_parallel_start_rank=engine.data_parallel_start_rank or 0,
         data_parallel_size=1 if engine.data_parallel_size is None else engine.data_parallel_size,
         enable_local_indexer=worker.enable_local_indexer and worker.disaggregation_mode.may_index,
-        runtime_data=dict(engine.runtime_data),
+        runtime_data=engine.runtime_data | ({STOPS_PREFILLS: True} if engine.stops_prefills else {}),
         disaggregated_endpoint=endpoint,
     )
     config.fill_from_environment(environment)

@@ -13,6 +13,7 @@ from attrs import asdict, evolve
 from pipeline import (
     Annotated,
     AsyncEngine,
+    Cancelled,
     Context,
     Once,
     Operator,
@@ -68,8 +69,9 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     the metadata) go where the first went.
 
     Raises what `KvRouter.find_best_match` and `PushRouter.direct` raise. A stop or kill while the request waits for
-    room raises Cancelled; later both are the worker's business, and what a stop leaves is delivered. What is booked is
-    released once, on every way out, before an error or an item that says the answer failed is shown.
+    room raises Cancelled, and so does a prefill that is stopped when its turn comes; later both are the worker's
+    business, and what a stop leaves is delivered. What is booked is released once, on every way out, before an error or
+    an item that says the answer failed is shown.
 
     Source: dynamo lib/llm/src/kv_router/push_router.rs, KvPushRouter. Other than there a failed dispatch leaves no
     booking, an id that is booked already is an error, and queries are not counted.
@@ -131,6 +133,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         placement = await self._placed(request, route)
         account = self._account(request.payload, placement)
         try:
+            if request.is_stopped and account.phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
+                raise Cancelled("stopped before its prefill was sent")
             if route.worker_id is None:
                 _log_choice(placement.decision)
             self._note(request, placement.decision)

@@ -134,6 +134,7 @@ class MockEngine(LLMEngine):
             data_parallel_size=args.dp_size,
             bootstrap_host="127.0.0.1" if bootstrap_port is not None else None,
             bootstrap_port=bootstrap_port,
+            stops_prefills=args.worker_type == "prefill",
         )
 
     async def background(self) -> None:

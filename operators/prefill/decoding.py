@@ -34,11 +34,11 @@ async def fed(
         try:
             reason = await _reason(request, handover, error) if isinstance(error, Exception) else None
         finally:
-            handover.leave()
+            handover.abandon()
         if reason is not None:
             raise reason from reason.__cause__
         raise
-    left = Once(handover.leave)
+    left = Once(handover.abandon)
     return ResponseStream(_watched(stream, request, handover, left), request, stream, left)
 
 
@@ -46,6 +46,7 @@ async def _watched(
     stream: ResponseStream[Output], request: Context[Any], handover: Handover, left: Once
 ) -> AsyncGenerator[Output, None]:
     reason: PenstockError | None = None
+    has_failed = False
     try:
         async with stream:
             async for item in stream:
@@ -54,7 +55,10 @@ async def _watched(
                     if (reason := await _reason(request, handover, item.extract_error())) is not None:
                         break
                     handover.settle()
+                has_failed = item.is_error
                 yield item
+        if reason is None and not has_failed:
+            handover.leave()
     except Exception as error:
         reason = await _reason(request, handover, error)
         if reason is None:

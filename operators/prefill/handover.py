@@ -4,7 +4,12 @@
        └───────────────┴──────────────────┴──error, time, owner gone──► FAILED
 
 Its request is no child of the client's: a kill would cut the connection to the prefill worker in the middle of a
-transfer, and its blocks would be lost for good. It ends by itself, by its time limit, or with its owner.
+transfer, and its blocks would be lost for good. It ends by itself, by its time limit, or with its owner. Where the
+client leaves before a transfer can have begun, it is withdrawn by a stop:
+
+    not sent yet ─────────────────────────────────────────────────────► withdrawn
+    sent, no item yet, no decode worker asked, worker stops prefills ─► withdrawn
+    anything else ────────────────────────────────────────────────────► goes on
 
 Source: dynamo lib/llm/src/kv_router/prefill_router/execution.rs, spawn_prefill_task and execute_prefill. Other than
 there it has an owner and a time limit, and decode does not wait in vain for a prefill that failed.
@@ -13,13 +18,14 @@ there it has an owner and a time limit, and decode does not wait in vain for a p
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import Enum, auto
 
 import anyio
 from attrs import define, field
 
-from pipeline import Context, Control, PenstockError, ResponseTimeout, Unavailable, to_error
-from pipeline.protocols import BootstrapInfo, LLMEngineOutput, PhasePermit, PreprocessedRequest
+from pipeline import Cancelled, Context, Control, PenstockError, ResponseTimeout, Unavailable, to_error
+from pipeline.protocols import BootstrapInfo, LLMEngineOutput, PhasePermit, PreprocessedRequest, RequestTracker
 
 from .bootstrap import told_meeting
 from .errors import PrefillError, routing_error
@@ -59,11 +65,18 @@ class Handover:
     patience_s: float
     was_chosen: bool = False
     """Whether the worker is our choice, so that another one may take its place."""
+    stops_prefills: Callable[[int], bool] = lambda _: False
+    """Whether that worker may be sent a stop for a prefill it has."""
     progress: Progress = field(default=Progress.RUNNING, init=False)
     error: PenstockError | None = field(default=None, init=False)
     starves: bool = field(default=False, init=False)
     """Decode was killed, because nothing would have come."""
     is_left: bool = field(default=False, init=False)
+    is_withdrawn: bool = field(default=False, init=False)
+    """The prefill was stopped, because its client left in time."""
+    _is_unwanted: bool = field(default=False, init=False)
+    _sent_before: int = field(init=False)
+    """How many prefills of the request were sent when this one began: they go one after the other."""
     _failed_at: Progress | None = field(default=None, init=False)
     _handed: BootstrapInfo | Prefilled | None = field(default=None, init=False)
     _decode: Control | None = field(default=None, init=False)
@@ -71,6 +84,9 @@ class Handover:
     _settled: Latch = field(factory=Latch, init=False)
     _over: Latch = field(factory=Latch, init=False)
     _ended: Latch = field(factory=Latch, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._sent_before = self._tracker.prefills_sent
 
     async def run(self) -> None:
         """The prefill, to its end; what goes wrong is kept in `error`."""
@@ -124,9 +140,24 @@ class Handover:
         self._settled.set()
 
     def leave(self) -> None:
-        """Decode is over, however: nobody takes blocks any more."""
+        """Decode has ended by itself."""
         self.is_left = True
         self._settled.set()
+
+    def abandon(self) -> None:
+        """Decode is over; unless it had ended by itself, its blocks are of no use to anybody."""
+        if not self.is_left:
+            self._is_unwanted = True
+        self.leave()
+        self._withdraw()
+
+    def client_left(self) -> None:
+        """Called when the client has left: withdraws the prefill if it is not too late for that.
+
+        If a decode worker has been asked, that waits until decode is over.
+        """
+        self._is_unwanted = True
+        self._withdraw()
 
     async def fails_soon(self) -> None:
         """Returns when the prefill has failed, has ended well, or neither for as long as decode's patience."""
@@ -137,9 +168,32 @@ class Handover:
         """Returns when it has ended, whichever way."""
         await self._ended.wait()
 
+    def _withdraw(self) -> None:
+        if self._is_unwanted and not self.is_withdrawn and self._may_stop():
+            self.is_withdrawn = True
+            self.request.stop()
+
+    def _may_stop(self) -> bool:
+        """Whether no transfer of blocks can have begun, and the worker, if it has the request, can bear a stop."""
+        if self.progress is Progress.RUNNING and self._tracker.prefills_sent == self._sent_before:
+            return True
+        if self.progress not in (Progress.RUNNING, Progress.ROUTED) or (self._decode is not None and not self.is_left):
+            return False
+        worker_id = self._tracker.prefill_worker.worker_id if self.worker is None else self.worker.worker_id
+        return worker_id is not None and self.stops_prefills(worker_id)
+
+    @property
+    def _tracker(self) -> RequestTracker:
+        tracker = self.request.payload.tracker
+        assert tracker is not None
+        return tracker
+
     # -- the task
 
     async def _prefill(self) -> None:
+        if self.request.is_stopped:
+            self._fail(Cancelled("stopped before its prefill was sent"))
+            return
         try:
             with self.permit:
                 stream = await self.pool.send(self.request, None if self.worker is None else self.worker.worker_id)
@@ -162,9 +216,8 @@ class Handover:
     def _first(self, data: LLMEngineOutput | None) -> None:
         """The prompt is computed: decode may go on from here, if the worker says where to meet it."""
         self.progress = Progress.STREAMING
-        if (tracker := self.request.payload.tracker) is not None:
-            tracker.record_prefill_complete()
-            tracker.record_prefill_cached(cached_of(data))
+        self._tracker.record_prefill_complete()
+        self._tracker.record_prefill_cached(cached_of(data))
         meeting = None if data is None else told_meeting(data.disaggregated_params)
         if meeting is not None and self._handed is None:
             self._learn(handed_over(data))
@@ -183,7 +236,9 @@ class Handover:
             self.worker = prefilled.worker
 
     def _fail(self, error: PenstockError) -> None:
-        if self._handed is not None:
+        if self.is_withdrawn:
+            error = Cancelled("stopped before its prompt was computed", cause=error)
+        elif self._handed is not None:
             _log.warning("prefill of request %r failed behind decode's back: %s", self.request.id, error.render())
         self._failed_at, self.progress = self.progress, Progress.FAILED
         self.error = error

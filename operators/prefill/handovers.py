@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
+from typing import Any
 
 import anyio
 
-from pipeline import PenstockError, ResourceExhausted, StreamClosed, Unavailable
+from pipeline import Context, PenstockError, ResourceExhausted, StreamClosed, Unavailable
 from pipeline.rx import AnyIOScheduler, DisposableBase
 
 from .handover import Handover
@@ -49,12 +50,18 @@ class Handovers:
         if len(self._tasks) >= self._limit:
             raise ResourceExhausted(f"{len(self._tasks)} prefills are under way already")
 
-    def start(self, handover: Handover, key: Hashable) -> None:
-        """Begins a hand-over. Raises StreamClosed where the scheduler does not run."""
+    def start(self, handover: Handover, request: Context[Any]) -> None:
+        """Begins a hand-over for a client's request, whose stop or kill it is told of.
+
+        Raises StreamClosed where the scheduler does not run.
+        """
+        key = request.registry
         running = self._of_request.setdefault(key, [])
         running.append(handover)
+        forget = request.control.on_stop(handover.client_left)
 
         def end() -> None:
+            forget()
             handover.give_up()
             running.remove(handover)
             if not running:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from attrs import evolve, frozen
 
-from pipeline import AsyncEngine, Context, PenstockError, ResponseStream
+from pipeline import AsyncEngine, Cancelled, Context, PenstockError, ResponseStream
 from pipeline.protocols import PreprocessedRequest, RequestPhase
 
 from ..kv.chooser import KvRouter
@@ -51,7 +51,11 @@ class PrefillPool(Protocol):
         ...
 
     async def send(self, request: Context[PreprocessedRequest], worker_id: int | None) -> ResponseStream[Output]:
-        """The answer of that worker, or of the one the router takes. The request itself names a worker that is set."""
+        """The answer of that worker, or of the one the router takes. The request itself names a worker that is set.
+
+        Calls the tracker's `record_prefill_start` when a worker is handed the request. Until then the request may be
+        stopped; it is then not sent, and this raises Cancelled.
+        """
         ...
 
 
@@ -118,6 +122,8 @@ class PushPrefill:
         return None
 
     async def send(self, request: Context[PreprocessedRequest], worker_id: int | None) -> ResponseStream[Output]:
+        if request.is_stopped:
+            raise Cancelled("stopped before its prefill was sent")
         tracker, hints = request.payload.tracker, request.payload.routing
         if tracker is not None:
             tracker.record_prefill_start()

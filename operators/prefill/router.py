@@ -65,11 +65,13 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     during prefill resolve" where nobody has room, TopologyError, and InvalidArgument in mode direct for a request that
     names no prefill worker, all with nothing sent; PrefillError for what a prefill met before decode began.
 
-    A stop or kill reaches decode only. A prefill that was dispatched always goes on, and decode is asked when it is
-    due, also for a request that is stopped or killed by then: somebody must take the blocks. Where the task that waits
-    is cancelled before, that happens in the background, with a request that is stopped. A prefill that fails when
-    decode has begun is a warning, unless decode waits for its blocks: see `PrefillSettings.decode_patience_s`. A new
-    attempt of the same request ends the prefill of the one before.
+    A stop or kill, or a cancelled task, before the prefill is sent raises Cancelled, and it is not sent. Later they
+    reach decode only, except that a worker which promises `EngineConfig.stops_prefills` is sent a stop as long as its
+    prefill has given no item and decode was not asked. Any other prefill goes on, and decode is asked when it is due,
+    also for a request that is stopped or killed by then, since the blocks must be taken; where the task that waits is
+    cancelled, that happens in the background, with a request that is stopped. A prefill that fails when decode has
+    begun is a warning, unless decode waits for its blocks: see `PrefillSettings.decode_patience_s`. A new attempt of
+    the same request ends the prefill of the one before.
     """
 
     def __init__(
@@ -140,9 +142,14 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             settings.prefill_timeout_s,
             settings.decode_patience_s,
             plan.was_chosen,
+            self._stops_prefills,
         )
-        self._handovers.start(handover, request.registry)
+        self._handovers.start(handover, request)
         return handover, plan
+
+    def _stops_prefills(self, worker_id: int) -> bool:
+        config = self._side.configs.get(worker_id)
+        return config is not None and config.stops_prefills
 
     # -- decode
 
@@ -152,8 +159,10 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         try:
             payload = await self._decode_payload(request, handover, plan)
         except Exception:
+            handover.abandon()
             raise
-        except BaseException:  # nobody waits any more; the blocks want somebody all the same
+        except BaseException:  # the caller has left; blocks that are computed must be taken all the same
+            handover.client_left()
             work = partial(self._received, request, handover, plan, next)
             self._handovers.receive(work, self.settings.prefill_timeout_s)
             raise
@@ -164,9 +173,11 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     async def _decode_payload(
         self, request: Context[PreprocessedRequest], handover: Handover, plan: Plan
     ) -> PreprocessedRequest:
-        """The request for decode, once decode may begin."""
+        """The request for decode, once decode may begin. Raises Cancelled where there will be no blocks to take."""
         handed = await handover.ready()
         (await _tracker(request).set_phase(RequestPhase.DECODE)).release()
+        if handover.is_withdrawn and not handover.is_over:
+            raise Cancelled("stopped before its prompt was computed")
         worker = handover.worker
         return decode_request(
             request.payload,
@@ -186,7 +197,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             below.stop()
             await (await next.generate(below)).collect()
         finally:
-            handover.leave()
+            handover.abandon()
 
     async def _decoded_alone(
         self, request: Context[PreprocessedRequest], rank: WorkerRank, next: Next

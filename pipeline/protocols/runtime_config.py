@@ -13,6 +13,8 @@ from attrs import define
 from .wire import U16, U32, U64, InvalidRecord, null, skip
 
 TOPOLOGY_TAINT_PREFIX = "dynamo.topology/"
+STOPS_PREFILLS = "stops_prefills"
+"""Key of `runtime_data`: true where a prefill may be stopped after it was sent, see `EngineConfig.stops_prefills`."""
 STABLE_ROUTING_ID_ENV = "DYN_STABLE_ROUTING_ID"
 TOKENIZER_ENV = "DYN_TOKENIZER"
 TOKENIZER_FALLBACK_ENV = "DYN_TOKENIZER_FALLBACK"
@@ -100,6 +102,11 @@ class ModelRuntimeConfig:
         """Take the stable routing id from the environment if none is set and one is given."""
         if self.stable_routing_id is None:
             self.stable_routing_id = environment.get(STABLE_ROUTING_ID_ENV, "").strip() or None
+
+    @property
+    def stops_prefills(self) -> bool:
+        """Whether this worker may be sent a stop for a prefill it has."""
+        return self.runtime_data.get(STOPS_PREFILLS) is True
 
     def effective_kv_state_endpoint(self, serving_endpoint: str) -> str:
         """Where the KV state is asked for: the serving endpoint unless another is set."""

@@ -89,6 +89,8 @@ class RequestTracker:
     received_ms: int = field(init=False, default=Factory(lambda self: self._wall_ms(), takes_self=True))
     phase: RequestPhase = field(init=False, default=RequestPhase.AGGREGATED)
     prefill_start: float | None = field(init=False, default=None)
+    prefills_sent: int = field(init=False, default=0)
+    """How often a prefill was handed to a worker, all attempts counted."""
     first_token: float | None = field(init=False, default=None)
     decode_first_token: float | None = field(init=False, default=None)
     prefill_complete: float | None = field(init=False, default=None)
@@ -131,7 +133,8 @@ class RequestTracker:
         return True
 
     def record_prefill_start(self) -> bool:
-        """Prefill began; whether this was the first time."""
+        """Record that the prompt is handed to a worker now; whether this was the first time."""
+        self.prefills_sent += 1
         return self._now_once("prefill_start")
 
     def record_first_token(self) -> bool:

@@ -14,7 +14,7 @@ from pipeline import InvalidArgument
 from pipeline.card_checksum import card_checksum, file_checksum
 from pipeline.codec import from_json, to_json
 from pipeline.protocols.card import ModelDeploymentCard, ModelType, WorkerType
-from pipeline.protocols.runtime_config import DisaggregatedEndpoint
+from pipeline.protocols.runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig
 
 MODES = DisaggregationMode
 BOTH = ModelType.Chat | ModelType.Completions
@@ -42,6 +42,13 @@ def test_role_needs_and_surface_follow_the_mode(
     """BE-22, BE-23."""
     made = card({"disaggregation_mode": mode, "route_to_encoder": to_encoder})
     assert (made.model_type, made.role, made.needs, made.model_input) == (model_type, role, needs, "Tokens")
+
+
+@pytest.mark.parametrize("promises", [True, False])
+def test_the_card_carries_the_promise_that_prefills_may_be_stopped(promises: bool) -> None:
+    config = card(stops_prefills=promises, runtime_data={"own": 1}).runtime_config
+    assert from_json(to_json(config), ModelRuntimeConfig).stops_prefills is promises
+    assert config.runtime_data["own"] == 1
 
 
 @pytest.mark.parametrize(("mode", "needs"), [(MODES.DECODE, []), (MODES.PREFILL, [[DECODE]])])

@@ -12,7 +12,7 @@ import pytest
 from anyio.abc import TaskGroup
 from attrs import define, evolve, field
 
-from engines import DisaggregationMode, GenerateContext, Worker
+from engines import DisaggregationMode, EngineConfig, GenerateContext, Worker
 from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
 from engines.mocker.timing import PolynomialTiming
 from operators import PrefillRouter
@@ -43,6 +43,8 @@ class Timing(PolynomialTiming):
     """The usual times, but for one pass that takes as much longer as somebody wants."""
 
     stall_ms = 0.0
+    last_pass_s = 0.0
+    """When the last pass began that computed anything."""
 
     def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
         return super().prefill_ms(batch, mean_prompt_tokens, mean_cached_tokens) + self._stall()
@@ -51,19 +53,29 @@ class Timing(PolynomialTiming):
         return super().decode_ms(batch, active_kv_tokens, total_kv_tokens, mean_context_tokens) + self._stall()
 
     def _stall(self) -> float:
+        self.last_pass_s = anyio.current_time()
         stall_ms, self.stall_ms = self.stall_ms, 0.0
         return stall_ms
 
 
 class Mortal(MockEngine):
-    """A mock engine whose background can be made to fail, and whose next pass can be made to last."""
+    """A mock engine whose background can be made to fail, and whose next pass can be made to last.
 
-    def __init__(self, args: MockEngineArgs, exchange: HandoffExchange) -> None:
+    Without `stops_prefills` it does not promise that its prefills may be stopped.
+    """
+
+    def __init__(self, args: MockEngineArgs, exchange: HandoffExchange, *, stops_prefills: bool = True) -> None:
         self.timing = Timing()
         super().__init__(args, timing=self.timing, exchange=exchange, token_ids=range(97, 123))
+        self._stops_prefills = stops_prefills
         self._broken = anyio.Event()
         self.requests = self.stopped = 0
         """How many it was asked, and how many of them heard of a stop."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        config = await super().start(worker_id)
+        config.stops_prefills &= self._stops_prefills
+        return config
 
     def breaks(self) -> None:
         self._broken.set()
@@ -120,6 +132,8 @@ class Fleet:
     With `meets` prefill workers say where decode can meet them.
     """
 
+    stops_prefills: bool = field(default=True, kw_only=True)
+
     runtime: Runtime
     config: GraphConfig
     hosting: Hosting
@@ -131,13 +145,14 @@ class Fleet:
     engines: list[Mortal] = field(factory=list)
     graph: StandardGraph = field(init=False)
     prefill: PrefillRouter = field(init=False)
-    choosers: tuple[KvRouter, KvRouter] = field(init=False)
-    """Of the prefill workers, and of the decode workers."""
+    choosers: list[KvRouter] = field(init=False)
+    """Of the prefill workers, and of the decode workers; none without the router `kv`."""
 
     async def add(self, half: Half, worker_id: int | None = None, *, meets: bool = True) -> Host:
         """One more worker, which may have the id of one that is gone."""
         port = 9000 + len(self.engines) if half == "prefill" and meets else None
-        engine = Mortal(evolve(self.args, worker_type=half, bootstrap_port=port), self.exchange)
+        args = evolve(self.args, worker_type=half, bootstrap_port=port)
+        engine = Mortal(args, self.exchange, stops_prefills=self.stops_prefills)
         worker = Worker(
             engine,
             self.config.worker_settings(self.config.load_model(), DisaggregationMode(half)),
@@ -189,22 +204,18 @@ async def open_fleet(
     meets: bool = True,
     args: MockEngineArgs = ARGS,
     environment: dict[str, str] | None = None,
+    stops_prefills: bool = True,
     **fields: Any,
 ) -> AsyncIterator[Fleet]:
     """The standard graph over workers that can be taken away; all of them end with the block."""
+    wanted: dict[str, Any] = {"router": "kv", "kv_router": KvRouterConfig(router_queue_threshold=1.0)}
     config = GraphConfig(
-        engine="mocker",
-        workers=workers,
-        prefill_workers=prefill_workers,
-        router="kv",
-        seed=seed,
-        kv_router=KvRouterConfig(router_queue_threshold=1.0),
-        **fields,
+        engine="mocker", workers=workers, prefill_workers=prefill_workers, seed=seed, **wanted | fields
     )
     hosting = Hosting(ENVIRONMENT if environment is None else environment)
     rng = Random(seed)
     async with Runtime.in_process(rng=rng) as runtime, anyio.create_task_group() as tasks:
-        fleet = Fleet(runtime, config, hosting, tasks, rng, args)
+        fleet = Fleet(runtime, config, hosting, tasks, rng, args, stops_prefills=stops_prefills)
         for half, count in (("prefill", prefill_workers), ("decode", workers)):
             for _ in range(count):
                 await fleet.add(half, meets=meets)  # type: ignore[arg-type]
@@ -223,8 +234,7 @@ async def _build(fleet: Fleet, stages: AsyncExitStack) -> None:
     await routing.workers.wait_for_instances(config.workers)
     fleet.prefill = await stages.enter_async_context(prefill_stage(routing, *parts))
     pool: Any = fleet.prefill._side.pool
-    assert routing.chooser is not None
-    fleet.choosers = pool.chooser, routing.chooser
+    fleet.choosers = [] if routing.chooser is None else [pool.chooser, routing.chooser]
     fleet.graph = line(config.load_model(), routing, config, hosting, fleet.prefill)
 
 

@@ -136,14 +136,23 @@ async def open_deployment(
             )
 
 
-class SlowToSend:
-    """A pool whose router takes three seconds."""
+class SlowToAnswer:
+    """A pool that sends at once; the worker takes three seconds to take the request."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
+
+    async def send(self, request: Any, worker_id: Any) -> Any:
+        stream = await self._pool.send(request, worker_id)
+        await anyio.sleep(3)
+        return stream
+
+
+class SlowToSend(SlowToAnswer):
+    """A pool in whose router a request waits three seconds before it is sent, whatever happens to it meanwhile."""
 
     async def send(self, request: Any, worker_id: Any) -> Any:
         await anyio.sleep(3)
@@ -171,7 +180,13 @@ def blind() -> Any:
 
 @pytest.fixture
 def slow() -> Any:
-    """Slows a pool: `slow(pool)`."""
+    """A pool whose workers take their time to take a request: `slow(pool)`."""
+    return SlowToAnswer
+
+
+@pytest.fixture
+def in_line() -> Any:
+    """A pool in whose router requests wait before they are sent: `in_line(pool)`."""
     return SlowToSend
 
 
