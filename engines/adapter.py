@@ -92,7 +92,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             chunks = await _unless_killed(made, request) if isawaitable(made) else made
         except BaseException as error:
             raised = call.refused(error)
-            raise raised from (error if raised is not error else error.__cause__)
+            raise raised from raised.__cause__
         call.begin()
         call.ended = Once(call.end)
         return ResponseStream(self._items(chunks, call), request, call.ended)

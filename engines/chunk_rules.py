@@ -8,7 +8,7 @@ from __future__ import annotations
 from anyio import get_cancelled_exc_class
 
 from pipeline import BackendError, Cancelled, ContractViolation, PenstockError, StreamIncomplete
-from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, described
+from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, described, ungrouped
 from pipeline.protocols import FinishReason, LLMEngineOutput
 
 
@@ -72,18 +72,29 @@ class ChunkRules:
 
 
 def engine_error(error: BaseException) -> PenstockError:
-    """What an engine raised, as an error of the tree: its own stays, a foreign one becomes a BackendError.
+    """Return what an engine raised as an error of the tree: its own stays, a foreign one becomes a BackendError.
 
-    A cancellation nobody asked for, as of a task of the engine's own, becomes BackendCancelled.
+    Of an exception group it is the error that the group stands for, see `ungrouped`; the group is its cause unless it
+    has one. A group of errors that differ is a BackendUnknown which names them. A cancellation that was not requested,
+    as of a task of the engine's own, becomes BackendCancelled.
     """
-    if isinstance(error, PenstockError):
-        return error
+    found = ungrouped(error)
+    if found is not error and found.__cause__ is None:
+        found.__cause__ = error
+    if isinstance(found, PenstockError):
+        return found
     kind: type[BackendError] = BackendUnknown
-    if isinstance(error, ValueError | TypeError):
+    if isinstance(found, ValueError | TypeError):
         kind = BackendInvalidArgument
-    elif not isinstance(error, Exception) and isinstance(error, get_cancelled_exc_class()):
+    elif not isinstance(found, Exception | BaseExceptionGroup) and isinstance(found, get_cancelled_exc_class()):
         kind = BackendCancelled
-    return kind(described(error), cause=error)
+    return kind(_text(found), cause=found)
+
+
+def _text(error: BaseException) -> str:
+    if not isinstance(error, BaseExceptionGroup):
+        return described(error)
+    return f"{error}: " + "; ".join(f"{type(one).__name__}: {_text(one)}" for one in error.exceptions)
 
 
 def is_cancellation(error: PenstockError) -> bool:

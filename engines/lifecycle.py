@@ -63,19 +63,13 @@ def owes_cleanup(state: WorkerState) -> bool:
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Lets errors of the tree through and turns foreign ones into a BackendError: see `engine_error`.
-
-    One that came alone in an exception group, as from a task group, comes as itself.
-    """
+    """Lets errors of the tree through and turns foreign ones into a BackendError: see `engine_error`."""
     try:
         yield
-    except BaseException as caught:
-        raise_if_ours(caught)
-        error = caught
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            (error,) = error.exceptions
+    except BaseException as error:
+        raise_if_ours(error)
         raised = engine_error(error)
-        raise raised from (error if raised is not error else error.__cause__)
+        raise raised from raised.__cause__
 
 
 class Lifecycle:

@@ -344,14 +344,37 @@ def described(error: BaseException) -> str:
     return text if isinstance(error, Exception) else f"{name}: {text}"
 
 
+def ungrouped(error: BaseException) -> BaseException:
+    """Return the error that an exception group stands for, as one raised in a task group; any other error as it is.
+
+    That is the only error in the group, however deeply nested, or the first of several that are all of one class of
+    the tree. Errors that differ may lead to different things, so their group is returned itself.
+    """
+    errors = list(_leaves(error))
+    first = errors[0]
+    if len(errors) == 1 or (isinstance(first, PenstockError) and all(type(one) is type(first) for one in errors)):
+        return first
+    return error
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group that are no groups, in order; the error itself if it is none."""
+    todo = [error]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, BaseExceptionGroup):
+            todo.extend(reversed(one.exceptions))
+        else:
+            yield one
+
+
 def to_error(exception: BaseException) -> PenstockError:
     """The exception as one of the tree.
 
-    One of ours is returned as it is, also alone inside an exception group. Any other becomes `Unknown` with its text
-    and, as cause, its own cause converted the same way.
+    One of ours is returned as it is, also out of an exception group, see `ungrouped`. Any other becomes `Unknown` with
+    its text and, as cause, its own cause converted the same way.
     """
-    while isinstance(exception, BaseExceptionGroup) and len(exception.exceptions) == 1:
-        exception = exception.exceptions[0]
+    exception = ungrouped(exception)
     if isinstance(exception, PenstockError):
         return exception
     links = list(chain(exception))

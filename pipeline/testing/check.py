@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from ..engine import AsyncEngine
-from ..errors import ContractViolation
+from ..errors import ContractViolation, ungrouped
 from ..operator import Operator
 from .engine_rules import ENGINE_RULES
 from .operator_rules import OPERATOR_RULES, OperatorSubject
@@ -110,8 +110,7 @@ async def _check(
 def _violation(rule: str, check: Any, failure: BaseException) -> ContractViolation:
     """What a rule's check raised, as a violation of that rule; `rule` is empty for what comes before all rules."""
     title = check.__name__.partition("_")[2].replace("_", " ")
-    while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
-        failure = failure.exceptions[0]
+    failure = ungrouped(failure)
     text = str(failure) if isinstance(failure, ContractViolation) else f"the check met {failure!r}"
     violation = ContractViolation(f"{rule} ({title}): {text}" if rule else text, rule=rule)
     violation.__cause__ = failure

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from copy import copy
 from typing import Any
 
 import anyio
@@ -24,7 +26,7 @@ from pipeline import (
     PenstockError,
     StreamIncomplete,
 )
-from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, may_migrate
+from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, chain, may_migrate
 from pipeline.protocols import (
     FinishReason,
     LLMEngineOutput,
@@ -191,6 +193,74 @@ async def test_what_the_engine_raises_ends_the_stream_as_an_error_item(
     error = items[-1].extract_error()
     assert (type(error), str(error)) == (shown, str(raised))
     assert engine.open == 0
+
+
+@pytest.mark.parametrize("where", ["set up", "before the first chunk", "mid-stream"])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(
+    ("raised", "shown", "status", "migrates"),
+    [
+        (InvalidArgument("too long"), InvalidArgument, 400, False),
+        (EngineShutdown("gone"), EngineShutdown, 500, True),
+        (ValueError("no such tool"), BackendInvalidArgument, 400, False),
+    ],
+)
+async def test_an_error_out_of_a_task_group_keeps_its_class(
+    where: str, depth: int, raised: Exception, shown: type[PenstockError], status: int, migrates: bool
+) -> None:
+    """Issue 12, point 12: it became a BackendUnknown, which is status 500 and moves nowhere."""
+
+    async def fail(depth: int) -> None:
+        if not depth:
+            raise copy(raised)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail, depth - 1)
+
+    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+        if where == "mid-stream":
+            yield Chunk.token(1)
+        await fail(depth)
+        yield Chunk.stop()
+
+    async def set_up(request: PreprocessedRequest, context: GenerateContext) -> Any:
+        await fail(depth)
+
+    error: PenstockError | None
+    if where == "set up":
+        with pytest.raises(shown) as caught:
+            await answer(Says(set_up))
+        error = caught.value
+    else:
+        error = (await answer(Says(say)))[-1].extract_error()
+    assert (type(error), str(error)) == (shown, str(raised))
+    assert error is not None
+    assert (error.facts.status, may_migrate(error)) == (status, migrates)
+    assert any(isinstance(link, ExceptionGroup) for link in chain(error))
+    assert "".join(traceback.format_exception(error)).count(str(raised)) < 9
+
+
+async def test_errors_of_a_task_group_that_differ_are_one_of_no_known_kind() -> None:
+    """Each of them may lead to something else, so none of them decides."""
+    group = ExceptionGroup("tasks", [InvalidArgument("too long"), ExceptionGroup("inner", [EngineShutdown("gone")])])
+    (item,) = await answer(saying(group))
+    error = item.extract_error()
+    assert type(error) is BackendUnknown
+    assert "InvalidArgument: too long" in str(error)
+    assert "EngineShutdown: gone" in str(error)
+
+
+async def test_errors_of_a_task_group_that_are_alike_are_the_first_of_them() -> None:
+    group = ExceptionGroup("tasks", [EngineShutdown("first"), ExceptionGroup("inner", [EngineShutdown("second")])])
+    (item,) = await answer(saying(group))
+    error = item.extract_error()
+    assert (type(error), str(error)) == (EngineShutdown, "first")
+
+
+async def test_a_cancellation_out_of_a_task_group_is_understood_after_a_stop() -> None:
+    asked = request()
+    asked.stop()
+    items = await (await RequestAdapter(saying(ExceptionGroup("tasks", [Cancelled()]))).generate(asked)).collect()
+    assert items == [Annotated(Chunk.cancelled())]
 
 
 async def test_an_engine_that_raises_loses_only_that_request() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline import errors
 from pipeline.errors import (
@@ -27,6 +31,7 @@ from pipeline.errors import (
     match_chain,
     may_migrate,
     to_error,
+    ungrouped,
 )
 
 
@@ -86,6 +91,17 @@ def test_a_typed_error_is_not_wrapped_again() -> None:
 
 def test_a_group_of_several_is_one_unknown() -> None:
     assert isinstance(to_error(ExceptionGroup("two", [CannotConnect("a"), Unknown("b")])), Unknown)
+
+
+@given(st.integers(0, 4), st.lists(st.sampled_from([CannotConnect, Unknown, ValueError]), min_size=1, max_size=4))
+def test_a_group_stands_for_its_only_error_or_the_first_of_several_alike(depth: int, classes: list[Any]) -> None:
+    errors: list[Exception] = [cls(str(at)) for at, cls in enumerate(classes)]
+    group = ExceptionGroup("of all", errors)
+    for _ in range(depth):
+        group = ExceptionGroup("again", [group])
+    is_one = len(errors) == 1 or (len(set(classes)) == 1 and classes[0] is not ValueError)
+    assert ungrouped(group) is (errors[0] if is_one else group)
+    assert ungrouped(errors[0]) is errors[0]
 
 
 def test_every_error_has_facts_and_every_type_name_is_unique() -> None:
