@@ -67,6 +67,10 @@ class Exclusions:
         self._entries = {**self._entries, instance_id: Exclusion(arrival, now_s + self.duration_s)}
         self.added.on_next(instance_id)
 
+    def discard(self, instance_id: int) -> None:
+        """Ends the exclusion of an instance, if there is one, before its time."""
+        self._entries = {one: entry for one, entry in self._entries.items() if one != instance_id}
+
     def without(self, ids: Sequence[int], arrival: Callable[[int], int], now_s: float) -> Sequence[int]:
         """Those of the instances that are not left out now; `arrival` says which arrival each one is."""
         self._entries = lasting(self._entries, now_s)

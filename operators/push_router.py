@@ -59,9 +59,10 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     routers of one pool may share it. `busy` gives the instances that are busy now, as `BusyWatch.busy` does.
 
     An instance whose fault is to blame (see `pipeline.errors.FACTS`) is left out for `exclusion_s`; 0 leaves none out.
-    So is one that answers WorkerOverloaded, as busy. A request that migrates (see `Migration`) is not sent again to one
-    it has failed on, for however long. With `silence_timeout_s` a stream that brings nothing for that long raises
-    ResponseTimeout. What a worker raises goes to the caller, when its request is no longer in flight.
+    So is one that answers WorkerOverloaded, as busy, or until its next report in `loads`, where those are followed,
+    readmits it: see `Standing`. A request that migrates (see `Migration`) is not sent again to one it has failed on,
+    for however long. With `silence_timeout_s` a stream that brings nothing for that long raises ResponseTimeout. What a
+    worker raises goes to the caller, when its request is no longer in flight.
 
     Raises, at once and with nothing sent: Unavailable without an instance, AllExcluded, AllBusy (a ResourceExhausted).
     An instance that vanishes between the choice and the dispatch is replaced once by another that is free; without
@@ -88,7 +89,12 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         self._workers = workers
         self._pick = _picker(mode, pick)
         self.standing = Standing(
-            workers, exclusion_s=exclusion_s, busy=busy, admits=admits, skips_excluded=self._pick is not None
+            workers,
+            loads=self.loads,
+            exclusion_s=exclusion_s,
+            busy=busy,
+            admits=admits,
+            skips_excluded=self._pick is not None,
         )
         self._selects = isinstance(self._pick, RoundRobin) or self._pick is random_pick
         self._rng = rng or Random()

@@ -5,7 +5,7 @@ there ──► admitted ──► not left out after a fault: routable ──�
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pipeline.errors import Refused, blames_worker
 
 from .availability import all_busy, all_excluded, nobody
 from .exclusion import Exclusions, routable_changes
+from .worker_load import RankLoad, WorkerLoads, is_idle
 
 if TYPE_CHECKING:
     from pipeline.network import Ids, Workers
@@ -28,24 +29,32 @@ class Standing:
     """What a router holds against the instances of its pool: their faults, their being busy, whom it admits.
 
     `skips_excluded`: whether instances that are left out are not to be asked; so it is unless requests name theirs.
-    `busy` gives those that are busy by somebody else's judgement. A healthy pool costs no look at the clock.
+    `busy` gives those that are busy by the judgement of another. A healthy pool costs no look at the clock.
+
+    An instance that refuses a request as overloaded is busy for `exclusion_s`, or until its next report in `loads` if
+    that readmits it: by `busy` alone, if that is given, else if it reports that it has nothing to do. A report that had
+    come before the refusal does not count.
     """
 
     def __init__(
         self,
         workers: Workers[Any, Any],
         *,
+        loads: WorkerLoads,
         exclusion_s: float,
         busy: Callable[[], AbstractSet[int]] | None = None,
         admits: Callable[[int], bool] | None = None,
         skips_excluded: bool = True,
     ) -> None:
         self._workers = workers
+        self._loads = loads
         self._busy = busy
         self._admits = admits
         self._skips_excluded = skips_excluded
         self._excluded = Exclusions(exclusion_s)
         self._overloaded = Exclusions(exclusion_s)
+        self._reported: dict[int, Mapping[int, RankLoad]] = {}
+        """What those that are overloaded had reported by then: each report makes another mapping."""
 
     def admitted(self) -> Sequence[int]:
         """The instances that are there and this router's."""
@@ -74,6 +83,7 @@ class Standing:
     def not_busy(self, ids: Sequence[int]) -> Sequence[int]:
         """Those of the instances that are not busy now."""
         if self._overloaded:
+            self._readmit()
             ids = self._overloaded.without(ids, self._workers.arrival, anyio.current_time())
         if self._busy is not None and (busy := self._busy()):
             return [instance_id for instance_id in ids if instance_id not in busy]
@@ -91,6 +101,19 @@ class Standing:
             self._excluded.add(instance_id, arrival, anyio.current_time())
         elif isinstance(error, WorkerOverloaded):
             self._overloaded.add(instance_id, arrival, anyio.current_time())
+            if (load := self._loads.current().get(instance_id)) is not None:
+                self._reported[instance_id] = load.ranks
+
+    def _readmit(self) -> None:
+        """Lets those that were overloaded be judged by what they have reported since."""
+        loads = self._loads.current()
+        for instance_id, before in list(self._reported.items()):
+            load = loads.get(instance_id)
+            if load is None:
+                del self._reported[instance_id]
+            elif load.ranks is not before and load.ranks and (self._busy is not None or is_idle(load.ranks)):
+                del self._reported[instance_id]
+                self._overloaded.discard(instance_id)
 
     def refusal(self) -> Refused | None:
         """Why nobody can be asked; None if somebody can."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import astuple, evolve, frozen
 
 from pipeline import Once
 from pipeline.network import EndpointId, Event, EventPlane, Ids, Scope, Workers
@@ -57,6 +57,12 @@ class WorkerLoad:
     in_flight: int = 0
     device_type: DeviceType | None = None
     ranks: Mapping[int, RankLoad] = _NO_RANKS
+
+
+def is_idle(ranks: Mapping[int, RankLoad]) -> bool:
+    """Whether every rank that has reported reports that it has nothing to do; False if none has."""
+    reported = [[number for number in astuple(rank) if number is not None] for rank in ranks.values()]
+    return bool(reported) and all(numbers and not any(numbers) for numbers in reported)
 
 
 @frozen

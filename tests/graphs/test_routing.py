@@ -15,17 +15,18 @@ import pytest
 
 from engines import GenerateContext
 from engines.mocker import MockEngine
-from operators import AllExcluded, WorkerLoad, least_loaded, power_of_two
+from operators import AllExcluded, BusyThresholds, WorkerLoad, least_loaded, power_of_two
 from operators.kv import WorkerType
 from pipeline import Context, EngineShutdown, InvalidArgument, ResponseTimeout, WorkerOverloaded
-from pipeline.network import static_workers
+from pipeline.network import Runtime, Scope, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols.kv_events import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.protocols.nvext import NvExt
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from serving.config import GraphConfig, RouterName
 from serving.graphs import Hosting, OpenGraph, hosted_graph
-from serving.routing import router_of
+from serving.routing import router_of, routing_to
 
 pytestmark = pytest.mark.anyio
 
@@ -238,3 +239,19 @@ async def test_the_kv_router_asks_another_for_a_while_where_a_worker_failed_or_r
         assert await pool.ask_many(3, LONG) == {1 - holder}
         await anyio.sleep(10)
         assert holder in await pool.ask_many(6, LONG)
+
+
+async def test_with_thresholds_a_worker_that_refused_is_asked_again_when_it_reports_that_it_is_not_busy() -> None:
+    config = GraphConfig(busy=BusyThresholds(active_decode_blocks_threshold=0.5))
+    async with Runtime.in_process() as runtime:
+        endpoint = "ns/backend/generate"
+        full: Any = ScriptedEngine([], fails=WorkerOverloaded("full"))
+        served = await runtime.serve(endpoint, full, instance_id=1)
+        async with routing_to(served.instance.endpoint_id, config, {}, runtime) as routing:
+            await routing.workers.wait_for_instances(1)
+            with pytest.raises(WorkerOverloaded):
+                await routing.push.generate(Context(None))  # type: ignore[arg-type]
+            assert list(routing.push.standing.free()) == []
+            publisher = runtime.events.publisher(Scope("ns", "backend"), KV_METRICS_TOPIC)
+            publisher.publish(ActiveLoad(1, kv_used_blocks=0))
+            assert list(routing.push.standing.free()) == [1]
