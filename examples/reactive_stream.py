@@ -20,10 +20,18 @@ async def counter(to: int) -> AsyncIterator[int]:
         yield number
 
 
+def is_even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def squared(number: int) -> int:
+    return number * number
+
+
 async def main() -> None:
     # One number is pulled and pushed through, what comes out is handed on: no task, no buffer. `take` ends the engine.
     stream = await counter.generate(Context(1_000_000))
-    async with stream.rx(ops.filter(lambda n: n % 2 == 0), ops.map(lambda n: n * n), ops.take(5)) as squares:
+    async with stream.rx(ops.filter(is_even), ops.map(squared), ops.take(5)) as squares:
         print([square async for square in squares])
 
     # Operators that take time run on a scheduler, and come back as a stream with a bounded buffer.

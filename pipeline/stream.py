@@ -15,7 +15,7 @@ from contextlib import suppress
 from inspect import isasyncgen
 from traceback import format_exception
 from types import AsyncGeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast, overload
 
 from .context import Context
 from .errors import StreamBusy, StreamClosed
@@ -29,6 +29,14 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+Pipe: TypeAlias = "Callable[[Observable[A]], Observable[B]]"
+"""A reactivex operator."""
 
 _ANEXT = "__anext__"
 
@@ -146,8 +154,42 @@ class ResponseStream(Generic[T_co]):
 
         return ResponseStream(changed(), self.context, self)
 
-    def rx(self, *operators: Callable[[Observable[Any]], Observable[Any]]) -> ResponseStream[Any]:
-        """The stream after synchronous reactivex operators, demand kept: see `pipeline.rx.apply`."""
+    @overload
+    def rx(self) -> ResponseStream[T_co]: ...
+    @overload
+    def rx(self, op1: Pipe[T_co, A], /) -> ResponseStream[A]: ...
+    @overload
+    def rx(self, op1: Pipe[T_co, A], op2: Pipe[A, B], /) -> ResponseStream[B]: ...
+    @overload
+    def rx(self, op1: Pipe[T_co, A], op2: Pipe[A, B], op3: Pipe[B, C], /) -> ResponseStream[C]: ...
+    @overload
+    def rx(self, op1: Pipe[T_co, A], op2: Pipe[A, B], op3: Pipe[B, C], op4: Pipe[C, D], /) -> ResponseStream[D]: ...
+    @overload
+    def rx(
+        self, op1: Pipe[T_co, A], op2: Pipe[A, B], op3: Pipe[B, C], op4: Pipe[C, D], op5: Pipe[D, E], /
+    ) -> ResponseStream[E]: ...
+    @overload
+    def rx(
+        self, op1: Pipe[T_co, A], op2: Pipe[A, B], op3: Pipe[B, C], op4: Pipe[C, D], op5: Pipe[D, E], op6: Pipe[E, F], /
+    ) -> ResponseStream[F]: ...
+    @overload
+    def rx(
+        self,
+        op1: Pipe[T_co, Any],
+        op2: Pipe[Any, Any],
+        op3: Pipe[Any, Any],
+        op4: Pipe[Any, Any],
+        op5: Pipe[Any, Any],
+        op6: Pipe[Any, Any],
+        op7: Pipe[Any, Any],
+        /,
+        *more: Pipe[Any, Any],
+    ) -> ResponseStream[Any]: ...
+    def rx(self, *operators: Any) -> Any:
+        """The stream after synchronous reactivex operators, demand kept: see `pipeline.rx.apply`.
+
+        The items have the type that the last operator gives, up to six operators; behind more they are Any.
+        """
         from .rx import apply  # reactivex is loaded by those who use it
 
         return apply(self, *operators)

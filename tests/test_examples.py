@@ -17,6 +17,7 @@ LINES_OF_A_PAGE = 66
 SAYS = {
     "declare_graph": ["Preprocess(echo) >> Detokenize(echo) >> PushRouter(demo)", "What runs uphill?"],
     "write_operator": ["holds the operator contract", "(cancelled)"],
+    "typed_operator": ["What runs uphill?\nWhat runs\n"],
     "swap_in_test": ["passed"],
     "custom_engine": ["holds the engine contract", "[2, 1, 0] and lift-off"],
     "whole_graph": ["prefill ─► KvPushRouter(KvRouter)", "broke after 5 tokens and moves on"],
@@ -74,6 +75,14 @@ def test_the_graph_in_the_readme_runs_as_it_stands_and_has_twenty_lines() -> Non
     assert len(source.splitlines()) <= 20
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["H", "e", "l", "l", "o"], done.stderr
+
+
+def test_the_typed_operator_in_the_contracts_is_the_one_of_the_example() -> None:
+    document = (ROOT / "docs" / "contracts.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert any("class Ask(Operator[" in snippet for snippet in snippets)
+    source = EXAMPLES["typed_operator"].read_text()
+    assert [snippet for snippet in snippets if "Ask" in snippet and snippet.strip("\n") not in source] == []
 
 
 def test_every_path_the_readme_links_to_exists() -> None:

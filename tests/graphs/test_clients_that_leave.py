@@ -96,11 +96,12 @@ async def test_the_next_request_does_not_wait_for_clients_that_have_left(
 async def test_what_waits_in_the_routers_queue_is_not_sent_to_any_worker(meets: bool, how: str, fleet: Any) -> None:
     """Issue 12, point 22: also where the worker makes no promise about prefills that are stopped."""
     async with fleet(1, 1, meets=meets, args=LARGE, environment={}, stops_prefills=False) as it:
+        (host,) = it.of("prefill")
+        sent = 0
         async with anyio.create_task_group() as tasks:
             for number in range(CLIENTS):
                 tasks.start_soon(leave, it.graph, chat(number), how, LEAVES_AFTER_S)
             await anyio.sleep(2 * LEAVES_AFTER_S)
-            (host,) = it.of("prefill")
             sent = host.engine.requests
             assert 0 < sent < 5
         await anyio.sleep(60)

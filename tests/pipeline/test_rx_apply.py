@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import add, floordiv
 from typing import Any
 
 import pytest
@@ -92,9 +94,16 @@ async def test_operators_may_handle_an_upstream_error(open_streams: OpenStreams)
     assert engine.open == 0
 
 
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 9])
+async def test_any_number_of_operators_may_follow_one_another(count: int, open_streams: OpenStreams) -> None:
+    _, stream = await ask(0, 1)
+    more: list[Any] = [ops.map(partial(add, 1)) for _ in range(count)]
+    assert await stream.rx(*more).collect() == [count, count + 1]
+
+
 async def test_an_operators_own_error_is_raised_and_closes_upstream(open_streams: OpenStreams) -> None:
     engine, stream = await ask(1, 0, 2)
-    items = stream.rx(ops.map(lambda item: 1 // item))
+    items = stream.rx(ops.map(partial(floordiv, 1)))
     assert await items.__anext__() == 1
     with pytest.raises(ZeroDivisionError):
         await items.__anext__()
