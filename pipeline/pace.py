@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import chain, repeat, starmap
 from typing import Any, Generic, Self, TypeVar
 
+from anyio import NoEventLoopError
 from anyio.lowlevel import checkpoint
 
 from .errors import StreamBusy
@@ -120,13 +121,16 @@ _here = _Here()
 
 
 def _budget_here() -> _Budget | None:
-    """Return the budget of the loop that runs in this thread; None without one."""
+    """Return the budget of the loop that runs in this thread; None without one, or outside of its tasks."""
     loop = running_loop()
     if loop is None:
         return None
     budget = _here.budget
     if budget is None or budget.loop is not loop:
-        budget = _here.budget = _Budget(loop)
+        try:
+            budget = _here.budget = _Budget(loop)
+        except NoEventLoopError:
+            return None
     return budget
 
 
