@@ -36,17 +36,17 @@ _INDENT = "  "
 def report(error: BaseException, place: str = "") -> list[str]:
     """The lines to print. `place`, as an option, comes before the message unless it is in there already."""
     foreign = next((link for link in chain(error) if not isinstance(link, PenstockError)), None)
-    is_written = isinstance(error, OSError) or (
-        isinstance(error, InvalidArgument) and (foreign is None or not _own_frames(foreign))
-    )
     text = _one_line(str(error))
-    if foreign is not None and not isinstance(error, OSError) and text == _one_line(described(foreign)):
+    is_bare = foreign is not None and not isinstance(error, OSError) and text == _one_line(described(foreign))
+    if foreign is not None and is_bare:
         text = _headline(foreign)
     first = f"Error: {'' if place in text else place}{text}"
-    if is_written:  # for its reader
+    if isinstance(error, OSError) or (isinstance(error, InvalidArgument) and foreign is None):
+        return [first]  # written for its reader
+    own = _own_frames(error if foreign is None else foreign)
+    if not own and (not is_bare or isinstance(error, InvalidArgument)):
         return [first]
-    found = _own_frames(error) if foreign is None else _details(foreign)
-    details = [f"{_INDENT}{line}" for line in found]
+    details = [f"{_INDENT}{line}" for line in (own if foreign is None else _details(foreign))]
     return [first, *details, f"{_INDENT}{HINT}"] if details else [first]
 
 

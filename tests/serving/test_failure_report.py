@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import InvalidArgument, Unknown
+from pipeline import CannotConnect, InvalidArgument, Unknown
 from pipeline.errors import BackendUnknown
 from serving.failure_report import HINT
 from serving.failure_report import report as whole_report
@@ -152,6 +153,14 @@ def test_where_only_installed_code_failed_its_last_frames_are_shown() -> None:
 )
 def test_an_error_written_for_its_reader_is_one_line(error: Exception, place: str, line: str) -> None:
     assert report(error, place) == [f"Error: {line}"]
+
+
+def test_a_failure_of_a_library_under_a_message_of_ours_is_one_line() -> None:
+    foreign = raised_by(lambda: json.loads("{"))
+    *_, last = traceback.walk_tb(foreign.__traceback__)
+    while foreign.__traceback__ is not None and foreign.__traceback__.tb_frame is not last[0]:
+        foreign.__traceback__ = foreign.__traceback__.tb_next
+    assert report(CannotConnect("no connection to http://x", cause=foreign)) == ["Error: no connection to http://x"]
 
 
 def test_a_wrong_argument_that_foreign_code_refuses_shows_where(own: Any) -> None:
