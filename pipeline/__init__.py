@@ -7,12 +7,13 @@ are in `pipeline.errors`.
 from .annotated import Annotated
 from .context import AnyContext, Context
 from .control import Control, State
-from .engine import AsyncEngine, function_engine
+from .engine import AsyncEngine, ErasedEngine, function_engine
 from .errors import (
     BackendError,
     Cancelled,
     CannotConnect,
     CodecError,
+    ConnectionTimeout,
     ContractViolation,
     Disconnected,
     EdgeAlreadySet,
@@ -38,7 +39,7 @@ from .once import Once
 from .operator import Operator, identity, map_request, map_response
 from .racing import until_killed
 from .registry import Registry
-from .segment import Chain, LateEngine, Segment, link
+from .segment import Chain, LateEngine, Segment, SegmentSink, link
 from .stage import Stage
 from .stream import ResponseStream
 
@@ -51,12 +52,14 @@ __all__ = [
     "CannotConnect",
     "Chain",
     "CodecError",
+    "ConnectionTimeout",
     "Context",
     "ContractViolation",
     "Control",
     "Disconnected",
     "EdgeAlreadySet",
     "EngineShutdown",
+    "ErasedEngine",
     "GraphError",
     "InvalidArgument",
     "LateEngine",
@@ -71,6 +74,7 @@ __all__ = [
     "ResponseStream",
     "ResponseTimeout",
     "Segment",
+    "SegmentSink",
     "Stage",
     "State",
     "StatusError",

@@ -59,7 +59,8 @@ FACES = {
 OPEN_INSIDE = {"operators.kv"}
 """Faces for other folders only: their parent is made of the same parts."""
 
-FACE_NAMES_MAX = 44
+FACE_NAMES_MAX = 47
+"""Grew by the errors that calls of the core raise: a face is as long as its subject needs."""
 
 DOORS = {
     "blake3": {"pipeline/card_checksum.py"},
@@ -300,7 +301,7 @@ def outside_time(path: str, source: str) -> list[str]:
 
 
 def small_faces(path: str, source: str) -> list[str]:
-    """A face offers fewer than 45 names."""
+    """A face offers no more than `FACE_NAMES_MAX` names."""
     if module_name(path) not in FACES:
         return []
     return [
@@ -422,7 +423,7 @@ def test_a_loaded_library_is_noticed(name: str) -> None:
         (outside_time, "operators/kv/a.py", "def f():\n    from time import monotonic"),
         (outside_time, "pipeline/testing/a.py", "import time"),
         (outside_time, "operators/a.py", "import datetime\nborn = datetime.datetime.now(datetime.UTC)"),
-        (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(45)]}"),
+        (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(FACE_NAMES_MAX + 1)]}"),
     ],
 )
 def test_a_file_that_breaks_a_rule_is_caught(rule: Rule, path: str, source: str) -> None:
@@ -445,7 +446,7 @@ def test_a_file_that_breaks_a_rule_is_caught(rule: Rule, path: str, source: str)
         (plugin_is_light, PLUGIN, "import pytest\nif TYPE_CHECKING:\n    from pipeline.testing import OpenStreams"),
         (outside_time, "pipeline/testing/a.py", "import asyncio\nimport trio"),
         (outside_time, "operators/a.py", "from datetime import timedelta"),
-        (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(44)]}"),
+        (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(FACE_NAMES_MAX)]}"),
     ],
 )
 def test_a_file_that_keeps_a_rule_is_left_alone(rule: Rule, path: str, source: str) -> None:

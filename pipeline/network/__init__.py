@@ -1,7 +1,5 @@
 """How a graph crosses processes: names, discovery, the request plane, the event plane, and `Runtime` over them."""
 
-from ..engine import ErasedEngine
-from ..segment import SegmentSink
 from .discovery import Added, Discovery, Lease, Model, Removed, TaintsUpdated
 from .event_plane import Event, EventPlane, Publisher, Scope, Sequences
 from .names import EndpointId, Instance, detect_device_type
@@ -17,7 +15,6 @@ __all__ = [
     "Discovery",
     "EndpointId",
     "EndpointWorkers",
-    "ErasedEngine",
     "Event",
     "EventPlane",
     "Gone",
@@ -31,7 +28,6 @@ __all__ = [
     "RequestPlane",
     "Runtime",
     "Scope",
-    "SegmentSink",
     "Sequences",
     "Served",
     "Serving",

@@ -6,7 +6,8 @@ from uuid import UUID
 
 import pytest
 
-from pipeline import Context, Registry, RegistryError, State
+from pipeline import Context, Registry, State
+from pipeline.errors import RegistryError
 
 
 def test_shared_entries_are_read_with_their_type_only() -> None:

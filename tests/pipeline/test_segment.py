@@ -14,6 +14,7 @@ from pipeline import (
     Chain,
     Context,
     EdgeAlreadySet,
+    ErasedEngine,
     GraphError,
     LateEngine,
     LinkError,
@@ -21,6 +22,7 @@ from pipeline import (
     Operator,
     ResponseStream,
     Segment,
+    SegmentSink,
     Stage,
     function_engine,
     identity,
@@ -30,7 +32,6 @@ from pipeline import (
 )
 from pipeline.declared import Signature
 from pipeline.errors import NoNetworkEdge
-from pipeline.network import ErasedEngine, SegmentSink
 from pipeline.testing import Faults, OpenStreams, Probe, ScriptedEngine, check_engine
 
 pytestmark = pytest.mark.anyio

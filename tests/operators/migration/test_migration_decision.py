@@ -13,6 +13,7 @@ from operators.migration_decision import Break, Verdict, continuation, decide, i
 from pipeline import (
     Cancelled,
     CannotConnect,
+    ConnectionTimeout,
     Disconnected,
     EngineShutdown,
     InvalidArgument,
@@ -23,7 +24,7 @@ from pipeline import (
     Unknown,
     WorkerOverloaded,
 )
-from pipeline.errors import BackendUnknown, ConnectionTimeout
+from pipeline.errors import BackendUnknown
 from pipeline.protocols import (
     BootstrapInfo,
     GuidedDecodingOptions,
