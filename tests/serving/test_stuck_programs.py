@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each program runs for some seconds
+
 Program = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
 
 STUCK = """
