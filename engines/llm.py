@@ -73,12 +73,26 @@ class LLMEngine(ABC):
 
     L1. `generate` yields chunks of tokens and then exactly one terminal chunk, one with a finish reason; nothing
         follows it. With `n` choices each has its terminal chunk, told apart by `index`, from 0.
-    L2. Between two chunks it looks at `context.is_stopped`; once that is set it soon ends with finish reason cancelled.
-    L3. Whatever a request holds is released when its generator is closed, by `finally`: no `abort` comes then.
-    L4. The usage of the last chunk, if it has one, counts as completion tokens exactly the tokens of all chunks.
-    L5. A request that cannot be served raises InvalidArgument, before or instead of the first chunk.
-    L6. Requests run at the same time and do not affect each other.
-    L7. `cleanup` may come twice, and after a `start` that failed.
+    L2. Between two chunks, and after every wait, it looks at `context.is_stopped`; once that is set it soon ends with a
+        chunk of finish reason cancelled, and not otherwise. Where it overrides `abort`, it also stops working for the
+        request elsewhere.
+    L3. Whatever a request holds, its tasks and threads included, is released when its generator is closed, by
+        `finally`: no `abort` comes then.
+    L4. The usage of the last chunk, if it has one, counts as completion tokens exactly the tokens of all chunks, of all
+        choices. Every usage counts as prompt tokens those of the request, and their sum as total.
+    L5. A request that cannot be served, or not with the limits and choices it asks for, raises InvalidArgument, before
+        or instead of the first chunk.
+    L6. Requests run at the same time and do not affect each other. One may wait for room, but not for the reader of
+        another, unless the config names `max_num_seqs=1`.
+    L7. `cleanup` may come twice, and after a `start` that failed. It leaves neither tasks nor threads.
+    L8. Each token is yielded once, and to its own request.
+    L9. A choice has at most `max_tokens` tokens and then finish reason length. It does not end by itself before
+        `min_tokens` nor, with `ignore_eos`, before `max_tokens`; a limit of the engine's own still ends it, with finish
+        reason length. There are `n` choices, each with these limits. Nothing behind the engine makes up for any of it.
+    L10. The request is read and never changed, and neither is a chunk that was yielded.
+    L11. It does not block the loop: what takes more than some milliseconds is awaited, or runs in a thread.
+    L12. Behind a `yield` the next step may come much later, or never, and in another task: no lock, cancel scope,
+        deadline or task group is entered around one.
 
     An engine that raises loses this request only, whatever it raises. Its error keeps its class; a foreign one becomes
     a `BackendError`, and so does what is no Exception, as that of `sys.exit()` or a Rust panic.

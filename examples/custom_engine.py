@@ -26,9 +26,10 @@ class CountDown(LLMEngine):
         return EngineConfig(model="count-down", context_length=1000)
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncIterator[LLMEngineOutput]:
-        prompt, limit = request.token_ids, request.stop_conditions.max_tokens
-        if not prompt:
-            raise InvalidArgument("there is nothing to count down from", field="token_ids")
+        prompt, stop = request.token_ids, request.stop_conditions
+        limit, least = stop.max_tokens, stop.max_tokens if stop.ignore_eos else stop.min_tokens
+        if not prompt or prompt[-1] < (least or 0) or (request.sampling_options.n or 1) > 1:
+            raise InvalidArgument("there is one way to count down, and it ends at zero")
         said = 0
         for number in range(prompt[-1] - 1, -1, -1):
             await anyio.sleep(self.pause_s)

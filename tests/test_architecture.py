@@ -105,10 +105,13 @@ LOOPS_ALLOWED = {
     "pipeline/loop.py": {"asyncio"},
     "pipeline/foreign.py": {"asyncio"},
     "engines/process_watch.py": {"time"},
+    "engines/conformance/turns.py": {"asyncio", "trio", "time"},
+    "engines/conformance/watchdog.py": {"time"},
 }
 """Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries; racing by asyncio's
 own means costs a tenth; anyio can tell neither whether no task runs in a loop's thread (a signal handler) nor whether
-a task of asyncio's was cancelled; and a thread that acts where the loop is blocked cannot use the loop's clock."""
+a task of asyncio's was cancelled; and a loop that an engine blocks shows on no clock of its own, nor can a thread that
+acts then use it."""
 
 WALL_CLOCK: set[str] = set()
 """Files that may ask for the time of day, to write it into a record and never to wait or to decide."""

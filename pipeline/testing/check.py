@@ -27,6 +27,7 @@ async def check_engine(
     answer_within_s: float = 60.0,
     slack_items: int = 16,
     open_count: Callable[[Any], int] | None = None,
+    settle_s: float = 0.0,
     rules: Iterable[str] | None = None,
 ) -> None:
     """Checks E1 to E13 of `AsyncEngine` on fresh engines; raises an ExceptionGroup of all violations.
@@ -35,7 +36,8 @@ async def check_engine(
     than `slack_items` items, so that an ignored stop shows. `expected` are its items (None: as in a first run).
     `bad_request` is a payload the engine refuses (None: E2 is not checked). `within_s` bounds every ending,
     `answer_within_s` every undisturbed answer, and `slack_items` what may still come after a stop. `open_count` asks
-    the engine what it holds open. `rules` limits the check. Works in real and in virtual time.
+    the engine what it holds open, and `settle_s` is how long that may still be something behind an ending. `rules`
+    limits the check. Works in real and in virtual time.
 
     An engine whose `generate` is no coroutine that returns a stream has that one violation, and no rule is checked.
     """
@@ -48,6 +50,7 @@ async def check_engine(
         answer_within_s=answer_within_s,
         slack_items=slack_items,
         open_count=open_count,
+        settle_s=settle_s,
     )
     await _check("engine", subject, {name: (rule, subject) for name, rule in ENGINE_RULES.items()}, rules)
 

@@ -20,6 +20,7 @@ from .open_streams import OpenStreams, watch_streams
 
 _SETTLE_TURNS = 20
 """Turns of the loop that finalisers and ending tasks are given."""
+_SETTLE_LOOK_S = 0.02
 
 
 @define
@@ -42,6 +43,8 @@ class Subject:
     """Asks the engine how much it holds open, tasks and streams aside."""
     answer_within_s: float = 60.0
     """How long an undisturbed answer may take."""
+    settle_s: float = 0.0
+    """How long what was closed may take to end, beyond some turns of the loop."""
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[AsyncEngine[Any, Any]]:
@@ -77,6 +80,7 @@ class Watch:
     engine: AsyncEngine[Any, Any]
     open_count: Callable[[Any], int] | None
     streams: OpenStreams
+    settle_s: float = 0.0
     tasks_before: frozenset[int] = field(factory=lambda: _task_ids())
 
     async def expect_nothing_open(self, when: str, *, is_dropped: bool = False) -> None:
@@ -90,7 +94,11 @@ class Watch:
             await checkpoint()
             if not self._left(is_dropped):
                 return
-        raise ContractViolation(f"{when}: {', '.join(self._left(is_dropped))} left open")
+        with anyio.move_on_after(self.settle_s):
+            while self._left(is_dropped):  # noqa: ASYNC110  (there is no event for it)
+                await anyio.sleep(_SETTLE_LOOK_S)
+        if left := self._left(is_dropped):
+            raise ContractViolation(f"{when}: {', '.join(left)} left open")
 
     def _left(self, is_dropped: bool) -> list[str]:
         left = []
@@ -112,7 +120,7 @@ async def watched(subject: Subject) -> AsyncIterator[tuple[AsyncEngine[Any, Any]
         async with subject.engine() as engine:
             for _ in range(_SETTLE_TURNS):  # what the engine runs in the background has begun then
                 await checkpoint()
-            yield engine, Watch(engine, subject.open_count, streams)
+            yield engine, Watch(engine, subject.open_count, streams, subject.settle_s)
 
 
 def _task_ids() -> frozenset[int]:

@@ -10,7 +10,8 @@ import anyio
 import pytest
 
 from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
-from pipeline.protocols import CompletionUsage, LLMEngineOutput
+from pipeline import InvalidArgument
+from pipeline.protocols import CompletionUsage, LLMEngineOutput, StopConditions
 
 pytestmark = pytest.mark.anyio
 
@@ -35,16 +36,25 @@ def breaks(name: str, *, hears_kill: bool = False) -> Callable[[Any], Any]:
     return note
 
 
+def refuse_more(request: Any, tokens: int) -> None:
+    """What an engine does that has so many tokens to say, and one choice of them."""
+    stop = request.stop_conditions
+    least = stop.max_tokens if stop.ignore_eos else stop.min_tokens
+    if (least or 0) > tokens or (request.sampling_options.n or 1) > 1:
+        raise InvalidArgument("there is nothing more to say")
+
+
 async def sevens(request: Any, context: Any) -> Tokens:
     """Says 7 until there are `max_tokens`, four without."""
+    refuse_more(request, 10_000)
     count = request.stop_conditions.max_tokens or 4
     for said in range(count):
         await anyio.sleep(TOKEN_S)
         if context.is_stopped:
-            yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, said))
+            yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), said))
             return
         yield LLMEngineOutput.token(7)
-    yield LLMEngineOutput.length().with_usage(CompletionUsage.of(3, count))
+    yield LLMEngineOutput.length().with_usage(CompletionUsage.of(len(request.token_ids), count))
 
 
 class Good(LLMEngine):
@@ -123,6 +133,7 @@ async def calls_a_stop_a_limit() -> Tokens:
 @breaks("CancellationIgnored")
 async def never_looks(request: Any, context: Any) -> Tokens:
     """BE-100: reaches its limit in time."""
+    refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
         yield LLMEngineOutput.token(7)
     yield LLMEngineOutput.length()
@@ -130,16 +141,18 @@ async def never_looks(request: Any, context: Any) -> Tokens:
 
 @breaks("CancellationIgnored")
 async def looks_once(request: Any, context: Any) -> Tokens:
+    refuse_more(request, 4)
     if context.is_stopped:
         yield LLMEngineOutput.cancelled()
         return
-    for _ in range(4):
+    for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
         yield LLMEngineOutput.token(7)
     yield LLMEngineOutput.length()
 
 
 @breaks("CancellationIgnored")
 async def ends_silently_when_stopped(request: Any, context: Any) -> Tokens:
+    refuse_more(request, 1)
     yield LLMEngineOutput.token(7)
     if not context.is_stopped:
         yield LLMEngineOutput.length()
@@ -147,6 +160,7 @@ async def ends_silently_when_stopped(request: Any, context: Any) -> Tokens:
 
 @breaks("CancellationIgnored")
 async def ends_silently_when_stopped_between(request: Any, context: Any) -> Tokens:
+    refuse_more(request, 1)
     if context.is_stopped:
         yield LLMEngineOutput.cancelled()
         return
@@ -167,12 +181,108 @@ class AbortHangs(Good):
         await anyio.sleep_forever()
 
 
+# -- a stop in a wait
+
+
+def in_wait(then: Any) -> Saying:
+    """Looks between its tokens, and does what `then` does where the stop comes while it waits for one."""
+
+    async def generate(request: Any, context: Any) -> Tokens:
+        refuse_more(request, 10_000)
+        count = request.stop_conditions.max_tokens or 4
+        for said in range(count):
+            if context.is_stopped:
+                yield LLMEngineOutput.cancelled()
+                return
+            with anyio.move_on_after(TOKEN_S):
+                await context.stopped()
+            if context.is_stopped:
+                async with aclosing(then(said)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            yield LLMEngineOutput.token(said)
+        yield LLMEngineOutput.length()
+
+    generate.__name__ = then.__name__
+    return generate
+
+
+@breaks("StopInWaitIgnored")
+@in_wait
+async def calls_a_stop_in_its_wait_a_limit(said: int) -> Tokens:
+    yield LLMEngineOutput.length()
+
+
+@breaks("StopInWaitIgnored")
+@in_wait
+async def calls_a_stop_in_its_wait_an_end(said: int) -> Tokens:
+    yield LLMEngineOutput.token(said)
+    yield LLMEngineOutput.stop()
+
+
+@breaks("StopInWaitUnanswered")
+@in_wait
+async def ends_silently_in_its_wait(said: int) -> Tokens:
+    if said < 0:
+        yield LLMEngineOutput.cancelled()
+
+
+@breaks("StopInWaitUnanswered")
+@in_wait
+async def ends_behind_a_token_in_its_wait(said: int) -> Tokens:
+    yield LLMEngineOutput.token(said)
+
+
+@breaks("StopUsageMismatch")
+@in_wait
+async def counts_the_token_it_waited_for(said: int) -> Tokens:
+    yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, said + 1))
+
+
+@breaks("TokenRepeatedAfterStop")
+@in_wait
+async def says_its_last_token_again_in_its_wait(said: int) -> Tokens:
+    yield LLMEngineOutput.cancelled().with_tokens([said - 1] if said else [])
+
+
+@breaks("E3")
+async def takes_many_chunks_to_stop(request: Any, context: Any) -> Tokens:
+    async with aclosing(sevens(request, context)) as chunks:
+        begun = False
+        async for chunk in chunks:
+            if begun and context.is_stopped:
+                for _ in range(20):
+                    yield LLMEngineOutput([])
+            begun = True
+            yield chunk
+
+
+@breaks("AbortNotHeard")
+class AbortWakesNothing(Good):
+    """It looks only between its tokens, which are far apart."""
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        refuse_more(request, 10_000)
+        for said in range(request.stop_conditions.max_tokens or 4):
+            if context.is_stopped:
+                yield LLMEngineOutput.cancelled()
+                return
+            yield LLMEngineOutput.token(said)
+            await anyio.sleep(3)
+        yield LLMEngineOutput.length()
+
+    async def abort(self, context: Any) -> None:
+        """It should end the wait."""
+
+
 # -- kill and close
 
 
 @breaks("KillNotHeard", hears_kill=True)
 async def looks_every_second(request: Any, context: Any) -> Tokens:
-    for _ in range(4):
+    refuse_more(request, 4)
+    for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
         await anyio.sleep(1)
         if context.is_stopped:
             yield LLMEngineOutput.cancelled()
@@ -183,6 +293,7 @@ async def looks_every_second(request: Any, context: Any) -> Tokens:
 
 @breaks("KillNotHeard", hears_kill=True)
 async def hears_kill_only_at_first(request: Any, context: Any) -> Tokens:
+    refuse_more(request, 1)
     with anyio.move_on_after(1):
         await context.stopped()
     if not context.is_stopped:
@@ -194,6 +305,7 @@ async def hears_kill_only_at_first(request: Any, context: Any) -> Tokens:
 @breaks("KillNotHeard", hears_kill=True)
 async def tells_kill_from_stop(request: Any, context: Any) -> Tokens:
     """Never waits, and goes on after a kill."""
+    refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
         if context.is_stopped and not context.is_killed:
             yield LLMEngineOutput.cancelled()
@@ -204,13 +316,16 @@ async def tells_kill_from_stop(request: Any, context: Any) -> Tokens:
 
 @breaks("KillNotHeard")
 async def shields_its_waits(request: Any, context: Any) -> Tokens:
-    for _ in range(4):
+    refuse_more(request, 4)
+    for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
         if context.is_stopped:
             yield LLMEngineOutput.cancelled()
             return
         yield LLMEngineOutput.token(7)
         with anyio.CancelScope(shield=True):
-            await anyio.sleep(0 if context.is_stopped else 3)
+            with anyio.move_on_after(1):
+                await context.killed()
+            await anyio.sleep(3 if context.is_killed else 0)
     yield LLMEngineOutput.length()
 
 
@@ -251,6 +366,26 @@ async def cannot_be_closed(request: Any, context: Any) -> Tokens:
             yield LLMEngineOutput.cancelled()
 
 
+@breaks("CancellationSwallowed")
+class WaitsOutItsCancellation(Good):
+    """Waits again where it is cancelled; unless the wait was short, so that a kill is heard."""
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        refuse_more(request, 10_000)
+        for said in range(request.stop_conditions.max_tokens or 4):
+            while not context.is_stopped:
+                try:
+                    await anyio.sleep(TOKEN_S)
+                except BaseException:
+                    continue
+                break
+            if context.is_stopped:
+                yield LLMEngineOutput.cancelled()
+                return
+            yield LLMEngineOutput.token(said)
+        yield LLMEngineOutput.length()
+
+
 # -- afterwards
 
 
@@ -279,6 +414,9 @@ class LeaksItsOnlySlot(Leaks):
     def __init__(self) -> None:
         super().__init__(1)
 
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="sevens", max_num_seqs=1)
+
 
 @breaks("NotServedAfterwards")
 class FailsOnceClosed(Good):
@@ -287,7 +425,7 @@ class FailsOnceClosed(Good):
     is_closed = False
 
     async def generate(self, request: Any, context: Any) -> Tokens:
-        if self.is_closed and request.stop_conditions.max_tokens is None:
+        if self.is_closed and request.stop_conditions == StopConditions():
             raise RuntimeError("closed")
         try:
             async with aclosing(sevens(request, context)) as chunks:
@@ -302,7 +440,7 @@ class FailsOnceClosed(Good):
 async def test_a_broken_engine_fails_its_check_and_no_other(
     name: str, factory: Callable[[], LLMEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.conformance_answer.MOST_CHUNKS", 12_000)  # still above the long request
+    monkeypatch.setattr("engines.conformance.answer.MOST_CHUNKS", 12_000)  # still above the long request
     with pytest.raises(ExceptionGroup) as caught:
         await run_conformance(factory)
     (failure,) = caught.value.exceptions
@@ -315,8 +453,15 @@ def test_every_ending_has_an_engine_that_fails_it() -> None:
     assert {name for name, _ in BROKEN} == {
         "CancellationNotObserved",
         "CancellationIgnored",
+        "StopInWaitIgnored",
+        "StopInWaitUnanswered",
+        "StopUsageMismatch",
+        "TokenRepeatedAfterStop",
+        "E3",
         "AbortFailed",
+        "AbortNotHeard",
         "KillNotHeard",
+        "CancellationSwallowed",
         "CloseFailed",
         "NotServedAfterwards",
     }

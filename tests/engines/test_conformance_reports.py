@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, ClassVar
 
 import anyio
@@ -20,9 +20,9 @@ from engines import (
     PushSource,
     run_conformance,
 )
-from pipeline import ContractViolation, Disconnected
+from pipeline import ContractViolation, Disconnected, InvalidArgument
 from pipeline.error_wire import error_from_plain, error_to_plain
-from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -46,14 +46,16 @@ class Good(LLMEngine):
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
         self.asked.append(request)
+        if (request.sampling_options.n or 1) > 1:
+            raise InvalidArgument("one choice at a time", field="n")
         count = request.stop_conditions.max_tokens or 4
         for said in range(count):
             await anyio.sleep(TOKEN_S)
             if context.is_stopped:
-                yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, said))
+                yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), said))
                 return
             yield LLMEngineOutput.token(7)
-        yield LLMEngineOutput.length().with_usage(CompletionUsage.of(3, count))
+        yield LLMEngineOutput.length().with_usage(CompletionUsage.of(len(request.token_ids), count))
 
     async def cleanup(self) -> None:
         self.calls.append("cleanup")
@@ -83,8 +85,10 @@ class GoesOn(Good):
 
 class Miscounts(Good):
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
-        last = LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
-        yield last.with_tokens([7, 7, 7, 7]).with_usage(CompletionUsage.of(3, 5))
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                is_wrong = chunk.finish_reason == FinishReason.LENGTH and request.stop_conditions.max_tokens is None
+                yield chunk.with_usage(CompletionUsage.of(len(request.token_ids), 5)) if is_wrong else chunk
 
 
 async def group_of(factory: Any, **settings: Any) -> list[ConformanceFailure]:
@@ -155,6 +159,67 @@ async def test_an_engine_that_cannot_be_asked_costs_the_bound_once() -> None:
     assert 50 <= anyio.current_time() - began < 51
 
 
+async def test_a_wait_that_swallows_its_cancellation_is_dropped_and_named() -> None:
+    class NeverGivesUp(Good):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+            while True:
+                with suppress(BaseException):
+                    await anyio.sleep(1)
+            yield LLMEngineOutput.stop()
+
+    began = anyio.current_time()
+    (failure,) = await group_of(NeverGivesUp)
+    assert failure.name == "GenerateFailed"
+    assert "the first chunk took more than 30 s" in str(failure)
+    assert 30 <= anyio.current_time() - began < 35
+
+
+async def test_a_cleanup_that_swallows_its_cancellation_is_dropped_and_named() -> None:
+    class NeverEnds(Good):
+        async def cleanup(self) -> None:
+            while self.calls:
+                with suppress(BaseException):
+                    await anyio.sleep(1)
+
+    (failure,) = await group_of(NeverEnds)
+    assert failure.name == "CleanupFailed"
+    assert "cleanup took more than 30 s" in str(failure)
+
+
+async def test_a_turn_without_end_is_ended_by_the_clock_on_the_wall() -> None:
+    class Spins(Good):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+            yield LLMEngineOutput.token(1)
+            while not context.is_stopped:
+                pass
+            yield LLMEngineOutput.cancelled()
+
+    (failure,) = await group_of(Spins, within_s=0.5)
+    assert failure.name == "LoopBlocked"
+    assert "the next chunk" in str(failure)
+
+
+async def test_a_wait_in_which_no_virtual_time_passes_is_ended_by_the_clock_on_the_wall() -> None:
+    class Polls(Good):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+            while not context.is_stopped:
+                await checkpoint()
+            yield LLMEngineOutput.cancelled()
+
+    (failure,) = await group_of(Polls, within_s=0.5)
+    assert (failure.name, failure.after_s) == ("GenerateFailed", 0.5)
+
+
+async def test_an_engine_that_exits_is_reported_and_ends_nothing_else() -> None:
+    class Exits(Good):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+            yield LLMEngineOutput.token(1)
+            raise SystemExit(3)
+
+    (failure,) = await group_of(Exits)
+    assert isinstance(failure.__cause__, SystemExit)
+
+
 async def test_every_stream_is_closed_also_after_a_failure() -> None:
     open_now = 0
 
@@ -221,13 +286,13 @@ async def test_a_factory_may_be_a_coroutine() -> None:
     await run_conformance(make)
 
 
-async def test_the_engine_is_asked_what_the_test_wants_asked_in_a_copy_each_time() -> None:
+async def test_the_engine_is_asked_what_the_test_wants_asked_and_never_given_the_record_itself() -> None:
     mine = PreprocessedRequest([4, 5], model="mine")
     await run_conformance(Good, request=mine)
     asked = Good.made[0].asked
     assert {(tuple(request.token_ids), request.model) for request in asked} == {((4, 5), "mine")}
-    assert {request.stop_conditions.max_tokens for request in asked} == {None, 10_000}
-    assert len({id(request.token_ids) for request in [mine, *asked]}) == len(asked) + 1
+    assert {None, 1, 10_000} <= {request.stop_conditions.max_tokens for request in asked}
+    assert id(mine.token_ids) not in {id(request.token_ids) for request in asked}
     assert mine == PreprocessedRequest([4, 5], model="mine")
 
 

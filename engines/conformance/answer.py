@@ -1,0 +1,280 @@
+"""Answers of an engine under check: asked for, read chunk by chunk against L1, L4, L10 and L12, and always closed.
+
+They are read as the adapter reads them, raced against a kill unless the engine ends by itself. Every step may be in
+another task than the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from copy import deepcopy
+from inspect import isawaitable
+from typing import Any
+
+import anyio
+from anyio.lowlevel import checkpoint
+from attrs import evolve, field, frozen
+
+from pipeline import Context, ContractViolation, InvalidArgument, until_killed
+from pipeline.codec import from_msgpack, to_msgpack
+from pipeline.errors import BackendInvalidArgument
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
+
+from ..chunk_rules import ChunkRules
+from ..generate_context import GenerateContext
+from ..llm import Chunks, EngineConfig, LLMEngine
+from .calls import bounded
+from .failure import ConformanceFailure, failed, miscounted
+from .held import failure_of, held_by
+from .turns import Turns
+
+LONG_MAX_TOKENS = 10_000
+"""Of a request that is disturbed: more than an engine can answer before, where its context has room."""
+MOST_CHUNKS = 100_000
+"""A stream with more chunks is taken for one without end: where it never waits, no clock would tell."""
+_CODED = 100
+"""So many chunks of an answer are all encoded as if they were sent."""
+_LOOKS = 4
+"""Behind so many chunks of an answer the kit looks at what the engine holds."""
+
+
+def mock_context(id: str | None = None) -> GenerateContext:
+    """Return a context as an engine is given it, of a request that is not stopped."""
+    return GenerateContext(Context(None, id=id))
+
+
+def limited(request: PreprocessedRequest, **limits: Any) -> PreprocessedRequest:
+    """Return a copy of the request with other stop conditions."""
+    return evolve(deepcopy(request), stop_conditions=evolve(request.stop_conditions, **limits))
+
+
+@frozen
+class Trial:
+    """A started engine and how it is asked.
+
+    `within_s` bounds each step that is not disturbed, `deadline_s` what follows a stop or a close, and `at_once_s` what
+    follows a kill that the engine promises to hear.
+    """
+
+    engine: LLMEngine
+    request: PreprocessedRequest
+    config: EngineConfig
+    deadline_s: float
+    within_s: float
+    at_once_s: float
+    turns: Turns = field(factory=Turns)
+    goes_on: bool = False
+    """Whether the engine goes on to the limit of a request that wants its end ignored."""
+
+    @property
+    def long_request(self) -> PreprocessedRequest:
+        """The request, with a limit that its answer does not reach before it is disturbed."""
+        room = max(1, self.room(LONG_MAX_TOKENS, self.request))
+        ignore_eos = True if self.goes_on else self.request.stop_conditions.ignore_eos
+        return limited(self.request, max_tokens=room, ignore_eos=ignore_eos)
+
+    def room(self, tokens: int, request: PreprocessedRequest) -> int:
+        """So many tokens, or as many as the context has room for behind the prompt."""
+        length = self.config.context_length
+        return tokens if length is None else min(tokens, length - len(request.token_ids))
+
+    @asynccontextmanager
+    async def answer(
+        self, request: PreprocessedRequest | None = None, *, long: bool = False, raced: bool = True
+    ) -> AsyncIterator[tuple[Answer, GenerateContext]]:
+        """A fresh answer and its context, closed behind the block; a failure in the block goes before one of closing.
+
+        Without `raced` a kill ends it only if the engine does. Raises GenerateFailed and CloseFailed.
+        """
+        asked = deepcopy(request or (self.long_request if long else self.request))
+        before, context = deepcopy(asked), mock_context()
+
+        async def ask() -> Chunks:
+            made = self.engine.generate(asked, context)
+            return await made if isawaitable(made) else made
+
+        chunks = await _unless_refused(bounded("GenerateFailed", "generate", ask, self.within_s))
+        if not hasattr(chunks, "__anext__"):
+            raise failed("GenerateFailed", f"it gave {type(chunks).__name__}")
+        read = until_killed(chunks, context.inner) if raced and not self.engine.hears_kill else chunks
+        try:
+            yield Answer(read, chunks, before, asked), context
+        except BaseException:
+            with suppress(ConformanceFailure):
+                await self._close(read, chunks)
+            raise
+        await self._close(read, chunks)
+
+    async def _close(self, *both: Any) -> None:
+        """Closes what is read, and the engine's own stream, which the race leaves alone where it has not begun."""
+        for chunks in both:
+            if (aclose := getattr(chunks, "aclose", None)) is not None:
+                await bounded("CloseFailed", "closing", aclose, self.deadline_s, shield=True)
+
+
+async def _unless_refused(step: Any) -> Any:
+    try:
+        return await step
+    except ConformanceFailure as failure:
+        failure.is_refusal = is_refusal(failure.__cause__)
+        raise
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether the adapter takes what an engine raised for the refusal of a request that cannot be served."""
+    return isinstance(error, InvalidArgument | BackendInvalidArgument | ValueError | TypeError)
+
+
+def is_given_up(reason: FinishReason | None) -> bool:
+    """Whether a choice that ended so was not answered."""
+    return reason is not None and (reason.is_error or reason == FinishReason.CANCELLED)
+
+
+class Answer:
+    """The chunks of one answer, as they are read.
+
+    `said` are the tokens of each choice so far, `reasons` their finish reasons.
+    """
+
+    def __init__(self, read: Chunks, source: Chunks, before: PreprocessedRequest, asked: PreprocessedRequest) -> None:
+        self.request = before
+        self.choices = before.sampling_options.n or 1
+        self.said: list[list[int]] = [[] for _ in range(self.choices)]
+        self.reasons: list[FinishReason | None] = [None] * self.choices
+        self.chunks: list[LLMEngineOutput] = []
+        self.times_s: list[float] = []
+        """When it was asked for, and when each chunk came, by the loop's clock."""
+        self.is_complete = False
+        self._read, self._source, self._asked = read, source, asked
+        self._rules = ChunkRules(self.choices)
+        self.times_s.append(anyio.current_time())
+
+    @property
+    def last(self) -> LLMEngineOutput | None:
+        return self.chunks[-1] if self.chunks else None
+
+    @property
+    def tokens(self) -> int:
+        """How many came, of all choices."""
+        return sum(len(tokens) for tokens in self.said)
+
+    async def begin(self, within_s: float) -> bool:
+        """Read the next chunk in a task of its own, like `advance`. Raises GenerateFailed if it takes too long."""
+        what = "the next chunk" if self.chunks else "the first chunk"
+        return await bounded("GenerateFailed", what, self.advance, within_s)
+
+    async def advance(self) -> bool:
+        """Read one chunk; False at the end.
+
+        Raises StreamYieldedError, NotAChunk, ChunkAfterTerminal and what is said of things held over a `yield`.
+        """
+        try:
+            chunk: Any = await self._read.__anext__()
+        except StopAsyncIteration:
+            return False
+        except Exception as error:
+            failure = failed(failure_of(error) or "StreamYieldedError", repr(error), cause=error)
+            failure.is_refusal = not self.chunks and is_refusal(error)
+            raise failure from error
+        self._expect_chunk(chunk)
+        if self.is_complete:
+            raise failed("ChunkAfterTerminal", f"it is {chunk!r}")
+        try:
+            self.is_complete = self._rules.admit(chunk)
+        except ContractViolation as violation:
+            raise failed("ChunkAfterTerminal", str(violation), cause=violation) from violation
+        index = chunk.index or 0
+        self.said[index] += chunk.token_ids
+        self.reasons[index] = chunk.finish_reason
+        self.chunks.append(chunk)
+        self.times_s.append(anyio.current_time())
+        if len(self.chunks) <= _LOOKS:
+            await self._expect_nothing_held()
+        return True
+
+    async def _expect_nothing_held(self) -> None:
+        for name, what in held_by(self._source):
+            # Here, in the task that has just read, what is held can still be left in order.
+            for chunks in (self._read, self._source):
+                with suppress(Exception, BaseExceptionGroup):
+                    await chunks.aclose()  # type: ignore[attr-defined]
+            raise failed(name, f"{what}, behind chunk {len(self.chunks)}")
+
+    def _expect_chunk(self, chunk: Any) -> None:
+        if not isinstance(chunk, LLMEngineOutput):
+            raise failed("NotAChunk", f"it is {chunk!r}")
+        if len(self.chunks) > _CODED and chunk == LLMEngineOutput(list(map(int, chunk.token_ids)), index=chunk.index):
+            return  # like many before it
+        if isinstance(usage := chunk.completion_usage, CompletionUsage) and usage.prompt_tokens < 0:
+            raise failed("PromptTokensMismatch", f"{usage.prompt_tokens} are reported")
+        try:
+            from_msgpack(to_msgpack(chunk), LLMEngineOutput)
+        except Exception as error:
+            raise failed("NotAChunk", f"{error} in {chunk!r}", cause=error) from error
+        if not 0 <= (chunk.index or 0) < self.choices and not self.is_complete:
+            raise failed("NotAChunk", f"it is of choice {chunk.index}, where there are {self.choices}")
+
+    async def drain(self, name: str, within_s: float) -> int:
+        """Read to the end and return how many chunks that were. Raises the failure of that name if there is no end."""
+        so_far = len(self.chunks)
+
+        async def read_on() -> None:
+            while await self.advance():
+                if len(self.chunks) - so_far > MOST_CHUNKS:
+                    raise failed(name, f"there is no end after {MOST_CHUNKS} chunks")
+                await checkpoint()
+
+        await bounded(name, "reading to the end", read_on, within_s)
+        return len(self.chunks) - so_far
+
+    def expect_some(self) -> LLMEngineOutput:
+        """At the end, the last chunk. Raises NoChunksYielded."""
+        if self.last is None:
+            raise failed("NoChunksYielded")
+        return self.last
+
+    def expect_whole(self, miscount: str = "CompletionTokensMismatch") -> None:
+        """At the end of an undisturbed answer. Raises the failure of whatever is wrong with it."""
+        last = self.expect_some()
+        if not self.is_complete:
+            raise failed("NoTerminalChunk", f"the last one is {last!r}")
+        for reason in self.reasons:
+            if is_given_up(reason):
+                raise failed("StreamYieldedError", f"its finish reason is {reason}")
+        self.expect_counted(miscount)
+
+    def expect_counted(self, name: str) -> None:
+        """At the end. Raises the failure of that name, PromptTokensMismatch or RequestChanged.
+
+        A usage that is not there counts as right.
+        """
+        if self._asked != self.request:
+            raise failed("RequestChanged", f"from {self.request!r} to {self._asked!r}")
+        if (now := self._said_by_chunks()) != self.said:
+            raise failed("ChunkChanged", f"{self.said} came, and are {now} now")
+        usage = None if self.last is None else self.last.completion_usage
+        if usage is not None and usage.completion_tokens != self.tokens:
+            raise miscounted(name, self.tokens, usage.completion_tokens)
+        for chunk in self.chunks:
+            if chunk.completion_usage is not None:
+                self._expect_prompt_counted(chunk.completion_usage)
+
+    def _said_by_chunks(self) -> list[list[int]]:
+        """What the chunks have by now."""
+        said: list[list[int]] = [[] for _ in range(self.choices)]
+        for chunk in self.chunks:
+            said[chunk.index or 0] += chunk.token_ids
+        return said
+
+    def _expect_prompt_counted(self, usage: CompletionUsage) -> None:
+        request, prompt = self.request, usage.prompt_tokens
+        is_plain = request.prompt_embeds is None and not request.multi_modal_data
+        cached = None if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
+        if is_plain and prompt != len(request.token_ids):
+            raise failed("PromptTokensMismatch", f"the prompt has {len(request.token_ids)}, {prompt} are reported")
+        if not 0 <= (cached or 0) <= prompt:
+            raise failed("PromptTokensMismatch", f"{prompt} tokens are reported, {cached} of them cached")
+        if usage.total_tokens != prompt + usage.completion_tokens:
+            total = f"{prompt} and {usage.completion_tokens} are reported as {usage.total_tokens}"
+            raise failed("PromptTokensMismatch", total)

@@ -1,0 +1,284 @@
+"""The checks of the conformance kit on an engine's life and its undisturbed answers.
+
+Each is a function that raises the ConformanceFailure it finds. Source: dynamo lib/backend-common/src/testing.rs. Other
+than there an answer has to be what can be sent, and concurrent ones are checked as one alone is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import anyio
+from attrs import evolve
+
+from pipeline.protocols import PreprocessedRequest
+
+from ..engine_metrics import EngineMetrics, MetricsContext
+from ..llm import EngineConfig, LLMEngine
+from .answer import Answer, Trial, limited
+from .calls import bounded
+from .failure import CONCURRENTLY, ConformanceFailure, failed, not_served
+from .known import Known, Said, has_left_over
+
+CONCURRENT = 8
+"""Requests at the same time."""
+_HANDOVERS = 4
+"""So many chunks of an undisturbed answer are each read by a task of its own."""
+_FEWEST, _PLENTY, _LONG_S = 4, 32, 2.0
+"""Tokens of an answer that show what is to be seen of it, and how long it may take for that."""
+_SAME = 3
+"""An engine that gives the same answer so often is taken to give it always."""
+_BEGINNING = 8
+"""Tokens of the long answer to know it by."""
+
+
+async def start(engine: LLMEngine, within_s: float) -> EngineConfig:
+    """Raises StartFailed."""
+    config: Any = await bounded("StartFailed", "start", lambda: engine.start(0), within_s)
+    if not isinstance(config, EngineConfig):
+        raise failed("StartFailed", f"it gave {type(config).__name__}")
+    return config
+
+
+async def check_model(config: EngineConfig) -> None:
+    """Raises EmptyModelInConfig."""
+    if not config.model:
+        raise failed("EmptyModelInConfig")
+
+
+async def check_kv_event_sources(engine: LLMEngine, within_s: float) -> None:
+    """Raises KvEventSourcesFailed and KvEventSourcesNotIdempotent."""
+
+    async def ranks() -> list[int]:
+        return [source.dp_rank for source in await engine.kv_event_sources()]
+
+    await _expect_stable(ranks, "KvEventSourcesFailed", "KvEventSourcesNotIdempotent", within_s)
+
+
+async def check_setup_metrics(engine: LLMEngine, within_s: float) -> None:
+    """Raises SetupMetricsFailed and ComponentMetricsNotIdempotent."""
+    context = MetricsContext("test-model", "test", 0.0, EngineMetrics())
+
+    async def ranks() -> list[int]:
+        return list((await engine.setup_metrics(context)).dp_ranks)
+
+    await _expect_stable(ranks, "SetupMetricsFailed", "ComponentMetricsNotIdempotent", within_s)
+
+
+async def _expect_stable(ask: Callable[[], Awaitable[list[int]]], fails: str, changes: str, within_s: float) -> None:
+    first = await bounded(fails, "the first call", ask, within_s)
+    if len(set(first)) < len(first):
+        raise failed(fails, f"the ranks are {first}")
+    if (second := await bounded(fails, "the second call", ask, within_s)) != first:
+        raise failed(changes, f"first {first}, then {second}")
+
+
+async def answered(
+    trial: Trial,
+    request: PreprocessedRequest | None = None,
+    *,
+    miscount: str = "CompletionTokensMismatch",
+    raced: bool = True,
+) -> Answer:
+    """One undisturbed answer, whole. Raises GenerateFailed and whatever is wrong with it."""
+    async with trial.answer(request, raced=raced) as (answer, _):
+        for _ in range(_HANDOVERS):
+            if not await answer.begin(trial.within_s):
+                break
+        else:
+            await answer.drain("GenerateFailed", trial.within_s)
+        answer.expect_whole(miscount)
+    return answer
+
+
+async def check_alone(trial: Trial) -> Known:
+    """One request, of which the rest is learnt. Raises GenerateFailed and whatever is wrong with a stream."""
+    # Not raced: a race has scopes of its own, which would be in disorder before the engine's are seen.
+    answer = await answered(trial, raced=False)
+    said, times = Said.of(answer), answer.times_s
+    gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
+    return Known(said, said, gap_s=gap_s, alone_s=times[-1] - times[0])
+
+
+async def shortened(trial: Trial, known: Known) -> Trial:
+    """The trial with a limit on its request where the answer is long: it is asked for about a hundred times.
+
+    Raises what is wrong with a stream.
+    """
+    tokens = max(_FEWEST, int(min(_PLENTY, known.tokens_in(_LONG_S))))
+    if known.natural.length <= tokens:
+        return trial
+    trial = evolve(trial, request=limited(trial.request, max_tokens=tokens))
+    known.plain = Said.of(await answered(trial))
+    return trial
+
+
+async def check_same(trial: Trial, known: Known) -> None:
+    """The same request again. Raises TokensLeftOver, and what is wrong with a stream."""
+    again = [await answered(trial) for _ in range(_SAME)]
+    for one in map(Said.of, again):
+        if one.tokens != known.plain.tokens and has_left_over(known.plain, one):
+            raise failed("TokensLeftOver", f"the same request got {known.plain}, then {one}")
+    known.is_steady = all(Said.of(answer) == known.plain for answer in again)
+    known.is_steady_by_chunk = known.is_steady and all(answer.chunks == again[0].chunks for answer in again)
+    known.answers = [(trial.request, known.plain if known.is_steady else None)]
+
+
+async def learn_beginning(trial: Trial, known: Known) -> None:
+    """How the answer to the long request begins. Raises TokensLeftOver, and what is wrong with a stream."""
+    if not known.is_steady:
+        return
+    begins: list[Said] = []
+    for _ in range(2):
+        async with trial.answer(long=True) as (answer, _):
+            while len(answer.chunks) < _BEGINNING and await answer.begin(trial.within_s):
+                pass
+        begins.append(Said.of(answer))
+        await check_nothing_left_over(trial, known, "behind a closed one")
+    first, second = begins
+    known.begins = first if first == second else None
+
+
+async def learn_other_prompts(trial: Trial, known: Known) -> None:
+    """Learns what the same tokens in another order get; a prompt that the engine does not serve is left out."""
+    ids = trial.request.token_ids
+    for prompt in (ids[::-1], [*ids[1:], *ids[:2]]):
+        request = evolve(deepcopy(trial.request), token_ids=prompt)
+        try:
+            said = Said.of(await answered(trial, request))
+            known.answers.append((request, said if known.is_steady else None))
+        except ConformanceFailure:
+            continue
+
+
+async def check_concurrent(
+    trial: Trial,
+    known: Known,
+    alone: ConformanceFailure | None,
+    *,
+    requests: int = CONCURRENT,
+    name: str = CONCURRENTLY,
+) -> None:
+    """Requests that take turns, half of them in the middle of others.
+
+    Raises StreamsShareState, or the failure of that name for what one alone did not show.
+    """
+    asked = [request for request, _ in known.answers] or [trial.request]
+    within_s = trial.within_s + requests * known.alone_s  # they may be served one behind the other
+    is_begun = anyio.Event()
+
+    async def one(request: PreprocessedRequest, is_late: bool) -> None:
+        if is_late:
+            await is_begun.wait()
+        try:
+            async with trial.answer(request) as (answer, _):
+                await answer.begin(within_s)
+                is_begun.set()
+                await answer.drain("GenerateFailed", within_s)
+                if known.contradicts(request, answer):
+                    raise failed("StreamsShareState", f"the prompt {request.token_ids} got {Said.of(answer)}")
+                answer.expect_whole()
+        finally:
+            is_begun.set()
+
+    order = [(asked[number % len(asked)], number >= requests // 2) for number in range(requests)]
+    found = await gathered([partial(one, request, is_late) for request, is_late in order])
+    if news := [failure for failure in found if alone is None or failure.name != alone.name]:
+        raise _concurrent_failure(name, news, requests, trial.within_s)
+
+
+def _concurrent_failure(
+    name: str, news: list[ConformanceFailure], requests: int, within_s: float
+) -> ConformanceFailure:
+    """One failure for what several requests failed with."""
+    for failure in news:
+        if failure.name in ("StreamsShareState", "PromptTokensMismatch"):
+            return failed("StreamsShareState", str(failure), cause=failure)
+    failure = failed(name, f"{len(news)} of {requests}, one of them {news[0]}", cause=news[0])
+    failure.after_s = news[0].after_s and within_s
+    return failure
+
+
+async def check_nothing_left_over(trial: Trial, known: Known, after: str) -> None:
+    """Requests alone, behind others that were disturbed. Raises TokensLeftOver and NotServedAfterwards."""
+    for request, expected in known.answers or [(trial.request, None)]:
+        try:
+            async with trial.answer(request) as (answer, _):
+                await answer.drain("GenerateFailed", trial.within_s)
+                if known.contradicts(request, answer):
+                    got = f"got {Said.of(answer)}, before that {expected}"
+                    raise failed("TokensLeftOver", f"{after}, {request.token_ids} {got}")
+                answer.expect_whole()
+        except ConformanceFailure as failure:
+            raise failure if failure.name == "TokensLeftOver" else not_served(after, failure) from failure
+
+
+async def gathered(checks: Sequence[Callable[[], Awaitable[object]]]) -> list[ConformanceFailure]:
+    """Runs the checks at the same time; what they found."""
+    found: list[ConformanceFailure] = []
+
+    async def one(check: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await check()
+        except ConformanceFailure as failure:
+            found.append(failure)
+
+    async with anyio.create_task_group() as tasks:
+        for check in checks:
+            tasks.start_soon(one, check)
+    return found
+
+
+async def check_paused_reader(trial: Trial, alone: ConformanceFailure | None) -> None:
+    """A request beside one that is begun and not read on. Raises HeldUpByPausedReader and ConcurrentGenerateFailed."""
+    if (trial.config.max_num_seqs or 2) < 2:
+        return  # it serves one at a time, as it declares
+    found: ConformanceFailure | None = None
+    try:
+        async with trial.answer() as (paused, _):
+            if await paused.begin(trial.within_s) and not paused.is_complete:
+                found = await failure_of(answered(trial))
+    except ConformanceFailure:
+        if found is None:
+            raise
+    if found is None or (alone is not None and found.name == alone.name):
+        return
+    name = CONCURRENTLY if found.after_s is None else "HeldUpByPausedReader"
+    held_up = failed(name, f"beside one that is not read on: {found}", cause=found)
+    held_up.after_s = found.after_s
+    raise held_up
+
+
+async def failure_of(check: Awaitable[object]) -> ConformanceFailure | None:
+    """The failure that the check raises."""
+    try:
+        await check
+    except ConformanceFailure as failure:
+        return failure
+    return None
+
+
+async def check_bad(trial: Trial, bad_request: PreprocessedRequest) -> None:
+    """A request that cannot be served. Raises BadRequestServed."""
+    try:
+        async with trial.answer(bad_request) as (answer, _):
+            await answer.begin(trial.within_s)
+    except ConformanceFailure as failure:
+        if failure.is_refusal:
+            return
+        raise failed("BadRequestServed", str(failure), cause=failure) from failure
+    raise failed("BadRequestServed", f"its first chunk is {answer.last!r}")
+
+
+async def drain(engine: LLMEngine, within_s: float) -> None:
+    """Raises DrainFailed."""
+    await bounded("DrainFailed", "drain", engine.drain, within_s)
+
+
+async def clean_up(name: str, engine: LLMEngine, within_s: float) -> None:
+    """Raises the failure of that name. Also runs where the kit itself is being cancelled."""
+    await bounded(name, "cleanup", engine.cleanup, within_s, shield=True)

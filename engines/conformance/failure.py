@@ -1,0 +1,206 @@
+"""ConformanceFailure: which check of the conformance kit an engine failed, with what figures; and all of one run.
+
+Source: dynamo lib/backend-common/src/testing.rs, ConformanceFailure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from attrs import define, field
+
+from pipeline import ContractViolation
+
+T = TypeVar("T")
+
+CONCURRENTLY, AFTERWARDS = "ConcurrentGenerateFailed", "NotServedAfterwards"
+
+MEANINGS: dict[str, tuple[str, str]] = {
+    # its life
+    "StartFailed": ("", "`start` raised, hung, or gave no EngineConfig"),
+    "EmptyModelInConfig": ("", "the config of `start` names no model"),
+    "BackgroundFailed": ("", "`background` raised, after which a host gives the engine up"),
+    "KvEventSourcesFailed": ("", "`kv_event_sources` raised, hung, or named a rank twice"),
+    "KvEventSourcesNotIdempotent": ("", "`kv_event_sources` named other ranks, or in another order, when asked again"),
+    "SetupMetricsFailed": ("", "`setup_metrics` raised, hung, or named a rank twice"),
+    "ComponentMetricsNotIdempotent": ("", "`setup_metrics` named other ranks, or in another order, when asked again"),
+    "DrainFailed": ("", "`drain` raised or hung"),
+    "CleanupFailed": ("", "`cleanup` raised or hung"),
+    "SecondCleanupFailed": ("L7", "`cleanup` raised or hung when called again"),
+    "CleanupWithoutStartFailed": ("L7", "`cleanup` raised or hung on an engine that was never started"),
+    "TasksLeftByCleanup": ("L7", "tasks of the engine still run after its `cleanup`"),
+    "ThreadsLeftByCleanup": ("L7", "threads of the engine still live after its `cleanup`"),
+    # one answer
+    "GenerateFailed": ("", "`generate` raised, hung, or gave no async iterator that ends"),
+    "NoChunksYielded": ("L1", "the stream ended without any chunk"),
+    "StreamYieldedError": ("", "the stream raised, or its last chunk says that it failed or was given up"),
+    "NotAChunk": ("L1", "the stream yielded something that is no LLMEngineOutput, or cannot be sent as one"),
+    "ChunkAfterTerminal": ("L1", "a chunk followed the terminal one"),
+    "NoTerminalChunk": ("L1", "the stream ended without its terminal chunk"),
+    "CompletionTokensMismatch": ("L4", "the usage of the last chunk does not count the tokens of the stream"),
+    "PromptTokensMismatch": ("L4", "a usage does not count the tokens of the prompt, or its sum is wrong"),
+    "RequestChanged": ("L10", "the request was changed while it was answered"),
+    "ChunkChanged": ("L10", "a chunk was changed after it had been yielded"),
+    "LoopBlocked": ("L11", "the loop stood still while a request was answered"),
+    "LockHeldOverYield": ("L12", "a lock is held over a `yield`"),
+    "CancelScopeHeldOverYield": ("L12", "a cancel scope or deadline is open over a `yield`"),
+    "TaskGroupHeldOverYield": ("L12", "a task group is open over a `yield`"),
+    # limits and choices
+    "MaxTokensIgnored": ("L9", "an answer has not the tokens that `max_tokens` leaves it"),
+    "LimitNotNamed": ("L9", "an answer that `max_tokens` cut ended with another finish reason than length"),
+    "LimitUsageMismatch": ("L4", "at `max_tokens` the usage does not count the tokens of the stream"),
+    "MinTokensIgnored": ("L9", "an answer ended by itself before `min_tokens`"),
+    "IgnoreEosIgnored": ("L9", "with `ignore_eos` an answer ended before `max_tokens`"),
+    "ChoicesIgnored": ("L9", "`n` choices were asked for, and not given"),
+    "BadRequestServed": ("L5", "a request that cannot be served did not raise InvalidArgument before its first chunk"),
+    # several requests
+    "ConcurrentGenerateFailed": ("L6", "a request that was served alone was not among others"),
+    "StreamsShareState": ("L6", "a request got another answer among others than alone"),
+    "HeldUpByPausedReader": ("L6", "a request waited for another one whose reader paused"),
+    "TokensLeftOver": ("L8", "a request got tokens that belong to one before it, or not all of its own"),
+    # stop, kill and close
+    "CancellationNotObserved": ("L2", "the stream did not end in time after a stop"),
+    "CancellationIgnored": ("L2", "the stream ended after a stop with something else than a cancelled chunk"),
+    "StopInWaitIgnored": (
+        "L2",
+        "the stream ended after a stop during a wait, but not with a cancelled chunk",
+    ),
+    "StopInWaitUnanswered": ("L2", "the stream ended after a stop during a wait without any terminal chunk"),
+    "StopUsageMismatch": ("L4", "after a stop the usage does not count the tokens of the stream"),
+    "TokenRepeatedAfterStop": ("L8", "after a stop came tokens that do not continue the answer"),
+    "AbortFailed": ("", "`abort` raised or hung"),
+    "AbortNotHeard": ("L2", "the engine went on with a request after its `abort`"),
+    "KillNotHeard": ("", "the stream did not end at once after a kill, by itself if `hears_kill` promises that"),
+    "CancellationSwallowed": ("L3", "the stream went on although the task that reads it was cancelled"),
+    "CloseFailed": ("L3", "closing the stream raised or hung"),
+    "TasksLeftByStream": ("L3", "tasks of a request still run after its stream was closed"),
+    "ThreadsLeftByStream": ("L3", "threads of a request still run after its stream was closed"),
+    "WorkLeftByStream": ("L3", "the engine still works on a request after its stream was closed"),
+    "NotServedAfterwards": ("L3", "a request was not served after others had been stopped, killed or closed"),
+    # as an AsyncEngine
+    **{f"E{n}": (f"E{n}", "as an AsyncEngine it breaks a rule of that contract") for n in range(1, 14)},
+}
+"""Name of each failure -> the rule of `LLMEngine` it breaks, where it has a number, and what it means.
+
+Those of the source are `StartFailed` to `ComponentMetricsNotIdempotent` but for `BackgroundFailed`, the three of
+`cleanup` that failed, `GenerateFailed` to `CompletionTokensMismatch` but for `NotAChunk`, `ConcurrentGenerateFailed`,
+`CancellationNotObserved` and `CancellationIgnored`.
+"""
+
+
+class ConformanceFailure(ContractViolation):
+    """One failed check; `name` is a key of `MEANINGS`.
+
+    `counted_tokens` and `reported_tokens` are set where they differ, `after_s` where the engine took longer than that.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        name: str = "",
+        rule: str = "",
+        counted_tokens: int | None = None,
+        reported_tokens: int | None = None,
+        after_s: float | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        super().__init__(message, rule=rule, cause=cause)
+        self.name = name
+        self.counted_tokens = counted_tokens
+        self.reported_tokens = reported_tokens
+        self.after_s = after_s
+        self.is_refusal = False
+        """Whether the engine refused the request as one that it cannot serve."""
+
+
+def failed(name: str, detail: str = "", *, cause: BaseException | None = None) -> ConformanceFailure:
+    """The failure of that name, with its meaning as message."""
+    rule, meaning = MEANINGS[name]
+    return ConformanceFailure(_message(name, meaning, detail), name=name, rule=rule, cause=cause)
+
+
+def overdue(name: str, what: str, after_s: float) -> ConformanceFailure:
+    """The failure of that name for something that took too long."""
+    failure = failed(name, f"{what} took more than {after_s:g} s")
+    failure.after_s = after_s
+    return failure
+
+
+def miscounted(name: str, counted_tokens: int, reported_tokens: int) -> ConformanceFailure:
+    """The failure of a usage that disagrees with the stream."""
+    failure = failed(name, f"{counted_tokens} came, {reported_tokens} are reported")
+    failure.counted_tokens, failure.reported_tokens = counted_tokens, reported_tokens
+    return failure
+
+
+def _message(name: str, meaning: str, detail: str) -> str:
+    return f"{name}: {meaning}" + (f" ({detail})" if detail else "")
+
+
+def not_served(after: str, failure: ConformanceFailure) -> ConformanceFailure:
+    """The failure of a request behind others, though alone it had been served."""
+    afterwards = failed(AFTERWARDS, f"{after}: {failure}", cause=failure)
+    afterwards.after_s = failure.after_s
+    return afterwards
+
+
+@define
+class Found:
+    """The failures of one run, each name once. `within_s` is how long a step that is not disturbed may take."""
+
+    within_s: float
+    failures: dict[str, ConformanceFailure] = field(factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.failures
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether some step that was not disturbed took as long as any may."""
+        return any((failure.after_s or 0.0) >= self.within_s for failure in self.failures.values())
+
+    def add(self, failure: ConformanceFailure) -> None:
+        self.failures.setdefault(failure.name, failure)
+
+    async def note(self, check: Awaitable[T]) -> T | None:
+        """What the check gives; None if it fails."""
+        try:
+            return await check
+        except ConformanceFailure as failure:
+            self.add(failure)
+            return None
+
+    async def note_each(self, *checks: Callable[[], Awaitable[object]], but: ConformanceFailure | None = None) -> bool:
+        """Whether all went well. Ends early where time ran out: what comes behind would take as long again.
+
+        What breaks the same rule as `but` is not noted.
+        """
+        went_well = True
+        for check in checks:
+            if self.is_out_of_time:
+                return False
+            try:
+                await check()
+            except ConformanceFailure as failure:
+                went_well = False
+                if but is None or failure.rule != but.rule:
+                    self.add(failure)
+        return went_well
+
+    async def note_behind(
+        self, *checks: Callable[[], Awaitable[object]], but: ConformanceFailure | None = None
+    ) -> bool:
+        """The same, of checks behind others: a request without an answer in time had one when it was alone."""
+
+        async def served(check: Callable[[], Awaitable[object]]) -> None:
+            try:
+                await check()
+            except ConformanceFailure as failure:
+                if failure.name == "GenerateFailed" and failure.after_s is not None:
+                    raise not_served("behind others", failure) from failure
+                raise
+
+        return await self.note_each(*(partial(served, check) for check in checks), but=but)

@@ -1,0 +1,67 @@
+"""The rules of AsyncEngine (E1 to E13), on the engine behind the adapter that hosts put around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import anyio
+from anyio import create_task_group
+
+from pipeline.protocols import PreprocessedRequest
+
+from ..adapter import RequestAdapter
+from .answer import Trial, limited
+from .failure import ConformanceFailure, failed
+from .known import Known
+
+_TOKENS = 24
+"""Of an answer: well more than may still come after a stop, where the engine ignores its end."""
+_MOST_ABORTS = 1000
+"""That may be due at the same time."""
+_NEED_SAME = ("E7", "E10")
+"""Rules that compare items with those of another run."""
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+async def check_hosted(trial: Trial, known: Known, bad_request: PreprocessedRequest | None) -> list[ConformanceFailure]:
+    """What `check_engine` finds, each named by its rule."""
+    from pipeline.testing import ENGINE_RULES, check_engine  # a tool of tests, which a worker does not need
+
+    rules = [rule for rule in ENGINE_RULES if known.is_steady_by_chunk or rule not in _NEED_SAME]
+    request = _request(trial, known)
+    send, receive = anyio.create_memory_object_stream[Work](_MOST_ABORTS)
+    adapter = RequestAdapter(trial.engine, spawn=send.send_nowait)
+
+    async def abort() -> None:
+        # In one task, begun before: tasks of their own would be taken for ones left over.
+        async for work in receive:
+            await work()
+
+    async with receive, create_task_group() as tasks:
+        tasks.start_soon(abort)
+        try:
+            await check_engine(
+                lambda: adapter,
+                request=request,
+                bad_request=bad_request,
+                within_s=trial.deadline_s,
+                answer_within_s=trial.within_s,
+                settle_s=trial.deadline_s,
+                rules=rules,
+            )
+        except ExceptionGroup as group:
+            return [failed(getattr(each, "rule", ""), str(each), cause=each) for each in group.exceptions]
+        finally:
+            send.close()
+            tasks.cancel_scope.cancel()
+    return []
+
+
+def _request(trial: Trial, known: Known) -> PreprocessedRequest:
+    """One with well more items than may still come after a stop, if the engine serves that."""
+    is_affordable = min(trial.room(_TOKENS, trial.request), known.tokens_in(trial.within_s / 2)) >= _TOKENS
+    if trial.goes_on and is_affordable:
+        return limited(trial.request, ignore_eos=True, max_tokens=_TOKENS)
+    return trial.request

@@ -1,0 +1,167 @@
+"""The checks of the conformance kit on answers that are stopped: before they begin, between two chunks, and in a wait.
+
+Source: dynamo lib/backend-common/src/testing.rs. Other than there the deadline after a stop covers the whole rest of
+the stream, stops also come in the middle of one, with `abort` as a host calls it, and the tokens are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+
+import anyio
+from anyio.lowlevel import checkpoint
+from attrs import frozen
+
+from pipeline.protocols import FinishReason, LLMEngineOutput
+
+from ..generate_context import GenerateContext
+from ..llm import LLMEngine
+from .answer import Answer, Trial
+from .calls import bounded
+from .checks import gathered
+from .failure import failed
+from .known import Known
+
+_TURNS = 5
+"""Turns of the loop in which a reader comes to wait for the engine."""
+
+
+def is_cancelled(chunk: LLMEngineOutput) -> bool:
+    """Whether the chunk says that its request was given up."""
+    return chunk.finish_reason == FinishReason.CANCELLED
+
+
+def overrides_abort(engine: LLMEngine) -> bool:
+    return type(engine).abort is not LLMEngine.abort
+
+
+@frozen
+class Stopped:
+    """How far an answer had come when it was stopped."""
+
+    chunks: int
+    said: list[list[int]]
+
+    @classmethod
+    def now(cls, answer: Answer, context: GenerateContext) -> Stopped:
+        """Stop the request."""
+        context.stop_generating()
+        return cls(len(answer.chunks), [list(tokens) for tokens in answer.said])
+
+    def more(self, answer: Answer) -> list[list[int]]:
+        """The tokens of each choice since then."""
+        return [now[len(then) :] for then, now in zip(self.said, answer.said, strict=True)]
+
+
+async def check_stop_before(trial: Trial, known: Known) -> None:
+    """A stop before the first read. Raises CancellationNotObserved and CancellationIgnored."""
+    async with trial.answer(long=True) as (answer, context):
+        stopped = Stopped.now(answer, context)
+
+        async def abort_early() -> None:
+            # There is nothing to abort yet, and a host only logs what this raises.
+            await gathered([lambda: abort(trial, context)])
+
+        await _both(lambda: answer.drain("CancellationNotObserved", trial.deadline_s), abort_early)
+        if not is_cancelled(last := answer.expect_some()):
+            raise failed("CancellationIgnored", f"the last chunk is {last!r}")
+        _expect_counted(answer, stopped, known)
+
+
+async def check_stop_between(trial: Trial, known: Known) -> None:
+    """A stop behind the first chunk. Raises the same, TokenRepeatedAfterStop, AbortFailed and AbortNotHeard."""
+
+    async with trial.answer(long=True) as (answer, context):
+        await answer.begin(trial.within_s)
+        stopped = Stopped.now(answer, context)
+        observed = not_observed(trial)
+        await _both(
+            lambda: answer.drain(observed, trial.deadline_s),
+            lambda: abort(trial, context),
+        )
+        more = len(answer.chunks) - stopped.chunks
+        if not _was_done(answer, known, more) and not is_cancelled(last := answer.expect_some()):
+            raise failed("CancellationIgnored", f"after {more} more chunks the last one is {last!r}")
+        _expect_counted(answer, stopped, known)
+
+
+async def check_stop_in_wait(trial: Trial, known: Known, behind: int, *, timed: bool) -> None:
+    """A stop while a reader waits for the next chunk, from another task, `timed` in the middle of the usual wait.
+
+    Raises StopInWaitIgnored, StopInWaitUnanswered, and what a stop between two chunks may raise.
+    """
+    async with trial.answer(long=True) as (answer, context):
+        for _ in range(behind):
+            if not await answer.begin(trial.within_s) or answer.is_complete:
+                return
+        stopped: Stopped | None = None
+        wait_s = known.gap_s / 2 if timed else 0.0
+
+        async def stop() -> None:
+            nonlocal stopped
+            for _ in range(_TURNS):
+                await checkpoint()
+            await anyio.sleep(wait_s)
+            if not answer.is_complete:
+                stopped = Stopped.now(answer, context)
+                await abort(trial, context)
+
+        await _both(lambda: answer.drain(not_observed(trial), wait_s + trial.deadline_s), stop)
+        if stopped is not None:
+            _expect_answered(answer, stopped, known)
+
+
+def _expect_answered(answer: Answer, stopped: Stopped, known: Known) -> None:
+    more = len(answer.chunks) - stopped.chunks
+    if not more:
+        raise failed("StopInWaitUnanswered", f"it just ended behind {stopped.chunks} chunks")
+    # One chunk may have been ready when the stop came.
+    last = answer.chunks[-1]
+    if not is_cancelled(last) and not _was_done(answer, known, more - answer.choices):
+        name = "StopInWaitUnanswered" if last.finish_reason is None else "StopInWaitIgnored"
+        raise failed(name, f"after {more} more chunks the last one is {last!r}")
+    _expect_counted(answer, stopped, known)
+
+
+async def abort(trial: Trial, context: GenerateContext) -> None:
+    """Calls `abort` as a host does. Raises AbortFailed."""
+    await bounded("AbortFailed", "abort", lambda: trial.engine.abort(context), trial.deadline_s)
+
+
+def not_observed(trial: Trial) -> str:
+    """The failure of an engine that goes on behind a stop and its `abort`."""
+    return "AbortNotHeard" if overrides_abort(trial.engine) else "CancellationNotObserved"
+
+
+async def _both(*acts: Callable[[], Awaitable[object]]) -> None:
+    for failure in await gathered(acts):
+        raise failure
+
+
+def _was_done(answer: Answer, known: Known, more: int) -> bool:
+    """Whether the engine had nothing left to do when the stop came but to end each choice."""
+    if not answer.is_complete or more > answer.choices:
+        return False
+    if known.is_steady:
+        return answer.tokens >= sum(map(len, known.plain.tokens))
+    return FinishReason.LENGTH not in answer.reasons
+
+
+def _expect_counted(answer: Answer, stopped: Stopped, known: Known) -> None:
+    """Raises StopUsageMismatch, and TokenRepeatedAfterStop where the engine's answers are known."""
+    begins, more = known.begins, stopped.more(answer)
+    if begins is not None and not begins.continues(answer.said):
+        name = "TokenRepeatedAfterStop" if begins.continues(stopped.said) else "TokensLeftOver"
+        raise failed(name, f"the answer is {answer.said}, and begins with {begins.tokens} when it is not stopped")
+    if begins is None and any(_is_repeated(then, now, known) for then, now in zip(stopped.said, more, strict=True)):
+        raise failed("TokenRepeatedAfterStop", f"behind {stopped.said} came {more}")
+    answer.expect_counted("StopUsageMismatch")
+
+
+def _is_repeated(said: list[int], more: list[int], known: Known) -> bool:
+    """Whether the tokens are the last ones again, of an engine that does not say a token twice in a row."""
+    plain = known.plain
+    if not more or said[-len(more) :] != more:
+        return False
+    return plain.length > 1 and all(one != two for tokens in plain.tokens for one, two in pairwise(tokens))

@@ -1,0 +1,428 @@
+"""Engines that hold over a yield, leave something running or block the loop: each fails its own check of the kit.
+
+Issue 12, point 3: the kit let nearly all of these pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+import trio
+from anyio.lowlevel import current_token
+
+from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
+from engines.conformance import MEANINGS
+from pipeline import InvalidArgument
+from pipeline.protocols import CompletionUsage, LLMEngineOutput
+
+pytestmark = pytest.mark.anyio
+
+Tokens = AsyncGenerator[LLMEngineOutput, None]
+Chunk = LLMEngineOutput
+TOKEN_S = 0.01
+
+BROKEN: list[tuple[set[str], Callable[[], LLMEngine]]] = []
+"""Names of the failures -> an engine that has them."""
+
+
+def breaks(*names: str) -> Callable[[Any], Any]:
+    def note(broken: Any) -> Any:
+        BROKEN.append((set(names), broken))
+        return broken
+
+    return note
+
+
+class Toy(LLMEngine):
+    """Says six tokens, or as many as are wanted; each engine below breaks it in one place."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="toy", context_length=4096)
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        if (request.sampling_options.n or 1) > 1:
+            raise InvalidArgument("one choice at a time", field="n")
+        prompt, stop = list(request.token_ids), request.stop_conditions
+        length = max(6, stop.min_tokens or 0)
+        if stop.max_tokens is not None:
+            length = stop.max_tokens if stop.ignore_eos else min(length, stop.max_tokens)
+        for said in range(length):
+            if not context.is_stopped:
+                await self.wait(context)
+            if context.is_stopped:
+                yield Chunk.cancelled().with_usage(CompletionUsage.of(len(prompt), said))
+                return
+            yield Chunk.token(sum(prompt) * 7 + said * said)
+        last = Chunk.length() if length == stop.max_tokens else Chunk.stop()
+        yield last.with_usage(CompletionUsage.of(len(prompt), length))
+
+    async def wait(self, context: Any) -> None:
+        with anyio.move_on_after(TOKEN_S):
+            await context.stopped()
+
+    async def cleanup(self) -> None:
+        """There is nothing to release."""
+
+
+def spawn(work: Callable[[], Any]) -> Any:
+    """Runs the async function where no task group waits for it."""
+    loop = current_token().native_token
+    if isinstance(loop, asyncio.AbstractEventLoop):
+        return loop.create_task(work())
+    return trio.lowlevel.spawn_system_task(work)
+
+
+# -- over a yield
+
+
+def within(name: str, enter: Callable[[Any], Any]) -> None:
+    """Notes an engine that yields inside of what `enter` gives."""
+
+    class Within(Toy):
+        async def generate(self, request: Any, context: Any) -> Tokens:
+            manager = enter(self)
+            if hasattr(manager, "__aenter__"):
+                async with manager, aclosing(super().generate(request, context)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            else:
+                with manager:
+                    async with aclosing(super().generate(request, context)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+
+    breaks(name)(Within)
+
+
+def one(make: Callable[[], Any]) -> Callable[[Any], Any]:
+    """One for each engine."""
+    made: dict[Any, Any] = {}
+    return lambda engine: made.setdefault(engine, make())
+
+
+@asynccontextmanager
+async def session() -> AsyncGenerator[None, None]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.sleep, TOKEN_S)
+        yield
+
+
+@asynccontextmanager
+async def stacked() -> AsyncGenerator[None, None]:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(anyio.create_task_group())
+        yield
+
+
+within("LockHeldOverYield", one(anyio.Lock))
+within("LockHeldOverYield", one(threading.Lock))
+within("LockHeldOverYield", one(lambda: anyio.CapacityLimiter(100)))
+within("HeldUpByPausedReader", one(lambda: anyio.Semaphore(1)))
+within("CancelScopeHeldOverYield", lambda engine: anyio.CancelScope())
+within("CancelScopeHeldOverYield", lambda engine: anyio.move_on_after(3600))
+within("CancelScopeHeldOverYield", lambda engine: anyio.fail_after(3600))
+within("TaskGroupHeldOverYield", lambda engine: anyio.create_task_group())
+within("TaskGroupHeldOverYield", lambda engine: session())
+within("TaskGroupHeldOverYield", lambda engine: stacked())
+
+
+@breaks("LockHeldOverYield")
+class AcquiresAndReleases(Toy):
+    """No block is entered: it shows when another task reads on."""
+
+    def __init__(self) -> None:
+        self.lock = anyio.Lock()
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        await self.lock.acquire()
+        try:
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.lock.release()
+
+
+@breaks("TaskGroupHeldOverYield")
+class HandsOverFromATaskOfItsOwn(Toy):
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        send, receive = anyio.create_memory_object_stream[LLMEngineOutput](0)
+        make = super().generate
+
+        async def say() -> None:
+            async with send, aclosing(make(request, context)) as chunks:
+                async for chunk in chunks:
+                    await send.send(chunk)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(say)
+            async with receive:
+                async for chunk in receive:
+                    yield chunk
+
+
+@breaks("CancelScopeHeldOverYield")
+class KeepsAScopeBetweenItems(Toy):
+    """No generator, whose frame could be looked into."""
+
+    def generate(self, request: Any, context: Any) -> Any:
+        return _Scoped(super().generate(request, context))
+
+
+class _Scoped:
+    def __init__(self, chunks: Tokens) -> None:
+        self.chunks, self.scope = chunks, anyio.CancelScope()
+        self.is_begun = False
+
+    async def __anext__(self) -> LLMEngineOutput:
+        if not self.is_begun:
+            self.is_begun = True
+            self.scope.__enter__()
+        return await self.chunks.__anext__()
+
+    async def aclose(self) -> None:
+        await self.chunks.aclose()
+        if self.is_begun:
+            self.scope.__exit__(None, None, None)
+
+
+# -- left over
+
+
+@breaks("TasksLeftByCleanup")
+class ForgetsItsScheduler(Toy):
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.task = spawn(anyio.sleep_forever)
+        return await super().start(worker_id)
+
+
+@breaks("ThreadsLeftByCleanup")
+class ForgetsItsThread(Toy):
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        RELEASED.append(self.is_over)
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        threading.Thread(target=self.is_over.wait, daemon=True, name="scheduler").start()
+        return await super().start(worker_id)
+
+
+@breaks("ThreadsLeftByCleanup")
+class ForgetsItsPool(Toy):
+    async def start(self, worker_id: int) -> EngineConfig:
+        self.pool = ThreadPoolExecutor(1)
+        POOLS.append(self.pool)
+        self.pool.submit(int).result()
+        return await super().start(worker_id)
+
+
+@breaks("TasksLeftByStream", "TasksLeftByCleanup")
+class LeavesATaskBehindEachStream(Toy):
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        spawn(anyio.sleep_forever)
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+@breaks("ThreadsLeftByStream", "ThreadsLeftByCleanup")
+class LeavesAThreadBehindAStreamThatIsCut(Toy):
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        is_over = threading.Event()
+        RELEASED.append(is_over)
+        threading.Thread(target=is_over.wait, daemon=True).start()
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        is_over.set()
+
+
+RELEASED: list[threading.Event] = []
+POOLS: list[ThreadPoolExecutor] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_threads() -> Any:
+    yield
+    for event in RELEASED:
+        event.set()
+    for pool in POOLS:
+        pool.shutdown()
+
+
+class Scheduled(Toy):
+    """One task says the tokens of all requests; a request is taken off when its stream is closed, or by `abort`."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, anyio.Event] = {}
+        self.news = anyio.Event()
+
+    async def background(self) -> None:
+        while True:
+            if not self.waiting:
+                self.news = anyio.Event()
+                await self.news.wait()
+            await self.step()
+            for event in self.waiting.values():
+                event.set()
+
+    async def step(self) -> None:
+        await anyio.sleep(TOKEN_S)
+
+    async def wait(self, context: Any) -> None:
+        self.waiting[context.id] = event = anyio.Event()
+        self.news.set()
+        await event.wait()
+
+    async def abort(self, context: Any) -> None:
+        self.done(context)
+
+    def done(self, context: Any) -> None:
+        if (event := self.waiting.pop(context.id, None)) is not None:
+            event.set()
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        try:
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.closed(context)
+
+    def closed(self, context: Any) -> None:
+        self.done(context)
+
+
+@breaks("AbortNotHeard")
+class GoesOnBehindAnAbort(Scheduled):
+    """Only a close takes a request off."""
+
+    async def abort(self, context: Any) -> None:
+        """Notes it, no more."""
+
+    def closed(self, context: Any) -> None:
+        if not context.is_stopped:
+            self.done(context)
+
+
+@breaks("WorkLeftByStream")
+class GoesOnBehindAClose(Scheduled):
+    """Only an abort takes a request off."""
+
+    def closed(self, context: Any) -> None:
+        if context.is_stopped:
+            self.done(context)
+
+
+# -- the loop
+
+
+@breaks("LoopBlocked")
+class SleepsBeforeItsFirstToken(Toy):
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        time.sleep(0.3)  # noqa: ASYNC251  (that is its fault)
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+@breaks("LoopBlocked")
+class SleepsBeforeEachToken(Toy):
+    async def wait(self, context: Any) -> None:
+        time.sleep(0.01)  # noqa: ASYNC251  (that is its fault)
+
+
+@breaks("LoopBlocked")
+class ComputesBeforeEachToken(Toy):
+    async def wait(self, context: Any) -> None:
+        end_s = time.perf_counter() + 0.01
+        while time.perf_counter() < end_s:
+            pass
+
+
+@breaks("LoopBlocked")
+class SleepsInItsBackground(Scheduled):
+    async def step(self) -> None:
+        time.sleep(0.01)  # noqa: ASYNC251  (that is its fault)
+        await anyio.sleep(TOKEN_S)
+
+
+@pytest.mark.parametrize("factory", [Toy, Scheduled])
+async def test_a_right_engine_passes(factory: Any) -> None:
+    await run_conformance(factory)
+
+
+async def names_of(factory: Any) -> set[str]:
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_conformance(factory)
+    failures = [failure for failure in caught.value.exceptions if isinstance(failure, ConformanceFailure)]
+    assert all(failure.rule == MEANINGS[failure.name][0] for failure in failures)
+    return {failure.name for failure in failures}
+
+
+@pytest.mark.parametrize(("names", "factory"), BROKEN, ids=lambda part: getattr(part, "__name__", None))
+async def test_a_broken_engine_fails_its_check_and_no_other(names: set[str], factory: Callable[[], LLMEngine]) -> None:
+    assert await names_of(factory) == names
+
+
+async def test_a_loop_blocked_for_two_seconds_is_found_by_the_second_look() -> None:
+    looks = 0
+
+    class Loads(Toy):
+        async def generate(self, request: Any, context: Any) -> Tokens:
+            nonlocal looks
+            looks += 1
+            time.sleep(2)  # noqa: ASYNC251  (that is its fault)
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    assert await names_of(Loads) == {"LoopBlocked"}
+    assert looks == 2
+
+
+async def test_one_long_turn_is_no_blocked_loop() -> None:
+    """As of a busy machine, or a module that is loaded."""
+
+    class LoadsOnce(Toy):
+        is_loaded = False
+
+        async def wait(self, context: Any) -> None:
+            if not self.is_loaded:
+                self.is_loaded = True
+                time.sleep(0.3)  # noqa: ASYNC251  (once)
+            await super().wait(context)
+
+    await run_conformance(LoadsOnce)
+
+
+async def test_means_of_asyncio_over_a_yield_are_found_too(anyio_backend: Any) -> None:
+    if anyio_backend[0] != "asyncio":
+        pytest.skip("there are none")
+    before = len(BROKEN)
+    within("LockHeldOverYield", one(asyncio.Lock))
+    within("CancelScopeHeldOverYield", lambda engine: asyncio.timeout(3600))
+    within("TaskGroupHeldOverYield", lambda engine: asyncio.TaskGroup())
+    added, BROKEN[before:] = BROKEN[before:], []
+    for names, factory in added:
+        assert await names_of(factory) == names
+
+
+async def test_means_of_trio_over_a_yield_are_found_too(anyio_backend: Any) -> None:
+    if anyio_backend[0] != "trio":
+        pytest.skip("there are none")
+    before = len(BROKEN)
+    within("LockHeldOverYield", one(trio.Lock))
+    within("CancelScopeHeldOverYield", lambda engine: trio.move_on_after(3600))
+    within("TaskGroupHeldOverYield", lambda engine: trio.open_nursery())
+    added, BROKEN[before:] = BROKEN[before:], []
+    for names, factory in added:
+        assert await names_of(factory) == names

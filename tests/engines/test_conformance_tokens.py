@@ -1,0 +1,381 @@
+"""Engines that say wrong tokens, count them wrong or change the request: each fails its own check of the kit.
+
+Issue 12, point 3: the kit let nearly all of these pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from attrs import evolve
+
+from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
+from engines.conformance import MEANINGS
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, StopConditions
+
+pytestmark = pytest.mark.anyio
+
+Tokens = AsyncGenerator[LLMEngineOutput, None]
+Chunk = LLMEngineOutput
+TOKEN_S = 0.01
+
+BROKEN: list[tuple[str, Callable[[], LLMEngine]]] = []
+"""Name of the failure -> an engine that has it."""
+
+
+def breaks(name: str) -> Callable[[Any], Any]:
+    def note(broken: Any) -> Any:
+        BROKEN.append((name, broken))
+        return broken
+
+    return note
+
+
+class Toy(LLMEngine):
+    """Says six tokens of its own for each prompt, in the choices and within the limits asked for.
+
+    Each engine below breaks it in one place.
+    """
+
+    own_end = 6
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="toy", context_length=4096)
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        prompt, choices = list(request.token_ids), request.sampling_options.n or 1
+        length, said = self.length(request.stop_conditions), 0
+        for place in range(length):
+            for choice in range(choices):
+                if not context.is_stopped:
+                    await self.wait(context)
+                if context.is_stopped:
+                    yield self.cancelled(request, said)
+                    return
+                said += 1
+                yield Chunk([self.token(prompt, place) + choice], index=choice or None)
+        for choice in range(choices):
+            last = Chunk([], index=choice or None, finish_reason=self.finish(request.stop_conditions, length))
+            yield last.with_usage(self.usage(request, said)) if choice == choices - 1 else last
+
+    def length(self, stop: StopConditions) -> int:
+        length = max(self.own_end, stop.min_tokens or 0)
+        if stop.max_tokens is None:
+            return length
+        return stop.max_tokens if stop.ignore_eos else min(length, stop.max_tokens)
+
+    def finish(self, stop: StopConditions, length: int) -> FinishReason:
+        return FinishReason.LENGTH if length == stop.max_tokens else FinishReason.STOP
+
+    async def wait(self, context: Any) -> None:
+        with anyio.move_on_after(TOKEN_S):
+            await context.stopped()
+
+    def token(self, prompt: list[int], place: int) -> int:
+        return (sum(prompt) * 7 + prompt[-1] * 13 + place * place * 3 + place) % 50_000
+
+    def usage(self, request: Any, said: int) -> CompletionUsage:
+        return CompletionUsage.of(len(request.token_ids), said)
+
+    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
+        return Chunk.cancelled().with_usage(self.usage(request, said))
+
+    async def cleanup(self) -> None:
+        """There is nothing to release."""
+
+
+class Dice(Toy):
+    """Says other tokens each time."""
+
+    def __init__(self) -> None:
+        self.dice = Random(7)
+
+    def token(self, prompt: list[int], place: int) -> int:
+        return self.dice.randrange(50_000)
+
+
+class WithoutUsage(Toy):
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield evolve(chunk, completion_usage=None)
+
+
+class SaysALot(Toy):
+    own_end = 100
+
+
+RIGHT = [Toy, Dice, WithoutUsage, SaysALot]
+
+
+@pytest.mark.parametrize("factory", RIGHT)
+async def test_a_right_engine_passes(factory: Any) -> None:
+    await run_conformance(factory)
+
+
+# -- tokens after a stop
+
+
+class Repeats(Toy):
+    """Says its last token again where it is stopped, with a usage that counts it."""
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        last: list[int] = []
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                if chunk.finish_reason == FinishReason.CANCELLED and last:
+                    async for again in self.repeated(request, chunk, last):
+                        yield again
+                    return
+                last = chunk.token_ids or last
+                yield chunk
+
+    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Tokens:
+        said = chunk.completion_usage.completion_tokens
+        yield evolve(chunk, token_ids=last, completion_usage=self.usage(request, said + 1))
+
+
+breaks("TokenRepeatedAfterStop")(Repeats)
+
+
+@breaks("TokenRepeatedAfterStop")
+class RepeatsWithoutUsage(Repeats):
+    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Tokens:
+        yield evolve(chunk, token_ids=last, completion_usage=None)
+
+
+@breaks("TokenRepeatedAfterStop")
+class RepeatsBeforeItEnds(Repeats):
+    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Tokens:
+        yield Chunk(last)
+        yield evolve(chunk, completion_usage=None)
+
+
+@breaks("TokenRepeatedAfterStop")
+class RepeatsWhatItDiced(RepeatsWithoutUsage, Dice):
+    """No answer is known, but none says a token twice in a row."""
+
+
+# -- tokens of other requests
+
+
+class Hands(Toy):
+    """Gives the next request a token of this one, where `is_cut` says so."""
+
+    left: tuple[int, ...] = ()
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        mine, self.left, reason = list(self.left), (), None
+        try:
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    reason = chunk.finish_reason
+                    yield evolve(chunk, token_ids=mine + chunk.token_ids) if chunk.token_ids else chunk
+                    mine = mine if not chunk.token_ids else []
+        finally:
+            if self.is_cut(reason):
+                self.left = (4711,)
+
+    def is_cut(self, reason: FinishReason | None) -> bool:
+        raise NotImplementedError
+
+
+@breaks("TokensLeftOver")
+class HandsOnAfterAStop(Hands):
+    def is_cut(self, reason: FinishReason | None) -> bool:
+        return reason == FinishReason.CANCELLED
+
+
+@breaks("TokensLeftOver")
+class HandsOnAfterAClose(Hands):
+    def is_cut(self, reason: FinishReason | None) -> bool:
+        return reason is None
+
+
+@breaks("TokensLeftOver")
+class HandsOnAfterALimit(Hands):
+    def is_cut(self, reason: FinishReason | None) -> bool:
+        return reason == FinishReason.LENGTH
+
+
+@breaks("TokensLeftOver")
+class HandsOnAfterAKill(Hands):
+    is_killed = False
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        async with aclosing(super().generate(request, context)) as chunks:
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            finally:
+                self.is_killed = context.is_killed
+
+    def is_cut(self, reason: FinishReason | None) -> bool:
+        cut, self.is_killed = self.is_killed, False
+        return cut
+
+
+@breaks("StreamsShareState")
+class SharesItsPrompt(Toy):
+    prompt: Any = ()
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        self.prompt = list(request.token_ids)
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def token(self, prompt: list[int], place: int) -> int:
+        return super().token(self.prompt, place)
+
+
+@breaks("StreamsShareState")
+class SharesItsPlace(Toy):
+    place = 0
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        self.place = 0
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def token(self, prompt: list[int], place: int) -> int:
+        self.place += 1
+        return super().token(prompt, self.place)
+
+
+@breaks("StreamsShareState")
+class SharesThePromptItCounts(Dice):
+    """No answer is known, but the prompts have different lengths."""
+
+    prompt_tokens = 0
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        self.prompt_tokens = len(request.token_ids)
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def usage(self, request: Any, said: int) -> CompletionUsage:
+        return CompletionUsage.of(self.prompt_tokens, said)
+
+
+# -- usage
+
+
+@breaks("StopUsageMismatch")
+class CountsOneMoreWhenStopped(Toy):
+    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
+        return super().cancelled(request, said + 1)
+
+
+@breaks("StopUsageMismatch")
+class CountsOneLessWhenStopped(Toy):
+    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
+        return super().cancelled(request, max(0, said - 1))
+
+
+class MiscountsAtALimit(Toy):
+    by = 0
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                usage = chunk.completion_usage
+                if chunk.finish_reason == FinishReason.LENGTH and usage is not None:
+                    yield chunk.with_usage(self.usage(request, usage.completion_tokens + self.by))
+                else:
+                    yield chunk
+
+
+@breaks("LimitUsageMismatch")
+class CountsOneMoreAtALimit(MiscountsAtALimit):
+    by = 1
+
+
+@breaks("LimitUsageMismatch")
+class CountsOneLessAtALimit(MiscountsAtALimit):
+    by = -1
+
+
+def counting(prompt: Callable[[int, int], int], total: Callable[[int, int], int]) -> Any:
+    """An engine whose usage has other figures, made of the lengths of the prompt and of the answer."""
+
+    class Counts(Toy):
+        def usage(self, request: Any, said: int) -> CompletionUsage:
+            length = len(request.token_ids)
+            return CompletionUsage(prompt(length, said), said, total(length, said))
+
+    return breaks("PromptTokensMismatch")(Counts)
+
+
+counting(lambda length, said: 0, lambda length, said: said)
+counting(lambda length, said: length + 1, lambda length, said: length + said + 1)
+counting(lambda length, said: -1, lambda length, said: said - 1)
+counting(lambda length, said: length, lambda length, said: said)
+counting(lambda length, said: length + said, lambda length, said: length + said + said)
+
+
+@breaks("PromptTokensMismatch")
+class ForgetsThePromptWhenStopped(Toy):
+    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
+        return Chunk.cancelled().with_usage(CompletionUsage.of(0, said))
+
+
+# -- the request itself, and the chunks
+
+
+def changing(change: Callable[[Any, Any], object]) -> Any:
+    """An engine that changes its request with every chunk."""
+
+    class Changes(Toy):
+        async def generate(self, request: Any, context: Any) -> Tokens:
+            async with aclosing(super().generate(request, context)) as chunks:
+                async for chunk in chunks:
+                    change(request, chunk)
+                    yield chunk
+
+    return breaks("RequestChanged")(Changes)
+
+
+changing(lambda request, chunk: request.token_ids.extend(chunk.token_ids))
+changing(lambda request, chunk: setattr(request.stop_conditions, "max_tokens", request.stop_conditions.max_tokens or 9))
+changing(lambda request, chunk: chunk.finish_reason and request.annotations.append("done"))
+changing(lambda request, chunk: chunk.finish_reason == FinishReason.CANCELLED and request.token_ids.clear())
+
+
+@breaks("ChunkChanged")
+class SaysAllInOneChunk(Toy):
+    """Fills the same chunk again for each token."""
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        if (request.sampling_options.n or 1) > 1:
+            raise ValueError("one choice")
+        only = Chunk.token(0)
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                if chunk.finish_reason is None:
+                    only.token_ids[:] = chunk.token_ids
+                yield only if chunk.finish_reason is None else chunk
+
+
+@pytest.mark.parametrize(("name", "factory"), BROKEN, ids=lambda part: getattr(part, "__name__", None))
+async def test_a_broken_engine_fails_its_check_and_no_other(name: str, factory: Callable[[], LLMEngine]) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_conformance(factory)
+    (failure,) = caught.value.exceptions
+    assert isinstance(failure, ConformanceFailure)
+    assert (failure.name, failure.rule) == (name, MEANINGS[name][0])
+
+
+async def test_a_wrong_count_at_a_limit_has_both_figures() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_conformance(CountsOneMoreAtALimit)
+    (failure,) = caught.value.exceptions
+    assert isinstance(failure, ConformanceFailure)
+    assert (failure.counted_tokens, failure.reported_tokens) == (1, 2)
