@@ -8,7 +8,9 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.installed
 
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4
+# One more than there are cores, for tests that wait for a process.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: serve test slow-test lint bench build clean
 

@@ -30,8 +30,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return virtual_time(request.param)
 
 
-def pytest_collection_finish() -> None:
-    """Leaves what was loaded by now out of every later garbage collection: those that tests ask for were half of all
-    their time."""
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """Take what is there already out of every later garbage collection: those that tests call for would look at it all
+    again, and took more than half of their time."""
     gc.collect()
     gc.freeze()

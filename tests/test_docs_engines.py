@@ -39,6 +39,7 @@ def test_the_smallest_engine_holds_the_contract(backend: Any) -> None:
     run_in_virtual_time(run_conformance, engine_of("Backwards"), backend=backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_engine_in_threads_holds_the_contract(backend: Any) -> None:
     """In real time: threads have no other."""
@@ -100,6 +101,7 @@ def url() -> Iterator[str]:
 
 
 # On trio httpx2 leaves generators behind the one that is closed to the collector, which warns of each.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_engine_around_an_upstream_holds_the_contract(backend: Any, url: str) -> None:

@@ -378,6 +378,7 @@ async def test_a_request_that_cannot_be_served_is_refused_before_its_first_chunk
     assert await names_of(Good, bad_request=bad) == ["BadRequestServed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_kit_works_in_real_time(backend: str) -> None:
     class Quick(HearsKill):

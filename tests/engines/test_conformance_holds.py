@@ -373,6 +373,7 @@ async def test_a_broken_engine_fails_its_check_and_no_other(names: set[str], fac
     assert await names_of(factory) == names
 
 
+@pytest.mark.slow
 async def test_a_loop_blocked_for_two_seconds_is_found_by_the_second_look() -> None:
     looks = 0
 

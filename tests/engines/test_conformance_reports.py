@@ -186,6 +186,7 @@ async def test_a_cleanup_that_swallows_its_cancellation_is_dropped_and_named() -
     assert "cleanup took more than 30 s" in str(failure)
 
 
+@pytest.mark.slow
 async def test_a_turn_without_end_is_ended_by_the_clock_on_the_wall() -> None:
     class Spins(Good):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
@@ -199,6 +200,7 @@ async def test_a_turn_without_end_is_ended_by_the_clock_on_the_wall() -> None:
     assert "the next chunk" in str(failure)
 
 
+@pytest.mark.slow
 async def test_a_wait_in_which_no_virtual_time_passes_is_ended_by_the_clock_on_the_wall() -> None:
     class Polls(Good):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:

@@ -109,6 +109,7 @@ async def test_what_waits_in_the_routers_queue_is_not_sent_to_any_worker(meets: 
         it.assert_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("meets", [True, False])
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose

@@ -115,6 +115,7 @@ def test_a_graph_shows_the_stage_that_routes_by_kv_blocks(tmp_path: Path) -> Non
     assert ended.stdout.index("KvPushRouter") < ended.stdout.index("PushRouter(dyn")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -176,6 +176,7 @@ def ended(folder: Path, *command: str, **variables: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "lines"),
     [
