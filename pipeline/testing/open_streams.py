@@ -89,7 +89,7 @@ class _Reader:
     @coroutine  # a generator, since it does not warn if it is never awaited: nor does what stands here otherwise
     def __call__(self) -> Generator[Any, Any, Any]:
         try:
-            item = yield from self._read()
+            item = yield from self._read().__await__()
         except Exception:
             if self._items.ag_frame is None:  # else the read itself was wrong, such as a second one at a time
                 self._ended()

@@ -24,7 +24,7 @@ _NAMES = {"avg": "mean", "p50": "median"}
 """Of the columns that a distribution names otherwise."""
 _DROPPED = ("p75", "std", "min", "p90", "max", "p99")
 """The columns that a narrow terminal goes without, in this order."""
-_OF_WORKERS = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
+_OF_WORKERS: Sequence[str] = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
 _DROPPED_OF_WORKERS = ("preempted", "running", "seconds")
 DISTRIBUTIONS = (
     ("Time to first token (ms)", "ttft"),
@@ -134,7 +134,7 @@ def _counts(report: Report) -> str:
 def _workers(report: Report, columns: Sequence[str]) -> Table:
     table = _table("Workers", ("worker", *columns))
     for one in report.workers:
-        cells = dict(zip(_OF_WORKERS, _worker_cells(one), strict=True))
+        cells: dict[str, str] = dict(zip(_OF_WORKERS, _worker_cells(one), strict=True))
         table.add_row(_name(one), *(cells[column] for column in columns))
     table.caption = (
         f"greatest over mean: requests {_number(report.request_balance.max_over_mean)}, "
