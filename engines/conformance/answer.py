@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from inspect import isawaitable
+from threading import Thread
 from typing import Any
 
 import anyio
@@ -64,6 +65,8 @@ class Trial:
     within_s: float
     at_once_s: float
     turns: Turns = field(factory=Turns)
+    other_threads: frozenset[Thread] = frozenset()
+    """Those that were there before the engine."""
     goes_on: bool = False
     """Whether the engine goes on to the limit of a request that wants its end ignored."""
 

@@ -30,6 +30,8 @@ _HANDOVERS = 4
 """So many chunks of an undisturbed answer are each read by a task of its own."""
 _FEWEST, _PLENTY, _LONG_S = 4, 32, 2.0
 """Tokens of an answer that show what is to be seen of it, and how long it may take for that."""
+_SHORT = 2
+"""Tokens of a request that is shorter than the others."""
 _SAME = 3
 """An engine that gives the same answer so often is taken to give it always."""
 _BEGINNING = 8
@@ -143,11 +145,17 @@ async def learn_beginning(trial: Trial, known: Known) -> None:
     known.begins = first if first == second else None
 
 
-async def learn_other_prompts(trial: Trial, known: Known) -> None:
-    """Learns what the same tokens in another order get; a prompt that the engine does not serve is left out."""
-    ids = trial.request.token_ids
-    for prompt in (ids[::-1], [*ids[1:], *ids[:2]]):
-        request = evolve(deepcopy(trial.request), token_ids=prompt)
+async def learn_others(trial: Trial, known: Known, *, varies: bool) -> None:
+    """Learns what other requests get alone: a short one and, with `varies`, the same tokens in another order.
+
+    One that the engine does not serve is left out.
+    """
+    ids, requests = trial.request.token_ids, list[PreprocessedRequest]()
+    if varies:
+        requests += [evolve(deepcopy(trial.request), token_ids=ids) for ids in (ids[::-1], [*ids[1:], *ids[:2]])]
+    if known.plain.length > _SHORT:
+        requests.append(limited(trial.request, max_tokens=_SHORT))
+    for request in requests:
         try:
             said = Said.of(await answered(trial, request))
             known.answers.append((request, said if known.is_steady else None))
@@ -163,30 +171,30 @@ async def check_concurrent(
     requests: int = CONCURRENT,
     name: str = CONCURRENTLY,
 ) -> None:
-    """Requests that take turns, half of them in the middle of others.
+    """Requests that take turns: half begin together, the others one by one, a short one last.
 
     Raises StreamsShareState, or the failure of that name for what one alone did not show.
     """
     asked = [request for request, _ in known.answers] or [trial.request]
     within_s = trial.within_s + requests * known.alone_s  # they may be served one behind the other
-    is_begun = anyio.Event()
+    begun = [anyio.Event() for _ in range(requests)]
 
-    async def one(request: PreprocessedRequest, is_late: bool) -> None:
-        if is_late:
-            await is_begun.wait()
+    async def one(number: int) -> None:
+        if number >= requests // 2:
+            await begun[number - 1].wait()
+        request = asked[(number - requests) % len(asked)]
         try:
             async with trial.answer(request) as (answer, _):
                 await answer.begin(within_s)
-                is_begun.set()
+                begun[number].set()
                 await answer.drain("GenerateFailed", within_s)
                 if known.contradicts(request, answer):
                     raise failed("StreamsShareState", f"the prompt {request.token_ids} got {Said.of(answer)}")
                 answer.expect_whole()
         finally:
-            is_begun.set()
+            begun[number].set()
 
-    order = [(asked[number % len(asked)], number >= requests // 2) for number in range(requests)]
-    found = await gathered([partial(one, request, is_late) for request, is_late in order])
+    found = await gathered([partial(one, number) for number in range(requests)])
     if news := [failure for failure in found if alone is None or failure.name != alone.name]:
         raise _concurrent_failure(name, news, requests, trial.within_s)
 
@@ -196,7 +204,9 @@ def _concurrent_failure(
 ) -> ConformanceFailure:
     """One failure for what several requests failed with."""
     for failure in news:
-        if failure.name in ("StreamsShareState", "PromptTokensMismatch"):
+        if failure.name == "StreamsShareState":
+            return failure
+        if failure.name == "PromptTokensMismatch":
             return failed("StreamsShareState", str(failure), cause=failure)
     failure = failed(name, f"{len(news)} of {requests}, one of them {news[0]}", cause=news[0])
     failure.after_s = news[0].after_s and within_s

@@ -27,7 +27,7 @@ from .checks import (
     check_same,
     check_setup_metrics,
     learn_beginning,
-    learn_other_prompts,
+    learn_others,
     shortened,
 )
 from .endings import check_cancelled_reader, check_close, check_kill, check_neighbours
@@ -59,7 +59,7 @@ async def check_started(trial: Trial, found: Found, bad_request: PreprocessedReq
     )
     if bad_request is not None:
         await found.note(check_bad(trial, bad_request))
-    rest = await Rest.of(trial.turns)
+    rest = await Rest.of(trial)
     trial.turns.clear()
     known, alone = await _alone(trial, found)
     if not found.failures.keys().isdisjoint(_LAST):
@@ -67,17 +67,18 @@ async def check_started(trial: Trial, found: Found, bad_request: PreprocessedReq
     course = _Course(found, known, alone, rest)
     if alone is None:
         trial = await course.again(trial, varies=varies)
-    together = await found.note_each(
+    together = "TokensLeftOver" not in found and await found.note_each(  # they would be in these, too
         partial(check_concurrent, trial, known, alone),
         partial(check_paused_reader, trial, alone),
     )
     if alone is None:
         trial = await course.limit(trial)
+    await found.note_each(partial(check_loop_since, trial))
     await course.disturb(trial, together=together)
     if found.failures.keys() <= _OF_THE_CONFIG:
         for failure in await check_hosted(trial, known, None if "BadRequestServed" in found else bad_request):
             found.add(failure)
-    await found.note(check_loop_since(trial))
+    await found.note_each(partial(check_loop_since, trial))
 
 
 async def _alone(trial: Trial, found: Found) -> tuple[Known, ConformanceFailure | None]:
@@ -105,8 +106,8 @@ class _Course:
         """The same and other requests, one at a time; returns how to ask from here on."""
         trial = await self.found.note(shortened(trial, self.known)) or trial
         await self.found.note_each(partial(check_same, trial, self.known))
-        if varies:
-            await learn_other_prompts(trial, self.known)
+        await learn_others(trial, self.known, varies=varies)
+        await self.found.note_each(partial(check_nothing_left_over, trial, self.known, "behind a short one"))
         return trial
 
     async def limit(self, trial: Trial) -> Trial:
@@ -135,9 +136,11 @@ class _Course:
         left_by_stop = partial(check_left_by_stop, trial, self.rest, known.gap_s)
         leaves_nothing = await found.note_behind(left_by_close)
         went_well = await self._stop(trial) and leaves_nothing
+        await found.note_each(partial(check_loop_since, trial))
         went_well &= await found.note_behind(
             partial(self._nothing_left_over, trial, "behind stopped ones"),
             partial(check_close, trial, CONCURRENT if together else 1),
+            partial(check_loop_since, trial),
         )
         if "CloseFailed" not in found:  # what is killed is closed, too
             went_well &= await found.note_behind(

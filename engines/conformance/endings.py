@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from anyio.lowlevel import checkpoint
 
 from ..generate_context import GenerateContext
@@ -16,13 +18,19 @@ TURNS = (0, 1, 5)
 
 
 async def check_kill(trial: Trial) -> None:
-    """Kills at several turns of the loop. Raises KillNotHeard."""
+    """Kills at several turns of the loop, and several requests at a time. Raises KillNotHeard."""
+
+    async def kill(turns: int, *, is_begun: bool = True) -> None:
+        async with trial.answer(long=True) as (answer, context):
+            if is_begun:
+                await answer.begin(trial.within_s)
+            await _expect_end_after_kill(trial, answer, context, turns)
+
     for is_begun in (False, True):
         for turns in TURNS:
-            async with trial.answer(long=True) as (answer, context):
-                if is_begun:
-                    await answer.begin(trial.within_s)
-                await _expect_end_after_kill(trial, answer, context, turns)
+            await kill(turns, is_begun=is_begun)
+    for failure in await gathered([partial(kill, 1)] * CONCURRENT):
+        raise failure
 
 
 async def _expect_end_after_kill(trial: Trial, answer: Answer, context: GenerateContext, turns: int) -> None:
@@ -59,15 +67,16 @@ async def _expect_end_after_kill(trial: Trial, answer: Answer, context: Generate
 
 
 async def check_cancelled_reader(trial: Trial) -> None:
-    """Cancels the task that reads, at several turns of the loop. Raises CancellationSwallowed."""
-    for turns in TURNS:
+    """Cancels tasks that read, at several turns of the loop and several at a time. Raises CancellationSwallowed."""
+
+    async def cancel(turns: int) -> None:
         async with trial.answer(long=True) as (answer, _):
 
-            async def read_on(answer: Answer = answer) -> None:
+            async def read_on() -> None:
                 while await answer.advance():
                     await checkpoint()
 
-            async def wait(turns: int = turns) -> None:
+            async def wait() -> None:
                 for _ in range(turns):
                     await checkpoint()
 
@@ -75,6 +84,11 @@ async def check_cancelled_reader(trial: Trial) -> None:
             await run_beside(call, wait)
             if call.is_dropped:
                 raise failed("CancellationSwallowed", "it went on whenever it was cancelled")
+
+    for turns in TURNS:
+        await cancel(turns)
+    for failure in await gathered([partial(cancel, TURNS[-1])] * CONCURRENT):
+        raise failure
 
 
 async def check_close(trial: Trial, requests: int = CONCURRENT) -> None:

@@ -159,8 +159,9 @@ class Found:
 
     @property
     def is_out_of_time(self) -> bool:
-        """Whether some step that was not disturbed took as long as any may."""
-        return any((failure.after_s or 0.0) >= self.within_s for failure in self.failures.values())
+        """Whether some step that was not disturbed took as long as any may, or the loop is blocked again and again."""
+        took = (failure.after_s or 0.0 for failure in self.failures.values())
+        return "LoopBlocked" in self or any(after_s >= self.within_s for after_s in took)
 
     def add(self, failure: ConformanceFailure) -> None:
         self.failures.setdefault(failure.name, failure)

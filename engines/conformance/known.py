@@ -48,6 +48,10 @@ class Said:
         )
 
 
+def _asks_the_same(one: PreprocessedRequest, other: PreprocessedRequest) -> bool:
+    return (one.token_ids, one.stop_conditions) == (other.token_ids, other.stop_conditions)
+
+
 def has_left_over(first: Said, second: Said) -> bool:
     """Whether the second answer is the first one behind tokens of something else."""
     for before, now in zip(first.tokens, second.tokens, strict=False):
@@ -100,7 +104,7 @@ class Known:
 
     def contradicts(self, request: PreprocessedRequest, answer: Answer) -> bool:
         """Whether the answer, which came to its end, has other tokens than the request got alone."""
-        known = next((said for asked, said in self.answers if asked.token_ids == request.token_ids), None)
+        known = next((said for asked, said in self.answers if _asks_the_same(asked, request)), None)
         if known is None or not answer.is_complete or any(map(is_given_up, answer.reasons)):
             return False
         return Said.of(answer).tokens != known.tokens

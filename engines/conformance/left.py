@@ -107,12 +107,13 @@ class Rest:
     places: dict[threading.Thread, set[str]]
 
     @classmethod
-    async def of(cls, turns: Turns) -> Rest:
-        """Looks on for a while."""
+    async def of(cls, trial: Trial) -> Rest:
+        """Looks on for a while, at threads that were not there before the engine was made, too."""
         places: dict[threading.Thread, set[str]] = {}
+        turns = trial.turns
         begun = turns.count
         for _ in range(_SAMPLES):
-            for thread in threading.enumerate():
+            for thread in set(threading.enumerate()) - trial.other_threads:
                 places.setdefault(thread, set()).add(_place(thread))
             await anyio.sleep(_SHORTEST_S / _SAMPLES)
         return cls((turns.count - begun) / _SHORTEST_S, places)
@@ -129,9 +130,8 @@ class Rest:
         return False
 
     def _threads_are_back(self) -> bool:
-        me = threading.current_thread()
         for thread, places in self.places.items():
-            if thread is not me and thread.is_alive() and not _idles(thread) and _place(thread) not in places:
+            if thread.is_alive() and not _idles(thread) and _place(thread) not in places:
                 thread.join(_LOOK_S)  # in virtual time it would get none
                 if _place(thread) not in places:
                     return False

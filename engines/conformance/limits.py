@@ -33,8 +33,7 @@ async def check_max_tokens(trial: Trial, known: Known) -> None:
         if not _may_ask(trial, known, limit):
             continue
         answer = await _limited(trial, known, max_tokens=limit)
-        expected = min(limit, natural) if known.is_steady else 0
-        _expect_within(answer, limit, expected if limit <= natural else 0)
+        _expect_within(answer, known, limit, limit if known.is_steady and limit <= natural else 0)
         if known.is_steady and limit < natural and any(reason != FinishReason.LENGTH for reason in answer.reasons):
             raise failed("LimitNotNamed", f"of {natural} tokens max_tokens={limit} left {Said.of(answer)}")
 
@@ -52,10 +51,12 @@ async def _limited(trial: Trial, known: Known, **limits: int | bool) -> Answer:
     return answer
 
 
-def _expect_within(answer: Answer, limit: int, least: int = 0) -> None:
-    for tokens in answer.said:
-        if not least <= len(tokens) <= limit:
-            raise failed("MaxTokensIgnored", f"with max_tokens={limit} there are {len(tokens)}")
+def _expect_within(answer: Answer, known: Known, limit: int, least: int = 0) -> None:
+    own_limit = known.natural.length if known.natural.is_limited else limit
+    for tokens, reason in zip(answer.said, answer.reasons, strict=True):
+        is_cut_early = reason == FinishReason.LENGTH and len(tokens) < min(limit, own_limit)
+        if not least <= len(tokens) <= limit or is_cut_early:
+            raise failed("MaxTokensIgnored", f"with max_tokens={limit} there are {len(tokens)} ({reason})")
 
 
 async def check_min_tokens(trial: Trial, known: Known) -> None:
@@ -125,7 +126,7 @@ async def _unless_refused(trial: Trial, known: Known, **limits: int | bool) -> A
             return None
         raise
     if (limit := limits.get("max_tokens")) is not None:
-        _expect_within(answer, limit)
+        _expect_within(answer, known, limit)
     return answer
 
 
@@ -134,20 +135,22 @@ async def check_choices(trial: Trial, known: Known) -> None:
     if len(known.plain.tokens) > 1:
         return  # that is what was asked for all along
     try:
-        async with trial.answer(_two_of(trial.request, min(known.plain.length, _MOST_OF_EACH))) as (answer, _):
+        limit = max(1, min(known.plain.length, _MOST_OF_EACH))
+        async with trial.answer(_two_of(trial.request, limit)) as (answer, _):
             await _drain_choices(trial, answer)
             missing = [index for index, reason in enumerate(answer.reasons) if reason is None]
             empty = [index for index, tokens in enumerate(answer.said) if not tokens and known.plain.length]
             if answer.chunks and (missing or (empty and known.is_steady)):
                 raise failed("ChoicesIgnored", f"choice {(missing or empty)[0]} of 2 did not come")
             answer.expect_whole("LimitUsageMismatch")
+            _expect_within(answer, known, limit)
     except ConformanceFailure as failure:
         if not failure.is_refusal:
             raise
 
 
 def _two_of(request: PreprocessedRequest, tokens: int) -> PreprocessedRequest:
-    two = limited(request, max_tokens=max(1, tokens))
+    two = limited(request, max_tokens=tokens)
     return evolve(two, sampling_options=evolve(request.sampling_options, n=2))
 
 

@@ -56,7 +56,7 @@ async def run_conformance(
 
         async def check(config: EngineConfig) -> None:
             asked = request or PreprocessedRequest([1, 2, 3], model=config.model)
-            trial = Trial(engine, asked, config, deadline_s, within_s, at_once_s, turns)
+            trial = Trial(engine, asked, config, deadline_s, within_s, at_once_s, turns, before.threads)
             await check_started(trial, found, bad_request, varies=request is None)
 
         await _live(engine, found, check)

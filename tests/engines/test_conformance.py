@@ -21,6 +21,7 @@ from engines import (
     PushSource,
     run_conformance,
 )
+from engines.mocker import MockEngine, MockEngineArgs
 from pipeline import Disconnected, InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest, SamplingOptions
 
@@ -338,6 +339,10 @@ GOOD = [
     HasATaskForEach,
     SaysNothingMeanwhile,
     HasLittleRoom,
+    MockEngine,
+    lambda: MockEngine(MockEngineArgs(engine_type="sglang", dp_size=2)),
+    lambda: MockEngine(MockEngineArgs(worker_type="prefill")),
+    lambda: MockEngine(MockEngineArgs(max_num_seqs=1)),
 ]
 
 

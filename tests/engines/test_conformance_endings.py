@@ -418,6 +418,45 @@ class LeaksItsOnlySlot(Leaks):
         return EngineConfig(model="sevens", max_num_seqs=1)
 
 
+class LeaksOneOfEightWhen(Good):
+    """Keeps its slot where its end is of one kind."""
+
+    def __init__(self) -> None:
+        self.slots = anyio.Semaphore(8)
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        await self.slots.acquire()
+        how = "ended"
+        try:
+            async with aclosing(sevens(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except GeneratorExit:
+            how = "closed"
+            raise
+        except BaseException:
+            how = "cancelled"
+            raise
+        finally:
+            if not self.leaks("killed" if context.is_killed else how):
+                self.slots.release()
+
+    def leaks(self, how: str) -> bool:
+        raise NotImplementedError
+
+
+@breaks("NotServedAfterwards")
+class LeaksOneOfEightWhenKilled(LeaksOneOfEightWhen):
+    def leaks(self, how: str) -> bool:
+        return how == "killed"
+
+
+@breaks("NotServedAfterwards")
+class LeaksOneOfEightWhenCancelled(LeaksOneOfEightWhen):
+    def leaks(self, how: str) -> bool:
+        return how == "cancelled"
+
+
 @breaks("NotServedAfterwards")
 class FailsOnceClosed(Good):
     """Forgets that another request may come."""

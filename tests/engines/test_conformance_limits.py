@@ -218,6 +218,32 @@ class EndsTheSecondAtOnce(KnowsOneChoice):
                 yield evolve(chunk, completion_usage=None)
 
 
+@breaks("MaxTokensIgnored")
+class DividesItsLimitAmongItsChoices(Toy):
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        stop, choices = request.stop_conditions, request.sampling_options.n or 1
+        if stop.max_tokens is not None and choices > 1:
+            request = evolve(request, stop_conditions=evolve(stop, max_tokens=stop.max_tokens // choices))
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+@breaks("StreamsShareState")
+class SharesItsLimit(Toy):
+    most: int | None = None
+
+    async def generate(self, request: Any, context: Any) -> Tokens:
+        self.most, said = request.stop_conditions.max_tokens, 0
+        async with aclosing(super().generate(request, context)) as chunks:
+            async for chunk in chunks:
+                said += len(chunk.token_ids)
+                if self.most is not None and said > self.most * (request.sampling_options.n or 1):
+                    yield Chunk.length()
+                    return
+                yield chunk
+
+
 @breaks("NotAChunk")
 class CountsItsChoicesFromOne(Toy):
     async def generate(self, request: Any, context: Any) -> Tokens:
