@@ -134,6 +134,13 @@ def is_given_up(reason: FinishReason | None) -> bool:
     return reason is not None and (reason.is_error or reason == FinishReason.CANCELLED)
 
 
+def _is_plain(chunk: LLMEngineOutput) -> bool:
+    """Whether the chunk has tokens and an index, and nothing else."""
+    tokens = chunk.token_ids
+    is_list = type(tokens) is list and all(type(token) is int for token in tokens)
+    return is_list and chunk == LLMEngineOutput(tokens, index=chunk.index)
+
+
 class Answer:
     """The chunks of one answer, as they are read.
 
@@ -207,7 +214,7 @@ class Answer:
     def _expect_chunk(self, chunk: Any) -> None:
         if not isinstance(chunk, LLMEngineOutput):
             raise failed("NotAChunk", f"it is {chunk!r}")
-        if len(self.chunks) > _CODED and chunk == LLMEngineOutput(list(map(int, chunk.token_ids)), index=chunk.index):
+        if len(self.chunks) > _CODED and _is_plain(chunk):
             return  # like many before it
         if isinstance(usage := chunk.completion_usage, CompletionUsage) and usage.prompt_tokens < 0:
             raise failed("PromptTokensMismatch", f"{usage.prompt_tokens} are reported")

@@ -23,7 +23,7 @@ from .watchdog import StoodStill, watchdog
 T = TypeVar("T")
 
 MOST_REFUSALS = 200
-"""So often a call may swallow its cancellation before it is dropped. Each scope it shields costs one."""
+"""So often a call may go on waiting though it is cancelled, before it is dropped."""
 
 
 class Dropped(Exception):

@@ -38,7 +38,7 @@ async def check_max_tokens(trial: Trial, known: Known) -> None:
             raise failed("LimitNotNamed", f"of {natural} tokens max_tokens={limit} left {Said.of(answer)}")
 
 
-async def _limited(trial: Trial, known: Known, **limits: int | bool) -> Answer:
+async def _limited(trial: Trial, known: Known, **limits: int | bool | None) -> Answer:
     """The answer. Raises TokensLeftOver instead of a miscount where tokens came that are of something else."""
     async with trial.answer(limited(trial.request, **limits)) as (answer, _):
         await answer.drain("GenerateFailed", trial.within_s)
@@ -63,11 +63,12 @@ async def check_min_tokens(trial: Trial, known: Known) -> None:
     """Answers that must not end where they would by themselves. Raises MinTokensIgnored."""
     if (tokens := await _beyond_the_end(trial, known)) is None:
         return
-    for limits in ({"min_tokens": tokens, "max_tokens": tokens}, {"min_tokens": tokens}):
-        answer = await _unless_refused(trial, known, **limits)
+    for most in (tokens, None):
+        answer = await _unless_refused(trial, known, min_tokens=tokens, max_tokens=most)
         # Without max_tokens a limit of the engine's own may come first.
-        if answer is not None and not _has(answer, tokens, but_for_length="max_tokens" not in limits):
-            raise failed("MinTokensIgnored", f"with {_shown(limits)} there are {Said.of(answer)}")
+        if answer is not None and not _has(answer, tokens, but_for_length=most is None):
+            detail = f"with min_tokens={tokens} and max_tokens={most} there are {Said.of(answer)}"
+            raise failed("MinTokensIgnored", detail)
 
 
 async def check_ignore_eos(trial: Trial, known: Known) -> None:
@@ -101,10 +102,6 @@ def _has(answer: Answer, tokens: int, *, but_for_length: bool = False) -> bool:
     )
 
 
-def _shown(limits: dict[str, int]) -> str:
-    return " and ".join(f"{name}={value}" for name, value in limits.items())
-
-
 async def _natural_end(trial: Trial, known: Known) -> int | None:
     """After how many tokens an answer ends by itself, as far as is known; None if a limit of the engine comes first."""
     natural = known.natural.length
@@ -117,7 +114,7 @@ async def _natural_end(trial: Trial, known: Known) -> int | None:
     return None if answer.is_limited and answer.length < more else answer.length
 
 
-async def _unless_refused(trial: Trial, known: Known, **limits: int | bool) -> Answer | None:
+async def _unless_refused(trial: Trial, known: Known, **limits: int | bool | None) -> Answer | None:
     """The answer, which has no more tokens than it may have; None if the engine refuses to give it."""
     try:
         answer = await _limited(trial, known, **limits)

@@ -173,6 +173,11 @@ class KnowsNoMinimumWithoutALimit(Toy):
 
 
 @breaks("MinTokensIgnored")
+class KnowsNoMinimumBehindALongAnswer(KnowsNoMinimumWithoutALimit):
+    own_end = 40
+
+
+@breaks("MinTokensIgnored")
 class EndsBehindItsOwnLimit(KnowsNoMinimum):
     """Without a limit it says four tokens, so that its end only shows where more are asked for."""
 
