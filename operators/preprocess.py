@@ -6,14 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import anyio
 
-from pipeline import (
-    Annotated,
-    AsyncEngine,
-    Context,
-    InvalidArgument,
-    Operator,
-    ResponseStream,
-)
+from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
 from pipeline.foreign import foreign_errors
 from pipeline.phase import TRACKER, track_request
 from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
