@@ -73,8 +73,9 @@ class ProcessWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; nothing more happens."""
-        self._is_stopped = True
+        """End the watch; nothing more happens."""
+        with self._lock:
+            self._is_stopped = True
         self._wake()
         self._thread.join()
         if self._due is not None:
@@ -106,9 +107,9 @@ class ProcessWatch:
             signal.set_wakeup_fd(wakeup)
 
     def begin_end(self) -> None:
-        """The end was asked for: from now on it has its deadline. From any thread; the first call counts."""
+        """Give the end its deadline, from now on. From any thread; the first call counts, one after `stop` does not."""
         with self._lock:
-            if self._due is None:
+            if self._due is None and not self._is_stopped:
                 text = f"not ended after {self._deadline_s:g} s: ending with {OVERDUE}"
                 self._set_due(self._deadline_s + _LOOP_S, OVERDUE, text)
         self._wake()

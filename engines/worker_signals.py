@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -54,8 +54,10 @@ async def run_until_signalled(
     fails. The `watch`, for signals of the process, holds the table where the loop is blocked.
     """
     failure: Exception | None = None
-    with _installed(signals) as numbers, nullcontext() if watch is None else watch.listening():
-        forget = asked.on_stop(watch.begin_end) if watch is not None else None
+    with _installed(signals) as numbers, ExitStack() as listening:
+        if watch is not None:
+            listening.enter_context(watch.listening())
+            listening.callback(asked.on_stop(watch.begin_end))  # which returns what takes the callback back
         async with anyio.create_task_group() as tasks:
 
             async def obey() -> None:
@@ -86,8 +88,6 @@ async def run_until_signalled(
             except Exception as error:  # as it is, not inside a group
                 failure = error
             tasks.cancel_scope.cancel()
-        if forget is not None:
-            forget()
     if failure is not None:
         raise failure
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import anyio
 import pytest
 
 from engines import process_watch
 from engines.process_watch import OVERDUE, SIGNALS, ProcessWatch
+from engines.worker_signals import run_until_signalled
+from pipeline import Control
 
 
 class Exits:
@@ -116,3 +121,54 @@ def test_a_watch_that_has_stopped_ends_nothing() -> None:
         watch.begin_end()
     time.sleep(0.7)
     assert exits.codes == []
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `faulthandler` is told: after these seconds it would end the process."""
+    found: list[float] = []
+
+    def later(after_s: float, **_: Any) -> None:
+        found.append(after_s)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    return found
+
+
+def test_a_watch_that_was_stopped_gives_nothing_a_deadline(deadlines: list[float]) -> None:
+    with ProcessWatch(60) as watch:
+        pass
+    watch.begin_end()
+    assert deadlines == []
+
+
+@contextmanager
+def no_signals() -> Iterator[AsyncIterator[int]]:
+    async def wait() -> AsyncIterator[int]:
+        await anyio.sleep_forever()
+        yield 0
+
+    yield wait()
+
+
+@pytest.mark.anyio
+async def test_a_stop_after_a_run_that_was_cancelled_reaches_no_watch(deadlines: list[float]) -> None:
+    """A program that goes on after its worker must not be ended by the worker's deadline."""
+    asked = Control()
+    with ProcessWatch(60) as watch:
+        with anyio.move_on_after(1):
+            await run_until_signalled(anyio.sleep_forever, asked, no_signals, exit=Exits(), deadline_s=60, watch=watch)
+        asked.stop()
+        assert deadlines == []
+
+
+@pytest.mark.anyio
+async def test_a_stop_during_a_run_gives_the_end_its_deadline(deadlines: list[float]) -> None:
+    asked = Control()
+
+    async def host() -> None:
+        asked.stop()
+
+    with ProcessWatch(60) as watch:
+        await run_until_signalled(host, asked, no_signals, exit=Exits(), deadline_s=60, watch=watch)
+    assert len(deadlines) == 1
