@@ -10,13 +10,14 @@ from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator,
 from pipeline.foreign import foreign_errors
 from pipeline.phase import TRACKER, track_request
 from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
+from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .model import Model
 from .prompt import prompt_of
 from .request_options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from .request_timing import with_routing
-from .validation import validate
+from .validation import DEFAULT_LIMITS, validate
 
 PROMPT_TOKENS = "prompt_tokens"
 """Registry entry where the length of the prompt is left, for whoever counts the tokens of the answer.
@@ -46,7 +47,8 @@ class Preprocess(
         Annotated[BackendOutput]                  ◄── unchanged, or with what was asked for
 
     Raises InvalidArgument that names the field for whatever is wrong with the request, and for more than one prompt:
-    who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here.
+    who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here. A request
+    beyond one of the `limits` is refused with that limit in the error's `exceeded`.
 
     The stream is the next stage's own, unless the request asks for something: of the annotations (`nvext.annotations`)
     `request_id`, `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt
@@ -66,11 +68,12 @@ class Preprocess(
         model: Model,
         *,
         ignore_unsupported: bool = False,
+        limits: RequestLimits = DEFAULT_LIMITS,
         wall_ms: Callable[[], int] | None = None,
         perf_s: Callable[[], float] | None = None,
     ) -> None:
         self.model = model
-        self._ignore_unsupported = ignore_unsupported
+        self._ignore_unsupported, self._limits = ignore_unsupported, limits
         self._wall_ms, self._perf_s = wall_ms, perf_s or anyio.current_time
 
     async def generate(
@@ -80,7 +83,7 @@ class Preprocess(
     ) -> ResponseStream[Annotated[BackendOutput]]:
         asked = request.payload
         tracker = None if self._wall_ms is None else track_request(self._wall_ms)
-        validate(asked, ignore_unsupported=self._ignore_unsupported)
+        validate(asked, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
         with foreign_errors():  # of a tokenizer or a template, whose panic is no Exception
             payload, annotations = preprocess(asked, self.model, request.id, self._encoder(tracker))
         request.registry.insert_shared(PROMPT_TOKENS, len(payload.token_ids))

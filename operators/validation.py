@@ -11,12 +11,15 @@ from __future__ import annotations
 from attrs import frozen
 
 from pipeline import InvalidArgument
+from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 from . import request_checks as check
 from .request_checks import Check
+from .request_size import check_size
 
 TOKENS_MAX = 1_048_576
+DEFAULT_LIMITS = RequestLimits()
 
 
 @frozen
@@ -72,8 +75,14 @@ RULES = (
 )
 
 
-def validate(request: GenerationRequest, *, ignore_unsupported: bool = False) -> None:
-    """Raises InvalidArgument for the first rule the request breaks; fields unknown here may be ignored instead."""
+def validate(
+    request: GenerationRequest, *, ignore_unsupported: bool = False, limits: RequestLimits = DEFAULT_LIMITS
+) -> None:
+    """Raise InvalidArgument if the request is beyond a limit, then for the first rule it breaks.
+
+    Fields unknown here may be ignored instead.
+    """
+    check_size(request, limits)
     for rule in RULES:
         if not isinstance(request, rule.kind) or (ignore_unsupported and rule.field == "unsupported"):
             continue

@@ -49,14 +49,28 @@ CLIENT_CLOSED_REQUEST = 499
 """HTTP status of a request its client gave up on."""
 
 
+@frozen
+class ExceededLimit:
+    """Why a limit refused a request: the setting's name, the value found, and the threshold it went beyond.
+
+    Where the whole value would cost too much to find, `value` is as far as it was counted.
+    """
+
+    name: str
+    value: float
+    threshold: float
+
+
 class PenstockError(Exception):
     """An error with a message, a stable type name and a chain of causes.
 
     `type_name` is what travels and what is shown; a subclass takes its class name unless it says otherwise.
-    The cause is Python's own `__cause__` (`raise ... from ...`), or given as `cause`.
+    The cause is Python's own `__cause__` (`raise ... from ...`), or given as `cause`. `exceeded` is the limit that
+    refused a request, where one did.
     """
 
     type_name: ClassVar[str] = "PenstockError"
+    exceeded: ExceededLimit | None = None
     _by_name: ClassVar[dict[str, type[PenstockError]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -97,9 +111,17 @@ class InvalidArgument(PenstockError):
     `field` is the path of the offending place (`messages[2].content`), empty where there is none.
     """
 
-    def __init__(self, message: str = "", *, field: str = "", cause: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        field: str = "",
+        exceeded: ExceededLimit | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
         super().__init__(message, cause=cause)
         self.field = field
+        self.exceeded = exceeded
 
 
 class Cancelled(PenstockError):
@@ -135,7 +157,13 @@ class ResponseTimeout(TransportError):
 
 
 class Refused(PenstockError):
-    """The other side answered, and said no."""
+    """The other side answered, and refused."""
+
+    def __init__(
+        self, message: str = "", *, exceeded: ExceededLimit | None = None, cause: BaseException | None = None
+    ) -> None:
+        super().__init__(message, cause=cause)
+        self.exceeded = exceeded
 
 
 class ResourceExhausted(Refused):

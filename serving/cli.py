@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline import InvalidArgument, PenstockError
+from pipeline.protocols.limits import RequestLimits
 
+from .limits import HttpLimits
 from .options import (
     AccessLog,
     BusyBlocks,
@@ -44,7 +46,9 @@ from .options import (
     routing_of,
     says_its_options,
 )
+from .record_options import with_record_options
 from .replay_cli import replay
+from .server_options import ServerOptions
 from .terminal import echo, log_to_stderr
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ _cli = typer.Typer(
 
 @_cli.command()
 @says_its_options
+@with_record_options
 def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -86,6 +91,9 @@ def serve(
     active_prefill_tokens_threshold_frac: BusyTokensFraction = None,
     log_level: LogLevelOption = LogLevel.WARNING,
     access_log: AccessLog = False,
+    *,
+    limits: HttpLimits,
+    request_limits: RequestLimits,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
     _log_from(log_level, access_log=access_log)
@@ -99,16 +107,18 @@ def serve(
         "enforce_disagg": enforce_disagg,
         "migration_limit": migration_limit,
         "migration_max_seq_len_tokens": migration_max_seq_len_tokens,
+        "request_limits": request_limits,
     }
     routing = partial(routing_of, router, router_config, kv_events, seed, thresholds, others)
     config = config_of(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import serve_graph, serve_watch
 
-    _run_server(serve_graph, serve_watch, config, host, port, access_log)
+    _run_server(serve_graph, serve_watch, config, host, port, ServerOptions(limits, access_log))
 
 
 @_cli.command()
 @says_its_options
+@with_record_options
 def worker(
     engine: Annotated[str, typer.Argument(help="Engine to host: echo, mocker, or module:factory.")],
     host: Host = "127.0.0.1",
@@ -139,6 +149,9 @@ def worker(
     disaggregation_mode: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")] = "agg",
     log_level: LogLevelOption = LogLevel.WARNING,
     access_log: AccessLog = False,
+    *,
+    limits: HttpLimits,
+    request_limits: RequestLimits,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
     _log_from(log_level, access_log=access_log)
@@ -159,11 +172,11 @@ def worker(
         engine,
         engine_arg,
         1,
-        lambda: {"worker": _worker_config(disaggregation_mode, settings)},
+        lambda: {"worker": _worker_config(disaggregation_mode, settings), "request_limits": request_limits},
     )
     from .program import host_worker, worker_watch
 
-    _run_server(host_worker, worker_watch, config, host, port, access_log)
+    _run_server(host_worker, worker_watch, config, host, port, ServerOptions(limits, access_log))
 
 
 def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
@@ -185,7 +198,7 @@ def _run_server(
     config: GraphConfig,
     host: str,
     port: int,
-    access_log: bool,
+    options: ServerOptions,
 ) -> None:
     """Runs a program that serves on the address, watched to its end; what it cannot do ends it with an error."""
     from .server import listen, run
@@ -198,7 +211,7 @@ def _run_server(
     watch.start()
     try:
         with listener:
-            run(partial(main, config, listener, os.environ, echo, watch, access_log=access_log))
+            run(partial(main, config, listener, os.environ, echo, watch, options))
     except (PenstockError, OSError) as error:
         fail(of_engine(error, config))
     finally:

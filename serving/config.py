@@ -12,6 +12,7 @@ from engines import DisaggregationMode, LLMEngine, WorkerConfig
 from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
+from pipeline.protocols.limits import RequestLimits
 
 from .engines import Deployment, find_engine
 
@@ -32,7 +33,8 @@ class GraphConfig:
     workers a request may go on whose worker fails, 0 for none, as long as it is no longer than
     `migration_max_seq_len_tokens`. `seed` makes repeatable what a router leaves to chance, and the ids of instances,
     which decide between equals. `busy` are the thresholds above which a worker is busy; each goes before that of the
-    environment. `ignore_unsupported` lets fields of requests pass that have no meaning here.
+    environment. `ignore_unsupported` lets fields of requests pass that have no meaning here, `request_limits` bound
+    what a request may hold.
     """
 
     model_path: Path | None = None
@@ -50,6 +52,7 @@ class GraphConfig:
     seed: int | None = None
     busy: BusyThresholds = BusyThresholds()
     ignore_unsupported: bool = False
+    request_limits: RequestLimits = RequestLimits()
 
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():

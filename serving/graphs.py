@@ -108,7 +108,8 @@ def line(
 ) -> StandardGraph:
     """The stages in order."""
     lenient = config.ignore_unsupported
-    preprocess = Preprocess(model, ignore_unsupported=lenient, wall_ms=wall_ms, perf_s=perf_counter)
+    limits = config.request_limits
+    preprocess = Preprocess(model, ignore_unsupported=lenient, limits=limits, wall_ms=wall_ms, perf_s=perf_counter)
     routed = routing.router if prefill is None else prefill >> routing.router
     detokenized = Detokenize(model) >> routed
     if config.migration_limit:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any, Literal
 
 import anyio
+from attrs import evolve
 
 from engines import LLMEngine, ProcessWatch, ShutdownTimes, SystemHealth, Worker
 from pipeline import InvalidArgument
@@ -21,6 +22,7 @@ from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, se
 from .kv_routing import event_log
 from .routing import routing_to
 from .server import GRACE_S, HttpServer, Interrupts, kept, listen, serve, until_signalled
+from .server_options import ServerOptions
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -29,6 +31,8 @@ _STATUS_HOST = "0.0.0.0"
 
 _CLOSE_S = 10.0
 """What of an end `serve` is given beside the time for running requests and that of its engines."""
+
+DEFAULT_OPTIONS = ServerOptions()
 
 _CUT_S = 3.0
 """What `serve` is given to close everything after a second signal."""
@@ -40,20 +44,19 @@ async def serve_graph(
     environment: Mapping[str, str],
     say: Callable[[str], object],
     watch: ProcessWatch,
-    *,
-    access_log: bool = False,
+    options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Serves the standard graph until a signal; shows where and which models.
 
     A signal while the engines start cancels that; what is open is closed. Raises InvalidArgument, what keeps an engine
     from starting, and the failure of an engine once none works any more, which ends it as a signal does.
     """
-    front = _Front(environment)
+    front = _Front(config, environment, options)
 
     async def host(interrupts: Interrupts) -> None:
         async with hosted_graph(config, Hosting(environment, front.telemetry.component_metrics)) as opened:
             front.telemetry.add_text(opened.native_metrics)
-            server = front.server(opened.graph, listener, access_log=access_log)
+            server = front.server(opened.graph, listener)
             _settle()
             say(f"Serving {front.models} at {server.url}")
             await _serve_while_engines_work(opened, server, front, interrupts)
@@ -96,15 +99,14 @@ async def host_worker(
     environment: Mapping[str, str],
     say: Callable[[str], object],
     watch: ProcessWatch,
-    *,
-    access_log: bool = False,
+    options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
     """Hosts one engine by the life-cycle of a worker, signals included, with a server beside it.
 
     Raises what the worker raises when it cannot start. See `Worker.run` for what signals do; new requests are refused
     from the first one on.
     """
-    front, health = _Front(environment), SystemHealth.from_environment(environment)
+    front, health = _Front(config, environment, options), SystemHealth.from_environment(environment)
     metrics, model = front.telemetry.component_metrics, config.load_model()
     made: list[LLMEngine] = []
 
@@ -130,9 +132,7 @@ async def host_worker(
             front.telemetry.add_text(worker.native_metrics)
             routing = await opened.enter_async_context(routing_to(worker.endpoint, config, environment, runtime))
             servers = [
-                front.server(
-                    line(model, routing, config, Hosting(environment, metrics)), listener, access_log=access_log
-                )
+                front.server(line(model, routing, config, Hosting(environment, metrics)), listener),
             ]
             if status is not None:
                 servers.append(HttpServer(status_app(health, front.telemetry, environment), status, is_first=False))
@@ -174,19 +174,22 @@ async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Wo
 class _Front:
     """What a server needs beside its graph."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, config: GraphConfig, environment: Mapping[str, str], options: ServerOptions) -> None:
         self.telemetry = Telemetry(prefix=environment.get("DYN_METRICS_PREFIX"), environment=environment)
         self.availability = Availability()
         self.models = ""
         self.grace_s = _grace_s(environment)
-        self._options = HttpOptions.from_environment(environment)
+        self._server_options = options
+        self._options = evolve(
+            HttpOptions.from_environment(environment), limits=options.limits, request_limits=config.request_limits
+        )
 
-    def server(self, graph: StandardGraph, listener: socket.socket, *, access_log: bool) -> HttpServer:
+    def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
         """A server of the graph on the listening socket."""
         self.models = ", ".join(served(graph))
         options, availability, telemetry = self._options, self.availability, self.telemetry
         application = app(graph, options=options, availability=availability, telemetry=telemetry)
-        return HttpServer(application, listener, access_log=access_log)
+        return HttpServer(application, listener, access_log=self._server_options.access_log)
 
 
 def _grace_s(environment: Mapping[str, str]) -> float:

@@ -46,7 +46,18 @@ FACES = {
     *("pipeline", "pipeline.protocols", "pipeline.testing", "pipeline.network"),
     *(
         f"pipeline.protocols.{group}"
-        for group in ("card", "kv_events", "kv_recovery", "nvext", "openai", "runtime_config", "timing", "wire")
+        for group in (
+            "card",
+            "kv_events",
+            "kv_recovery",
+            "limits",
+            "nvext",
+            "openai",
+            "runtime_config",
+            "settings",
+            "timing",
+            "wire",
+        )
     ),
     *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
     *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
@@ -79,12 +90,14 @@ DOORS = {
         f"serving/{name}.py" for name in ("replay/comparison", "replay/sweep_table", "replay/table", "replay_progress")
     },
     "starlette": {
-        f"serving/http/{name}.py" for name in ("application", "endpoint", "exchange", "reply", "request", "status")
+        f"serving/http/{name}.py"
+        for name in ("application", "caller", "endpoint", "exchange", "reply", "request", "status")
     },
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
     "typer": {
-        f"serving/{name}.py" for name in ("cli", "options", "replay_cli", "replay_options", "sweep_cli", "terminal")
+        f"serving/{name}.py"
+        for name in ("cli", "options", "record_options", "replay_cli", "replay_options", "sweep_cli", "terminal")
     },
     "uvicorn": {"serving/cli.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_publisher.py", "operators/kv/engine_zmq.py"},

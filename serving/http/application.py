@@ -120,7 +120,9 @@ def _json(request: Request, body: bytes, status: int = 200) -> Response:
 
 
 def _problem(request: Request, problem: Problem) -> Response:
-    return _json(request, problem.body(), problem.status)
+    response = _json(request, problem.body(), problem.status)
+    response.raw_headers.extend(problem.headers())
+    return response
 
 
 async def _unroutable(request: Request, error: Exception) -> Response:

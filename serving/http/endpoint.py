@@ -100,7 +100,7 @@ class GenerationEndpoint:
         """Answers the request; returns the problem it ended with, if any, which the client was told."""
         try:
             model = self._find(request)
-            context = Context(request, id=headers.request_id(), metadata=headers.metadata())
+            context = Context(request, id=headers.request_id(), metadata=headers.metadata(self._service.options.limits))
             if "traceparent" in headers.values:
                 context.trace = extract(headers.values)
             prompts = self._prompts(request)
@@ -138,7 +138,7 @@ class GenerationEndpoint:
                 raise Refusal(501, f"`{name}` is not supported, use `tools`")
         model = self._service.models.get(request.model)
         if model is None:
-            validate(request, ignore_unsupported=True)  # an empty name is an invalid one first
+            self._validate(request)  # an empty name is an invalid one first
             raise Refusal(404, "Model not found")
         return model
 
@@ -146,8 +146,11 @@ class GenerationEndpoint:
         """One request for each prompt; a list is checked here as a whole, for the graph sees its prompts one by one."""
         prompts = one_per_prompt(request)
         if prompts[0] is not request:
-            validate(request, ignore_unsupported=True)
+            self._validate(request)
         return prompts
+
+    def _validate(self, request: OpenAIRequest) -> None:
+        validate(request, ignore_unsupported=True, limits=self._service.options.request_limits)
 
     def _form(self, request: OpenAIRequest, context: Context[OpenAIRequest], prompts: int) -> AnswerForm:
         return AnswerForm.of(

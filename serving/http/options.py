@@ -8,8 +8,10 @@ from typing import Any
 from attrs import evolve, frozen
 
 from pipeline.errors import OVERLOADED
+from pipeline.protocols.limits import RequestLimits
 
 from ..environment import integer, is_true, path, seconds
+from ..limits import HttpLimits
 
 BODY_LIMIT = "DYN_HTTP_BODY_LIMIT_MB"
 
@@ -20,7 +22,8 @@ class HttpOptions:
 
     A request whose engine says nothing for `silence_timeout_s` is killed, at most a quarter later; None waits for ever.
     `keep_alive_s`: comments are sent to a waiting client this often, which then has its 200 before the first item; None
-    sends none. `context_window_tokens` and `max_output_tokens` override what models say.
+    sends none. `context_window_tokens` and `max_output_tokens` override what models say. `limits` bound what requests,
+    connections and clients may take, `request_limits` what may be in a request.
     """
 
     body_limit_mb: int = 45
@@ -37,6 +40,8 @@ class HttpOptions:
     health_path: str = "/health"
     live_path: str = "/live"
     metrics_path: str = "/metrics"
+    limits: HttpLimits = HttpLimits()
+    request_limits: RequestLimits = RequestLimits()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HttpOptions:

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from math import ceil, isfinite
 from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from pipeline import (
     Annotated,
@@ -29,7 +29,7 @@ from pipeline import (
     WorkerOverloaded,
     to_error,
 )
-from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, chain
+from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, ExceededLimit, chain
 
 from ..openai import encode, event
 
@@ -59,7 +59,7 @@ class Problem:
     """What a client is told: status, message, and perhaps details; `kind` is for the metrics.
 
     `retry_after_s` are the whole seconds after which it makes sense to ask again, where that is known. `type` replaces
-    the words of the status.
+    the words of the status. `exceeded` is the limit that refused the request; the body and a header name it.
     """
 
     status: int
@@ -68,6 +68,7 @@ class Problem:
     details: dict[str, Any] | None = None
     retry_after_s: int | None = None
     type: str | None = None
+    exceeded: ExceededLimit | None = None
 
     @property
     def reason(self) -> str:
@@ -84,13 +85,30 @@ class Problem:
     def body(self) -> bytes:
         """The JSON body of an error response."""
         plain: dict[str, Any] = {"message": self.message, "type": self.reason, "code": self.status}
-        return encode(plain if self.details is None else plain | {"details": self.details})
+        if self.details is not None:
+            plain["details"] = self.details
+        if self.exceeded is not None:
+            plain["limit"] = asdict(self.exceeded)
+        return encode(plain)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of an error response that are not those of every answer."""
+        headers: list[tuple[bytes, bytes]] = []
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if (exceeded := self.exceeded) is not None:
+            text = f"{exceeded.name}; value={exceeded.value:g}; threshold={exceeded.threshold:g}"
+            headers.append((LIMIT_HEADER, text.encode("latin-1", "replace")))
+        return headers
 
     def frame(self) -> bytes:
         """The event that tells it in the middle of a stream."""
         reason = self.reason.lower().replace(" ", "_").replace("-", "_")
         return event({"error": {"message": self.message, "type": reason, "code": self.status}})
 
+
+LIMIT_HEADER = b"x-penstock-limit"
+"""Header of a refusal by a limit: `name; value=N; threshold=M`."""
 
 INTERNAL = Problem(500, _INTERNAL, "internal")
 """Whatever a client is told nothing of."""
@@ -102,9 +120,12 @@ CLIENT_GONE = Problem(CLIENT_CLOSED_REQUEST, _CANCELLED, "cancelled")
 class Refusal(PenstockError):
     """The HTTP side itself refuses a request; `problem` is the whole answer."""
 
-    def __init__(self, status: int, message: str, kind: ErrorKind | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, kind: ErrorKind | None = None, *, exceeded: ExceededLimit | None = None
+    ) -> None:
         super().__init__(message)
-        self.problem = Problem(status, message, kind or kind_of(status, message))
+        self.exceeded = exceeded
+        self.problem = Problem(status, message, kind or kind_of(status, message), exceeded=exceeded)
 
 
 def kind_of(status: int, message: str, overload_status: int = OVERLOADED) -> ErrorKind:
@@ -133,7 +154,9 @@ def explain(error: BaseException, overload_status: int = OVERLOADED) -> Problem:
     links = [link for link in chain(to_error(error)) if isinstance(link, PenstockError)]
     for errors, describe in _PRECEDENCE:
         if found := [link for link in links if isinstance(link, errors)]:
-            return evolve(describe(found[0], overload_status), retry_after_s=_retry_after_s(found))
+            exceeded = next((link.exceeded for link in found if link.exceeded is not None), None)
+            problem = describe(found[0], overload_status)
+            return evolve(problem, retry_after_s=_retry_after_s(found), exceeded=exceeded)
     return INTERNAL
 
 

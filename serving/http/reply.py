@@ -34,8 +34,6 @@ async def reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
 
 
 async def reply_problem(send: Send, problem: Problem, request_id: str | None) -> None:
-    """Sends the problem as JSON, with when to come back if that is known."""
-    headers = reply_headers(JSON_TYPE, request_id)
-    if problem.retry_after_s is not None:
-        headers.append((b"retry-after", str(problem.retry_after_s).encode()))
+    """Send the problem as JSON, with its own headers."""
+    headers = reply_headers(JSON_TYPE, request_id) + problem.headers()
     await reply(send, problem.status, headers, problem.body())

@@ -16,7 +16,9 @@ from starlette.types import Receive, Scope
 
 from pipeline import InvalidArgument
 from pipeline.codec import from_json
+from pipeline.errors import ExceededLimit
 
+from ..limits import HttpLimits
 from .options import BODY_LIMIT
 from .problems import Refusal
 
@@ -26,8 +28,6 @@ REQUEST_ID = "x-request-id"
 _OLDER_REQUEST_ID = "x-dynamo-request-id"
 _METADATA_PREFIX = "x-dynamo-meta-"
 _SESSION_ID = "x-dynamo-session-id"
-_METADATA_ENTRIES_MAX = 64
-_METADATA_BYTES_MAX = 64 * 1024
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key"})
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
 _LENGTH = re.compile(r"[0-9]{1,20}")
@@ -62,7 +62,7 @@ class RequestHeaders:
                     continue
         return str(uuid4())
 
-    def metadata(self) -> dict[str, str]:
+    def metadata(self, limits: HttpLimits) -> dict[str, str]:
         """The entries that travel with the request, its session among them.
 
         Raises Refusal (431) if they are too many or too long.
@@ -76,8 +76,8 @@ class RequestHeaders:
         if _SESSION_ID in self.values:
             kept[_SESSION_ID] = self.values[_SESSION_ID]
         size_bytes = sum(len(name) + len(value) for name, value in kept.items())
-        if len(kept) > _METADATA_ENTRIES_MAX or size_bytes > _METADATA_BYTES_MAX:
-            raise Refusal(431, "Request metadata is too large")
+        _check_metadata("max_metadata_entries", len(kept), limits.max_metadata_entries)
+        _check_metadata("max_metadata_bytes", size_bytes, limits.max_metadata_bytes)
         return kept
 
     def require_json(self) -> None:
@@ -85,6 +85,11 @@ class RequestHeaders:
         media_type = self.values.get("content-type", "").partition(";")[0].strip()
         if _JSON_TYPE.fullmatch(media_type) is None:
             raise Refusal(415, "Expected request with `Content-Type: application/json`")
+
+
+def _check_metadata(name: str, value: int, threshold: int) -> None:
+    if 0 < threshold < value:
+        raise Refusal(431, "Request metadata is too large", exceeded=ExceededLimit(name, value, threshold))
 
 
 async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int) -> bytes:
