@@ -1,23 +1,24 @@
-"""Tracing: a span for each stage of a graph, and the trace headers that cross processes.
+"""Tracing: a span for each stage of a graph, below the span of the request.
 
-    graph = traced(graph)                       # a graph that is not wrapped pays nothing
-    context.trace = extract(request.headers)    # where an outer span is known
+    graph = traced(graph, tracer=tracer)        # a graph that is not wrapped pays nothing
+    span = RequestSpan("POST /v1/chat/completions", headers, tracer)
+    context.trace = span.trace                  # or: context.trace = extract(headers)
 
-`Context.trace` holds the span of the stage that made the context, so each stage's span hangs below that of the stage
-above, sub-requests included. Uses the API of OpenTelemetry only: whoever runs the program configures it.
+`Context.trace` is the context of OpenTelemetry in which the stage that made the request works: its span, and baggage.
+So each stage's span hangs below that of the stage above, sub-requests included. Uses the API of OpenTelemetry only;
+programs configure the SDK.
 
-With `metrics` the one door of opentelemetry in the library.
+With `metrics` and `trace_headers` the one door of opentelemetry in the library.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from opentelemetry import trace
-from opentelemetry.context import Context as SpanParent
-from opentelemetry.trace import Span, SpanContext, StatusCode, TraceFlags, TraceState
+from opentelemetry.context import Context as TraceContext
+from opentelemetry.trace import Link, Span, SpanKind, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from pipeline.protocols import TraceLink
@@ -31,34 +32,61 @@ from .operator import Operator
 from .segment import Segment
 from .stage import Stage
 from .stream import ResponseStream
+from .trace_headers import extract, inject, linked
+
+__all__ = [
+    "ENDING",
+    "REQUEST_ID",
+    "UNTRACED",
+    "OpenSpan",
+    "RequestSpan",
+    "Tracer",
+    "annotate",
+    "extract",
+    "inject",
+    "link_to",
+    "spanned",
+    "trace_link",
+    "traced",
+]
+
+Out = TypeVar("Out")
+
+Tracer = trace.Tracer
+Attributes = Mapping[str, AttributeValue]
 
 ENDING = "penstock.ending"
-"""Attribute of a stage's span: `ended`, `failed`, `closed` (by its reader) or `unread`."""
+"""Attribute of a span that lasts as long as a stream: `ended`, `failed`, `closed` (by its reader) or `unread`."""
 REQUEST_ID = "penstock.request_id"
 
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+UNTRACED: Final = TraceContext()
+"""`Context.trace` of a request that has no spans at all, whatever tracer its stages have: a probe."""
+
+_TEXT_MAX = 1024
+"""Characters kept of an error's text."""
 
 
 # -- spans around stages
 
 
-def traced(graph: Segment[Any, Any], *, tracer: trace.Tracer | None = None) -> Segment[Any, Any]:
+def traced(graph: Segment[Any, Any], *, tracer: Tracer | None = None) -> Segment[Any, Any]:
     """The same graph with a span around each stage that adds time.
 
-    A span starts when its stage is asked and ends with the stage's stream, however that ends; an exception or an error
-    item is recorded and sets its status. The stages keep their names, text, types, branches and members.
+    A span starts when its stage is called and ends with the stage's stream, however that ends; an exception or an error
+    item is recorded and sets its status. The stages keep their names, text, types, branches and members. A request that
+    is not sampled passes through the stages as they are.
     """
     tracer = tracer or trace.get_tracer("penstock")
     return Segment(*(_wrapped(stage, tracer) for stage in graph.stages))
 
 
-def _wrapped(stage: Stage, tracer: trace.Tracer) -> Stage:
-    if not stage.adds_time or isinstance(stage, _TracedOperator | _TracedEngine):
+def _wrapped(stage: Stage, tracer: Tracer) -> Stage:
+    if not stage.adds_time or isinstance(stage, _TracedOperator | TracedEngine):
         return stage
     if isinstance(stage, Operator):
         return _TracedOperator(stage, tracer)
     assert isinstance(stage, AsyncEngine), "a segment has operators and an engine"
-    return _TracedEngine(stage, tracer)
+    return TracedEngine(stage, tracer)
 
 
 class _Traced(Stage):
@@ -81,43 +109,80 @@ class _Traced(Stage):
 
 
 class _TracedOperator(_Traced, Operator[Any, Any, Any, Any]):
-    def __init__(self, stage: Operator[Any, Any, Any, Any], tracer: trace.Tracer) -> None:
+    def __init__(self, stage: Operator[Any, Any, Any, Any], tracer: Tracer) -> None:
         self.stage, self._operator, self._tracer = stage, stage, tracer
         types = Signature.of(stage, Operator)
         self.declares = (types.takes, types.gives, types.sends, types.expects)
 
     async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
         inner, span = _below(request, self.name, self._tracer)
-        return await _spanned(self._operator.generate(inner, next), request, span)
+        if not span.is_recording():
+            return await self._operator.generate(inner, next)
+        return await _until_ended(self._operator.generate(inner, next), request, span)
 
 
-class _TracedEngine(_Traced, AsyncEngine[Any, Any]):
-    def __init__(self, stage: AsyncEngine[Any, Any], tracer: trace.Tracer) -> None:
+class TracedEngine(_Traced, AsyncEngine[Any, Any]):
+    """An engine in a span of its own; `stage` is the engine."""
+
+    def __init__(self, stage: AsyncEngine[Any, Any], tracer: Tracer) -> None:
         self.stage, self._engine, self._tracer = stage, stage, tracer
         types = Signature.of(stage, AsyncEngine)
         self.declares = (types.takes, types.gives)
 
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-        inner, span = _below(request, self.name, self._tracer)
-        return await _spanned(self._engine.generate(inner), request, span)
+        return await self.asked(request, self._engine.generate)
+
+    async def asked(
+        self, request: Context[Any], ask: Callable[[Context[Any]], Awaitable[ResponseStream[Any]]]
+    ) -> ResponseStream[Any]:
+        """What `ask` gives, in this engine's span: for callers that use more of the engine than `generate`."""
+        return await spanned(request, self.name, ask, tracer=self._tracer)
 
 
-def _below(request: Context[Any], name: str, tracer: trace.Tracer) -> tuple[Context[Any], Span]:
+async def spanned(
+    request: Context[Any],
+    name: str,
+    ask: Callable[[Context[Any]], Awaitable[ResponseStream[Out]]],
+    *,
+    tracer: Tracer | None = None,
+    attributes: Attributes | None = None,
+    link: TraceLink | None = None,
+) -> ResponseStream[Out]:
+    """The stream that `ask` gives for the request as it is below a span, which lasts until the stream has ended.
+
+    Raises what `ask` raises, which is recorded in the span.
+    """
+    inner, span = _below(request, name, tracer or trace.get_tracer("penstock"), attributes, link)
+    if not span.is_recording():
+        return await ask(inner)
+    return await _until_ended(ask(inner), request, span)
+
+
+def _below(
+    request: Context[Any],
+    name: str,
+    tracer: Tracer,
+    attributes: Attributes | None = None,
+    link: TraceLink | None = None,
+) -> tuple[Context[Any], Span]:
     """The request as the stage sees it, and its span, below the caller's.
 
     Where the request carries none, the span that is current in the caller's task counts, if there is one.
     """
-    above = _span(request)
-    parent = None if above is None else trace.set_span_in_context(above, SpanParent())
-    span = tracer.start_span(name, parent, attributes={REQUEST_ID: request.id})
+    above = _trace_of(request)
+    if above is UNTRACED:
+        return request, trace.INVALID_SPAN
+    said: dict[str, AttributeValue] = {REQUEST_ID: request.id}
+    if attributes:
+        said.update(attributes)
+    target = None if link is None else linked(link)
+    span = tracer.start_span(name, above, attributes=said, links=None if target is None else [Link(target)])
     inner = request.with_payload(request.payload)
-    inner.trace = span
+    inner.trace = trace.set_span_in_context(span, above)
     return inner, span
 
 
-async def _spanned(
-    asked: Coroutine[Any, Any, ResponseStream[Any]], request: Context[Any], span: Span
-) -> ResponseStream[Any]:
+async def _until_ended(asked: Awaitable[ResponseStream[Any]], request: Context[Any], span: Span) -> ResponseStream[Any]:
     course = _Course(span)
     try:
         stream = await asked
@@ -146,7 +211,7 @@ async def _followed(stream: ResponseStream[Any], course: _Course, ended: Once) -
 
 
 class _Course:
-    """How a stage's stream has gone so far, until it is written into the span that then ends."""
+    """How a stream has gone so far, until it is written into the span that then ends."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -158,7 +223,7 @@ class _Course:
             self.ending = "ended"
 
     def fails(self, error: BaseException | None) -> None:
-        """Notes an error; a cancellation is the reader's doing and none."""
+        """Note an error. A cancellation comes from the reader and is not one."""
         if isinstance(error, Exception):
             self.ending, self._failure = "failed", error
         else:
@@ -167,40 +232,89 @@ class _Course:
     def end(self) -> None:
         self._span.set_attribute(ENDING, self.ending)
         if self._failure is not None:
-            self._span.record_exception(self._failure)
-            self._span.set_status(StatusCode.ERROR, str(self._failure))
+            _record(self._span, self._failure)
         self._span.end()
 
 
-# -- a span of one's own
+def _record(span: Span, error: BaseException | str) -> None:
+    """Set the span's status to error, with the error's text; an exception becomes an event as well.
+
+    Without its traceback: every stage that the error passes records it, and formatting each is what would cost.
+    """
+    text = str(error)[:_TEXT_MAX]
+    if isinstance(error, BaseException):
+        kind = type(error)
+        span.add_event(
+            "exception", {"exception.type": f"{kind.__module__}.{kind.__qualname__}", "exception.message": text}
+        )
+    span.set_status(StatusCode.ERROR, text)
+
+
+# -- other spans
 
 
 class OpenSpan:
-    """A span below the one of a request, for a stage that says more about itself than `traced` can.
+    """A span below the one of a request, for a stage that shows more of itself than `traced` does.
 
     `context` is the request as it is below this span; give that one on. Ends with `end`, once.
     """
 
-    def __init__(self, request: Context[Any], name: str, *, tracer: trace.Tracer | None = None) -> None:
-        self.context, self._span = _below(request, name, tracer or trace.get_tracer("penstock"))
+    def __init__(
+        self,
+        request: Context[Any],
+        name: str,
+        *,
+        tracer: Tracer | None = None,
+        attributes: Attributes | None = None,
+    ) -> None:
+        self.context, self._span = _below(request, name, tracer or trace.get_tracer("penstock"), attributes)
 
     def fails(self, error: BaseException | str) -> None:
         """Sets the span's status to error."""
-        if isinstance(error, BaseException):
-            self._span.record_exception(error)
-        self._span.set_status(StatusCode.ERROR, str(error))
+        _record(self._span, error)
 
     def end(self) -> None:
         self._span.end()
 
 
-# -- what a stage says about itself
+class RequestSpan:
+    """The span of a whole request at a server: all others of the request hang below it.
+
+    It hangs below the span that is current in this task, where other instrumentation has made one, else below the one
+    in the headers. `trace` is for `Context.trace`. Ends with `end`, once.
+    """
+
+    def __init__(
+        self, name: str, headers: Mapping[str, str], tracer: Tracer, attributes: Attributes | None = None
+    ) -> None:
+        above = None if trace.get_current_span().get_span_context().is_valid else _as_context(extract(headers))
+        self._span = tracer.start_span(name, above, SpanKind.SERVER, dict(attributes or {}))
+        self.trace: object = trace.set_span_in_context(self._span, above)
+
+    @property
+    def is_recording(self) -> bool:
+        """False for a request that is not sampled: nothing of it is kept."""
+        return self._span.is_recording()
+
+    def annotate(self, attributes: Attributes) -> None:
+        """Sets attributes."""
+        self._span.set_attributes(dict(attributes))
+
+    def fails(self, error: BaseException | str) -> None:
+        """Sets the status to error."""
+        _record(self._span, error)
+
+    def end(self) -> None:
+        self._span.end()
 
 
-def annotate(context: Context[Any], attributes: Mapping[str, AttributeValue]) -> None:
+# -- what a stage shows of itself
+
+
+def annotate(context: Context[Any], attributes: Attributes) -> None:
     """Sets attributes on the span of the stage that was given this context; does nothing without one."""
     if (span := _span(context)) is not None:
-        span.set_attributes(attributes)
+        span.set_attributes(dict(attributes))
 
 
 def link_to(context: Context[Any], *links: TraceLink) -> None:
@@ -208,7 +322,7 @@ def link_to(context: Context[Any], *links: TraceLink) -> None:
     if (span := _span(context)) is None:
         return
     for link in links:
-        if (target := _parsed(f"00-{link.trace_id}-{link.span_id}-01".lower())) is not None:
+        if (target := linked(link)) is not None:
             span.add_link(target)
 
 
@@ -219,36 +333,17 @@ def trace_link(context: Context[Any]) -> TraceLink | None:
     return TraceLink(f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
 
 
-# -- headers
+def _trace_of(context: Context[Any]) -> TraceContext | None:
+    return _as_context(context.trace)
 
 
-def extract(headers: Mapping[str, str]) -> object:
-    """The caller's span as `Context.trace` wants it, from `traceparent` and `tracestate`; None if there is none.
-
-    A traceparent has exactly four parts; any other is ignored as a whole, with its tracestate.
-    Source: dynamo lib/runtime/src/logging.rs, parse_traceparent.
-    """
-    known = {name.lower(): value for name, value in headers.items()}
-    ids = _parsed(known.get("traceparent", "").strip().lower(), known.get("tracestate"))
-    return None if ids is None else trace.NonRecordingSpan(ids)
-
-
-def inject(context: Context[Any]) -> dict[str, str]:
-    """The headers that carry the stage's span to another process; empty without one."""
-    if (span := _span(context)) is None or not (ids := span.get_span_context()).is_valid:
-        return {}
-    headers = {"traceparent": f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.trace_flags:02x}"}
-    return headers | {"tracestate": ids.trace_state.to_header()} if ids.trace_state else headers
-
-
-def _parsed(traceparent: str, tracestate: str | None = None) -> SpanContext | None:
-    if (parts := _TRACEPARENT.fullmatch(traceparent)) is None:
-        return None
-    trace_id, span_id, flags = (int(part, 16) for part in parts.groups())
-    state = TraceState.from_header([tracestate]) if tracestate else None
-    ids = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags), trace_state=state)
-    return ids if ids.is_valid else None
+def _as_context(found: object) -> TraceContext | None:
+    return found if isinstance(found, TraceContext) else None
 
 
 def _span(context: Context[Any]) -> Span | None:
-    return context.trace if isinstance(context.trace, Span) else None
+    """The span of the stage that was given this context."""
+    if (found := _trace_of(context)) is None:
+        return None
+    span = trace.get_current_span(found)
+    return None if span is trace.INVALID_SPAN else span

@@ -82,7 +82,10 @@ DOORS = {
     "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai/encoding.py"},
     "nats": {"pipeline/network/nats.py"},
     "numpy": {"engines/mocker/profile.py"},
-    "opentelemetry": {"pipeline/tracing.py", "pipeline/metrics.py", "serving/http/telemetry.py"},
+    "opentelemetry": {
+        *("pipeline/tracing.py", "pipeline/trace_headers.py", "pipeline/metrics.py", "serving/http/telemetry.py"),
+        "serving/trace_export.py",
+    },
     "prometheus_client": {"serving/http/telemetry.py"},
     "pytest": {PLUGIN},
     "reactivex": {"pipeline/rx*.py"},
