@@ -31,7 +31,7 @@ from pipeline import (
 )
 from pipeline.foreign import raise_if_ours
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
-from pipeline.tracing import OpenSpan, annotate, link_to, trace_link
+from pipeline.tracing import OpenSpan, Tracer, annotate, link_to, trace_link
 
 from .abort_watch import AbortWatch
 from .chunk_rules import ChunkRules, engine_error, is_cancellation
@@ -56,7 +56,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
     with the span. Nothing is read after the terminal chunk. After a stop the stream ends with a cancelled chunk, made
     here if the engine just ends; after a kill it ends at once, without one. `spawn` runs the calls of `abort`; without
     it there are none. `may_prefill` lets a decode worker take requests that nobody prefilled. `details` puts times and
-    counts into the span, at some cost for each chunk.
+    counts into the span, at some cost for each chunk; `tracer` makes the span, by default that of the process.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         spawn: Spawn | None = None,
         may_prefill: bool = False,
         details: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         self.engine = engine
         self.mode = mode
         self.model = model
         self._wants_hand_over = mode is DisaggregationMode.DECODE and not may_prefill
         self._details = details
+        self.tracer = tracer
         overrides_abort = type(engine).abort is not LLMEngine.abort
         self._spawn = spawn if overrides_abort else None
 
@@ -189,7 +191,7 @@ class _Call:
     def __init__(
         self, adapter: RequestAdapter, request: Context[PreprocessedRequest], payload: PreprocessedRequest
     ) -> None:
-        self._span = OpenSpan(request, SPAN)
+        self._span = OpenSpan(request, SPAN, tracer=adapter.tracer)
         self.request = self._span.context
         self._engine = adapter.engine
         takes_blocks = adapter.mode is DisaggregationMode.DECODE and is_handed_over(payload)

@@ -19,6 +19,7 @@ from attrs import frozen
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
 from pipeline.foreign import raise_if_ours
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.tracing import UNTRACED
 
 from .environment import is_true, positive_seconds
 from .llm import LLMEngine
@@ -142,7 +143,9 @@ class Canary:
 
     async def _ask(self, decide: Callable[[bool], None]) -> None:
         try:
-            async with await self._engine.generate(Context(dict(self._payload))) as stream:
+            request = Context(dict(self._payload))
+            request.trace = UNTRACED  # it would be a trace of its own, without a client
+            async with await self._engine.generate(request) as stream:
                 async for item in stream:
                     decide(item.is_ok)
         except Exception as error:

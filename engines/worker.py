@@ -28,6 +28,7 @@ from pipeline.errors import BackendCancelled
 from pipeline.foreign import raise_if_ours
 from pipeline.prometheus_text import with_labels
 from pipeline.protocols.kv_events import KV_EVENTS_TOPIC
+from pipeline.tracing import Tracer
 
 from .adapter import RequestAdapter
 from .background import Background
@@ -78,7 +79,7 @@ class Worker:
     the runtime, unique in it, unless given. `metrics` are of the component family. `environment` is the process's
     unless given, and so are `times`. `health` may be shared by the workers of a process. `signals`, `exit` and `watch`
     are for `run` only. `kv_event_log` makes the log of a worker id and rank: with it the worker answers routers that
-    missed KV events, unless its mode or settings keep it from that.
+    missed KV events, unless its mode or settings keep it from that. `tracer` makes the spans of its requests.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Worker:
         health: SystemHealth | None = None,
         times: ShutdownTimes | None = None,
         kv_event_log: MakeKvEventLog | None = None,
+        tracer: Tracer | None = None,
         signals: Signals = termination_signals,
         exit: Exit = os._exit,
         watch: ProcessWatch | None = None,
@@ -117,6 +119,7 @@ class Worker:
         self._owns_runtime = runtime is None
         self._environment = environment
         self._metrics, self._signals, self._exit, self._watch = metrics, signals, exit, watch
+        self._tracer = tracer
         self._lifecycle = Lifecycle(engine)
         self._asked = Control()
         self._background = Background(self.runtime.scheduler)
@@ -267,6 +270,7 @@ class Worker:
             spawn=self._background.run,
             may_prefill=self.config.may_prefill,
             details=details,
+            tracer=self._tracer,
         )
         payload = await choose_payload(self.config.health_check_payload, self._environment, self.engine)
         settings = CanarySettings.from_environment(self._environment)

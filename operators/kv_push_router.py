@@ -182,8 +182,9 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             "best_available_overlap_blocks": placement.decision.best_available_overlap_blocks,
             "phase": phase.value,
         }
-        with span_below(request, "kv_router.route_request", self._tracer, attributes) as below:
-            return await send_to(below.with_payload(ranked), rank.worker_id, next)
+        # The stages below hang below this stage's span, not below this one, which ends before their streams.
+        with span_below(request, "kv_router.route_request", self._tracer, attributes):
+            return await send_to(request.with_payload(ranked), rank.worker_id, next)
 
     # -- sessions
 

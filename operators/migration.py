@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -22,9 +23,8 @@ from pipeline import (
     until_killed,
 )
 from pipeline.protocols import FinishReason, PreprocessedRequest
-from pipeline.tracing import annotate, link_to
+from pipeline.tracing import AttributeValue, annotate, spanned
 
-from .kv.router_dispatch import span_below
 from .migration_answer import Item, behind, ending, error_shown
 from .migration_decision import Verdict, is_migratable, is_too_long, restriction
 from .migration_journey import Journey
@@ -219,17 +219,19 @@ class Migration(Operator[PreprocessedRequest, Item, PreprocessedRequest, Item]):
                 _log.warning("request %s was not taken and moves on: %r", request.id, error)
 
     async def _retried(self, journey: Journey, next: Next) -> ResponseStream[Item]:
-        """One further worker's stream, asked for in a span of its own."""
+        """One further worker's stream, in a span that lasts as long as it."""
         await checkpoint()  # whatever the limit: refusals that wait for nothing must not keep the loop
-        attributes = {
+        if journey.attempt.trace is None:
+            return await _unless_killed(next, journey.attempt)
+        attributes: dict[str, AttributeValue] = {
             "migration.attempt": journey.attempts,
             "migration.delivered_tokens": len(journey.delivered),
             "migration.excluded_worker_ids": [str(worker_id) for worker_id in journey.state.excluded_worker_ids],
         }
-        with span_below(journey.attempt, "migration.retry", self._tracer, attributes) as below:
-            if journey.link is not None:
-                link_to(below, journey.link)
-            return await _unless_killed(next, below)
+        ask = partial(_unless_killed, next)
+        return await spanned(
+            journey.attempt, "migration.retry", ask, tracer=self._tracer, attributes=attributes, link=journey.link
+        )
 
     # -- counting
 

@@ -28,6 +28,7 @@ from pipeline import (
     WorkerOverloaded,
 )
 from pipeline.errors import Refused
+from pipeline.tracing import annotate
 
 from .availability import InstanceExcluded
 from .exclusion import EXCLUSION_S
@@ -219,6 +220,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     async def _send(self, request: Context[In], instance_id: int, prepare: Prepare[In] | None) -> ResponseStream[Out]:
         counted = UNCOUNTED if type(instance_id) is Uncharged else self.loads.begin(instance_id)
         arrival = self._workers.arrival(instance_id)
+        if request.trace is not None:
+            annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
         try:
             asked = request if prepare is None else prepare(request, instance_id)
         except BaseException:

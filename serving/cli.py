@@ -6,11 +6,13 @@ What a command needs is imported when it runs, so that help and mistakes are ans
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from attrs import evolve
 
 from pipeline import InvalidArgument, PenstockError
 from pipeline.protocols.limits import RequestLimits
@@ -202,15 +204,19 @@ def _run_server(
 ) -> None:
     """Runs a program that serves on the address, watched to its end; what it cannot do ends it with an error."""
     from .server import listen, run
+    from .trace_export import exporting
 
-    try:
-        listener = listen(host, port)
-    except InvalidArgument as error:  # an engine may have arguments of these names
-        fail(error)
+    with ExitStack() as opening:
+        try:
+            options = evolve(options, tracer=opening.enter_context(exporting(os.environ)))
+            listener = opening.enter_context(listen(host, port))
+        except InvalidArgument as error:  # an engine may have arguments of these names
+            fail(error)
+        opened = opening.pop_all()
     watch = watch_of(os.environ)
     watch.start()
     try:
-        with listener:
+        with opened:
             run(partial(main, config, listener, os.environ, echo, watch, options))
     except (PenstockError, OSError) as error:
         fail(of_engine(error, config))

@@ -16,8 +16,10 @@ from attrs import evolve
 from engines import DisaggregationMode
 from operators import KvPrefill, PrefillRouter, PrefillSettings, PushPrefill
 from operators.kv import configs_of
-from operators.prefill import ConditionalDisaggregation
+from operators.prefill import ConditionalDisaggregation, PrefillPool
+from pipeline import link
 from pipeline.network import EndpointId, Runtime
+from pipeline.tracing import TracedEngine, Tracer, traced
 
 from .config import GraphConfig
 from .routing import Routing, routing_to
@@ -28,16 +30,21 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def prefill_stage(
-    decode: Routing, config: GraphConfig, environment: Mapping[str, str], runtime: Runtime, metrics: Metrics | None
+    decode: Routing,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    metrics: Metrics | None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[PrefillRouter]:
     """The stage above the decode router, once all prefill workers are known; both pools are routed alike.
 
     Its end waits for prefills under way. Raises as `routing_to`.
     """
     endpoint = prefill_endpoint(decode.endpoint)
-    async with routing_to(endpoint, config, environment, runtime, metrics, "prefill") as prefill:
+    async with routing_to(endpoint, config, environment, runtime, metrics, "prefill", tracer) as prefill:
         await prefill.workers.wait_for_instances(config.prefill_workers)
-        pool = PushPrefill(prefill.push) if prefill.chooser is None else KvPrefill(prefill.chooser, prefill.router)
+        pool = _pool(prefill, tracer)
         async with PrefillRouter(
             pool,
             prefill.workers.changes(),
@@ -46,8 +53,17 @@ async def prefill_stage(
             settings=PrefillSettings(enforce_disagg=True) if config.enforce_disagg else None,
             conditional=_conditional(decode, config),
             rng=None if config.seed is None else Random(config.seed),
+            tracer=tracer,
         ) as stage:
             yield stage
+
+
+def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
+    """The prefill workers behind their router, whose stages are traced with a tracer."""
+    if prefill.chooser is None:
+        return PushPrefill(prefill.push, None if tracer is None else TracedEngine(prefill.push, tracer))
+    graph = prefill.router if tracer is None else traced(link(prefill.router), tracer=tracer)
+    return KvPrefill(prefill.chooser, graph)
 
 
 def prefill_endpoint(endpoint: EndpointId) -> EndpointId:

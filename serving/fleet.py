@@ -111,6 +111,7 @@ class Fleet:
             health=hosting.health,
             times=hosting.times,
             kv_event_log=event_log if self._config.needs_event_logs else None,
+            tracer=hosting.tracer,
         )
 
     async def _start(self, worker: Worker) -> None:

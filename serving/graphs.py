@@ -23,6 +23,7 @@ from pipeline.network import Runtime
 from pipeline.prometheus_text import merged
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.tracing import traced
 
 from .config import GraphConfig
 from .disaggregation import prefill_stage
@@ -85,9 +86,12 @@ async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[O
         await stages.enter_async_context(fleet.running())
         parts = (config, hosting.environment, runtime, hosting.metrics)
         worker_type: WorkerType = "decode" if config.prefill_workers else "aggregated"
-        routing = await stages.enter_async_context(routing_to(fleet.workers[0].endpoint, *parts, worker_type))
+        endpoint, tracer = fleet.workers[0].endpoint, hosting.tracer
+        routing = await stages.enter_async_context(routing_to(endpoint, *parts, worker_type, tracer))
         await routing.workers.wait_for_instances(config.workers)
-        prefill = await stages.enter_async_context(prefill_stage(routing, *parts)) if config.prefill_workers else None
+        prefill = None
+        if config.prefill_workers:
+            prefill = await stages.enter_async_context(prefill_stage(routing, *parts, tracer))
         yield OpenGraph(
             line(model, routing, config, hosting, prefill), token_line(routing, config, hosting, prefill), fleet
         )
@@ -106,7 +110,7 @@ def line(
     hosting: Hosting,
     prefill: PrefillRouter | None = None,
 ) -> StandardGraph:
-    """The stages in order."""
+    """The stages in order; with a tracer each of them that adds time has a span."""
     lenient = config.ignore_unsupported
     limits = config.request_limits
     preprocess = Preprocess(model, ignore_unsupported=lenient, limits=limits, wall_ms=wall_ms, perf_s=perf_counter)
@@ -116,7 +120,8 @@ def line(
         graph: StandardGraph = preprocess >> _migration(config, hosting) >> detokenized
     else:
         graph = preprocess >> detokenized
-    return graph if routing.rejection is None else routing.rejection >> graph
+    graph = graph if routing.rejection is None else routing.rejection >> graph
+    return graph if hosting.tracer is None else traced(graph, tracer=hosting.tracer)
 
 
 def token_line(
@@ -133,4 +138,9 @@ def _migration(config: GraphConfig, hosting: Hosting) -> Migration:
     metrics = None
     if hosting.metrics is not None:
         metrics = MigrationMetrics(hosting.metrics.meter, prefix=hosting.environment.get("DYN_METRICS_PREFIX"))
-    return Migration(config.migration_limit, max_seq_len_tokens=config.migration_max_seq_len_tokens, metrics=metrics)
+    return Migration(
+        config.migration_limit,
+        max_seq_len_tokens=config.migration_max_seq_len_tokens,
+        metrics=metrics,
+        tracer=hosting.tracer,
+    )

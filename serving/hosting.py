@@ -12,6 +12,7 @@ from engines import ShutdownTimes, SystemHealth
 if TYPE_CHECKING:
     from engines.mocker import RecordedOutputs
     from pipeline.metrics import Metrics
+    from pipeline.tracing import Tracer
 
 
 @frozen
@@ -20,13 +21,15 @@ class Hosting:
 
     `environment` is where workers and the router find their settings; `metrics` are of the component family. `times`
     are those of each worker's end; by default the environment's without a grace period, for in one process nobody has
-    to hear first that it is gone. `recorded` are answers that are known: mock engines give them.
+    to hear first that it is gone. `recorded` are answers that are known: mock engines give them. With a `tracer`
+    each stage of the graph and each engine has its span.
     """
 
     environment: Mapping[str, str] = field(factory=dict)
     metrics: Metrics | None = None
     health: SystemHealth | None = None
     recorded: RecordedOutputs | None = None
+    tracer: Tracer | None = None
     times: ShutdownTimes = field(default=Factory(lambda self: _without_grace(self.environment), takes_self=True))
 
 

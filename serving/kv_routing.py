@@ -46,6 +46,7 @@ from .policy_file import policy_profile
 
 if TYPE_CHECKING:
     from pipeline.metrics import Metrics
+    from pipeline.tracing import Tracer
 
 SESSION_TTL_ENV = "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"
 
@@ -67,6 +68,7 @@ async def kv_stage(
     environment: Mapping[str, str],
     runtime: Runtime,
     metrics: Metrics | None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[KvPushRouter]:
     """The stage above the PushRouter of the pool, with a router as configured that follows the pool to the block's end.
 
@@ -113,7 +115,7 @@ async def kv_stage(
             runtime.scheduler.spawn(lambda scope: _run(chooser, scope)),
         ):
             await chooser.ready()
-            yield KvPushRouter(chooser, metrics=counted)
+            yield KvPushRouter(chooser, metrics=counted, tracer=tracer)
 
 
 def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:

@@ -54,7 +54,7 @@ async def serve_graph(
     front = _Front(config, environment, options)
 
     async def host(interrupts: Interrupts) -> None:
-        async with hosted_graph(config, Hosting(environment, front.telemetry.component_metrics)) as opened:
+        async with hosted_graph(config, front.hosting()) as opened:
             front.telemetry.add_text(opened.native_metrics)
             server = front.server(opened.graph, listener)
             _settle()
@@ -127,12 +127,15 @@ async def host_worker(
                 environment=environment,
                 health=health,
                 kv_event_log=event_log,
+                tracer=options.tracer,
                 watch=watch,
             )
             front.telemetry.add_text(worker.native_metrics)
-            routing = await opened.enter_async_context(routing_to(worker.endpoint, config, environment, runtime))
+            routing = await opened.enter_async_context(
+                routing_to(worker.endpoint, config, environment, runtime, tracer=options.tracer)
+            )
             servers = [
-                front.server(line(model, routing, config, Hosting(environment, metrics)), listener),
+                front.server(line(model, routing, config, front.hosting()), listener),
             ]
             if status is not None:
                 servers.append(HttpServer(status_app(health, front.telemetry, environment), status, is_first=False))
@@ -180,15 +183,21 @@ class _Front:
         self.models = ""
         self.grace_s = _grace_s(environment)
         self._server_options = options
+        self._environment = environment
         self._options = evolve(
             HttpOptions.from_environment(environment), limits=options.limits, request_limits=config.request_limits
         )
+
+    def hosting(self) -> Hosting:
+        """How the graph is hosted that the server stands before."""
+        return Hosting(self._environment, self.telemetry.component_metrics, tracer=self._server_options.tracer)
 
     def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
         """A server of the graph on the listening socket."""
         self.models = ", ".join(served(graph))
         options, availability, telemetry = self._options, self.availability, self.telemetry
-        application = app(graph, options=options, availability=availability, telemetry=telemetry)
+        tracer = self._server_options.tracer
+        application = app(graph, options=options, availability=availability, telemetry=telemetry, tracer=tracer)
         return HttpServer(application, listener, access_log=self._server_options.access_log)
 
 

@@ -41,6 +41,7 @@ from .kv_routing import KvPool, kv_stage
 
 if TYPE_CHECKING:
     from pipeline.metrics import Metrics
+    from pipeline.tracing import Tracer
 
 _MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "direct"]] = {
     "round-robin": "round_robin",
@@ -81,10 +82,12 @@ async def routing_to(
     runtime: Runtime,
     metrics: Metrics | None = None,
     worker_type: WorkerType = "aggregated",
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[Routing]:
     """The routing to the workers at an endpoint of the runtime; what it listens to ends with the block.
 
-    `metrics` are those whose meter the KV router counts with, `worker_type` what the workers do. Raises as `kv_stage`,
+    `metrics` are those whose meter the KV router counts with, `tracer` makes its spans, `worker_type` is what the
+    workers do. Raises as `kv_stage`,
     for that router, which wants a worker to be there.
     """
     with (
@@ -96,7 +99,7 @@ async def routing_to(
             yield Routing(endpoint, workers, push, push, None, rejection)
             return
         pool = KvPool(endpoint, workers, push, worker_type)
-        async with kv_stage(pool, config, environment, runtime, metrics) as stage:
+        async with kv_stage(pool, config, environment, runtime, metrics, tracer) as stage:
             yield Routing(endpoint, workers, push, stage >> push, stage.chooser, rejection)
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import frozen
 
 from .limits import HttpLimits
+
+if TYPE_CHECKING:
+    from pipeline.tracing import Tracer
 
 
 @frozen
 class ServerOptions:
     """What the options of a command that serves come to.
 
-    `limits` bound requests, connections and clients. `access_log` logs every request.
+    `limits` bound requests, connections and clients. `access_log` logs every request. `tracer` makes the spans of
+    requests; without one there are none.
     """
 
     limits: HttpLimits = HttpLimits()
     access_log: bool = False
+    tracer: Tracer | None = None

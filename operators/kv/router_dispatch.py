@@ -10,7 +10,7 @@ from attrs import evolve
 
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RoutingHints
-from pipeline.tracing import OpenSpan, annotate
+from pipeline.tracing import OpenSpan, TracedEngine
 
 from ..push_router import PushRouter
 
@@ -24,9 +24,10 @@ async def send_to(request: Context[PreprocessedRequest], worker_id: int, next: N
     A PushRouter right below is asked for it directly, in whatever mode. Any other stage gets a copy of the request that
     names the worker in `routing.backend_instance_id`, which a PushRouter in mode `direct` further below goes by.
     """
-    push = next if isinstance(next, PushRouter) else getattr(next, "stage", None)  # a traced one keeps its stage there
-    if isinstance(push, PushRouter):
-        return await push.direct(request, worker_id)
+    if isinstance(next, PushRouter):
+        return await next.direct(request, worker_id)
+    if isinstance(next, TracedEngine) and isinstance(push := next.stage, PushRouter):
+        return await next.asked(request, lambda below: push.direct(below, worker_id))
     hints = request.payload.routing or RoutingHints()
     if hints.backend_instance_id == worker_id:
         return await next.generate(request)
@@ -42,8 +43,7 @@ def span_below(
     if request.trace is None:
         yield request
         return
-    span = OpenSpan(request, name, tracer=tracer)
-    annotate(span.context, attributes or {})
+    span = OpenSpan(request, name, tracer=tracer, attributes=attributes)
     try:
         yield span.context
     except BaseException as error:

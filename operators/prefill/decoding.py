@@ -9,6 +9,7 @@ from pipeline import Annotated, AsyncEngine, Cancelled, Context, Once, PenstockE
 from pipeline.errors import Refused, chain, may_migrate
 from pipeline.protocols import PreprocessedRequest
 from pipeline.protocols.nvext import BYPASS_REMOTE_PREFILL
+from pipeline.tracing import spanned
 
 from ..kv.router_dispatch import Output
 from .handover import Handover
@@ -25,11 +26,11 @@ async def fed(
     Raises what decode raises, and the prefill's error where it was killed for that, or failed for want of its blocks.
     """
     if handover.is_over:
-        return await next.generate(request.with_payload(payload))
+        return await decode_in_span(request.with_payload(payload), handover, next)
     below = request.child(payload)
     handover.feeds(below.control)
     try:
-        stream = await next.generate(below)
+        stream = await decode_in_span(below, handover, next)
     except BaseException as error:
         try:
             reason = await _reason(request, handover, error) if isinstance(error, Exception) else None
@@ -40,6 +41,15 @@ async def fed(
         raise
     left = Once(handover.abandon)
     return ResponseStream(_watched(stream, request, handover, left), request, stream, left)
+
+
+async def decode_in_span(
+    request: Context[PreprocessedRequest], handover: Handover, next: AsyncEngine[PreprocessedRequest, Output]
+) -> ResponseStream[Output]:
+    """Decode's stream, if the request is traced in a span that is linked to the one of the prefill."""
+    if request.trace is None:
+        return await next.generate(request)
+    return await spanned(request, "decode", next.generate, tracer=handover.tracer, link=handover.link)
 
 
 async def _watched(

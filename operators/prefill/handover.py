@@ -24,9 +24,27 @@ from enum import Enum, auto
 import anyio
 from attrs import define, field
 
-from pipeline import Cancelled, Context, Control, PenstockError, ResponseTimeout, Unavailable, to_error
-from pipeline.protocols import BootstrapInfo, LLMEngineOutput, PhasePermit, PreprocessedRequest, RequestTracker
+from pipeline import (
+    Cancelled,
+    Context,
+    Control,
+    PenstockError,
+    ResponseStream,
+    ResponseTimeout,
+    Unavailable,
+    to_error,
+)
+from pipeline.protocols import (
+    BootstrapInfo,
+    LLMEngineOutput,
+    PhasePermit,
+    PreprocessedRequest,
+    RequestTracker,
+    TraceLink,
+)
+from pipeline.tracing import Tracer, spanned, trace_link
 
+from ..kv.router_dispatch import Output
 from .bootstrap import told_meeting
 from .errors import PrefillError, routing_error
 from .latch import Latch
@@ -67,6 +85,10 @@ class Handover:
     """Whether the worker is our choice, so that another one may take its place."""
     stops_prefills: Callable[[int], bool] = lambda _: False
     """Whether that worker may be sent a stop for a prefill it has."""
+    tracer: Tracer | None = None
+    """What makes the spans of both halves, if the request is traced."""
+    link: TraceLink | None = field(default=None, init=False)
+    """The span of the prefill, once it is being sent."""
     progress: Progress = field(default=Progress.RUNNING, init=False)
     error: PenstockError | None = field(default=None, init=False)
     starves: bool = field(default=False, init=False)
@@ -196,7 +218,7 @@ class Handover:
             return
         try:
             with self.permit:
-                stream = await self.pool.send(self.request, None if self.worker is None else self.worker.worker_id)
+                stream = await self._sent()
         except Exception as error:
             self._fail(routing_error(error, was_chosen=self.was_chosen))
             return
@@ -212,6 +234,16 @@ class Handover:
         self.progress = Progress.DONE
         self._over.set()
         self._hand(prefilled)
+
+    async def _sent(self) -> ResponseStream[Output]:
+        """The prefill worker's answer, in a span that lasts as long as it."""
+        if self.request.trace is None:
+            return await self._send(self.request)
+        return await spanned(self.request, "prefill", self._send, tracer=self.tracer)
+
+    async def _send(self, request: Context[PreprocessedRequest]) -> ResponseStream[Output]:
+        self.link = trace_link(request)
+        return await self.pool.send(request, None if self.worker is None else self.worker.worker_id)
 
     def _first(self, data: LLMEngineOutput | None) -> None:
         """The prompt is computed: decode may go on from here, if the worker says where to meet it."""

@@ -25,6 +25,7 @@ from pipeline.phase import track_request
 from pipeline.protocols import PhasePermit, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
 from pipeline.protocols.nvext import BYPASS_REMOTE_PREFILL
 from pipeline.rx import AnyIOScheduler, Observable
+from pipeline.tracing import Tracer
 
 from ..copied import copied
 from ..kv.hashed_prompts import share_hashes
@@ -32,7 +33,7 @@ from ..kv.router_dispatch import Output
 from ..kv.worker_rank import WorkerRank
 from .activation import Activation, Configs, PrefillSide
 from .bypass import ConditionalDisaggregation, without_claim
-from .decoding import announced, fed
+from .decoding import announced, decode_in_span, fed
 from .errors import PrefillNotActivated, backpressure
 from .handover import Handover
 from .handovers import Handovers
@@ -58,8 +59,9 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
 
     `prefill` is the pool (`KvPrefill`, `PushPrefill`), or a function that makes it when the first worker is there; None
     for never. `workers` tells who is there, `configs` what they say of themselves (see `operators.kv.configs_of`).
-    Prefills are tasks of `scheduler`. A context manager: its end takes nothing new, waits for prefills under way and
-    then cuts them; `close` only stops following the workers.
+    Prefills are tasks of `scheduler`. A traced request has its halves in spans, `prefill` and `decode`, made by
+    `tracer`, the second linked to the first. A context manager: its end takes nothing new, waits for prefills under way
+    and then cuts them; `close` only stops following the workers.
 
     Raises PrefillNotActivated and Cancelled with nothing done; a ResourceExhausted that begins "router backpressure
     during prefill resolve" where nobody has room, TopologyError, and InvalidArgument in mode direct for a request that
@@ -84,6 +86,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         settings: PrefillSettings | None = None,
         conditional: ConditionalDisaggregation | None = None,
         rng: Random | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.settings = PrefillSettings() if settings is None else settings
         self._side = PrefillSide(prefill, workers, configs)
@@ -91,6 +94,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         self._scheduler = scheduler
         self._conditional = conditional
         self._rng = rng or Random()
+        self._tracer = tracer
 
     async def generate(self, request: Context[PreprocessedRequest], next: Next) -> ResponseStream[Output]:
         payload = without_claim(request.payload)
@@ -143,6 +147,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             settings.decode_patience_s,
             plan.was_chosen,
             self._stops_prefills,
+            self._tracer,
         )
         self._handovers.start(handover, request)
         return handover, plan
@@ -195,7 +200,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             payload = await self._decode_payload(request, handover, plan)
             below = request.child(payload, linked=False)
             below.stop()
-            await (await next.generate(below)).collect()
+            await (await decode_in_span(below, handover, next)).collect()
         finally:
             handover.abandon()
 

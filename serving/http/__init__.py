@@ -7,10 +7,12 @@ with brought_by("serve", by=__name__):
     from .availability import Availability, Phase
     from .options import HttpOptions
     from .service import served
+    from .span_attributes import SCHEMA_URL
     from .status import STATUS_PORT_ENV, status_app, status_port
     from .telemetry import Telemetry
 
 __all__ = [
+    "SCHEMA_URL",
     "STATUS_PORT_ENV",
     "Availability",
     "HttpOptions",

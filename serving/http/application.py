@@ -18,14 +18,16 @@ from starlette.routing import Route
 
 from pipeline.codec import to_json
 from pipeline.protocols.openai import ModelList
+from pipeline.tracing import Tracer
 
 from ..openai import encode
 from .availability import Availability, Phase
-from .endpoint import CHAT, COMPLETIONS, GenerationEndpoint
+from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .generation import Graph
 from .options import HttpOptions
 from .problems import INTERNAL, Problem, Refusal
 from .request import REQUEST_ID
+from .server_span import TracedEndpoint
 from .service import Service, served
 from .telemetry import Telemetry
 
@@ -36,11 +38,13 @@ def app(
     options: HttpOptions | None = None,
     availability: Availability | None = None,
     telemetry: Telemetry | None = None,
+    tracer: Tracer | None = None,
 ) -> Starlette:
     """The app of one graph, or of several by the model name clients ask for.
 
     It owns nothing but its counters: graphs are neither opened nor closed, and it needs no lifespan. A program that
-    drains passes the `availability` it will drain; metrics go to `telemetry`, by default to one of the app's own.
+    drains passes the `availability` it will drain; metrics go to `telemetry`, by default to one of the app's own. With
+    a `tracer` each generation has a span, below which hang those of a graph that is `traced`.
     Raises ValueError for a single graph without a model in it: give that one a name.
     """
     service = Service(
@@ -50,16 +54,21 @@ def app(
         telemetry=telemetry or Telemetry(),
     )
     handlers = {HTTPException: _unroutable, Refusal: _refused, Exception: _failed}
-    application = Starlette(routes=_routes(service), exception_handlers=handlers)
+    application = Starlette(routes=_routes(service, tracer), exception_handlers=handlers)
     application.router.redirect_slashes = False
     return application
 
 
-def _routes(service: Service) -> list[Route]:
+def _routes(service: Service, tracer: Tracer | None) -> list[Route]:
     pages, options = _Pages(service), service.options
+
+    def generation(path: str, api: Api) -> Route:
+        endpoint = GenerationEndpoint(service, api)
+        return Route(path, endpoint if tracer is None else TracedEndpoint(endpoint, path, tracer), methods=["POST"])
+
     return [
-        Route(options.chat_path, GenerationEndpoint(service, CHAT), methods=["POST"]),
-        Route(options.completions_path, GenerationEndpoint(service, COMPLETIONS), methods=["POST"]),
+        generation(options.chat_path, CHAT),
+        generation(options.completions_path, COMPLETIONS),
         Route(options.models_path, pages.models),
         Route(options.models_path + "/{id:path}", pages.model),
         Route(options.health_path, pages.health),

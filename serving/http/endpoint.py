@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from attrs import frozen
 from starlette.requests import ClientDisconnect
@@ -20,7 +21,6 @@ from operators import validate
 from pipeline import Context, PenstockError
 from pipeline.protocols.nvext import apply_headers
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
-from pipeline.tracing import extract
 
 from ..openai import (
     Answer,
@@ -39,7 +39,9 @@ from .prompts import OpenAIRequest, one_per_prompt
 from .reply import reply_problem
 from .request import RequestHeaders, parse, read_body
 from .request_meter import RequestMeter
+from .server_span import PassingSpan, span_of
 from .service import ServedModel, Service
+from .span_attributes import of_answer
 
 _log = logging.getLogger(__name__)
 
@@ -70,16 +72,21 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Every error becomes an answer; a client that is gone gets none."""
-        headers = RequestHeaders.of(scope)
+        headers, span = RequestHeaders.of(scope), span_of(scope)
         try:
             request = await self._read(headers, receive)
         except ClientDisconnect:
+            span.ended(CLIENT_GONE)
             return
         except PenstockError as error:
-            await reply_problem(send, self._explain(error), headers.echo)
+            problem = self._explain(error)
+            span.ended(problem)
+            await reply_problem(send, problem, headers.echo)
             return
         with self._meter(request) as meter:
-            meter.ended(await self._answer(request, meter, headers, receive, send))
+            ended = await self._answer(request, meter, headers, span, receive, send)
+            span.ended(ended)
+            meter.ended(ended)
 
     async def _read(self, headers: RequestHeaders, receive: Receive) -> OpenAIRequest:
         """The request in the body, with what its headers say. Raises ClientDisconnect, or why it is no request."""
@@ -95,15 +102,21 @@ class GenerationEndpoint:
         return RequestMeter(telemetry, request.model if known else None, self._api.endpoint, bool(request.stream))
 
     async def _answer(
-        self, request: OpenAIRequest, meter: RequestMeter, headers: RequestHeaders, receive: Receive, send: Send
+        self,
+        request: OpenAIRequest,
+        meter: RequestMeter,
+        headers: RequestHeaders,
+        span: PassingSpan,
+        receive: Receive,
+        send: Send,
     ) -> Problem | None:
         """Answers the request; returns the problem it ended with, if any, which the client was told."""
         try:
             model = self._find(request)
             context = Context(request, id=headers.request_id(), metadata=headers.metadata(self._service.options.limits))
-            if "traceparent" in headers.values:
-                context.trace = extract(headers.values)
+            span.covers(context, headers.values)
             prompts = self._prompts(request)
+            span.asked(request, self._api.endpoint, len(prompts))
             availability = self._service.availability
             generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
             exchange = Exchange(generation, self._service.options, headers.echo, receive, send)
@@ -112,6 +125,8 @@ class GenerationEndpoint:
                     failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
                 finally:
                     meter.prompts(generation.usage)
+                    if span.is_recording:
+                        span.answered(self._outcome(generation))
         except ClientDisconnect:
             return CLIENT_GONE
         except Exception as failed:
@@ -119,6 +134,12 @@ class GenerationEndpoint:
             await reply_problem(send, problem, headers.echo)
             return problem
         return None if failure is None else self._explain(failure)
+
+    def _outcome(self, generation: Generation) -> dict[str, Any]:
+        """What the span of the request shows of its answer."""
+        answer_id = self._api.id_prefix + generation.context.id
+        model, meter = generation.context.payload.model, generation.meter
+        return of_answer(answer_id, model, generation.usage, generation.finish_reasons, meter.first_tokens_s)
 
     async def _exchange(self, exchange: Exchange, form: AnswerForm) -> Exception | None:
         usage = exchange.generation.usage

@@ -68,6 +68,8 @@ class Generation:
     availability: Availability
     client_gone: bool = field(init=False, default=False)
     finished: bool = field(init=False, default=False)
+    finish_reasons: list[str] = field(init=False, factory=list)
+    """Why each choice ended, in the order they did."""
     _complete: bool = field(init=False, default=False)
     _items: int = field(init=False, default=0)
     _readers: int = field(init=False, default=0)
@@ -145,6 +147,7 @@ class Generation:
                 else:
                     if output.finish_reason is not None:
                         finished = _finished(output)
+                        self.finish_reasons.append(str(output.finish_reason))
                     self.meter.tokens(len(output.token_ids))
                     self.usage.add(output, prompt)
                     full = delivery.take(output, prompt)

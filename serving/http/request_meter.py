@@ -39,6 +39,8 @@ class RequestMeter:
         self._started = self._last = self._now()
         self._has_begun = False
         self._output_tokens = 0
+        self.first_tokens_s: float | None = None
+        """How long the first tokens took; None before."""
 
     def __enter__(self) -> Self:
         self._metrics.add("requests_started_total", 1, **self._labels)
@@ -79,9 +81,10 @@ class RequestMeter:
 
     def _begin(self, now: float) -> None:
         self._has_begun = True
+        self.first_tokens_s = now - self._started
         self._metrics.add("queued_requests", -1, model=self._model)
         self._metrics.add("active_requests", model=self._model)
-        self._metrics.record("time_to_first_token_seconds", now - self._started, model=self._model)
+        self._metrics.record("time_to_first_token_seconds", self.first_tokens_s, model=self._model)
 
     def prompts(self, usage: UsageCount) -> None:
         """What is known of the prompts at the end."""

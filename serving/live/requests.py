@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline import AnyContext, InvalidArgument
 from pipeline.protocols import PreprocessedRequest
+from pipeline.tracing import inject
 
 from ..openai import encode
 
@@ -39,12 +40,12 @@ def completion(request: PreprocessedRequest, model: str, *, nvext: bool) -> byte
 
 
 def headers_of(request: AnyContext, api_key: str | None) -> dict[str, str]:
-    """The headers that tell of one request: its id, its session, its metadata, and who asks."""
+    """The headers of one request: its id, session, metadata, its span if it is traced, and the key."""
     headers = {"content-type": "application/json", "accept": "text/event-stream", "x-request-id": _value(request.id)}
     for name, value in request.metadata.items():
         name = _NO_NAME.sub("-", name.lower())
         headers[name if name == _SESSION else _METADATA + name] = _value(value)
-    return headers | authorization(api_key)
+    return headers | inject(request) | authorization(api_key)
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

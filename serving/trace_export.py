@@ -1,0 +1,170 @@
+"""Where a program's spans go: set up by the environment, in the variables of OpenTelemetry.
+
+    OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318 penstock serve
+
+`OTEL_TRACES_EXPORTER` names exporters; without it spans go by OTLP if an endpoint is set, and else there are none: no
+provider, no tracer, no stage in a span. Sampler, resource, limits, batches and the exporter's own settings are read
+from the environment by the SDK and the exporter. Source: the OpenTelemetry specification, environment variables; and
+dynamo lib/runtime/src/logging.rs for `OTEL_EXPORT_ENABLED` and `OTEL_TRACES_SAMPLE_RATIO`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points, version
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from pipeline import InvalidArgument
+
+from .environment import fraction, is_true
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from pipeline.tracing import Tracer
+
+EXTRA = "otlp"
+"""The extra of penstock with the exporter for OTLP over HTTP."""
+
+FLUSH_S = 3.0
+"""How long the end of a program waits for spans that are still to be sent."""
+
+_ENABLED, _EXPORTER = "OTEL_EXPORT_ENABLED", "OTEL_TRACES_EXPORTER"
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_SAMPLER, _RATIO = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLE_RATIO"
+_BY_PROTOCOL = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_GROUP = "opentelemetry_traces_exporter"
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def exporting(environment: Mapping[str, str]) -> Iterator[Tracer | None]:
+    """The tracer of a program whose environment has its spans exported, None if it has not.
+
+    The SDK reads its own variables from `os.environ`. The provider becomes the one of the process, for engines that
+    make spans themselves. Leaving sends what is left, for at most `FLUSH_S`; a collector that does not answer loses it.
+    Raises InvalidArgument for a variable that is wrong and an exporter that is not installed.
+    """
+    names = exporters_of(environment)
+    if not names:
+        yield None
+        return
+    made = [_exporter(name) for name in names]
+    provider = _provider(environment, made)
+    try:
+        yield _tracer(provider)
+    finally:
+        _flush(provider, made)
+
+
+def exporters_of(environment: Mapping[str, str]) -> list[str]:
+    """The names of the exporters that the environment asks for, those of OTLP with their protocol.
+
+    Raises InvalidArgument for a protocol there is no exporter for.
+    """
+    enabled = environment.get(_ENABLED, "").strip()
+    if is_true(environment.get("OTEL_SDK_DISABLED")) or (enabled and not is_true(enabled)):
+        return []
+    has_endpoint = any(environment.get(name, "").strip() for name in _ENDPOINTS)
+    default = "otlp" if enabled or has_endpoint else "none"
+    names = [name.strip() for name in (environment.get(_EXPORTER, "").strip() or default).split(",")]
+    if "none" in names:
+        return []
+    return [_otlp(environment) if name == "otlp" else name for name in names if name]
+
+
+def _otlp(environment: Mapping[str, str]) -> str:
+    for variable in _PROTOCOLS:
+        if protocol := environment.get(variable, "").strip():
+            if (name := _BY_PROTOCOL.get(protocol)) is None:
+                raise InvalidArgument(f"expected one of {', '.join(_BY_PROTOCOL)}, got {protocol!r}", field=variable)
+            return name
+    return _BY_PROTOCOL["http/protobuf"]
+
+
+def _exporter(name: str) -> SpanExporter:
+    """The exporter that an installed package has under the name, made by its own variables."""
+    found = next(iter(entry_points(group=_GROUP, name=name)), None)
+    if found is None:
+        raise InvalidArgument(_missing(name), field=_EXPORTER)
+    try:
+        return _loaded(found)()
+    except ValueError as error:  # of a variable, which its text names
+        raise InvalidArgument(f"the exporter {name} cannot be set up: {error}", field=_EXPORTER) from error
+
+
+def _loaded(found: EntryPoint) -> Callable[[], SpanExporter]:
+    try:
+        exporter: Callable[[], SpanExporter] = found.load()
+    except ImportError as error:  # of a package it needs
+        raise InvalidArgument(f"the exporter {found.name} cannot be loaded: {error}", field=_EXPORTER) from error
+    return exporter
+
+
+def _missing(name: str) -> str:
+    if name == _BY_PROTOCOL["http/protobuf"]:
+        return f"spans are to go out by OTLP, and its exporter is not installed: pip install 'penstock[{EXTRA}]'"
+    if name == _BY_PROTOCOL["grpc"]:
+        return "the exporter for gRPC is not installed: pip install opentelemetry-exporter-otlp-proto-grpc"
+    return f"there is no exporter {name!r}: expected otlp, console or none, or a name that an installed package brings"
+
+
+def _provider(environment: Mapping[str, str], exporters: list[SpanExporter]) -> TracerProvider:
+    from opentelemetry import trace
+    from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    _check_propagators()
+    resource = Resource.create()
+    if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "penstock"}))
+    if SERVICE_VERSION not in resource.attributes:
+        resource = resource.merge(Resource({SERVICE_VERSION: version("penstock")}))
+    provider = TracerProvider(_sampler(environment), resource, shutdown_on_exit=False)
+    for exporter in exporters:
+        try:
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+        except ValueError as error:
+            raise InvalidArgument(f"the variables OTEL_BSP_* do not fit together: {error}") from error
+    trace.set_tracer_provider(provider)
+    return provider
+
+
+def _sampler(environment: Mapping[str, str]) -> Any:
+    """The one of Dynamo's ratio where OpenTelemetry's own variable is not set; None leaves it to the SDK."""
+    if environment.get(_SAMPLER, "").strip() or (ratio := fraction(environment.get(_RATIO), 1.0)) is None:
+        return None
+    from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+
+    return ParentBasedTraceIdRatio(ratio)
+
+
+def _check_propagators() -> None:
+    try:
+        import opentelemetry.propagate  # noqa: F401  (reads the variable)
+    except ValueError as error:
+        raise InvalidArgument(str(error), field="OTEL_PROPAGATORS") from error
+
+
+def _tracer(provider: TracerProvider) -> Tracer:
+    from .http import SCHEMA_URL
+
+    return provider.get_tracer("penstock", version("penstock"), schema_url=SCHEMA_URL)
+
+
+def _flush(provider: TracerProvider, exporters: list[SpanExporter]) -> None:
+    """Send what is left, in a thread: the SDK would wait for a collector that hangs for half a minute."""
+    closing = Thread(target=provider.shutdown, name="last spans", daemon=True)
+    closing.start()
+    closing.join(FLUSH_S)
+    if closing.is_alive():
+        _log.warning("spans that were not sent within %g s of the end are lost", FLUSH_S)
+        for exporter in exporters:
+            exporter.shutdown()  # wakes it where it waits to try again
