@@ -1,0 +1,424 @@
+"""One complete tree of spans for every request, however it ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from pipeline import Context, PenstockError
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+from pipeline.tracing import RequestSpan
+from serving.http import Availability, HttpOptions, app
+from serving.limits import HttpLimits
+
+pytestmark = pytest.mark.anyio
+
+ALONE = "POST /v1/chat/completions"
+STAGES = """
+  Preprocess
+    Migration
+      Detokenize
+        PushRouter
+          engine.generate"""
+KV = """
+  Preprocess
+    Migration
+      Detokenize
+        KvPushRouter
+          kv_router.select_worker
+            kv_router.compute_block_hashes
+            kv_router.compute_seq_hashes
+            kv_router.schedule
+          kv_router.route_request
+          PushRouter
+            engine.generate"""
+DISAGGREGATED = """
+  Preprocess
+    Migration
+      Detokenize
+        PrefillRouter
+          prefill
+            PushRouter
+              engine.generate
+          decode
+            PushRouter
+              engine.generate"""
+MIGRATED = """
+  Preprocess
+    Migration
+      Detokenize
+        PushRouter
+          engine.generate
+      migration.retry
+        Detokenize
+          PushRouter
+            engine.generate"""
+SECRET = "xyzzyplugh"
+
+
+def chat_request(tokens: int = 8) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        model="m", messages=[ChatMessage(role="user", content="hello, hello")], max_tokens=tokens
+    )
+
+
+# -- answers that end
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_streaming_and_unary_requests_have_the_same_tree(
+    stream: bool, serving: Any, chat: Any, recorded: Any
+) -> None:
+    async with serving(engine="mocker") as it:
+        await chat(it.app, stream=stream, max_tokens=3, temperature=0.5, top_p=0.9, seed=7).run()
+    tree = recorded.tree()
+    assert str(tree) == ALONE + STAGES
+    said = tree.root.attributes
+    assert (tree.root.kind, tree.root.status, said["http.response.status_code"]) == ("SERVER", "UNSET", 200)
+    asked = {name: said[f"gen_ai.request.{name}"] for name in ("model", "max_tokens", "temperature", "top_p", "seed")}
+    assert asked == {"model": "m", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 7}
+    assert said["gen_ai.request.stream"] is stream
+    assert (said["gen_ai.operation.name"], said["gen_ai.provider.name"]) == ("chat", "penstock")
+    assert said["gen_ai.usage.output_tokens"] == 3
+    assert said["gen_ai.usage.input_tokens"] > 3
+    assert said["gen_ai.response.finish_reasons"] == ("length",)
+    assert said["gen_ai.response.id"] == "chatcmpl-" + said["penstock.request_id"]
+    assert said["gen_ai.response.time_to_first_chunk"] >= 0
+    assert {node.attributes["penstock.request_id"] for node in tree.nodes} == {said["penstock.request_id"]}
+    assert {node.attributes.get("penstock.ending") for node in tree.nodes} == {"ended", None}
+
+
+async def test_the_router_writes_its_decision_into_its_span(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine="mocker", workers=2, router="kv") as it:
+        await chat(it.app, max_tokens=3).run()
+        workers = {worker.worker_id for worker in it.opened.workers}
+    tree = recorded.tree()
+    assert str(tree) == ALONE + KV
+    said = tree.one("KvPushRouter").attributes
+    chosen = said["kv_router.worker_id"]
+    assert chosen in workers
+    assert {"kv_router.dp_rank", "kv_router.overlap_blocks", "kv_router.cost"} <= said.keys()
+    assert tree.one("PushRouter").attributes["penstock.worker_id"] == chosen
+
+
+async def test_each_prompt_of_a_batch_has_a_subtree(serving: Any, complete: Any, recorded: Any) -> None:
+    async with serving() as it:
+        await complete(it.app, prompt=["one", "two", "three"], max_tokens=2).run()
+    tree = recorded.tree()
+    assert str(tree) == "POST /v1/completions" + 3 * STAGES
+    request_id = tree.root.attributes["penstock.request_id"]
+    parts = {node.attributes["penstock.request_id"] for node in tree.all("Preprocess")}
+    assert parts == {f"{request_id}-{number}" for number in range(3)}
+    assert (tree.root.attributes["penstock.prompts"], tree.root.attributes["gen_ai.usage.output_tokens"]) == (3, 6)
+
+
+@pytest.mark.parametrize("router", ["round-robin", "kv"])
+async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine="mocker", workers=2, prefill_workers=2, router=router) as it:
+        await chat(it.app, max_tokens=4, stream=True).run()
+    tree = recorded.tree()
+    if router != "kv":
+        assert str(tree) == ALONE + DISAGGREGATED
+    prefill, decode = tree.one("prefill"), tree.one("decode")
+    assert decode.links == (prefill.span_id,)
+    prefilling, decoding = tree.all("engine.generate")
+    assert decoding.links == (prefilling.span_id,)
+
+
+async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine="mocker", workers=2) as it:
+        asked = chat(it.app, max_tokens=6, stream=True)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asked.run)
+            await asked.until(lambda seen: len(seen.data) > 1)
+            await it.opened.fleet.die(next(worker for worker in it.opened.workers if worker.served.running))
+    tree = recorded.tree()
+    assert str(tree) == ALONE + MIGRATED
+    before, after = tree.all("engine.generate")
+    assert tree.one("migration.retry").links == after.links == (before.span_id,)
+    assert tree.root.status == "UNSET"
+    assert tree.root.attributes["gen_ai.usage.output_tokens"] == 6
+    ids = [node.attributes["penstock.worker_id"] for node in tree.all("PushRouter")]
+    assert len(set(ids)) == 2
+
+
+# -- refused
+
+
+async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limit(
+    serving: Any, chat: Any, recorded: Any
+) -> None:
+    async with serving(options=HttpOptions(limits=HttpLimits(max_metadata_entries=1))) as it:
+        await chat(it.app, headers={"x-dynamo-meta-a": "1", "x-dynamo-meta-b": "2"}).run()
+    tree = recorded.tree()
+    assert str(tree) == ALONE
+    said = tree.root.attributes
+    assert (said["http.response.status_code"], tree.root.status) == (431, "UNSET")
+    assert "error.type" not in said
+    limit = (said["penstock.limit"], said["penstock.limit.value"], said["penstock.limit.threshold"])
+    assert limit == ("max_metadata_entries", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"{", 400), (b'{"model": "m", "messages": []}', 400), (b'{"model": "x"}', 400)]
+)
+async def test_a_bad_request_is_a_server_span(
+    body: bytes, status: int, serving: Any, request_to: Any, recorded: Any
+) -> None:
+    async with serving() as it:
+        answered = await request_to(it.app, "/v1/chat/completions", body).run()
+    tree = recorded.tree()
+    assert answered.status == tree.root.attributes["http.response.status_code"] == status
+    assert tree.root.attributes["penstock.problem"] == "validation"
+    assert tree.root.status == "UNSET"
+
+
+async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving() as it:
+        availability = Availability()
+        availability.stop()
+        refusing = app({"m": it.opened.graph}, tracer=recorded.tracer, availability=availability)
+        await chat(refusing).run()
+    tree = recorded.tree()
+    assert (str(tree), tree.root.status, tree.root.attributes["error.type"]) == (ALONE, "ERROR", "unavailable")
+
+
+# -- ended early
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("shape", ["plain", "kv", "disaggregated"])
+async def test_a_request_stopped_or_killed_amid_its_answer_ends_every_span(
+    how: str, shape: str, serving: Any, recorded: Any
+) -> None:
+    fields = {"plain": {}, "kv": {"router": "kv", "workers": 2}, "disaggregated": {"prefill_workers": 1}}[shape]
+    async with serving(engine="mocker", **fields) as it:
+        span = RequestSpan("request", {}, recorded.tracer)
+        request = Context(chat_request())
+        request.trace = span.trace
+        async with await it.opened.graph.generate(request) as stream:
+            await anext(stream)
+            getattr(request, how)()
+            async for _ in stream:
+                pass
+        span.end()
+    tree = recorded.tree()
+    endings = {node.name: node.attributes.get("penstock.ending") for node in tree.nodes}
+    assert endings["Preprocess"] == endings["PushRouter"] == "ended"
+    assert {node.status for node in tree.nodes} == {"UNSET"}
+
+
+async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine_args={"delay_s": "1"}) as it:
+        availability = Availability()
+        ending = app({"m": it.opened.graph}, tracer=recorded.tracer, availability=availability)
+        asked = chat(ending, stream=True)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asked.run)
+            await asked.until(lambda seen: seen.data)
+            availability.stop()
+    tree = recorded.tree()
+    assert str(tree) == ALONE + STAGES
+    assert (tree.root.status, tree.root.attributes["error.type"]) == ("ERROR", "unavailable")
+    assert tree.root.attributes["http.response.status_code"] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prefill_workers", [0, 1])
+@pytest.mark.parametrize("after_s", [0.0001, 0.05])
+async def test_a_client_that_leaves_ends_every_span(
+    stream: bool, prefill_workers: int, after_s: float, serving: Any, chat: Any, recorded: Any
+) -> None:
+    async with serving(engine="mocker", prefill_workers=prefill_workers) as it:
+        asked = chat(it.app, stream=stream, max_tokens=50)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asked.run)
+            await anyio.sleep(after_s)
+            asked.leave()
+        await anyio.sleep(60)
+    # What has been handed to a prefill worker is computed to its end, and its blocks are taken.
+    afterwards = ("prefill", "decode", "PushRouter", "engine.generate") if prefill_workers else ()
+    tree = recorded.tree(outlives=afterwards)
+    said = tree.root.attributes
+    assert (said["penstock.ending"], said["penstock.problem"], tree.root.status) == ("closed", "cancelled", "UNSET")
+
+
+async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine="mocker", workers=1, migration_limit=0) as it:
+        asked = chat(it.app, max_tokens=50, stream=True)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asked.run)
+            await asked.until(lambda seen: len(seen.data) > 1)
+            await it.opened.fleet.die(it.opened.workers[0])
+    tree = recorded.tree()
+    assert (tree.root.status, tree.root.attributes["http.response.status_code"]) == ("ERROR", 200)
+    assert {tree.one(name).status for name in ("Preprocess", "Detokenize", "PushRouter")} == {"ERROR"}
+
+
+async def test_a_request_that_no_worker_takes_has_an_error_in_its_tree(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine="mocker", workers=1) as it:
+        await it.opened.fleet.die(it.opened.workers[0])
+        answered = await chat(it.app).run()
+    tree = recorded.tree()
+    assert answered.status == tree.root.attributes["http.response.status_code"] == 503
+    assert (tree.root.status, tree.one("PushRouter").status) == ("ERROR", "ERROR")
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+@pytest.mark.parametrize("reads", [0, 1])
+async def test_a_stream_that_is_left_ends_every_span(how: str, reads: int, serving: Any, recorded: Any) -> None:
+    async with serving(engine="mocker") as it:
+        span = RequestSpan("request", {}, recorded.tracer)
+        request = Context(chat_request())
+        request.trace = span.trace
+        stream = await it.opened.graph.generate(request)
+        for _ in range(reads):
+            await anext(stream)
+        if how == "close":
+            await stream.aclose()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            del stream
+            for _ in range(20):
+                await checkpoint()
+        span.end()
+    # Streams that are dropped are released in whatever order.
+    tree = recorded.tree(outlives=[span.name for span in recorded.ended] if how == "drop" else ())
+    assert tree.one("Preprocess").attributes["penstock.ending"] == ("closed" if reads else "unread")
+
+
+async def test_a_cancelled_server_task_ends_every_span(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving(engine="mocker") as it:
+        with anyio.move_on_after(0.05):
+            await chat(it.app, max_tokens=500, stream=True).run()
+    tree = recorded.tree()
+    assert (str(tree), tree.root.attributes["penstock.ending"]) == (ALONE + STAGES, "closed")
+
+
+async def test_concurrent_requests_are_a_tree_each(serving: Any, chat: Any, recorded: Any, as_one_tree: Any) -> None:
+    async with serving(engine="mocker", workers=2) as it, anyio.create_task_group() as tasks:
+        for number in range(10):
+            tasks.start_soon(chat(it.app, stream=bool(number % 2), max_tokens=4).run)
+    assert not recorded.open
+    traces: dict[str, list[Any]] = {}
+    for node in recorded.nodes:
+        traces.setdefault(node.trace_id, []).append(node)
+    assert [str(as_one_tree(nodes)) for nodes in traces.values()] == [ALONE + STAGES] * 10
+
+
+# -- what is, and what is never, recorded
+
+
+async def test_prompts_and_answers_are_never_recorded(serving: Any, chat: Any, complete: Any, recorded: Any) -> None:
+    say = {"role": "user", "content": SECRET}
+    async with serving() as it:
+        for stream in (True, False):
+            await chat(it.app, messages=[say], stream=stream, stop=[SECRET]).run()
+            await complete(it.app, prompt=[SECRET, SECRET], stream=stream, echo=False).run()
+        await chat(it.app, messages=[{"role": "user", "content": {"text": SECRET}}]).run()
+        await chat(it.app, messages=[say | {"role": 7}]).run()
+        await chat(it.app, messages=[say], max_tokens=-1).run()
+        await chat(it.app, messages=SECRET).run()
+    assert len(recorded.ended) > 20
+    assert SECRET not in recorded.texts
+
+
+async def test_what_a_client_may_write_is_cut(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving() as it:
+        await chat(it.app, model="m" * 100_000, headers={"user-agent": "a" * 50_000}).run()
+    assert len(recorded.texts) < 5_000
+
+
+# -- the caller's trace
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+async def test_the_tree_hangs_below_the_callers_span(serving: Any, chat: Any, recorded: Any) -> None:
+    async with serving() as it:
+        await chat(it.app, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"}).run()
+    tree = recorded.tree()
+    assert {node.trace_id for node in tree.nodes} == {TRACE}
+    (root,) = [span for span in recorded.ended if span.name == ALONE]
+    assert f"{root.parent.span_id:016x}" == SPAN
+
+
+async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, chat: Any, recorded: Any) -> None:
+    """The ids go on all the same, so that what is asked further on knows the decision."""
+    seen: list[Any] = []
+
+    class Watched:
+        def __init__(self, graph: Any) -> None:
+            self._graph = graph
+
+        async def generate(self, request: Context[Any]) -> Any:
+            seen.append(request.trace)
+            return await self._graph.generate(request)
+
+    async with serving() as it:
+        watched: Any = Watched(it.opened.graph)
+        traced_app = app({"m": watched}, tracer=recorded.tracer)
+        answered = await chat(traced_app, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"}).run()
+    assert answered.status == 200
+    assert (recorded.ended, recorded.open) == ([], {})
+    from pipeline.tracing import inject
+
+    request: Context[None] = Context(None)
+    request.trace = seen[0]
+    header = inject(request)["traceparent"]
+    assert header.startswith(f"00-{TRACE}-")
+    assert header.endswith("-00")
+
+
+async def test_without_a_tracer_there_is_no_span_and_no_wrapper(chat: Any, recorded: Any) -> None:
+    from serving.config import GraphConfig
+    from serving.graphs import Hosting, hosted_graph
+
+    async with hosted_graph(GraphConfig(model_name="m"), Hosting()) as opened:
+        plain = app({"m": opened.graph})
+        await chat(plain).run()
+        assert [type(stage).__name__ for stage in opened.graph.stages] == [
+            *("Preprocess", "Migration", "Detokenize", "PushRouter")
+        ]
+    assert (recorded.ended, recorded.open) == ([], {})
+
+
+# -- the check itself
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda nodes, node: nodes[1:],
+        lambda nodes, node: nodes[:-1],
+        lambda nodes, node: [*nodes, nodes[0]],
+        lambda nodes, node: [*nodes, node("second root", TRACE, "9" * 16, "", 0, 1)],
+        lambda nodes, node: [*nodes, node("orphan", nodes[0].trace_id, "9" * 16, "8" * 16, 0, 1)],
+        lambda nodes, node: [*nodes, node("elsewhere", TRACE, "9" * 16, nodes[0].span_id, 0, 1)],
+        lambda nodes, node: [*nodes, node("late", nodes[0].trace_id, "9" * 16, nodes[0].span_id, 2**62, 2**63)],
+        lambda nodes, node: [*nodes, node("early", nodes[0].trace_id, "9" * 16, nodes[0].span_id, 0, 1)],
+    ],
+    ids=["missing leaf", "missing root", "doubled", "two roots", "orphan", "other trace", "late", "early"],
+)
+async def test_a_wrong_tree_is_noticed(
+    spoil: Callable[..., Any], serving: Any, chat: Any, recorded: Any, as_one_tree: Any, node: Any
+) -> None:
+    async with serving() as it:
+        await chat(it.app).run()
+    good = as_one_tree(recorded.nodes)
+    spoiled = spoil(recorded.nodes, node)
+    with pytest.raises(AssertionError):  # a leaf that is missing shows in the drawing only
+        assert str(as_one_tree(spoiled)) == str(good)
+
+
+async def test_a_span_that_has_not_ended_is_noticed(recorded: Any, recording: Any) -> None:
+    other = recording()
+    other.tracer.start_span("open")
+    with pytest.raises(AssertionError, match="not ended"):
+        other.tree()
+    assert not issubclass(PenstockError, AssertionError)
