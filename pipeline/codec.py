@@ -23,6 +23,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from .annotated import Annotated
 from .error_wire import error_from_plain, error_to_plain
 from .errors import CodecError, InvalidArgument, PenstockError
+from .json_pieces import decode_in_pieces
 from .protocols.wire import WIRE_KEY, InvalidRecord, WireRule
 from .wire_decoders import (
     Decode,
@@ -255,6 +256,7 @@ def _add_encoders(converter: Converter) -> None:
 _converter = _make_converter()
 _json_encoder = msgspec.json.Encoder()
 _json_decoder = msgspec.json.Decoder()
+_json_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _msgpack_encoder = msgspec.msgpack.Encoder()
 _msgpack_decoder = msgspec.msgpack.Decoder()
 _UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
@@ -295,7 +297,37 @@ def to_json(value: Any) -> bytes:
 
 def from_json(data: bytes | str, cls: type[T]) -> T:
     """The record in a JSON text. Raises InvalidArgument for a text that is no JSON, and as `from_plain`."""
-    return from_plain(_decode(_json_decoder.decode, data, "JSON"), cls)
+    return from_plain(plain_from_json(data), cls)
+
+
+def plain_from_json(data: bytes | bytearray | str) -> Any:
+    """Return the plain value in a JSON text. Raise InvalidArgument for a text that is no JSON."""
+    return _decode(_json_decoder.decode, data, "JSON")
+
+
+def plain_from_long_json(data: bytes | bytearray, pause: Callable[[], object]) -> Any:
+    """Return the plain value in a JSON text of many megabytes, which is a list or an object.
+
+    It is decoded in pieces of a few milliseconds each; `pause` is called between them, and what it raises ends it.
+    Raise InvalidArgument as `plain_from_json`, without the place of the fault; see `decode_in_pieces`.
+    """
+
+    def decode(piece: bytes) -> Any:
+        try:
+            return plain_from_json(piece)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message.partition(" (byte ")[0]) from None  # it is one in the piece
+
+    return decode_in_pieces(data, decode, pause=pause)
+
+
+def is_json_object(text: str) -> bool:
+    """Whether a text is a JSON object. What is in it is only skipped, so the cost is a fraction of decoding it."""
+    try:
+        _json_object_decoder.decode(text)
+    except (RecursionError, ValueError, msgspec.MsgspecError):
+        return False
+    return True
 
 
 def to_msgpack(value: Any) -> bytes:
@@ -312,7 +344,7 @@ def from_msgpack(data: bytes, cls: type[T]) -> T:
     return from_plain(_decode(_msgpack_decoder.decode, data, "MessagePack"), cls)
 
 
-def _decode(decode: Callable[[Any], Any], data: bytes | str, form: str) -> Any:
+def _decode(decode: Callable[[Any], Any], data: bytes | bytearray | str, form: str) -> Any:
     """The plain value in the bytes; every way to be malformed is one InvalidArgument without a field."""
     try:
         return decode(data)
