@@ -26,6 +26,7 @@ from .prefill import KvPrefill, PrefillError, PrefillRouter, PrefillSettings, Pu
 from .preprocess import PROMPT_TOKENS, Preprocess
 from .push_router import PushRouter
 from .rejection import Rejection, overload_status
+from .request_size import check_counts
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
 from .validation import validate
 from .worker_load import WorkerLoad, WorkerLoads, load_reports
@@ -66,6 +67,7 @@ __all__ = [
     "WorkerLoad",
     "WorkerLoads",
     "capacities_of",
+    "check_counts",
     "cuda_to_cpu_ratio",
     "exclusion_s",
     "least_loaded",

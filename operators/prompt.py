@@ -5,12 +5,11 @@ Source: dynamo lib/llm/src/preprocessor.rs, apply_template and gather_tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from pipeline import InvalidArgument
-from pipeline.codec import to_plain
+from pipeline.codec import plain_from_json, to_plain
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 
 from .chat_template import Message
@@ -42,7 +41,7 @@ def _single(request: CompletionRequest) -> str | list[int]:
 
 
 def _is_token_ids(prompt: Sequence[Any]) -> TypeGuard[list[int]]:
-    return all(isinstance(entry, int) for entry in prompt)
+    return not prompt or isinstance(prompt[0], int)
 
 
 def _chat(request: ChatCompletionRequest, model: Model) -> str:
@@ -69,7 +68,7 @@ def _plain(message: ChatMessage) -> Message:
     """The message as templates expect it: unset fields left out, arguments of tool calls as objects."""
     plain: Message = to_plain(message)
     for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = plain_from_json(call["function"]["arguments"])
     return plain
 
 

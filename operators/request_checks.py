@@ -6,12 +6,13 @@ A check yields (where below the field, what is wrong); an empty place is the fie
 from __future__ import annotations
 
 import binascii
-import json
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
+from pipeline.codec import is_json_object
 from pipeline.protocols import NvExt
 from pipeline.protocols.openai import (
     ChatCompletionRequest,
@@ -25,8 +26,12 @@ from pipeline.protocols.openai import (
     Tool,
     ToolChoice,
 )
+from pipeline.protocols.wire import shortened
 
 CHOICES_MAX = 128
+"""Of `n`, and of prompts times `n`."""
+NAMED_MAX = 8
+"""How many unknown fields an error names."""
 STOPS_MAX = 32
 PROMPT_EMBEDS_BYTES_MIN, PROMPT_EMBEDS_BYTES_MAX = 100, 10 * 1024 * 1024
 _WHOLE_BELOW = 2**53
@@ -68,10 +73,12 @@ def not_blank(label: str) -> Check:
 
 
 def known_only(unknown: Mapping[str, Any], request: GenerationRequest) -> Iterator[Fault]:
-    """No field that has no meaning here, all named together."""
+    """No field that has no meaning here; the first of them are named together."""
     deprecated = [name for name in ("functions", "function_call") if getattr(request, name, None) is not None]
-    if names := [*unknown, *deprecated]:
-        yield "", "Unsupported parameter(s): " + ", ".join(f"`{name}`" for name in names)
+    if count := len(unknown) + len(deprecated):
+        names = [shortened(name) for name in islice(chain(unknown, deprecated), NAMED_MAX)]
+        more = f" and {count - NAMED_MAX} more" if count > NAMED_MAX else ""
+        yield "", "Unsupported parameter(s): " + ", ".join(f"`{name}`" for name in names) + more
 
 
 def own_template_args(args: Mapping[str, Any], _: ChatCompletionRequest) -> Iterator[Fault]:
@@ -87,14 +94,15 @@ def messages(found: Sequence[ChatMessage], _: ChatCompletionRequest) -> Iterator
     for i, message in enumerate(found):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type not in ("text", "refusal"):
-                yield f"[{i}].content[{j}].type", f"Messages cannot hold content of type {part.type} for this model"
+                kind = shortened(part.type)
+                yield f"[{i}].content[{j}].type", f"Messages cannot hold content of type {kind} for this model"
 
 
 def tool_call_arguments(found: Sequence[ChatMessage], _: ChatCompletionRequest) -> Iterator[Fault]:
     """The arguments of the assistant's tool calls are JSON objects."""
     for i, message in enumerate(found):
         for j, call in enumerate(message.tool_calls or ()):
-            if not _is_json_object(call.function.arguments):
+            if not is_json_object(call.function.arguments):
                 place = f"[{i}].tool_calls[{j}].function.arguments"
                 yield place, f"Messages{place} must be a JSON object"
 
@@ -103,6 +111,7 @@ def logit_bias(biases: Mapping[str, float], _: GenerationRequest) -> Iterator[Fa
     """Each between -100 and 100."""
     for token, bias in biases.items():
         if not -100 <= bias <= 100:
+            token = shortened(token)
             yield token, f"Logit_bias for token {token} must be between -100 and 100, got {_shown(bias)}"
 
 
@@ -112,14 +121,6 @@ def choices(n: int, request: GenerationRequest) -> Iterator[Fault]:
         yield "", f"N must be between 1 and {CHOICES_MAX}, got {n}"
     if n > 1 and request.temperature == 0:
         yield "", f"N must be 1 when temperature is 0, got {n}"
-
-
-def total_choices(prompt: Prompt, request: CompletionRequest) -> Iterator[Fault]:
-    """Prompts times choices."""
-    batch, n = batch_size(prompt), 1 if request.n is None else request.n
-    if batch * n > CHOICES_MAX:
-        product = f"batch_size × n = {batch} × {n} = {batch * n}"  # noqa: RUF001  # the client's wording
-        yield "", f"Total choices ({product}) exceeds maximum of {CHOICES_MAX}"
 
 
 def best_of(value: int, request: GenerationRequest) -> Iterator[Fault]:
@@ -167,7 +168,7 @@ def tool_choice(choice: ToolChoice, request: ChatCompletionRequest) -> Iterator[
         yield "", "`tool_choice` required is not supported, use auto or none"
     if isinstance(choice, NamedToolChoice):
         if choice.function.name not in names:
-            yield "function.name", f"Tool_choice names {choice.function.name}, which is not among the tools"
+            yield "function.name", f"Tool_choice names {shortened(choice.function.name)}, which is not among the tools"
         yield "", "A function in `tool_choice` is not supported, use auto or none"
 
 
@@ -200,13 +201,13 @@ def text_only(modalities: Sequence[str], _: ChatCompletionRequest) -> Iterator[F
     """No output but text is asked for."""
     for i, modality in enumerate(modalities):
         if modality != "text":
-            yield f"[{i}]", f"Modalities other than text are not supported, got {modality}"
+            yield f"[{i}]", f"Modalities other than text are not supported, got {shortened(modality)}"
 
 
 def service_tier(tier: str, _: ChatCompletionRequest) -> Iterator[Fault]:
     """There is one tier only."""
     if tier not in ("auto", "default"):
-        yield "", f"Service_tier must be auto or default, got {tier}"
+        yield "", f"Service_tier must be auto or default, got {shortened(tier)}"
 
 
 def top_logprobs(count: int, request: ChatCompletionRequest) -> Iterator[Fault]:
@@ -230,9 +231,9 @@ def prompt(found: Prompt | None, request: CompletionRequest) -> Iterator[Fault]:
             yield "", "Prompt or prompt_embeds must be given"
     elif not found:
         yield "", f"Prompt {'string' if isinstance(found, str) else 'array'} cannot be empty"
-    elif not isinstance(found, str):
+    elif not isinstance(found, str) and not isinstance(found[0], int):  # token ids are no parts
         for i, entry in enumerate(found):
-            if not isinstance(entry, int) and not entry:
+            if not entry and not isinstance(entry, int):
                 yield f"[{i}]", f"Prompt[{i}] cannot be empty"
 
 
@@ -267,10 +268,3 @@ def batch_size(found: Prompt | None) -> int:
 def _shown(number: float) -> str:
     """The number as a client most likely wrote it: whole ones without a fraction."""
     return str(int(number) if abs(number) < _WHOLE_BELOW and number == int(number) else number)
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

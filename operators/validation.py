@@ -53,7 +53,6 @@ RULES = (
     Rule("top_logprobs", check.top_logprobs, ChatCompletionRequest),
     Rule("logprobs", check.between("Logprobs", 0, 5), CompletionRequest),
     Rule("n", check.choices),
-    Rule("prompt", check.total_choices, CompletionRequest),
     Rule("best_of", check.between("Best_of", 0, 20), CompletionRequest),
     Rule("best_of", check.best_of, CompletionRequest),
     Rule("max_tokens", check.between("Max_tokens", 1, TOKENS_MAX)),

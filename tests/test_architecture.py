@@ -60,7 +60,14 @@ FACES = {
         )
     ),
     *("pipeline.rx", "pipeline.codec", "pipeline.sse", "pipeline.tracing", "pipeline.metrics", "pipeline.errors"),
-    *("pipeline.frames", "pipeline.phase", "pipeline.metrics_items", "pipeline.card_checksum", "pipeline.model_folder"),
+    *(
+        "pipeline.frames",
+        "pipeline.phase",
+        "pipeline.metrics_items",
+        "pipeline.card_checksum",
+        "pipeline.json_size",
+        "pipeline.model_folder",
+    ),
     *("pipeline.block_hash", "pipeline.extras", "pipeline.foreign", "pipeline.loop", "pipeline.prometheus_text"),
     *("operators", "operators.kv", "operators.prefill", "engines", "engines.mocker"),
     *("serving", "serving.graphs", "serving.http", "serving.live", "serving.openai", "serving.replay"),
@@ -79,7 +86,7 @@ DOORS = {
     "json5": {"pipeline/model_folder.py"},
     "httpx2": {f"serving/live/{name}.py" for name in ("address", "client", "exchange")},
     "jinja2": {"operators/chat_template.py"},
-    "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "serving/openai/encoding.py"},
+    "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "pipeline/wire_decoders.py", "serving/openai/encoding.py"},
     "nats": {"pipeline/network/nats.py"},
     "numpy": {"engines/mocker/profile.py"},
     "opentelemetry": {

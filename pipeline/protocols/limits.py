@@ -15,3 +15,11 @@ class RequestLimits:
     """
 
     max_tools: int = setting(1536, "Tools that a chat may declare.")
+    max_messages: int = setting(4_096, "Messages of a chat.")
+    max_content_parts: int = setting(16_384, "Parts of the contents of all messages.")
+    max_prompt_characters: int = setting(8_388_608, "Characters in the prompt, or in the texts of all messages.")
+    max_token_ids: int = setting(1_048_576, "Token ids in all fields of a request.")
+    max_logit_bias_entries: int = setting(4_096, "Tokens that `logit_bias` may name.")
+    max_field_entries: int = setting(
+        4_096, "Entries in one of the other lists and objects: `metadata`, `guided_choice`, `nvext.annotations`, ..."
+    )

@@ -20,6 +20,15 @@ WIRE_KEY = "penstock.wire"
 """Key of a field's `WireRule` in its attrs metadata."""
 
 
+SHOWN_MAX = 64
+"""How many characters of a client's name or text an error repeats."""
+
+
+def shortened(text: str, most: int = SHOWN_MAX) -> str:
+    """The text as an error repeats it: its first characters, if it is longer than `most`."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
 class InvalidRecord(ValueError):
     """A value no record of this kind may hold; `field` is the path of the offending place below the record.
 

@@ -34,10 +34,11 @@ from ..openai import (
 )
 from .exchange import Exchange
 from .generation import Generation
+from .parser import parsed
 from .problems import CLIENT_GONE, Problem, Refusal, explain
 from .prompts import OpenAIRequest, one_per_prompt
 from .reply import reply_problem
-from .request import RequestHeaders, parse, read_body
+from .request import RequestHeaders, read_body
 from .request_meter import RequestMeter
 from .server_span import PassingSpan, span_of
 from .service import ServedModel, Service
@@ -91,9 +92,10 @@ class GenerationEndpoint:
     async def _read(self, headers: RequestHeaders, receive: Receive) -> OpenAIRequest:
         """The request in the body, with what its headers say. Raises ClientDisconnect, or why it is no request."""
         headers.require_json()
-        body = await read_body(headers, receive, self._service.options.body_limit_mb)
-        request: OpenAIRequest = parse(body, self._api.request)
-        request.nvext = apply_headers(request.nvext, headers.values) if self._service.options.nvext else None
+        options = self._service.options
+        body = await read_body(headers, receive, options.body_limit_mb, options.limits)
+        request: OpenAIRequest = await parsed(body, self._api.request, options)
+        request.nvext = apply_headers(request.nvext, headers.values) if options.nvext else None
         return request
 
     def _meter(self, request: OpenAIRequest) -> RequestMeter:

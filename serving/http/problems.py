@@ -15,7 +15,7 @@ from http import HTTPStatus
 from math import ceil, isfinite
 from typing import Any, Literal
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 
 from pipeline import (
     Annotated,
@@ -54,16 +54,33 @@ _CANCELLED = "Request cancelled"
 _VALIDATION = "Validation: "
 
 
+_MESSAGE_BYTES_MAX = 3_072
+"""Of a message as JSON: with it every error body stays below 4 KiB, whatever text of a client's it repeats."""
+
+
+def bounded(message: str) -> str:
+    """The message, shortened so that it takes at most `_MESSAGE_BYTES_MAX` as JSON, without halves of characters."""
+    shown = message[:_MESSAGE_BYTES_MAX]
+    if not shown.isascii():
+        shown = shown.encode("utf-8", "replace").decode()
+    while (
+        len(shown) * 6 > _MESSAGE_BYTES_MAX and len(encode(shown)) > _MESSAGE_BYTES_MAX
+    ):  # "\u0000" is the longest form
+        shown = shown[: len(shown) * 7 // 8]
+    return shown + "..." if len(shown) < len(message) else shown
+
+
 @frozen
 class Problem:
     """What a client is told: status, message, and perhaps details; `kind` is for the metrics.
 
-    `retry_after_s` are the whole seconds after which it makes sense to ask again, where that is known. `type` replaces
-    the words of the status. `exceeded` is the limit that refused the request; the body and a header name it.
+    A message that is too long is shortened. `retry_after_s` are the whole seconds after which it makes sense to ask
+    again, where that is known. `type` replaces the words of the status. `exceeded` is the limit that refused the
+    request; the body and a header name it.
     """
 
     status: int
-    message: str
+    message: str = field(converter=bounded)
     kind: ErrorKind
     details: dict[str, Any] | None = None
     retry_after_s: int | None = None

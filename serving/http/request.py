@@ -7,19 +7,23 @@ arrive, not after.
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
 from attrs import frozen
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
+from operators import check_counts
 from pipeline import InvalidArgument
-from pipeline.codec import from_json
+from pipeline.codec import from_plain, plain_from_json, plain_from_long_json
 from pipeline.errors import ExceededLimit
+from pipeline.protocols.limits import RequestLimits
 
 from ..limits import HttpLimits
-from .options import BODY_LIMIT
+from .body import ArrivingBody, Body
 from .problems import Refusal
 
 T = TypeVar("T")
@@ -32,6 +36,9 @@ _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
 _LENGTH = re.compile(r"[0-9]{1,20}")
 _MB = 1024 * 1024
+_ONE_PIECE_BYTES = 256 * 1024
+"""A body up to this size is decoded by one call, which takes a few milliseconds at the most."""
+DEFAULT_LIMITS, DEFAULT_REQUEST_LIMITS = HttpLimits(), RequestLimits()
 
 
 @frozen
@@ -92,54 +99,72 @@ def _check_metadata(name: str, value: int, threshold: int) -> None:
         raise Refusal(431, "Request metadata is too large", exceeded=ExceededLimit(name, value, threshold))
 
 
-async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int) -> bytes:
-    """The whole body. Raises Refusal (413) as soon as it is too long, ClientDisconnect if the client goes away."""
-    limit_bytes = limit_mb * _MB
+async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int, limits: HttpLimits) -> Body:
+    """The whole body.
+
+    Raise Refusal (413) as soon as it is too long, InvalidArgument as soon as it holds too much, and ClientDisconnect if
+    the client goes away.
+    """
+    body, more = ArrivingBody(limit_mb * _MB, limits), True
     announced = _LENGTH.fullmatch(headers.values.get("content-length", ""))
-    _check_size(int(announced[0]) if announced else 0, limit_bytes)
-    parts: list[bytes] = []
-    size_bytes, more = 0, True
+    body.announce(int(announced[0]) if announced else 0)
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        part = message.get("body", b"")
-        parts.append(part)
-        size_bytes += len(part)
-        _check_size(size_bytes, limit_bytes)
+        await body.add(message.get("body", b""))
         more = message.get("more_body", False)
-    return b"".join(parts)
+    return body.whole()
 
 
-def _check_size(size_bytes: int, limit_bytes: int) -> None:
-    if size_bytes > limit_bytes:
-        raise Refusal(413, f"Request body exceeds the limit of {limit_bytes // _MB} MB set by {BODY_LIMIT}")
+def parse(
+    body: bytes | bytearray,
+    kind: type[T],
+    limits: HttpLimits = DEFAULT_LIMITS,
+    request_limits: RequestLimits = DEFAULT_REQUEST_LIMITS,
+    pause: Callable[[], object] = lambda: None,
+) -> T:
+    """The record in the body; JSON that is nearly right is repaired once, unless it is too long.
 
-
-def parse(body: bytes, kind: type[T]) -> T:
-    """The record in the body; JSON that is nearly right is repaired once. Raises InvalidArgument naming the field."""
+    Raise InvalidArgument that names the field, with the limit in `exceeded` if the request is beyond one. `pause` is
+    called often while a long body is decoded.
+    """
     try:
-        return from_json(body, kind)
-    except InvalidArgument as failure:
-        error = failure
-    if not error.field and (repaired := repair(body)) != body:  # a wrong value in correct JSON has a place
-        try:
-            return from_json(repaired, kind)
-        except InvalidArgument as failure:
-            error = failure
-    text = f"Failed to deserialize the JSON body into the target type: {error.message}"
-    raise InvalidArgument(text, field=error.field) from error
+        plain = _plain(body, limits.max_repaired_bytes, pause)
+        if type(plain) is dict:
+            check_counts(plain.get, request_limits)
+        return from_plain(plain, kind)
+    except InvalidArgument as error:
+        if error.exceeded is not None:
+            raise
+        text = f"Failed to deserialize the JSON body into the target type: {error.message}"
+        raise InvalidArgument(text, field=error.field) from error
 
 
-def repair(body: bytes) -> bytes:
-    """The JSON text with raw control characters inside its strings escaped and bytes that are no UTF-8 replaced."""
-    return _STRING.sub(_escaped, body.decode("utf-8", "replace")).encode()
+def _plain(body: bytes | bytearray, max_repaired_bytes: int, pause: Callable[[], object]) -> Any:
+    decode = plain_from_json if len(body) <= _ONE_PIECE_BYTES else partial(plain_from_long_json, pause=pause)
+    try:
+        return decode(body)
+    except InvalidArgument:
+        if 0 < max_repaired_bytes < len(body) or (repaired := repair(body)) == body:
+            raise
+    return decode(repaired)
 
 
-# Possessive, and without its closing quote too: one that never ends must not be tried again at each quote inside it.
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_CONTROL = re.compile(r"[\x00-\x1f]")
+def repair(body: bytes | bytearray) -> bytes:
+    """The JSON text with raw control characters inside its strings escaped and bytes that are no UTF-8 replaced.
+
+    The work is done by a few methods of `str` over the whole text, none of which calls Python for each character.
+    """
+    # No decoded text has these halves of a surrogate pair, so they can stand for escapes that hold a quote.
+    text = body.decode("utf-8", "replace").replace("\\\\", _BACKSLASH).replace('\\"', _QUOTE)
+    parts = text.split('"')
+    inside = '"'.join(parts[1::2])
+    for number in range(32):
+        if (control := chr(number)) in inside:
+            inside = inside.replace(control, f"\\u{number:04x}")
+    parts[1::2] = inside.split('"') if len(parts) > 1 else []
+    return '"'.join(parts).replace(_QUOTE, '\\"').replace(_BACKSLASH, "\\\\").encode()
 
 
-def _escaped(string: re.Match[str]) -> str:
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", string[0])
+_BACKSLASH, _QUOTE = "\ud800", "\ud801"

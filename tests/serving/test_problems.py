@@ -168,6 +168,22 @@ def test_details_come_along() -> None:
     assert json.loads(Problem(500, "m", "internal", {"k": 1}).body())["details"] == {"k": 1}
 
 
+@given(
+    st.text(st.characters(exclude_categories=()), max_size=50),
+    st.integers(1, 5000),
+    st.sampled_from([400, 404, 413, 431, 500]),
+)
+def test_no_error_body_is_longer_than_four_kilobytes(text: str, times: int, status: int) -> None:
+    """Whatever text of a client's its message repeats, halves of surrogate pairs included."""
+    message = text * times
+    details, exceeded = {"backend_status": status}, errors.ExceededLimit("max_prompt_characters", 10**12, 10**12)
+    problem = Problem(status, message, "internal", details, exceeded=exceeded)
+    assert len(problem.body()) <= 4096
+    assert len(problem.frame()) <= 4096
+    if message.isascii() and len(message) * 6 <= 3000:
+        assert problem.message == message
+
+
 @pytest.mark.parametrize("comment", ["", "[]", "{}", '{"code": "x"}', "[" * 100_000, "nan"])
 def test_a_comment_that_names_no_status_is_only_text(comment: str) -> None:
     error = error_of(Annotated[Any](None, None, "error", [comment], None))
