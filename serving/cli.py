@@ -17,6 +17,8 @@ from attrs import evolve
 from pipeline import InvalidArgument, PenstockError
 from pipeline.protocols.limits import RequestLimits
 
+from .access_options import AccessOptions
+from .key_cli import key
 from .limits import HttpLimits
 from .options import (
     AccessLog,
@@ -96,6 +98,7 @@ def serve(
     *,
     limits: HttpLimits,
     request_limits: RequestLimits,
+    access: AccessOptions,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
     _log_from(log_level, access_log=access_log)
@@ -115,7 +118,7 @@ def serve(
     config = config_of(model_path, model_name, engine, engine_arg, workers, routing)
     from .program import serve_graph, serve_watch
 
-    _run_server(serve_graph, serve_watch, config, host, port, ServerOptions(limits, access_log))
+    _run_server(serve_graph, serve_watch, config, host, port, ServerOptions(limits, access_log, access))
 
 
 @_cli.command()
@@ -154,6 +157,7 @@ def worker(
     *,
     limits: HttpLimits,
     request_limits: RequestLimits,
+    access: AccessOptions,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
     _log_from(log_level, access_log=access_log)
@@ -178,7 +182,7 @@ def worker(
     )
     from .program import host_worker, worker_watch
 
-    _run_server(host_worker, worker_watch, config, host, port, ServerOptions(limits, access_log))
+    _run_server(host_worker, worker_watch, config, host, port, ServerOptions(limits, access_log, access))
 
 
 def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
@@ -271,6 +275,7 @@ def graph(
 
 
 _cli.add_typer(replay)
+_cli.add_typer(key, name="key")
 
 
 def main() -> None:

@@ -20,3 +20,6 @@ class HttpLimits:
     max_json_depth: int = setting(100, "Levels of lists and objects in the JSON of a body.")
     max_repaired_bytes: int = setting(1_048_576, "Bytes of a body of broken JSON up to which its repair is attempted.")
     parser_threads: int = setting(2, "Threads that parse long bodies.", minimum=1)
+    tls_handshake_timeout_s: float = setting(
+        10.0, "Seconds that a client has for its TLS handshake; its connection is cut then.", minimum=0.1
+    )

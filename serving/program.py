@@ -15,13 +15,25 @@ from engines import LLMEngine, ProcessWatch, ShutdownTimes, SystemHealth, Worker
 from pipeline import InvalidArgument
 from pipeline.network import Runtime
 
+from .access import Gate
 from .config import GraphConfig
 from .environment import integer
 from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line
-from .http import STATUS_PORT_ENV, Availability, HttpOptions, Telemetry, app, served, status_app, status_port
+from .http import (
+    STATUS_PORT_ENV,
+    Access,
+    Availability,
+    HttpOptions,
+    Telemetry,
+    admin_app,
+    app,
+    served,
+    status_app,
+    status_port,
+)
 from .kv_routing import event_log
 from .routing import routing_to
-from .server import GRACE_S, HttpServer, Interrupts, kept, listen, serve, until_signalled
+from .server import GRACE_S, HttpServer, Interrupts, TlsListener, kept, listen, serve, until_signalled
 from .server_options import ServerOptions
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -56,14 +68,14 @@ async def serve_graph(
     async def host(interrupts: Interrupts) -> None:
         async with hosted_graph(config, front.hosting()) as opened:
             front.telemetry.add_text(opened.native_metrics)
-            server = front.server(opened.graph, listener)
+            server, beside = front.server(opened.graph, listener), front.admin_servers(opened.graph, admin)
             _settle()
-            say(f"Serving {front.models} at {server.url}")
-            await _serve_while_engines_work(opened, server, front, interrupts)
+            say(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
+            await _serve_while_engines_work(opened, server, beside, front, interrupts)
         if (failure := opened.failure) is not None:
             raise failure
 
-    with kept(watch):
+    with kept(watch), front.admin_listener(listener) as admin:
         await until_signalled(host, watch)
 
 
@@ -79,7 +91,7 @@ def worker_watch(environment: Mapping[str, str]) -> ProcessWatch:
 
 
 async def _serve_while_engines_work(
-    opened: OpenGraph, server: HttpServer, front: _Front, interrupts: Interrupts
+    opened: OpenGraph, server: HttpServer, others: Sequence[HttpServer], front: _Front, interrupts: Interrupts
 ) -> None:
     async def end_without_engines() -> None:
         for worker in opened.workers:
@@ -88,8 +100,11 @@ async def _serve_while_engines_work(
         server.stop()
 
     async with anyio.create_task_group() as beside:
-        beside.start_soon(end_without_engines)
+        for work in (end_without_engines, front.gate.follow, *(other.run for other in others)):
+            beside.start_soon(work)
         await serve(server, front.availability, interrupts, front.grace_s)
+        for other in others:
+            other.stop(at_once=True)
         beside.cancel_scope.cancel()
 
 
@@ -113,7 +128,7 @@ async def host_worker(
     async def make(_: Interrupts) -> None:
         made.extend(await config.make_engines(1))
 
-    with _status_listener(environment) as status:
+    with _status_listener(environment) as status, front.admin_listener(listener) as admin:
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
             await until_signalled(make, watch)  # a factory may take long; from its start on the worker hears signals
             if not made:
@@ -134,19 +149,16 @@ async def host_worker(
             routing = await opened.enter_async_context(
                 routing_to(worker.endpoint, config, environment, runtime, tracer=options.tracer)
             )
-            servers = [
-                front.server(line(model, routing, config, front.hosting()), listener),
-            ]
-            if status is not None:
-                servers.append(HttpServer(status_app(health, front.telemetry, environment), status, is_first=False))
+            graph = line(model, routing, config, front.hosting())
+            server, beside = front.server(graph, listener), front.admin_servers(graph, admin)
+            states = [] if status is None else [_plain(status_app(health, front.telemetry, environment), status)]
 
             async def announce() -> None:
                 await routing.workers.wait_for_instances()
                 health.set_process_ready(True)
                 _settle()
-                where = f"{worker.endpoint.path}; serving {front.models} at {servers[0].url}"
-                status_at = "" if status is None else f"; status at {servers[1].url}"
-                say(f"Hosting {config.engine} at {where}{status_at}")
+                where = f"{worker.endpoint.path}; serving {front.models} at {server.url}"
+                say(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
 
             async def refuse() -> None:
                 await worker.wait()
@@ -154,7 +166,7 @@ async def host_worker(
                 await front.availability.drain(worker.times.deadline_s)
 
             with kept(watch):
-                await _run_beside(worker, servers, announce, refuse)
+                await _run_beside(worker, [server, *states, *beside], announce, refuse, front.gate.follow)
 
 
 async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Work) -> None:
@@ -182,6 +194,7 @@ class _Front:
         self.availability = Availability()
         self.models = ""
         self.grace_s = _grace_s(environment)
+        self.gate = Gate(options.access, environment)
         self._server_options = options
         self._environment = environment
         self._options = evolve(
@@ -193,12 +206,45 @@ class _Front:
         return Hosting(self._environment, self.telemetry.component_metrics, tracer=self._server_options.tracer)
 
     def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
-        """A server of the graph on the listening socket."""
+        """A server of the graph on the listening socket, for those that the options let in."""
         self.models = ", ".join(served(graph))
-        options, availability, telemetry = self._options, self.availability, self.telemetry
-        tracer = self._server_options.tracer
-        application = app(graph, options=options, availability=availability, telemetry=telemetry, tracer=tracer)
-        return HttpServer(application, listener, access_log=self._server_options.access_log)
+        gate, tls = self.gate, None
+        gate.warn(listener)
+        if gate.tls is not None:
+            tls = TlsListener(gate.tls.context, self._options.limits.tls_handshake_timeout_s)
+        application = app(
+            graph,
+            options=evolve(self._options, shows_internals=gate.shows_internals(listener)),
+            availability=self.availability,
+            telemetry=self.telemetry,
+            tracer=self._server_options.tracer,
+            access=Access(gate.keys, gate.proxies, gate.cors_origins),
+        )
+        return HttpServer(application, listener, access_log=self._server_options.access_log, tls=tls)
+
+    def admin_listener(self, listener: socket.socket) -> AbstractContextManager[socket.socket | None]:
+        """Where the options want the admin server. Raises InvalidArgument if nothing can listen there."""
+        if (address := self.gate.admin_address(listener)) is None:
+            return nullcontext()
+        try:
+            return listen(*address)
+        except InvalidArgument as error:
+            raise InvalidArgument(str(error), field=f"admin_{error.field}") from error.__cause__
+
+    def admin_servers(self, graph: StandardGraph, listener: socket.socket | None) -> list[HttpServer]:
+        """The server of metrics and of the workers' state, where there is to be one."""
+        if listener is None:
+            return []
+        return [_plain(admin_app(graph, self._options, self.availability, self.telemetry), listener)]
+
+
+def _plain(application: Any, listener: socket.socket) -> HttpServer:
+    """A server beside the first one of the program."""
+    return HttpServer(application, listener, is_first=False)
+
+
+def _also_at(what: str, servers: Sequence[HttpServer]) -> str:
+    return "".join(f"; {what} at {server.url}" for server in servers)
 
 
 def _grace_s(environment: Mapping[str, str]) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import attrs
 import typer
@@ -39,7 +39,7 @@ def with_record_options(command: Command) -> Command:
     @wraps(command)
     def run(**values: Any) -> None:
         made = {
-            name: record(**{field: values.pop(field) for field in settings_of(record)})
+            name: record(**{field: _value(values.pop(field)) for field in settings_of(record)})
             for name, record in records.items()
         }
         command(**values, **made)
@@ -56,13 +56,26 @@ def _options(record: type[Any]) -> list[inspect.Parameter]:
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=defaults[name],
-            annotation=Annotated[hints[name], _option(known, hints[name])],
+            default=list(default) if isinstance(default := defaults[name], tuple) else default,
+            annotation=Annotated[_hint(hints[name]), _option(known, hints[name])],
         )
         for name, known in settings_of(record).items()
     ]
 
 
-def _option(known: Setting, kind: type[Any]) -> Any:
-    minimum = int(known.minimum) if kind is int else known.minimum
-    return typer.Option(envvar=known.variable, min=minimum, help=known.help, rich_help_panel="Limits")
+def _hint(kind: Any) -> Any:
+    """What typer is given: it knows lists, not tuples of any length."""
+    return list[str] if get_origin(kind) is tuple else kind
+
+
+def _value(value: Any) -> Any:
+    """What the record is given: each text of a list may hold several with commas between them."""
+    if not isinstance(value, list):
+        return value
+    return tuple(part.strip() for text in value for part in text.split(",") if part.strip())
+
+
+def _option(known: Setting, kind: Any) -> Any:
+    minimum = known.minimum if known.minimum is None or kind is not int else int(known.minimum)
+    panel = "Access" if minimum is None else "Limits"
+    return typer.Option(envvar=known.variable, min=minimum, help=known.help, rich_help_panel=panel)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from typing import Any
 
 import anyio
 import uvicorn
+from attrs import frozen
 
 from engines import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
@@ -34,6 +36,14 @@ _CUT_OFF_S = 1
 _BACKLOG = 2048
 
 
+@frozen
+class TlsListener:
+    """How a server talks TLS: its context, and how long a handshake may take."""
+
+    context: ssl.SSLContext
+    handshake_timeout_s: float
+
+
 class HttpServer:
     """uvicorn around an app, on a listening socket that it closes in the end.
 
@@ -41,10 +51,16 @@ class HttpServer:
     """
 
     def __init__(
-        self, application: Any, listener: socket.socket, *, access_log: bool = False, is_first: bool = True
+        self,
+        application: Any,
+        listener: socket.socket,
+        *,
+        access_log: bool = False,
+        is_first: bool = True,
+        tls: TlsListener | None = None,
     ) -> None:
         self._listener = listener
-        self.url = url_of(listener)
+        self.url = url_of(listener, "http" if tls is None else "https")
         config = uvicorn.Config(
             application,
             http="httptools",
@@ -56,7 +72,7 @@ class HttpServer:
             timeout_graceful_shutdown=_FLUSH_S,
         )
         self._open_files = OpenFiles(listener.fileno()) if is_first else None
-        self._server = _Uvicorn(config, self._open_files)
+        self._server = _Uvicorn(config, self._open_files, tls)
 
     async def run(self) -> None:
         """Serves until `stop`; asyncio only. Then answers that are on their way get a little time, and are cut off."""
@@ -91,9 +107,34 @@ class HttpServer:
 class _Uvicorn(uvicorn.Server):
     """Without its signal handling, which would end the program by the signal itself; looks at the open files."""
 
-    def __init__(self, config: uvicorn.Config, open_files: OpenFiles | None) -> None:
+    def __init__(self, config: uvicorn.Config, open_files: OpenFiles | None, tls: TlsListener | None) -> None:
         super().__init__(config)
         self._open_files = open_files
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which has no time for a handshake but asyncio's minute."""
+        if self._tls is None or not sockets:
+            await super().startup(sockets)
+            return
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            made: Any = self.config.http_protocol_class
+            connection: asyncio.Protocol = made(config=self.config, server_state=self.server_state, app_state={})
+            return connection
+
+        self.servers = [
+            await loop.create_server(
+                protocol,
+                sock=each,
+                backlog=self.config.backlog,
+                ssl=self._tls.context,
+                ssl_handshake_timeout=self._tls.handshake_timeout_s,
+            )
+            for each in sockets
+        ]
+        self.started = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
@@ -211,10 +252,10 @@ def _no_address(error: OSError, host: str, port: int) -> InvalidArgument:
     return InvalidArgument(f"cannot listen at port {port} on {host}: {error.strerror}", field="port")
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The URL of what the socket listens to."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from .access_options import AccessOptions
 from .limits import HttpLimits
 
 if TYPE_CHECKING:
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 class ServerOptions:
     """What the options of a command that serves come to.
 
-    `limits` bound requests, connections and clients. `access_log` logs every request. `tracer` makes the spans of
-    requests; without one there are none.
+    `limits` bound requests, connections and clients. `access_log` logs every request. `access` is who may use it.
+    `tracer` makes the spans of requests; without one there are none.
     """
 
     limits: HttpLimits = HttpLimits()
     access_log: bool = False
+    access: AccessOptions = AccessOptions()
     tracer: Tracer | None = None

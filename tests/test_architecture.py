@@ -70,7 +70,15 @@ FACES = {
     ),
     *("pipeline.block_hash", "pipeline.extras", "pipeline.foreign", "pipeline.loop", "pipeline.prometheus_text"),
     *("operators", "operators.kv", "operators.prefill", "engines", "engines.mocker"),
-    *("serving", "serving.graphs", "serving.http", "serving.live", "serving.openai", "serving.replay"),
+    *(
+        "serving",
+        "serving.access",
+        "serving.graphs",
+        "serving.http",
+        "serving.live",
+        "serving.openai",
+        "serving.replay",
+    ),
 }
 """The modules other folders import from."""
 
@@ -101,15 +109,24 @@ DOORS = {
     },
     "starlette": {
         f"serving/http/{name}.py"
-        for name in ("application", "caller", "endpoint", "exchange", "reply", "request", "status")
+        for name in ("application", "caller", "endpoint", "exchange", "guard", "reply", "request", "status")
     },
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
     "typer": {
         f"serving/{name}.py"
-        for name in ("cli", "options", "record_options", "replay_cli", "replay_options", "sweep_cli", "terminal")
+        for name in (
+            "cli",
+            "key_cli",
+            "options",
+            "record_options",
+            "replay_cli",
+            "replay_options",
+            "sweep_cli",
+            "terminal",
+        )
     },
-    "uvicorn": {"serving/cli.py", "serving/server.py"},
+    "uvicorn": {"serving/access/proxies.py", "serving/cli.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_publisher.py", "operators/kv/engine_zmq.py"},
     "xxhash": {"pipeline/block_hash.py", "pipeline/frames.py"},
     "yaml": {"serving/settings_file.py"},

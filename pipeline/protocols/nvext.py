@@ -135,6 +135,18 @@ _PRIORITY = ("x-dynamo-request-priority",)
 _STRICT_PRIORITY = ("x-dynamo-request-strict-priority",)
 _TENANT = "x-tenant-id"
 
+HEADERS_OF: Mapping[str, tuple[str, ...]] = {
+    "backend_instance_id": _WORKER,
+    "decode_worker_id": _WORKER,
+    "prefill_worker_id": _PREFILL_WORKER,
+    "dp_rank": _DP_RANK,
+    "prefill_dp_rank": _PREFILL_DP_RANK,
+    "cache_salt": (_TENANT,),
+    "priority": _PRIORITY,
+    "strict_priority": _STRICT_PRIORITY,
+}
+"""The headers that set a field of the extension or of its hints."""
+
 
 def apply_headers(nvext: NvExt | None, headers: Mapping[str, str]) -> NvExt | None:
     """The extension with what the headers say put over what the body says.

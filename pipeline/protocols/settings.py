@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-T = TypeVar("T", bound=float)
+T = TypeVar("T")
 
 _KEY = "setting"
 
@@ -24,19 +24,23 @@ _KEY = "setting"
 class Setting:
     """What is known of one field beside its name, type and default.
 
-    `help` is one plain sentence. Values are at least `minimum`. `variable` is the environment variable that sets it.
+    `help` is one plain sentence. Numbers are at least `minimum`; None for what is no number. `variable` is the
+    environment variable that sets it.
     """
 
     help: str
-    minimum: float
+    minimum: float | None
     variable: str
 
 
 def setting(default: T, help: str, *, minimum: float = 0, variable: str = "") -> T:
-    """An attrs field with this default; ValueError is raised for a value below `minimum`.
+    """An attrs field with this default: a number, a text, a path, a tuple of texts, or None where it is not set.
 
-    `variable` replaces the name made of the field's: `PENSTOCK_` and the field in upper case.
+    ValueError is raised for a number below `minimum`. `variable` replaces the name made of the field's: `PENSTOCK_` and
+    the field in upper case.
     """
+    if not isinstance(default, int | float):
+        return attrs.field(default=default, metadata={_KEY: Setting(help, None, variable)})
     at_least: Any = attrs.validators.ge
     return attrs.field(default=default, metadata={_KEY: Setting(help, minimum, variable)}, validator=at_least(minimum))
 

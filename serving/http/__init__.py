@@ -3,8 +3,9 @@
 from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
-    from .application import app
+    from .application import admin_app, app
     from .availability import Availability, Phase
+    from .guard import Access
     from .options import HttpOptions
     from .service import served
     from .span_attributes import SCHEMA_URL
@@ -14,10 +15,12 @@ with brought_by("serve", by=__name__):
 __all__ = [
     "SCHEMA_URL",
     "STATUS_PORT_ENV",
+    "Access",
     "Availability",
     "HttpOptions",
     "Phase",
     "Telemetry",
+    "admin_app",
     "app",
     "served",
     "status_app",

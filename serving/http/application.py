@@ -8,10 +8,12 @@ Source: dynamo lib/llm/src/http/service/{service_v2,openai,health,metrics}.rs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from attrs import evolve
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,8 +24,10 @@ from pipeline.tracing import Tracer
 
 from ..openai import encode
 from .availability import Availability, Phase
+from .caller import caller_of
 from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .generation import Graph
+from .guard import Access
 from .options import HttpOptions
 from .problems import INTERNAL, Problem, Refusal
 from .request import REQUEST_ID
@@ -39,12 +43,14 @@ def app(
     availability: Availability | None = None,
     telemetry: Telemetry | None = None,
     tracer: Tracer | None = None,
+    access: Access | None = None,
 ) -> Starlette:
     """The app of one graph, or of several by the model name clients ask for.
 
     It owns nothing but its counters: graphs are neither opened nor closed, and it needs no lifespan. A program that
     drains passes the `availability` it will drain; metrics go to `telemetry`, by default to one of the app's own. With
-    a `tracer` each generation has a span, below which hang those of a graph that is `traced`.
+    a `tracer` each generation has a span, below which hang those of a graph that is `traced`. `access` is who may use
+    it, by default every client.
     Raises ValueError for a single graph without a model in it: give that one a name.
     """
     service = Service(
@@ -53,8 +59,20 @@ def app(
         availability=availability or Availability(),
         telemetry=telemetry or Telemetry(),
     )
+    return _application(_routes(service, tracer), (access or Access()).middleware(service.options))
+
+
+def admin_app(
+    graph: Graph | Mapping[str, Graph], options: HttpOptions, availability: Availability, telemetry: Telemetry
+) -> Starlette:
+    """The app of the admin address: metrics and the state of the workers behind the graph, for every client of it."""
+    service = Service(served(graph), evolve(options, shows_internals=True), availability, telemetry)
+    return _application(_state_routes(_Pages(service), service.options), [])
+
+
+def _application(routes: Sequence[Route], middleware: Sequence[Middleware]) -> Starlette:
     handlers = {HTTPException: _unroutable, Refusal: _refused, Exception: _failed}
-    application = Starlette(routes=_routes(service, tracer), exception_handlers=handlers)
+    application = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     application.router.redirect_slashes = False
     return application
 
@@ -71,10 +89,14 @@ def _routes(service: Service, tracer: Tracer | None) -> list[Route]:
         generation(options.completions_path, COMPLETIONS),
         Route(options.models_path, pages.models),
         Route(options.models_path + "/{id:path}", pages.model),
-        Route(options.health_path, pages.health),
-        Route(options.live_path, pages.live),
-        Route(options.metrics_path, pages.metrics),
+        *_state_routes(pages, options),
     ]
+
+
+def _state_routes(pages: _Pages, options: HttpOptions) -> list[Route]:
+    """What tells of the server itself; metrics only where its internals are shown."""
+    routes = [Route(options.health_path, pages.health), Route(options.live_path, pages.live)]
+    return [*routes, Route(options.metrics_path, pages.metrics)] if options.shows_internals else routes
 
 
 class _Pages:
@@ -84,24 +106,27 @@ class _Pages:
         self._service = service
 
     async def models(self, request: Request) -> Response:
-        """All models."""
-        infos = [model.info(self._service.options) for model in self._service.models.values()]
+        """All models that the caller may use."""
+        caller, models = caller_of(request.scope), self._service.models
+        infos = [model.info(self._service.options) for name, model in models.items() if caller.may_use(name)]
         return _json(request, to_json(ModelList(infos)))
 
     async def model(self, request: Request) -> Response:
         """One model; names may contain slashes. An exact name wins over the question whether one is ready."""
-        name = request.path_params["id"]
-        if (model := self._service.models.get(name)) is not None:
+        name, caller = request.path_params["id"], caller_of(request.scope)
+        if (model := self._service.models.get(name)) is not None and caller.may_use(name):
             return _json(request, to_json(model.info(self._service.options)))
         asked = name.removesuffix("/ready")
-        if asked != name and asked in self._service.models:
+        if asked != name and asked in self._service.models and caller.may_use(asked):
             return _json(request, encode({"model": asked, "namespaces": {}}))
         raise Refusal(404, "Model not found")
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, also without workers; 503 while draining."""
+        """200 while requests are taken, also without workers; 503 while draining. Workers where they are shown."""
         phase = self._service.availability.phase
         if phase is Phase.READY:
+            if not (self._service.options.shows_internals and caller_of(request.scope).may("admin")):
+                return _json(request, encode({"status": "healthy"}))
             instances = self._service.instances()
             endpoints = sorted({instance.rpartition("/")[0] for instance in instances})
             return _json(request, encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
@@ -114,7 +139,9 @@ class _Pages:
         return _json(request, encode({"status": "stopping" if stopping else "live"}), 503 if stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """All metrics as Prometheus text."""
+        """All metrics as Prometheus text. Raises Refusal (403) for a key without the privilege `admin`."""
+        if not caller_of(request.scope).may("admin"):
+            raise Refusal(403, "metrics need a key with the privilege `admin`")
         telemetry = self._service.telemetry
         return Response(telemetry.text(), media_type=telemetry.media_type, headers=_echo(request))
 

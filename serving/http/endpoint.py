@@ -32,9 +32,11 @@ from ..openai import (
     CompletionChunks,
     UsageCount,
 )
+from .caller import Caller, caller_of
 from .exchange import Exchange
 from .generation import Generation
 from .parser import parsed
+from .privileges import apply_key
 from .problems import CLIENT_GONE, Problem, Refusal, explain
 from .prompts import OpenAIRequest, one_per_prompt
 from .reply import reply_problem
@@ -75,7 +77,8 @@ class GenerationEndpoint:
         """See ASGI. Every error becomes an answer; a client that is gone gets none."""
         headers, span = RequestHeaders.of(scope), span_of(scope)
         try:
-            request = await self._read(headers, receive)
+            request, caller = await self._read(headers, receive), caller_of(scope)
+            apply_key(caller, request, headers.values, nvext=self._service.options.nvext)
         except ClientDisconnect:
             span.ended(CLIENT_GONE)
             return
@@ -85,7 +88,7 @@ class GenerationEndpoint:
             await reply_problem(send, problem, headers.echo)
             return
         with self._meter(request) as meter:
-            ended = await self._answer(request, meter, headers, span, receive, send)
+            ended = await self._answer(request, caller, meter, headers, span, receive, send)
             span.ended(ended)
             meter.ended(ended)
 
@@ -106,6 +109,7 @@ class GenerationEndpoint:
     async def _answer(
         self,
         request: OpenAIRequest,
+        caller: Caller,
         meter: RequestMeter,
         headers: RequestHeaders,
         span: PassingSpan,
@@ -127,6 +131,7 @@ class GenerationEndpoint:
                     failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
                 finally:
                     meter.prompts(generation.usage)
+                    caller.spend(generation.usage.prompt_tokens + generation.usage.completion_tokens)
                     if span.is_recording:
                         span.answered(self._outcome(generation))
         except ClientDisconnect:

@@ -23,7 +23,8 @@ class HttpOptions:
     A request whose engine says nothing for `silence_timeout_s` is killed, at most a quarter later; None waits for ever.
     `keep_alive_s`: comments are sent to a waiting client this often, which then has its 200 before the first item; None
     sends none. `context_window_tokens` and `max_output_tokens` override what models say. `limits` bound what requests,
-    connections and clients may take, `request_limits` what may be in a request.
+    connections and clients may take, `request_limits` what may be in a request. `shows_internals`: whether metrics and
+    the workers behind `/health` are shown, to keys with the privilege `admin` where there are keys.
     """
 
     body_limit_mb: int = 45
@@ -42,6 +43,7 @@ class HttpOptions:
     metrics_path: str = "/metrics"
     limits: HttpLimits = HttpLimits()
     request_limits: RequestLimits = RequestLimits()
+    shows_internals: bool = True
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HttpOptions:

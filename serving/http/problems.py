@@ -111,6 +111,8 @@ class Problem:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers of an error response that are not those of every answer."""
         headers: list[tuple[bytes, bytes]] = []
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if (exceeded := self.exceeded) is not None:

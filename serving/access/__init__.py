@@ -1,0 +1,30 @@
+"""Who may use a server: keys and their rates, certificates, proxies. Nothing here knows the HTTP application."""
+
+from .gate import Gate, is_loopback
+from .key_file import all_keys
+from .key_ring import HeldKey, KeyRing, TooFast
+from .keys import ALL_PRIVILEGES, LONGEST_KEY, SHORTEST_KEY, ApiKey, Privilege, hash_of, new_key
+from .proxies import TrustedProxies
+from .tls import Tls, tls_of
+from .watched_file import WatchedFiles, follow
+
+__all__ = [
+    "ALL_PRIVILEGES",
+    "LONGEST_KEY",
+    "SHORTEST_KEY",
+    "ApiKey",
+    "Gate",
+    "HeldKey",
+    "KeyRing",
+    "Privilege",
+    "Tls",
+    "TooFast",
+    "TrustedProxies",
+    "WatchedFiles",
+    "all_keys",
+    "follow",
+    "hash_of",
+    "is_loopback",
+    "new_key",
+    "tls_of",
+]

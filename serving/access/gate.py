@@ -1,0 +1,113 @@
+"""Gate: what the options of a program say of who may use its server, read and checked."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+
+from pipeline import InvalidArgument
+
+from ..access_options import AccessOptions
+from .key_file import all_keys
+from .key_ring import KeyRing
+from .proxies import TrustedProxies
+from .tls import tls_of
+from .watched_file import WatchedFiles, follow
+
+_log = logging.getLogger(__name__)
+
+_ORIGIN = re.compile(r"\*|https?://[^/\s@?#*]+")
+_LAST_PORT = 2**16 - 1
+
+
+class Gate:
+    """The keys, the certificate, the trusted proxies and the origins of a server; None or empty where there are none.
+
+    Raise InvalidArgument that names the option for what cannot be, before anything is served.
+    """
+
+    def __init__(self, options: AccessOptions, environment: Mapping[str, str]) -> None:
+        self._options = options
+        self._watched: list[WatchedFiles] = []
+        self.keys = self._key_ring(options.api_keys, environment)
+        self.tls = tls_of(options.tls_cert_path, options.tls_key_path)
+        if self.tls is not None:
+            self._watched.append(self.tls.watched)
+        self.proxies = TrustedProxies(options.trusted_proxy)
+        self.cors_origins = _origins(options.cors_origin)
+        if options.admin_port is not None and not 0 <= options.admin_port <= _LAST_PORT:
+            raise InvalidArgument(f"must be between 0 and {_LAST_PORT}, got {options.admin_port}", field="admin_port")
+
+    def _key_ring(self, path: Path | None, environment: Mapping[str, str]) -> KeyRing | None:
+        keys = all_keys(path, environment)
+        if not keys:
+            return None
+        ring = KeyRing(keys)
+        if path is not None:
+
+            def load() -> Callable[[], object]:
+                changed = all_keys(path, environment)
+                return lambda: ring.replace(changed)
+
+            self._watched.append(WatchedFiles("API keys", [path], load))
+        return ring
+
+    async def follow(self) -> None:
+        """Load what has changed in the files of keys and certificates, until cancelled."""
+        await follow(self._watched)
+
+    def shows_internals(self, listener: socket.socket) -> bool:
+        """Whether metrics and the state of workers are shown on the public address.
+
+        They are on a loopback address that no proxy makes public, and where `admin_port` is that of the server.
+        """
+        if self._options.admin_port is None:
+            return not self._is_public(listener)
+        return self._is_on(listener)
+
+    def admin_address(self, listener: socket.socket) -> tuple[str, int] | None:
+        """Return the host and port of the admin server, None if there is to be none beside that of the listener."""
+        if (port := self._options.admin_port) is None or self._is_on(listener):
+            return None
+        return self._options.admin_host, port
+
+    def _is_on(self, listener: socket.socket) -> bool:
+        port: int = listener.getsockname()[1]
+        return self._options.admin_port == port
+
+    def _is_public(self, listener: socket.socket) -> bool:
+        return bool(self.proxies) or not is_loopback(listener)
+
+    def warn(self, listener: socket.socket) -> None:
+        """Log what a server at this address lacks."""
+        if not self._is_public(listener):
+            return
+        host = listener.getsockname()[0]
+        if self.keys is None:
+            _log.warning("%s can be reached from outside and no API keys are set: every client may use it", host)
+        elif self.tls is None and not self.proxies:
+            _log.warning("%s can be reached from outside without TLS: API keys can be read on their way", host)
+        if self._options.admin_port is None:
+            _log.warning("metrics are not shown on an address that can be reached from outside: set --admin-port")
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can connect to the listener."""
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    address = ip_address(listener.getsockname()[0].partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback
+
+
+def _origins(texts: Sequence[str]) -> tuple[str, ...]:
+    """The origins in the form that browsers send. Raise InvalidArgument for what is none."""
+    for text in texts:
+        if _ORIGIN.fullmatch(text) is None:
+            raise InvalidArgument(f"{text!r} is no origin: `https://HOST[:PORT]`, or `*` for all", field="cors_origin")
+    return tuple(text.lower() for text in texts)

@@ -1,0 +1,104 @@
+"""KeyRing: the keys that are valid now, and what each of them has used of its rates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hmac import compare_digest
+from math import ceil
+
+from attrs import define
+
+from pipeline.errors import ExceededLimit
+
+from .bucket import Bucket
+from .keys import LONGEST_KEY, ApiKey, digest_of
+
+RATES = ("requests_per_minute", "tokens_per_minute")
+
+
+@define(eq=False)
+class HeldKey:
+    """A valid key with its buckets."""
+
+    key: ApiKey
+    requests: Bucket | None
+    tokens: Bucket | None
+
+    def admit(self, now_s: float) -> TooFast | None:
+        """Count a request; return why it is refused if the key has used up a rate, when nothing is counted.
+
+        Tokens are known when a request is over, so a request is taken while any are left.
+        """
+        if self.requests is not None and (wait_s := self.requests.wait_s(now_s, 1.0)) > 0:
+            return TooFast("requests_per_minute", self.requests.used(now_s) + 1, self.requests.per_minute, wait_s)
+        if self.tokens is not None and (wait_s := self.tokens.wait_s(now_s, 1.0)) > 0:
+            return TooFast("tokens_per_minute", self.tokens.used(now_s) + 1, self.tokens.per_minute, wait_s)
+        if self.requests is not None:
+            self.requests.take(now_s, 1.0)
+        return None
+
+    def spend(self, now_s: float, tokens: int) -> None:
+        """Count the tokens of a request that is over, prompt and answer."""
+        if self.tokens is not None:
+            self.tokens.take(now_s, tokens)
+
+
+@define
+class TooFast:
+    """A rate that is used up: its name, what would be used, and when there is room."""
+
+    name: str
+    value: float
+    threshold: float
+    wait_s: float
+
+    @property
+    def exceeded(self) -> ExceededLimit:
+        return ExceededLimit(self.name, round(self.value, 3), self.threshold)
+
+    @property
+    def retry_after_s(self) -> int:
+        """Whole seconds, never too early."""
+        return ceil(self.wait_s)
+
+
+class KeyRing:
+    """Finds keys by what clients send. Not for several threads at a time."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._held: dict[bytes, HeldKey] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Have these keys valid and no others; a key that keeps its name keeps what it has used of its rates.
+
+        Requests that run go on with the key they began with.
+        """
+        former = {held.key.name: held for held in self._held.values()}
+        self._held = {key.digest: _held(key, former.get(key.name)) for key in keys}
+
+    def find(self, sent: bytes) -> HeldKey | None:
+        """Return the valid key that a client sent; empty where it sent none.
+
+        No key and a wrong one take the same steps. The look-up goes by the hash, which a client cannot choose, so the
+        time it takes tells nothing of the valid keys.
+        """
+        digest = digest_of(sent[:LONGEST_KEY])
+        held = self._held.get(digest)
+        if not compare_digest(digest if held is None else held.key.digest, digest):
+            return None
+        return held if len(sent) <= LONGEST_KEY else None
+
+
+def _held(key: ApiKey, former: HeldKey | None) -> HeldKey:
+    requests, tokens = (None, None) if former is None else (former.requests, former.tokens)
+    return HeldKey(key, _bucket(key.requests_per_minute, requests), _bucket(key.tokens_per_minute, tokens))
+
+
+def _bucket(per_minute: float | None, former: Bucket | None) -> Bucket | None:
+    if per_minute is None:
+        return None
+    if former is None:
+        return Bucket(per_minute)
+    former.set_rate(per_minute)  # the same bucket: requests that run still spend from it
+    return former

@@ -1,0 +1,57 @@
+"""TrustedProxies: whose word on the client's address is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from typing import Any
+
+from pipeline import InvalidArgument
+
+FIELD = "trusted_proxy"
+
+
+class TrustedProxies:
+    """Networks of proxies that set X-Forwarded-For and X-Forwarded-Proto; the headers of all others are ignored.
+
+    Raise InvalidArgument for a text that is no network or address, and for one that holds every address: then each
+    client could choose its own.
+    """
+
+    def __init__(self, networks: Sequence[str] = ()) -> None:
+        self._networks = [each for text in networks for each in _networks(text)]
+        self._known: Container[str] = _headers_of(None, self._networks).trusted_hosts if self._networks else ()
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    def trusted(self, address: str) -> bool:
+        """Whether connections from this address are a proxy's."""
+        return address in self._known
+
+    def around(self, application: Any) -> Any:
+        """The application with the client's own address and scheme in each scope that comes by a trusted proxy.
+
+        Of the addresses in X-Forwarded-For the last one that is no trusted proxy's counts: what a client put into the
+        header itself stands before it.
+        """
+        return _headers_of(application, self._networks)
+
+
+def _networks(text: str) -> list[str]:
+    """The network, and for IPv4 also its form on a socket that takes both families."""
+    try:
+        network: IPv4Network | IPv6Network = ip_network(text)
+    except ValueError as error:
+        raise InvalidArgument(f"is no address or network: {error}", field=FIELD) from error
+    if network.prefixlen == 0:
+        raise InvalidArgument(f"{text} holds every address: each client could choose its own", field=FIELD)
+    if isinstance(network, IPv4Network):
+        return [str(network), f"::ffff:{network.network_address}/{96 + network.prefixlen}"]
+    return [str(network)]
+
+
+def _headers_of(application: Any, networks: list[str]) -> Any:
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware  # not needed by an app without proxies
+
+    return ProxyHeadersMiddleware(application, networks)

@@ -1,0 +1,26 @@
+"""AccessOptions: who may use a server, from where, and what it shows of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attrs import frozen
+
+from pipeline.protocols.settings import setting
+
+
+@frozen
+class AccessOptions:
+    """What is off by default is off because a server on a loopback address needs none of it. No field is a secret."""
+
+    api_keys: Path | None = setting(
+        None,
+        "File of the keys that requests must have, as TOML; without keys all are taken.",
+        variable="PENSTOCK_API_KEYS_FILE",
+    )
+    tls_cert_path: Path | None = setting(None, "Certificate chain as PEM; with it the server talks TLS only.")
+    tls_key_path: Path | None = setting(None, "Private key of the certificate as PEM, without a passphrase.")
+    cors_origin: tuple[str, ...] = setting((), "Origin whose pages may call the server from a browser; repeatable.")
+    trusted_proxy: tuple[str, ...] = setting((), "Address or network of a proxy that sets X-Forwarded-For; repeatable.")
+    admin_host: str = setting("127.0.0.1", "Address where metrics and the state of workers are shown.")
+    admin_port: int | None = setting(None, "Port there; that of the server itself shows them on its own address.")
