@@ -151,7 +151,7 @@ async def host_worker(
             )
             graph = line(model, routing, config, front.hosting())
             server, beside = front.server(graph, listener), front.admin_servers(graph, admin)
-            states = [] if status is None else [_plain(status_app(health, front.telemetry, environment), status)]
+            states = [] if status is None else [front.plain(status_app(health, front.telemetry, environment), status)]
 
             async def announce() -> None:
                 await routing.workers.wait_for_instances()
@@ -235,12 +235,11 @@ class _Front:
         """The server of metrics and of the workers' state, where there is to be one."""
         if listener is None:
             return []
-        return [_plain(admin_app(graph, self._options, self.availability, self.telemetry), listener)]
+        return [self.plain(admin_app(graph, self._options, self.availability, self.telemetry), listener)]
 
-
-def _plain(application: Any, listener: socket.socket) -> HttpServer:
-    """A server beside the first one of the program."""
-    return HttpServer(application, listener, is_first=False)
+    def plain(self, application: Any, listener: socket.socket) -> HttpServer:
+        """A server beside the first one, for every client; it logs as that one does, for uvicorn has one access log."""
+        return HttpServer(application, listener, access_log=self._server_options.access_log, is_first=False)
 
 
 def _also_at(what: str, servers: Sequence[HttpServer]) -> str:

@@ -74,6 +74,42 @@ def test_a_variable_out_of_its_range_ends_the_program_and_is_named(given: dict[s
     assert next(iter(given)) in result.output
 
 
+@frozen
+class Places:
+    folder: Path | None = setting(None, "Where doors are kept.")
+    owners: tuple[str, ...] = setting((), "Who has a key.")
+    label: str = setting("door", "What is written on them.")
+
+
+def places(*options: str, **variables: str) -> Any:
+    made: list[Any] = []
+    cli = typer.Typer()
+
+    @cli.command()
+    @with_record_options
+    def serve(*, places: Places) -> None:
+        made.append(places)
+
+    CliRunner().invoke(cli, options, env=variables)
+    return made[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "made"),
+    [
+        ((), {}, Places()),
+        (("--folder", "a/b", "--label", "x"), {}, Places(Path("a/b"), (), "x")),
+        (("--owners", "a", "--owners", "b, c,"), {}, Places(owners=("a", "b", "c"))),
+        ((), {"PENSTOCK_OWNERS": "a,b", "PENSTOCK_FOLDER": "f"}, Places(Path("f"), ("a", "b"))),
+        (("--owners", "c"), {"PENSTOCK_OWNERS": "a,b"}, Places(owners=("c",))),
+    ],
+)
+def test_a_setting_may_be_a_path_a_text_or_several(
+    options: tuple[str, ...], variables: dict[str, str], made: Places
+) -> None:
+    assert places(*options, **variables) == made
+
+
 def test_a_record_refuses_a_value_below_its_minimum() -> None:
     with pytest.raises(ValueError, match="max_doors"):
         Bounds(max_doors=0)

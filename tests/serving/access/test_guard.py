@@ -36,6 +36,18 @@ def guarded(engine: Any, keys: KeyRing, **options: Any) -> Any:
     return app({"m": engine, "n": engine}, access=Access(keys), **options)
 
 
+def watched(service: Any, seen: list[Any]) -> Any:
+    """The app, which puts the caller of each request that reaches its routes into `seen`."""
+    router = service.router
+
+    async def spy(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(caller_of(scope))
+        await router(scope, receive, send)
+
+    service.router = spy
+    return service
+
+
 @pytest.fixture
 def hello(token: Any, last: Any) -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
@@ -177,14 +189,7 @@ async def test_without_keys_all_is_open_as_ever(hello: Any, chat: Make, page: Ma
 async def test_the_caller_is_the_name_of_the_key(hello: Any) -> None:
     seen: list[Any] = []
 
-    service = guarded(hello, ring())
-    inner = service.router
-
-    async def spy(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(caller_of(scope))
-        await type(inner).__call__(inner, scope, receive, send)
-
-    service.router = spy
+    service = watched(guarded(hello, ring()), seen)
     await answered(service, [(b"x-api-key", KEY.encode())])
     await answered(service, [], "/live")
     assert [caller.identity for caller in seen] == ["a", "192.0.2.1"]
@@ -432,14 +437,7 @@ async def test_only_a_trusted_proxy_says_who_the_client_is(peer: str, forwarded:
 
 
 async def test_a_client_behind_a_proxy_is_known_to_the_app(hello: Any) -> None:
-    service = app({"m": hello}, access=Access(proxies=TrustedProxies(["192.0.2.1"])))
-    seen: list[str] = []
-    inner = service.router
-
-    async def spy(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(caller_of(scope).identity)
-        await type(inner).__call__(inner, scope, receive, send)
-
-    service.router = spy
+    seen: list[Any] = []
+    service = watched(app({"m": hello}, access=Access(proxies=TrustedProxies(["192.0.2.1"]))), seen)
     await answered(service, [(b"x-forwarded-for", b"203.0.113.9")])
-    assert seen == ["203.0.113.9"]
+    assert [caller.identity for caller in seen] == ["203.0.113.9"]

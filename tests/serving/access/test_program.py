@@ -1,0 +1,171 @@
+"""The program with keys, certificates and an admin address; real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.access import hash_of, new_key
+
+KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
+COMMAND = [sys.executable, "-m", "serving"]
+BODY = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "hello"}]}).encode()
+
+
+def ask(
+    url: str, key: str | None = None, body: bytes | None = None, context: ssl.SSLContext | None = None
+) -> tuple[int, bytes]:
+    """Status and body of the answer."""
+    headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+    request = urllib.request.Request(url, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+@contextmanager
+def program(*options: str, command: tuple[str, ...] = ("serve",), **variables: str) -> Iterator[tuple[Any, list[str]]]:
+    """Run a program that serves; gives the process and the URLs it prints."""
+    with subprocess.Popen(
+        [*COMMAND, *command, "--port", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "://" in line, line + str(process.stderr and process.stderr.read())
+            yield process, [word.rstrip(";") for word in line.split() if "://" in word]
+        finally:
+            process.kill()
+
+
+def ended(process: Any) -> str:
+    """What the program wrote to standard error, after an orderly end."""
+    process.terminate()
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 0
+    return str(errors)
+
+
+def test_a_key_is_in_nothing_that_the_program_writes() -> None:
+    """Not in the log of every request at the lowest level, in errors, in metrics, nor in the list of processes."""
+    with program("--access-log", "--log-level", "debug", "--admin-port", "0", PENSTOCK_API_KEY=KEY) as (process, urls):
+        url, admin = urls
+        for key in (KEY, KEY + "wrong", "wrong" * 10):
+            ask(f"{url}/v1/chat/completions", key, BODY)
+            ask(f"{url}/v1/chat/completions", key, b"{")
+        assert ask(f"{url}/v1/models", KEY)[0] == 200
+        command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        metrics = ask(f"{admin}/metrics")[1]
+        written = ended(process)
+    assert "401" in written
+    assert not any(KEY in text for text in (written, command_line.decode(), metrics.decode()))
+
+
+def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
+    with program("--admin-port", "0") as (process, (url, admin)):
+        assert ask(f"{url}/v1/chat/completions", body=BODY)[0] == 200
+        assert (ask(f"{url}/metrics")[0], json.loads(ask(f"{url}/health")[1])) == (404, {"status": "healthy"})
+        assert b"dynamo_frontend_requests_total" in ask(f"{admin}/metrics")[1]
+        assert len(json.loads(ask(f"{admin}/health")[1])["instances"]) == 1
+        assert ask(f"{admin}/live")[0] == 200
+        assert ask(f"{admin}/v1/models")[0] == 404
+        assert ended(process) == ""
+
+
+@pytest.mark.slow
+def test_a_worker_has_an_admin_address_too() -> None:
+    command = ("worker", "echo")
+    with program("--admin-port", "0", command=command, DYN_SYSTEM_PORT="0") as (process, (url, status, admin)):
+        assert ask(f"{url}/metrics")[0] == 404
+        assert b"dynamo_" in ask(f"{admin}/metrics")[1]
+        assert json.loads(ask(f"{status}/health")[1])["status"] == "ready"
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_public_address_without_keys_is_warned_of_and_shows_no_metrics() -> None:
+    with program("--host", "0.0.0.0") as (process, (url,)):
+        assert ask(f"{url}/metrics")[0] == 404
+        assert ask(f"{url}/v1/models")[0] == 200
+        assert "no API keys are set" in ended(process)
+
+
+@pytest.mark.slow
+def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificates: Any) -> None:
+    """On the event loop of the program, by the clock that looks at the files."""
+    keys, other = tmp_path / "keys.toml", new_key()
+    keys.write_text(f'[[key]]\nname = "a"\nhash = "{hash_of(KEY)}"\n', encoding="utf-8")
+    context = ssl.create_default_context(cafile=certificates.ca_file)
+    options = ("--api-keys", str(keys), "--tls-cert-path", str(certificates.cert))
+    with program(*options, "--tls-key-path", str(certificates.key)) as (process, (url,)):
+        assert url.startswith("https://")
+        assert ask(f"{url}/v1/chat/completions", KEY, BODY, context)[0] == 200
+        assert ask(f"{url}/v1/models", other, None, context)[0] == 401
+        certificates.issue()
+        certificates.write(keys, f'[[key]]\nname = "b"\nhash = "{hash_of(other)}"\n'.encode())
+        while ask(f"{url}/v1/models", other, None, context)[0] == 401:
+            pass
+        assert ask(f"{url}/v1/models", KEY, None, context)[0] == 401
+        errors = ended(process)
+    assert "API keys: loaded again" in errors
+    assert "TLS certificate: loaded again" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "words"),
+    [
+        (("--tls-cert-path", "cert.pem"), {}, "--tls-key-path: is needed with --tls-cert-path"),
+        (("--tls-key-path", "key.pem"), {}, "--tls-cert-path: is needed with --tls-key-path"),
+        (("--api-keys", "nowhere.toml"), {}, "--api-keys: nowhere.toml: cannot be read"),
+        (("--trusted-proxy", "10.0.0.0/8", "--trusted-proxy", "all"), {}, "--trusted-proxy: is no address or network"),
+        (("--cors-origin", "https://a.example,b"), {}, "--cors-origin: 'b' is no origin"),
+        (("--admin-port", "70000"), {}, "--admin-port: must be between 0 and 65535"),
+        (("--admin-port", "0", "--admin-host", "203.0.113.1"), {}, "--admin-host: 203.0.113.1 is no address"),
+        ((), {"PENSTOCK_API_KEY": "hunter2"}, "PENSTOCK_API_KEY: a key must be 32"),
+        ((), {"PENSTOCK_API_KEYS": KEY}, "PENSTOCK_API_KEYS is not read"),
+    ],
+)
+def test_a_wrong_option_ends_the_program_with_its_name(
+    options: tuple[str, ...], variables: dict[str, str], words: str, run: Callable[..., Any]
+) -> None:
+    done = run("serve", "--port", "0", *options, **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert not any(value in done.stderr for value in variables.values())
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    """Run the program to its end."""
+
+    def start(*options: str, **variables: str) -> Any:
+        return subprocess.run(
+            [*COMMAND, *options], capture_output=True, text=True, env=os.environ | variables, timeout=30, check=False
+        )
+
+    return start
+
+
+def test_help_names_the_options_and_shows_no_value_of_the_environment(run: Callable[..., Any]) -> None:
+    shown = run("serve", "--help", PENSTOCK_API_KEY=KEY, PENSTOCK_API_KEYS_FILE="/secret/place")
+    assert "--api-keys" in shown.stdout
+    assert not any(text in shown.stdout for text in (KEY, "/secret/place"))

@@ -1,0 +1,62 @@
+"""docs/security.md names what there is: its options exist, with the defaults it gives, and its tables are whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import typer
+
+from pipeline.protocols.settings import settings_of
+from serving import cli
+from serving.access import ALL_PRIVILEGES, ApiKey
+from serving.access_options import AccessOptions
+
+PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+OF_OTHERS = {"--name"}
+"""Options of `penstock key`."""
+
+
+def options_of(command: str) -> dict[str, Any]:
+    """The parameters of a command by option."""
+    group: Any = typer.main.get_command(cli._cli)
+    return {option: each for each in group.commands[command].params for option in each.opts}
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def unknown(text: str, known: Iterable[str]) -> set[str]:
+    return set(OPTION.findall(text)) - set(known)
+
+
+@pytest.mark.parametrize("command", ["serve", "worker"])
+def test_every_option_of_the_page_is_one(command: str) -> None:
+    known = options_of(command).keys() | OF_OTHERS
+    assert len(OPTION.findall(section("Checklist for a public address"))) > 5
+    assert unknown(PAGE, known) == set()
+    assert unknown("`--api-keyz`", known) == {"--api-keyz"}
+
+
+def test_the_defaults_are_those_of_the_program() -> None:
+    rows = re.findall(r"^\| `(--[\w-]+)` \| ([^|]+?) \| ?(?:`(\w+)`)?", section("Defaults"), re.MULTILINE)
+    known = options_of("serve")
+    for option, default, variable in rows:
+        value = known[option].default
+        assert default.partition(":")[0] == ("none" if value in (None, [], ()) else str(value)), option
+        assert variable == (known[option].envvar or ""), option
+    wanted = {"--" + name.replace("_", "-") for name in settings_of(AccessOptions)}
+    assert {option for option, _, _ in rows} == wanted | {"--host", "--tls-handshake-timeout-s"}
+
+
+def test_the_fields_of_a_key_and_the_privileges_are_all_there() -> None:
+    keys = re.findall(r"^\| `(\w+)` \|", section("API keys"), re.MULTILINE)
+    fields = [field.name for field in attrs.fields(ApiKey)]
+    assert keys[: len(fields)] == fields
+    assert set(keys[len(fields) :]) == ALL_PRIVILEGES
