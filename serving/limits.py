@@ -23,3 +23,28 @@ class HttpLimits:
     tls_handshake_timeout_s: float = setting(
         10.0, "Seconds that a client has for its TLS handshake; its connection is cut then.", minimum=0.1
     )
+    max_connections: int = setting(10_000, "Connections open at a time; the next ones get 503.")
+    max_connections_per_client: int = setting(
+        2_000, "The same of one address, or of one network of 64 bits with IPv6; the next ones get 429."
+    )
+    max_requests_per_connection: int = setting(10_000, "Requests of a connection; the last answer closes it.")
+    max_header_bytes: int = setting(
+        131_072, "Bytes of the request line and all headers, and of what stands between the data of chunks; else 431."
+    )
+    max_headers: int = setting(256, "Headers of a request; else 431.")
+    max_url_bytes: int = setting(8_192, "Bytes of a request's URL; else 414.")
+    head_timeout_s: float = setting(
+        20.0,
+        "Seconds until the headers of a request are complete, from its first byte or the connection's start; else 408.",
+    )
+    body_timeout_s: float = setting(
+        30.0, "Seconds in which a body must end, or bring what `min_body_bytes_per_s` wants; else 408."
+    )
+    min_body_bytes_per_s: int = setting(1_000, "Bytes a second that a body must bring, as a mean of that time.")
+    keep_alive_timeout_s: float = setting(75.0, "Seconds that a connection may be idle between requests.")
+    write_timeout_s: float = setting(
+        60.0, "Seconds in which a client must take something of the answer that waits for it; else it is cut."
+    )
+    max_body_bytes_in_flight: int = setting(
+        1_073_741_824, "Bytes of all bodies that are incomplete or wait for the app; the next ones get 503."
+    )

@@ -33,7 +33,7 @@ from .http import (
 )
 from .kv_routing import event_log
 from .routing import routing_to
-from .server import GRACE_S, HttpServer, Interrupts, TlsListener, kept, listen, serve, until_signalled
+from .server import GRACE_S, HttpServer, Interrupts, kept, listen, serve, until_signalled
 from .server_options import ServerOptions
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -208,10 +208,8 @@ class _Front:
     def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
         """A server of the graph on the listening socket, for those that the options let in."""
         self.models = ", ".join(served(graph))
-        gate, tls = self.gate, None
+        gate = self.gate
         gate.warn(listener)
-        if gate.tls is not None:
-            tls = TlsListener(gate.tls.context, self._options.limits.tls_handshake_timeout_s)
         application = app(
             graph,
             options=evolve(self._options, shows_internals=gate.shows_internals(listener)),
@@ -220,7 +218,14 @@ class _Front:
             tracer=self._server_options.tracer,
             access=Access(gate.keys, gate.proxies, gate.cors_origins),
         )
-        return HttpServer(application, listener, access_log=self._server_options.access_log, tls=tls)
+        return HttpServer(
+            application,
+            listener,
+            access_log=self._server_options.access_log,
+            limits=self._options.limits,
+            trusted=gate.proxies.trusted,
+            tls=None if gate.tls is None else gate.tls.context,
+        )
 
     def admin_listener(self, listener: socket.socket) -> AbstractContextManager[socket.socket | None]:
         """Where the options want the admin server. Raises InvalidArgument if nothing can listen there."""
@@ -239,7 +244,8 @@ class _Front:
 
     def plain(self, application: Any, listener: socket.socket) -> HttpServer:
         """A server beside the first one, for every client; it logs as that one does, for uvicorn has one access log."""
-        return HttpServer(application, listener, access_log=self._server_options.access_log, is_first=False)
+        options = self._server_options
+        return HttpServer(application, listener, access_log=options.access_log, is_first=False, limits=options.limits)
 
 
 def _also_at(what: str, servers: Sequence[HttpServer]) -> str:

@@ -10,17 +10,18 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import uvicorn
-from attrs import frozen
 
 from engines import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
 
-from .http import Availability
+from .http import Availability, Problem
+from .limits import HttpLimits
 from .open_files import OpenFiles
+from .socket import Connection, Connections, Hosted
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -35,18 +36,29 @@ _CUT_OFF_S = 1
 
 _BACKLOG = 2048
 
+DEFAULT_LIMITS = HttpLimits()
 
-@frozen
-class TlsListener:
-    """How a server talks TLS: its context, and how long a handshake may take."""
 
-    context: ssl.SSLContext
-    handshake_timeout_s: float
+def _check_uvicorn() -> None:
+    """Raise ImportError if uvicorn lacks what `_Uvicorn` needs of it."""
+    server = uvicorn.Server(uvicorn.Config("", log_config=None, lifespan="off"))
+    needed = [(server, name) for name in ("server_state", "started", "startup", "on_tick", "shutdown", "should_exit")]
+    needed += [(server.server_state, name) for name in ("connections", "tasks", "default_headers")]
+    if lacking := [name for owner, name in needed if not hasattr(owner, name)]:
+        raise ImportError(
+            f"uvicorn {uvicorn.__version__} has no {', '.join(lacking)}; see pyproject.toml for its range"
+        )
+
+
+_check_uvicorn()
 
 
 class HttpServer:
     """uvicorn around an app, on a listening socket that it closes in the end.
 
+    uvicorn starts and ends it; connections are ours, within `limits`. `refused` is called with each problem that ends
+    one of them before the app has its request, or while it answers, and the client's address. `trusted` are the
+    addresses of proxies: the limit of connections of one client does not hold for them. With `tls` it speaks TLS.
     `is_first`: of the servers of a process one logs what concerns them all, that there are no files left.
     """
 
@@ -57,13 +69,16 @@ class HttpServer:
         *,
         access_log: bool = False,
         is_first: bool = True,
-        tls: TlsListener | None = None,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        refused: Callable[[Problem, str], object] = lambda problem, client: None,
+        trusted: Callable[[str], bool] = lambda address: False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._listener = listener
         self.url = url_of(listener, "http" if tls is None else "https")
         config = uvicorn.Config(
             application,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -72,7 +87,8 @@ class HttpServer:
             timeout_graceful_shutdown=_FLUSH_S,
         )
         self._open_files = OpenFiles(listener.fileno()) if is_first else None
-        self._server = _Uvicorn(config, self._open_files, tls)
+        self._connections = Connections(limits, refused=refused, trusted=trusted)
+        self._server = _Uvicorn(config, self._open_files, self._connections, tls)
 
     async def run(self) -> None:
         """Serves until `stop`; asyncio only. Then answers that are on their way get a little time, and are cut off."""
@@ -85,6 +101,7 @@ class HttpServer:
         finally:
             self._listener.close()
             await self._cut_off()
+            self._connections.abort()
             _uvicorn_log.setLevel(level)
             if self._open_files is not None:
                 loop.set_exception_handler(handler)
@@ -105,34 +122,31 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without its signal handling, which would end the program by the signal itself; looks at the open files."""
+    """uvicorn's start, clock and end around connections of our own; without its signal handling.
 
-    def __init__(self, config: uvicorn.Config, open_files: OpenFiles | None, tls: TlsListener | None) -> None:
+    Of what it does not document it needs: `servers` and `started`, which `startup` sets; `server_state`, of which its
+    end lists `connections` and awaits `tasks`; `server_state.default_headers`, made anew each second; that `on_tick` is
+    called ten times a second and `shutdown` once. `_check_uvicorn` looks for all of it at import.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        open_files: OpenFiles | None,
+        connections: Connections,
+        tls: ssl.SSLContext | None,
+    ) -> None:
         super().__init__(config)
         self._open_files = open_files
         self._tls = tls
+        self.server_state.connections = cast("set[Any]", connections.open)
+        self._hosted = Hosted(config.app, connections, tasks=self.server_state.tasks, access_log=config.access_log)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which has no time for a handshake but asyncio's minute."""
-        if self._tls is None or not sockets:
-            await super().startup(sockets)
-            return
         loop = asyncio.get_running_loop()
-
-        def protocol() -> asyncio.Protocol:
-            made: Any = self.config.http_protocol_class
-            connection: asyncio.Protocol = made(config=self.config, server_state=self.server_state, app_state={})
-            return connection
-
         self.servers = [
-            await loop.create_server(
-                protocol,
-                sock=each,
-                backlog=self.config.backlog,
-                ssl=self._tls.context,
-                ssl_handshake_timeout=self._tls.handshake_timeout_s,
-            )
-            for each in sockets
+            await loop.create_server(lambda: Connection(self._hosted, self._tls), sock=each, backlog=_BACKLOG)
+            for each in sockets or ()
         ]
         self.started = True
 
@@ -140,7 +154,13 @@ class _Uvicorn(uvicorn.Server):
         """Called ten times a second."""
         if self._open_files is not None and not self.should_exit:
             self._open_files.look()
-        return await super().on_tick(counter)
+        is_over = await super().on_tick(counter)
+        self._hosted.set_defaults(self.server_state.default_headers)
+        return is_over
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._hosted.is_draining = True
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

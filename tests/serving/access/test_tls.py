@@ -24,7 +24,8 @@ from pipeline import InvalidArgument
 from pipeline.testing import ScriptedEngine, Stall
 from serving.access import ApiKey, KeyRing, Tls, hash_of, tls_of
 from serving.http import Access, app
-from serving.server import HttpServer, TlsListener, listen
+from serving.limits import HttpLimits
+from serving.server import HttpServer, listen
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +40,9 @@ def anyio_backend() -> str:
 
 async def serving(application: Any, tls: Tls, use: Callable[[str], Awaitable[None]], timeout_s: float = 10) -> None:
     """Run a function with the URL of a TLS server of the app."""
-    server = HttpServer(application, listen("127.0.0.1", 0), tls=TlsListener(tls.context, timeout_s))
+    server = HttpServer(
+        application, listen("127.0.0.1", 0), tls=tls.context, limits=HttpLimits(tls_handshake_timeout_s=timeout_s)
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run)
         try:

@@ -1,0 +1,241 @@
+"""Cycle: one request as the app sees it, and its answer on the way out."""
+
+from __future__ import annotations
+
+import logging
+from asyncio import CancelledError
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from ..http import INTERNAL
+from .answer_head import CLOSE, Headers, answer_head, answer_of
+from .connections import Application, Message
+from .head import Head
+from .waiters import Waiters
+
+_log = logging.getLogger("uvicorn.error")
+_access_log = logging.getLogger("uvicorn.access")
+
+BODY_BUFFER_BYTES = 64 * 1024
+"""Bytes of a body that wait for the app above which no more are read."""
+
+_CHUNKED, _UNTIL_CLOSE = -1, -2
+"""Instead of the bytes left of an answer: it is chunked; it ends with the connection."""
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+_NO_BODY = (204, 304)
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
+class Line(Protocol):
+    """What a cycle needs of its connection.
+
+    `write_paused` is set while enough waits to be written; `writable` is woken when that changes, or the connection is
+    lost. `may_continue` is whether another request may follow this one.
+    """
+
+    transport: Any
+    client: tuple[str, int] | None
+    server: tuple[str, int | None] | None
+    scheme: str
+    access_log: bool
+    write_paused: bool
+    writable: Waiters
+
+    @property
+    def may_continue(self) -> bool: ...
+
+    @property
+    def default_lines(self) -> bytes: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def body_taken(self, *, is_all: bool) -> None: ...
+
+    def answered(self, *, keep_alive: bool) -> None: ...
+
+    def broken(self) -> None: ...
+
+
+class Cycle:
+    """A request and its answer. `receive` and `send` are those of ASGI 2.3: a client that left gets nothing more.
+
+    `left` is set once the client has nothing more to send, `gone` once nothing reaches it either.
+    """
+
+    __slots__ = (
+        "_body",
+        "_changed",
+        "_delivered",
+        "_head",
+        "_keep_alive",
+        "_left_bytes",
+        "_line",
+        "_more_body",
+        "awaits_continue",
+        "gone",
+        "is_complete",
+        "is_started",
+        "left",
+        "scope",
+    )
+
+    def __init__(self, head: Head, line: Line) -> None:
+        self._head = head.method == "HEAD"
+        self._line = line
+        self._keep_alive = head.keep_alive
+        self._body = b""
+        self._more_body = head.length_bytes != 0
+        self._delivered = False
+        self._changed = Waiters()
+        self._left_bytes = _CHUNKED if head.version == "1.1" else _UNTIL_CLOSE
+        self.awaits_continue = head.expects_continue
+        self.is_started = self.is_complete = self.left = self.gone = False
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": head.version,
+            "server": line.server,
+            "client": line.client,
+            "scheme": line.scheme,
+            "method": head.method,
+            "root_path": "",
+            "path": head.path,
+            "raw_path": head.raw_path,
+            "query_string": head.query,
+            "headers": head.headers,
+        }
+
+    @property
+    def transport(self) -> Any:
+        return self._line.transport
+
+    # -- called by the connection
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much of the body waits for the app that no more should be read."""
+        return len(self._body) > BODY_BUFFER_BYTES
+
+    def feed(self, body: bytes, *, is_last: bool) -> None:
+        """Add a part of the body."""
+        self._body = self._body + body if self._body else body
+        self._more_body = not is_last
+        self._changed.wake()
+
+    def leave(self, *, is_gone: bool) -> None:
+        """The client has ended its side, or is gone altogether: the app is told when it receives next."""
+        self.left = True
+        self.gone = self.gone or is_gone
+        self._body = b""
+        self._changed.wake()
+
+    async def run(self, app: Application) -> None:
+        """Run the app; what it raises is logged, and answered where nothing has been yet."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except CancelledError:
+            self._line.broken()
+            raise
+        except BaseException as error:
+            _log.error("Exception in ASGI application\n", exc_info=error)
+        else:
+            if not self.is_complete and not self.left:
+                what = "completing" if self.is_started else "starting"
+                _log.error("ASGI callable returned without %s response.", what)
+        if not self.is_complete:
+            self._end_early()
+
+    def _end_early(self) -> None:
+        """An app that ended without an answer: the client gets one, or sees that it is incomplete."""
+        if not self.is_started and not self.left:
+            self._line.write(answer_of(INTERNAL, self._line.default_lines))
+        self.is_started = self.is_complete = True
+        self._line.broken()
+
+    # -- called by the app
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, or `http.disconnect` once the answer is complete or the client left."""
+        if self.awaits_continue and not self.is_started:
+            self.awaits_continue = False
+            self._line.write(_CONTINUE)
+        while not (self.left or self.is_complete):
+            if self._body or not (self._more_body or self._delivered):
+                body, self._body = self._body, b""
+                self._delivered = not self._more_body
+                more = self._more_body
+                self._line.body_taken(is_all=not more)
+                return {"type": "http.request", "body": body, "more_body": more}
+            await self._changed.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Write a part of the answer; wait before that while the client reads too slowly."""
+        while self._line.write_paused and not self.gone:
+            await self._line.writable.wait()
+        if self.gone:
+            return
+        if not self.is_started:
+            if message["type"] != "http.response.start":
+                raise RuntimeError(f"Expected ASGI message 'http.response.start', but got '{message['type']}'.")
+            self._start(message["status"], message.get("headers", ()))
+        elif self.is_complete:
+            raise RuntimeError(f"Unexpected ASGI message '{message['type']}' sent, after response already completed.")
+        elif message["type"] != "http.response.body":
+            raise RuntimeError(f"Expected ASGI message 'http.response.body', but got '{message['type']}'.")
+        else:
+            self._write(message.get("body", b""), is_last=not message.get("more_body", False))
+
+    def _start(self, status: int, headers: Headers) -> None:
+        line, own, says_close = self._line, list(headers), False
+        names = [name.lower() for name, _ in own]
+        if b"content-length" in names:
+            self._left_bytes = int(own[names.index(b"content-length")][1])
+        if b"connection" in names:
+            says_close = b"close" in own[names.index(b"connection")][1].lower()
+        self._keep_alive = self._keep_alive and not says_close and line.may_continue
+        if self._head or status in _NO_BODY:
+            self._left_bytes = 0
+        elif self._left_bytes == _CHUNKED and b"transfer-encoding" not in names:
+            own.append((b"transfer-encoding", b"chunked"))
+        if not self._keep_alive and not says_close:
+            own.append(CLOSE)
+        head = answer_head(status, line.default_lines, own)
+        self.is_started, self.awaits_continue = True, False
+        if line.access_log:
+            self._log_access(status)
+        line.write(head)
+
+    def _write(self, body: bytes, *, is_last: bool) -> None:
+        left_bytes = self._left_bytes
+        if left_bytes == _CHUNKED:
+            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            if is_last:
+                data += _LAST_CHUNK
+        elif left_bytes == _UNTIL_CLOSE:
+            data = body
+        elif self._head:
+            data = b""
+        else:
+            data = body
+            self._left_bytes = left_bytes = left_bytes - len(body)
+            if left_bytes < 0:
+                raise RuntimeError("Response content longer than Content-Length")
+            if is_last and left_bytes:
+                raise RuntimeError("Response content shorter than Content-Length")
+        if data:
+            self._line.write(data)
+        if is_last:
+            self.is_complete = True
+            self._changed.wake()
+            self._line.answered(keep_alive=self._keep_alive)
+
+    def _log_access(self, status: int) -> None:
+        scope = self.scope
+        host, port = scope["client"] or ("", 0)
+        client = f"{host}:{port}" if host else ""
+        query = scope["query_string"].decode("ascii")
+        target = quote(scope["path"]) + (f"?{query}" if query else "")
+        _access_log.info('%s - "%s %s HTTP/%s" %d', client, scope["method"], target, scope["http_version"], status)
