@@ -40,7 +40,8 @@ def anyio_backend() -> str:
 
 async def serving(application: Any, tls: Tls, use: Callable[[str], Awaitable[None]], timeout_s: float = 10) -> None:
     """Run a function with the URL of a TLS server of the app."""
-    server = HttpServer(
+    limits = HttpLimits(tls_handshake_timeout_s=timeout_s)
+    server = HttpServer(application, listen("127.0.0.1", 0), tls=tls.context, limits=limits)
         application, listen("127.0.0.1", 0), tls=tls.context, limits=HttpLimits(tls_handshake_timeout_s=timeout_s)
     )
     async with anyio.create_task_group() as tasks:
