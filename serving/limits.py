@@ -48,3 +48,13 @@ class HttpLimits:
     max_body_bytes_in_flight: int = setting(
         1_073_741_824, "Bytes of all bodies that are incomplete or wait for the app; the next ones get 503."
     )
+    max_open_requests: int = setting(
+        10_000, "Requests open at a time, bodies that are still read included; more are refused as overload."
+    )
+    max_open_requests_per_client: int = setting(5_000, "Of these, requests of one client; more are refused with 429.")
+    silence_timeout_s: float = setting(
+        1800.0, "Seconds without an item of its engine after which a request fails, at most a quarter later."
+    )
+    request_timeout_s: float = setting(
+        86_400.0, "Seconds that a request may take as a whole; then it fails, with 504 before its first item."
+    )

@@ -13,6 +13,7 @@ import logging
 import time
 from typing import Any
 
+import anyio
 from attrs import frozen
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -35,6 +36,7 @@ from ..openai import (
 from .caller import Caller, caller_of
 from .exchange import Exchange
 from .generation import Generation
+from .open_requests import OpenRequest
 from .parser import parsed
 from .privileges import apply_key
 from .problems import CLIENT_GONE, Problem, Refusal, explain
@@ -45,6 +47,7 @@ from .request_meter import RequestMeter
 from .server_span import PassingSpan, span_of
 from .service import ServedModel, Service
 from .span_attributes import of_answer
+from .time_limits import Patience
 
 _log = logging.getLogger(__name__)
 
@@ -77,20 +80,24 @@ class GenerationEndpoint:
         """See ASGI. Every error becomes an answer; a client that is gone gets none."""
         headers, span = RequestHeaders.of(scope), span_of(scope)
         try:
-            request, caller = await self._read(headers, receive), caller_of(scope)
-            apply_key(caller, request, headers.values, nvext=self._service.options.nvext)
-        except ClientDisconnect:
-            span.ended(CLIENT_GONE)
-            return
+            open_request = self._service.open_requests.admit(caller_of(scope).identity)
         except PenstockError as error:
-            problem = self._explain(error)
-            span.ended(problem)
-            await reply_problem(send, problem, headers.echo)
+            await self._refuse(send, error, headers, span)
             return
-        with self._meter(request) as meter:
-            ended = await self._answer(request, caller, meter, headers, span, receive, send)
-            span.ended(ended)
-            meter.ended(ended)
+        with open_request:
+            try:
+                request, caller = await self._read(headers, receive), caller_of(scope)
+                apply_key(caller, request, headers.values, nvext=self._service.options.nvext)
+            except ClientDisconnect:
+                span.ended(CLIENT_GONE)
+                return
+            except PenstockError as error:
+                await self._refuse(send, error, headers, span)
+                return
+            with self._meter(request) as meter:
+                ended = await self._answer(request, caller, meter, headers, span, open_request, receive, send)
+                span.ended(ended)
+                meter.ended(ended)
 
     async def _read(self, headers: RequestHeaders, receive: Receive) -> OpenAIRequest:
         """The request in the body, with what its headers say. Raises ClientDisconnect, or why it is no request."""
@@ -113,6 +120,7 @@ class GenerationEndpoint:
         meter: RequestMeter,
         headers: RequestHeaders,
         span: PassingSpan,
+        open_request: OpenRequest,
         receive: Receive,
         send: Send,
     ) -> Problem | None:
@@ -125,7 +133,9 @@ class GenerationEndpoint:
             span.asked(request, self._api.endpoint, len(prompts))
             availability = self._service.availability
             generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
-            exchange = Exchange(generation, self._service.options, headers.echo, receive, send)
+            patience = Patience(self._service.time_limits, meter.started_s)
+            exchange = Exchange(generation, self._service.options, headers.echo, receive, send, patience)
+            open_request.watched = exchange
             with availability.admit(context):
                 try:
                     failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
@@ -138,7 +148,7 @@ class GenerationEndpoint:
             return CLIENT_GONE
         except Exception as failed:
             problem = self._explain(failed)
-            await reply_problem(send, problem, headers.echo)
+            await self._reply_problem(send, problem, headers)
             return problem
         return None if failure is None else self._explain(failure)
 
@@ -188,6 +198,17 @@ class GenerationEndpoint:
             prompts=prompts,
             force_usage=self._service.options.force_usage,
         )
+
+    async def _refuse(self, send: Send, error: PenstockError, headers: RequestHeaders, span: PassingSpan) -> None:
+        """Answer a request that has not begun."""
+        problem = self._explain(error)
+        span.ended(problem)
+        await self._reply_problem(send, problem, headers)
+
+    async def _reply_problem(self, send: Send, problem: Problem, headers: RequestHeaders) -> None:
+        """Answers with an error. One that is not read in time is left unsent; the rest of a body is not read here."""
+        with anyio.move_on_after(self._service.time_limits.write_s):
+            await reply_problem(send, problem, headers.echo)
 
     def _explain(self, failure: Exception) -> Problem:
         """What the client is told; what it is not told is logged."""

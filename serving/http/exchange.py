@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import anyio
-from anyio.abc import TaskGroup
-from attrs import define
+from collections.abc import Callable
+
+from attrs import define, field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 
+from pipeline import PenstockError, ResponseTimeout
+from pipeline.errors import ExceededLimit
 from pipeline.sse import DONE
 
 from ..openai import Answer, Chunks
@@ -15,29 +17,43 @@ from .delivery import StreamDelivery, WholeDelivery
 from .event_writer import EventWriter
 from .generation import Generation
 from .options import HttpOptions
-from .problems import explain
-from .reply import JSON_TYPE, STREAM_TYPE, reply, reply_headers
+from .problems import Refusal, explain
+from .reply import JSON_TYPE, STREAM_TYPE, Headers, reply_headers
+from .side_task import SideTask, Work, end, task_starter
+from .time_limits import Patience
 
 
 @define(eq=False)
 class Exchange:
-    """A generation with the two ends of its connection. `echo` is the request id the client sees again."""
+    """A generation with the two ends of its connection. `echo` is the request id the client sees again.
+
+    The caller's own task reads the graph. Beside it one task waits for the client to go away, and one sends while there
+    is something to send. `look` ends what takes too long, as `patience` decides.
+    """
 
     generation: Generation
     options: HttpOptions
     echo: str | None
     receive: Receive
     send: Send
+    patience: Patience
+    _start: Callable[[Work], SideTask] = field(init=False, factory=task_starter)
+    _writer: EventWriter | None = field(init=False, default=None)
+    _failure: Exception | None = field(init=False, default=None)
 
     async def whole(self, answer: Answer) -> None:
         """Answers with one body. Raises what failed, or ClientDisconnect; nothing is sent then."""
-        failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-            self._watch(tasks)
-            failure = await self.generation.run(WholeDelivery(answer))
-            tasks.cancel_scope.cancel()
-        self._raise_unanswered(failure)
-        await reply(self.send, 200, reply_headers(JSON_TYPE, self.echo), answer.to_json())
+        watcher = self._start(self._watch())
+        try:
+            self._raise_unanswered(await self.generation.run(WholeDelivery(answer)))
+            body = answer.to_json()
+            headers = reply_headers(JSON_TYPE, self.echo)
+            self._writer = writer = self._make_writer([*headers, (b"content-length", b"%d" % len(body))])
+            writer.put_whole(body)
+            await writer.sent()
+            self._raise_unanswered(None)
+        finally:
+            await self._close(watcher)
 
     async def stream(self, chunks: Chunks) -> Exception | None:
         """Answers with events. Returns what failed after the first of them, which the client was told.
@@ -45,41 +61,85 @@ class Exchange:
         Raises what failed before, or ClientDisconnect.
         """
         headers = reply_headers(STREAM_TYPE, self.echo)
-        writer = EventWriter(self.send, headers, self.generation.lose_client, self.options.keep_alive_s)
-        failures: list[Exception] = []
-        begun = False
-        async with anyio.create_task_group() as tasks:
-            self._watch(tasks)
-            tasks.start_soon(self._produce, writer, chunks, failures)
-            begun = await writer.run()
-            tasks.cancel_scope.cancel()
-        failure = failures[0] if failures else None
-        self._raise_unanswered(None if begun else failure)
+        self._writer = writer = self._make_writer(headers, self.options.keep_alive_s)
+        watcher = self._start(self._watch())
+        try:
+            failure = await self.generation.run(StreamDelivery(writer, chunks, chunks.form.prompts))
+            self._raise_unanswered(None if writer.committed else failure)
+            self._put_tail(writer, chunks, failure)
+            await writer.sent()
+            self._raise_unanswered(None)
+        finally:
+            await self._close(watcher)
         return failure
 
-    async def _produce(self, writer: EventWriter, chunks: Chunks, failures: list[Exception]) -> None:
-        """Fills the writer; a stream that has begun ends with `[DONE]` whatever happens."""
-        failure = await self.generation.run(StreamDelivery(writer, chunks, chunks.form.prompts))
+    def look(self, now_s: float) -> None:
+        """End the request if it has gone beyond a limit of time by now; called now and then."""
+        generation, writer, patience = self.generation, self._writer, self.patience
+        if generation.client_gone:
+            return
+        if writer is not None and patience.stalled_write(now_s, writer.write) is not None:
+            self._lose_client()
+        elif generation.is_complete:
+            if patience.lasted_too_long(now_s) is not None:  # its end is being sent, too slowly to wait for
+                self._lose_client()
+        elif (limit := patience.lasted_too_long(now_s)) is not None:
+            text = "The request took longer than the server allows"
+            generation.cut(Refusal(504, text, "response_timeout", exceeded=limit))
+        else:
+            is_excused = generation.waits_for_client
+            if (limit := patience.silence(now_s, generation.items, is_excused=is_excused)) is not None:
+                generation.cut(_silent(limit))
+
+    def _put_tail(self, writer: EventWriter, chunks: Chunks, failure: Exception | None) -> None:
+        """Ends the stream: with `[DONE]`, whatever happened."""
         if failure is not None:
-            failures.append(failure)
-        if self.generation.client_gone:
-            writer.abandon()
-        if failure is None or writer.committed:
-            if failure is not None:
-                writer.put(explain(failure, self.options.overload_status).frame())
-            elif chunks.form.include_usage and self.generation.finished:
-                writer.put(chunks.usage_frame())
-            writer.put(DONE)
-            writer.commit()
+            writer.put(explain(failure, self.options.overload_status).frame())
+        elif chunks.form.include_usage and self.generation.finished:
+            writer.put(chunks.usage_frame())
+        writer.put(DONE)
+        writer.commit()
         writer.finish()
 
-    def _watch(self, tasks: TaskGroup) -> None:
-        tasks.start_soon(self.generation.watch_client, self.receive)
-        if self.options.silence_timeout_s is not None:
-            tasks.start_soon(self.generation.watch_silence, self.options.silence_timeout_s)
+    def _make_writer(self, headers: Headers, keep_alive_s: float | None = None) -> EventWriter:
+        return EventWriter(self.send, headers, self.generation.lose_client, self._start, keep_alive_s)
+
+    async def _watch(self) -> None:
+        """Ends the request when its client goes away."""
+        try:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+        except Exception as failure:
+            self._failure = failure
+        if not self.generation.is_complete:
+            self._lose_client()
+        elif self._writer is not None:
+            self._writer.abandon()
+
+    def _lose_client(self) -> None:
+        self.generation.lose_client()
+        if self._writer is not None:
+            self._writer.abandon()
 
     def _raise_unanswered(self, failure: Exception | None) -> None:
+        """Raise what keeps the client from an answer, if anything does."""
+        broken = self._failure
+        if broken is None and self._writer is not None:
+            broken = self._writer.failure
+        if broken is not None:
+            raise broken
         if self.generation.client_gone:
             raise ClientDisconnect
         if failure is not None:
             raise failure
+
+    async def _close(self, watcher: SideTask) -> None:
+        if self._writer is not None:
+            await self._writer.close()
+        await end(watcher)
+
+
+def _silent(limit: ExceededLimit) -> PenstockError:
+    error = ResponseTimeout("the engine said nothing for too long")
+    error.exceeded = limit
+    return error

@@ -1,15 +1,14 @@
 """Generation: one request through its graph, from its first item to its last, and what ended it.
 
     graph ── item ──► usage, metrics, delivery
-    client gone, silence ── kill ──► graph
+    client gone, a limit of time ── kill ──► graph
 
 Knows nothing of HTTP: what becomes of the items is the delivery's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import anyio
 from attrs import define, field
@@ -23,7 +22,7 @@ from pipeline import (
     Context,
     Disconnected,
     EngineShutdown,
-    ResponseTimeout,
+    PenstockError,
     StreamIncomplete,
     Unavailable,
     to_error,
@@ -39,6 +38,7 @@ from .delivery import Delivery
 from .problems import error_of
 from .prompts import OpenAIRequest
 from .request_meter import RequestMeter
+from .side_task import call_later
 
 Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
 """What serves a model: OpenAI requests in, detokenized items out."""
@@ -48,9 +48,6 @@ LEADING_ANNOTATIONS_MAX = 16
 
 KILL_GRACE_S = 2.0
 """How long a killed graph may take to end before its task is cancelled."""
-
-_LOOKS_PER_SILENCE = 4
-"""How often is looked for new items within the time an engine may be silent."""
 
 
 @define(eq=False)
@@ -70,11 +67,12 @@ class Generation:
     finished: bool = field(init=False, default=False)
     finish_reasons: list[str] = field(init=False, factory=list)
     """Why each choice ended, in the order they did."""
-    _complete: bool = field(init=False, default=False)
-    _items: int = field(init=False, default=0)
+    is_complete: bool = field(init=False, default=False)
+    items: int = field(init=False, default=0)
     _readers: int = field(init=False, default=0)
     _waits_for_client: int = field(init=False, default=0)
-    _timed_out: bool = field(init=False, default=False)
+    _cut: PenstockError | None = field(init=False, default=None)
+    _forget_patience: Callable[[], object] | None = field(init=False, default=None)
     _reading: anyio.CancelScope = field(init=False, factory=anyio.CancelScope)
 
     async def run(self, delivery: Delivery) -> Exception | None:
@@ -87,11 +85,15 @@ class Generation:
         except Exception as failure:
             return self._cut_by_server(failure) or failure
         finally:
-            self._complete = True
+            self.is_complete = True
+            if self._forget_patience is not None:
+                self._forget_patience()
         return None
 
-    def _cut_by_server(self, failure: Exception) -> Unavailable | None:
-        """What the client is told in the place of a failure that the server's own end caused."""
+    def _cut_by_server(self, failure: Exception) -> PenstockError | None:
+        """What the client is told in the place of a failure that a limit or the server's own end caused."""
+        if self._cut is not None and isinstance(failure, Cancelled):
+            return self._cut
         phase = self.availability.phase
         is_killed = phase is Phase.STOPPING and isinstance(failure, Cancelled)
         is_lost = phase is not Phase.READY and isinstance(failure, CannotConnect | Disconnected | EngineShutdown)
@@ -137,7 +139,7 @@ class Generation:
                 self.usage.prompt(prompt, prompt_tokens)
             self.meter.tracked(tracker_of(context))
             async for item in stream:
-                self._items += 1
+                self.items += 1
                 full = False
                 if item.event is not None:
                     _raise_error(item)
@@ -163,8 +165,8 @@ class Generation:
 
     def _explain_short_end(self, context: Context[OpenAIRequest], *, begun: bool) -> None:
         """Raises why a stream ended without a finish reason, where that is known."""
-        if self._timed_out:
-            raise ResponseTimeout("the engine said nothing for too long")
+        if self._cut is not None:
+            raise self._cut
         if context.is_stopped:
             raise Cancelled("the request was stopped")
         if not begun:
@@ -177,39 +179,29 @@ class Generation:
         finally:
             self._waits_for_client -= 1
 
-    # -- what may end it from outside, each a task of its own
+    # -- what may end it from outside
 
-    async def watch_client(self, receive: Callable[[], Awaitable[Any]]) -> None:
-        """Kills the request when its client goes away; a graph that ignores that is cancelled."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not self._complete:
-            self.lose_client()
-            await self._cancel_later()
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether every stream that is read waits for the client, so that its engine is not to blame."""
+        return 0 < self._readers == self._waits_for_client
 
     def lose_client(self) -> None:
-        """The client is gone: nothing is of use any more."""
+        """End it because the client is gone: nothing is of use any more."""
         self.client_gone = True
+        self._kill()
+
+    def cut(self, reason: PenstockError) -> None:
+        """End it with this error, unless it is ending already."""
+        if self._cut is None and not self.client_gone and not self.is_complete:
+            self._cut = reason
+            self._kill()
+
+    def _kill(self) -> None:
+        """Kill the request; a graph that ignores that is cancelled."""
         self.context.kill()
-
-    async def watch_silence(self, timeout_s: float) -> None:
-        """Kills the request when its engine makes nothing for `timeout_s`, or up to a quarter longer.
-
-        Where every stream that is read waits for the client, the engine is not to blame.
-        """
-        seen, silent_looks = self._items, 0
-        while silent_looks < _LOOKS_PER_SILENCE:
-            await anyio.sleep(timeout_s / _LOOKS_PER_SILENCE)
-            is_blocked = 0 < self._readers == self._waits_for_client
-            silent_looks = 0 if seen != self._items or is_blocked else silent_looks + 1
-            seen = self._items
-        self._timed_out = True
-        self.context.kill()
-        await self._cancel_later()
-
-    async def _cancel_later(self) -> None:
-        await anyio.sleep(KILL_GRACE_S)
-        self._reading.cancel()
+        if self._forget_patience is None and not self.is_complete:
+            self._forget_patience = call_later(KILL_GRACE_S, self._reading.cancel)
 
 
 def _raise_error(item: Annotated[BackendOutput]) -> None:

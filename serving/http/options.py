@@ -20,7 +20,8 @@ BODY_LIMIT = "DYN_HTTP_BODY_LIMIT_MB"
 class HttpOptions:
     """How one app answers.
 
-    A request whose engine says nothing for `silence_timeout_s` is killed, at most a quarter later; None waits for ever.
+    A request whose engine gives nothing for `silence_timeout_s` is killed, at most a quarter later; None leaves that to
+    the limit of this name in `limits`.
     `keep_alive_s`: comments are sent to a waiting client this often, which then has its 200 before the first item; None
     sends none. `context_window_tokens` and `max_output_tokens` override what models say. `limits` bound what requests,
     connections and clients may take, `request_limits` what may be in a request. `shows_internals`: whether metrics and

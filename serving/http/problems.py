@@ -123,7 +123,10 @@ class Problem:
     def frame(self) -> bytes:
         """The event that tells it in the middle of a stream."""
         reason = self.reason.lower().replace(" ", "_").replace("-", "_")
-        return event({"error": {"message": self.message, "type": reason, "code": self.status}})
+        error: dict[str, Any] = {"message": self.message, "type": reason, "code": self.status}
+        if self.exceeded is not None:
+            error["limit"] = asdict(self.exceeded)
+        return event({"error": error})
 
 
 LIMIT_HEADER = b"x-penstock-limit"

@@ -62,6 +62,11 @@ class RequestMeter:
         for tracker in self._trackers:
             self._workers.note(tracker)
 
+    @property
+    def started_s(self) -> float:
+        """When the request began, by the loop's clock."""
+        return self._started
+
     def tracked(self, tracker: RequestTracker | None) -> None:
         """One of its prompts is on its way; what its workers were like is shown when the request is over."""
         if tracker is not None:

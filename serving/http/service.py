@@ -13,8 +13,10 @@ from pipeline.protocols.openai import ModelInfo
 
 from .availability import Availability
 from .generation import Graph
+from .open_requests import OpenRequests
 from .options import HttpOptions
 from .telemetry import Telemetry
+from .time_limits import TimeLimits
 
 
 @frozen
@@ -44,6 +46,16 @@ class Service:
     options: HttpOptions
     availability: Availability
     telemetry: Telemetry
+    time_limits: TimeLimits = field(init=False)
+    open_requests: OpenRequests = field(init=False)
+
+    @time_limits.default
+    def _time_limits(self) -> TimeLimits:
+        return TimeLimits.of(self.options)
+
+    @open_requests.default
+    def _open_requests(self) -> OpenRequests:
+        return OpenRequests(self.options.limits, self.time_limits.period_s)
 
     def instances(self) -> list[str]:
         """The instances behind the graphs' pools as they are now, each once."""

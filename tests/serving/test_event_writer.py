@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.event_writer import BUFFER_BYTES, EventWriter
+from serving.http.event_writer import BUFFER_BYTES, PIECE_BYTES, EventWriter
+from serving.http.side_task import task_starter
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +34,7 @@ class Client:
         return [message["body"] for message in self.messages if "body" in message]
 
     def writer(self, keep_alive_s: float | None = None) -> EventWriter:
-        return EventWriter(self.send, [(b"a", b"b")], self._lose, keep_alive_s)
+        return EventWriter(self.send, [(b"a", b"b")], self._lose, task_starter(), keep_alive_s)
 
     def _lose(self) -> None:
         self.gone += 1
@@ -42,25 +43,23 @@ class Client:
 async def test_frames_that_are_there_together_leave_in_one_write() -> None:
     client = Client()
     writer = client.writer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
-        for frame in (b"1", b"2", b"3"):
-            writer.put(frame)
-        writer.commit()
-        writer.finish()
+    for frame in (b"1", b"2", b"3"):
+        writer.put(frame)
+    writer.commit()
+    writer.finish()
+    await writer.sent()
     assert client.writes == [b"123"]
 
 
 async def test_a_frame_that_is_alone_leaves_at_once() -> None:
     client = Client()
     writer = client.writer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
-        writer.commit()
-        for frame in (b"1", b"2", b"3"):
-            writer.put(frame)
-            await anyio.wait_all_tasks_blocked()
-        writer.finish()
+    writer.commit()
+    for frame in (b"1", b"2", b"3"):
+        writer.put(frame)
+        await anyio.wait_all_tasks_blocked()
+    writer.finish()
+    await writer.sent()
     assert client.writes == [b"1", b"2", b"3", b""]
     assert [message.get("more_body") for message in client.messages] == [None, True, True, True, False]
 
@@ -68,13 +67,12 @@ async def test_a_frame_that_is_alone_leaves_at_once() -> None:
 async def test_nothing_is_sent_before_the_commit() -> None:
     client = Client()
     writer = client.writer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
-        writer.put(b"1")
-        await anyio.sleep(10)
-        assert client.messages == []
-        writer.commit()
-        writer.finish()
+    writer.put(b"1")
+    await anyio.sleep(10)
+    assert client.messages == []
+    writer.commit()
+    writer.finish()
+    await writer.sent()
     assert client.messages[0] == {"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]}
     assert client.writes == [b"1"]
 
@@ -84,7 +82,10 @@ async def test_without_a_commit_nothing_is_ever_sent() -> None:
     writer = client.writer()
     writer.put(b"1")
     writer.finish()
-    assert not await writer.run()
+    await writer.sent()
+    await writer.close()
+    await anyio.sleep(1)
+    assert not writer.committed
     assert client.messages == []
 
 
@@ -101,7 +102,6 @@ async def test_a_full_buffer_makes_the_reader_wait() -> None:
         waited = True
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
         tasks.start_soon(read)
         await anyio.wait_all_tasks_blocked()
         assert not waited
@@ -109,34 +109,107 @@ async def test_a_full_buffer_makes_the_reader_wait() -> None:
         await anyio.wait_all_tasks_blocked()
         assert waited
         writer.finish()
+        await writer.sent()
+
+
+async def test_a_whole_answer_leaves_in_pieces_and_closes_with_the_last() -> None:
+    client, body = Client(), bytes(range(256)) * 1000
+    writer = client.writer()
+    writer.put_whole(body)
+    await writer.sent()
+    assert b"".join(client.writes) == body
+    assert max(map(len, client.writes)) <= PIECE_BYTES
+    assert [message["more_body"] for message in client.messages[1:]] == [True] * (len(client.writes) - 1) + [False]
+
+
+async def test_an_answer_that_waits_has_no_task_of_its_own() -> None:
+    client, started = Client(), 0
+    start = task_starter()
+
+    def counted(work: Any) -> Any:
+        nonlocal started
+        started += 1
+        return start(work)
+
+    writer = EventWriter(client.send, [], lambda: None, counted)
+    writer.commit()
+    await anyio.sleep(1)
+    assert started == 0
+    for _ in range(3):
+        writer.put(b"x")
+        await anyio.wait_all_tasks_blocked()
+    assert started == 3
+    assert client.writes == [b"x"] * 3
+
+
+async def test_closing_ends_a_write_that_is_under_way() -> None:
+    cancelled = False
+
+    async def send(_: MutableMapping[str, Any]) -> None:
+        nonlocal cancelled
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled = True
+
+    writer = EventWriter(send, [], lambda: None, task_starter())
+    writer.commit()
+    writer.put(b"x")
+    await anyio.wait_all_tasks_blocked()
+    assert writer.write is not None
+    await writer.close()
+    assert (cancelled, writer.write) == (True, None)
+    writer.put(b"y")
+    await anyio.wait_all_tasks_blocked()
+    assert writer.write is None
+
+
+async def test_a_failure_of_the_server_is_kept_and_ends_the_sending() -> None:
+    gone = 0
+
+    async def send(_: MutableMapping[str, Any]) -> None:
+        raise RuntimeError("invalid header")
+
+    def lose() -> None:
+        nonlocal gone
+        gone += 1
+
+    writer = EventWriter(send, [], lose, task_starter())
+    writer.commit()
+    writer.put(b"x" * BUFFER_BYTES)
+    with anyio.fail_after(1):
+        await writer.room()
+        await writer.sent()
+    assert str(writer.failure) == "invalid header"
+    assert gone == 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 async def test_a_client_that_breaks_off_is_noticed_once_and_nobody_waits(after: int) -> None:
     client = Client(breaks_after=after)
     writer = client.writer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
-        writer.commit()
-        for _ in range(4):
-            writer.put(b"x" * BUFFER_BYTES)
-            with anyio.fail_after(1):
-                await writer.room()
-        writer.finish()
+    writer.commit()
+    for _ in range(4):
+        writer.put(b"x" * BUFFER_BYTES)
+        with anyio.fail_after(1):
+            await writer.room()
+    writer.finish()
+    with anyio.fail_after(1):
+        await writer.sent()
     assert client.gone == 1
 
 
 async def test_comments_are_sent_only_while_there_is_nothing_else() -> None:
     client = Client()
     writer = client.writer(keep_alive_s=1)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(writer.run)
-        await anyio.sleep(2.5)
-        assert writer.committed
-        for _ in range(10):
-            writer.put(b"x")
-            await anyio.sleep(0.9)
-        writer.finish()
+    await anyio.sleep(2.5)
+    assert writer.committed
+    for _ in range(10):
+        writer.put(b"x")
+        await anyio.sleep(0.9)
+    writer.finish()
+    await writer.sent()
+    await writer.close()
     assert b"".join(client.writes) == b":\n\n:\n\n" + b"x" * 10
 
 
@@ -146,15 +219,14 @@ def test_whatever_the_pace_all_frames_arrive_in_order(steps: list[tuple[bytes, b
 
     async def main() -> None:
         writer = client.writer()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(writer.run)
-            writer.commit()
-            for frame, pause in steps:
-                writer.put(frame)
-                await writer.room()
-                if pause:
-                    await anyio.wait_all_tasks_blocked()
-            writer.finish()
+        writer.commit()
+        for frame, pause in steps:
+            writer.put(frame)
+            await writer.room()
+            if pause:
+                await anyio.wait_all_tasks_blocked()
+        writer.finish()
+        await writer.sent()
 
     anyio.run(main)
     assert b"".join(client.writes) == b"".join(frame for frame, _ in steps)

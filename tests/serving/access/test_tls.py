@@ -42,8 +42,6 @@ async def serving(application: Any, tls: Tls, use: Callable[[str], Awaitable[Non
     """Run a function with the URL of a TLS server of the app."""
     limits = HttpLimits(tls_handshake_timeout_s=timeout_s)
     server = HttpServer(application, listen("127.0.0.1", 0), tls=tls.context, limits=limits)
-        application, listen("127.0.0.1", 0), tls=tls.context, limits=HttpLimits(tls_handshake_timeout_s=timeout_s)
-    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.run)
         try:
