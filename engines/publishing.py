@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline import CannotConnect, InvalidArgument
+from pipeline.protocols import worker_label
 from pipeline.protocols.kv_events import KV_EVENTS_TOPIC, KV_METRICS_TOPIC
 
 from .engine_metrics import EngineMetrics, MetricsBindings, SnapshotPublisher
@@ -72,7 +73,7 @@ def worker_labels(endpoint: EndpointId, worker_id: int, *, model: str, model_nam
         "dynamo_namespace": endpoint.namespace,
         "dynamo_component": endpoint.component,
         "dynamo_endpoint": endpoint.endpoint,
-        "worker_id": f"{worker_id:x}",
+        "worker_id": worker_label(worker_id),
         "model": model,
         "model_name": model_name,
     }

@@ -26,6 +26,7 @@ from pipeline.protocols import (
     PreprocessedRequest,
     RequestPhase,
     RequestTracker,
+    RouterChoice,
     RoutingData,
     RoutingHints,
 )
@@ -248,6 +249,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             tracker.record_kv_hit(blocks, prompt.blocks)
             tracker.record_isl(prompt.isl_tokens, int(blocks * prompt.block_size_tokens))
             tracker.record_worker(decision.rank.worker_id, decision.rank.dp_rank, self.chooser.worker_type)
+            tracker.record_choice(_choice(decision))
         if request.trace is not None:
             annotate(request, {f"kv_router.{name}": value for name, value in decision.attributes().items()})
 
@@ -288,6 +290,17 @@ async def _leased(stream: ResponseStream[Output], lease: Once) -> AsyncGenerator
                 yield item
     finally:
         lease.release()
+
+
+def _choice(decision: Decision) -> RouterChoice:
+    return RouterChoice(
+        decision.placement,
+        len(decision.ranks),
+        decision.overlap_blocks,
+        decision.best_available_overlap_blocks,
+        decision.prompt.blocks,
+        decision.cost if isfinite(decision.cost) else None,
+    )
 
 
 def _log_choice(decision: Decision) -> None:

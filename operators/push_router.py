@@ -28,6 +28,7 @@ from pipeline import (
     WorkerOverloaded,
 )
 from pipeline.errors import Refused
+from pipeline.protocols import RouterChoice
 from pipeline.tracing import annotate
 
 from .availability import InstanceExcluded
@@ -89,6 +90,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         self.loads = WorkerLoads(workers) if loads is None else loads
         self._workers = workers
         self._pick = _picker(mode, pick)
+        self._choice = RouterChoice(_rule(mode, pick))
         self.standing = Standing(
             workers,
             loads=self.loads,
@@ -236,6 +238,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             raise
         if (tracker := getattr(request.payload, "tracker", None)) is not None:
             tracker.record_worker(int(instance_id))
+            tracker.record_choice(self._choice)
         if self._silence_timeout_s is not None:
             source = f"instance_id={instance_id} of endpoint {self._workers.name}"
             stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
@@ -281,6 +284,13 @@ def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:
     if name not in pickers:
         raise GraphError(f"unknown router mode {mode!r}: expected one of {', '.join(pickers)}")
     return pickers[name]()
+
+
+def _rule(mode: RouterMode | None, pick: Picker | None) -> str:
+    """The name of the mode; of a picker its own, or its class's."""
+    if pick is None:
+        return mode or "round_robin"
+    return str(getattr(pick, "__name__", type(pick).__name__))
 
 
 def _named_instance(payload: Any) -> int:

@@ -20,7 +20,7 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 Item = Annotated[BackendOutput]
 OpenAIRequest = ChatCompletionRequest | CompletionRequest
 
-_REPORTED = frozenset({"worker_id", "timing"})
+_REPORTED = frozenset({"worker_id", "timing", "router_decision"})
 
 
 def with_routing(
@@ -97,6 +97,7 @@ class RoutingReport:
             tracker.timing_info() if is_last and "timing" in wanted else None,
             tracker.worker_info() if "worker_id" in wanted else None,
             tracker.external_query_token_ids if "token_ids" in wanted else None,
+            tracker.decision() if "router_decision" in wanted else None,
         )
         return None if known == RoutingData() else known
 
@@ -107,6 +108,7 @@ def filled(said: RoutingData, known: RoutingData) -> RoutingData:
         _timing(said.timing, known.timing),
         _workers(said.worker_id, known.worker_id),
         known.token_ids if said.token_ids is None else said.token_ids,
+        said.decision or known.decision,
     )
 
 

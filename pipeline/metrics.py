@@ -129,6 +129,10 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
             "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
         ),
         Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
+        Instrument("refused_requests_total", "counter", "", "Requests and connections a limit refused", ("limit",)),
+        Instrument(
+            "model_rejection_total", "counter", "", "Requests refused because all is busy", (*_MODEL, "endpoint")
+        ),
         Instrument("model_cancellation_total", "counter", "", "Requests given up by their client", _REQUEST),
         Instrument(
             "model_migration_total",

@@ -294,6 +294,12 @@ class RequestSpan:
         self.trace: object = trace.set_span_in_context(self._span, above)
 
     @property
+    def trace_id(self) -> str | None:
+        """The trace it is in, 32 hex digits; None without one."""
+        ids = self._span.get_span_context()
+        return f"{ids.trace_id:032x}" if ids.is_valid else None
+
+    @property
     def is_recording(self) -> bool:
         """False for a request that is not sampled: nothing of it is kept."""
         return self._span.is_recording()

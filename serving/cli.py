@@ -31,6 +31,8 @@ from .options import (
     Form,
     Host,
     KvEvents,
+    LogFormat,
+    LogFormatOption,
     LogLevel,
     LogLevelOption,
     MigrationLimit,
@@ -94,6 +96,7 @@ def serve(
     active_prefill_tokens_threshold: BusyTokens = None,
     active_prefill_tokens_threshold_frac: BusyTokensFraction = None,
     log_level: LogLevelOption = LogLevel.WARNING,
+    log_format: LogFormatOption = LogFormat.TEXT,
     access_log: AccessLog = False,
     *,
     limits: HttpLimits,
@@ -101,7 +104,7 @@ def serve(
     access: AccessOptions,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
-    _log_from(log_level, access_log=access_log)
+    _log_from(log_level, log_format, access_log=access_log)
     thresholds = (
         active_decode_blocks_threshold,
         active_prefill_tokens_threshold,
@@ -153,6 +156,7 @@ def worker(
     ] = True,
     disaggregation_mode: Annotated[str, typer.Option(help="agg, prefill, decode or encode.")] = "agg",
     log_level: LogLevelOption = LogLevel.WARNING,
+    log_format: LogFormatOption = LogFormat.TEXT,
     access_log: AccessLog = False,
     *,
     limits: HttpLimits,
@@ -160,7 +164,7 @@ def worker(
     access: AccessOptions,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
-    _log_from(log_level, access_log=access_log)
+    _log_from(log_level, log_format, access_log=access_log)
     settings: dict[str, Any] = {
         "namespace": namespace,
         "endpoint": endpoint,
@@ -192,10 +196,9 @@ def _worker_config(mode: str, settings: dict[str, Any]) -> WorkerConfig:
     return WorkerConfig(disaggregation_mode=DisaggregationMode.parse(mode), **settings)
 
 
-def _log_from(level: LogLevel, *, access_log: bool = False) -> None:
+def _log_from(level: LogLevel, form: LogFormat = LogFormat.TEXT, *, access_log: bool = False) -> None:
     """Shows messages from this level on; before anything that may fail, for then there is one to show."""
-    shown = LogLevel.INFO if access_log and level is LogLevel.WARNING else level
-    log_to_stderr(shown.upper())
+    log_to_stderr(level.upper(), form.value, access_log=access_log)
 
 
 def _run_server(

@@ -70,6 +70,13 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class LogFormat(StrEnum):
+    """The form of messages."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 ModelPath = Annotated[Path | None, typer.Option(help="Model folder; without it a built-in byte-level model is served.")]
 ModelName = Annotated[str | None, typer.Option(help="Name clients ask for; default: the folder's name, or echo.")]
 Engine = Annotated[str, typer.Option(help="Engine behind the graph: echo, mocker, or module:factory.")]
@@ -77,7 +84,10 @@ EngineArg = Annotated[list[str], typer.Option(metavar="NAME=VALUE", help="Argume
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
 LogLevelOption = Annotated[LogLevel, typer.Option(help="Least serious messages shown.")]
-AccessLog = Annotated[bool, typer.Option(help="Log every request; costs speed.")]
+LogFormatOption = Annotated[
+    LogFormat, typer.Option(envvar="PENSTOCK_LOG_FORMAT", help="Form of messages: text, or JSON, an object a line.")
+]
+AccessLog = Annotated[bool, typer.Option(help="Log every request when its answer ends; costs speed.")]
 Workers = Annotated[int, typer.Option(help="Number of engine instances.")]
 PrefillWorkers = Annotated[int, typer.Option(help="Number of engine instances that compute prompts only.")]
 EnforceDisagg = Annotated[bool, typer.Option(help="Refuse requests while there are no prefill workers.")]

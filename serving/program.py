@@ -198,7 +198,10 @@ class _Front:
         self._server_options = options
         self._environment = environment
         self._options = evolve(
-            HttpOptions.from_environment(environment), limits=options.limits, request_limits=config.request_limits
+            HttpOptions.from_environment(environment),
+            access_log=options.access_log,
+            limits=options.limits,
+            request_limits=config.request_limits,
         )
 
     def hosting(self) -> Hosting:
@@ -221,8 +224,8 @@ class _Front:
         return HttpServer(
             application,
             listener,
-            access_log=self._server_options.access_log,
             limits=self._options.limits,
+            refused=self.telemetry.refusals.of_connection,
             trusted=gate.proxies.trusted,
             tls=None if gate.tls is None else gate.tls.context,
         )
@@ -243,9 +246,9 @@ class _Front:
         return [self.plain(admin_app(graph, self._options, self.availability, self.telemetry), listener)]
 
     def plain(self, application: Any, listener: socket.socket) -> HttpServer:
-        """A server beside the first one, for every client; it logs as that one does, for uvicorn has one access log."""
-        options = self._server_options
-        return HttpServer(application, listener, access_log=options.access_log, is_first=False, limits=options.limits)
+        """A server beside the first one, for every client."""
+        refused = self.telemetry.refusals.of_connection
+        return HttpServer(application, listener, is_first=False, limits=self._options.limits, refused=refused)
 
 
 def _also_at(what: str, servers: Sequence[HttpServer]) -> str:

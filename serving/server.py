@@ -42,7 +42,9 @@ DEFAULT_LIMITS = HttpLimits()
 def _check_uvicorn() -> None:
     """Raise ImportError if uvicorn lacks what `_Uvicorn` needs of it."""
     server = uvicorn.Server(uvicorn.Config("", log_config=None, lifespan="off"))
-    needed = [(server, name) for name in ("server_state", "started", "startup", "on_tick", "shutdown", "should_exit")]
+    needed: list[tuple[object, str]] = [
+        (server, name) for name in ("server_state", "started", "startup", "on_tick", "shutdown", "should_exit")
+    ]
     needed += [(server.server_state, name) for name in ("connections", "tasks", "default_headers")]
     if lacking := [name for owner, name in needed if not hasattr(owner, name)]:
         raise ImportError(
@@ -67,7 +69,6 @@ class HttpServer:
         application: Any,
         listener: socket.socket,
         *,
-        access_log: bool = False,
         is_first: bool = True,
         limits: HttpLimits = DEFAULT_LIMITS,
         refused: Callable[[Problem, str], object] = lambda problem, client: None,
@@ -82,7 +83,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=access_log,
+            access_log=False,  # it would be written when an answer begins
             proxy_headers=False,
             timeout_graceful_shutdown=_FLUSH_S,
         )
@@ -140,7 +141,9 @@ class _Uvicorn(uvicorn.Server):
         self._open_files = open_files
         self._tls = tls
         self.server_state.connections = cast("set[Any]", connections.open)
-        self._hosted = Hosted(config.app, connections, tasks=self.server_state.tasks, access_log=config.access_log)
+        self._hosted = Hosted(
+            cast("Any", config.app), connections, tasks=self.server_state.tasks, access_log=config.access_log
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from shutil import get_terminal_size
+from typing import Literal
 
+from .log_format import JsonLines, RequestFields, TextLines
+from .printable import printable as printable
+
+ACCESS_LOG = "serving.access"
+"""Logger of the access log."""
 _WIDEST = 120
 """Columns of a table: of a wider terminal, and where there is none."""
-_STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tabs and line feeds, marks that turn the direction of text, and halves of surrogate pairs."""
-
-
-def printable(text: str) -> str:
-    """The text with every character that could steer a terminal, or not be written to it, spelled as `\\x1b`."""
-    return _STEERS.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -34,18 +32,13 @@ def table_width() -> int:
     return min(get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
 
 
-def log_to_stderr(level: str | int) -> None:
-    """Have messages of this level and above written to standard error, a line each with its trace below it."""
+def log_to_stderr(level: str | int, form: Literal["text", "json"] = "text", *, access_log: bool = False) -> None:
+    """Have messages of this level and above written to standard error, and those of the access log if it is on.
+
+    As text a line each with its trace below it, or one JSON object a line: see `log_format`.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(_Printable("%(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(RequestFields())
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=level, handlers=[handler])
-
-
-class _Printable(logging.Formatter):
-    """Messages may hold what a client or a file gave; a line feed in one would begin a line that is no message."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the library's name
-        return super().formatMessage(record).replace("\n", "\\n")
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+    logging.getLogger(ACCESS_LOG).setLevel(logging.INFO if access_log else logging.WARNING)

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pipeline.metrics import Instrument, Metrics
+from pipeline.protocols import worker_label
 
 from .active_sequences_loads import RankLoad
 from .chooser import KvRouter
@@ -69,8 +70,8 @@ class RouterGauges:
 
     def _ranks(self, figure: Callable[[RankLoad], int]) -> Seen:
         for load in self._chooser.loads():
-            worker_id, dp_rank = load.rank
-            yield {"worker_id": str(worker_id), "dp_rank": str(dp_rank), "worker_type": self._type}, figure(load)
+            worker_id, dp_rank = worker_label(load.rank.worker_id), str(load.rank.dp_rank)
+            yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, figure(load)
 
     def _classes(self, figure: Callable[[QueueUsage], int]) -> Seen:
         for name, usage in self._chooser.waiting_by_class().items():

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from anyio.lowlevel import current_token
 
+from pipeline.protocols import worker_label
+
 from .names import Instance
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class CallMeter:
             "dynamo_namespace": instance.namespace,
             "dynamo_component": instance.component,
             "dynamo_endpoint": instance.endpoint,
-            "worker_id": f"{instance.instance_id:x}",
+            "worker_id": worker_label(instance.instance_id),
         }
 
     def begun(self) -> float:

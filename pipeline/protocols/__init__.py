@@ -31,7 +31,15 @@ from .request import (
     TraceLink,
 )
 from .routing import RouterConfigOverride, RouterParams, RoutingConstraints, RoutingHints
-from .timing import RequestPhase, RoutingData, TimingInfo, WorkerIdInfo
+from .timing import (
+    RequestPhase,
+    RouterChoice,
+    RouterDecision,
+    RoutingData,
+    TimingInfo,
+    WorkerIdInfo,
+    worker_label,
+)
 from .tracker import PhasePermit, RequestTracker, worker_gauges
 from .usage import CompletionTokensDetails, CompletionUsage, PromptTokensDetails
 from .wire import InvalidRecord
@@ -69,7 +77,9 @@ __all__ = [
     "PromptTokensDetails",
     "RequestPhase",
     "RequestTracker",
+    "RouterChoice",
     "RouterConfigOverride",
+    "RouterDecision",
     "RouterParams",
     "RoutingConstraints",
     "RoutingData",
@@ -81,4 +91,5 @@ __all__ = [
     "TraceLink",
     "WorkerIdInfo",
     "worker_gauges",
+    "worker_label",
 ]

@@ -13,7 +13,7 @@ from attrs import define, evolve, fields
 
 from .output import PromptLogprobs
 from .routing import RouterParams, RoutingConstraints
-from .timing import TimingInfo, WorkerIdInfo
+from .timing import RouterDecision, TimingInfo, WorkerIdInfo
 from .wire import I32, I64, U32, U32_MAX, U64, InvalidRecord
 
 QUERY_INSTANCE_ID = "query_instance_id"
@@ -98,6 +98,7 @@ class NvExtResponse:
     stop_reason: I64 | str | None = None
     completion_token_ids: list[U32] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    router_decision: RouterDecision | None = None
 
     def select(self, wanted: frozenset[str], *, finished: bool, choices: int = 1) -> NvExtResponse | None:
         """The fields that were asked for and may be sent now; None if there are none.

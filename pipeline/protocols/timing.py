@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from attrs import define
+from attrs import define, frozen
 
 from .wire import U32, U64
 
@@ -18,6 +18,38 @@ class RequestPhase(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
+
+
+def worker_label(worker_id: int) -> str:
+    """The id as metrics, logs, answer headers and the names of instances show it: hex digits, without a prefix."""
+    return f"{worker_id:x}"
+
+
+@frozen
+class RouterChoice:
+    """Why a router sent a request to its worker.
+
+    `rule` is the mode of the router, or the rule of placement of the router `kv`, which also knows the rest: of the
+    `prompt_blocks` of the prompt the worker had `overlap_blocks`, `best_overlap_blocks` is the most that one of the
+    `candidates` had, `cost` is what the worker was chosen by, in the rule's unit.
+    """
+
+    rule: str
+    candidates: int | None = None
+    overlap_blocks: float | None = None
+    best_overlap_blocks: float | None = None
+    prompt_blocks: int | None = None
+    cost: float | None = None
+
+
+@define(slots=True)
+class RouterDecision:
+    """Where a request went and why: the choice of its worker, that of its prefill worker if it is another one, and to
+    how many workers it was sent one after the other."""
+
+    worker: RouterChoice | None = None
+    prefill: RouterChoice | None = None
+    attempts: U32 | None = None
 
 
 @define(slots=True)
@@ -68,3 +100,4 @@ class RoutingData:
     timing: TimingInfo | None = None
     worker_id: WorkerIdInfo | None = None
     token_ids: list[U32] | None = None
+    decision: RouterDecision | None = None

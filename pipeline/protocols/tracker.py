@@ -12,7 +12,15 @@ from typing import Protocol, Self, TypeVar
 
 from attrs import Factory, define, field
 
-from .timing import RequestPhase, RoutingData, TimingInfo, WorkerIdInfo
+from .timing import (
+    RequestPhase,
+    RouterChoice,
+    RouterDecision,
+    RoutingData,
+    TimingInfo,
+    WorkerIdInfo,
+    worker_label,
+)
 
 T = TypeVar("T")
 
@@ -56,6 +64,7 @@ class WorkerSlot:
     worker_id: int | None = None
     dp_rank: int | None = None
     worker_type: str | None = None
+    choice: RouterChoice | None = None
 
     def record(self, worker_id: int, dp_rank: int | None, worker_type: str | None) -> None:
         """The first worker stays, its rank and type may follow; another worker is logged and ignored."""
@@ -104,6 +113,8 @@ class RequestTracker:
     router_queue_depth: int | None = field(init=False, default=None)
     tokenize_latency_s: float | None = field(init=False, default=None)
     detokenize_count: int = field(init=False, default=0)
+    attempts: int = field(init=False, default=1)
+    """To how many workers the request was sent one after the other, in disaggregation pairs of them."""
     prefill_worker: WorkerSlot = field(init=False, factory=WorkerSlot)
     decode_worker: WorkerSlot = field(init=False, factory=WorkerSlot)
     external_query_token_ids: list[int] | None = field(init=False, default=None)
@@ -172,6 +183,7 @@ class RequestTracker:
 
         A prefill whose blocks no decode made a token of is forgotten: the next one's are those that are transferred.
         """
+        self.attempts += 1
         self._osl_before_tokens = self.osl_tokens = delivered_tokens
         self.prefill_worker, self.decode_worker = WorkerSlot(), WorkerSlot()
         if self.decode_first_token is None:
@@ -195,6 +207,13 @@ class RequestTracker:
             self.prefill_worker.record(worker_id, dp_rank, worker_type)
         if self.phase is not RequestPhase.PREFILL:
             self.decode_worker.record(worker_id, dp_rank, worker_type)
+
+    def record_choice(self, choice: RouterChoice) -> None:
+        """Why the worker of the current phase was chosen; of several routers the uppermost counts."""
+        if self.phase is not RequestPhase.DECODE and self.prefill_worker.choice is None:
+            self.prefill_worker.choice = choice
+        if self.phase is not RequestPhase.PREFILL and self.decode_worker.choice is None:
+            self.decode_worker.choice = choice
 
     def record_router_queue_depth(self, depth: int) -> None:
         """So many requests waited in the router when this one came."""
@@ -275,6 +294,13 @@ class RequestTracker:
         )
         return None if info.prefill_worker_id is None and info.decode_worker_id is None else info
 
+    def decision(self) -> RouterDecision | None:
+        """Why the workers were chosen, of the latest attempt; None if no router has recorded it."""
+        prefill, decode = self.prefill_worker.choice, self.decode_worker.choice
+        if prefill is None and decode is None:
+            return None
+        return RouterDecision(decode, None if prefill is decode else prefill, self.attempts)
+
     def timing_info(self) -> TimingInfo:
         """All durations known by now, in milliseconds to the microsecond; gaps filled from another router's."""
         transfer_s = self.kv_transfer_estimated_latency_s
@@ -336,8 +362,9 @@ def worker_gauges(tracker: RequestTracker) -> list[tuple[str, dict[str, str], fl
 
 
 def _labels(slot: WorkerSlot, phase: str) -> dict[str, str]:
+    assert slot.worker_id is not None, "only workers that are known are shown"
     rank = "none" if slot.dp_rank is None else str(slot.dp_rank)
     kind = slot.worker_type or phase
     # One that does both is shown as one that decodes, as in the gauges of what it has to do.
     shown = "decode" if kind == RequestPhase.AGGREGATED else kind
-    return {"worker_id": str(slot.worker_id), "dp_rank": rank, "worker_type": shown}
+    return {"worker_id": worker_label(slot.worker_id), "dp_rank": rank, "worker_type": shown}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from attrs import evolve
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -25,12 +24,13 @@ from pipeline.tracing import Tracer
 from ..openai import encode
 from .availability import Availability, Phase
 from .caller import caller_of
+from .edge import Edge, Handlers
 from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .generation import Graph
 from .guard import Access
 from .options import HttpOptions
 from .problems import INTERNAL, Problem, Refusal
-from .request import REQUEST_ID
+from .request_record import RequestRecord
 from .server_span import TracedEndpoint
 from .service import Service, served
 from .telemetry import Telemetry
@@ -44,7 +44,7 @@ def app(
     telemetry: Telemetry | None = None,
     tracer: Tracer | None = None,
     access: Access | None = None,
-) -> Starlette:
+) -> Edge:
     """The app of one graph, or of several by the model name clients ask for.
 
     It owns nothing but its counters: graphs are neither opened nor closed, and it needs no lifespan. A program that
@@ -59,22 +59,20 @@ def app(
         availability=availability or Availability(),
         telemetry=telemetry or Telemetry(),
     )
-    return _application(_routes(service, tracer), (access or Access()).middleware(service.options))
+    return _application(service, _routes(service, tracer), (access or Access()).middleware(service.options))
 
 
 def admin_app(
     graph: Graph | Mapping[str, Graph], options: HttpOptions, availability: Availability, telemetry: Telemetry
-) -> Starlette:
+) -> Edge:
     """The app of the admin address: metrics and the state of the workers behind the graph, for every client of it."""
     service = Service(served(graph), evolve(options, shows_internals=True), availability, telemetry)
-    return _application(_state_routes(_Pages(service), service.options), [])
+    return _application(service, _state_routes(_Pages(service), service.options), [])
 
 
-def _application(routes: Sequence[Route], middleware: Sequence[Middleware]) -> Starlette:
-    handlers = {HTTPException: _unroutable, Refusal: _refused, Exception: _failed}
-    application = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    application.router.redirect_slashes = False
-    return application
+def _application(service: Service, routes: Sequence[Route], middleware: Sequence[Middleware]) -> Edge:
+    handlers: Handlers = {HTTPException: _unroutable, Refusal: _refused, Exception: _failed}
+    return Edge(routes, handlers, service.options, service.telemetry.refusals, middleware)
 
 
 def _routes(service: Service, tracer: Tracer | None) -> list[Route]:
@@ -109,16 +107,16 @@ class _Pages:
         """All models that the caller may use."""
         caller, models = caller_of(request.scope), self._service.models
         infos = [model.info(self._service.options) for name, model in models.items() if caller.may_use(name)]
-        return _json(request, to_json(ModelList(infos)))
+        return _json(to_json(ModelList(infos)))
 
     async def model(self, request: Request) -> Response:
         """One model; names may contain slashes. An exact name wins over the question whether one is ready."""
         name, caller = request.path_params["id"], caller_of(request.scope)
         if (model := self._service.models.get(name)) is not None and caller.may_use(name):
-            return _json(request, to_json(model.info(self._service.options)))
+            return _json(to_json(model.info(self._service.options)))
         asked = name.removesuffix("/ready")
         if asked != name and asked in self._service.models and caller.may_use(asked):
-            return _json(request, encode({"model": asked, "namespaces": {}}))
+            return _json(encode({"model": asked, "namespaces": {}}))
         raise Refusal(404, "Model not found")
 
     async def health(self, request: Request) -> Response:
@@ -126,37 +124,34 @@ class _Pages:
         phase = self._service.availability.phase
         if phase is Phase.READY:
             if not (self._service.options.shows_internals and caller_of(request.scope).may("admin")):
-                return _json(request, encode({"status": "healthy"}))
+                return _json(encode({"status": "healthy"}))
             instances = self._service.instances()
             endpoints = sorted({instance.rpartition("/")[0] for instance in instances})
-            return _json(request, encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
+            return _json(encode({"status": "healthy", "endpoints": endpoints, "instances": instances}))
         body = {"status": "not_ready", "stage": phase.value, "message": "Service is not ready"}
-        return _json(request, encode(body), 503)
+        return _json(encode(body), 503)
 
     async def live(self, request: Request) -> Response:
         """200 until the program stops, also while it drains."""
         stopping = self._service.availability.phase is Phase.STOPPING
-        return _json(request, encode({"status": "stopping" if stopping else "live"}), 503 if stopping else 200)
+        return _json(encode({"status": "stopping" if stopping else "live"}), 503 if stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
         """All metrics as Prometheus text. Raises Refusal (403) for a key without the privilege `admin`."""
         if not caller_of(request.scope).may("admin"):
             raise Refusal(403, "metrics need a key with the privilege `admin`")
         telemetry = self._service.telemetry
-        return Response(telemetry.text(), media_type=telemetry.media_type, headers=_echo(request))
+        return Response(telemetry.text(), media_type=telemetry.media_type)
 
 
-def _echo(request: Request) -> dict[str, str]:
-    echo = request.headers.get(REQUEST_ID)
-    return {} if echo is None else {REQUEST_ID: echo}
-
-
-def _json(request: Request, body: bytes, status: int = 200) -> Response:
-    return Response(body, status, _echo(request), "application/json")
+def _json(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")
 
 
 def _problem(request: Request, problem: Problem) -> Response:
-    response = _json(request, problem.body(), problem.status)
+    record = RequestRecord.of(request.scope)
+    record.note(problem)
+    response = _json(problem.body(record.id), problem.status)
     response.raw_headers.extend(problem.headers())
     return response
 

@@ -34,6 +34,7 @@ from ..openai import (
     UsageCount,
 )
 from .caller import Caller, caller_of
+from .decision import without_routing
 from .exchange import Exchange
 from .generation import Generation
 from .open_requests import OpenRequest
@@ -44,6 +45,7 @@ from .prompts import OpenAIRequest, one_per_prompt
 from .reply import reply_problem
 from .request import RequestHeaders, read_body
 from .request_meter import RequestMeter
+from .request_record import RequestRecord
 from .server_span import PassingSpan, span_of
 from .service import ServedModel, Service
 from .span_attributes import of_answer
@@ -78,11 +80,12 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Every error becomes an answer; a client that is gone gets none."""
-        headers, span = RequestHeaders.of(scope), span_of(scope)
+        record, span = RequestRecord.of(scope), span_of(scope)
+        headers = record.headers
         try:
             open_request = self._service.open_requests.admit(caller_of(scope).identity)
         except PenstockError as error:
-            await self._refuse(send, error, headers, span)
+            await self._refuse(send, error, record, span)
             return
         with open_request:
             try:
@@ -92,10 +95,12 @@ class GenerationEndpoint:
                 span.ended(CLIENT_GONE)
                 return
             except PenstockError as error:
-                await self._refuse(send, error, headers, span)
+                await self._refuse(send, error, record, span)
                 return
+            record.model = request.model
             with self._meter(request) as meter:
-                ended = await self._answer(request, caller, meter, headers, span, open_request, receive, send)
+                record.meter = meter
+                ended = await self._answer(request, caller, meter, record, span, open_request, receive, send)
                 span.ended(ended)
                 meter.ended(ended)
 
@@ -106,6 +111,8 @@ class GenerationEndpoint:
         body = await read_body(headers, receive, options.body_limit_mb, options.limits)
         request: OpenAIRequest = await parsed(body, self._api.request, options)
         request.nvext = apply_headers(request.nvext, headers.values) if options.nvext else None
+        if not options.shows_workers:
+            request.nvext = without_routing(request.nvext)
         return request
 
     def _meter(self, request: OpenAIRequest) -> RequestMeter:
@@ -118,7 +125,7 @@ class GenerationEndpoint:
         request: OpenAIRequest,
         caller: Caller,
         meter: RequestMeter,
-        headers: RequestHeaders,
+        record: RequestRecord,
         span: PassingSpan,
         open_request: OpenRequest,
         receive: Receive,
@@ -127,14 +134,15 @@ class GenerationEndpoint:
         """Answers the request; returns the problem it ended with, if any, which the client was told."""
         try:
             model = self._find(request)
-            context = Context(request, id=headers.request_id(), metadata=headers.metadata(self._service.options.limits))
-            span.covers(context, headers.values)
+            metadata = record.headers.metadata(self._service.options.limits)
+            record.context = context = Context(request, id=record.id, metadata=metadata)
+            span.covers(context, record.headers.values)
             prompts = self._prompts(request)
             span.asked(request, self._api.endpoint, len(prompts))
             availability = self._service.availability
             generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
             patience = Patience(self._service.time_limits, meter.started_s)
-            exchange = Exchange(generation, self._service.options, headers.echo, receive, send, patience)
+            exchange = Exchange(generation, self._service.options, receive, send, patience)
             open_request.watched = exchange
             with availability.admit(context):
                 try:
@@ -148,15 +156,19 @@ class GenerationEndpoint:
             return CLIENT_GONE
         except Exception as failed:
             problem = self._explain(failed)
-            await self._reply_problem(send, problem, headers)
+            await self._reply_problem(send, problem, record)
             return problem
-        return None if failure is None else self._explain(failure)
+        if failure is None:
+            return None
+        problem = self._explain(failure)
+        record.note(problem)
+        return problem
 
     def _outcome(self, generation: Generation) -> dict[str, Any]:
         """What the span of the request shows of its answer."""
         answer_id = self._api.id_prefix + generation.context.id
         model, meter = generation.context.payload.model, generation.meter
-        return of_answer(answer_id, model, generation.usage, generation.finish_reasons, meter.first_tokens_s)
+        return of_answer(answer_id, model, generation.usage, meter.finish_reasons, meter.first_tokens_s)
 
     async def _exchange(self, exchange: Exchange, form: AnswerForm) -> Exception | None:
         usage = exchange.generation.usage
@@ -199,16 +211,16 @@ class GenerationEndpoint:
             force_usage=self._service.options.force_usage,
         )
 
-    async def _refuse(self, send: Send, error: PenstockError, headers: RequestHeaders, span: PassingSpan) -> None:
+    async def _refuse(self, send: Send, error: PenstockError, record: RequestRecord, span: PassingSpan) -> None:
         """Answer a request that has not begun."""
         problem = self._explain(error)
         span.ended(problem)
-        await self._reply_problem(send, problem, headers)
+        await self._reply_problem(send, problem, record)
 
-    async def _reply_problem(self, send: Send, problem: Problem, headers: RequestHeaders) -> None:
+    async def _reply_problem(self, send: Send, problem: Problem, record: RequestRecord) -> None:
         """Answers with an error. One that is not read in time is left unsent; the rest of a body is not read here."""
         with anyio.move_on_after(self._service.time_limits.write_s):
-            await reply_problem(send, problem, headers.echo)
+            await reply_problem(send, problem, record)
 
     def _explain(self, failure: Exception) -> Problem:
         """What the client is told; what it is not told is logged."""

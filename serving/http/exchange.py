@@ -25,7 +25,7 @@ from .time_limits import Patience
 
 @define(eq=False)
 class Exchange:
-    """A generation with the two ends of its connection. `echo` is the request id the client sees again.
+    """A generation with the two ends of its connection.
 
     The caller's own task reads the graph. Beside it one task waits for the client to go away, and one sends while there
     is something to send. `look` ends what takes too long, as `patience` decides.
@@ -33,7 +33,6 @@ class Exchange:
 
     generation: Generation
     options: HttpOptions
-    echo: str | None
     receive: Receive
     send: Send
     patience: Patience
@@ -47,7 +46,7 @@ class Exchange:
         try:
             self._raise_unanswered(await self.generation.run(WholeDelivery(answer)))
             body = answer.to_json()
-            headers = reply_headers(JSON_TYPE, self.echo)
+            headers = reply_headers(JSON_TYPE)
             self._writer = writer = self._make_writer([*headers, (b"content-length", b"%d" % len(body))])
             writer.put_whole(body)
             await writer.sent()
@@ -60,7 +59,7 @@ class Exchange:
 
         Raises what failed before, or ClientDisconnect.
         """
-        headers = reply_headers(STREAM_TYPE, self.echo)
+        headers = reply_headers(STREAM_TYPE)
         self._writer = writer = self._make_writer(headers, self.options.keep_alive_s)
         watcher = self._start(self._watch())
         try:

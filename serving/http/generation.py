@@ -38,6 +38,7 @@ from .delivery import Delivery
 from .problems import error_of
 from .prompts import OpenAIRequest
 from .request_meter import RequestMeter
+from .request_record import log_as_part
 from .side_task import call_later
 
 Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
@@ -65,8 +66,6 @@ class Generation:
     availability: Availability
     client_gone: bool = field(init=False, default=False)
     finished: bool = field(init=False, default=False)
-    finish_reasons: list[str] = field(init=False, factory=list)
-    """Why each choice ended, in the order they did."""
     is_complete: bool = field(init=False, default=False)
     items: int = field(init=False, default=0)
     _readers: int = field(init=False, default=0)
@@ -108,7 +107,7 @@ class Generation:
         try:
             async with anyio.create_task_group() as readers:
                 for position, part in enumerate(parts):
-                    readers.start_soon(self._read, part, position, delivery)
+                    readers.start_soon(self._read_part, part, position, delivery)
         except ExceptionGroup as group:
             failures = group.exceptions
         if failures:  # the others were cancelled because of the first, which is raised here to keep its own cause
@@ -120,6 +119,10 @@ class Generation:
         part.trace = self.context.trace
         self.context.control.link_child(part.control)
         return part
+
+    async def _read_part(self, part: Context[OpenAIRequest], position: int, delivery: Delivery) -> None:
+        log_as_part(part)
+        await self._read(part, position, delivery)
 
     async def _read(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
         """Reads one prompt's stream. Whatever a stage raises comes as an Exception: it loses this request only."""
@@ -149,7 +152,7 @@ class Generation:
                 else:
                     if output.finish_reason is not None:
                         finished = _finished(output)
-                        self.finish_reasons.append(str(output.finish_reason))
+                        self.meter.choice_finished(output.finish_reason)
                     self.meter.tokens(len(output.token_ids))
                     self.usage.add(output, prompt)
                     full = delivery.take(output, prompt)

@@ -8,7 +8,6 @@ Each is there only where it is set. None of them changes `send` of a request, bu
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import anyio
 from attrs import frozen
@@ -22,6 +21,7 @@ from .options import HttpOptions
 from .problems import LIMIT_HEADER, Problem
 from .reply import reply_problem
 from .request import REQUEST_ID
+from .request_record import RequestRecord
 
 NO_KEY = Problem(
     401, "Missing or wrong API key: expected `Authorization: Bearer KEY` or `x-api-key: KEY`", "validation"
@@ -84,12 +84,12 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         held = self._keys.find(sent_key(scope["headers"]))
+        identify(scope, held)
         if not self._is_open(scope):
             refusal = NO_KEY if held is None else _refusal(held.admit(anyio.current_time()))
             if refusal is not None:
-                await reply_problem(send, refusal, _request_id(scope))
+                await reply_problem(send, refusal, RequestRecord.of(scope))
                 return
-        identify(scope, held)
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
@@ -115,9 +115,3 @@ def _refusal(too_fast: TooFast | None) -> Problem | None:
         return None
     text = f"This key may use {too_fast.threshold:g} {too_fast.name.replace('_', ' ')}"
     return Problem(429, text, "overload", retry_after_s=too_fast.retry_after_s, exceeded=too_fast.exceeded)
-
-
-def _request_id(scope: Any) -> str | None:
-    """The id the client gave its request, which every answer repeats."""
-    wanted = REQUEST_ID.encode()
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)

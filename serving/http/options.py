@@ -25,7 +25,9 @@ class HttpOptions:
     `keep_alive_s`: comments are sent to a waiting client this often, which then has its 200 before the first item; None
     sends none. `context_window_tokens` and `max_output_tokens` override what models say. `limits` bound what requests,
     connections and clients may take, `request_limits` what may be in a request. `shows_internals`: whether metrics and
-    the workers behind `/health` are shown, to keys with the privilege `admin` where there are keys.
+    the workers behind `/health` are shown, to keys with the privilege `admin` where there are keys. With
+    `shows_workers` the headers of answers name the workers and why they were chosen; without it, `nvext` does not show
+    them either. `access_log` writes a message for each request to the logger `serving.access`.
     """
 
     body_limit_mb: int = 45
@@ -45,6 +47,8 @@ class HttpOptions:
     limits: HttpLimits = HttpLimits()
     request_limits: RequestLimits = RequestLimits()
     shows_internals: bool = True
+    shows_workers: bool = True
+    access_log: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HttpOptions:
@@ -53,6 +57,7 @@ class HttpOptions:
             "body_limit_mb": integer(environment.get(BODY_LIMIT), 1, 2**20),
             "nvext": False if is_true(environment.get("DYN_DISABLE_FRONTEND_NVEXT")) else None,
             "force_usage": True if is_true(environment.get("DYN_ENABLE_FORCE_INCLUDE_USAGE")) else None,
+            "shows_workers": False if is_true(environment.get("PENSTOCK_HIDE_WORKERS")) else None,
             "overload_status": integer(environment.get("DYN_HTTP_OVERLOAD_STATUS_CODE"), 200, 599),
             # Doubled: whoever sends to workers gives up after the time in the variable, and is to be first.
             "silence_timeout_s": seconds(environment.get("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"), 2.0),

@@ -99,13 +99,15 @@ class Problem:
         except ValueError:
             return "Error"
 
-    def body(self) -> bytes:
-        """The JSON body of an error response."""
+    def body(self, request_id: str | None = None) -> bytes:
+        """The JSON body of an error response to the request with this id."""
         plain: dict[str, Any] = {"message": self.message, "type": self.reason, "code": self.status}
         if self.details is not None:
             plain["details"] = self.details
         if self.exceeded is not None:
             plain["limit"] = asdict(self.exceeded)
+        if request_id is not None:
+            plain["request_id"] = request_id
         return encode(plain)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -121,7 +123,7 @@ class Problem:
         return headers
 
     def frame(self) -> bytes:
-        """The event that tells it in the middle of a stream."""
+        """The event that shows it in the middle of a stream, whose header and chunks have the request's id."""
         reason = self.reason.lower().replace(" ", "_").replace("-", "_")
         error: dict[str, Any] = {"message": self.message, "type": reason, "code": self.status}
         if self.exceeded is not None:

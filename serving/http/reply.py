@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import Send
 
 from .problems import Problem
-from .request import REQUEST_ID
+from .request_record import RequestRecord
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -13,13 +13,11 @@ JSON_TYPE = b"application/json"
 STREAM_TYPE = b"text/event-stream"
 
 
-def reply_headers(media_type: bytes, request_id: str | None) -> Headers:
-    """The headers of any answer; the client's own request id comes back to it."""
+def reply_headers(media_type: bytes) -> Headers:
+    """The headers of any answer; the edge adds the request id."""
     headers = [(b"content-type", media_type)]
     if media_type == STREAM_TYPE:
         headers.append((b"cache-control", b"no-cache"))
-    if request_id is not None:
-        headers.append((REQUEST_ID.encode(), request_id.encode("latin-1")))
     return headers
 
 
@@ -33,7 +31,8 @@ async def reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
         return
 
 
-async def reply_problem(send: Send, problem: Problem, request_id: str | None) -> None:
-    """Send the problem as JSON, with its own headers."""
-    headers = reply_headers(JSON_TYPE, request_id) + problem.headers()
-    await reply(send, problem.status, headers, problem.body())
+async def reply_problem(send: Send, problem: Problem, record: RequestRecord) -> None:
+    """Answer the request with the problem as JSON, with its own headers; a refusal by a limit is noted."""
+    record.note(problem)
+    headers = reply_headers(JSON_TYPE) + problem.headers()
+    await reply(send, problem.status, headers, problem.body(record.id))

@@ -34,6 +34,9 @@ _METADATA_PREFIX = "x-dynamo-meta-"
 _SESSION_ID = "x-dynamo-session-id"
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key"})
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
+_PRINTABLE_ID = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
+_UUID_TEXT_MAX = 64
+"""Characters of the longest of a UUID's forms, and some more."""
 _LENGTH = re.compile(r"[0-9]{1,20}")
 _MB = 1024 * 1024
 _ONE_PIECE_BYTES = 256 * 1024
@@ -56,17 +59,18 @@ class RequestHeaders:
 
     @property
     def echo(self) -> str | None:
-        """The id the client gave its request, which every answer repeats."""
-        return self.values.get(REQUEST_ID)
+        """The id the client gave its request, which every answer repeats; None for one that is no id.
+
+        An id has up to 256 characters of ASCII that can be printed, with blanks only inside.
+        """
+        text = self.values.get(REQUEST_ID)
+        return None if text is None or _PRINTABLE_ID.fullmatch(text) is None else text
 
     def request_id(self) -> str:
         """The client's id if it is a UUID, so that ids stay unique and safe to print; else a new one."""
         for name in (REQUEST_ID, _OLDER_REQUEST_ID):
-            if (text := self.values.get(name)) is not None:
-                try:
-                    return str(UUID(text))
-                except ValueError:
-                    continue
+            if (known := uuid_of(self.values.get(name))) is not None:
+                return known
         return str(uuid4())
 
     def metadata(self, limits: HttpLimits) -> dict[str, str]:
@@ -92,6 +96,16 @@ class RequestHeaders:
         media_type = self.values.get("content-type", "").partition(";")[0].strip()
         if _JSON_TYPE.fullmatch(media_type) is None:
             raise Refusal(415, "Expected request with `Content-Type: application/json`")
+
+
+def uuid_of(text: str | None) -> str | None:
+    """The UUID in the text, in its usual form; None if it is none."""
+    if text is None or len(text) > _UUID_TEXT_MAX:
+        return None
+    try:
+        return str(UUID(text))
+    except ValueError:
+        return None
 
 
 def _check_metadata(name: str, value: int, threshold: int) -> None:

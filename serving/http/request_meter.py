@@ -12,7 +12,7 @@ from typing import Self
 import anyio
 from anyio.lowlevel import current_token
 
-from pipeline.protocols import RequestTracker
+from pipeline.protocols import FinishReason, RequestTracker
 
 from ..openai import UsageCount
 from .problems import CLIENT_GONE, Problem
@@ -32,13 +32,15 @@ class RequestMeter:
         self._labels = {"model": self._model, "endpoint": endpoint, "request_type": kind}
         self._gaps = telemetry.gaps.of(self._model)
         self._workers = telemetry.workers
-        self._trackers: list[RequestTracker] = []
+        self.trackers: list[RequestTracker] = []
+        self.finish_reasons: list[str] = []
+        """Why each choice ended, in the order they did."""
+        self.input_tokens = self.output_tokens = 0
         self._status, self._error_type = "error", "internal"
         # The loop's own clock where it has one: a tenth of the cost, and it is read for every token.
         self._now: Callable[[], float] = getattr(current_token().native_token, "time", anyio.current_time)
         self._started = self._last = self._now()
         self._has_begun = False
-        self._output_tokens = 0
         self.first_tokens_s: float | None = None
         """How long the first tokens took; None before."""
 
@@ -56,10 +58,10 @@ class RequestMeter:
         metrics.add("inflight_requests", -1, model=model)
         metrics.add("requests_total", 1, **self._labels, status=self._status, error_type=self._error_type)
         metrics.record("request_duration_seconds", self._now() - self._started, model=model)
-        if self._output_tokens:
-            metrics.add("output_tokens_total", self._output_tokens, model=model)
-            metrics.record("output_sequence_tokens", self._output_tokens, model=model)
-        for tracker in self._trackers:
+        if self.output_tokens:
+            metrics.add("output_tokens_total", self.output_tokens, model=model)
+            metrics.record("output_sequence_tokens", self.output_tokens, model=model)
+        for tracker in self.trackers:
             self._workers.note(tracker)
 
     @property
@@ -70,7 +72,7 @@ class RequestMeter:
     def tracked(self, tracker: RequestTracker | None) -> None:
         """One of its prompts is on its way; what its workers were like is shown when the request is over."""
         if tracker is not None:
-            self._trackers.append(tracker)
+            self.trackers.append(tracker)
 
     def tokens(self, count: int) -> None:
         """One item brought so many tokens; the first one gives the time to the first token and no gap."""
@@ -82,7 +84,16 @@ class RequestMeter:
         else:
             self._begin(now)
         self._last = now
-        self._output_tokens += count
+        self.output_tokens += count
+
+    @property
+    def first_token_at_s(self) -> float | None:
+        """When the first tokens came, by the loop's clock."""
+        return None if self.first_tokens_s is None else self._started + self.first_tokens_s
+
+    def choice_finished(self, reason: FinishReason) -> None:
+        """One of its choices is complete."""
+        self.finish_reasons.append(str(reason))
 
     def _begin(self, now: float) -> None:
         self._has_begun = True
@@ -93,8 +104,9 @@ class RequestMeter:
 
     def prompts(self, usage: UsageCount) -> None:
         """What is known of the prompts at the end."""
-        if usage.prompt_tokens:
-            self._metrics.record("input_sequence_tokens", usage.prompt_tokens, model=self._model)
+        if prompt_tokens := usage.prompt_tokens:
+            self.input_tokens = prompt_tokens
+            self._metrics.record("input_sequence_tokens", prompt_tokens, model=self._model)
         if (cached := usage.cached_tokens) is not None:
             self._metrics.record("cached_tokens", cached, model=self._model)
 
@@ -104,6 +116,8 @@ class RequestMeter:
             self._status, self._error_type = "success", ""
             return
         self._status, self._error_type = "error", problem.kind
+        if problem.kind == "overload":
+            self._metrics.add("model_rejection_total", model=self._model, endpoint=self._labels["endpoint"])
         if problem is CLIENT_GONE:
             self._metrics.add("disconnected_clients")
             self._metrics.add("model_cancellation_total", 1, **self._labels)

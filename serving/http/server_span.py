@@ -17,7 +17,7 @@ from pipeline.tracing import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
 from . import span_attributes
 from .problems import CLIENT_GONE, Problem
 from .prompts import OpenAIRequest
-from .request import RequestHeaders
+from .request_record import RequestRecord
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -63,7 +63,6 @@ class ServerSpan(PassingSpan):
 
     def covers(self, context: Context[Any], headers: Mapping[str, str]) -> None:
         context.trace = self._span.trace
-        self._span.annotate({REQUEST_ID: context.id})
 
     def asked(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
         if self.is_recording:
@@ -110,10 +109,12 @@ class TracedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. The span ends when the endpoint has, with all that it opened closed."""
-        headers = RequestHeaders.of(scope).values
-        attributes = span_attributes.of_connection(scope, headers, self._route)
-        span = ServerSpan(RequestSpan(f"{scope['method']} {self._route}", headers, self._tracer, attributes))
-        scope[_SPAN] = span
+        record = RequestRecord.of(scope)
+        headers = record.headers.values
+        attributes = span_attributes.of_connection(scope, headers, self._route) | {REQUEST_ID: record.id}
+        inner = RequestSpan(f"{scope['method']} {self._route}", headers, self._tracer, attributes)
+        record.span_trace_id = inner.trace_id
+        span = scope[_SPAN] = ServerSpan(inner)
         try:
             await self._endpoint(scope, receive, span.sends(send) if span.is_recording else send)
         except BaseException as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import anyio
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -18,6 +17,8 @@ from engines import SystemHealth
 
 from ..environment import integer, path
 from ..openai import encode
+from .edge import Edge
+from .options import HttpOptions
 from .telemetry import Telemetry
 
 HEALTH_PATH_ENV, LIVE_PATH_ENV = "DYN_SYSTEM_HEALTH_PATH", "DYN_SYSTEM_LIVE_PATH"
@@ -30,7 +31,7 @@ def status_port(environment: Mapping[str, str]) -> int | None:
     return integer(environment.get(STATUS_PORT_ENV), 0, _LAST_PORT)
 
 
-def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[str, str]) -> Starlette:
+def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[str, str]) -> Edge:
     """`/health` and `/live` answer 200 while the process is healthy, else 503; `/metrics` as Prometheus text.
 
     Made where a loop runs, whose clock tells the uptime.
@@ -52,9 +53,7 @@ def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[
         Route(path(environment.get(LIVE_PATH_ENV)) or "/live", state),
         Route("/metrics", metrics),
     ]
-    application = Starlette(routes=routes, exception_handlers={HTTPException: _unroutable})
-    application.router.redirect_slashes = False
-    return application
+    return Edge(routes, {HTTPException: _unroutable}, HttpOptions(), telemetry.refusals)
 
 
 def _word(is_ready: bool) -> str:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from pipeline.metrics import Metrics
 
+from .refusals import Refusals
 from .token_gaps import GapCounts, TokenGaps
 from .worker_gauges import WorkerGauges
 
@@ -50,6 +51,8 @@ class Telemetry:
         self.gaps = TokenGaps(self.metrics.buckets(_GAPS))
         self._registry.register(_Gaps(self.gaps, self.metrics.full_name(_GAPS)))
         self.workers = WorkerGauges(self.metrics, prefix)
+        self.refusals = Refusals(self.metrics)
+        """For all who refuse by a limit, connections too."""
 
     def add_text(self, text: Callable[[], str]) -> None:
         """Shows metrics that somebody else counts, such as an engine's own, behind all others; given as they are."""

@@ -70,6 +70,7 @@ class AnswerForm:
             worker_id=None if routing is None else routing.worker_id,
             timing=None if routing is None else routing.timing,
             token_ids=None if routing is None else routing.token_ids,
+            router_decision=None if routing is None else routing.decision,
             engine_data=output.engine_data,
             stop_reason=output.stop_reason,
             completion_token_ids=output.token_ids or None,

@@ -87,7 +87,8 @@ async def test_a_session_stays_with_its_worker_whatever_it_says() -> None:
 async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_does_not() -> None:
     telemetry = Telemetry()
     async with hosted_graph(config(), Hosting(metrics=telemetry.component_metrics)) as opened:
-        workers = [f'worker_id="{worker.worker_id}"' for worker in opened.workers]
+        gauge = 'worker_active_decode_blocks{{dp_rank="0",worker_id="{:x}"'
+        workers = [gauge.format(worker.worker_id) for worker in opened.workers]
         before = telemetry.text().decode()
         assert all(worker in before for worker in workers)
         assert re.search(r"router_requests_total{[^}]*} 0\.0", before)

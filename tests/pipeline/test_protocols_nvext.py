@@ -9,7 +9,16 @@ from attrs import fields
 
 from pipeline.codec import from_plain, to_plain
 from pipeline.errors import InvalidArgument
-from pipeline.protocols import AgentHints, NvExt, NvExtResponse, PromptLogprobEntry, TimingInfo, WorkerIdInfo
+from pipeline.protocols import (
+    AgentHints,
+    NvExt,
+    NvExtResponse,
+    PromptLogprobEntry,
+    RouterChoice,
+    RouterDecision,
+    TimingInfo,
+    WorkerIdInfo,
+)
 from pipeline.protocols.nvext import apply_headers, effective_cache_salt
 
 
@@ -154,6 +163,7 @@ FULL = NvExtResponse(
     stop_reason="s",
     completion_token_ids=[3],
     prompt_logprobs=[{1: PromptLogprobEntry(-0.5)}],
+    router_decision=RouterDecision(RouterChoice("cost", 4, 1.0, 2.0, 3, 4.5), attempts=1),
 )
 ALL = frozenset(field.name for field in fields(NvExtResponse))
 

@@ -33,6 +33,13 @@ INTERNAL = {"message": "Internal server error", "type": "Internal Server Error",
 WRECKS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)]
 
 
+def told(answer: Any) -> dict[str, Any]:
+    """The body of an error without the id of the request, which is that of the answer's header."""
+    body: dict[str, Any] = answer.json
+    assert body.pop("request_id") == answer.response_headers["x-request-id"]
+    return body
+
+
 def early(error: BaseException) -> list[tuple[str, ScriptedEngine]]:
     """Engines that fail with the error at each place before their first item."""
     return [
@@ -67,7 +74,7 @@ async def test_an_error_before_the_first_item_is_a_status(
     with watch_streams() as streams:
         answer = await chat(app({"m": engine}), stream=stream).run()
     assert (answer.status, answer.json["code"], answer.json["message"]) == (status, status, message)
-    assert set(answer.json) == {"message", "type", "code"}
+    assert set(told(answer)) == {"message", "type", "code"}
     assert streams.open == []
     assert engine.open == 0
 
@@ -104,7 +111,7 @@ async def test_an_error_in_the_middle_is_one_frame_and_done(chat: Any, token: An
 async def test_an_error_in_the_middle_of_a_whole_answer_is_a_status(chat: Any, token: Any) -> None:
     engine = ScriptedEngine([token("a"), Fail(RuntimeError(SECRET))])
     answer = await chat(app({"m": engine})).run()
-    assert (answer.status, answer.json) == (500, INTERNAL)
+    assert (answer.status, told(answer)) == (500, INTERNAL)
 
 
 async def test_an_error_item_may_name_its_status_in_its_comment(chat: Any) -> None:
@@ -178,7 +185,7 @@ async def test_an_error_means_the_same_in_a_batch_as_alone(
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stream_without_an_item_is_no_answer(chat: Any, stream: bool) -> None:
     answer = await chat(app({"m": ScriptedEngine([])}), stream=stream).run()
-    assert (answer.status, answer.json) == (500, INTERNAL)
+    assert (answer.status, told(answer)) == (500, INTERNAL)
 
 
 async def test_the_status_of_overload_can_be_chosen(chat: Any) -> None:
@@ -191,7 +198,7 @@ async def test_the_status_of_overload_can_be_chosen(chat: Any) -> None:
 async def test_an_unknown_model_is_not_found(chat: Any) -> None:
     """FE-07."""
     answer = await chat(app({"m": ScriptedEngine([])}), model="bar").run()
-    assert (answer.status, answer.json) == (404, {"message": "Model not found", "type": "Not Found", "code": 404})
+    assert (answer.status, told(answer)) == (404, {"message": "Model not found", "type": "Not Found", "code": 404})
 
 
 @pytest.mark.parametrize(
@@ -352,7 +359,7 @@ async def test_whatever_is_raised_before_the_first_item_is_a_status(
     _, engine = early(error)[place]
     with watch_streams() as streams:
         exchange = await chat(app({"m": engine}), stream=stream).run()
-    assert (exchange.status, exchange.json) == (500, INTERNAL)
+    assert (exchange.status, told(exchange)) == (500, INTERNAL)
     assert not streams.open
     assert engine.open == 0
 
@@ -374,7 +381,7 @@ async def test_whatever_one_prompt_of_many_raises_is_a_status(complete: Any, tok
     """Issue 12, point 23: a task of its own would end the loop."""
     engine = ScriptedEngine(lambda request: [Fail(SystemExit(3))] if request.prompt == "b" else [token("a"), last()])
     exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()
-    assert (exchange.status, exchange.json) == (500, INTERNAL)
+    assert (exchange.status, told(exchange)) == (500, INTERNAL)
     assert engine.open == 0
 
 

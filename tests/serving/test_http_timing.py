@@ -101,7 +101,7 @@ async def test_a_router_without_cost_says_its_worker_too(chat: Any, telemetry: T
     worker_id = nvext["worker_id"]["decode_worker_id"]
     assert nvext["worker_id"] == {"prefill_worker_id": worker_id, "decode_worker_id": worker_id}
     assert list(nvext["timing"]) == ["request_received_ms", "ttft_ms", "total_time_ms"]
-    assert {worker for worker, _, _ in gauges(telemetry)["time_to_first_token_seconds"]} == {str(worker_id)}
+    assert {worker for worker, _, _ in gauges(telemetry)["time_to_first_token_seconds"]} == {f"{worker_id:x}"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
