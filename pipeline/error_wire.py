@@ -8,14 +8,18 @@ Source: dynamo lib/runtime/src/error.rs, DynamoError serde form. `details` is ou
 
 from __future__ import annotations
 
+import re
 from inspect import signature
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
+
+from attrs import asdict
 
 from .errors import (
     BackendError,
     BackendUnknown,
     ContractViolation,
+    ExceededLimit,
     InvalidArgument,
     MessageTooLarge,
     PenstockError,
@@ -28,15 +32,17 @@ from .errors import (
 )
 from .protocols.wire import InvalidRecord
 
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
+_NUMBER_MAX = 1e300
 LINKS_MAX = 64
 """Links of a chain that travel: whoever retries for hours with `from` makes a chain deeper than a reader can nest."""
 
 _DETAILS: dict[type[PenstockError], dict[str, type]] = {
-    InvalidArgument: {"field": str},
+    InvalidArgument: {"field": str, "exceeded": ExceededLimit},
     StatusError: {"status": int},
     MessageTooLarge: {"size_bytes": int, "limit_bytes": int},
     ContractViolation: {"rule": str},
-    Refused: {"retry_after_s": float, "status": int},
+    Refused: {"retry_after_s": float, "status": int, "exceeded": ExceededLimit},
 }
 """The facts of a class and of those below it; each class has of them what its constructor takes."""
 
@@ -60,6 +66,8 @@ def _link_to_plain(link: BaseException) -> dict[str, Any]:
     kind = {"Backend": link.kind} if isinstance(link, BackendError) else link.type_name
     record: dict[str, Any] = {"error_type": kind, "message": link.message}
     details = {name: getattr(link, name, None) for name in _details_of(type(link))}
+    if isinstance(details.get("exceeded"), ExceededLimit):
+        details["exceeded"] = asdict(details["exceeded"])
     if details := {name: value for name, value in details.items() if value is not None}:
         record["details"] = details
     return record
@@ -117,9 +125,24 @@ def _read_details(cls: type[PenstockError], details: Any) -> dict[str, Any]:
     """Those facts of the class that the record holds in the right type; others are left at their defaults."""
     if not isinstance(details, dict):
         return {}
-    return {name: details[name] for name, kind in _details_of(cls).items() if _is_a(kind, details.get(name))}
+    read = {name: _read(kind, details.get(name)) for name, kind in _details_of(cls).items()}
+    return {name: value for name, value in read.items() if value is not None}
 
 
-def _is_a(kind: type, value: Any) -> bool:
-    """Whether the value is of that very type; a whole number is a float too, as a writer may shorten it."""
-    return type(value) is kind or (kind is float and type(value) is int)
+def _read(kind: type, value: Any) -> Any:
+    """The value if it is of that very type, else None; a whole number is a float too, as a writer may shorten it."""
+    if kind is ExceededLimit:
+        return _exceeded(value)
+    return value if type(value) is kind or (kind is float and type(value) is int) else None
+
+
+def _exceeded(value: Any) -> ExceededLimit | None:
+    """The limit in a record; None for one that could not be shown in a header."""
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not _NAME.fullmatch(name):
+        return None
+    found, threshold = value.get("value"), value.get("threshold")
+    return ExceededLimit(name, found, threshold) if _is_number(found) and _is_number(threshold) else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) <= _NUMBER_MAX

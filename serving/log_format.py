@@ -51,7 +51,8 @@ _OWN = "fields"
 _TEXT_MAX = 512
 """Characters of a field that a client chose; more are cut."""
 _CREDENTIALS = re.compile(
-    r"(?i)\b(bearer|basic)(\s+)[\w.~+/=-]{8,}|\b((?:x-)?api[_-]?key|authorization|password|secret)(\W{1,4})[\w.~+/=-]{8,}"
+    r"(?i)\b(bearer|basic)(\s+)[\w.~+/=-]{8,}"
+    r"|\b((?:x-)?api[_-]?key|authorization|password|secret)([\"']?\s?[:=]\s?[\"']?)[\w.~+/=-]{8,}"
 )
 _LIKE_A_MESSAGE = re.compile(r"^(?=(?:[A-Z]+|Level \d+) \S*:)", re.MULTILINE)
 

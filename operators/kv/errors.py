@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pipeline import PenstockError, ResourceExhausted
+from pipeline.errors import ExceededLimit
 
 LimitKind = Literal["requests", "raw_isl_tokens", "cached_tokens"]
 
@@ -34,7 +35,7 @@ class WorkerNotFound(BookingError):
 class QueueRejected(ResourceExhausted):
     """A queue is full: `current` of `limit` are used by the requests of this class.
 
-    Only the message crosses a process; the facts are for whoever asked for admission.
+    Only the message and the exceeded limit, `router_queue_<kind>`, cross a process; the other facts are for the caller.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class QueueRejected(ResourceExhausted):
         limit_kind: LimitKind = "requests",
         current: int = 0,
         limit: int = 0,
+        exceeded: ExceededLimit | None = None,
         cause: BaseException | None = None,
     ) -> None:
         text = f"the queue {policy_class!r} is full: {limit_kind} at {current} of {limit}"
-        super().__init__(message or text, cause=cause)
+        exceeded = exceeded or ExceededLimit(f"router_queue_{limit_kind}", current, limit)
+        super().__init__(message or text, exceeded=exceeded, cause=cause)
         self.policy_class = policy_class
         self.limit_kind: LimitKind = limit_kind
         self.current, self.limit = current, limit

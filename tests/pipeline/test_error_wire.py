@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from operators.kv.errors import QueueRejected
 from pipeline import Annotated
 from pipeline.codec import from_json, to_json
 from pipeline.error_wire import LINKS_MAX, error_from_plain, error_to_plain
@@ -18,6 +21,7 @@ from pipeline.errors import (
     ContractViolation,
     Disconnected,
     EngineShutdown,
+    ExceededLimit,
     InvalidArgument,
     MessageTooLarge,
     PenstockError,
@@ -26,6 +30,7 @@ from pipeline.errors import (
     StreamIncomplete,
     Unavailable,
     Unknown,
+    WorkerOverloaded,
     chain,
 )
 from pipeline.protocols import InvalidRecord
@@ -205,3 +210,29 @@ def test_details_of_the_wrong_kind_are_left_out() -> None:
     refused = error_from_plain({"error_type": "FullFor", "message": "m", "details": details})
     assert isinstance(refused, FullFor)
     assert (refused.retry_after_s, refused.status) == (None, 529)
+
+
+@pytest.mark.parametrize("cls", [InvalidArgument, ResourceExhausted, WorkerOverloaded, Unavailable, QueueRejected])
+def test_the_limit_that_refused_travels(cls: type[Any]) -> None:
+    exceeded = ExceededLimit("max_tools", 2000, 1536.5)
+    plain = json.loads(json.dumps(error_to_plain(cls("m", exceeded=exceeded))))
+    assert error_from_plain(plain).exceeded == exceeded
+
+
+@pytest.mark.parametrize(
+    "exceeded",
+    [
+        None,
+        "max_tools",
+        {"name": "max_tools", "value": 1},
+        {"name": "max_tools", "value": True, "threshold": 1},
+        {"name": "max_tools", "value": math.nan, "threshold": 1},
+        {"name": "max_tools", "value": 10**400, "threshold": 1},
+        {"name": "a\r\nset-cookie: b", "value": 2, "threshold": 1},
+        {"name": "a" * 65, "value": 2, "threshold": 1},
+        {"name": "", "value": 2, "threshold": 1},
+    ],
+)
+def test_a_limit_that_no_header_could_show_is_left_out(exceeded: Any) -> None:
+    error = error_from_plain({"error_type": "InvalidArgument", "message": "m", "details": {"exceeded": exceeded}})
+    assert (type(error), error.message, error.exceeded) == (InvalidArgument, "m", None)

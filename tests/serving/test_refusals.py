@@ -1,0 +1,141 @@
+"""What a limit refuses is in the answer, in a metric, and in messages that stay few."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from operators.kv.errors import QueueRejected
+from pipeline.error_wire import error_from_plain, error_to_plain
+from pipeline.errors import ExceededLimit, InvalidArgument
+from pipeline.protocols.limits import RequestLimits
+from pipeline.testing import Fail, ScriptedEngine, Wait
+from serving.http import HttpOptions, Telemetry, app
+from serving.http.problems import Problem
+from serving.http.refusals import LIMITS_MAX, Refusals
+from serving.log_format import JsonLines
+
+PROBLEM = Problem(400, "m", "validation", exceeded=ExceededLimit("max_tools", 2000, 1536))
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry()
+
+
+@pytest.fixture
+def written(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.WARNING)
+    return lambda: [json.loads(JsonLines().format(r)) for r in caplog.records if r.name == "serving.http.refusals"]
+
+
+def counted(telemetry: Telemetry) -> dict[str, float]:
+    found = re.findall(r'^dynamo_frontend_refused_requests_total{limit="(.*?)"} (.*)$', telemetry.text().decode(), re.M)
+    return {name: float(value) for name, value in found}
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, written: Any) -> None:
+    telemetry.refusals.note(PROBLEM, "r1", "10.0.0.1")
+    assert counted(telemetry) == {"max_tools": 1}
+    (line,) = written()
+    del line["time"]
+    assert line == {
+        "level": "WARNING",
+        "logger": "serving.http.refusals",
+        "message": "refused with 400 by max_tools: 2000, at most 1536, from 10.0.0.1",
+        "request": "r1",
+        "caller": "10.0.0.1",
+        "status": 400,
+        "limit": "max_tools",
+        "value": 2000,
+        "threshold": 1536,
+    }
+
+
+def test_what_no_limit_refused_is_passed_over(telemetry: Telemetry, written: Any) -> None:
+    telemetry.refusals.note(evolve(PROBLEM, exceeded=None), "r1", "10.0.0.1")
+    assert (counted(telemetry), written()) == ({}, [])
+
+
+def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Telemetry, written: Any) -> None:
+    clock = Clock()
+    refusals = Refusals(telemetry.metrics, clock)
+    other = evolve(PROBLEM, exceeded=ExceededLimit("max_connections", 2, 1))
+    for tick in range(2500):  # over two and a half seconds
+        clock.now_s = 100 + tick / 1000
+        refusals.note(PROBLEM)
+        refusals.note(other)
+    said = [(line["limit"], line.get("left_out")) for line in written()]
+    assert said == [(name, left) for left in (None, 999, 999) for name in ("max_tools", "max_connections")]
+    assert counted(telemetry) == {"max_tools": 2500, "max_connections": 2500}
+
+
+def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Any) -> None:
+    refusals = Refusals(telemetry.metrics, Clock())
+    for number in range(1000):
+        refusals.note(evolve(PROBLEM, exceeded=ExceededLimit(f"limit_{number}", 2, 1)))
+    for name in ("a b", "x" * 65, "", "a\nb"):
+        refusals.note(evolve(PROBLEM, exceeded=ExceededLimit(name, 2, 1)))
+    assert len(counted(telemetry)) == LIMITS_MAX + 1
+    assert counted(telemetry)["other"] == 1000 - LIMITS_MAX + 4
+    assert len(written()) == LIMITS_MAX + 1
+
+
+@pytest.mark.anyio
+async def test_a_refused_request_is_counted_and_logged_with_its_id(
+    chat: Any, telemetry: Telemetry, written: Any
+) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(3)]
+    failing = ScriptedEngine([Fail(InvalidArgument("too many", exceeded=ExceededLimit("max_tools", 3, 2)))])
+    options = HttpOptions(request_limits=RequestLimits(max_tools=2))
+    answer = await chat(app({"m": failing}, telemetry=telemetry, options=options), tools=tools).run()
+    assert answer.status == 400
+    assert answer.json["limit"] == {"name": "max_tools", "value": 3, "threshold": 2}
+    assert answer.response_headers["x-penstock-limit"] == "max_tools; value=3; threshold=2"
+    (line,) = written()
+    assert (line["request"], line["caller"]) == (answer.json["request_id"], "127.0.0.1")
+    assert counted(telemetry) == {"max_tools": 1}
+
+
+@pytest.mark.anyio
+async def test_a_refusal_before_there_is_a_model_is_counted_too(chat: Any, telemetry: Telemetry, written: Any) -> None:
+    headers = {f"x-dynamo-meta-{n}": "a" for n in range(65)}
+    answer = await chat(app({"m": ScriptedEngine([])}, telemetry=telemetry), headers=headers).run()
+    assert (answer.status, counted(telemetry)) == (431, {"max_metadata_entries": 1})
+    assert len(written()) == 1
+
+
+@pytest.mark.anyio
+async def test_a_refusal_in_the_middle_of_a_stream_names_its_limit_in_the_frame(
+    chat: Any, token: Any, telemetry: Telemetry, written: Any
+) -> None:
+    """Also one that came from another process."""
+    error = error_from_plain(error_to_plain(InvalidArgument("late", exceeded=ExceededLimit("max_tools", 3, 2))))
+    engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
+    answer = await chat(app({"m": engine}, telemetry=telemetry), stream=True).run()
+    assert answer.chunks[-1]["error"]["limit"] == {"name": "max_tools", "value": 3, "threshold": 2}
+    assert counted(telemetry) == {"max_tools": 1}
+    assert len(written()) == 1
+
+
+@pytest.mark.anyio
+async def test_a_full_queue_of_the_router_is_a_limit_too(chat: Any, telemetry: Telemetry) -> None:
+    error = QueueRejected(policy_class="default", limit_kind="cached_tokens", current=11, limit=10)
+    engine = ScriptedEngine([], fails=error)
+    answer = await chat(app({"m": engine}, telemetry=telemetry)).run()
+    assert (answer.status, answer.json["limit"]["name"]) == (529, "router_queue_cached_tokens")
+    assert counted(telemetry) == {"router_queue_cached_tokens": 1}
+    text = telemetry.text().decode()
+    assert 'model_rejection_total{endpoint="chat_completions",model="m"} 1.0' in text
