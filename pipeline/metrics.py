@@ -161,6 +161,8 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
         Instrument("requests_total", "counter", "", "Requests taken", _INSTANCE),
         Instrument("inflight_requests", "up_down", "", "Requests taken and not ended", _INSTANCE),
         Instrument("request_duration_seconds", "histogram", "s", "From taking to end", _INSTANCE, _DURATION),
+        Instrument("request_bytes_total", "counter", "", "Bytes of token ids in requests taken", _INSTANCE),
+        Instrument("response_bytes_total", "counter", "", "Bytes of token ids in answers", _INSTANCE),
         Instrument("cancellation_total", "counter", "", "Requests stopped or killed by their caller", _INSTANCE),
         Instrument("errors_total", "counter", "", "Requests that failed", (*_INSTANCE, "error_type")),
         _worker_gauge("model_load_time_seconds", "s", "How long the engine took to start"),

@@ -44,7 +44,7 @@ class GraphConfig:
     workers: int = 1
     prefill_workers: int = 0
     enforce_disagg: bool = False
-    worker: WorkerConfig = WorkerConfig(namespace="penstock", component="engine")
+    worker: WorkerConfig = WorkerConfig(namespace="penstock", component="backend")
     router: RouterName = "round-robin"
     kv_router: KvRouterConfig = KvRouterConfig()
     migration_limit: int = 3

@@ -68,6 +68,7 @@ async def serve_graph(
     async def host(interrupts: Interrupts) -> None:
         async with hosted_graph(config, front.hosting()) as opened:
             front.telemetry.add_text(opened.native_metrics)
+            front.telemetry.models.add(lambda: [worker.card for worker in opened.workers], config.migration_limit)
             server, beside = front.server(opened.graph, listener), front.admin_servers(opened.graph, admin)
             _settle()
             say(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
@@ -146,6 +147,7 @@ async def host_worker(
                 watch=watch,
             )
             front.telemetry.add_text(worker.native_metrics)
+            front.telemetry.models.add(lambda: [worker.card], config.migration_limit)
             routing = await opened.enter_async_context(
                 routing_to(worker.endpoint, config, environment, runtime, tracer=options.tracer)
             )

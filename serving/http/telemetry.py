@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from pipeline.metrics import Metrics
 
+from .model_gauges import ModelGauges
 from .refusals import Refusals
 from .token_gaps import GapCounts, TokenGaps
 from .worker_gauges import WorkerGauges
@@ -51,6 +52,8 @@ class Telemetry:
         self.gaps = TokenGaps(self.metrics.buckets(_GAPS))
         self._registry.register(_Gaps(self.gaps, self.metrics.full_name(_GAPS)))
         self.workers = WorkerGauges(self.metrics, prefix)
+        self.models = ModelGauges(self.metrics, prefix)
+        """For programs that know the workers of their models."""
         self.refusals = Refusals(self.metrics)
         """For all who refuse by a limit, connections too."""
 

@@ -74,7 +74,7 @@ def test_the_mock_engine_is_what_its_worker_is_and_says_what_the_model_can_show(
 def test_workers_are_published_under_the_model_they_serve() -> None:
     config = GraphConfig(model_name="parrot")
     settings = config.worker_settings(config.load_model())
-    assert (settings.namespace, settings.component, settings.endpoint) == ("penstock", "engine", "generate")
+    assert (settings.namespace, settings.component, settings.endpoint) == ("penstock", "backend", "generate")
     assert (settings.model_name, settings.served_model_name) == ("", "parrot")
     named = WorkerConfig(model_name="elsewhere/model")
     assert GraphConfig(worker=named).worker_settings(Model.byte_level()) is named
