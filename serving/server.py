@@ -83,7 +83,6 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,  # it would be written when an answer begins
             proxy_headers=False,
             timeout_graceful_shutdown=_FLUSH_S,
         )
@@ -141,9 +140,7 @@ class _Uvicorn(uvicorn.Server):
         self._open_files = open_files
         self._tls = tls
         self.server_state.connections = cast("set[Any]", connections.open)
-        self._hosted = Hosted(
-            cast("Any", config.app), connections, tasks=self.server_state.tasks, access_log=config.access_log
-        )
+        self._hosted = Hosted(cast("Any", config.app), connections, tasks=self.server_state.tasks)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()

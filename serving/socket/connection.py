@@ -12,7 +12,6 @@ part of a body that waits, and what one read of the transport brings.
 from __future__ import annotations
 
 import asyncio
-import logging
 from enum import Enum
 from ssl import SSLContext
 from typing import Any
@@ -35,8 +34,6 @@ CHUNKED_BYTES_PER_TURN = 64 * 1024
 
 LINGER_S = 5.0
 """How long what a refused client still sends is read and dropped, so that it gets to read its answer."""
-
-_access_log = logging.getLogger("uvicorn.access")
 
 
 class _State(Enum):
@@ -62,12 +59,10 @@ class Hosted:
         connections: Connections,
         *,
         tasks: set[asyncio.Task[None]],
-        access_log: bool = False,
     ) -> None:
         self.application = application
         self.connections = connections
         self.tasks = tasks
-        self.access_log = access_log and _access_log.hasHandlers()
         self.is_draining = False
         self.default_lines = b""
 
@@ -98,7 +93,6 @@ class Connection(asyncio.Protocol):
         "_tls",
         "_window_bytes",
         "_written_bytes",
-        "access_log",
         "client",
         "deadline_s",
         "scheme",
@@ -112,7 +106,6 @@ class Connection(asyncio.Protocol):
         self._hosted = hosted
         self._shared = hosted.connections
         self._tls = tls
-        self.access_log = hosted.access_log
         self.deadline_s = NEVER
         self.transport: Any = None
         self.client: tuple[str, int] | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from asyncio import CancelledError
 from typing import Any, Protocol
-from urllib.parse import quote
 
 from ..http import INTERNAL
 from .answer_head import CLOSE, Headers, answer_head, answer_of
@@ -14,7 +13,6 @@ from .head import Head
 from .waiters import Waiters
 
 _log = logging.getLogger("uvicorn.error")
-_access_log = logging.getLogger("uvicorn.access")
 
 BODY_BUFFER_BYTES = 64 * 1024
 """Bytes of a body that wait for the app above which no more are read."""
@@ -39,7 +37,6 @@ class Line(Protocol):
     client: tuple[str, int] | None
     server: tuple[str, int | None] | None
     scheme: str
-    access_log: bool
     write_paused: bool
     writable: Waiters
 
@@ -204,8 +201,6 @@ class Cycle:
             own.append(CLOSE)
         head = answer_head(status, line.default_lines, own)
         self.is_started, self.awaits_continue = True, False
-        if line.access_log:
-            self._log_access(status)
         line.write(head)
 
     def _write(self, body: bytes, *, is_last: bool) -> None:
@@ -231,11 +226,3 @@ class Cycle:
             self.is_complete = True
             self._changed.wake()
             self._line.answered(keep_alive=self._keep_alive)
-
-    def _log_access(self, status: int) -> None:
-        scope = self.scope
-        host, port = scope["client"] or ("", 0)
-        client = f"{host}:{port}" if host else ""
-        query = scope["query_string"].decode("ascii")
-        target = quote(scope["path"]) + (f"?{query}" if query else "")
-        _access_log.info('%s - "%s %s HTTP/%s" %d', client, scope["method"], target, scope["http_version"], status)
