@@ -16,6 +16,7 @@ from engines.canary import Canary, CanarySettings, HeardEngine, choose_payload
 from pipeline import Annotated, Context, EngineShutdown, ResponseStream
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_engine
+from pipeline.tracing import UNTRACED
 
 pytestmark = pytest.mark.anyio
 
@@ -67,6 +68,7 @@ async def test_an_idle_endpoint_is_probed_after_its_time(open_streams: OpenStrea
         await anyio.sleep(10.2)
         assert (one.said, one.probes) == ([(pytest.approx(10), True)], 2)
     assert [request.payload for request in one.probed.requests] == [PAYLOAD] * 2
+    assert [request.trace for request in one.probed.requests] == [UNTRACED] * 2, "no request, so no trace of one"
     assert one.probed.delivered == 4, "what follows the first item is read"
 
 

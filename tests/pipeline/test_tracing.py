@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
 from pipeline import (
     Annotated,
@@ -33,7 +33,7 @@ from pipeline import (
 )
 from pipeline.protocols import TraceLink
 from pipeline.testing import Fail, OpenStreams, Probe, ScriptedEngine, Stall, Wait, check_engine, watch_streams
-from pipeline.tracing import annotate, extract, inject, link_to, trace_link, traced
+from pipeline.tracing import UNTRACED, RequestSpan, annotate, extract, inject, link_to, spanned, trace_link, traced
 
 pytestmark = pytest.mark.anyio
 
@@ -353,3 +353,80 @@ def test_other_versions_capitals_and_flags_are_read(header: str) -> None:
 def test_no_header_text_fails(text: str) -> None:
     extract({"traceparent": text, "tracestate": text})
     extract({"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": text})
+
+
+# -- spans of a request, and of a part of it
+
+
+async def test_a_requests_span_hangs_below_the_one_in_its_headers(spans: Spans, open_streams: OpenStreams) -> None:
+    span = RequestSpan("GET /", {"traceparent": f"00-{TRACE}-{SPAN}-01"}, spans.tracer, {"a": 1})
+    request = Context(None)
+    request.trace = span.trace
+    await (await spans.of(ScriptedEngine([1])).generate(request)).collect()
+    span.end()
+    root = spans.finished["GET /"]
+    assert root.parent is not None
+    assert (f"{root.parent.span_id:016x}", root.kind, (root.attributes or {})["a"]) == (SPAN, SpanKind.SERVER, 1)
+    assert spans.finished["ScriptedEngine"].parent == root.context
+
+
+async def test_a_requests_span_hangs_below_that_of_other_instrumentation(spans: Spans) -> None:
+    """It has read the same headers already."""
+    with spans.tracer.start_as_current_span("theirs") as theirs:
+        RequestSpan("GET /", {"traceparent": f"00-{TRACE}-{SPAN}-01"}, spans.tracer).end()
+    assert spans.finished["GET /"].parent == theirs.get_span_context()
+
+
+async def test_baggage_goes_down_to_the_last_stage(spans: Spans, open_streams: OpenStreams) -> None:
+    sent: list[dict[str, str]] = []
+    request = Context(None)
+    request.trace = RequestSpan("GET /", {"baggage": "user=7"}, spans.tracer).trace
+    graph = spans.of(Probe(), Saying(lambda inner: sent.append(inject(inner))), ScriptedEngine([]))
+    await (await graph.generate(request)).collect()
+    assert sent[0]["baggage"] == "user=7"
+
+
+async def test_a_request_that_is_untraced_has_no_spans(spans: Spans, open_streams: OpenStreams) -> None:
+    request = Context(None)
+    request.trace = UNTRACED
+    assert await (await spans.of(Probe(), ScriptedEngine([1])).generate(request)).collect() == [1]
+    assert spans.finished == {}
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+async def test_a_part_of_a_request_has_a_span_until_its_stream_ends(
+    reads: int, spans: Spans, open_streams: OpenStreams
+) -> None:
+    earlier = TraceLink(TRACE, SPAN)
+    engine = ScriptedEngine([1, 2])
+    stream = await spanned(
+        Context(None), "part", engine.generate, tracer=spans.tracer, attributes={"a": 1}, link=earlier
+    )
+    async with stream:
+        assert spans.finished == {}
+        for _ in range(reads):
+            await anext(stream)
+    span = spans.finished["part"]
+    assert ((span.attributes or {})["a"], len(span.links)) == (1, 1)
+    assert spans.endings == {"part": "closed" if reads else "unread"}
+
+
+async def test_a_request_that_is_not_sampled_passes_through_the_stages_as_they_are(
+    spans: Spans, open_streams: OpenStreams
+) -> None:
+    graph, request = spans.of(ScriptedEngine([1])), Context(None)
+    request.trace = extract({"traceparent": f"00-{TRACE}-{SPAN}-00"})
+    async with await graph.generate(request) as stream:
+        assert stream._items.ag_code.co_name != "_followed"
+        assert [item async for item in stream] == [1]
+    assert spans.finished == {}
+
+
+async def test_the_text_of_an_error_is_cut_and_has_no_traceback(spans: Spans, open_streams: OpenStreams) -> None:
+    with pytest.raises(Disconnected):
+        await spans.of(ScriptedEngine([], fails=Disconnected("x" * 100_000))).generate(Context(None))
+    span = spans.finished["ScriptedEngine"]
+    assert len(span.status.description or "") == 1024
+    (event,) = span.events
+    assert (event.attributes or {}).keys() == {"exception.type", "exception.message"}
+    assert (event.attributes or {})["exception.type"] == "pipeline.errors.Disconnected"

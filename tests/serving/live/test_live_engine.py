@@ -42,6 +42,7 @@ from pipeline.protocols import (
     StopConditions,
 )
 from pipeline.testing import check_engine
+from pipeline.tracing import extract
 from serving.live import UNKNOWN_TOKEN, Address, LiveEngine
 
 pytestmark = pytest.mark.anyio
@@ -183,6 +184,17 @@ async def test_a_request_asks_for_exactly_its_tokens_from_prompt_ids(serving: An
             "x-dynamo-meta-policy-class": "bulk?x: y",
             "authorization": "Bearer secret",
         }
+
+
+async def test_the_span_and_baggage_of_a_request_go_to_the_server(serving: Any) -> None:
+    headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1", "baggage": "user=7"}
+    async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
+        request = Context(ask(9))
+        request.trace = extract(headers)
+        async with await engine.generate(request) as stream:
+            assert [item async for item in stream]
+        (asked,) = server.asked
+        assert {name: asked.headers[name] for name in headers} == headers
 
 
 async def test_a_server_that_knows_nvext_is_asked_for_ids_workers_and_times_and_told_the_urgency(serving: Any) -> None:

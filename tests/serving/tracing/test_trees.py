@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -65,6 +66,11 @@ def chat_request(tokens: int = 8) -> ChatCompletionRequest:
     return ChatCompletionRequest(
         model="m", messages=[ChatMessage(role="user", content="hello, hello")], max_tokens=tokens
     )
+
+
+def test_the_documentation_draws_the_tree() -> None:
+    page = Path(__file__).parents[3] / "docs" / "tracing.md"
+    assert f"```text\n{ALONE}{KV}\n```" in page.read_text()
 
 
 # -- answers that end
@@ -196,7 +202,11 @@ async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any
 async def test_a_request_stopped_or_killed_amid_its_answer_ends_every_span(
     how: str, shape: str, serving: Any, recorded: Any
 ) -> None:
-    fields = {"plain": {}, "kv": {"router": "kv", "workers": 2}, "disaggregated": {"prefill_workers": 1}}[shape]
+    fields: dict[str, Any] = {
+        "plain": {},
+        "kv": {"router": "kv", "workers": 2},
+        "disaggregated": {"prefill_workers": 1},
+    }[shape]
     async with serving(engine="mocker", **fields) as it:
         span = RequestSpan("request", {}, recorded.tracer)
         request = Context(chat_request())
