@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from .text_cuts import PIECE_CHARACTERS
 from .text_decoder import PieceDecoder, Pieces, TextDecoder
-from .tokenizer import checked_unicode, unknown_token
+from .tokenizer import checked_unicode, first_outside, unknown_token
 
 _BYTES = 256
 _SPECIAL = ("<bos>", "<eos>")
@@ -22,6 +23,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(checked_unicode(text))
+
+    def pieces(self, text: str, unbroken_max: int = 0) -> Iterator[str]:
+        """See `CutsText`. It may be cut anywhere."""
+        return (text[at : at + PIECE_CHARACTERS] for at in range(0, len(text), PIECE_CHARACTERS))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         shown = self._shown_bytes if skip_special_tokens else self.token_bytes
@@ -41,8 +46,7 @@ class ByteTokenizer:
         return _BYTES + _SPECIAL.index(token) if token in _SPECIAL else None
 
     def first_unknown(self, token_ids: Sequence[int]) -> int | None:
-        known = range(_BYTES + len(_SPECIAL))
-        return next((place for place, token_id in enumerate(token_ids) if token_id not in known), None)
+        return first_outside(range(_BYTES + len(_SPECIAL)), token_ids)
 
     def _shown_bytes(self, token_id: int) -> bytes:
         data = self.token_bytes(token_id)

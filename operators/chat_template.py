@@ -14,11 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import CodecError, InvalidArgument
 
+from .prompt_size import json_characters
+
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
 Message = dict[str, Any]
 """A message as plain values; `content` is a text or a list of parts."""
+
+
+_JSON_AT_ONCE_CHARACTERS = 65_536
+"""What is longer is written in steps, between which other threads run."""
+
+
+def never() -> None:
+    """For work that is never given up."""
 
 
 class _RefusedByTemplate(Exception):
@@ -61,8 +71,9 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         args: Mapping[str, Any] | None = None,
+        give_up: Callable[[], None] = never,
     ) -> str:
-        """The prompt; `args` are further names for the template.
+        """The prompt; `args` are further names for the template. `give_up` is called again and again, and may raise.
 
         Raises InvalidArgument for a name in `args` that the template has already, and with the template's own words if
         it refuses the messages; CodecError if it fails.
@@ -80,7 +91,13 @@ class ChatTemplate:
                 field = f"chat_template_args.{name}"
                 raise InvalidArgument(f"{field} would replace a name that the chat template has already", field=field)
         try:
-            return template.render({**given, **self._names, **chat})
+            if give_up is never:
+                return template.render({**given, **self._names, **chat})
+            pieces = []
+            for piece in template.generate({**given, **self._names, **chat}):
+                pieces.append(piece)
+                give_up()
+            return "".join(pieces)
         except _RefusedByTemplate as refusal:
             raise InvalidArgument(str(refusal), field="messages") from refusal
         except Exception as error:  # whatever the template's own expressions raise
@@ -150,7 +167,10 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as a model sees it: the library's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if json_characters(value, _JSON_AT_ONCE_CHARACTERS) <= _JSON_AT_ONCE_CHARACTERS:
+        return encoder.encode(value)
+    return "".join(encoder.iterencode(value))
 
 
 def _refuse(message: str) -> None:

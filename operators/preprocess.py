@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 import anyio
 
@@ -10,11 +11,15 @@ from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator,
 from pipeline.foreign import foreign_errors
 from pipeline.phase import TRACKER, track_request
 from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
-from pipeline.protocols.limits import RequestLimits
+from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
+from .chat_template import never
+from .encoding import Encoded, beyond_context, encoded, json_of_ids
 from .model import Model
 from .prompt import prompt_of
+from .prompt_size import prompt_characters
+from .prompt_threads import GiveUp, PromptThreads
 from .request_options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from .request_timing import with_routing
 from .validation import DEFAULT_LIMITS, validate
@@ -25,8 +30,8 @@ PROMPT_TOKENS = "prompt_tokens"
 An answer that ends at a stop string has no last word of its worker, and its usage only this.
 """
 
-Encode = Callable[[str], list[int]]
-"""Text -> token ids."""
+Made = tuple[PreprocessedRequest, list[Annotated[BackendOutput]]]
+"""The request in tokens, and the annotations asked for."""
 
 REQUEST_ID = "request_id"
 FORMATTED_PROMPT = "formatted_prompt"
@@ -50,6 +55,11 @@ class Preprocess(
     who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here. A request
     beyond one of the `limits` is refused with that limit in the error's `exceeded`.
 
+    A prompt longer than `inline_prompt_characters` is checked, rendered and tokenized in a thread, as `work` has it,
+    and costs the loop nothing. Raises TooManyPrompts if too many wait for a thread, and Cancelled, at once, if the
+    request is stopped or killed meanwhile: the thread stops after the piece of text that it is at, and is not waited
+    for. What that asks of tokenizers is in `Tokenizer`.
+
     The stream is the next stage's own, unless the request asks for something: of the annotations (`nvext.annotations`)
     `request_id`, `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt
     in tokens is left in the registry, under `PROMPT_TOKENS`.
@@ -69,23 +79,22 @@ class Preprocess(
         *,
         ignore_unsupported: bool = False,
         limits: RequestLimits = DEFAULT_LIMITS,
+        work: PromptWork | None = None,
         wall_ms: Callable[[], int] | None = None,
         perf_s: Callable[[], float] | None = None,
     ) -> None:
         self.model = model
         self._ignore_unsupported, self._limits = ignore_unsupported, limits
-        self._wall_ms, self._perf_s = wall_ms, perf_s or anyio.current_time
+        self._threads = PromptThreads(work)
+        self._wall_ms, self._perf_s = wall_ms, perf_s
 
     async def generate(
         self,
         request: Context[ChatCompletionRequest | CompletionRequest],
         next: AsyncEngine[PreprocessedRequest, Annotated[BackendOutput]],
     ) -> ResponseStream[Annotated[BackendOutput]]:
-        asked = request.payload
         tracker = None if self._wall_ms is None else track_request(self._wall_ms)
-        validate(asked, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
-        with foreign_errors():  # of a tokenizer or a template, whose panic is no Exception
-            payload, annotations = preprocess(asked, self.model, request.id, self._encoder(tracker))
+        payload, annotations = await self._made(request, tracker)
         request.registry.insert_shared(PROMPT_TOKENS, len(payload.token_ids))
         if tracker is None:
             stream = await next.generate(request.with_payload(payload))
@@ -99,43 +108,77 @@ class Preprocess(
             return stream
         return ResponseStream(_announced(annotations, stream), request, stream)
 
-    def _encoder(self, tracker: RequestTracker | None) -> Encode:
-        """The model's, watched if the request is tracked."""
-        encode, now_s = self.model.tokenizer.encode, self._perf_s
-        if tracker is None:
-            return encode
+    async def _made(
+        self, request: Context[ChatCompletionRequest | CompletionRequest], tracker: RequestTracker | None
+    ) -> Made:
+        """What is made of the request, here or in a thread."""
+        make = partial(self._make, request.payload, request.id, tracker)
+        with foreign_errors():  # of a tokenizer or a template, whose panic is no Exception
+            if self._threads.is_long(
+                prompt_characters(request.payload, self._threads.settings.inline_prompt_characters)
+            ):
+                return await self._threads.run(partial(make, self._perf_s), request.control)
+            return make(self._perf_s or anyio.current_time, never)
 
-        def timed(text: str) -> list[int]:
-            began_s = now_s()
-            token_ids = encode(text)
-            tracker.record_tokenize_latency(now_s() - began_s)
-            return token_ids
+    def _make(
+        self,
+        asked: ChatCompletionRequest | CompletionRequest,
+        request_id: str,
+        tracker: RequestTracker | None,
+        now_s: Callable[[], float] | None,
+        give_up: GiveUp,
+    ) -> Made:
+        validate(asked, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
+        encode = partial(encoded, self.model, self._limits.max_unbroken_characters, give_up)
+        if tracker is not None and now_s is not None:
+            encode = partial(_timed, encode, tracker, now_s)
+        return preprocess(asked, self.model, request_id, encode, give_up)
 
-        return timed
+
+Encode = Callable[[str], Encoded]
+"""Text -> token ids."""
+
+
+def _timed(encode: Encode, tracker: RequestTracker, now_s: Callable[[], float], text: str) -> Encoded:
+    began_s = now_s()
+    found = encode(text)
+    tracker.record_tokenize_latency(now_s() - began_s)
+    return found
 
 
 def preprocess(
-    request: ChatCompletionRequest | CompletionRequest, model: Model, request_id: str, encode: Encode
-) -> tuple[PreprocessedRequest, list[Annotated[BackendOutput]]]:
+    request: ChatCompletionRequest | CompletionRequest,
+    model: Model,
+    request_id: str,
+    encode: Encode,
+    give_up: GiveUp = never,
+) -> Made:
     """A valid request in tokens, and the annotations it asks for. Pure. Raises as `Preprocess`."""
     nvext = request.nvext or NvExt()
     wanted = nvext.annotations or []
     given = nvext.token_data
-    prompt = prompt_of(request, model) if given is None or FORMATTED_PROMPT in wanted else given
+    prompt = prompt_of(request, model, give_up) if given is None or FORMATTED_PROMPT in wanted else given
     asked = prompt if given is None else given
-    token_ids = encode(asked) if isinstance(asked, str) else list(asked)
-    if not isinstance(asked, str):
+    if isinstance(asked, str):
+        token_ids, is_whole = encode(asked)
+        if not is_whole:
+            raise beyond_context(model, f"at least {len(token_ids)}", _place(request))
+    else:
+        token_ids = list(asked)
         _check_token_ids(token_ids, model, "prompt" if given is None else "nvext.token_data")
-    values = {
-        REQUEST_ID: request_id,
-        FORMATTED_PROMPT: prompt if isinstance(prompt, str) else None,
-        TOKEN_IDS: token_ids if given is None else None,
-    }
-    return in_tokens(request, model, token_ids), [
+    annotations = [
         Annotated[BackendOutput].from_annotation(name, value)
-        for name, value in values.items()
-        if name in wanted and value is not None
+        for name, value in ((REQUEST_ID, request_id), (FORMATTED_PROMPT, prompt))
+        if name in wanted and isinstance(value, str)
     ]
+    if TOKEN_IDS in wanted and given is None:
+        annotations.append(Annotated(None, event=TOKEN_IDS, comment=[json_of_ids(token_ids)]))
+    return in_tokens(request, model, token_ids), annotations
+
+
+def _place(request: ChatCompletionRequest | CompletionRequest) -> str:
+    """The field that the prompt came in."""
+    return "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
 
 
 def _check_token_ids(token_ids: list[int], model: Model, field: str) -> None:
@@ -156,8 +199,7 @@ def in_tokens(
     eos_token_ids = [] if request.ignore_eos else list(model.eos_token_ids)
     conditions = stop_conditions(request, eos_token_ids)
     if request.prompt_embeds is None:
-        place = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-        conditions.max_tokens = fit(model, len(token_ids), conditions.max_tokens, place)
+        conditions.max_tokens = fit(model, len(token_ids), conditions.max_tokens, _place(request))
     return PreprocessedRequest(
         token_ids,
         model=request.model,
@@ -185,11 +227,7 @@ def fit(model: Model, prompt_tokens: int, max_tokens: int | None, place: str) ->
     if limit is None:
         return max_tokens
     if prompt_tokens >= limit and model.reject_prompt_overflow:
-        raise InvalidArgument(
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
-            field=place,
-        )
+        raise beyond_context(model, str(prompt_tokens), place)
     answer = max_tokens or 1
     if prompt_tokens + answer > limit and model.reject_total_overflow:
         raise InvalidArgument(

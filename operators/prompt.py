@@ -12,17 +12,20 @@ from pipeline import InvalidArgument
 from pipeline.codec import plain_from_json, to_plain
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 
-from .chat_template import Message
+from .chat_template import Message, never
 from .model import Model
+from .prompt_threads import GiveUp
 
 
-def prompt_of(request: ChatCompletionRequest | CompletionRequest, model: Model) -> str | list[int]:
+def prompt_of(
+    request: ChatCompletionRequest | CompletionRequest, model: Model, give_up: GiveUp = never
+) -> str | list[int]:
     """The text to tokenize, without NUL characters, or token ids that are used as they are.
 
     A chat is rendered by the model's template unless `nvext.use_raw_prompt` asks for its texts alone. Raises
     InvalidArgument for several prompts in one request, and for what the template refuses.
     """
-    found = _chat(request, model) if isinstance(request, ChatCompletionRequest) else _single(request)
+    found = _chat(request, model, give_up) if isinstance(request, ChatCompletionRequest) else _single(request)
     return found.replace("\0", "") if isinstance(found, str) else found
 
 
@@ -41,10 +44,10 @@ def _single(request: CompletionRequest) -> str | list[int]:
 
 
 def _is_token_ids(prompt: Sequence[Any]) -> TypeGuard[list[int]]:
-    return not prompt or isinstance(prompt[0], int)
+    return not prompt or isinstance(prompt[0], int)  # the first shows it: no list holds both ids and texts
 
 
-def _chat(request: ChatCompletionRequest, model: Model) -> str:
+def _chat(request: ChatCompletionRequest, model: Model, give_up: GiveUp) -> str:
     if request.nvext is not None and request.nvext.use_raw_prompt:
         return "\n".join(_text(message) for message in request.messages)
     template = model.chat_template
@@ -60,6 +63,7 @@ def _chat(request: ChatCompletionRequest, model: Model) -> str:
         tools=None if request.tool_choice == "none" else to_plain(request.tools),
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
         args=_template_args(request),
+        give_up=give_up,
     )
     return _open_ended(text, _text(request.messages[-1])) if continues else text
 

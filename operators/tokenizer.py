@@ -7,22 +7,33 @@ and cannot give up what it holds. Ours take 0.2 µs where texts are joined bytes
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import json
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pipeline import CodecError, InvalidArgument
 from pipeline.extras import brought_by
 from pipeline.foreign import raise_if_ours
 
+from .text_cuts import TextCuts
 from .text_decoder import PieceDecoder, Pieces, TextDecoder, WindowDecoder
 
 if TYPE_CHECKING:
     import tokenizers
 
 
+_CHECKED_AT_ONCE = 16_384
+"""Token ids that are compared with the vocabulary in one call."""
+
+
 class Tokenizer(Protocol):
-    """What operators need of a tokenizer. Ids that are no token raise CodecError wherever they are decoded."""
+    """What operators need of a tokenizer. Ids that are no token raise CodecError wherever they are decoded.
+
+    `encode` and `first_unknown` are called in other threads for long prompts, by several at a time, while the loop's
+    own calls any method: all of them must be thread-safe. An `encode` that holds the interpreter's lock for long stalls
+    every stream of the process all the same; one that also has `pieces`, see `CutsText`, does so no longer.
+    """
 
     def encode(self, text: str) -> list[int]:
         """The ids of the text, special tokens written out in it included, none added.
@@ -52,6 +63,29 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class CutsText(Protocol):
+    """A tokenizer that knows where a text may be cut."""
+
+    def pieces(self, text: str, unbroken_max: int = 0) -> Iterator[str]:
+        """The text in pieces whose token ids, joined, are those of the text.
+
+        Raises InvalidArgument for a run of more than `unbroken_max` characters that cannot be cut; 0 is no limit.
+        """
+        ...
+
+
+def first_outside(known: Container[int], token_ids: Sequence[int]) -> int | None:
+    """Return the place of the first id that is not among those known, None if all are."""
+    if not isinstance(known, range):
+        return next((place for place, token_id in enumerate(token_ids) if token_id not in known), None)
+    for start in range(0, len(token_ids), _CHECKED_AT_ONCE):
+        piece = token_ids[start : start + _CHECKED_AT_ONCE]
+        if min(piece) < known.start or max(piece) >= known.stop:
+            return next(start + place for place, token_id in enumerate(piece) if token_id not in known)
+    return None
+
+
 class HuggingFaceTokenizer:
     """A tokenizer of a `tokenizer.json`.
 
@@ -72,6 +106,7 @@ class HuggingFaceTokenizer:
         self._joins_bytes = isinstance(tokenizer.decoder, ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._cuts = TextCuts(_splitting(tokenizer))
         # Filled by use and shared by all requests.
         self._pieces = {skip: Pieces(self._shown_bytes if skip else self.token_bytes) for skip in (True, False)}
 
@@ -93,10 +128,17 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         checked_unicode(text)
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            # Other than `encode` it lets other threads run, and does without offsets, which are half the cost.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return encoding.ids
         except BaseException as error:  # a panic of the library too
             raise_if_ours(error)
             raise CodecError(f"the tokenizer failed on a text of {len(text)} characters: {error}") from error
+
+    def pieces(self, text: str, unbroken_max: int = 0) -> Iterator[str]:
+        """See `CutsText`. One piece, whatever its length, if the tokenizer's file has parts that `TextCuts` does not
+        know."""
+        return self._cuts.pieces(text, unbroken_max)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         for token_id in token_ids:
@@ -121,7 +163,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.token_to_id(token)
 
     def first_unknown(self, token_ids: Sequence[int]) -> int | None:
-        return next((place for place, token_id in enumerate(token_ids) if token_id not in self._ids), None)
+        return first_outside(self._ids, token_ids)
 
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         try:
@@ -141,6 +183,25 @@ class HuggingFaceTokenizer:
         if spelling is None:
             raise unknown_token(token_id)
         return spelling
+
+
+def _splitting(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What the tokenizer does to a text before its model sees it, as its file has it; nothing of parts in Python."""
+    try:
+        return {
+            "normalizer": _state(tokenizer.normalizer),
+            "pre_tokenizer": _state(tokenizer.pre_tokenizer),
+            "added_tokens": [
+                {"content": token.content, "rstrip": token.rstrip, "single_word": token.single_word}
+                for token in tokenizer.get_added_tokens_decoder().values()
+            ],
+        }
+    except Exception:  # a part written in Python has no such form
+        return {}
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _byte_alphabet() -> dict[str, int]:

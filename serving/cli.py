@@ -15,7 +15,7 @@ import typer
 from attrs import evolve
 
 from pipeline import InvalidArgument, PenstockError
-from pipeline.protocols.limits import RequestLimits
+from pipeline.protocols.limits import PromptWork, RequestLimits
 
 from .access_options import AccessOptions
 from .key_cli import key
@@ -101,6 +101,7 @@ def serve(
     *,
     limits: HttpLimits,
     request_limits: RequestLimits,
+    prompt_work: PromptWork,
     access: AccessOptions,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
@@ -116,6 +117,7 @@ def serve(
         "migration_limit": migration_limit,
         "migration_max_seq_len_tokens": migration_max_seq_len_tokens,
         "request_limits": request_limits,
+        "prompt_work": prompt_work,
     }
     routing = partial(routing_of, router, router_config, kv_events, seed, thresholds, others)
     config = config_of(model_path, model_name, engine, engine_arg, workers, routing)
@@ -161,6 +163,7 @@ def worker(
     *,
     limits: HttpLimits,
     request_limits: RequestLimits,
+    prompt_work: PromptWork,
     access: AccessOptions,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
@@ -182,7 +185,11 @@ def worker(
         engine,
         engine_arg,
         1,
-        lambda: {"worker": _worker_config(disaggregation_mode, settings), "request_limits": request_limits},
+        lambda: {
+            "worker": _worker_config(disaggregation_mode, settings),
+            "request_limits": request_limits,
+            "prompt_work": prompt_work,
+        },
     )
     from .program import host_worker, worker_watch
 

@@ -12,7 +12,7 @@ from engines import DisaggregationMode, LLMEngine, WorkerConfig
 from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
-from pipeline.protocols.limits import RequestLimits
+from pipeline.protocols.limits import PromptWork, RequestLimits
 
 from .engines import Deployment, find_engine
 
@@ -34,7 +34,7 @@ class GraphConfig:
     `migration_max_seq_len_tokens`. `seed` makes repeatable what a router leaves to chance, and the ids of instances,
     which decide between equals. `busy` are the thresholds above which a worker is busy; each goes before that of the
     environment. `ignore_unsupported` lets fields of requests pass that have no meaning here, `request_limits` bound
-    what a request may hold.
+    what a request may hold; `prompt_work` is how long prompts are worked on.
     """
 
     model_path: Path | None = None
@@ -53,6 +53,7 @@ class GraphConfig:
     busy: BusyThresholds = BusyThresholds()
     ignore_unsupported: bool = False
     request_limits: RequestLimits = RequestLimits()
+    prompt_work: PromptWork = PromptWork()
 
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():

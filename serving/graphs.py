@@ -113,7 +113,14 @@ def line(
     """The stages in order; with a tracer each of them that adds time has a span."""
     lenient = config.ignore_unsupported
     limits = config.request_limits
-    preprocess = Preprocess(model, ignore_unsupported=lenient, limits=limits, wall_ms=wall_ms, perf_s=perf_counter)
+    preprocess = Preprocess(
+        model,
+        ignore_unsupported=lenient,
+        limits=limits,
+        work=config.prompt_work,
+        wall_ms=wall_ms,
+        perf_s=perf_counter,
+    )
     routed = routing.router if prefill is None else prefill >> routing.router
     detokenized = Detokenize(model) >> routed
     if config.migration_limit:

@@ -1,4 +1,4 @@
-"""RequestLimits: how much one request may hold, whatever carries it."""
+"""Limits of a graph: RequestLimits, how much one request may hold, and PromptWork, how prompts are worked on."""
 
 from __future__ import annotations
 
@@ -22,4 +22,21 @@ class RequestLimits:
     max_logit_bias_entries: int = setting(4_096, "Tokens that `logit_bias` may name.")
     max_field_entries: int = setting(
         4_096, "Entries in one of the other lists and objects: `metadata`, `guided_choice`, `nvext.annotations`, ..."
+    )
+    max_stop_characters: int = setting(1_024, "Characters in one stop string.")
+    max_unbroken_characters: int = setting(
+        262_144, "Characters in a row of a prompt that the tokenizer cannot cut, as a word without an end."
+    )
+
+
+@frozen
+class PromptWork:
+    """How the prompts of all requests are rendered, tokenized and hashed: the short ones at once, others in threads."""
+
+    inline_prompt_characters: int = setting(
+        8_192, "Characters, or token ids, up to which a prompt is prepared at once; a longer one is in a thread."
+    )
+    tokenizer_threads: int = setting(2, "Threads that prepare long prompts.", minimum=1)
+    max_waiting_prompts: int = setting(
+        2_048, "Long prompts that may wait for such a thread; more are refused as an overload."
     )

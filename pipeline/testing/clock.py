@@ -11,10 +11,12 @@ import selectors
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from math import isinf
+from math import inf, isinf
 from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import anyio
+
+from pipeline.loop import running_loop, virtual_clocks
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -31,10 +33,17 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.slept_s = 0.0
+        self.threads = 0
+        """How many threads work for the loop; time stands still meanwhile."""
+
+    def hold(self, more_threads: int) -> None:
+        self.threads += more_threads
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout <= 0:  # nothing but other threads or sockets to wait for, or no wait at all
             return super().select(timeout)
+        if self.threads:
+            return super().select(None)
         ready = super().select(0)
         if not ready:
             self.slept_s += timeout
@@ -53,6 +62,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._at_rest: list[asyncio.Handle] = []
         self._blind = 0
         super().__init__(self._jumping)
+        virtual_clocks[self] = self._jumping.hold
 
     def time(self) -> float:
         return self._jumping.slept_s
@@ -110,7 +120,23 @@ def virtual_time(backend: Literal["trio", "asyncio"] = "asyncio") -> tuple[str, 
         text = "virtual time on trio needs trio, which penstock does not bring: pip install trio"
         raise ModuleNotFoundError(text, name=missing.name) from missing
 
-    return backend, {"clock": MockClock(autojump_threshold=0)}
+    from trio.abc import Instrument
+
+    clock = MockClock(autojump_threshold=0)
+    threads = 0
+
+    def hold(more: int) -> None:
+        nonlocal threads
+        threads += more
+        clock.autojump_threshold = inf if threads else 0
+
+    class Known(Instrument):
+        """Makes the clock known to `pipeline.loop` once it is that of a loop."""
+
+        def before_run(self) -> None:
+            virtual_clocks[running_loop()] = hold
+
+    return backend, {"clock": clock, "instruments": [Known()]}
 
 
 def run_in_virtual_time(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from socket import socketpair
 from threading import Thread, get_ident
+from time import sleep
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline.loop import Alarm, Bell, Home, loop_clock
+from pipeline.loop import Alarm, Bell, Home, loop_clock, time_held
 from pipeline.testing import run_in_virtual_time
 
 pytestmark = pytest.mark.anyio
@@ -226,3 +227,19 @@ async def test_virtual_time_hears_of_a_socket_although_a_task_never_waits() -> N
 async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:
     """A thread comes back by the loop's own means, whatever the clock does meanwhile."""
     assert await anyio.to_thread.run_sync(get_ident) != get_ident()
+
+
+async def test_virtual_time_stands_still_while_a_task_waits_for_a_thread_that_works_for_it() -> None:
+    rang: list[float] = []
+
+    async def alarm() -> None:
+        await anyio.sleep(5)
+        rang.append(anyio.current_time())
+
+    began_s = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(alarm)
+        with time_held():
+            await anyio.to_thread.run_sync(sleep, 0.05)
+        assert (rang, anyio.current_time()) == ([], began_s)
+    assert rang == [began_s + 5]

@@ -12,7 +12,7 @@ import typer
 from attrs import frozen
 from typer.testing import CliRunner
 
-from pipeline.protocols.limits import RequestLimits
+from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.settings import setting, settings_of
 from serving.limits import HttpLimits
 from serving.record_options import with_record_options
@@ -48,7 +48,7 @@ def test_each_limit_is_a_row_of_the_docs_with_its_default_and_meaning() -> None:
     rows = [(name, float(default), text) for name, default, text in ROW.findall(section)]
     wanted = [
         (name, float(getattr(record(), name)), known.help)
-        for record in (HttpLimits, RequestLimits)
+        for record in (HttpLimits, RequestLimits, PromptWork)
         for name, known in settings_of(record).items()
     ]
     assert rows == wanted

@@ -1,0 +1,57 @@
+"""A prompt's text to token ids, piece by piece; no further than the model can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline import InvalidArgument
+
+from .chat_template import never
+from .model import Model
+from .prompt_threads import GiveUp
+from .tokenizer import CutsText, checked_unicode
+
+Encoded = tuple[list[int], bool]
+"""Token ids, and whether they are all: not where the model cannot take so many anyway."""
+
+_IDS_AT_ONCE = 16_384
+"""Token ids that are written in one step."""
+
+
+def encoded(model: Model, unbroken_max: int, give_up: GiveUp, text: str) -> Encoded:
+    """The ids of the text. `give_up` is called between two pieces, and may raise.
+
+    Raises as `Tokenizer.encode` and `CutsText.pieces`.
+    """
+    if give_up is never:
+        return model.tokenizer.encode(text), True
+    checked_unicode(text)
+    most = model.context_length if model.reject_prompt_overflow else None
+    token_ids: list[int] = []
+    for piece in _pieces(model, text, unbroken_max):
+        if most is not None and len(token_ids) >= most:
+            return token_ids, False
+        token_ids += model.tokenizer.encode(piece)
+        give_up()
+    return token_ids, True
+
+
+def beyond_context(model: Model, count: str, place: str) -> InvalidArgument:
+    """The error for a prompt, in the field `place`, of so many tokens, which are more than the model takes."""
+    return InvalidArgument(
+        f"This model's maximum context length is {model.context_length} tokens. However, your messages resulted in "
+        f"{count} tokens. Please reduce the length of the messages.",
+        field=place,
+    )
+
+
+def json_of_ids(token_ids: Sequence[int]) -> str:
+    """The ids as a JSON list, written in steps between which other threads run."""
+    steps = (token_ids[at : at + _IDS_AT_ONCE] for at in range(0, len(token_ids), _IDS_AT_ONCE))
+    return f"[{','.join(','.join(map(str, step)) for step in steps)}]"
+
+
+def _pieces(model: Model, text: str, unbroken_max: int) -> Iterator[str]:
+    if isinstance(model.tokenizer, CutsText):
+        return model.tokenizer.pieces(text, unbroken_max)
+    return iter((text,))
