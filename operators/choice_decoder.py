@@ -92,7 +92,7 @@ class ChoiceDecoder:
     def resume(self, held: str) -> None:
         """Takes over text that another decoder of this choice held back when its engine failed."""
         if self._matcher is not None:
-            self._matcher.held = held
+            self._matcher.resume(held)
 
     def release(self) -> str:
         """Gives up the text that was held back for a stop string; one may be found in it."""

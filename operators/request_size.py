@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,18 @@ def check_size(request: GenerationRequest, limits: RequestLimits) -> None:
     characters = sum(map(len, _texts(request)))
     _at_most("max_prompt_characters", characters, limits.max_prompt_characters, field, "characters")
     _at_most("max_token_ids", sum(map(len, _token_ids(request))), limits.max_token_ids, "prompt", "token ids")
+    _check_stops(request.stop, limits.max_stop_characters)
+
+
+def _check_stops(stop: str | Sequence[str | int] | None, threshold: int) -> None:
+    if stop is None or not threshold:
+        return
+    for place, entry in enumerate((stop,) if isinstance(stop, str) else stop):
+        if isinstance(entry, str) and len(entry) > threshold:
+            name = "stop" if isinstance(stop, str) else f"stop[{place}]"
+            text = f"Validation: {name.capitalize()} must have at most {threshold} characters, got {len(entry)}"
+            exceeded = ExceededLimit("max_stop_characters", len(entry), threshold)
+            raise InvalidArgument(text, field=name, exceeded=exceeded)
 
 
 def _field(record: Any, name: str) -> Any:

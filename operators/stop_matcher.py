@@ -1,4 +1,8 @@
-"""StopMatcher: finds the first stop string in a text that comes in pieces. Pure."""
+"""StopMatcher: finds the first stop string in a text that comes in pieces. Pure.
+
+Each character is looked at a bounded number of times for each stop string, by the method of Knuth, Morris and Pratt:
+text that begins as a stop string and goes on otherwise is not searched again.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +22,96 @@ class StopMatcher:
     its end comes, and the earliest match counts instead of the first in the list.
     """
 
-    __slots__ = ("_include", "_stops", "held", "matched")
+    __slots__ = ("_beginnings", "_include", "_read", "_searches", "held", "matched")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = [stop for stop in stops if stop]
+        self._searches = [_Search(stop) for stop in stops if stop]
+        self._beginnings = frozenset(search.stop[0] for search in self._searches)
         self._include = include
+        self._read = 0
+        """Characters that came so far."""
         self.held = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
         """What may be shown after this piece; nothing is fed after a match."""
-        return self._cut(self.held + text, more_may_come=True)
+        if not self.held and self._beginnings.isdisjoint(text):
+            self._read += len(text)
+            return text
+        self.resume(text)
+        return self._shown(more_may_come=True)
+
+    def resume(self, held: str) -> None:
+        """Takes in text of which nothing is shown before the next piece or the end: what another matcher held back."""
+        for search in self._searches:
+            if search.found_at is None:
+                search.read(held, self._read)
+        self._read += len(held)
+        self.held += held
 
     def flush(self) -> str:
         """What may be shown of the held text if nothing follows; it may hold a match that waited for an earlier one."""
-        return self._cut(self.held, more_may_come=False)
+        return self._shown(more_may_come=False)
 
-    def _cut(self, text: str, more_may_come: bool) -> str:
-        first, found, is_whole = len(text), "", False
-        for stop in self._stops:
-            at = text.find(stop)
-            whole = at >= 0
-            if not whole and more_may_come:
-                at = _beginning(stop, text)
-            if 0 <= at < first:
-                first, found, is_whole = at, stop, whole
-        self.held = "" if is_whole else text[first:]
+    def _shown(self, more_may_come: bool) -> str:
+        first, found, is_whole = self._read, "", False
+        for search in self._searches:
+            at = search.found_at
+            whole = at is not None
+            if at is None:
+                if not more_may_come:
+                    continue
+                at = self._read - search.begun
+            if at < first:
+                first, found, is_whole = at, search.stop, whole
+        text, cut = self.held, first - self._read + len(self.held)
+        self.held = "" if is_whole else text[cut:]
         if is_whole:
             self.matched = found
-            return text[: first + len(found)] if self._include else text[:first]
-        return text[:first]
+            return text[: cut + len(found)] if self._include else text[:cut]
+        return text[:cut]
 
 
-def _beginning(stop: str, text: str) -> int:
-    """Where the text ends with the longest beginning of the stop string; -1 if it does not."""
-    at = max(0, len(text) - len(stop) + 1)
-    while (at := text.find(stop[0], at)) >= 0 and not stop.startswith(text[at:]):
-        at += 1
-    return at
+class _Search:
+    """One stop string in the text. `begun` characters of it end the text so far, the most there are; `found_at` is the
+    place where it was first found, after which it is searched for no longer."""
+
+    __slots__ = ("_borders", "begun", "found_at", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.begun = 0
+        self.found_at: int | None = None
+        self._borders = [0, 0]
+        """For so many first characters of the stop string, how many of its first ones they end with; not all of them,
+        made as far as needed."""
+
+    def read(self, text: str, before: int) -> None:
+        """Searches the next piece, `before` which so many characters came."""
+        stop, begun, at, end = self.stop, self.begun, 0, len(text)
+        while at < end:
+            if not begun:
+                at = text.find(stop[0], at)
+                if at < 0:
+                    break
+                begun = 1
+            else:
+                character = text[at]
+                while begun and stop[begun] != character:
+                    begun = self._border(begun)
+                if stop[begun] == character:
+                    begun += 1
+            at += 1
+            if begun == len(stop):
+                self.found_at = before + at - begun
+                return
+        self.begun = begun
+
+    def _border(self, length: int) -> int:
+        stop, borders = self.stop, self._borders
+        for known in range(len(borders), length + 1):
+            border, character = borders[-1], stop[known - 1]
+            while border and stop[border] != character:
+                border = borders[border]
+            borders.append(border + 1 if stop[border] == character else 0)
+        return borders[length]

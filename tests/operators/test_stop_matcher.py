@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from time import thread_time
 
 import pytest
 from hypothesis import given
@@ -101,3 +102,51 @@ def test_a_long_stop_string_that_almost_matches_costs_no_more_than_its_length() 
     assert len(shown) == 1000
     assert matcher.feed("b") == ""
     assert matcher.matched == stop
+
+
+def decided(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """What may be shown of all text so far, and the stop string found: the definition, without any state."""
+    first, found = len(text), None
+    for stop in stops:
+        at = text.find(stop)
+        is_whole = at >= 0
+        if not is_whole:
+            at = next((i for i in range(len(text)) if stop.startswith(text[i:])), len(text))
+        if at < first:
+            first, found = at, stop if is_whole else None
+    return text[:first], found
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(0, 99)),
+    taken_over=st.integers(0, 8),
+)
+def test_after_each_piece_as_much_is_shown_as_the_definition_allows(
+    text: str, stops: list[str], cuts: list[int], taken_over: int
+) -> None:
+    matcher, shown, so_far = StopMatcher(stops), "", ""
+    held = decided(text[:taken_over], stops)
+    if held == ("", None):  # what another matcher held back
+        matcher.resume(text[:taken_over])
+        so_far, text = text[:taken_over], text[taken_over:]
+    for piece in pieces_of(text, cuts):
+        so_far += piece
+        shown += matcher.feed(piece)
+        assert (shown, matcher.matched) == decided(so_far, stops)
+        if matcher.matched is not None:
+            return
+        assert shown + matcher.held == so_far
+
+
+def test_a_megabyte_of_stop_strings_that_nearly_match_costs_no_more_than_reading_the_answer_for_each() -> None:
+    """They cost 60 seconds before; a limit on their length stands in front of this."""
+    size = 32_768
+    matcher = StopMatcher(["x" + "a" * size, *("a" + letter * size for letter in "bcdefghijklmnopqrstuvwyzABCDEFG")])
+    began_s = thread_time()
+    shown = matcher.feed("x" + "a" * (size - 300))
+    for _ in range(64):
+        shown += matcher.feed("aaaa")
+    assert (shown, len(matcher.held)) == ("", size - 43)
+    assert thread_time() - began_s < 10
