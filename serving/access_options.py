@@ -23,4 +23,4 @@ class AccessOptions:
     cors_origin: tuple[str, ...] = setting((), "Origin whose pages may call the server from a browser; repeatable.")
     trusted_proxy: tuple[str, ...] = setting((), "Address or network of a proxy that sets X-Forwarded-For; repeatable.")
     admin_host: str = setting("127.0.0.1", "Address where metrics and the state of workers are shown.")
-    admin_port: int | None = setting(None, "Port there; that of the server itself shows them on its own address.")
+    admin_port: int | None = setting(None, "Port there; the server's own address shows them on it.")

@@ -12,7 +12,7 @@ import typer
 
 from pipeline import InvalidArgument
 
-from .options import fail, says_its_options
+from .options import fail
 from .terminal import echo
 
 key = typer.Typer(help="Make API keys for --api-keys.", no_args_is_help=True)
@@ -21,20 +21,18 @@ Name = Annotated[str, typer.Option(help="Name of the key in logs and counts.")]
 
 
 @key.command()
-@says_its_options
 def new(name: Name = "client") -> None:
-    """Print a fresh key, which is shown this once, and its table for the file of keys."""
+    """Print the table of a fresh key for the file; the key itself goes to standard error, this once."""
     from .access import new_key
 
     made = new_key()
-    echo(f"# For the client, shown this once: {made}")
     echo(_table(name, made))
+    echo(made, err=True)
 
 
 @key.command(name="hash")
-@says_its_options
 def hash_key(name: Name = "client") -> None:
-    """Print the table for a key of your own, read from standard input so that no list of processes shows it."""
+    """Print the table of a key of your own, read from standard input: a list of processes would show an option."""
     echo(_table(name, typer.get_text_stream("stdin").readline().strip()))
 
 
@@ -47,7 +45,7 @@ def _table(name: str, made: str) -> str:
     try:
         checked = ApiKey(name=name, hash=hash_of(made))
     except InvalidRecord as error:
-        fail(InvalidArgument(str(error), field=error.field))
+        fail(InvalidArgument(str(error), field="--name"))
     except InvalidArgument as error:
         fail(error)
     return f'[[key]]\nname = "{checked.name}"\nhash = "{checked.hash}"'

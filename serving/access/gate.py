@@ -63,7 +63,7 @@ class Gate:
     def shows_internals(self, listener: socket.socket) -> bool:
         """Whether metrics and the state of workers are shown on the public address.
 
-        They are on a loopback address that no proxy makes public, and where `admin_port` is that of the server.
+        They are on a loopback address that no proxy makes public, and where the admin address is that of the server.
         """
         if self._options.admin_port is None:
             return not self._is_public(listener)
@@ -76,8 +76,8 @@ class Gate:
         return self._options.admin_host, port
 
     def _is_on(self, listener: socket.socket) -> bool:
-        port: int = listener.getsockname()[1]
-        return self._options.admin_port == port
+        host, port = listener.getsockname()[:2]
+        return (self._options.admin_host, self._options.admin_port) == (host, port)
 
     def _is_public(self, listener: socket.socket) -> bool:
         return bool(self.proxies) or not is_loopback(listener)

@@ -79,10 +79,19 @@ def test_an_admin_address_shows_internals_there_and_only_there(listener: socket.
 
 
 @pytest.mark.parametrize("listener", PUBLIC, indirect=True)
-def test_the_port_of_the_server_as_admin_port_shows_internals_on_it(listener: socket.socket) -> None:
-    gate = Gate(AccessOptions(admin_port=listener.getsockname()[1]), {})
+def test_the_address_of_the_server_as_admin_address_shows_internals_on_it(listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    gate = Gate(AccessOptions(admin_host=host, admin_port=port), {})
     assert gate.shows_internals(listener)
     assert gate.admin_address(listener) is None
+
+
+@pytest.mark.parametrize("listener", PUBLIC, indirect=True)
+def test_the_same_port_of_another_host_is_another_address(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    gate = Gate(AccessOptions(admin_port=port), {})
+    assert not gate.shows_internals(listener)
+    assert gate.admin_address(listener) == ("127.0.0.1", port)
 
 
 def test_a_unix_socket_is_local(tmp_path: Path) -> None:
@@ -110,7 +119,9 @@ def test_a_unix_socket_is_local(tmp_path: Path) -> None:
     ],
 )
 def test_an_option_that_cannot_be_is_named(field: str, given: Any) -> None:
-    values = {field: given} | ({"tls_key_path": Path("/nowhere/key.pem")} if field == "tls_cert_path" else {})
+    values: dict[str, Any] = {field: given} | (
+        {"tls_key_path": Path("/nowhere/key.pem")} if field == "tls_cert_path" else {}
+    )
     with pytest.raises(InvalidArgument) as refused:
         Gate(AccessOptions(**values), {})
     assert refused.value.field == field

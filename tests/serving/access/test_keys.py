@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.access import SHORTEST_KEY, ApiKey, KeyRing, WatchedFiles, all_keys, hash_of, new_key
+from serving.access import SHORTEST_KEY, ApiKey, KeyRing, WatchedFiles, all_keys, hash_of, key_ring, new_key
 from serving.access.bucket import Bucket
 
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
@@ -48,12 +49,13 @@ def test_a_text_that_is_no_safe_key_is_refused_without_being_shown(bad: str) -> 
 
 def test_the_command_prints_a_key_and_a_table_that_knows_it(file: Path) -> None:
     command = [sys.executable, "-m", "serving", "key", "new", "--name", "search"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    key = printed.splitlines()[0].rpartition(" ")[2]
-    file.write_text(printed, encoding="utf-8")
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    key = printed.stderr.strip()
+    file.write_text(printed.stdout, encoding="utf-8")
     held = KeyRing(all_keys(file, {})).find(key.encode())
     assert held is not None
     assert held.key.name == "search"
+    assert key not in printed.stdout  # which goes into a file
 
 
 def test_the_command_hashes_a_key_from_standard_input_and_refuses_a_short_one() -> None:
@@ -145,6 +147,27 @@ def test_only_the_bytes_of_a_key_find_it(sent: bytes) -> None:
     ring = KeyRing([ApiKey(name="a", hash=hash_of(KEY))])
     assert ring.find(sent) is None
     assert ring.find(KEY.encode() + sent) is None or not sent
+
+
+def test_no_key_a_wrong_one_and_the_right_one_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = KeyRing([ApiKey(name="a", hash=hash_of(KEY))])
+    steps: list[str] = []
+
+    def noted(name: str) -> None:
+        step = getattr(key_ring, name)
+
+        def do(*values: bytes) -> Any:
+            steps.append(name)
+            return step(*values)
+
+        monkeypatch.setattr(key_ring, name, do)
+
+    noted("digest_of")
+    noted("compare_digest")
+    for sent in ("", "x", KEY[:-1], KEY, "a" * 10_000):
+        steps.clear()
+        ring.find(sent.encode())
+        assert steps == ["digest_of", "compare_digest"]
 
 
 def test_a_key_is_found_among_ten_thousand() -> None:
