@@ -1,0 +1,173 @@
+"""One attack as data, how it is carried out, and what it came to.
+
+    Attack("quotes", post(b'"' * 4_000_000), statuses={400})
+
+An attack is carried out beside a probe that asks for `/live`. It has failed if the server gave a clear answer or cut
+the connection, others were not kept waiting, memory stayed below the bound, and nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from attrs import field, frozen
+
+from .server import EdgeServer
+from .wire import CUT, OPEN, Answer, Client
+
+Act = Callable[[Client], Sequence[Answer]]
+"""What the attacker does, and the answers it got."""
+
+Engine = Literal["mock", "echo", "tokens"]
+
+STALL_S = 0.050
+"""How long others may be kept waiting."""
+NOISE = 3
+"""On a busy machine: how many times the longest wait without an attack is allowed."""
+TRIES = 3
+"""How often an attack is repeated whose stall was too long: what disturbs the machine does not come three times."""
+QUIET_S = 0.5
+SETTLE_S = 8.0
+"""How long the server may take to let go of what an attack held."""
+KEPT_MB = 48.0
+"""How much more memory may be held once an attack is over: what an allocator keeps."""
+ERROR_BYTES = 4096
+"""The longest body of an error."""
+
+NOT_MINE = frozenset({400, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431, 501, 503, 505, 529})
+"""Statuses of a refusal."""
+
+
+@frozen
+class Attack:
+    """What is done, and what may come of it.
+
+    `statuses`: of each answer; `CUT` where the connection may be closed without one. `memory_mb`: how much the memory
+    may grow meanwhile. `limits`: of the server, by the names of `limits.VARIABLES`. `engine`: the mock engine, the echo
+    engine, or the echo engine behind a tokenizer and a chat template. `is_smuggled`: a second answer would be that of a
+    hidden request.
+    """
+
+    name: str
+    act: Act
+    statuses: Collection[int] = NOT_MINE
+    memory_mb: float = 48
+    limits: Mapping[str, float] = field(factory=dict)
+    engine: Engine = "mock"
+    is_smuggled: bool = False
+    is_slow: bool = False
+
+
+@frozen
+class Outcome:
+    """What an attack came to. Times in seconds, memory in MB."""
+
+    answers: Sequence[Answer]
+    quiet_s: float
+    """The longest answer of the probe before the attack."""
+    stall_s: float
+    """The longest one during it and until the server had answered again."""
+    took_s: float
+    grown_mb: float
+    kept_mb: float
+    left_open: str
+    """What was not let go, or nothing."""
+
+    @property
+    def statuses(self) -> str:
+        counted: dict[int, int] = {}
+        for each in self.answers:
+            counted[each.status] = counted.get(each.status, 0) + 1
+        words = {CUT: "cut", OPEN: "open"}
+        return ", ".join(f"{words.get(s, str(s))}{f' x {n}' if n > 1 else ''}" for s, n in sorted(counted.items()))
+
+
+def carry_out(attack: Attack, server: EdgeServer) -> Outcome:
+    """Carry the attack out once; it ends with all its connections closed."""
+    client = Client(server.host, server.port)
+    sockets, before_mb = server.sockets(), server.rss_mb()
+    gc.collect()
+    with server.probed() as probe:
+        time.sleep(QUIET_S)
+        server.forget_peak()
+        begun = time.monotonic()
+        try:
+            answers = attack.act(client)
+        finally:
+            client.close()
+        ended = time.monotonic()
+        time.sleep(0.1)
+        left_open = _left_open(server, sockets + 1)
+        over = time.monotonic()
+    peak_mb = server.peak_mb()
+    return Outcome(
+        answers,
+        quiet_s=probe.longest_s(0, begun),
+        stall_s=probe.longest_s(begun, over),
+        took_s=ended - begun,
+        grown_mb=peak_mb - before_mb,
+        kept_mb=server.rss_mb() - before_mb,
+        left_open=left_open,
+    )
+
+
+def _left_open(server: EdgeServer, sockets: int) -> str:
+    """What the server still holds when it has had its time; nothing where a chat is answered and all is as before."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        try:
+            requests, open_sockets = server.open_requests(), server.sockets() - sockets
+            status = 0 if requests or open_sockets > 0 else server.chat()[0]
+        except OSError as error:
+            return f"no answer: {error!r}"
+        if status == 200:
+            return ""
+        if time.monotonic() > deadline:
+            return f"{requests} requests, {open_sockets} connections, a chat answered with {status}"
+        time.sleep(0.1)
+
+
+def problems(attack: Attack, outcome: Outcome) -> list[str]:
+    """Every way in which the attack succeeded."""
+    found = [problem for answer in outcome.answers for problem in _answer_problems(attack, answer)]
+    allowed_s = max(STALL_S, NOISE * outcome.quiet_s)
+    if outcome.stall_s > allowed_s:
+        found.append(f"another client waited {outcome.stall_s * 1000:.0f} ms, allowed are {allowed_s * 1000:.0f} ms")
+    if outcome.grown_mb > attack.memory_mb:
+        found.append(f"memory grew by {outcome.grown_mb:.0f} MB, allowed are {attack.memory_mb:.0f} MB")
+    if outcome.kept_mb > KEPT_MB:
+        found.append(f"{outcome.kept_mb:.0f} MB are still held")
+    if outcome.left_open:
+        found.append(f"left open: {outcome.left_open}")
+    if attack.is_smuggled and len(outcome.answers) > 1 and outcome.answers[1].status > 0:
+        found.append("a request was answered that was hidden in another")
+    return list(dict.fromkeys(found))
+
+
+def _answer_problems(attack: Attack, answer: Answer) -> list[str]:
+    status = answer.status
+    if status not in attack.statuses:
+        return [f"status {status} with {answer.body[:120]!r}"]
+    if status in (CUT, OPEN) or status < 400:
+        return []
+    if len(answer.body) > ERROR_BYTES:
+        return [f"an error body of {len(answer.body)} bytes"]
+    if answer.headers.get("content-type") != "application/json":
+        return [f"status {status} is no JSON: {answer.headers.get('content-type')} {answer.body[:80]!r}"]
+    if not isinstance(answer.json, dict) or answer.json.get("code") != status or not answer.json.get("message"):
+        return [f"status {status} with {answer.body[:120]!r}"]
+    return []
+
+
+def attempt(attack: Attack, server: EdgeServer, tries: int = TRIES) -> tuple[Outcome, list[str]]:
+    """The outcome and its problems; repeated while others waited too long, and nothing else was wrong."""
+    for left in reversed(range(tries)):
+        outcome = carry_out(attack, server)
+        found = problems(attack, outcome)
+        only_stall = len(found) == 1 and found[0].startswith("another client")
+        if not (left and only_stall and server.is_running):
+            break
+    return outcome, found

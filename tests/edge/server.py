@@ -1,0 +1,160 @@
+"""A server under attack, and what can be seen of it from outside: memory, connections, requests, stalls."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+
+ROOT = Path(__file__).parents[2]
+PROBE = Path(__file__).with_name("live_probe.py")
+START_S = 30.0
+SEATS = 8
+"""Requests that the engine runs at a time: a few that are never let go keep it from all others."""
+MOCK = ("--engine", "mocker", "--engine-arg", f"max_num_seqs={SEATS}", "--engine-arg", "speedup_ratio=100")
+"""Options of a server with so many seats, and some milliseconds of work for a short chat."""
+ECHO = ("--engine", "echo")
+"""Options of a server whose answers the attacker chooses."""
+MODEL = "echo"
+_MB = 1024 * 1024
+_GAUGE = re.compile(r"^dynamo_frontend_(?:inflight|queued)_requests(?:\{[^}]*\})? ([\d.e+]+)$", re.MULTILINE)
+
+
+@define(eq=False)
+class EdgeServer:
+    """`penstock serve` as a process of its own."""
+
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def rss_mb(self) -> float:
+        """The memory it holds now."""
+        return self._status_mb("VmRSS")
+
+    def peak_mb(self) -> float:
+        """The most memory it has held since `forget_peak`."""
+        return self._status_mb("VmHWM")
+
+    def forget_peak(self) -> None:
+        """Let the peak be what is held now."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
+
+    def _status_mb(self, name: str) -> float:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+        assert found is not None, text
+        return int(found[1]) / 1024
+
+    def cpu_s(self) -> float:
+        """The CPU time it has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def sockets(self) -> int:
+        """How many sockets it has open."""
+        count = 0
+        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            try:
+                count += os.readlink(each).startswith("socket:")
+            except FileNotFoundError:
+                continue
+        return count
+
+    def open_requests(self, timeout_s: float = 10) -> int:
+        """How many requests it counts as under way."""
+        return round(sum(float(value) for value in _GAUGE.findall(self.get("/metrics", timeout_s)[1].decode())))
+
+    def get(self, path: str, timeout_s: float = 10) -> tuple[int, bytes]:
+        """Status and body of a page, over a connection of its own."""
+        with closing(http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)) as connection:
+            connection.request("GET", path)
+            with connection.getresponse() as response:
+                return response.status, response.read()
+
+    def chat(self, timeout_s: float = 10, **fields: Any) -> tuple[int, bytes]:
+        """Status and body of a short chat, over a connection of its own; keywords are fields of the request."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | fields
+        with closing(http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)) as connection:
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+            with connection.getresponse() as response:
+                return response.status, response.read()
+
+    @contextmanager
+    def probed(self) -> Iterator[LiveProbe]:
+        """Probe the server while the block runs; the samples are there behind it."""
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROBE), self.host, str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                probe = LiveProbe()
+                yield probe
+                text, _ = process.communicate(timeout=30)
+                probe.samples = [(sent, took) for sent, took in json.loads(text)]
+            finally:
+                process.kill()
+
+
+@define
+class LiveProbe:
+    """What the probe has seen: when each request was sent, and the seconds it took; negative if it was cut short."""
+
+    samples: Sequence[tuple[float, float]] = field(factory=list)
+
+    def longest_s(self, begin: float, end: float) -> float:
+        """The longest answer of which a part fell between these times."""
+        overlapping = [abs(took) for sent, took in self.samples if sent < end and sent + abs(took) > begin]
+        return max(overlapping, default=0.0)
+
+
+@contextmanager
+def edge_server(variables: Mapping[str, str], *options: str) -> Iterator[EdgeServer]:
+    """A server with these environment variables, and options such as `MOCK`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "serving", "serve", "--port", "0", "--host", "127.0.0.1", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | variables,
+        cwd=ROOT,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "http://" in line, line
+            host, _, port = line.split("http://")[1].partition(";")[0].strip().rpartition(":")
+            server = EdgeServer(process, host, int(port))
+            _warm_up(server)
+            yield server
+        finally:
+            process.kill()
+
+
+def _warm_up(server: EdgeServer) -> None:
+    """Have everything imported and allocated that ordinary requests need, so that it counts for no attack."""
+    for _ in range(8):
+        assert server.chat()[0] == 200
+        assert server.get("/metrics")[0] == 200
+    deadline = time.monotonic() + START_S
+    while server.open_requests():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,86 @@
+"""Every attack fails: a clear answer or a cut connection, no stall of others, bounded memory, nothing left open.
+
+Real servers, real sockets. Issue 13, "Shows". Those of full size are slow.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+
+from tests.edge.all_attacks import Servers, attacks
+from tests.edge.attack import Attack, Outcome, attempt, problems
+from tests.edge.bodies import post, raw_chat
+from tests.edge.wire import CUT, Answer, Client
+
+ATTACKS = attacks()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    made = Servers(tmp_path_factory.mktemp("model"))
+    yield made
+    made.close()
+
+
+def _marks(attack: Attack) -> list[Any]:
+    return [pytest.mark.slow] if attack.is_slow else []
+
+
+@pytest.mark.parametrize("attack", [pytest.param(each, marks=_marks(each), id=each.name) for each in ATTACKS])
+def test_an_attack_stalls_no_other_client_and_leaves_nothing_behind(servers: Servers, attack: Attack) -> None:
+    outcome, found = attempt(attack, servers.of(attack))
+    assert found == [], outcome.statuses
+
+
+def test_there_are_at_least_thirty_attacks_beside_those_of_the_issue() -> None:
+    names = [each.name for each in ATTACKS]
+    assert len(set(names)) == len(names)
+    assert sum(not each.is_slow and "small" not in each.name for each in ATTACKS) >= 30
+
+
+OUTCOME = Outcome([], quiet_s=0.001, stall_s=0.002, took_s=1, grown_mb=1, kept_mb=0, left_open="")
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"stall_s": 0.06}, "another client waited 60 ms"),
+        ({"grown_mb": 500}, "memory grew by 500 MB"),
+        ({"kept_mb": 500}, "500 MB are still held"),
+        ({"left_open": "1 requests"}, "left open: 1 requests"),
+        ({"answers": [Answer(200)]}, "status 200"),
+        ({"answers": [Answer(CUT)]}, "status 0"),
+        ({"answers": [Answer(400, {}, b"Bad")]}, "status 400 is no JSON"),
+        ({"answers": [Answer(400, {"content-type": "application/json"}, b'{"code":413,"message":"x"}')]}, "status 400"),
+        ({"answers": [Answer(400, {"content-type": "application/json"}, b"x" * 5000)]}, "an error body of 5000 bytes"),
+    ],
+)
+def test_each_way_to_succeed_is_noticed(changed: dict[str, Any], problem: str) -> None:
+    attack = Attack("x", lambda client: [])
+    assert problems(attack, OUTCOME) == []
+    (found,) = problems(attack, attrs.evolve(OUTCOME, **changed))
+    assert found.startswith(problem)
+
+
+def test_a_stall_leak_and_growth_are_seen_from_outside(servers: Servers) -> None:
+    """The probes against a server that is stopped for a while, and a request that is under way."""
+    server = servers.of(Attack("x", lambda client: []))
+
+    def stop_it(client: Client) -> list[Answer]:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        os.kill(server.process.pid, signal.SIGCONT)
+        return []
+
+    outcome, found = attempt(Attack("a stopped server", stop_it), server, tries=1)
+    assert 0.25 < outcome.stall_s < 5
+    assert len(found) == 1
+    outcome, found = attempt(Attack("an ordinary chat", post(raw_chat), {200}), server)
+    assert found == []
