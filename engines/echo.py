@@ -82,7 +82,7 @@ class _Answer:
         least, most = stop.min_tokens or 0, stop.max_tokens
         choices = 1 if request.sampling_options.n is None else request.sampling_options.n
         if request.prompt_embeds is not None:
-            raise InvalidArgument("there are no tokens to echo in embeddings", field="prompt_embeds")
+            raise InvalidArgument("prompt_embeds: there are no tokens to echo in embeddings", field="prompt_embeds")
         if choices < 1:
             raise InvalidArgument(f"n must be at least 1, got {choices}", field="n")
         if most is not None and not least <= most:

@@ -54,6 +54,20 @@ def silent(count: int, first: bytes = b"") -> Act:
     return act
 
 
+def idle_behind_an_answer(count: int) -> Act:
+    """Connections that are kept after an answer and ask for nothing more; the server gives them up."""
+
+    def act(client: Client) -> list[Answer]:
+        connections = client.connect_many(count)
+        for each in connections:
+            each.send(GET)
+        deadline = time.monotonic() + GIVEN_UP_S
+        answers = [each.answers(max(0.0, deadline - time.monotonic()), most=2) for each in connections]
+        return [answer for each in answers for answer in each]
+
+    return act
+
+
 def drip(first: bytes, byte: bytes, *, every_s: float = 0.2, count: int = 20) -> Act:
     """A byte now and then, so that no single wait is long."""
 
@@ -80,8 +94,9 @@ def stopped_readers(count: int, body: bytes = STREAM) -> Act:
         for each in connections:
             each.send(head(length=len(body)) + body, reading=False)
         time.sleep(GIVEN_UP_S)
+        deadline = time.monotonic() + 1.0
         for each in connections:
-            each.read(1.0, lambda: False)
+            each.read(max(0.05, deadline - time.monotonic()), lambda: False)
         return [Answer(CUT if each.is_cut else OPEN) for each in connections]
 
     return act
@@ -210,7 +225,7 @@ def peers() -> list[Attack]:
         _quick("half bodies of 1 MB", silent(40, long_body + b" " * (MB // 2)), memory_mb=80),
         _quick("half a chunk", silent(50, CHUNKED + b"ff\r\n{")),
         _quick("silent connections", silent(500)),
-        _quick("silent behind an answer", silent(200, GET), CUT_OFF | {200}),
+        _quick("silent behind an answer", idle_behind_an_answer(200), CUT_OFF | {200}),
         _quick("heads a byte now and then", drip(GET[:-2] + b"a: ", b"b")),
         _quick("headers a line now and then", drip(GET[:-2], b"a: b\r\n")),
         _quick("bodies a byte now and then", drip(long_body, b" ")),
