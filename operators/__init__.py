@@ -28,7 +28,7 @@ from .push_router import PushRouter
 from .rejection import Rejection, overload_status
 from .request_size import check_counts
 from .tokenizer import HuggingFaceTokenizer, Tokenizer
-from .validation import validate
+from .validation import keywords_of, validate
 from .worker_load import WorkerLoad, WorkerLoads, load_reports
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "check_counts",
     "cuda_to_cpu_ratio",
     "exclusion_s",
+    "keywords_of",
     "least_loaded",
     "load_reports",
     "overload_status",

@@ -41,6 +41,19 @@ Fault: TypeAlias = tuple[str, str]
 Check: TypeAlias = Callable[[Any, Any], Iterator[Fault]]
 """Given the field's value and the whole request."""
 
+KEYWORDS: dict[Check, Mapping[str, object]] = {}
+"""Check -> the keywords of JSON Schema for as much of it as one value alone can break."""
+
+
+def shown(**keywords: object) -> Callable[[Check], Check]:
+    """Declare what a JSON schema has for this check."""
+
+    def declare(check: Check) -> Check:
+        KEYWORDS[check] = keywords
+        return check
+
+    return declare
+
 
 def between(label: str, low: float, high: float, *, above_low: bool = False) -> Check:
     """A number from `low` to `high`, or with `above_low` greater than `low`; never NaN."""
@@ -49,7 +62,7 @@ def between(label: str, low: float, high: float, *, above_low: bool = False) -> 
         if not low <= value <= high or (above_low and value == low):
             yield "", f"{label} must be between {low} and {high}, got {_shown(value)}"
 
-    return check
+    return shown(**{"exclusiveMinimum" if above_low else "minimum": low, "maximum": high})(check)
 
 
 def at_least(label: str, low: float) -> Check:
@@ -59,7 +72,7 @@ def at_least(label: str, low: float) -> Check:
         if not value >= low:
             yield "", f"{label} must be at least {low}, got {_shown(value)}"
 
-    return check
+    return shown(minimum=low)(check)
 
 
 def not_blank(label: str) -> Check:
@@ -69,7 +82,7 @@ def not_blank(label: str) -> Check:
         if not value.strip():
             yield "", f"{label} cannot be empty"
 
-    return check
+    return shown(pattern=r"\S")(check)
 
 
 def known_only(unknown: Mapping[str, Any], request: GenerationRequest) -> Iterator[Fault]:
@@ -87,6 +100,7 @@ def own_template_args(args: Mapping[str, Any], _: ChatCompletionRequest) -> Iter
         yield "chat_template", "Chat_template_args cannot hold a chat_template"
 
 
+@shown(minItems=1)
 def messages(found: Sequence[ChatMessage], _: ChatCompletionRequest) -> Iterator[Fault]:
     """At least one message, of text only."""
     if not found:
@@ -107,6 +121,7 @@ def tool_call_arguments(found: Sequence[ChatMessage], _: ChatCompletionRequest) 
                 yield place, f"Messages{place} must be a JSON object"
 
 
+@shown(additionalProperties={"type": "number", "minimum": -100, "maximum": 100})
 def logit_bias(biases: Mapping[str, float], _: GenerationRequest) -> Iterator[Fault]:
     """Each between -100 and 100."""
     for token, bias in biases.items():
@@ -115,6 +130,7 @@ def logit_bias(biases: Mapping[str, float], _: GenerationRequest) -> Iterator[Fa
             yield token, f"Logit_bias for token {token} must be between -100 and 100, got {_shown(bias)}"
 
 
+@shown(minimum=1, maximum=CHOICES_MAX)
 def choices(n: int, request: GenerationRequest) -> Iterator[Fault]:
     """Not too many, over all prompts, and different ones only if there is chance."""
     if not 1 <= n <= CHOICES_MAX:
@@ -132,6 +148,7 @@ def best_of(value: int, request: GenerationRequest) -> Iterator[Fault]:
         yield "", f"Best_of greater than n is not supported, got best_of={value} and n={n}"
 
 
+@shown(minLength=1, minItems=1, maxItems=STOPS_MAX)
 def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fault]:
     """Strings or ids: some, not too many, none of them empty."""
     if isinstance(stops, str):
@@ -145,6 +162,7 @@ def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fau
             yield f"[{i}]", f"Stop[{i}] cannot be an empty string"
 
 
+@shown(maxItems=STOPS_MAX)
 def stop_token_ids(ids: Sequence[int], _: GenerationRequest) -> Iterator[Fault]:
     """Not too many; none at all is how many clients say that they want none."""
     if len(ids) > STOPS_MAX:
@@ -194,9 +212,10 @@ def not_supported(name: str) -> Check:
         if value not in (False, ""):
             yield "", f"`{name}` is not supported"
 
-    return check
+    return shown(enum=[False, "", None])(check)
 
 
+@shown(items={"const": "text"})
 def text_only(modalities: Sequence[str], _: ChatCompletionRequest) -> Iterator[Fault]:
     """No output but text is asked for."""
     for i, modality in enumerate(modalities):
@@ -204,6 +223,7 @@ def text_only(modalities: Sequence[str], _: ChatCompletionRequest) -> Iterator[F
             yield f"[{i}]", f"Modalities other than text are not supported, got {shortened(modality)}"
 
 
+@shown(enum=["auto", "default", None])
 def service_tier(tier: str, _: ChatCompletionRequest) -> Iterator[Fault]:
     """There is one tier only."""
     if tier not in ("auto", "default"):
@@ -224,6 +244,7 @@ def stream_options(options: StreamOptions, request: GenerationRequest) -> Iterat
         yield "include_obfuscation", "`stream_options.include_obfuscation` is not supported"
 
 
+@shown(minLength=1, minItems=1)
 def prompt(found: Prompt | None, request: CompletionRequest) -> Iterator[Fault]:
     """There is one, or embeddings instead, and no part of it is empty."""
     if found is None:
@@ -237,6 +258,7 @@ def prompt(found: Prompt | None, request: CompletionRequest) -> Iterator[Fault]:
                 yield f"[{i}]", f"Prompt[{i}] cannot be empty"
 
 
+@shown(contentEncoding="base64")
 def prompt_embeds(found: str, _: GenerationRequest) -> Iterator[Fault]:
     """Base64, of a size that may be a tensor."""
     try:

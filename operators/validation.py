@@ -74,6 +74,18 @@ RULES = (
 )
 
 
+def keywords_of(kind: type[GenerationRequest]) -> dict[str, dict[str, object]]:
+    """For each field of this kind of request that has rules: the keywords of JSON Schema that stand for them.
+
+    What depends on more than one field is not among them.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for rule in RULES:
+        if issubclass(kind, rule.kind) and rule.check in check.KEYWORDS:
+            found.setdefault(rule.field, {}).update(check.KEYWORDS[rule.check])
+    return found
+
+
 def validate(
     request: GenerationRequest, *, ignore_unsupported: bool = False, limits: RequestLimits = DEFAULT_LIMITS
 ) -> None:

@@ -148,6 +148,17 @@ HEADERS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """The headers that set a field of the extension or of its hints."""
 
+HEADERS: Mapping[str, str] = {
+    **dict.fromkeys(_WORKER, "The worker that decodes."),
+    **dict.fromkeys(_PREFILL_WORKER, "The worker that prefills."),
+    **dict.fromkeys(_DP_RANK, "The data-parallel rank."),
+    **dict.fromkeys(_PREFILL_DP_RANK, "The data-parallel rank of the prefill."),
+    **dict.fromkeys(_PRIORITY, "The priority of the request."),
+    **dict.fromkeys(_STRICT_PRIORITY, "The class of the request in the queue."),
+    _TENANT: "Whose cache the request shares.",
+}
+"""The headers that `apply_headers` reads, and what each is about; one that cannot be read counts as not sent."""
+
 
 def apply_headers(nvext: NvExt | None, headers: Mapping[str, str]) -> NvExt | None:
     """The extension with what the headers say put over what the body says.

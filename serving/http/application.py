@@ -28,6 +28,7 @@ from .edge import Edge, Handlers
 from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .generation import Graph
 from .guard import Access
+from .openapi import describe
 from .options import HttpOptions
 from .problems import INTERNAL, Problem, Refusal
 from .request_record import RequestRecord
@@ -87,6 +88,7 @@ def _routes(service: Service, tracer: Tracer | None) -> list[Route]:
         generation(options.completions_path, COMPLETIONS),
         Route(options.models_path, pages.models),
         Route(options.models_path + "/{id:path}", pages.model),
+        Route(options.openapi_path, pages.openapi),
         *_state_routes(pages, options),
     ]
 
@@ -102,6 +104,13 @@ class _Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._description: bytes | None = None
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of the app, made when it is first asked for."""
+        if self._description is None:
+            self._description = encode(describe(self._service.options))
+        return _json(self._description)
 
     async def models(self, request: Request) -> Response:
         """All models that the caller may use."""

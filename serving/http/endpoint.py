@@ -68,7 +68,8 @@ class Api:
 CHAT = Api(ChatCompletionRequest, "chat_completions", "chatcmpl-", ChatChunks, ChatAnswer)
 COMPLETIONS = Api(CompletionRequest, "completions", "cmpl-", CompletionChunks, CompletionAnswer)
 
-_NOT_IMPLEMENTED = ("functions", "function_call")
+NOT_IMPLEMENTED = ("functions", "function_call")
+"""Fields of a chat that are refused with 501."""
 
 
 class GenerationEndpoint:
@@ -183,7 +184,7 @@ class GenerationEndpoint:
         Raises Refusal while not ready (503), for features there will never be (501), and for an unknown name (404).
         """
         self._service.availability.check()
-        for name in _NOT_IMPLEMENTED:
+        for name in NOT_IMPLEMENTED:
             if getattr(request, name, None) is not None:
                 raise Refusal(501, f"`{name}` is not supported, use `tools`")
         model = self._service.models.get(request.model)

@@ -44,6 +44,7 @@ class HttpOptions:
     health_path: str = "/health"
     live_path: str = "/live"
     metrics_path: str = "/metrics"
+    openapi_path: str = "/openapi.json"
     limits: HttpLimits = HttpLimits()
     request_limits: RequestLimits = RequestLimits()
     shows_internals: bool = True
@@ -76,4 +77,5 @@ _PATHS = {
     "health_path": "HEALTH",
     "live_path": "LIVE",
     "metrics_path": "METRICS",
+    "openapi_path": "OPENAPI",
 }

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
 _OLDER_REQUEST_ID = "x-dynamo-request-id"
-_METADATA_PREFIX = "x-dynamo-meta-"
-_SESSION_ID = "x-dynamo-session-id"
+METADATA_PREFIX = "x-dynamo-meta-"
+SESSION_ID = "x-dynamo-session-id"
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key"})
 _JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
 _PRINTABLE_ID = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
@@ -79,13 +79,13 @@ class RequestHeaders:
         Raises Refusal (431) if they are too many or too long.
         """
         found = {
-            name.removeprefix(_METADATA_PREFIX): value
+            name.removeprefix(METADATA_PREFIX): value
             for name, value in self.values.items()
-            if name.startswith(_METADATA_PREFIX)
+            if name.startswith(METADATA_PREFIX)
         }
         kept = {name: value for name, value in found.items() if name and name not in _CREDENTIALS}
-        if _SESSION_ID in self.values:
-            kept[_SESSION_ID] = self.values[_SESSION_ID]
+        if SESSION_ID in self.values:
+            kept[SESSION_ID] = self.values[SESSION_ID]
         size_bytes = sum(len(name) + len(value) for name, value in kept.items())
         _check_metadata("max_metadata_entries", len(kept), limits.max_metadata_entries)
         _check_metadata("max_metadata_bytes", size_bytes, limits.max_metadata_bytes)

@@ -1,0 +1,115 @@
+"""The JSON schemas of wire records, by the same declarations that the codec reads and writes them by.
+
+schemas = Schemas("read")
+schemas.of(ChatCompletionRequest)   ──►  {"$ref": "#/components/schemas/ChatCompletionRequest"}
+schemas.components                  ──►  every record met so far, by name
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+from attrs import define, field
+
+from pipeline.protocols.wire import WIRE_KEY, IntRange, WireRule
+
+Schema = dict[str, Any]
+
+_PLACE = "#/components/schemas/"
+_PLAIN: Mapping[Any, Schema] = {
+    Any: {},
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    type(None): {"type": "null"},
+}
+
+
+@define
+class Schemas:
+    """Collects the schemas of records and of all that they hold.
+
+    `mode` is how the records are used: what the server reads needs the fields without a default, what it writes has the
+    fields that are always written. `keywords` adds to the fields of a record, by its class. Records with a name that is
+    among `taken` are called answers.
+    """
+
+    mode: Literal["read", "write"]
+    keywords: Mapping[type[Any], Mapping[str, Mapping[str, object]]] = field(factory=dict)
+    taken: Collection[str] = ()
+    components: dict[str, Schema] = field(factory=dict)
+
+    def of(self, kind: Any) -> Schema:
+        """The schema of a type: records by reference, all others in full."""
+        if isinstance(kind, typing.Hashable) and kind in _PLAIN:
+            return dict(_PLAIN[kind])
+        for mark in getattr(kind, "__metadata__", ()):
+            if isinstance(mark, IntRange):
+                return {"type": "integer", "minimum": mark.low, "maximum": mark.high}
+        if hasattr(kind, "from_wire"):
+            return {}
+        if attrs.has(kind):
+            return self._reference(kind)
+        return self._composed(get_origin(kind) or kind, get_args(kind))
+
+    def _composed(self, origin: Any, parts: tuple[Any, ...]) -> Schema:
+        if origin is Literal:
+            return {"type": "string", "enum": list(parts)}
+        if origin in (Union, types.UnionType):
+            return _either([self.of(part) for part in parts])
+        if origin in (list, set):
+            return {"type": "array", "items": self.of(parts[0] if parts else Any)}
+        if origin is dict:
+            return {"type": "object", "additionalProperties": self.of(parts[1] if parts else Any)}
+        raise TypeError(f"a field of type {origin} has no JSON schema here")
+
+    def _reference(self, cls: type[Any]) -> Schema:
+        name = f"{cls.__name__}Answer" if cls.__name__ in self.taken else cls.__name__
+        if name not in self.components:
+            self.components[name] = {}  # a record may hold records of its own kind
+            self.components[name] = self._record(cls)
+        return {"$ref": _PLACE + name}
+
+    def _record(self, cls: type[Any]) -> Schema:
+        attrs.resolve_types(cls)
+        properties: dict[str, Schema] = {}
+        required: list[str] = []
+        more = not getattr(cls, "wire_closed", False)
+        for attribute in attrs.fields(cls):
+            rule: WireRule = attribute.metadata.get(WIRE_KEY) or WireRule(
+                "set" if attribute.default is None else "always"
+            )
+            if rule.write in ("never", "rest"):
+                continue
+            name = rule.name or attribute.name
+            added = self.keywords.get(cls, {}).get(attribute.name, {})
+            properties[name] = {**self.of(attribute.type), **added}
+            properties |= {alias: properties[name] for alias in rule.aliases if self.mode == "read"}
+            if attribute.default is attrs.NOTHING or (self.mode == "write" and rule.write == "always"):
+                required.append(name)
+        about = (cls.__doc__ or "").strip().partition("\n")[0]
+        schema: Schema = {"type": "object", "description": about, "properties": properties}
+        if required:
+            schema["required"] = required
+        if not more and self.mode == "read":
+            schema["additionalProperties"] = False
+        return schema
+
+
+def _either(schemas: list[Schema]) -> Schema:
+    """One of them; a single type that may be null keeps its form."""
+    null = _PLAIN[type(None)]
+    others = [schema for schema in schemas if schema != null]
+    if len(others) == len(schemas):
+        return {"anyOf": others}
+    if len(others) == 1 and isinstance(others[0].get("type"), str):
+        nullable = {**others[0], "type": [others[0]["type"], "null"]}
+        if "enum" in nullable:
+            nullable["enum"] = [*nullable["enum"], None]
+        return nullable
+    return {"anyOf": [*others, dict(null)]}

@@ -1,0 +1,212 @@
+"""The description of an app in OpenAPI 3.1, made of what validates: records, the table of rules, limits, paths.
+
+No line of it repeats a field or a range: a field that a record gains is in the description, and so is a rule or limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from attrs import asdict, frozen
+
+from operators import keywords_of
+from pipeline.protocols.nvext import HEADERS
+from pipeline.protocols.openai import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    ModelInfo,
+    ModelList,
+)
+from pipeline.protocols.settings import settings_of
+
+from .endpoint import NOT_IMPLEMENTED
+from .json_schema import Schema, Schemas
+from .options import HttpOptions
+from .problems import LIMIT_HEADER
+from .request import METADATA_PREFIX, REQUEST_ID, SESSION_ID
+
+_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+
+ERROR: Schema = {
+    "type": "object",
+    "description": "Why a request was refused or failed.",
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string", "description": "The status in words."},
+        "code": {"type": "integer", "description": "The status."},
+        "details": {"type": "object"},
+        "limit": {
+            "type": "object",
+            "description": "The limit that refused the request.",
+            "properties": {"name": {"type": "string"}, "value": {"type": "number"}, "threshold": {"type": "number"}},
+            "required": ["name", "value", "threshold"],
+        },
+    },
+    "required": ["message", "type", "code"],
+}
+"""The body of every answer that is an error."""
+
+REFUSALS: Mapping[int, str] = {
+    400: "The request is wrong; the message names the field.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    431: "The headers are too large.",
+    499: "The request was cancelled.",
+    500: "The request failed.",
+    501: "The request asks for something that is not supported.",
+    503: "The service is not ready, or no worker is there.",
+}
+"""Answers of the two generation APIs beside the good one and the status of overload."""
+
+_STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+
+
+@frozen
+class _Api:
+    """One of the generation APIs."""
+
+    path: str
+    summary: str
+    request: type[Any]
+    answer: type[Any]
+    chunk: type[Any]
+
+
+def describe(options: HttpOptions) -> Schema:
+    """The whole description of an app with these options, as plain values."""
+    kinds = (ChatCompletionRequest, CompletionRequest)
+    read = Schemas("read", {kind: _keywords(kind, options) for kind in kinds})
+    for kind in kinds:
+        read.of(kind)
+    write = Schemas("write", taken=read.components)
+    paths = {
+        api.path: {"post": _generation(api, options, read, write)}
+        for api in (
+            _Api(options.chat_path, "Answer a chat", ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
+            _Api(options.completions_path, "Continue a text", CompletionRequest, Completion, Completion),
+        )
+    }
+    paths |= _pages(options, write)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": _version(), "description": "An OpenAI-compatible API over a graph."},
+        "paths": paths,
+        "components": {"schemas": {"Error": ERROR, **write.components, **read.components}},
+        "x-limits": _limits(options),
+    }
+
+
+def _keywords(kind: type[Any], options: HttpOptions) -> dict[str, dict[str, object]]:
+    """What the rules and limits of a request add to its fields."""
+    found = keywords_of(kind)
+    if kind is ChatCompletionRequest:
+        found |= {name: {"enum": [None]} for name in NOT_IMPLEMENTED}
+    if options.request_limits.max_tools and kind is ChatCompletionRequest:
+        found.setdefault("tools", {})["maxItems"] = options.request_limits.max_tools
+    return found
+
+
+def _limits(options: HttpOptions) -> Schema:
+    """Each limit, its value and its meaning."""
+    return {
+        name: {"value": asdict(record)[name], "description": known.help}
+        for record in (options.limits, options.request_limits)
+        for name, known in settings_of(type(record)).items()
+    }
+
+
+def _generation(api: _Api, options: HttpOptions, read: Schemas, write: Schemas) -> Schema:
+    good = {
+        "description": "The answer, whole or, with `stream`, as server-sent events that end with `data: [DONE]`.",
+        "headers": _answer_headers(),
+        "content": {
+            _JSON: {"schema": write.of(api.answer)},
+            _EVENTS: {"schema": {"type": "string"}, "x-event-data": write.of(api.chunk)},
+        },
+    }
+    refusals = {**REFUSALS, options.overload_status: "The service is overloaded."}
+    return {
+        "summary": api.summary,
+        "parameters": _request_headers(),
+        "requestBody": {"required": True, "content": {_JSON: {"schema": read.of(api.request)}}},
+        "responses": {"200": good, **{str(status): error(text) for status, text in sorted(refusals.items())}},
+    }
+
+
+def _pages(options: HttpOptions, write: Schemas) -> Schema:
+    """The small pages around the two APIs."""
+    ready = {"type": "object", "properties": {"model": {"type": "string"}, "namespaces": {"type": "object"}}}
+    name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    model = {"anyOf": [write.of(ModelInfo), ready]}
+    return {
+        options.models_path: {"get": _page("List the models", "The models.", write.of(ModelList))},
+        options.models_path + "/{id}": {
+            "get": {
+                **_page("Show a model", "The model; with `/ready` behind its name, where it can be used.", model),
+                "parameters": [name, *_id_header()],
+            }
+            | {"responses": {"200": _good("The model.", model), "404": error(REFUSALS[404])}},
+        },
+        options.health_path: {"get": _page("Whether requests are taken", "They are.", _STATUS, also=503)},
+        options.live_path: {"get": _page("Whether the program runs", "It does.", _STATUS, also=503)},
+        options.metrics_path: {"get": _page("All metrics", "Prometheus text.", {"type": "string"}, _TEXT)},
+        options.openapi_path: {"get": _page("This description", "It.", {"type": "object"})},
+    }
+
+
+def _page(summary: str, text: str, schema: Schema, media_type: str = _JSON, *, also: int | None = None) -> Schema:
+    responses = {"200": _good(text, schema, media_type)}
+    if also is not None:
+        responses[str(also)] = _good("Not now.", schema, media_type)
+    return {"summary": summary, "parameters": _id_header(), "responses": responses}
+
+
+def _good(text: str, schema: Schema, media_type: str = _JSON) -> Schema:
+    return {"description": text, "headers": _answer_headers(), "content": {media_type: {"schema": schema}}}
+
+
+def error(text: str) -> Schema:
+    """An answer that is an error."""
+    limit = {"description": "`name; value=N; threshold=M` of the limit that refused it.", "schema": {"type": "string"}}
+    later = {"description": "Seconds after which to ask again.", "schema": {"type": "integer"}}
+    return {
+        "description": text,
+        "headers": _answer_headers() | {LIMIT_HEADER.decode(): limit, "retry-after": later},
+        "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+
+
+def _answer_headers() -> Schema:
+    return {REQUEST_ID: {"description": "The id of the request.", "schema": {"type": "string"}}}
+
+
+def _id_header() -> list[Schema]:
+    return [_header(REQUEST_ID, "An id of the client's; the answer repeats it.")]
+
+
+def _request_headers() -> list[Schema]:
+    """The headers that change what is done; those of metadata are any with their prefix."""
+    entry = f"{METADATA_PREFIX}*"
+    return [
+        *_id_header(),
+        _header(SESSION_ID, "The session of the request."),
+        _header(entry, "Metadata that travels with the request; `*` is the name of an entry."),
+        *(_header(name, about) for name, about in HEADERS.items()),
+    ]
+
+
+def _header(name: str, about: str) -> Schema:
+    return {"name": name, "in": "header", "description": about, "schema": {"type": "string"}}
+
+
+def _version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:  # run from its source
+        return "0"
