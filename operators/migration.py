@@ -228,9 +228,9 @@ class Migration(Operator[PreprocessedRequest, Item, PreprocessedRequest, Item]):
             "migration.delivered_tokens": len(journey.delivered),
             "migration.excluded_worker_ids": [str(worker_id) for worker_id in journey.state.excluded_worker_ids],
         }
-        ask = partial(_unless_killed, next)
+        ask, link = partial(_unless_killed, next), journey.link or journey.state.failed_link
         return await spanned(
-            journey.attempt, "migration.retry", ask, tracer=self._tracer, attributes=attributes, link=journey.link
+            journey.attempt, "migration.retry", ask, tracer=self._tracer, attributes=attributes, link=link
         )
 
     # -- counting

@@ -10,16 +10,16 @@ from typing import Any
 
 from pipeline import Unavailable, WorkerOverloaded
 from pipeline.errors import Refused, may_migrate
-from pipeline.protocols import MigrationState
+from pipeline.protocols import MigrationState, TraceLink
 
 from .availability import AllBusy
 
 
-def note_failure(payload: Any, instance_id: int, error: Exception) -> None:
+def note_failure(payload: Any, instance_id: int, error: Exception, link: TraceLink | None = None) -> None:
     """Takes note that the instance failed the request, if the request may go on elsewhere after such an error."""
     state = getattr(payload, "migration_state", None)
     if isinstance(state, MigrationState) and may_migrate(error):
-        state.exclude(instance_id, error)
+        state.exclude(instance_id, error, link)
 
 
 def without_failed(ids: Sequence[int], payload: Any) -> Sequence[int]:

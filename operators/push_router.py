@@ -29,7 +29,7 @@ from pipeline import (
 )
 from pipeline.errors import Refused
 from pipeline.protocols import RouterChoice
-from pipeline.tracing import annotate
+from pipeline.tracing import annotate, trace_link
 
 from .availability import InstanceExcluded
 from .exclusion import EXCLUSION_S
@@ -263,7 +263,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     def _blame(self, request: Context[In], instance_id: int, arrival: int, error: Exception) -> None:
         self.standing.blame(instance_id, arrival, error)
-        note_failure(request.payload, instance_id, error)
+        note_failure(request.payload, instance_id, error, None if request.trace is None else trace_link(request))
 
 
 def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:

@@ -28,7 +28,6 @@ from .request import (
     PrefillResult,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
-    TraceLink,
 )
 from .routing import RouterConfigOverride, RouterParams, RoutingConstraints, RoutingHints
 from .timing import (
@@ -40,6 +39,7 @@ from .timing import (
     WorkerIdInfo,
     worker_label,
 )
+from .trace_link import TraceLink
 from .tracker import PhasePermit, RequestTracker, worker_gauges
 from .usage import CompletionTokensDetails, CompletionUsage, PromptTokensDetails
 from .wire import InvalidRecord

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from attrs import define, field
 
+from .trace_link import TraceLink
+
 
 @define(slots=True, eq=False)
 class MigrationState:
@@ -22,9 +24,11 @@ class MigrationState:
     excluded_worker_ids: list[int] = field(factory=list)
     last_error: Exception | None = None
     held_text: str = ""
+    failed_link: TraceLink | None = None
+    """The span of the last of them, where the request is traced: that of its router, for its own may not be known."""
 
-    def exclude(self, worker_id: int, error: Exception) -> None:
-        """That worker failed the request with this error."""
-        self.last_error = error
+    def exclude(self, worker_id: int, error: Exception, link: TraceLink | None = None) -> None:
+        """Note that the worker failed the request with this error, below the span of `link`."""
+        self.last_error, self.failed_link = error, link
         if worker_id not in self.excluded_worker_ids:
             self.excluded_worker_ids.append(worker_id)

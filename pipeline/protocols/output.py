@@ -13,8 +13,8 @@ from attrs import define, evolve
 
 from .content import ContentPart
 from .finish_reason import FinishReason
-from .request import TraceLink
 from .timing import RoutingData
+from .trace_link import TraceLink
 from .usage import CompletionUsage
 from .wire import I64, U8, U32, null
 

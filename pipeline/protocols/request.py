@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from .migration_state import MigrationState
 from .options import OutputOptions, SamplingOptions, StopConditions
 from .routing import RouterConfigOverride, RouterParams, RoutingHints
+from .trace_link import TraceLink
 from .tracker import RequestTracker
 from .usage import PromptTokensDetails
 from .wire import U16, U32, U64, InvalidRecord, never, null, skip
@@ -32,14 +33,6 @@ class BootstrapInfo:
     bootstrap_port: U16
     bootstrap_room: U64
     handoff_id: UUID | None = None
-
-
-@define(slots=True)
-class TraceLink:
-    """The generate span of the worker before this one: 32 and 16 hex digits. Written by the framework only."""
-
-    trace_id: str
-    span_id: str
 
 
 @define(slots=True)

@@ -13,7 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from pipeline import Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
-from pipeline.tracing import RequestSpan
+from pipeline.tracing import RequestSpan, inject
 from serving.http import Availability, HttpOptions, app
 from serving.limits import HttpLimits
 
@@ -153,6 +153,19 @@ async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving:
     assert len(set(ids)) == 2
 
 
+async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_router(
+    serving: Any, chat: Any, recorded: Any
+) -> None:
+    async with serving(engine="mocker", workers=2) as it, anyio.create_task_group() as tasks:
+        tasks.start_soon(chat(it.app, max_tokens=6, stream=True).run)
+        await anyio.sleep(0.0001)
+        await it.opened.fleet.die(next(worker for worker in it.opened.workers if worker.served.running))
+    tree = recorded.tree()
+    failed, went_on = tree.all("PushRouter")
+    assert (failed.status, went_on.status, tree.root.status) == ("ERROR", "UNSET", "UNSET")
+    assert tree.one("migration.retry").links == (failed.span_id,)
+
+
 # -- refused
 
 
@@ -202,12 +215,12 @@ async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any
 async def test_a_request_stopped_or_killed_amid_its_answer_ends_every_span(
     how: str, shape: str, serving: Any, recorded: Any
 ) -> None:
-    fields: dict[str, Any] = {
+    shapes: dict[str, dict[str, Any]] = {
         "plain": {},
         "kv": {"router": "kv", "workers": 2},
         "disaggregated": {"prefill_workers": 1},
-    }[shape]
-    async with serving(engine="mocker", **fields) as it:
+    }
+    async with serving(engine="mocker", **shapes[shape]) as it:
         span = RequestSpan("request", {}, recorded.tracer)
         request = Context(chat_request())
         request.trace = span.trace
@@ -376,8 +389,6 @@ async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, chat:
         answered = await chat(traced_app, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"}).run()
     assert answered.status == 200
     assert (recorded.ended, recorded.open) == ([], {})
-    from pipeline.tracing import inject
-
     request: Context[None] = Context(None)
     request.trace = seen[0]
     header = inject(request)["traceparent"]
