@@ -10,6 +10,8 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline import Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
@@ -332,6 +334,63 @@ async def test_concurrent_requests_are_a_tree_each(serving: Any, chat: Any, reco
     for node in recorded.nodes:
         traces.setdefault(node.trace_id, []).append(node)
     assert [str(as_one_tree(nodes)) for nodes in traces.values()] == [ALONE + STAGES] * 10
+
+
+@given(
+    shape=st.sampled_from(["plain", "kv", "disaggregated", "both"]),
+    leaves_after_ms=st.integers(0, 60) | st.none(),
+    dies_after_ms=st.integers(0, 60) | st.none(),
+    stream=st.booleans(),
+    prompts=st.integers(1, 3),
+)
+@settings(max_examples=40)
+async def test_whatever_happens_when_there_is_one_tree(
+    shape: str,
+    leaves_after_ms: int | None,
+    dies_after_ms: int | None,
+    stream: bool,
+    prompts: int,
+    serving: Any,
+    complete: Any,
+    recorded: Any,
+) -> None:
+    fields = {"router": "kv"} if shape in ("kv", "both") else {}
+    halves = {"prefill_workers": 2} if shape in ("disaggregated", "both") else {}
+    recorded.ended.clear()
+    async with serving(engine="mocker", workers=2, **fields, **halves) as it:
+        asked = complete(it.app, prompt=["p" * 50] * prompts, max_tokens=8, stream=stream)
+
+        async def leave(after_ms: int) -> None:
+            await anyio.sleep(after_ms / 1000)
+            asked.leave()
+
+        async def die(after_ms: int) -> None:
+            await anyio.sleep(after_ms / 1000)
+            await it.opened.fleet.die(it.opened.workers[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(asked.run)
+            for act, after_ms in ((leave, leaves_after_ms), (die, dies_after_ms)):
+                if after_ms is not None:
+                    tasks.start_soon(act, after_ms)
+        await anyio.sleep(120)
+    late = {span.name for span in recorded.ended} - {"Preprocess", "Migration", "Detokenize"} if halves else ()
+    assert str(recorded.tree(outlives=late)).startswith("POST /v1/completions\n  Preprocess")
+
+
+async def test_a_client_that_leaves_amid_its_body_is_a_server_span(serving: Any, recorded: Any) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(f"there is no client for {message}")
+
+    async with serving() as it:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+        await it.app(scope, receive, send)
+    tree = recorded.tree()
+    assert (str(tree), tree.root.attributes["penstock.ending"]) == (ALONE, "closed")
 
 
 # -- what is, and what is never, recorded
