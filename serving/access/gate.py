@@ -43,17 +43,16 @@ class Gate:
             raise InvalidArgument(f"must be between 0 and {_LAST_PORT}, got {options.admin_port}", field="admin_port")
 
     def _key_ring(self, path: Path | None, environment: Mapping[str, str]) -> KeyRing | None:
-        keys = all_keys(path, environment)
-        if not keys:
+        def load() -> Callable[[], object]:
+            changed = all_keys(path, environment)
+            return lambda: ring.replace(changed)
+
+        watched = None if path is None else WatchedFiles("API keys", [path], load)  # before the file is read
+        if not (keys := all_keys(path, environment)):
             return None
         ring = KeyRing(keys)
-        if path is not None:
-
-            def load() -> Callable[[], object]:
-                changed = all_keys(path, environment)
-                return lambda: ring.replace(changed)
-
-            self._watched.append(WatchedFiles("API keys", [path], load))
+        if watched is not None:
+            self._watched.append(watched)
         return ring
 
     async def follow(self) -> None:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..access import KeyRing, TooFast, TrustedProxies
 from .caller import identify
 from .options import HttpOptions
-from .problems import LIMIT_HEADER, Problem
+from .problems import Problem
 from .reply import reply_problem
 from .request import REQUEST_ID
 from .request_record import RequestRecord
@@ -28,7 +28,6 @@ NO_KEY = Problem(
 )
 """The one answer to no key, a wrong one, and more than one."""
 
-_EXPOSED = (REQUEST_ID, LIMIT_HEADER.decode(), "retry-after")
 _FOR_PROBES = ("GET", "HEAD")
 
 
@@ -54,7 +53,7 @@ class Access:
                     allow_origins=self.cors_origins,
                     allow_methods=("GET", "POST"),
                     allow_headers=("*",),
-                    expose_headers=_EXPOSED,
+                    expose_headers=("*",),
                 )
             )
         if self.keys is not None:
