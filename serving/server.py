@@ -21,7 +21,7 @@ from pipeline import InvalidArgument
 from .http import Availability, Problem
 from .limits import HttpLimits
 from .open_files import OpenFiles
-from .socket import Connection, Connections, Hosted
+from .socket import Connection, Connections, Hosted, limit_unsent
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -99,9 +99,12 @@ class HttpServer:
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
+            self._server.stop_listening()
             self._listener.close()
-            await self._cut_off()
-            self._connections.abort()
+            try:
+                await self._cut_off()
+            finally:
+                self._connections.abort()
             _uvicorn_log.setLevel(level)
             if self._open_files is not None:
                 loop.set_exception_handler(handler)
@@ -137,6 +140,7 @@ class _Uvicorn(uvicorn.Server):
         tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(config)
+        self.servers = []
         self._open_files = open_files
         self._tls = tls
         self.server_state.connections = cast("set[Any]", connections.open)
@@ -149,6 +153,11 @@ class _Uvicorn(uvicorn.Server):
             for each in sockets or ()
         ]
         self.started = True
+
+    def stop_listening(self) -> None:
+        """Called also where `serve` is cancelled, which leaves everything open."""
+        for server in self.servers:
+            server.close()
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
@@ -251,6 +260,7 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        limit_unsent(listener)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError:

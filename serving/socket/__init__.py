@@ -2,5 +2,6 @@
 
 from .connection import Connection, Hosted
 from .connections import Connections, Refused
+from .unsent import limit_unsent
 
-__all__ = ["Connection", "Connections", "Hosted", "Refused"]
+__all__ = ["Connection", "Connections", "Hosted", "Refused", "limit_unsent"]

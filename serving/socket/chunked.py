@@ -11,9 +11,12 @@ from .head import END, malformed
 
 _HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
+_FRAME_BYTES = 20
+"""What a chunk has beside its data at most: a size of 16 digits and two line ends."""
+
 
 class ChunkedBody:
-    """Decodes one body. Chunk extensions and trailers are dropped; between data they have `max_extra_bytes`, 0: any.
+    """Decodes one body. Chunk extensions and trailers are dropped; they may have `max_extra_bytes`, 0 for any number.
 
     It reads nothing of what comes behind the body: a body ends where two line ends meet, so the parser is given the
     input in pieces that end there.
@@ -62,9 +65,12 @@ class ChunkedBody:
 
     # -- called by the parser
 
+    def on_chunk_header(self) -> None:
+        self._extra_bytes -= _FRAME_BYTES
+
     def on_body(self, data: bytes) -> None:
         self._pieces.append(data)
-        self._extra_bytes = 0
+        self._extra_bytes -= len(data)
 
     def on_message_complete(self) -> None:
         self.is_complete = True

@@ -24,6 +24,7 @@ from .chunked import ChunkedBody
 from .connections import NEVER, Application, Connections
 from .cycle import Cycle
 from .head import END, check_start, parse_head
+from .unsent import unsent_bytes
 from .waiters import Waiters
 
 HELD_BYTES = 16 * 1024
@@ -453,7 +454,7 @@ class Connection(asyncio.Protocol):
     def _check_stall(self, now_s: float) -> None:
         """Cut a client that has taken nothing of what waits for it for too long."""
         limit_s = self._shared.limits.write_timeout_s
-        flushed_bytes = self._written_bytes - self.transport.get_write_buffer_size()
+        flushed_bytes = self._written_bytes - unsent_bytes(self.transport)
         if flushed_bytes > self._flushed_bytes or self._stalled_since_s == NEVER:
             self._flushed_bytes, self._stalled_since_s = flushed_bytes, now_s
         elif now_s - self._stalled_since_s >= limit_s > 0:
