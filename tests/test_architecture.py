@@ -111,7 +111,18 @@ DOORS = {
     },
     "starlette": {
         f"serving/http/{name}.py"
-        for name in ("application", "caller", "edge", "endpoint", "exchange", "guard", "reply", "request", "status")
+        for name in (
+            "application",
+            "caller",
+            "direct",
+            "edge",
+            "endpoint",
+            "exchange",
+            "guard",
+            "reply",
+            "request",
+            "status",
+        )
     },
     "tokenizers": {"operators/tokenizer.py"},
     "transformers": {"engines/transformers.py"},

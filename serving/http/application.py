@@ -24,6 +24,7 @@ from pipeline.tracing import Tracer
 from ..openai import encode
 from .availability import Availability, Phase
 from .caller import caller_of
+from .direct import Direct
 from .edge import Edge, Handlers
 from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .generation import Graph
@@ -60,7 +61,10 @@ def app(
         availability=availability or Availability(),
         telemetry=telemetry or Telemetry(),
     )
-    return _application(service, _routes(service, tracer), (access or Access()).middleware(service.options))
+    routes = _routes(service, tracer)
+    direct = {route.path: route.app for route in routes if isinstance(route.app, GenerationEndpoint | TracedEndpoint)}
+    middleware = [*(access or Access()).middleware(service.options), Middleware(Direct, paths=direct)]
+    return _application(service, routes, middleware)
 
 
 def admin_app(

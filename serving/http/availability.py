@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
+from types import TracebackType
 
 import anyio
 
@@ -34,18 +33,18 @@ class Availability:
         """Requests that run now."""
         return len(self._running)
 
-    @contextmanager
-    def admit(self, context: AnyContext) -> Iterator[None]:
-        """Counts the request for as long as the block runs. Raises Refusal (503) unless ready."""
+    def admit(self, context: AnyContext) -> Admission:
+        """Return what counts the request for as long as its block runs. Raises Refusal (503) unless ready."""
         self.check()
-        key = id(context)
-        self._running[key] = context
-        try:
-            yield
-        finally:
-            del self._running[key]
-            if self.phase is not Phase.READY and not self._running:
-                self._idle.set()
+        return Admission(self, context)
+
+    def _add(self, context: AnyContext) -> None:
+        self._running[id(context)] = context
+
+    def _remove(self, context: AnyContext) -> None:
+        del self._running[id(context)]
+        if self.phase is not Phase.READY and not self._running:
+            self._idle.set()
 
     def check(self) -> None:
         """Raises Refusal (503) unless ready."""
@@ -66,3 +65,21 @@ class Availability:
         self.phase = Phase.STOPPING
         for context in list(self._running.values()):
             context.kill()
+
+
+class Admission:
+    """One request that runs: a context that counts it."""
+
+    __slots__ = ("_availability", "_context")
+
+    def __init__(self, availability: Availability, context: AnyContext) -> None:
+        self._availability = availability
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._availability._add(self._context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._availability._remove(self._context)

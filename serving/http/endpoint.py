@@ -95,7 +95,7 @@ class GenerationEndpoint:
             except ClientDisconnect:
                 span.ended(CLIENT_GONE)
                 return
-            except PenstockError as error:
+            except Exception as error:
                 await self._refuse(send, error, record, span)
                 return
             record.model = request.model
@@ -212,7 +212,7 @@ class GenerationEndpoint:
             force_usage=self._service.options.force_usage,
         )
 
-    async def _refuse(self, send: Send, error: PenstockError, record: RequestRecord, span: PassingSpan) -> None:
+    async def _refuse(self, send: Send, error: Exception, record: RequestRecord, span: PassingSpan) -> None:
         """Answer a request that has not begun."""
         problem = self._explain(error)
         span.ended(problem)

@@ -20,7 +20,6 @@ from .caller import identify
 from .options import HttpOptions
 from .problems import Problem
 from .reply import reply_problem
-from .request import REQUEST_ID
 from .request_record import RequestRecord
 
 NO_KEY = Problem(
