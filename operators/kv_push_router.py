@@ -38,7 +38,7 @@ from .kv.affinity import SESSION_HEADER, First, check_explicit, may_retry_unpinn
 from .kv.choose import Decision
 from .kv.chooser import KvRouter
 from .kv.errors import QueueRejected
-from .kv.hashed_prompts import with_shared_hashes
+from .kv.hashed_prompts import hash_beside_the_loop, with_shared_hashes
 from .kv.router_account import RequestAccount, ends_badly
 from .kv.router_dispatch import Next, Output, send_to, span_below
 from .kv.router_metrics import RouterMetrics
@@ -89,6 +89,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         payload = request.payload
         asked = self.chooser.route_request(payload, _phase(payload.tracker), request.metadata)
         route = with_shared_hashes(asked, request)
+        await hash_beside_the_loop(route, request)
         session_id = None if self.chooser.sessions is None else session_id_of(_session(request.metadata))
         if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self._answer(request, route, session_id)

@@ -19,7 +19,7 @@ from .encoding import Encoded, beyond_context, encoded, json_of_ids
 from .model import Model
 from .prompt import prompt_of
 from .prompt_size import prompt_characters
-from .prompt_threads import GiveUp, PromptThreads
+from .prompt_threads import GiveUp, PromptThreads, offer_threads
 from .request_options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from .request_timing import with_routing
 from .validation import DEFAULT_LIMITS, validate
@@ -96,6 +96,8 @@ class Preprocess(
         tracker = None if self._wall_ms is None else track_request(self._wall_ms)
         payload, annotations = await self._made(request, tracker)
         request.registry.insert_shared(PROMPT_TOKENS, len(payload.token_ids))
+        if self._threads.is_long(len(payload.token_ids)):
+            offer_threads(request, self._threads)
         if tracker is None:
             stream = await next.generate(request.with_payload(payload))
         else:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from anyio import CancelScope, CapacityLimiter, to_thread
 
-from pipeline import Cancelled, Control, ResourceExhausted
+from pipeline import AnyContext, Cancelled, Control, ResourceExhausted
 from pipeline.errors import ExceededLimit
 from pipeline.loop import call_soon, running_loop, time_held
 from pipeline.protocols.limits import PromptWork
@@ -88,6 +88,19 @@ class PromptThreads:
         if self._places is None or self._places[0] is not loop:
             self._places = loop, CapacityLimiter(self.settings.tokenizer_threads), CapacityLimiter(inf)
         return self._places[1:]
+
+
+_KEY = "prompt_threads"
+
+
+def offer_threads(request: AnyContext, threads: PromptThreads) -> None:
+    """Let the stages below do in the same threads what a long prompt costs them."""
+    request.registry.insert_shared(_KEY, threads)
+
+
+def offered_threads(request: AnyContext) -> PromptThreads | None:
+    """Return the threads for a long prompt, None if the prompt is short or no stage above has any."""
+    return request.registry.get_optional(_KEY, PromptThreads)
 
 
 class _GivenUp(Exception):

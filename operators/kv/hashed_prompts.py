@@ -8,7 +8,9 @@ from __future__ import annotations
 from attrs import evolve
 
 from pipeline import AnyContext
+from pipeline.foreign import foreign_errors
 
+from ..prompt_threads import GiveUp, offered_threads
 from .block_hash import PromptBlocks
 from .router_request import RouteRequest
 
@@ -48,3 +50,21 @@ def with_shared_hashes(route: RouteRequest, request: AnyContext) -> RouteRequest
         return route
     blocks = known.of(route.blocks)
     return route if blocks is route.blocks else evolve(route, blocks=blocks)
+
+
+async def hash_beside_the_loop(route: RouteRequest, request: AnyContext) -> None:
+    """Hash the blocks of a long prompt in the threads that come with it, so that the router finds them hashed.
+
+    Raises as `PromptThreads.run`. Does nothing for a short prompt, which is hashed where it is looked up.
+    """
+    blocks, threads = route.blocks, offered_threads(request)
+    if threads is None:
+        return
+
+    def work(give_up: GiveUp) -> None:
+        _ = blocks.local_hashes
+        give_up()
+        _ = blocks.sequence_hashes
+
+    with foreign_errors():
+        await threads.run(work, request.control)

@@ -16,7 +16,7 @@ from pipeline import AsyncEngine, Cancelled, Context, PenstockError, ResponseStr
 from pipeline.protocols import PreprocessedRequest, RequestPhase
 
 from ..kv.chooser import KvRouter
-from ..kv.hashed_prompts import with_shared_hashes
+from ..kv.hashed_prompts import hash_beside_the_loop, with_shared_hashes
 from ..kv.router_dispatch import Output, send_to
 from ..kv.router_request import RouteRequest
 from ..push_router import PushRouter
@@ -70,6 +70,10 @@ class KvPrefill:
     chooser: KvRouter
     engine: PrefillEngine
     is_direct: bool = False
+
+    async def prepare(self, request: Context[PreprocessedRequest]) -> None:
+        """Hash a long prompt beside the loop; see `hash_beside_the_loop`."""
+        await hash_beside_the_loop(self._route(request), request)
 
     def find(self, request: Context[PreprocessedRequest]) -> Found:
         try:

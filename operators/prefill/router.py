@@ -38,7 +38,7 @@ from .errors import PrefillNotActivated, backpressure
 from .handover import Handover
 from .handovers import Handovers
 from .plan import Plan, make_plan
-from .pool import PrefillPool
+from .pool import KvPrefill, PrefillPool
 from .requests import decode_request
 from .resolve import PrefillWorker, named_worker
 from .settings import PrefillSettings
@@ -112,6 +112,8 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             payload.tracker = track_request(self._wall_ms)
             request = request.with_payload(payload)
         share_hashes(request)
+        if isinstance(pool, KvPrefill):
+            await pool.prepare(request)
         await self._handovers.replace(request.registry)
         if (rank := self._bypass(request, pool)) is not None:
             return await self._decoded_alone(request, rank, next)

@@ -70,3 +70,11 @@ def test_adapter_and_namespace_change_the_seed(lora: str | None, namespace: str 
 def test_an_adapters_blocks_have_other_hashes() -> None:
     assert block_hashes([0, 1, 2, 3], 4, seed=hash_seed("adapter-a")) == [6665157333201000639]
     assert block_hashes([0] * 16, 16, seed=hash_seed("日本語")) == [17931561296237394351]
+
+
+def test_a_prompt_that_is_hashed_in_pieces_has_the_hashes_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, sizes = list(range(1000)), (1, 3, 16, 64, 999, 1000, 1001)
+    whole = [block_hashes(tokens, size) for size in sizes]
+    for at_once in (1, 7, 64, 100):
+        monkeypatch.setattr("pipeline.block_hash._AT_ONCE_TOKENS", at_once)
+        assert [block_hashes(tokens, size) for size in sizes] == whole
