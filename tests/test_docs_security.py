@@ -36,12 +36,15 @@ def unknown(text: str, known: Iterable[str]) -> set[str]:
     return set(OPTION.findall(text)) - set(known)
 
 
-@pytest.mark.parametrize("command", ["serve", "worker"])
-def test_every_option_of_the_page_is_one(command: str) -> None:
-    known = options_of(command).keys() | OF_OTHERS
-    assert len(OPTION.findall(section("Checklist for a public address"))) > 5
-    assert unknown(PAGE, known) == set()
-    assert unknown("`--api-keyz`", known) == {"--api-keyz"}
+def test_every_option_of_the_page_is_one() -> None:
+    assert unknown(PAGE, options_of("serve").keys() | OF_OTHERS) == set()
+    assert unknown("`--api-keyz`", options_of("serve")) == {"--api-keyz"}
+
+
+@pytest.mark.parametrize("title", ["Checklist for a public address", "Defaults"])
+def test_what_the_page_advises_is_an_option_of_a_worker_too(title: str) -> None:
+    assert len(OPTION.findall(section(title))) > 5
+    assert unknown(section(title), options_of("worker")) == set()
 
 
 def test_the_defaults_are_those_of_the_program() -> None:

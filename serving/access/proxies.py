@@ -1,4 +1,4 @@
-"""TrustedProxies: whose word on the client's address is taken."""
+"""TrustedProxies: the proxies whose headers name the client's address."""
 
 from __future__ import annotations
 

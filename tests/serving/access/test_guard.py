@@ -438,7 +438,7 @@ async def test_without_origins_there_is_no_cors(hello: Any, page: Make) -> None:
         ("2001:db8::7", "203.0.113.9", "2001:db8::7"),
     ],
 )
-async def test_only_a_trusted_proxy_says_who_the_client_is(peer: str, forwarded: str, client: str) -> None:
+async def test_only_the_headers_of_a_trusted_proxy_name_the_client(peer: str, forwarded: str, client: str) -> None:
     seen: list[str] = []
 
     async def spy(scope: Any, receive: Any, send: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
@@ -10,7 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,10 @@ def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
         assert len(json.loads(ask(f"{admin}/health")[1])["instances"]) == 1
         assert ask(f"{admin}/live")[0] == 200
         assert ask(f"{admin}/v1/models")[0] == 404
-        assert ended(process) == ""
+        with closing(http.client.HTTPConnection(admin.removeprefix("http://"), timeout=10)) as scraper:
+            scraper.request("GET", "/metrics")
+            scraper.getresponse().read()  # its connection stays open
+            assert ended(process) == ""
 
 
 @pytest.mark.slow
