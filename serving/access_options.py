@@ -18,8 +18,12 @@ class AccessOptions:
         "File of the keys that requests must have, as TOML; without keys all are taken.",
         variable="PENSTOCK_API_KEYS_FILE",
     )
-    tls_cert_path: Path | None = setting(None, "Certificate chain as PEM; with it the server serves TLS only.")
-    tls_key_path: Path | None = setting(None, "Private key of the certificate as PEM, without a passphrase.")
+    tls_cert_path: Path | None = setting(
+        None, "Certificate chain as PEM; with it the server serves TLS only.", variable="DYN_TLS_CERT_PATH"
+    )
+    tls_key_path: Path | None = setting(
+        None, "Private key of the certificate as PEM, without a passphrase.", variable="DYN_TLS_KEY_PATH"
+    )
     cors_origin: tuple[str, ...] = setting((), "Origin whose pages may call the server from a browser; repeatable.")
     trusted_proxy: tuple[str, ...] = setting((), "Address or network of a proxy that sets X-Forwarded-For; repeatable.")
     admin_host: str = setting("127.0.0.1", "Address where metrics and the state of workers are shown.")
