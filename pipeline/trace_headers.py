@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from opentelemetry import trace
 from opentelemetry.baggage import get_all
 from opentelemetry.context import Context as TraceContext
-from opentelemetry.propagators.textmap import Getter, TextMapPropagator
+from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -50,7 +50,7 @@ def inject(context: Context[object]) -> dict[str, str]:
     """The headers that carry the stage's span and baggage to another process; empty without either."""
     headers: dict[str, str] = {}
     if isinstance(context.trace, TraceContext):
-        _propagator().inject(headers, context.trace)
+        _propagator().inject(headers, context.trace, _INTO)
     return headers
 
 
@@ -82,7 +82,12 @@ class _Bounded(Getter[Mapping[str, str]]):
         return list(carrier)
 
 
-_BOUNDED = _Bounded()
+class _Into(Setter[dict[str, str]]):
+    def set(self, carrier: dict[str, str], key: str, value: str) -> None:
+        carrier[key] = value
+
+
+_BOUNDED, _INTO = _Bounded(), _Into()
 _LINKS = TraceContextTextMapPropagator()
 
 
