@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import anyio
@@ -37,6 +38,7 @@ from .caller import Caller, caller_of
 from .decision import without_routing
 from .exchange import Exchange
 from .generation import Generation
+from .gone import gone_of
 from .open_requests import OpenRequest
 from .parser import parsed
 from .privileges import apply_key
@@ -101,7 +103,7 @@ class GenerationEndpoint:
             record.model = request.model
             with self._meter(request) as meter:
                 record.meter = meter
-                ended = await self._answer(request, caller, meter, record, span, open_request, receive, send)
+                ended = await self._answer(request, caller, meter, record, span, open_request, scope, receive, send)
                 span.ended(ended)
                 meter.ended(ended)
 
@@ -129,6 +131,7 @@ class GenerationEndpoint:
         record: RequestRecord,
         span: PassingSpan,
         open_request: OpenRequest,
+        scope: Scope,
         receive: Receive,
         send: Send,
     ) -> Problem | None:
@@ -143,7 +146,7 @@ class GenerationEndpoint:
             availability = self._service.availability
             generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
             patience = Patience(self._service.time_limits, meter.started_s)
-            exchange = Exchange(generation, self._service.options, receive, send, patience)
+            exchange = Exchange(generation, self._service.options, receive, send, patience, gone_of(scope))
             open_request.watched = exchange
             with availability.admit(context):
                 try:
@@ -171,12 +174,12 @@ class GenerationEndpoint:
         model, meter = generation.context.payload.model, generation.meter
         return of_answer(answer_id, model, generation.usage, meter.finish_reasons, meter.first_tokens_s)
 
-    async def _exchange(self, exchange: Exchange, form: AnswerForm) -> Exception | None:
+    def _exchange(self, exchange: Exchange, form: AnswerForm) -> Awaitable[Exception | None]:
+        """Return what answers; what it gives is what failed after the first event, which the client was told."""
         usage = exchange.generation.usage
         if exchange.generation.context.payload.stream:
-            return await exchange.stream(self._api.chunks(form, usage))
-        await exchange.whole(self._api.answer(form, usage))
-        return None
+            return exchange.stream(self._api.chunks(form, usage))
+        return exchange.whole(self._api.answer(form, usage))
 
     def _find(self, request: OpenAIRequest) -> ServedModel:
         """The model asked for.

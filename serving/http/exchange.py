@@ -16,6 +16,7 @@ from ..openai import Answer, Chunks
 from .delivery import StreamDelivery, WholeDelivery
 from .event_writer import EventWriter
 from .generation import Generation
+from .gone import OnGone
 from .options import HttpOptions
 from .problems import Refusal, explain
 from .reply import JSON_TYPE, STREAM_TYPE, Headers, reply_headers
@@ -27,8 +28,9 @@ from .time_limits import Patience
 class Exchange:
     """A generation with the two ends of its connection.
 
-    The caller's own task reads the graph. Beside it one task waits for the client to go away, and one sends while there
-    is something to send. `look` ends what takes too long, as `patience` decides.
+    The caller's own task reads the graph. Beside it one sends while there is something to send, and where the server
+    does not call back by `on_gone` one waits for the client to go away. `look` ends what takes too long, as `patience`
+    decides.
     """
 
     generation: Generation
@@ -36,13 +38,16 @@ class Exchange:
     receive: Receive
     send: Send
     patience: Patience
+    on_gone: OnGone | None = None
     _start: Callable[[Work], SideTask] = field(init=False, factory=task_starter)
+    _watcher: SideTask | None = field(init=False, default=None)
+    _forget: Callable[[], object] | None = field(init=False, default=None)
     _writer: EventWriter | None = field(init=False, default=None)
     _failure: Exception | None = field(init=False, default=None)
 
     async def whole(self, answer: Answer) -> None:
         """Answers with one body. Raises what failed, or ClientDisconnect; nothing is sent then."""
-        watcher = self._start(self._watch())
+        self._watch()
         try:
             self._raise_unanswered(await self.generation.run(WholeDelivery(answer)))
             body = answer.to_json()
@@ -52,7 +57,7 @@ class Exchange:
             await writer.sent()
             self._raise_unanswered(None)
         finally:
-            await self._close(watcher)
+            await self._close()
 
     async def stream(self, chunks: Chunks) -> Exception | None:
         """Answers with events. Returns what failed after the first of them, which the client was told.
@@ -61,7 +66,7 @@ class Exchange:
         """
         headers = reply_headers(STREAM_TYPE)
         self._writer = writer = self._make_writer(headers, self.options.keep_alive_s)
-        watcher = self._start(self._watch())
+        self._watch()
         try:
             failure = await self.generation.run(StreamDelivery(writer, chunks, chunks.form.prompts))
             self._raise_unanswered(None if writer.committed else failure)
@@ -69,7 +74,7 @@ class Exchange:
             await writer.sent()
             self._raise_unanswered(None)
         finally:
-            await self._close(watcher)
+            await self._close()
         return failure
 
     def look(self, now_s: float) -> None:
@@ -103,13 +108,23 @@ class Exchange:
     def _make_writer(self, headers: Headers, keep_alive_s: float | None = None) -> EventWriter:
         return EventWriter(self.send, headers, self.generation.lose_client, self._start, keep_alive_s)
 
-    async def _watch(self) -> None:
-        """Ends the request when its client goes away."""
+    def _watch(self) -> None:
+        """Ends the request when its client goes away, from now on and until `_close`."""
+        if self.on_gone is not None:
+            self._forget = self.on_gone(self._notice_gone)
+        else:
+            self._watcher = self._start(self._wait_for_disconnect())
+
+    async def _wait_for_disconnect(self) -> None:
         try:
             while (await self.receive())["type"] != "http.disconnect":
                 pass
         except Exception as failure:
             self._failure = failure
+        self._notice_gone()
+
+    def _notice_gone(self) -> None:
+        """The client has gone; after a complete answer that is no loss."""
         if not self.generation.is_complete:
             self._lose_client()
         elif self._writer is not None:
@@ -132,10 +147,13 @@ class Exchange:
         if failure is not None:
             raise failure
 
-    async def _close(self, watcher: SideTask) -> None:
+    async def _close(self) -> None:
+        if self._forget is not None:
+            self._forget()
         if self._writer is not None:
             await self._writer.close()
-        await end(watcher)
+        if self._watcher is not None:
+            await end(self._watcher)
 
 
 def _silent(limit: ExceededLimit) -> PenstockError:

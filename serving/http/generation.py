@@ -8,7 +8,7 @@ Knows nothing of HTTP: what becomes of the items is the delivery's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 from attrs import define, field
@@ -98,10 +98,12 @@ class Generation:
         is_lost = phase is not Phase.READY and isinstance(failure, CannotConnect | Disconnected | EngineShutdown)
         return Unavailable("the server is shutting down", cause=failure) if is_killed or is_lost else None
 
-    async def _read_all(self, delivery: Delivery) -> None:
+    def _read_all(self, delivery: Delivery) -> Awaitable[None]:
         if len(self.prompts) == 1:
-            await self._read(self.context.with_payload(self.prompts[0]), 0, delivery)
-            return
+            return self._read(self.context.with_payload(self.prompts[0]), 0, delivery)
+        return self._read_each(delivery)
+
+    async def _read_each(self, delivery: Delivery) -> None:
         parts = [self._part(request, position) for position, request in enumerate(self.prompts)]
         failures: Sequence[Exception] = ()
         try:

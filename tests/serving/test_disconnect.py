@@ -139,6 +139,63 @@ async def test_a_client_that_leaves_while_it_reads_nothing_frees_the_engine(chat
     assert engine.delivered < 1000
 
 
+# -- a server that calls back
+
+
+class CallsBack:
+    """An app as a server runs it that calls back when its client leaves: nothing may wait in `receive` then."""
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
+        self.callbacks: list[Any] = []
+        self.forgotten = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        received = 0
+
+        async def receive_body() -> Any:
+            nonlocal received
+            received += 1
+            assert received == 1
+            return await receive()
+
+        await self._service(scope | {"penstock.on_gone": self._on_gone}, receive_body, send)
+
+    def _on_gone(self, callback: Any) -> Any:
+        self.callbacks.append(callback)
+        return self._forget
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize("which", range(5), ids=["first", "middle", "stubborn first", "stubborn", "generate"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
+async def test_a_client_that_goes_away_may_be_noticed_by_a_callback(
+    chat: Any, token: Any, which: int, stream: bool
+) -> None:
+    engine, telemetry = engines(token)[which], Telemetry()
+    server = CallsBack(app({"m": engine}, telemetry=telemetry))
+    exchange = chat(server, stream=stream)
+    with watch_streams() as streams, anyio.fail_after(KILL_GRACE_S + 1):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(exchange.run)
+            await anyio.sleep(0.5)
+            assert engine.open == 1
+            server.callbacks[0]()
+    assert (engine.open, streams.open, server.forgotten) == (0, [], 1)
+    assert 'error_type="cancelled"' in telemetry.text().decode()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_callback_is_taken_back_when_the_request_is_over(
+    chat: Any, token: Any, last: Any, stream: bool
+) -> None:
+    server = CallsBack(app({"m": ScriptedEngine([token("a"), last()])}))
+    assert (await chat(server, stream=stream).run()).status == 200
+    assert (len(server.callbacks), server.forgotten) == (1, 1)
+
+
 # -- silence
 
 
