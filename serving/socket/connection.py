@@ -23,7 +23,8 @@ from .answer_head import answer_of, header_lines
 from .chunked import ChunkedBody
 from .connections import NEVER, Application, Connections
 from .cycle import Cycle
-from .head import END, check_start, parse_head
+from .head import END, TLS_HANDSHAKE, check_start, malformed, parse_head
+from .tls import start_tls
 from .unsent import unsent_bytes
 from .waiters import Waiters
 
@@ -136,26 +137,6 @@ class Connection(asyncio.Protocol):
         self.deadline_s = self._shared.now_s + (self._shared.head_s if self._tls is None else self._shared.handshake_s)
         if problem is not None:
             self._refuse(problem, can_answer=not self._shared.is_flooded(self))
-        elif self._tls is not None:
-            self.transport.pause_reading()
-            self._spawn(self._shake_hands(self._tls))
-
-    async def _shake_hands(self, tls: SSLContext) -> None:
-        """Change to TLS. Connections are counted before: a handshake costs more than a small request."""
-        loop, plain = asyncio.get_running_loop(), self.transport
-        secured = None
-        try:
-            secured = await loop.start_tls(plain, self, tls, server_side=True)
-        except OSError:  # what came is no TLS, or the client left, or was cut
-            pass
-        finally:
-            if secured is None or self._state is not _HANDSHAKE:
-                plain.abort()
-                self.connection_lost(None)  # the transport has another protocol now
-        if self._state is _HANDSHAKE and secured is not None:
-            self.transport, self.scheme, self._state = secured, "https", _HEAD
-            self.deadline_s = self._shared.now_s + self._shared.head_s
-            self._consume()
 
     def data_received(self, data: bytes) -> None:
         if self._state is _LINGERING or self._state is _CLOSING:
@@ -166,6 +147,33 @@ class Connection(asyncio.Protocol):
             self._at = 0
         self._held = data
         if self._state is not _HANDSHAKE:
+            self._consume()
+        elif not self._is_paused:
+            self._start_tls(data)
+
+    def _start_tls(self, first: bytes) -> None:
+        """Change to TLS. Connections are counted before: a handshake costs more than a small request."""
+        if first[0] != TLS_HANDSHAKE:
+            self._state = _HEAD
+            self._refuse(malformed("this port speaks TLS").problem)
+            return
+        self._pause()
+        self._held = b""
+        self._spawn(self._shake_hands(first))
+
+    async def _shake_hands(self, first: bytes) -> None:
+        plain, secured = self.transport, None
+        try:
+            secured = await start_tls(plain, self, self._tls, first)
+        except OSError:  # what came is no TLS, or the client left, or was cut
+            pass
+        finally:
+            if secured is None or self._state is not _HANDSHAKE:
+                plain.abort()
+                self.connection_lost(None)  # the transport has another protocol now
+        if secured is not None and self._state is _HANDSHAKE:
+            self.transport, self.scheme, self._state, self._is_paused = secured, "https", _HEAD, False
+            self.deadline_s = self._shared.now_s + self._shared.head_s
             self._consume()
 
     def eof_received(self) -> bool:

@@ -20,7 +20,7 @@ END = b"\r\n\r\n"
 
 _VERSIONS = {b" HTTP/1.1": "1.1", b" HTTP/1.0": "1.0"}
 _LONGEST_METHOD_BYTES = 32
-_TLS_HANDSHAKE = 0x16
+TLS_HANDSHAKE = 0x16
 
 
 class Head:
@@ -144,7 +144,7 @@ def check_start(raw: bytes, limits: HttpLimits) -> None:
     """Raise Refusal if this start of a head, without its end, cannot become a valid one."""
     first = raw[:1]
     if not b"A" <= first <= b"Z":
-        raise malformed("a TLS handshake at a port without TLS" if raw[0] == _TLS_HANDSHAKE else "it has no method")
+        raise malformed("a TLS handshake at a port without TLS" if raw[0] == TLS_HANDSHAKE else "it has no method")
     check_size("max_header_bytes", len(raw), limits.max_header_bytes)
     line, newline, _ = raw.partition(b"\n")
     if newline:

@@ -86,7 +86,10 @@ class Served:
     _opened: list[Raw] = field(factory=list)
 
     async def connect(self, **how: Any) -> Raw:
-        raw = Raw(*await asyncio.open_connection("127.0.0.1", self.port, **how))
+        if "ssl" in how:
+            how["server_hostname"] = "127.0.0.1"
+        where = () if "sock" in how else ("127.0.0.1", self.port)
+        raw = Raw(*await asyncio.open_connection(*where, **how))
         self._opened.append(raw)
         return raw
 
