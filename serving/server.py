@@ -39,12 +39,13 @@ _BACKLOG = 2048
 DEFAULT_LIMITS = HttpLimits()
 
 
+_NEEDED_OF_SERVER = ("server_state", "started", "startup", "on_tick", "shutdown", "should_exit", "force_exit")
+
+
 def _check_uvicorn() -> None:
     """Raise ImportError if uvicorn lacks what `_Uvicorn` needs of it."""
     server = uvicorn.Server(uvicorn.Config("", log_config=None, lifespan="off"))
-    needed: list[tuple[object, str]] = [
-        (server, name) for name in ("server_state", "started", "startup", "on_tick", "shutdown", "should_exit")
-    ]
+    needed: list[tuple[object, str]] = [(server, name) for name in _NEEDED_OF_SERVER]
     needed += [(server.server_state, name) for name in ("connections", "tasks", "default_headers")]
     if lacking := [name for owner, name in needed if not hasattr(owner, name)]:
         raise ImportError(
@@ -88,7 +89,7 @@ class HttpServer:
         )
         self._open_files = OpenFiles(listener.fileno()) if is_first else None
         self._connections = Connections(limits, refused=refused, trusted=trusted)
-        self._server = _Uvicorn(config, self._open_files, self._connections, tls)
+        self._server = _Uvicorn(application, config, self._open_files, self._connections, tls)
 
     async def run(self) -> None:
         """Serves until `stop`; asyncio only. Then answers that are on their way get a little time, and are cut off."""
@@ -134,6 +135,7 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(
         self,
+        application: Any,
         config: uvicorn.Config,
         open_files: OpenFiles | None,
         connections: Connections,
@@ -144,7 +146,7 @@ class _Uvicorn(uvicorn.Server):
         self._open_files = open_files
         self._tls = tls
         self.server_state.connections = cast("set[Any]", connections.open)
-        self._hosted = Hosted(cast("Any", config.app), connections, tasks=self.server_state.tasks)
+        self._hosted = Hosted(application, connections, tasks=self.server_state.tasks)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from uuid import uuid4
 
@@ -28,6 +28,7 @@ def _status_line(status: int) -> bytes:
 
 _STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
 _known_names: set[bytes] = set()
+_MAX_KNOWN_NAMES = 1000
 
 
 def answer_head(status: int, defaults: bytes, headers: Headers) -> bytes:
@@ -35,19 +36,19 @@ def answer_head(status: int, defaults: bytes, headers: Headers) -> bytes:
     lines = b"\n".join([b"%b: %b" % header for header in headers])
     if len(lines.translate(None, _CONTROLS)) != len(lines) or lines.count(b"\n") >= max(len(headers), 1):
         raise RuntimeError("Invalid HTTP header value.")
-    if not _known_names.issuperset(names := [name for name, _ in headers]):
-        _check_names(names)
+    for name, _ in headers:
+        if name not in _known_names:
+            _check_name(name)
     separator = b"\r\n\r\n" if lines else b"\r\n"
     return b"%b%b%b%b" % (_STATUS_LINES[status], defaults, lines.replace(b"\n", b"\r\n"), separator)
 
 
-def _check_names(names: Iterable[bytes]) -> None:
-    """Check names once: an app uses the same ones for all its answers."""
-    for name in names:
-        if _NAME.fullmatch(name) is None:
-            raise RuntimeError("Invalid HTTP header name.")
-        if len(_known_names) < 1000:
-            _known_names.add(name)
+def _check_name(name: bytes) -> None:
+    """Check a name once: an app uses the same ones for all its answers."""
+    if _NAME.fullmatch(name) is None:
+        raise RuntimeError("Invalid HTTP header name.")
+    if len(_known_names) < _MAX_KNOWN_NAMES:
+        _known_names.add(name)
 
 
 def header_lines(headers: Headers) -> bytes:

@@ -170,20 +170,30 @@ class Cycle:
 
     async def send(self, message: Message) -> None:
         """Write a part of the answer; wait before that while the client reads too slowly."""
-        while self._line.write_paused and not self.gone:
-            await self._line.writable.wait()
+        line = self._line
+        while line.write_paused and not self.gone:
+            await line.writable.wait()
         if self.gone:
             return
-        if not self.is_started:
-            if message["type"] != "http.response.start":
-                raise RuntimeError(f"Expected ASGI message 'http.response.start', but got '{message['type']}'.")
+        kind = message["type"]
+        if self.is_started:
+            if self.is_complete:
+                raise RuntimeError(f"Unexpected ASGI message '{kind}' sent, after response already completed.")
+            if kind != "http.response.body":
+                raise RuntimeError(f"Expected ASGI message 'http.response.body', but got '{kind}'.")
+            body = message.get("body", b"")
+            if message.get("more_body"):
+                if self._left_bytes == _CHUNKED:  # the tokens of a stream come this way
+                    if body:
+                        line.write(b"%x\r\n%b\r\n" % (len(body), body))
+                else:
+                    self._write(body)
+            else:
+                self._finish(body)
+        elif kind == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
-        elif self.is_complete:
-            raise RuntimeError(f"Unexpected ASGI message '{message['type']}' sent, after response already completed.")
-        elif message["type"] != "http.response.body":
-            raise RuntimeError(f"Expected ASGI message 'http.response.body', but got '{message['type']}'.")
         else:
-            self._write(message.get("body", b""), is_last=not message.get("more_body", False))
+            raise RuntimeError(f"Expected ASGI message 'http.response.start', but got '{kind}'.")
 
     def _start(self, status: int, headers: Headers) -> None:
         line, own, says_close = self._line, list(headers), False
@@ -203,26 +213,23 @@ class Cycle:
         self.is_started, self.awaits_continue = True, False
         line.write(head)
 
-    def _write(self, body: bytes, *, is_last: bool) -> None:
-        left_bytes = self._left_bytes
-        if left_bytes == _CHUNKED:
-            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-            if is_last:
-                data += _LAST_CHUNK
-        elif left_bytes == _UNTIL_CLOSE:
-            data = body
-        elif self._head:
-            data = b""
-        else:
-            data = body
-            self._left_bytes = left_bytes = left_bytes - len(body)
-            if left_bytes < 0:
+    def _write(self, body: bytes) -> None:
+        """Write a part of a body that has a length, or ends with the connection."""
+        if self._left_bytes >= 0 and not self._head:
+            self._left_bytes -= len(body)
+            if self._left_bytes < 0:
                 raise RuntimeError("Response content longer than Content-Length")
-            if is_last and left_bytes:
+        if body and not self._head:
+            self._line.write(body)
+
+    def _finish(self, body: bytes) -> None:
+        if self._left_bytes == _CHUNKED:
+            last = b"%x\r\n%b\r\n%b" % (len(body), body, _LAST_CHUNK) if body else _LAST_CHUNK
+            self._line.write(last)
+        else:
+            self._write(body)
+            if self._left_bytes > 0:
                 raise RuntimeError("Response content shorter than Content-Length")
-        if data:
-            self._line.write(data)
-        if is_last:
-            self.is_complete = True
-            self._changed.wake()
-            self._line.answered(keep_alive=self._keep_alive)
+        self.is_complete = True
+        self._changed.wake()
+        self._line.answered(keep_alive=self._keep_alive)

@@ -64,23 +64,29 @@ class Head:
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self.headers.append((name, value))
-        if name == b"host":
-            self.hosts += 1
-        elif name == b"content-length":
-            self.length_bytes = int(value)
-        elif name == b"connection":
-            self.keep_alive = self.keep_alive and b"close" not in [part.strip() for part in value.lower().split(b",")]
-        elif name == b"transfer-encoding":
-            self._encode(value)
-        elif name == b"expect" and self.version == "1.1":
-            if value.strip().lower() != b"100-continue":
-                raise Refusal(417, "Expect: only 100-continue can be met")
-            self.expects_continue = True
+        if (take := _TAKEN.get(name)) is not None:
+            take(self, value)
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
 
-    def _encode(self, value: bytes) -> None:
+    def _take_host(self, _: bytes) -> None:
+        self.hosts += 1
+
+    def _take_length(self, value: bytes) -> None:
+        self.length_bytes = int(value)
+
+    def _take_connection(self, value: bytes) -> None:
+        if b"close" in (value := value.lower()):
+            self.keep_alive = self.keep_alive and b"close" not in [part.strip() for part in value.split(b",")]
+
+    def _take_expectation(self, value: bytes) -> None:
+        if self.version == "1.1":
+            if value.strip().lower() != b"100-continue":
+                raise Refusal(417, "Expect: only 100-continue can be met")
+            self.expects_continue = True
+
+    def _take_encoding(self, value: bytes) -> None:
         if self.version == "1.0":
             raise Refusal(400, "Transfer-Encoding: HTTP/1.0 has none")
         if value.strip().lower() != b"chunked":
@@ -100,11 +106,22 @@ class Head:
         self.path = unquote(path) if "%" in path else path
 
 
+_TAKEN = {
+    b"host": Head._take_host,
+    b"content-length": Head._take_length,
+    b"connection": Head._take_connection,
+    b"expect": Head._take_expectation,
+    b"transfer-encoding": Head._take_encoding,
+}
+"""What becomes of the headers that the connection itself needs."""
+
+
 def parse_head(raw: bytes, limits: HttpLimits) -> Head:
     """Return the head in these bytes, which end with `END`. Raise Refusal if it is malformed or beyond a limit."""
     check_size("max_header_bytes", len(raw), limits.max_header_bytes)
     check_size("max_headers", raw.count(b"\n") - 2, limits.max_headers)
-    head = Head(_version_of(raw[: raw.find(b"\r\n")]))
+    line_end = raw.find(b"\r\n")
+    head = Head(_version_of(raw[max(line_end - 9, 0) : line_end]))
     parser = HttpRequestParser(head)
     try:
         parser.feed_data(raw)
