@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline import InvalidArgument
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits
-from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
 
 from .request_checks import CHOICES_MAX, batch_size
 
@@ -33,17 +32,15 @@ def check_counts(get: Callable[[str], Any], limits: RequestLimits) -> None:
     `get` returns a field's value, None without one. The value need not have been checked, so that a request can be
     refused before a record is made of it. The cost is that of asking for lengths.
     """
-    _check_choices(get("prompt"), get("n"))
+    if isinstance(prompt := get("prompt"), list):
+        _check_choices(prompt, get("n"))
     for field, limit in _ENTRIES:
-        if isinstance(found := get(field), list | dict):
+        if (found := get(field)) and isinstance(found, (list, dict)):
             _at_most(limit, len(found), getattr(limits, limit), field)
-    if (extension := get("nvext")) is not None:
+    if extension := get("nvext"):
         for field in _EXTENSION_ENTRIES:
             if isinstance(found := _field(extension, field), list):
                 _at_most("max_field_entries", len(found), limits.max_field_entries, f"nvext.{field}")
-    if isinstance(messages := get("messages"), list):
-        parts = sum(len(found) for each in messages if isinstance(found := _field(each, "content"), list))
-        _at_most("max_content_parts", parts, limits.max_content_parts, "messages", "content parts")
 
 
 def check_size(request: GenerationRequest, limits: RequestLimits) -> None:
@@ -51,11 +48,14 @@ def check_size(request: GenerationRequest, limits: RequestLimits) -> None:
 
     The cost is that of counting: nothing is copied.
     """
-    check_counts(partial(_field, request), limits)
-    field = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    characters = sum(map(len, _texts(request)))
+    check_counts(lambda field: getattr(request, field, None), limits)
+    if isinstance(request, ChatCompletionRequest):
+        field, (characters, parts) = "messages", _of_messages(request.messages)
+        _at_most("max_content_parts", parts, limits.max_content_parts, "messages", "content parts")
+    else:
+        field, characters = "prompt", _characters(request)
     _at_most("max_prompt_characters", characters, limits.max_prompt_characters, field, "characters")
-    _at_most("max_token_ids", sum(map(len, _token_ids(request))), limits.max_token_ids, "prompt", "token ids")
+    _at_most("max_token_ids", _token_ids(request), limits.max_token_ids, "prompt", "token ids")
     _check_stops(request.stop, limits.max_stop_characters)
 
 
@@ -74,11 +74,9 @@ def _field(record: Any, name: str) -> Any:
     return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
 
 
-def _check_choices(prompt: Any, n: Any) -> None:
+def _check_choices(prompts: list[Any], n: Any) -> None:
     """Prompts times choices: each of them is answered as a request of its own."""
-    if not isinstance(prompt, list):
-        return
-    batch = batch_size(prompt)
+    batch = batch_size(prompts)
     n = n if type(n) is int and 1 <= n <= CHOICES_MAX else 1  # any other `n` is refused by itself
     if batch * n > CHOICES_MAX:
         product = f"batch_size × n = {batch} × {n} = {batch * n}"  # noqa: RUF001  # the client's wording
@@ -86,36 +84,43 @@ def _check_choices(prompt: Any, n: Any) -> None:
         raise InvalidArgument(text, field="prompt", exceeded=ExceededLimit("max_choices", batch * n, CHOICES_MAX))
 
 
-def _texts(request: GenerationRequest) -> Iterator[str]:
-    """Every text that the prompt is made of."""
-    if isinstance(request, CompletionRequest):
-        if isinstance(request.prompt, str):
-            yield request.prompt
-        elif request.prompt and isinstance(request.prompt[0], str):
-            yield from (text for text in request.prompt if isinstance(text, str))
-    if not isinstance(request, ChatCompletionRequest):
-        return
-    for message in request.messages:
-        for content in (message.content, message.reasoning_content):
-            if isinstance(content, str):
-                yield content
-            elif content:
-                yield from (text for part in content if (text := part if isinstance(part, str) else part.text))
+def _of_messages(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+    """The characters of every text that a template may write, and the number of content parts."""
+    characters = parts = 0
+    for message in messages:
+        if isinstance(content := message.content, str):
+            characters += len(content)
+        elif content:
+            parts += len(content)
+            characters += sum(len(part.text) for part in content if part.text)
+        if reasoning := message.reasoning_content:
+            characters += len(reasoning) if isinstance(reasoning, str) else sum(map(len, reasoning))
         if message.tool_calls:
-            yield from (call.function.arguments for call in message.tool_calls)
+            characters += sum(len(call.function.arguments) for call in message.tool_calls)
+    return characters, parts
 
 
-def _token_ids(request: GenerationRequest) -> Iterator[list[int]]:
-    """Every list of token ids in the request."""
+def _characters(request: GenerationRequest) -> int:
     prompt = request.prompt if isinstance(request, CompletionRequest) else None
-    lists: list[Any] = [prompt, request.allowed_token_ids, request.logprob_token_ids]
-    lists += request.bad_words_token_ids or ()
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(text) for text in prompt if isinstance(text, str)) if prompt and not _is_ids(prompt) else 0
+
+
+def _token_ids(request: GenerationRequest) -> int:
+    """How many token ids there are in all fields of the request."""
+    ids = len(request.allowed_token_ids or ()) + len(request.logprob_token_ids or ())
+    if request.bad_words_token_ids:
+        ids += sum(map(len, request.bad_words_token_ids))
     if request.nvext is not None:
-        lists.append(request.nvext.token_data)
-    for found in lists:
-        if not found or isinstance(found, str):
-            continue
-        yield from (found,) if isinstance(found[0], int) else (ids for ids in found if isinstance(ids, list))
+        ids += len(request.nvext.token_data or ())
+    if isinstance(request, CompletionRequest) and isinstance(prompt := request.prompt, list) and prompt:
+        ids += len(prompt) if _is_ids(prompt) else sum(len(each) for each in prompt if isinstance(each, list))
+    return ids
+
+
+def _is_ids(prompt: Sequence[Any]) -> bool:
+    return isinstance(prompt[0], int)
 
 
 def _at_most(name: str, value: int, threshold: int, field: str, what: str = "entries") -> None:

@@ -43,7 +43,7 @@ from .open_requests import OpenRequest
 from .parser import parsed
 from .privileges import apply_key
 from .problems import CLIENT_GONE, Problem, Refusal, explain
-from .prompts import OpenAIRequest, one_per_prompt
+from .prompts import OpenAIRequest, has_prompts, one_per_prompt
 from .reply import reply_problem
 from .request import RequestHeaders, read_body
 from .request_meter import RequestMeter
@@ -198,10 +198,9 @@ class GenerationEndpoint:
 
     def _prompts(self, request: OpenAIRequest) -> list[OpenAIRequest]:
         """One request for each prompt; a list is checked here as a whole, for the graph sees its prompts one by one."""
-        prompts = one_per_prompt(request)
-        if prompts[0] is not request:
+        if has_prompts(request):
             self._validate(request)
-        return prompts
+        return one_per_prompt(request)
 
     def _validate(self, request: OpenAIRequest) -> None:
         validate(request, ignore_unsupported=True, limits=self._service.options.request_limits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeGuard, cast
 
 from attrs import evolve
 
@@ -15,10 +15,14 @@ def one_per_prompt(request: OpenAIRequest) -> list[OpenAIRequest]:
     """The requests that an engine answers one by one: a list of texts or of token lists is taken apart.
 
     A chat, a text, and a list of token ids are one prompt each. An empty list stays, for validation to refuse it.
+    Each prompt costs a copy of the request, so count the prompts before.
     """
-    if not isinstance(request, CompletionRequest):
+    if not has_prompts(request):
         return [request]
-    prompt = request.prompt
-    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int):
-        return [request]
-    return [evolve(request, prompt=each) for each in cast("list[str | list[int]]", prompt)]
+    return [evolve(request, prompt=each) for each in cast("list[str | list[int]]", request.prompt)]
+
+
+def has_prompts(request: OpenAIRequest) -> TypeGuard[CompletionRequest]:
+    """Whether the request has a list of prompts, be it of one."""
+    prompt = request.prompt if isinstance(request, CompletionRequest) else None
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)

@@ -23,7 +23,7 @@ from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits
 
 from ..limits import HttpLimits
-from .body import ArrivingBody, Body
+from .body import ArrivingBody, Body, check_arguments, check_length, is_small
 from .problems import Refusal
 
 T = TypeVar("T")
@@ -38,9 +38,10 @@ _PRINTABLE_ID = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
 _UUID_TEXT_MAX = 64
 """Characters of the longest of a UUID's forms, and some more."""
 _LENGTH = re.compile(r"[0-9]{1,20}")
-_MB = 1024 * 1024
 _ONE_PIECE_BYTES = 256 * 1024
 """A body up to this size is decoded by one call, which takes a few milliseconds at the most."""
+_UNCOUNTED_BYTES = 4 * 1024
+"""A body up to this size costs less than its count would save. It is counted with the record's other checks."""
 DEFAULT_LIMITS, DEFAULT_REQUEST_LIMITS = HttpLimits(), RequestLimits()
 
 
@@ -119,16 +120,21 @@ async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int, li
     Raise Refusal (413) as soon as it is too long, InvalidArgument as soon as it holds too much, and ClientDisconnect if
     the client goes away.
     """
-    body, more = ArrivingBody(limit_mb * _MB, limits), True
+    arriving: ArrivingBody | None = None
     announced = _LENGTH.fullmatch(headers.values.get("content-length", ""))
-    body.announce(int(announced[0]) if announced else 0)
-    while more:
+    check_length(int(announced[0]) if announced else 0, limit_mb)
+    while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        await body.add(message.get("body", b""))
-        more = message.get("more_body", False)
-    return body.whole()
+        part, is_last = message.get("body", b""), not message.get("more_body", False)
+        if arriving is None:
+            if is_last and is_small(part, limits):
+                return Body(part, is_short=True)
+            arriving = ArrivingBody(limit_mb, limits)
+        await arriving.add(part)
+        if is_last:
+            return arriving.whole()
 
 
 def parse(
@@ -145,9 +151,13 @@ def parse(
     """
     try:
         plain = _plain(body, limits.max_repaired_bytes, pause)
+        if is_small(body, limits, _UNCOUNTED_BYTES):
+            return from_plain(plain, kind)
         if type(plain) is dict:
             check_counts(plain.get, request_limits)
-        return from_plain(plain, kind)
+        request = from_plain(plain, kind)
+        check_arguments(request, limits, pause)
+        return request
     except InvalidArgument as error:
         if error.exceeded is not None:
             raise

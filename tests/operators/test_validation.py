@@ -244,3 +244,12 @@ def test_a_number_is_shown_as_it_was_written(value: float, shown: str) -> None:
     """JSON does not tell a whole number from a fraction, so a reader of records makes a float of both."""
     with pytest.raises(InvalidArgument, match=rf"got {re.escape(shown)}$"):
         validate(chat(temperature=value))
+
+
+@given(st.binary(min_size=100, max_size=200), st.integers(0, 130), st.sampled_from("-_ =\n\x00é"))
+def test_prompt_embeds_are_base64_with_its_padding(data: bytes, at: int, other: str) -> None:
+    """A character that does not belong there is found without decoding the rest."""
+    embeds = b64encode(data).decode()
+    validate(text(prompt=None, prompt_embeds=embeds))
+    with pytest.raises(InvalidArgument, match="must be valid base64"):
+        validate(text(prompt=None, prompt_embeds=embeds[:at] + other + embeds[at + 1 :]))
