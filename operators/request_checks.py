@@ -34,6 +34,7 @@ NAMED_MAX = 8
 STOPS_MAX = 32
 PROMPT_EMBEDS_BYTES_MIN, PROMPT_EMBEDS_BYTES_MAX = 100, 10 * 1024 * 1024
 _BASE64 = (ascii_letters + digits + "+/").encode()
+_LOOKED_AT = 1024
 _WHOLE_BELOW = 2**53
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
@@ -79,7 +80,7 @@ def not_blank(label: str) -> Check:
     """A text with something in it."""
 
     def check(value: str, _: GenerationRequest) -> Iterator[Fault]:
-        if not value.strip():
+        if not value[:_LOOKED_AT].strip():  # a text of megabytes of blanks is none either
             yield "", f"{label} cannot be empty"
 
     return shown(pattern=r"\S")(check)
