@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from pipeline import Control, InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
@@ -17,7 +18,7 @@ from .channel import Channel
 from .logprobs import log_probabilities
 from .rank import Rank
 from .request_plan import RequestPlan
-from .sequence import Sequence
+from .sequence import AT_ONCE_TOKENS, Sequence
 
 REJECTED = "request rejected: request exceeds worker admission limits"
 
@@ -51,6 +52,12 @@ class Answer:
         self._forget = self.control.on_stop(self.channel.news.ring)
         if rank.latencies is not None:
             rank.latencies.begin(self.sequences, anyio.current_time())
+
+    async def prepare(self) -> None:
+        """Hashes the prompt of each choice, where it is long, with turns for other tasks in between."""
+        for sequence in self.sequences:
+            while sequence.prompt_tokens > AT_ONCE_TOKENS and sequence.hash_some():
+                await checkpoint()
 
     def begin(self, *, holds_blocks: bool = False) -> None:
         """Submits all choices. With `holds_blocks` they keep their blocks in the end, until `release`."""

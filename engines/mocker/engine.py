@@ -12,6 +12,7 @@ the same code on another clock, and blocks of a request are freed whichever way 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, aclosing
@@ -19,6 +20,8 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 import anyio
+from anyio.lowlevel import checkpoint
+from attrs import evolve
 
 from pipeline import Control, EngineShutdown, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
@@ -41,6 +44,7 @@ from .native_metrics import NativeMetrics
 from .rank import Rank
 from .recorded import RecordedOutputs
 from .request_plan import RequestPlan, checked_rank, plan_request
+from .sequence import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
 
 _log = logging.getLogger(__name__)
@@ -146,6 +150,8 @@ class MockEngine(LLMEngine):
         self, request: PreprocessedRequest, context: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         """Raises InvalidArgument for a request it cannot serve or whose id is in use, EngineShutdown unless started."""
+        # Before all checks: meanwhile others may come with the same id, or the engine may be closed.
+        long_prompt = await _as_array(request.token_ids) if len(request.token_ids) > AT_ONCE_TOKENS else None
         if self.is_closing or not self.ranks:
             raise EngineShutdown("the mock engine is not running")
         running = self._answers.get(context.id)
@@ -153,6 +159,8 @@ class MockEngine(LLMEngine):
             raise InvalidArgument(f"request {context.id!r} is running already", field="id")
         recorded = None if self._recorded is None else self._recorded.find(request, context.id)
         plan = plan_request(request, self.args, token_ids=self._token_ids, recorded=recorded)
+        if long_prompt is not None:
+            plan = evolve(plan, prompt=long_prompt)
         receives = self.args.worker_type == "decode" and request.bootstrap_info is not None
         if not plan.output_tokens and not receives:  # whoever sends blocks waits until they are taken
             for chunk in nothing(len(plan.outputs), context.control):
@@ -160,6 +168,7 @@ class MockEngine(LLMEngine):
             return
         answer = self._answers[context.id] = self._answer(request, plan, context.control)
         try:
+            await answer.prepare()
             async with aclosing(self._chunks(request, answer, context.id)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -239,3 +248,12 @@ class MockEngine(LLMEngine):
         timing = self._transfer(prompt_tokens)
         delay_ms = handoff_delay_ms(timing, prompt_tokens, worker_type=self.args.worker_type, is_completed=True)
         return (delay_ms or 0.0) / 1000
+
+
+async def _as_array(prompt: Items[int]) -> array[int]:
+    """The prompt as an array, made in steps between which other tasks run."""
+    found = array("I")
+    for start in range(0, len(prompt), AT_ONCE_TOKENS):
+        found += u32s(prompt[start : start + AT_ONCE_TOKENS], "token_ids")
+        await checkpoint()
+    return found

@@ -17,6 +17,8 @@ from .tokens import Output
 
 NEVER = maxsize
 """A token count no sequence reaches."""
+AT_ONCE_TOKENS = 65_536
+"""Tokens of a prompt that are worked on in one piece, which takes some 3 ms."""
 
 
 class Stage(Enum):
@@ -114,9 +116,9 @@ class Sequence:
         self.holds_blocks, self.pays_prompt = False, True
         self.stage = Stage.NEW
         # Checked here, where an error meets its own request, and not in a pass, where it would meet them all.
-        self._prompt = _u32s(prompt, "token_ids")
+        self._prompt = u32s(prompt, "token_ids")
         if output.planned is not None:
-            _u32s(output.planned, "output_token_ids")
+            u32s(output.planned, "output_token_ids")
         self._speech = output.speech(prompt_tokens=self.prompt_tokens, first=prompt[0], last=prompt[-1])
         self._tokens_said: array[int] = array("q")
         self._hash_seed = hash_seed
@@ -279,6 +281,17 @@ class Sequence:
         if len(said) < count:
             said.extend(islice(self._speech, count - len(said)))
 
+    def hash_some(self) -> bool:
+        """Hash the next `AT_ONCE_TOKENS` of the prompt; return whether full blocks of it are left.
+
+        For a long prompt, before the pass that admits it: there all of it would be hashed in one piece.
+        """
+        known, whole = len(self._names), self.prompt_tokens // self.block_size
+        last = min(whole, known + max(1, AT_ONCE_TOKENS // self.block_size))
+        if known < last:
+            self._add_hashes(self._prompt[known * self.block_size : last * self.block_size])
+        return last < whole
+
     def _hash_through(self, blocks: int) -> None:
         """Hashes all full blocks of the prompt at once, later ones as they come."""
         known = len(self._names)
@@ -288,12 +301,18 @@ class Sequence:
             tokens = self._prompt
         else:
             tokens = self.block_tokens(known, last)
+        self._add_hashes(tokens)
+
+    def _add_hashes(self, tokens: Items[int]) -> None:
         fresh = block_hashes(tokens, self.block_size, seed=self._hash_seed)
         self._token_hashes += fresh
-        self._names += sequence_hashes(fresh, self._names[-1] if known else None)
+        self._names += sequence_hashes(fresh, self._names[-1] if self._names else None)
 
 
-def _u32s(tokens: Items[int], field: str) -> array[int]:
+def u32s(tokens: Items[int], field: str) -> array[int]:
+    """The tokens as an array, itself if it is one already. Raises InvalidArgument for a token that is no u32."""
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        return tokens
     try:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:

@@ -194,3 +194,18 @@ def test_a_sequence_carries_what_its_owner_gave_it() -> None:
     owner = object()
     sequence = Sequence([1], 1, block_size=4, owner=owner, dp_rank=3, output=Output(1))
     assert (sequence.owner, sequence.dp_rank) == (owner, 3)
+
+
+def test_a_prompt_that_is_hashed_in_pieces_has_the_hashes_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(1, 1000))
+    for block_size in (1, 7, 64, 999, 1000):
+        whole = Sequence(prompt, 5, block_size=block_size)
+        blocks = len(prompt) // block_size
+        for at_once in (1, 10, 64, 500, 5000):
+            monkeypatch.setattr("engines.mocker.sequence.AT_ONCE_TOKENS", at_once)
+            pieces = Sequence(prompt, 5, block_size=block_size)
+            for _ in range(-(-blocks // max(1, at_once // block_size)) - 1):
+                assert pieces.hash_some()
+            assert not pieces.hash_some()
+            assert pieces.names(blocks) == whole.names(blocks)
+            assert pieces.token_hashes(blocks) == whole.token_hashes(blocks)
