@@ -11,29 +11,26 @@ from .model import Model
 from .prompt_threads import GiveUp
 from .tokenizer import CutsText, checked_unicode
 
-Encoded = tuple[list[int], bool]
-"""Token ids, and whether they are all: not where the model cannot take so many anyway."""
-
 _IDS_AT_ONCE = 16_384
 """Token ids that are written in one step."""
 
 
-def encoded(model: Model, unbroken_max: int, give_up: GiveUp, text: str) -> Encoded:
-    """The ids of the text. `give_up` is called between two pieces, and may raise.
+def encoded(model: Model, place: str, unbroken_max: int, give_up: GiveUp, text: str) -> list[int]:
+    """The ids of the text, which came in the field `place`. `give_up` is called between two pieces, and may raise.
 
-    Raises as `Tokenizer.encode` and `CutsText.pieces`.
+    Raises as `Tokenizer.encode` and `CutsText.pieces`, and InvalidArgument once there are more than the model takes.
     """
     if give_up is never:
-        return model.tokenizer.encode(text), True
+        return model.tokenizer.encode(text)
     checked_unicode(text)
     most = model.context_length if model.reject_prompt_overflow else None
     token_ids: list[int] = []
     for piece in _pieces(model, text, unbroken_max):
         if most is not None and len(token_ids) >= most:
-            return token_ids, False
+            raise beyond_context(model, f"at least {len(token_ids)}", place)
         token_ids += model.tokenizer.encode(piece)
         give_up()
-    return token_ids, True
+    return token_ids
 
 
 def beyond_context(model: Model, count: str, place: str) -> InvalidArgument:

@@ -15,7 +15,7 @@ from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .chat_template import never
-from .encoding import Encoded, beyond_context, encoded, json_of_ids
+from .encoding import beyond_context, encoded, json_of_ids
 from .model import Model
 from .prompt import prompt_of
 from .prompt_size import prompt_characters
@@ -30,6 +30,8 @@ PROMPT_TOKENS = "prompt_tokens"
 An answer that ends at a stop string has no last word of its worker, and its usage only this.
 """
 
+Encode = Callable[[str], list[int]]
+"""Text -> token ids."""
 Made = tuple[PreprocessedRequest, list[Annotated[BackendOutput]]]
 """The request in tokens, and the annotations asked for."""
 
@@ -131,17 +133,13 @@ class Preprocess(
         give_up: GiveUp,
     ) -> Made:
         validate(asked, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
-        encode = partial(encoded, self.model, self._limits.max_unbroken_characters, give_up)
+        encode: Encode = partial(encoded, self.model, _place(asked), self._limits.max_unbroken_characters, give_up)
         if tracker is not None and now_s is not None:
             encode = partial(_timed, encode, tracker, now_s)
         return preprocess(asked, self.model, request_id, encode, give_up)
 
 
-Encode = Callable[[str], Encoded]
-"""Text -> token ids."""
-
-
-def _timed(encode: Encode, tracker: RequestTracker, now_s: Callable[[], float], text: str) -> Encoded:
+def _timed(encode: Encode, tracker: RequestTracker, now_s: Callable[[], float], text: str) -> list[int]:
     began_s = now_s()
     found = encode(text)
     tracker.record_tokenize_latency(now_s() - began_s)
@@ -162,9 +160,7 @@ def preprocess(
     prompt = prompt_of(request, model, give_up) if given is None or FORMATTED_PROMPT in wanted else given
     asked = prompt if given is None else given
     if isinstance(asked, str):
-        token_ids, is_whole = encode(asked)
-        if not is_whole:
-            raise beyond_context(model, f"at least {len(token_ids)}", _place(request))
+        token_ids = encode(asked)
     else:
         token_ids = list(asked)
         _check_token_ids(token_ids, model, "prompt" if given is None else "nvext.token_data")

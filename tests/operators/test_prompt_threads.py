@@ -57,7 +57,7 @@ async def quick(threads: PromptThreads) -> int:
     return await threads.run(lambda _: 7, Control())
 
 
-Start = Callable[[Work, Control], None]
+Start = Callable[[Work, Control], object]
 
 
 @asynccontextmanager
@@ -93,7 +93,8 @@ async def test_an_error_of_any_kind_is_raised_as_it_came(error: BaseException) -
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
 async def test_a_stop_or_a_kill_ends_the_wait_at_once_and_the_work_at_its_next_step(ending: str) -> None:
-    threads, work, control, outcomes = PromptThreads(PromptWork(tokenizer_threads=1)), Work(), Control(), []
+    threads, work, control = PromptThreads(PromptWork(tokenizer_threads=1)), Work(), Control()
+    outcomes: list[Any] = []
     async with running(threads, outcomes) as start:
         start(work, control)
         await happened(work.begun)
@@ -116,7 +117,8 @@ async def test_a_request_that_was_stopped_before_begins_nothing() -> None:
 
 
 async def test_a_cancelled_task_leaves_its_work_and_the_thread_keeps_its_place_until_it_ends() -> None:
-    threads, outcomes = PromptThreads(PromptWork(tokenizer_threads=1)), []
+    threads = PromptThreads(PromptWork(tokenizer_threads=1))
+    outcomes: list[Any] = []
     left, follower = Work(), Work()
     async with running(threads, outcomes) as start:
         with anyio.CancelScope() as scope:
@@ -135,7 +137,8 @@ async def test_a_cancelled_task_leaves_its_work_and_the_thread_keeps_its_place_u
 
 
 async def test_clients_that_connect_and_leave_never_have_more_threads_than_there_are() -> None:
-    threads, outcomes = PromptThreads(PromptWork(tokenizer_threads=2, max_waiting_prompts=3)), []
+    threads = PromptThreads(PromptWork(tokenizer_threads=2, max_waiting_prompts=3))
+    outcomes: list[Any] = []
     works = [Work() for _ in range(40)]
     async with running(threads, outcomes) as start:
         for work in works:
@@ -156,7 +159,8 @@ async def test_clients_that_connect_and_leave_never_have_more_threads_than_there
 
 
 async def test_more_work_than_may_wait_is_refused_as_an_overload_with_its_limit() -> None:
-    threads, outcomes = PromptThreads(PromptWork(tokenizer_threads=1, max_waiting_prompts=2)), []
+    threads = PromptThreads(PromptWork(tokenizer_threads=1, max_waiting_prompts=2))
+    outcomes: list[Any] = []
     works = [Work() for _ in range(3)]
     async with running(threads, outcomes) as start:
         start(works[0], Control())
@@ -174,7 +178,8 @@ async def test_more_work_than_may_wait_is_refused_as_an_overload_with_its_limit(
 
 
 async def test_time_stands_still_while_work_runs_and_goes_on_once_nothing_waits_for_it() -> None:
-    threads, work, control, outcomes = PromptThreads(), Work(), Control(), []
+    threads, work, control = PromptThreads(), Work(), Control()
+    outcomes: list[Any] = []
     began_s, rang_s = anyio.current_time(), 0.0
 
     async def alarm() -> None:
