@@ -87,7 +87,7 @@ def test_a_graph_is_drawn_in_each_form(form: str) -> None:
     ended = run("graph", "--form", form, "--workers", "2")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert all(name in ended.stdout for name in ("Preprocess", "Detokenize", "PushRouter"))
-    assert ended.stdout.count("dyn://penstock.engine.generate/") == 2
+    assert ended.stdout.count("dyn://penstock.backend.generate/") == 2
 
 
 def test_a_graph_is_drawn_as_the_environment_would_have_it_served() -> None:

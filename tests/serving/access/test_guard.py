@@ -125,7 +125,8 @@ HOSTILE: dict[str, list[tuple[bytes, bytes]]] = {
 )
 async def test_no_key_and_every_wrong_one_get_the_same_answer(hello: Any, path: str) -> None:
     service = guarded(hello, ring())
-    answers = [await answered(service, headers, path) for headers in HOSTILE.values()]
+    same_id = (b"x-request-id", b"6b1f2f5e-6f0a-4d3c-9d58-0f5d8a3f7c11")
+    answers = [await answered(service, [same_id, *headers], path) for headers in HOSTILE.values()]
     status, headers, body = answers[0]
     assert all(answer == answers[0] for answer in answers)
     assert (status, headers[b"www-authenticate"], headers[b"content-type"]) == (401, b"Bearer", b"application/json")
