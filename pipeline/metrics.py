@@ -129,6 +129,7 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
             "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
         ),
         Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
+        Instrument("open_connections", "observed", "", "Connections that clients have open", ()),
         Instrument("refused_requests_total", "counter", "", "Requests and connections a limit refused", ("limit",)),
         Instrument(
             "model_rejection_total", "counter", "", "Requests refused because all is busy", (*_MODEL, "endpoint")

@@ -223,7 +223,7 @@ class _Front:
             tracer=self._server_options.tracer,
             access=Access(gate.keys, gate.proxies, gate.cors_origins),
         )
-        return HttpServer(
+        server = HttpServer(
             application,
             listener,
             limits=self._options.limits,
@@ -231,6 +231,8 @@ class _Front:
             trusted=gate.proxies.trusted,
             tls=None if gate.tls is None else gate.tls.context,
         )
+        self.telemetry.count_connections(server.count_connections)
+        return server
 
     def admin_listener(self, listener: socket.socket) -> AbstractContextManager[socket.socket | None]:
         """Where the options want the admin server. Raises InvalidArgument if nothing can listen there."""

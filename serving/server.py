@@ -110,6 +110,10 @@ class HttpServer:
             if self._open_files is not None:
                 loop.set_exception_handler(handler)
 
+    def count_connections(self) -> int:
+        """How many connections are open now; from any thread."""
+        return len(self._connections.open)
+
     def stop(self, *, at_once: bool = False) -> None:
         """Ends `run`; `at_once` without waiting for connections. Nothing is logged about those that are cut off."""
         _uvicorn_log.setLevel(logging.CRITICAL)

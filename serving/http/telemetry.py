@@ -54,6 +54,8 @@ class Telemetry:
         self.workers = WorkerGauges(self.metrics, prefix)
         self.models = ModelGauges(self.metrics, prefix)
         """For programs that know the workers of their models."""
+        self._connections: list[Callable[[], int]] = []
+        self.metrics.observe("open_connections", self._open_connections)
         self.refusals = Refusals(self.metrics)
         """For all who refuse by a limit, connections too."""
 
@@ -61,9 +63,16 @@ class Telemetry:
         """Shows metrics that somebody else counts, such as an engine's own, behind all others; given as they are."""
         self._texts.append(text)
 
+    def count_connections(self, count: Callable[[], int]) -> None:
+        """Show how many connections a server has open; several servers are summed."""
+        self._connections.append(count)
+
     def text(self) -> bytes:
         """All metrics as they are now."""
         return generate_latest(self._registry) + "".join(text() for text in self._texts).encode()
+
+    def _open_connections(self) -> Iterable[tuple[Mapping[str, str], float]]:
+        return [({}, sum(count() for count in self._connections))] if self._connections else []
 
 
 class _Gaps(Collector):

@@ -45,7 +45,7 @@ async def test_max_tokens_and_stop_strings_hold() -> None:
 async def test_requests_go_round_the_workers() -> None:
     async with standard_graph(GraphConfig(workers=3)) as graph:
         drawing = graph.draw("text")
-        assert drawing.count("dyn://penstock.engine.generate/") == 3
+        assert drawing.count("dyn://penstock.backend.generate/") == 3
         texts = [await text_of(graph, chat(text)) for text in "abcd"]
     assert texts == list("abcd")
 
