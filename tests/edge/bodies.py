@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from .attack import Act, Attack
 from .wire import CUT, Answer, Client, chunk, head
@@ -138,8 +139,14 @@ def bodies() -> list[Attack]:
     """All of them."""
     letters = raw_chat(content=json.dumps("x" * 50_000))
     return [
-        *(Attack(f"no request: {name}", post(lambda body=body: body)) for name, body in NONSENSE.items()),  # type: ignore[misc]
-        *(Attack(f"an odd request: {name}", post(lambda body=body: body), FITS) for name, body in ODD.items()),  # type: ignore[misc]
+        *(
+            Attack(f"no request: {name}", post(partial(bytes, body)), group="no request")
+            for name, body in NONSENSE.items()
+        ),
+        *(
+            Attack(f"an odd request: {name}", post(partial(bytes, body)), FITS, group="odd requests")
+            for name, body in ODD.items()
+        ),
         *_encoded(),
         Attack("a body of 10 TB, announced", _announced(10**13), {413}),
         Attack("a body without a length", _announced_none(), {400, CUT}),

@@ -198,14 +198,26 @@ def _expect(value: str) -> Act:
 def heads() -> list[Attack]:
     """All of them."""
     return [
-        *(Attack(f"no HTTP: {name}", raw(data, half_close=True), REFUSED) for name, data in BAD_HEADS.items()),
-        *(Attack(f"a large head: {name}", raw(data), REFUSED) for name, data in LARGE_HEADS.items()),
-        *(Attack(f"an odd head: {name}", raw(data), ANY) for name, data in ODD_HEADS.items()),
         *(
-            Attack(f"smuggled: {name}", raw(data, most=2, time_s=2, half_close=True), ANY, is_smuggled=True)
+            Attack(f"no HTTP: {name}", raw(data, half_close=True), REFUSED, group="no HTTP")
+            for name, data in BAD_HEADS.items()
+        ),
+        *(
+            Attack(f"a large head: {name}", raw(data), REFUSED, group="large heads")
+            for name, data in LARGE_HEADS.items()
+        ),
+        *(Attack(f"an odd head: {name}", raw(data), ANY, group="odd heads") for name, data in ODD_HEADS.items()),
+        *(
+            Attack(
+                f"smuggled: {name}",
+                raw(data, most=2, time_s=2, half_close=True),
+                ANY,
+                is_smuggled=True,
+                group="smuggled",
+            )
             for name, data in SMUGGLED.items()
         ),
-        *(Attack(f"chunks: {name}", raw(data), ANY) for name, data in BAD_CHUNKS.items()),
+        *(Attack(f"chunks: {name}", raw(data), ANY, group="chunks") for name, data in BAD_CHUNKS.items()),
         Attack("chunks: one of 4 GB", _huge_chunk(), {413, CUT}, memory_mb=160),
         Attack("headers, small", _headers_without_end(2), {431, CUT}),
         Attack("headers, full size", _headers_without_end(100), {431, CUT}, is_slow=True),

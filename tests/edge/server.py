@@ -61,9 +61,8 @@ class EdgeServer:
         return int(found[1]) / 1024
 
     def cpu_s(self) -> float:
-        """The CPU time it has used."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """The CPU time that the thread of its loop has used."""
+        return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def sockets(self) -> int:
         """How many sockets it has open."""

@@ -140,9 +140,15 @@ def sizes() -> list[Attack]:
     return [
         *measured(1),
         *measured(10),
-        *(Attack(f"nested: {name}", post(body)) for name, body in DEEP.items()),
+        *(Attack(f"nested: {name}", post(body), group="nested") for name, body in DEEP.items()),
         *(
-            Attack(f"long: {name}", post(body, path), FITS if name in MAY_FIT else {400, 404, 413}, memory_mb=96)
+            Attack(
+                f"long: {name}",
+                post(body, path),
+                FITS if name in MAY_FIT else {400, 404, 413},
+                memory_mb=96,
+                group="long parts",
+            )
             for name, (path, body) in LONG.items()
         ),
     ]

@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from tests.edge.all_attacks import Servers, attacks
-from tests.edge.attack import Attack, Outcome, attempt, problems
+from tests.edge.attack import Attack, Outcome, attempt, attempt_all, problems
 from tests.edge.bodies import post, raw_chat
 from tests.edge.wire import CUT, Answer, Client
 
@@ -33,10 +33,18 @@ def _marks(attack: Attack) -> list[Any]:
     return [pytest.mark.slow] if attack.is_slow else []
 
 
-@pytest.mark.parametrize("attack", [pytest.param(each, marks=_marks(each), id=each.name) for each in ATTACKS])
+@pytest.mark.parametrize(
+    "attack", [pytest.param(each, marks=_marks(each), id=each.name) for each in ATTACKS if not each.group]
+)
 def test_an_attack_stalls_no_other_client_and_leaves_nothing_behind(servers: Servers, attack: Attack) -> None:
     outcome, found = attempt(attack, servers.of(attack))
     assert found == [], outcome.statuses
+
+
+@pytest.mark.parametrize("group", sorted({each.group for each in ATTACKS if each.group}))
+def test_attacks_that_are_over_at_once_leave_nothing_behind(servers: Servers, group: str) -> None:
+    attacks_of_group = [each for each in ATTACKS if each.group == group]
+    assert attempt_all(attacks_of_group, servers.of(attacks_of_group[0])) == []
 
 
 def test_there_are_at_least_thirty_attacks_beside_those_of_the_issue() -> None:
@@ -45,13 +53,14 @@ def test_there_are_at_least_thirty_attacks_beside_those_of_the_issue() -> None:
     assert sum(not each.is_slow and "small" not in each.name for each in ATTACKS) >= 30
 
 
-OUTCOME = Outcome([], quiet_s=0.001, stall_s=0.002, took_s=1, grown_mb=1, kept_mb=0, left_open="")
+OUTCOME = Outcome([], quiet_s=0.001, stall_s=0.002, took_s=1, cpu_s=1, grown_mb=1, kept_mb=0, left_open="")
 
 
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
         ({"stall_s": 0.06}, "another client waited 60 ms"),
+        ({"stall_s": 0.3, "cpu_s": 0}, "another client waited 300 ms"),
         ({"grown_mb": 500}, "memory grew by 500 MB"),
         ({"kept_mb": 500}, "500 MB are still held"),
         ({"left_open": "1 requests"}, "left open: 1 requests"),
@@ -67,6 +76,12 @@ def test_each_way_to_succeed_is_noticed(changed: dict[str, Any], problem: str) -
     assert problems(attack, OUTCOME) == []
     (found,) = problems(attack, attrs.evolve(OUTCOME, **changed))
     assert found.startswith(problem)
+
+
+def test_a_wait_in_which_the_server_did_not_work_is_the_machines() -> None:
+    attack = Attack("x", lambda client: [])
+    assert problems(attack, attrs.evolve(OUTCOME, stall_s=0.06, cpu_s=0.01)) == []
+    assert problems(attack, attrs.evolve(OUTCOME, stall_s=0.06, quiet_s=0.03)) == []
 
 
 def test_a_stall_leak_and_growth_are_seen_from_outside(servers: Servers) -> None:
