@@ -86,6 +86,7 @@ def not_blank(label: str) -> Check:
     return shown(pattern=r"\S")(check)
 
 
+@shown(additionalProperties=False)
 def known_only(unknown: Mapping[str, Any], request: GenerationRequest) -> Iterator[Fault]:
     """No field that has no meaning here; the first of them are named together."""
     deprecated = [name for name in ("functions", "function_call") if getattr(request, name, None) is not None]

@@ -5,11 +5,11 @@ Source: dynamo lib/protocols, chat message content parts; lib/llm/src/protocols/
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from attrs import define
 
-from .wire import InvalidRecord
+from .wire import InvalidRecord, needs
 
 ContentKind = Literal["text", "image_url", "video_url", "audio_url", "input_audio", "refusal"]
 
@@ -34,6 +34,8 @@ class InputAudio:
 @define(slots=True)
 class ContentPart:
     """One part; the field named like `type` holds it. Raises InvalidRecord if that field is not set."""
+
+    wire_needs: ClassVar[dict[str, Any]] = needs("type", {kind: (kind,) for kind in get_args(ContentKind)})
 
     type: ContentKind
     text: str | None = None

@@ -8,13 +8,13 @@ Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions,common
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from attrs import define
 
 from .content import ContentPart
 from .nvext import NvExt
-from .wire import I32, I64, U32, InvalidRecord, rest, skip
+from .wire import I32, I64, U32, InvalidRecord, needs, rest, skip
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 
@@ -36,6 +36,15 @@ class ToolCall:
     type: Literal["function"] = "function"
 
 
+_NEEDED_BY_ROLE: dict[str, tuple[str, ...]] = {
+    "system": ("content",),
+    "developer": ("content",),
+    "user": ("content",),
+    "tool": ("content", "tool_call_id"),
+    "function": ("name",),
+}
+
+
 @define(slots=True)
 class ChatMessage:
     """One message. Which fields it needs depends on its role; keys unknown here are kept for the chat template.
@@ -43,6 +52,8 @@ class ChatMessage:
     Raises InvalidRecord for a message without content (an assistant may have none), a tool message without
     `tool_call_id`, a function message without `name`.
     """
+
+    wire_needs: ClassVar[dict[str, Any]] = needs("role", _NEEDED_BY_ROLE)
 
     role: Role
     content: str | list[ContentPart] | None = None
@@ -60,15 +71,6 @@ class ChatMessage:
         for name in needed:
             if getattr(self, name) is None:
                 raise InvalidRecord(f"is required in a message of role {self.role}", name)
-
-
-_NEEDED_BY_ROLE: dict[str, tuple[str, ...]] = {
-    "system": ("content",),
-    "developer": ("content",),
-    "user": ("content",),
-    "tool": ("content", "tool_call_id"),
-    "function": ("name",),
-}
 
 
 @define(slots=True)
@@ -228,6 +230,8 @@ Prompt: TypeAlias = str | list[str] | list[U32] | list[list[U32]]
 @define(slots=True, kw_only=True)
 class CompletionRequest(GenerationRequest):
     """A text to continue: one prompt or several, as text or as token ids, or `prompt_embeds` instead."""
+
+    wire_needs: ClassVar[dict[str, Any]] = {"anyOf": [{"required": ["prompt"]}, {"required": ["prompt_embeds"]}]}
 
     prompt: Prompt | None = None
     suffix: str | None = None

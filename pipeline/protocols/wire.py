@@ -11,7 +11,7 @@ says `wire_closed: ClassVar[bool] = True`. A class with a wire form of its own h
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from attrs import field, frozen
@@ -70,6 +70,22 @@ class WireRule:
     write: Literal["set", "always", "never", "rest"]
     name: str | None = None
     aliases: tuple[str, ...] = ()
+
+
+def needs(field: str, needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The keywords of JSON Schema for a record whose other fields depend on one: its value -> those that are not null.
+
+    A record has them, or others that its fields alone do not show, as the class variable `wire_needs`.
+    """
+    return {
+        "allOf": [
+            {
+                "if": {"properties": {field: {"const": value}}, "required": [field]},
+                "then": {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}},
+            }
+            for value, names in needed.items()
+        ]
+    }
 
 
 def null(*, name: str | None = None) -> Any:

@@ -25,6 +25,7 @@ from ..openai import encode
 from .availability import Availability, Phase
 from .caller import caller_of
 from .direct import Direct
+from .docs_page import page
 from .edge import Edge, Handlers
 from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .generation import Graph
@@ -93,6 +94,7 @@ def _routes(service: Service, tracer: Tracer | None) -> list[Route]:
         Route(options.models_path, pages.models),
         Route(options.models_path + "/{id:path}", pages.model),
         Route(options.openapi_path, pages.openapi),
+        Route(options.docs_path, pages.docs),
         *_state_routes(pages, options),
     ]
 
@@ -109,12 +111,20 @@ class _Pages:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._description: bytes | None = None
+        self._docs: bytes | None = None
 
     async def openapi(self, request: Request) -> Response:
         """The description of the app, made when it is first asked for."""
         if self._description is None:
             self._description = encode(describe(self._service.options))
         return _json(self._description)
+
+    async def docs(self, request: Request) -> Response:
+        """The same to read."""
+        options = self._service.options
+        if self._docs is None:
+            self._docs = page(describe(options), options.openapi_path)
+        return Response(self._docs, media_type="text/html")
 
     async def models(self, request: Request) -> Response:
         """All models that the caller may use."""

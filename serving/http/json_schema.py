@@ -79,15 +79,18 @@ class Schemas:
         attrs.resolve_types(cls)
         properties: dict[str, Schema] = {}
         required: list[str] = []
-        more = not getattr(cls, "wire_closed", False)
+        whole: Schema = {"additionalProperties": False} if getattr(cls, "wire_closed", False) else {}
+        whole |= getattr(cls, "wire_needs", {})
         for attribute in attrs.fields(cls):
             rule: WireRule = attribute.metadata.get(WIRE_KEY) or WireRule(
                 "set" if attribute.default is None else "always"
             )
+            added = self.keywords.get(cls, {}).get(attribute.name, {})
+            if rule.write == "rest":
+                whole |= added
             if rule.write in ("never", "rest"):
                 continue
             name = rule.name or attribute.name
-            added = self.keywords.get(cls, {}).get(attribute.name, {})
             properties[name] = {**self.of(attribute.type), **added}
             properties |= {alias: properties[name] for alias in rule.aliases if self.mode == "read"}
             if attribute.default is attrs.NOTHING or (self.mode == "write" and rule.write == "always"):
@@ -96,9 +99,7 @@ class Schemas:
         schema: Schema = {"type": "object", "description": about, "properties": properties}
         if required:
             schema["required"] = required
-        if not more and self.mode == "read":
-            schema["additionalProperties"] = False
-        return schema
+        return schema | whole if self.mode == "read" else schema
 
 
 def _either(schemas: list[Schema]) -> Schema:

@@ -156,7 +156,8 @@ def _pages(options: HttpOptions, write: Schemas) -> Schema:
         options.health_path: {"get": _page("Whether requests are taken", "They are.", _STATUS, also=503)},
         options.live_path: {"get": _page("Whether the program runs", "It does.", _STATUS, also=503)},
         options.metrics_path: {"get": _page("All metrics", "Prometheus text.", {"type": "string"}, _TEXT)},
-        options.openapi_path: {"get": _page("This description", "It.", {"type": "object"})},
+        options.openapi_path: {"get": _page("Describe the API", "This description.", {"type": "object"})},
+        options.docs_path: {"get": _page("Describe the API to read", "A page.", {"type": "string"}, "text/html")},
     }
 
 

@@ -45,6 +45,7 @@ class HttpOptions:
     live_path: str = "/live"
     metrics_path: str = "/metrics"
     openapi_path: str = "/openapi.json"
+    docs_path: str = "/docs"
     limits: HttpLimits = HttpLimits()
     request_limits: RequestLimits = RequestLimits()
     shows_internals: bool = True
@@ -78,4 +79,5 @@ _PATHS = {
     "live_path": "LIVE",
     "metrics_path": "METRICS",
     "openapi_path": "OPENAPI",
+    "docs_path": "DOCS",
 }

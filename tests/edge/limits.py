@@ -10,11 +10,8 @@ from collections.abc import Mapping
 VARIABLES: Mapping[str, str] = {
     "head_timeout_s": "PENSTOCK_HEAD_TIMEOUT_S",
     "body_timeout_s": "PENSTOCK_BODY_TIMEOUT_S",
-    "idle_timeout_s": "PENSTOCK_IDLE_TIMEOUT_S",
+    "idle_timeout_s": "PENSTOCK_KEEP_ALIVE_TIMEOUT_S",
     "write_timeout_s": "PENSTOCK_WRITE_TIMEOUT_S",
-    "request_timeout_s": "PENSTOCK_REQUEST_TIMEOUT_S",
-    "max_connections": "PENSTOCK_MAX_CONNECTIONS",
-    "max_body_mb": "DYN_HTTP_BODY_LIMIT_MB",
 }
 
 QUICK: Mapping[str, float] = {

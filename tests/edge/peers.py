@@ -245,7 +245,7 @@ def peers() -> list[Attack]:
         Attack("half closes before the answer", left(20, Connection.half_close, CHAT), none),
         Attack("half closes in the head", raw(half_head, half_close=True), CUT_OFF | {400}),
         Attack("half closes in the body", raw(half_body, half_close=True), CUT_OFF | {400}),
-        Attack("2,000 idle connections", idle(2000), {200}, memory_mb=96),
+        Attack("1,900 idle connections", idle(1900), {200}, memory_mb=96),
         Attack("1,000 connections opened and closed", flood(1000), none),
         Attack("10,000 connections opened and closed", flood(10_000), none, is_slow=True),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 from operators import Detokenize, Model, Preprocess
 from pipeline import Annotated, function_engine
-from pipeline.protocols import FinishReason, LLMEngineOutput
+from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
@@ -50,6 +51,17 @@ async def test_the_app_serves_its_description_at_a_path_of_choice() -> None:
     assert answer.status == 200
     assert answer.json == json.loads(json.dumps(describe(options)))
     assert {"/chat", "/api.json"} <= answer.json["paths"].keys()
+
+
+@pytest.mark.anyio
+async def test_the_page_has_every_path_field_and_limit_and_needs_no_other_file() -> None:
+    answer = await Exchange(app({"m": ScriptedEngine([])}), "/docs", method="GET").run()
+    text, document = answer.content.decode(), describe(HttpOptions())
+    fields = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    for name in (*document["paths"], *fields, *document["x-limits"]):
+        assert name in text
+    assert answer.response_headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.search(r"<script|<link|src=|https?://", text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,9 +103,9 @@ CHECKS = [
 
 
 @function_engine
-async def says_hi(request: Any) -> AsyncIterator[Annotated[LLMEngineOutput]]:
+async def says_hi(request: PreprocessedRequest) -> AsyncIterator[Annotated[LLMEngineOutput]]:
     """Belongs to no loop: schemathesis has a new one for each request."""
-    choices = request.payload.sampling_options.n or 1
+    choices = request.sampling_options.n or 1
     for index in range(choices):
         yield Annotated(LLMEngineOutput(list(b"hi"), index=index))
     for index in range(choices):
