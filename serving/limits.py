@@ -46,7 +46,7 @@ class HttpLimits:
         60.0, "Seconds in which a client must take something of the answer that waits for it; else it is cut."
     )
     max_body_bytes_in_flight: int = setting(
-        1_073_741_824, "Bytes of all bodies that are incomplete or wait for the app; the next ones get 503."
+        1_073_741_824, "Bytes of the bodies of all open requests; the next ones get 503."
     )
     max_open_requests: int = setting(
         10_000, "Requests open at a time, bodies that are still read included; more are refused as overload."

@@ -5,6 +5,7 @@ from pipeline.extras import brought_by
 with brought_by("serve", by=__name__):
     from .application import admin_app, app
     from .availability import Availability, Phase
+    from .gone import ON_GONE
     from .guard import Access
     from .options import HttpOptions
     from .problems import INTERNAL, Problem, Refusal
@@ -16,6 +17,7 @@ with brought_by("serve", by=__name__):
 
 __all__ = [
     "INTERNAL",
+    "ON_GONE",
     "REQUEST_ID",
     "SCHEMA_URL",
     "STATUS_PORT_ENV",

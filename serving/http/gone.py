@@ -1,8 +1,8 @@
-"""Gone: how an app hears of a client that goes away without a task that waits in `receive`.
+"""Gone: how an app notices that its client has left without a task that waits in `receive`.
 
-A server that can call back puts `scope["penstock.on_gone"]` there: a function that takes a callback, calls it once in
-its loop when the client has left, at once if it has by then, and returns what takes the callback back. That saves a
-task and its wait, 1.8 KB of each open request. With any other server the app waits in `receive`.
+A server that can call back, as ours does, puts a function into the scope as `penstock.on_gone`. It takes a callback,
+calls it once in its loop when the client has left, at once if it has by then, and returns what takes the callback back.
+That saves a task and its wait, 1.8 KB of each open request. With any other server the app waits in `receive`.
 """
 
 from __future__ import annotations

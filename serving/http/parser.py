@@ -10,6 +10,9 @@ import anyio
 from anyio import CapacityLimiter, from_thread
 from anyio.lowlevel import RunVar
 
+from pipeline import ResourceExhausted
+from pipeline.errors import ExceededLimit
+
 from .body import Body
 from .options import HttpOptions
 from .request import parse
@@ -18,23 +21,56 @@ T = TypeVar("T")
 
 _WORK_S, _REST_S = 0.002, 0.0002
 
-_threads: RunVar[CapacityLimiter] = RunVar("penstock.parser_threads")
+
+class _Threads:
+    """The threads of one loop, and the bytes of the bodies in them and before them."""
+
+    def __init__(self, count: int) -> None:
+        self.places = CapacityLimiter(count)
+        self.size_bytes = 0
+
+
+_threads: RunVar[_Threads] = RunVar("penstock.parser_threads")
+
+
+class TooMuchToParse(ResourceExhausted):
+    """The long bodies that wait for a thread hold as many bytes as they may. `retry_after_s` is when to try again."""
+
+    retry_after_s = 1.0
 
 
 async def parsed(body: Body, kind: type[T], options: HttpOptions) -> T:
     """Return the record in a body; see `parse` for what is raised.
 
-    The parsing of a long body ends soon after its task is cancelled, which does not wait for that.
+    The parsing of a long body ends soon after its task is cancelled, which does not wait for that. Raise TooMuchToParse
+    if those that are parsed or wait for that, which they do also when their clients have left, hold more than
+    `max_body_bytes_in_flight`.
     """
-    work = partial(parse, body.content, kind, options.limits, options.request_limits)
+    limits = options.limits
+    work = partial(parse, body.content, kind, limits, options.request_limits)
     if body.is_short:
         return work()
+    threads, size_bytes = _threads_of_loop(limits.parser_threads), len(body.content)
+    if 0 < limits.max_body_bytes_in_flight < threads.size_bytes + size_bytes:
+        name, limit = "max_body_bytes_in_flight", limits.max_body_bytes_in_flight
+        raise TooMuchToParse(
+            "too much waits to be parsed", exceeded=ExceededLimit(name, threads.size_bytes + size_bytes, limit)
+        )
+    threads.size_bytes += size_bytes
     try:
-        threads = _threads.get()
+        run = partial(work, pause=_Pause())
+        return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=threads.places)
+    finally:
+        threads.size_bytes -= size_bytes
+
+
+def _threads_of_loop(count: int) -> _Threads:
+    try:
+        return _threads.get()
     except LookupError:
-        threads = CapacityLimiter(options.limits.parser_threads)
+        threads = _Threads(count)
         _threads.set(threads)
-    return await anyio.to_thread.run_sync(partial(work, pause=_Pause()), abandon_on_cancel=True, limiter=threads)
+        return threads
 
 
 class _Pause:

@@ -388,10 +388,8 @@ class Connection(asyncio.Protocol):
         self._written_bytes += len(data)
         self.transport.write(data)
 
-    def body_taken(self, *, is_all: bool) -> None:
-        """The app has taken what waited of the body."""
-        if is_all:
-            self._give_back_body()
+    def body_taken(self) -> None:
+        """The app has taken what waited of the body. Its bytes count until the answer is complete: the app has them."""
         if self._is_paused:
             self._resume()
 

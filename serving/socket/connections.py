@@ -142,16 +142,16 @@ class Connections:
     # -- what they hold
 
     def take_body(self, size_bytes: int) -> Problem | None:
-        """Count bytes of a body that is being read. Return what refuses the body if they are too many in all."""
+        """Count bytes of a body. Return what refuses its request if they are too many in all."""
         self._body_bytes += size_bytes
         limit_bytes = self.limits.max_body_bytes_in_flight
         if 0 < limit_bytes < self._body_bytes:
             exceeded = ExceededLimit("max_body_bytes_in_flight", self._body_bytes, limit_bytes)
-            return _later(Refusal(503, "Too many request bodies are being read", exceeded=exceeded))
+            return _later(Refusal(503, "The requests that are open hold too many bytes", exceeded=exceeded))
         return None
 
     def give_back_body(self, size_bytes: int) -> None:
-        """Count the bytes no longer: the app has the whole body, or it is dropped."""
+        """Count the bytes no longer: the answer is complete, or the request is dropped."""
         self._body_bytes -= size_bytes
 
     # -- time

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..http import INTERNAL
+from ..http import INTERNAL, ON_GONE
 from .answer_head import CLOSE, Headers, answer_head, answer_of
 from .connections import Application, Message
 from .head import Head
@@ -48,7 +49,7 @@ class Line(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
-    def body_taken(self, *, is_all: bool) -> None: ...
+    def body_taken(self) -> None: ...
 
     def answered(self, *, keep_alive: bool) -> None: ...
 
@@ -70,6 +71,7 @@ class Cycle:
         "_left_bytes",
         "_line",
         "_more_body",
+        "_on_gone",
         "awaits_continue",
         "gone",
         "is_complete",
@@ -86,6 +88,7 @@ class Cycle:
         self._more_body = head.length_bytes != 0
         self._delivered = False
         self._changed = Waiters()
+        self._on_gone: Callable[[], object] | None = None
         self._left_bytes = _CHUNKED if head.version == "1.1" else _UNTIL_CLOSE
         self.awaits_continue = head.expects_continue
         self.is_started = self.is_complete = self.left = self.gone = False
@@ -102,6 +105,7 @@ class Cycle:
             "raw_path": head.raw_path,
             "query_string": head.query,
             "headers": head.headers,
+            ON_GONE: self.on_gone,
         }
 
     @property
@@ -127,6 +131,9 @@ class Cycle:
         self.gone = self.gone or is_gone
         self._body = b""
         self._changed.wake()
+        if (callback := self._on_gone) is not None:
+            self._on_gone = None
+            callback()
 
     async def run(self, app: Application) -> None:
         """Run the app; what it raises is logged, and answered where nothing has been yet."""
@@ -141,6 +148,8 @@ class Cycle:
             if not self.is_complete and not self.left:
                 what = "completing" if self.is_started else "starting"
                 _log.error("ASGI callable returned without %s response.", what)
+        finally:
+            self.scope.pop(ON_GONE, None)  # it refers back to this cycle, which would then live until a collection
         if not self.is_complete:
             self._end_early()
 
@@ -153,6 +162,20 @@ class Cycle:
 
     # -- called by the app
 
+    def on_gone(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Call back once the client has left, at once if it has by now; return what takes the callback back.
+
+        There is one callback at a time.
+        """
+        if self.left:
+            callback()
+        else:
+            self._on_gone = callback
+        return self._forget_callback
+
+    def _forget_callback(self) -> None:
+        self._on_gone = None
+
     async def receive(self) -> Message:
         """Return the next part of the body, or `http.disconnect` once the answer is complete or the client left."""
         if self.awaits_continue and not self.is_started:
@@ -163,7 +186,7 @@ class Cycle:
                 body, self._body = self._body, b""
                 self._delivered = not self._more_body
                 more = self._more_body
-                self._line.body_taken(is_all=not more)
+                self._line.body_taken()
                 return {"type": "http.request", "body": body, "more_body": more}
             await self._changed.wait()
         return {"type": "http.disconnect"}

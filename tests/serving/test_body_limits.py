@@ -22,7 +22,7 @@ from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from serving.http import HttpOptions
 from serving.http.body import ArrivingBody, Body
-from serving.http.parser import parsed
+from serving.http.parser import TooMuchToParse, parsed
 from serving.http.request import parse
 from serving.limits import HttpLimits
 
@@ -310,6 +310,32 @@ def test_a_request_that_is_cancelled_does_not_wait_for_its_parsing_which_ends_so
             assert len((await parsed(LONG_BODY, CompletionRequest, HttpOptions())).prompt) == 300_001  # type: ignore[arg-type]
 
     monkeypatch.setattr("serving.http.parser.parse", endless)
+    anyio.run(run)
+
+
+def test_bodies_that_wait_to_be_parsed_are_bounded_also_when_their_clients_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = threading.Event()
+
+    def parsing(*_: Any, **__: Any) -> Any:
+        may_end.wait(10)
+
+    monkeypatch.setattr("serving.http.parser.parse", parsing)
+    options = HttpOptions(limits=HttpLimits(max_body_bytes_in_flight=5 * len(LONG_BODY.content)))
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(parsed, LONG_BODY, CompletionRequest, options)
+            await anyio.sleep(0.05)
+            with pytest.raises(TooMuchToParse) as refused:
+                await parsed(LONG_BODY, CompletionRequest, options)
+            assert refused.value.exceeded is not None
+            assert refused.value.exceeded.name == "max_body_bytes_in_flight"
+            may_end.set()
+        await parsed(LONG_BODY, CompletionRequest, options)
+
     anyio.run(run)
 
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from pipeline.testing import ScriptedEngine, Stall
+from serving.http import ON_GONE
 from serving.http import app as http_app
 from serving.socket.connections import client_of
 
@@ -253,6 +254,73 @@ async def test_bodies_beyond_the_budget_of_all_get_503_and_the_others_go_on(serv
         assert (await served.ask(data)).status == 200
         while app.running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_body_counts_until_its_request_is_answered(serve: Any) -> None:
+    """The app has it in memory as long, in one form or another."""
+    may_answer = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await may_answer.wait()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async with serve(app, max_body_bytes_in_flight=MB) as served:
+        first = await served.connect()
+        await first.send(post(bytes(600_000)))
+        while served.server._connections._body_bytes < 600_000:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (await served.ask(post(bytes(600_000)))).status == 503
+        may_answer.set()
+        assert (await first.answer()).status == 204
+        assert (await served.ask(post(bytes(600_000)))).status == 204
+
+
+async def test_an_app_is_called_back_once_when_its_client_has_left(serve: Any) -> None:
+    calls: list[str] = []
+    left = asyncio.Event()
+
+    def note(what: str) -> None:
+        calls.append(what)
+        left.set()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        on_gone = scope[ON_GONE]
+        on_gone(lambda: note("taken back"))()
+        on_gone(lambda: note("left"))
+        await left.wait()
+        on_gone(lambda: note("late"))
+
+    async with serve(app) as served:
+        raw = await served.connect()
+        await raw.send(post(b"{}"))
+        await asyncio.sleep(0.05)
+        assert calls == []
+        await raw.close()
+        with anyio.fail_after(5):
+            while len(calls) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert calls == ["left", "late"]
+
+
+async def test_an_app_is_not_called_back_after_its_answer(serve: Any) -> None:
+    calls: list[str] = []
+    scopes: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        scopes.append(scope)
+        scope[ON_GONE](lambda: calls.append("left"))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async with serve(app) as served:
+        assert (await served.ask(post(b"{}"))).status == 204
+    assert calls == []
+    assert ON_GONE not in scopes[0], "the scope would keep its request alive"
 
 
 async def test_a_body_is_read_no_faster_than_the_app_takes_it(serve: Any) -> None:
