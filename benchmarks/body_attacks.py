@@ -199,7 +199,7 @@ class Measured:
 
 async def send(body: bytes, path: str, *, part_bytes: int = PART_BYTES) -> Measured:
     """Send the body to a new app, and measure the turns of the loop meanwhile."""
-    status, answer, at, done = 0, b"", 0, False
+    status, answer, at, whole_s, done = 0, b"", 0, 0.0, False
     scope = {
         "type": "http",
         "method": "POST",
