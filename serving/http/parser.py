@@ -12,6 +12,7 @@ from anyio.lowlevel import RunVar
 
 from pipeline import ResourceExhausted
 from pipeline.errors import ExceededLimit
+from pipeline.loop import time_held
 
 from .body import Body
 from .options import HttpOptions
@@ -59,7 +60,8 @@ async def parsed(body: Body, kind: type[T], options: HttpOptions) -> T:
     threads.size_bytes += size_bytes
     try:
         run = partial(work, pause=_Pause())
-        return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=threads.places)
+        with time_held():
+            return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=threads.places)
     finally:
         threads.size_bytes -= size_bytes
 

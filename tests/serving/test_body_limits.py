@@ -370,3 +370,12 @@ def test_no_error_repeats_much_of_its_request(path: str, field: dict[str, Any]) 
     found = anyio.run(send, body, path)
     assert found.status == 400
     assert len(found.answer) < 1000
+
+
+@pytest.mark.anyio
+async def test_virtual_time_does_not_pass_while_a_long_body_is_parsed() -> None:
+    began_s = anyio.current_time()
+    with anyio.move_on_after(3600) as hour:
+        await parsed(LONG_BODY, CompletionRequest, HttpOptions())
+    assert not hour.cancelled_caught
+    assert anyio.current_time() - began_s < 60
