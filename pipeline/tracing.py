@@ -172,7 +172,7 @@ def _below(
     Where the request carries none, the span that is current in the caller's task counts, if there is one.
     """
     above = _trace_of(request)
-    if above is UNTRACED:
+    if above is not None and (above is UNTRACED or _is_left_out(trace.get_current_span(above))):
         return request, trace.INVALID_SPAN
     said: dict[str, AttributeValue] = {REQUEST_ID: request.id}
     if attributes:
@@ -182,6 +182,15 @@ def _below(
     inner = request.with_payload(request.payload)
     inner.trace = trace.set_span_in_context(span, above)
     return inner, span
+
+
+def _is_left_out(above: Span) -> bool:
+    """Whether the sampler has left out the request: a span below would repeat that, at half the cost of a real one.
+
+    The decision of another process is not ours, and a span that has ended was sampled all the same.
+    """
+    ids = above.get_span_context()
+    return ids.is_valid and not ids.is_remote and not ids.trace_flags.sampled and not above.is_recording()
 
 
 async def _until_ended(asked: Awaitable[ResponseStream[Any]], request: Context[Any], span: Span) -> ResponseStream[Any]:

@@ -422,6 +422,27 @@ async def test_a_request_that_is_not_sampled_passes_through_the_stages_as_they_a
     assert spans.finished == {}
 
 
+async def test_below_a_span_that_is_left_out_none_is_made(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ids go on."""
+    request = Context(None)
+    request.trace = RequestSpan("GET /", {"traceparent": f"00-{TRACE}-{SPAN}-00"}, spans.tracer).trace
+    monkeypatch.setattr(type(spans.tracer), "start_span", None)
+    sent: list[dict[str, str]] = []
+    graph = spans.of(Saying(lambda inner: sent.append(inject(inner))), ScriptedEngine([1]))
+    assert await (await graph.generate(request)).collect() == [1]
+    assert sent == [inject(request)]
+    assert sent[0]["traceparent"].endswith("-00")
+
+
+async def test_below_a_span_that_has_ended_there_are_spans_all_the_same(spans: Spans) -> None:
+    """Work in the background may begin after the stage that started it."""
+    span, request = RequestSpan("GET /", {}, spans.tracer), Context(None)
+    request.trace = span.trace
+    span.end()
+    await (await spans.of(ScriptedEngine([1])).generate(request)).collect()
+    assert spans.finished["ScriptedEngine"].parent == spans.finished["GET /"].context
+
+
 async def test_the_text_of_an_error_is_cut_and_has_no_traceback(spans: Spans, open_streams: OpenStreams) -> None:
     with pytest.raises(Disconnected):
         await spans.of(ScriptedEngine([], fails=Disconnected("x" * 100_000))).generate(Context(None))
