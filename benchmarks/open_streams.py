@@ -1,6 +1,6 @@
 """What an open HTTP stream that waits costs: its memory by owner, its tasks, and the resident memory of the server.
 
-python -m benchmarks.open_streams [--engine echo|mocker] [--streams 1000] [--router kv] [--top 30]
+python -m benchmarks.open_streams [--engine echo|mocker] [--streams 1000] [--router kv] [--top 30] [--pause-s 30]
 
 The server runs in this process as `penstock serve` would, over its standard graph; a second process opens the streams,
 reads the first token of each and waits. An allocation belongs to the last function of this project, uvicorn or
@@ -19,13 +19,13 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
 
 import anyio
-from attrs import asdict, field, frozen
+from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
@@ -54,8 +54,8 @@ class Measured:
     """`bytes_by_owner` and `bytes_by_line` of all streams together, traced; `resident_bytes` untraced."""
 
     streams: int
-    bytes_by_owner: Counter[str] = field(converter=Counter)
-    bytes_by_line: Counter[str] = field(converter=Counter)
+    bytes_by_owner: Mapping[str, int]
+    bytes_by_line: Mapping[str, int]
     tasks: int
     resident_bytes: int
 
@@ -195,12 +195,12 @@ def _table(name: str, traced: Measured, plain: Measured, top: int) -> Table:
     table.add_column("owner")
     table.add_column("KiB", justify="right")
     kib = 1024 * traced.streams
-    for owner, size in traced.bytes_by_owner.most_common():
+    for owner, size in Counter(traced.bytes_by_owner).most_common():
         table.add_row(owner, f"{size / kib:.2f}")
-    table.add_row("all that is traced", f"{traced.bytes_by_owner.total() / kib:.2f}")
+    table.add_row("all that is traced", f"{sum(traced.bytes_by_owner.values()) / kib:.2f}")
     table.add_row("resident memory", f"{plain.resident_bytes / 1024 / plain.streams:.2f}")
     table.add_row("tasks", f"{traced.tasks / traced.streams:.2f}")
-    for where, size in traced.bytes_by_line.most_common(top):
+    for where, size in Counter(traced.bytes_by_line).most_common(top):
         table.add_row(f"  {where}", f"{size / kib:.2f}")
     return table
 

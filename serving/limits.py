@@ -58,3 +58,6 @@ class HttpLimits:
     request_timeout_s: float = setting(
         86_400.0, "Seconds that a request may take as a whole; then it fails, with 504 before its first item."
     )
+    max_whole_answer_bytes: int = setting(
+        268_435_456, "Bytes that an answer which is not streamed may take in memory; a longer one fails with 400."
+    )

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Protocol
 
 from pipeline import Annotated
+from pipeline.errors import ExceededLimit
 from pipeline.protocols import BackendOutput
 from pipeline.sse import encode
 
 from ..openai import Answer, Chunks
 from .event_writer import EventWriter
+from .problems import Refusal
+
+_ITEM_BYTES = 64
+"""What an item takes in an answer beside its text (measured: 67 for a short token)."""
+
+_CANDIDATE_BYTES = 256
+"""What a token or candidate with its log probability takes (measured: 258)."""
 
 
 class Delivery(Protocol):
@@ -56,10 +65,15 @@ class StreamDelivery:
 
 
 class WholeDelivery:
-    """One answer; annotations are for streams only."""
+    """One answer, of at most `limit_bytes` as it is held (0: no limit); annotations are for streams only.
 
-    def __init__(self, answer: Answer) -> None:
+    `take` raises Refusal (400) for what goes beyond.
+    """
+
+    def __init__(self, answer: Answer, limit_bytes: int = 0) -> None:
         self._answer = answer
+        self._limit_bytes = limit_bytes or inf
+        self._held_bytes = 0
 
     async def room(self) -> None:
         return
@@ -68,6 +82,14 @@ class WholeDelivery:
         return
 
     def take(self, output: BackendOutput, prompt: int) -> bool:
+        self._held_bytes += _ITEM_BYTES + len(output.text or "")
+        if output.top_logprobs is not None or output.log_probs is not None:
+            positions = output.top_logprobs or ()
+            self._held_bytes += _CANDIDATE_BYTES * sum(1 + len(candidates) for candidates in positions)
+            self._held_bytes += _CANDIDATE_BYTES * len(output.log_probs or ())
+        if self._held_bytes > self._limit_bytes:
+            limit = ExceededLimit("max_whole_answer_bytes", self._held_bytes, self._limit_bytes)
+            raise Refusal(400, "The answer is too long for one piece: ask for a stream", "validation", exceeded=limit)
         self._answer.add(output, prompt)
         return False
 

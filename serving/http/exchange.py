@@ -49,7 +49,8 @@ class Exchange:
         """Answers with one body. Raises what failed, or ClientDisconnect; nothing is sent then."""
         self._watch()
         try:
-            self._raise_unanswered(await self.generation.run(WholeDelivery(answer)))
+            delivery = WholeDelivery(answer, self.options.limits.max_whole_answer_bytes)
+            self._raise_unanswered(await self.generation.run(delivery))
             body = answer.to_json()
             headers = reply_headers(JSON_TYPE)
             self._writer = writer = self._make_writer([*headers, (b"content-length", b"%d" % len(body))])
