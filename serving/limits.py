@@ -43,7 +43,7 @@ class HttpLimits:
     min_body_bytes_per_s: int = setting(1_000, "Bytes a second that a body must bring, as a mean of that time.")
     keep_alive_timeout_s: float = setting(75.0, "Seconds that a connection may be idle between requests.")
     write_timeout_s: float = setting(
-        60.0, "Seconds in which a client must take something of the answer that waits for it; else it is cut."
+        120.0, "Seconds in which a client must take something of the answer that waits for it; else it is cut."
     )
     max_body_bytes_in_flight: int = setting(
         1_073_741_824, "Bytes of the bodies of all open requests; the next ones get 503."
