@@ -8,7 +8,6 @@ schemas.components                  ──►  every record met so far, by name
 from __future__ import annotations
 
 import types
-import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -46,7 +45,7 @@ class Schemas:
 
     def of(self, kind: Any) -> Schema:
         """The schema of a type: records by reference, all others in full."""
-        if isinstance(kind, typing.Hashable) and kind in _PLAIN:
+        if _is_plain(kind):
             return dict(_PLAIN[kind])
         for mark in getattr(kind, "__metadata__", ()):
             if isinstance(mark, IntRange):
@@ -100,6 +99,13 @@ class Schemas:
         if required:
             schema["required"] = required
         return schema | whole if self.mode == "read" else schema
+
+
+def _is_plain(kind: Any) -> bool:
+    try:
+        return kind in _PLAIN
+    except TypeError:  # a type that has no hash, which is none of them
+        return False
 
 
 def _either(schemas: list[Schema]) -> Schema:

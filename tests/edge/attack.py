@@ -170,12 +170,13 @@ def _answer_problems(attack: Attack, answer: Answer) -> list[str]:
 
 def attempt(attack: Attack, server: EdgeServer, tries: int = TRIES) -> tuple[Outcome, list[str]]:
     """The outcome and its problems; repeated while others waited too long, and nothing else was wrong."""
-    for left in reversed(range(tries)):
+    outcome = carry_out(attack, server)
+    found = problems(attack, outcome)
+    for _ in range(tries - 1):
+        if len(found) != 1 or not found[0].startswith("another client") or not server.is_running:
+            break
         outcome = carry_out(attack, server)
         found = problems(attack, outcome)
-        only_stall = len(found) == 1 and found[0].startswith("another client")
-        if not (left and only_stall and server.is_running):
-            break
     return outcome, found
 
 

@@ -6,7 +6,6 @@ Every strategy follows the type of its field, so that a new field is fuzzed as s
 from __future__ import annotations
 
 import types
-import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -57,8 +56,8 @@ _SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 
 def values_of(kind: Any, depth: int = 2) -> st.SearchStrategy[Any]:
     """Plain values of a field's type, at the ends of its range too; below `depth` records only what they need."""
-    if isinstance(kind, type | typing._SpecialForm) and kind in _SIMPLE:
-        return _SIMPLE[kind]
+    if (simple := _SIMPLE.get(kind)) is not None:
+        return simple
     if (
         mark := next((mark for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, IntRange)), None)
     ) is not None:

@@ -77,6 +77,7 @@ async def _hold(service: Any, caplog: Any, case: Case) -> None:
 
 async def _ask(exchange: Exchange) -> bool:
     """Send the request, and go away if the answer takes too long; return whether that was so."""
+    left = False
     with anyio.fail_after(HANG_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(exchange.run)

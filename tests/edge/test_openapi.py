@@ -126,7 +126,7 @@ def operations(change: Callable[[dict[str, Any]], object] = bool) -> list[Any]:
 def hold(operation: Any, mode: GenerationMode, examples: int = 25) -> None:
     """Hold every check over so many requests, right ones or wrong ones."""
 
-    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(case=operation.as_strategy(generation_mode=mode))
     def answers(case: Any) -> None:
         if isinstance(case.body, dict):

@@ -78,9 +78,9 @@ def test_fifty_streams_keep_their_rate_beside_a_prompt_of_two_megabytes(tmp_path
         write_model_folder(tmp_path)
         options += ["--model-path", str(tmp_path), "--model-name", "echo"]
     with edge_server({}, *options) as server:
-        for left in reversed(range(TRIES)):
-            quiet_s, beside_s = measured(server)
-            if beside_s <= TIMES * quiet_s or not left:
-                break
+        quiet_s, beside_s = measured(server)
+        for _ in range(TRIES - 1):  # what else runs on the machine does not come three times
+            if beside_s > TIMES * quiet_s:
+                quiet_s, beside_s = measured(server)
     print(f"p99 {quiet_s * 1000:.1f} ms undisturbed, {beside_s * 1000:.1f} ms beside")  # noqa: T201
     assert beside_s <= TIMES * quiet_s
