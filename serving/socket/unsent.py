@@ -10,7 +10,7 @@ try:
     from fcntl import ioctl
     from termios import TIOCOUTQ  # the same number as SIOCOUTQ, see tcp(7)
 except ImportError:  # there are none on Windows
-    ioctl = None  # type: ignore[assignment]
+    ioctl, TIOCOUTQ = None, 0  # type: ignore[assignment, misc]
 
 UNSENT_BYTES = 128 * 1024
 """Bytes that the system takes of an answer beyond what is on its way; by default it takes megabytes."""

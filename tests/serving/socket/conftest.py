@@ -88,8 +88,9 @@ class Served:
     async def connect(self, **how: Any) -> Raw:
         if "ssl" in how:
             how["server_hostname"] = "127.0.0.1"
-        where = () if "sock" in how else ("127.0.0.1", self.port)
-        raw = Raw(*await asyncio.open_connection(*where, **how))
+        if "sock" not in how:
+            how |= {"host": "127.0.0.1", "port": self.port}
+        raw = Raw(*await asyncio.open_connection(**how))
         self._opened.append(raw)
         return raw
 

@@ -191,9 +191,10 @@ async def test_pipelined_requests_are_answered_in_their_order(serve: Any) -> Non
             for start in range(0, len(data), 777):
                 await raw.send(data[start : start + 777])
 
+        bodies: list[bytes] = []
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(send)
-            bodies = [(await raw.answer()).body for _ in range(count)]
+            bodies += [(await raw.answer()).body for _ in range(count)]
         assert bodies == [b"POST /  %d" % n if n % 2 else b"GET /%d  " % n for n in range(count)]
 
 
