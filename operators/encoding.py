@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 from pipeline import InvalidArgument
@@ -13,6 +14,7 @@ from .tokenizer import CutsText, checked_unicode
 
 _IDS_AT_ONCE = 16_384
 """Token ids that are written in one step."""
+_CHARACTERS_AT_ONCE = 262_144
 
 
 def encoded(model: Model, place: str, unbroken_max: int, give_up: GiveUp, text: str) -> list[int]:
@@ -46,6 +48,12 @@ def json_of_ids(token_ids: Sequence[int]) -> str:
     """The ids as a JSON list, written in steps between which other threads run."""
     steps = (token_ids[at : at + _IDS_AT_ONCE] for at in range(0, len(token_ids), _IDS_AT_ONCE))
     return f"[{','.join(','.join(map(str, step)) for step in steps)}]"
+
+
+def json_of_text(text: str) -> str:
+    """The text as JSON, written in such steps too."""
+    steps = (text[at : at + _CHARACTERS_AT_ONCE] for at in range(0, len(text), _CHARACTERS_AT_ONCE))
+    return f'"{"".join(json.dumps(step, ensure_ascii=False)[1:-1] for step in steps)}"'
 
 
 def _pieces(model: Model, text: str, unbroken_max: int) -> Iterator[str]:

@@ -15,7 +15,7 @@ from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .chat_template import never
-from .encoding import beyond_context, encoded, json_of_ids
+from .encoding import beyond_context, encoded, json_of_ids, json_of_text
 from .model import Model
 from .prompt import prompt_of
 from .prompt_size import prompt_characters
@@ -164,13 +164,14 @@ def preprocess(
     else:
         token_ids = list(asked)
         _check_token_ids(token_ids, model, "prompt" if given is None else "nvext.token_data")
-    annotations = [
-        Annotated[BackendOutput].from_annotation(name, value)
-        for name, value in ((REQUEST_ID, request_id), (FORMATTED_PROMPT, prompt))
-        if name in wanted and isinstance(value, str)
+    values = {
+        REQUEST_ID: json_of_text(request_id) if REQUEST_ID in wanted else None,
+        FORMATTED_PROMPT: json_of_text(prompt) if FORMATTED_PROMPT in wanted and isinstance(prompt, str) else None,
+        TOKEN_IDS: json_of_ids(token_ids) if TOKEN_IDS in wanted and given is None else None,
+    }
+    annotations: list[Annotated[BackendOutput]] = [
+        Annotated(None, event=name, comment=[text]) for name, text in values.items() if text is not None
     ]
-    if TOKEN_IDS in wanted and given is None:
-        annotations.append(Annotated(None, event=TOKEN_IDS, comment=[json_of_ids(token_ids)]))
     return in_tokens(request, model, token_ids), annotations
 
 

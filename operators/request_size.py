@@ -52,11 +52,24 @@ def check_size(request: GenerationRequest, limits: RequestLimits) -> None:
     if isinstance(request, ChatCompletionRequest):
         field, (characters, parts) = "messages", _of_messages(request.messages)
         _at_most("max_content_parts", parts, limits.max_content_parts, "messages", "content parts")
+        _check_tool_calls(request.messages, limits.max_tool_call_characters)
     else:
         field, characters = "prompt", _characters(request)
     _at_most("max_prompt_characters", characters, limits.max_prompt_characters, field, "characters")
     _at_most("max_token_ids", _token_ids(request), limits.max_token_ids, "prompt", "token ids")
     _check_stops(request.stop, limits.max_stop_characters)
+
+
+def _check_tool_calls(messages: Sequence[ChatMessage], threshold: int) -> None:
+    """Their arguments are read as JSON, each in one piece."""
+    for i, message in enumerate(messages if threshold else ()):
+        for j, call in enumerate(message.tool_calls or ()):
+            size = len(call.function.arguments)
+            if size > threshold:
+                field = f"messages[{i}].tool_calls[{j}].function.arguments"
+                text = f"Validation: {field.capitalize()} must have at most {threshold} characters, got {size}"
+                exceeded = ExceededLimit("max_tool_call_characters", size, threshold)
+                raise InvalidArgument(text, field=field, exceeded=exceeded)
 
 
 def _check_stops(stop: str | Sequence[str | int] | None, threshold: int) -> None:

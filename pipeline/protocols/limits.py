@@ -24,6 +24,7 @@ class RequestLimits:
         4_096, "Entries in one of the other lists and objects: `metadata`, `guided_choice`, `nvext.annotations`, ..."
     )
     max_stop_characters: int = setting(1_024, "Characters in one stop string.")
+    max_tool_call_characters: int = setting(262_144, "Characters in the arguments of one tool call of a chat.")
     max_unbroken_characters: int = setting(
         262_144, "Characters in a row of a prompt that the tokenizer cannot cut, as a word without an end."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from threading import Event, get_ident
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators import WHOLE_CHAT, ByteTokenizer, ChatTemplate, Model, Preprocess
+from operators.encoding import json_of_ids, json_of_text
 from operators.prompt_size import prompt_characters
 from pipeline import Cancelled, CodecError, Context, InvalidArgument, PenstockError, Segment, link
 from pipeline.codec import from_plain
@@ -175,3 +177,13 @@ def test_the_size_of_a_prompt_is_at_least_what_is_in_it(words: list[str], tools:
     assert prompt_characters(text([1] * len(words)), 10**9) == len(words)
     assert prompt_characters(text(words), 10**9) >= len("".join(words))
     assert prompt_characters(chat(nvext={"token_data": [1] * 50}), 20) == 50
+
+
+@given(text=st.text(), ids=st.lists(st.integers(0, 2**32 - 1)))
+def test_json_that_is_written_in_steps_is_read_as_what_it_was(text: str, ids: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("operators.encoding._CHARACTERS_AT_ONCE", 2)
+        patched.setattr("operators.encoding._IDS_AT_ONCE", 2)
+        assert json.loads(json_of_text(text)) == text
+        assert json.loads(json_of_ids(ids)) == ids
+    assert json_of_text(text) == json.dumps(text, ensure_ascii=False)
