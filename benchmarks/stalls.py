@@ -175,7 +175,7 @@ async def measure(port: int, streams: int, seconds: float, characters: int) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stalls", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stalls", description="Streams beside long prompts.")
     parser.add_argument("--checkout", type=Path, default=Path.cwd(), help="whose server is measured")
     parser.add_argument("--models", nargs="+", choices=["bytes", "bpe"], default=["bytes", "bpe"])
     parser.add_argument("--streams", type=int, default=50)
