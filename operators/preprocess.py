@@ -57,10 +57,10 @@ class Preprocess(
     who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here. A request
     beyond one of the `limits` is refused with that limit in the error's `exceeded`.
 
-    A prompt longer than `inline_prompt_characters` is checked, rendered and tokenized in a thread, as `work` has it,
-    and costs the loop nothing. Raises TooManyPrompts if too many wait for a thread, and Cancelled, at once, if the
-    request is stopped or killed meanwhile: the thread stops after the piece of text that it is at, and is not waited
-    for. What that asks of tokenizers is in `Tokenizer`.
+    A prompt longer than `inline_prompt_characters` is checked, rendered and tokenized in a thread, as `work` has it, so
+    that the loop goes on with others. Raises TooManyPrompts if too many wait for a thread, and Cancelled, at once, if
+    the request is stopped or killed meanwhile: the thread stops after the piece of text that it is at, and is not
+    waited for. What that asks of tokenizers is in `Tokenizer`.
 
     The stream is the next stage's own, unless the request asks for something: of the annotations (`nvext.annotations`)
     `request_id`, `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt
@@ -70,7 +70,7 @@ class Preprocess(
     below share and `pipeline.phase.tracker_of` finds. Who asks for its workers or its timing (`nvext.extra_fields`, or
     a `query_instance_id:` annotation) has them in the `routing_data` of the first and the last item. `perf_s` is a
     clock for what tokenizing takes, as `time.perf_counter`: without one that is the loop's, which may know milliseconds
-    only. Without `wall_ms` nothing is tracked.
+    only, and what is tokenized in a thread is not timed. Without `wall_ms` nothing is tracked.
 
     Source: dynamo lib/llm/src/preprocessor.rs, OpenAIPreprocessor.
     """
