@@ -66,8 +66,8 @@ def _link_to_plain(link: BaseException) -> dict[str, Any]:
     kind = {"Backend": link.kind} if isinstance(link, BackendError) else link.type_name
     record: dict[str, Any] = {"error_type": kind, "message": link.message}
     details = {name: getattr(link, name, None) for name in _details_of(type(link))}
-    if isinstance(details.get("exceeded"), ExceededLimit):
-        details["exceeded"] = asdict(details["exceeded"])
+    if isinstance(exceeded := details.get("exceeded"), ExceededLimit):
+        details["exceeded"] = asdict(exceeded)
     if details := {name: value for name, value in details.items() if value is not None}:
         record["details"] = details
     return record

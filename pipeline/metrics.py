@@ -72,8 +72,9 @@ class Buckets:
 class Instrument:
     """One row of the table.
 
-    A counter is added to, an up_down moved both ways, a gauge set, an observed gauge looked at, and into a histogram
-    values are put. A histogram's `buckets` may also be its bounds themselves. `optional` labels may be left out.
+    A counter is added to, or looked at where something else counts; an up_down is moved both ways, a gauge set, an
+    observed gauge looked at, and into a histogram values are put. A histogram's `buckets` may also be its bounds
+    themselves. `optional` labels may be left out.
     """
 
     name: str
@@ -129,7 +130,6 @@ TABLE: dict[Family, tuple[Instrument, ...]] = {
             "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
         ),
         Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
-        Instrument("open_connections", "observed", "", "Connections that clients have open", ()),
         Instrument("refused_requests_total", "counter", "", "Requests and connections a limit refused", ("limit",)),
         Instrument(
             "model_rejection_total", "counter", "", "Requests refused because all is busy", (*_MODEL, "endpoint")
@@ -230,13 +230,22 @@ class Metrics:
         the same meter. `look` must not wait and may be called in any thread; what it raises is logged, and so are wrong
         labels: its values are not shown then.
         """
+        return self._observe(name, look, "observed")
+
+    def observe_counter(self, name: str, look: Look) -> Callable[[], None]:
+        """`observe` for a counter whose values, which only grow, are counted elsewhere; nothing is added to it then."""
+        return self._observe(name, look, "counter")
+
+    def _observe(self, name: str, look: Look, kind: Kind) -> Callable[[], None]:
         row, full_name = self._row(name), self.full_name(name)
-        if row.kind != "observed":
+        if row.kind != kind:
             raise ValueError(f"{name} is a {row.kind}")
         observed = _observed.setdefault(self._meter, {})
         if (observers := observed.get(full_name)) is None:
             observers = observed[full_name] = _Observers(full_name, self._labels[name])
-            self._meter.create_observable_gauge(full_name, [observers], row.unit, row.description)
+            is_counter = kind == "counter"
+            make = self._meter.create_observable_counter if is_counter else self._meter.create_observable_gauge
+            make(full_name, [observers], row.unit, row.description)
         return observers.add(look)
 
     def buckets(self, name: str) -> tuple[float, ...]:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider, ObservableGauge
+from opentelemetry.sdk.metrics import MeterProvider, ObservableCounter, ObservableGauge
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from pipeline.metrics import Metrics
+from pipeline.metrics import Instrument, Metrics
 
 from .model_gauges import ModelGauges
 from .refusals import Refusals
@@ -24,6 +24,7 @@ from .token_gaps import GapCounts, TokenGaps
 from .worker_gauges import WorkerGauges
 
 _GAPS = "inter_token_latency_seconds"
+_OPEN_CONNECTIONS = Instrument("open_connections", "observed", "", "Connections that clients have open", ())
 _OBSERVED_SERIES = 1_000_000
 """How many series of an observed gauge there may be: the SDK counts those that have gone, too."""
 
@@ -40,7 +41,7 @@ class Telemetry:
             disable_target_info=True,
             scope_info_enabled=False,
             registry=self._registry,
-            cardinality_limits={ObservableGauge: _OBSERVED_SERIES},
+            cardinality_limits={ObservableGauge: _OBSERVED_SERIES, ObservableCounter: _OBSERVED_SERIES},
         )
         self._provider = MeterProvider([reader], Resource.get_empty(), shutdown_on_exit=False)
         self.meter = meter = self._provider.get_meter("penstock")
@@ -55,7 +56,8 @@ class Telemetry:
         self.models = ModelGauges(self.metrics, prefix)
         """For programs that know the workers of their models."""
         self._connections: list[Callable[[], int]] = []
-        self.metrics.observe("open_connections", self._open_connections)
+        shown = Metrics(meter, prefix=prefix, rows=[_OPEN_CONNECTIONS])
+        shown.observe(_OPEN_CONNECTIONS.name, self._open_connections)
         self.refusals = Refusals(self.metrics)
         """For all who refuse by a limit, connections too."""
 

@@ -85,7 +85,7 @@ async def test_a_request_that_was_sent_again_has_its_attempts(chat: Any, stream:
         def failing(self: Any, *_: Any) -> Any:
             raise Disconnected("gone")
 
-        first.engine.generate = failing  # type: ignore[method-assign]
+        first.engine.generate = failing
         exchanges = [await chat(service, stream=stream, max_tokens=2).run() for _ in range(2)]
     assert [exchange.response_headers[WORKER] for exchange in exchanges] == [f"{second.worker_id:x}"] * 2
     assert sorted(exchange.response_headers["x-penstock-attempts"] for exchange in exchanges) == ["1", "2"]
