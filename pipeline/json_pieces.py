@@ -45,8 +45,8 @@ def decode_in_pieces(
     """Return the value of a JSON text that is a list or an object, as `decode` would.
 
     `pause` is called after each piece of about `window` bytes, at least 64; what it raises ends the decoding. Raise
-    InvalidArgument for a text that is no JSON, is neither list nor object, or has a name longer than a piece or many
-    pieces of blanks or brackets alone.
+    InvalidArgument for a text that is no JSON, is neither list nor object, has names of fields that fill a piece
+    without a comma between them, or many pieces of blanks or brackets alone.
     """
     with memoryview(text) as view:
         return _Pieces(view, decode, pause, max(window, 64)).run()

@@ -88,6 +88,7 @@ class HttpServer:
             timeout_graceful_shutdown=_FLUSH_S,
         )
         self._open_files = OpenFiles(listener.fileno()) if is_first else None
+        self._is_over = False
         self._connections = Connections(limits, refused=refused, trusted=trusted)
         self._server = _Uvicorn(application, config, self._open_files, self._connections, tls)
 
@@ -105,10 +106,11 @@ class HttpServer:
             try:
                 await self._cut_off()
             finally:
+                self._is_over = True
                 self._connections.abort()
-            _uvicorn_log.setLevel(level)
-            if self._open_files is not None:
-                loop.set_exception_handler(handler)
+                _uvicorn_log.setLevel(level)
+                if self._open_files is not None:
+                    loop.set_exception_handler(handler)
 
     def count_connections(self) -> int:
         """How many connections are open now; from any thread."""
@@ -116,7 +118,8 @@ class HttpServer:
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ends `run`; `at_once` without waiting for connections. Nothing is logged about those that are cut off."""
-        _uvicorn_log.setLevel(logging.CRITICAL)
+        if not self._is_over:
+            _uvicorn_log.setLevel(logging.CRITICAL)
         self._server.should_exit = True
         if at_once:
             self._server.force_exit = True

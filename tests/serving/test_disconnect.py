@@ -373,7 +373,8 @@ async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(chat: Any, s
         tasks.start_soon(running.run)
         await anyio.sleep(1)
         await availability.drain(5 if isinstance(script[0], Stall) else 10)
-    assert (running.status, running.json) == (503, SHUTTING_DOWN | {"type": "Service Unavailable"})
+    wanted = SHUTTING_DOWN | {"type": "Service Unavailable", "request_id": running.response_headers["x-request-id"]}
+    assert (running.status, running.json) == (503, wanted)
     assert 'error_type="unavailable"' in telemetry.text().decode()
     assert 'error_type="cancelled"' not in telemetry.text().decode()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -179,6 +180,22 @@ async def test_a_drained_server_lets_its_answers_finish(token: Any, last: Any) -
         await availability.drain(5)
         server.stop()
     assert texts == ["a", "b", ""]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stopped", "stopped twice"])
+async def test_a_server_that_has_ended_leaves_the_log_levels_as_they_were(how: str) -> None:
+    log = logging.getLogger("uvicorn.error")
+    level = log.level
+    server = HttpServer(app({"m": ScriptedEngine([])}), listen("127.0.0.1", 0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.run)
+        await anyio.sleep(0.05)
+        server.stop()
+        if how == "cancelled":
+            tasks.cancel_scope.cancel()
+    if how == "stopped twice":
+        server.stop()
+    assert log.level == level
 
 
 def test_a_port_that_is_taken_is_an_error_at_once() -> None:

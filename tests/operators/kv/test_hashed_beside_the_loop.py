@@ -14,6 +14,7 @@ from operators.kv.hashed_prompts import hash_beside_the_loop
 from operators.kv.router_request import RouteRequest
 from operators.prompt_threads import PromptThreads, offer_threads, offered_threads
 from pipeline import Annotated, Cancelled, Context, InvalidArgument, link
+from pipeline.block_hash import block_hash_array
 from pipeline.codec import from_plain
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.anyio
 def hashing_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads in which prompts are hashed."""
     threads: list[int] = []
-    hashed = block_hash.block_hash_array
+    hashed = block_hash_array
 
     def noted(*args: Any, **options: Any) -> Any:
         threads.append(get_ident())

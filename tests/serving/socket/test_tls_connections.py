@@ -69,7 +69,7 @@ async def test_plain_http_at_a_port_with_tls_gets_400(serve: Any, certificates: 
 async def test_a_handshake_that_does_not_come_to_its_end_is_cut(
     serve: Any, certificates: Any, first: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serve(tls=certificates[0], head_timeout_s=0.3) as served:
+    async with serve(tls=certificates[0], tls_handshake_timeout_s=0.3) as served:
         raw = await served.connect()
         await raw.send(first)
         with anyio.fail_after(5):
