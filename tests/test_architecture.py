@@ -93,7 +93,7 @@ DOORS = {
     "blake3": {"pipeline/card_checksum.py"},
     "cattrs": {"pipeline/codec.py"},
     "json5": {"pipeline/model_folder.py"},
-    "httptools": {"serving/socket/chunked.py", "serving/socket/head.py"},
+    "httptools": {f"serving/socket/{name}.py" for name in ("__init__", "chunked", "head")},
     "httpx2": {f"serving/live/{name}.py" for name in ("address", "client", "exchange")},
     "jinja2": {"operators/chat_template.py"},
     "msgspec": {"pipeline/codec.py", "pipeline/frames.py", "pipeline/wire_decoders.py", "serving/openai/encoding.py"},
