@@ -5,15 +5,14 @@ Source: dynamo lib/llm/src/engines.rs, the echo engine. Other than there, it fol
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from itertools import cycle, islice
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar
 
-import anyio
 from anyio.lowlevel import checkpoint
 from attrs import frozen
 
-from pipeline import InvalidArgument
+from pipeline import Control, InvalidArgument
+from pipeline.loop import Alarm, loop_clock
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 
 from .generate_context import GenerateContext
@@ -46,23 +45,43 @@ class EchoEngine(LLMEngine):
     async def generate(
         self, request: PreprocessedRequest, context: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        answer, control, delay_s = _Answer.to(request), context.control, self.delay_s
-        for said, output in enumerate(answer.outputs()):
-            if delay_s:
-                with anyio.move_on_after(delay_s):
-                    await control.stopped()
-            elif said % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
-                await checkpoint()
-            if control.is_stopped:
-                yield answer.cancelled(said, output.index)
-                return
-            yield output
+        answer, control = _Answer.to(request), context.control
+        pauses = _Pauses(control, self.delay_s) if self.delay_s else None
+        try:
+            for said in range(answer.chunks):
+                if pauses is not None:
+                    await pauses.next()
+                elif said % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
+                    await checkpoint()
+                if control.is_stopped:
+                    yield answer.cancelled(said)
+                    return
+                yield answer.output(said)
+        finally:
+            if pauses is not None:
+                pauses.forget()
 
     async def cleanup(self) -> None:
         """There is nothing to release."""
 
     async def health_check_payload(self) -> Mapping[str, Any]:
         return health_payload()
+
+
+class _Pauses:
+    """Waits before each chunk that a stop ends. `forget` after the last one."""
+
+    __slots__ = ("_alarm", "_control", "_delay_s", "_now", "forget")
+
+    def __init__(self, control: Control, delay_s: float) -> None:
+        self._control, self._delay_s = control, delay_s
+        self._now, self._alarm = loop_clock(), Alarm()
+        self.forget = control.on_stop(self._alarm.ring)
+
+    async def next(self) -> None:
+        """Return after the delay, or on stop or kill; after either at once."""
+        if not self._control.is_stopped:
+            await self._alarm.wait(self._now() + self._delay_s)
 
 
 @frozen
@@ -92,24 +111,29 @@ class _Answer:
             length = min(length, most) if not (prompt and stop.ignore_eos) else most
         return cls(prompt, length, FinishReason.LENGTH if length == most else FinishReason.STOP, choices)
 
-    def outputs(self) -> Iterator[LLMEngineOutput]:
-        """All chunks in order; where there is one choice they have no index."""
-        indexes = [None] if self.choices == 1 else range(self.choices)
-        tokens = islice(cycle(self.prompt), self.length_tokens)
-        for token_id in islice(tokens, self.length_tokens - 1 if self.length_tokens else 0):
-            for index in indexes:
-                yield LLMEngineOutput([token_id], index=index)
-        last = list(tokens)
-        for index in indexes:
-            output = LLMEngineOutput(last[:], index=index, finish_reason=self.finish)
-            if index == indexes[-1]:
-                output.completion_usage = self._usage(self.length_tokens * self.choices)
-            yield output
+    @property
+    def chunks(self) -> int:
+        """How many there are, of all choices; one of each also if it has no token."""
+        return max(self.length_tokens, 1) * self.choices
 
-    def cancelled(self, said: int, index: int | None) -> LLMEngineOutput:
+    def output(self, said: int) -> LLMEngineOutput:
+        """The chunk after so many; where there is one choice it has no index."""
+        place = said // self.choices
+        token_ids = [self.prompt[place % len(self.prompt)]] if self.length_tokens else []
+        output = LLMEngineOutput(token_ids, index=self._index(said))
+        if place >= self.length_tokens - 1:
+            output.finish_reason = self.finish
+            if said == self.chunks - 1:
+                output.completion_usage = self._usage(self.length_tokens * self.choices)
+        return output
+
+    def cancelled(self, said: int) -> LLMEngineOutput:
         """The last chunk of an answer that was given up after so many tokens."""
-        output = LLMEngineOutput([], index=index, finish_reason=FinishReason.CANCELLED)
+        output = LLMEngineOutput([], index=self._index(said), finish_reason=FinishReason.CANCELLED)
         return output.with_usage(self._usage(said))
+
+    def _index(self, said: int) -> int | None:
+        return None if self.choices == 1 else said % self.choices
 
     def _usage(self, completion_tokens: int) -> CompletionUsage:
         return CompletionUsage.of(len(self.prompt), completion_tokens)

@@ -5,7 +5,8 @@ Source: dynamo lib/backend-common/src/engine.rs, GenerateContext.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from pipeline import AnyContext, Control
 
@@ -70,13 +71,13 @@ class GenerateContext:
     def is_killed(self) -> bool:
         return self.control.is_killed
 
-    async def stopped(self) -> None:
-        """Returns on stop or kill; at once if that has happened already."""
-        await self.control.stopped()
+    def stopped(self) -> Coroutine[Any, Any, None]:
+        """Await stop or kill; returns at once if that has happened already."""
+        return self.control.stopped()
 
-    async def killed(self) -> None:
-        """Returns on kill; a plain stop does not wake it."""
-        await self.control.killed()
+    def killed(self) -> Coroutine[Any, Any, None]:
+        """Await kill; a plain stop does not wake it."""
+        return self.control.killed()
 
     def stop_generating(self) -> None:
         """Asks for an early, orderly end of this request."""

@@ -105,7 +105,7 @@ class WorkerLoads:
             return UNCOUNTED
         arrival = self._arrivals[instance_id]
         self._set(instance_id, WorkerLoad(load.in_flight + 1, load.device_type, load.ranks))
-        return Once(lambda: self._ended(instance_id, arrival))
+        return Once(self._ended, instance_id, arrival)
 
     def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
         """Takes in what instances report, until disposed.

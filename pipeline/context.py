@@ -7,7 +7,7 @@ Source: dynamo lib/runtime/src/pipeline/context.rs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
@@ -131,13 +131,13 @@ class Context(Generic[T_co]):
         """Ends the request at once."""
         self.control.kill()
 
-    async def stopped(self) -> None:
-        """Returns on stop or kill; at once if that has happened already."""
-        await self.control.stopped()
+    def stopped(self) -> Coroutine[Any, Any, None]:
+        """Await stop or kill; returns at once if that has happened already."""
+        return self.control.stopped()
 
-    async def killed(self) -> None:
-        """Returns on kill."""
-        await self.control.killed()
+    def killed(self) -> Coroutine[Any, Any, None]:
+        """Await kill."""
+        return self.control.killed()
 
 
 AnyContext = Context[Any]

@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from anyio import Event, NoEventLoopError, get_current_task, sleep_until
+from anyio import CancelScope, Event, NoEventLoopError, get_current_task, sleep_until
 from anyio.abc import AsyncBackend
 from anyio.lowlevel import current_token
 
@@ -161,10 +161,11 @@ class Bell:
     an item. A ring that nobody waits for is lost, so look before you wait.
     """
 
-    __slots__ = ("_make_future", "_waiting")
+    __slots__ = ("_loop", "_waiting")
 
     def __init__(self) -> None:
-        self._make_future = getattr(current_token().native_token, "create_future", None)
+        loop = current_token().native_token
+        self._loop: Any = loop if hasattr(loop, "create_future") else None
         self._waiting: Any = None
 
     def ring(self) -> None:
@@ -172,33 +173,36 @@ class Bell:
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
-        if self._make_future is None:
+        if self._loop is None:
             waiting.set()
         elif not waiting.done():  # a cancelled wait has left it behind
             waiting.set_result(None)
 
     async def wait(self) -> None:
         """Returns when it is rung."""
-        if self._make_future is None:
+        if self._loop is None:
             self._waiting = event = Event()
             await event.wait()
         else:
-            self._waiting = future = self._make_future()
+            self._waiting = future = self._loop.create_future()
             await future
 
 
 class Alarm:
-    """Wakes the one task that waits for a time; made and waited for in one loop.
+    """Wakes the one task that waits for a time; made, rung and waited for in one loop.
 
-    What `anyio.sleep_until` does, on asyncio at half the cost: for those who sleep again and again.
+    What `anyio.sleep_until` does, on asyncio at half the cost: for those who sleep again and again. A ring wakes before
+    the time; one that nobody waits for is lost.
     """
 
-    __slots__ = ("_loop", "_rest")
+    __slots__ = ("_loop", "_rest", "_timer", "_waiting")
 
     def __init__(self) -> None:
         loop = current_token().native_token
         self._loop: Any = loop if hasattr(loop, "call_at") else None
         self._rest: Any = getattr(loop, "call_at_rest", None)
+        self._timer: Any = None
+        self._waiting: Any = None
 
     @property
     def is_exact(self) -> bool:
@@ -206,17 +210,29 @@ class Alarm:
         return self._rest is not None
 
     async def wait(self, deadline_s: float) -> None:
-        """Returns at that time of the loop's clock, or at once if it is past."""
+        """Returns at that time of the loop's clock, or at once if it is past, or when it is rung before."""
         if self._loop is None:
-            await sleep_until(deadline_s)
+            with CancelScope() as self._waiting:
+                await sleep_until(deadline_s)
             return
-        future = self._loop.create_future()
-        timer = self._loop.call_at(deadline_s, _wake, future)
+        self._waiting = future = self._loop.create_future()
+        self._timer = timer = self._loop.call_at(deadline_s, _wake, future)
         try:
             await future
         except BaseException:
             timer.cancel()
             raise
+
+    def ring(self) -> None:
+        """Wakes the task that waits, if one does."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        if self._loop is None:
+            waiting.cancel()
+        else:
+            self._timer.cancel()
+            _wake(waiting)
 
     async def settle(self) -> None:
         """Returns when all else that happens at this moment has; at once on a loop that cannot tell."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVarTuple, Unpack
 
 from .loop import call_soon, running_loop
 
+Arguments = TypeVarTuple("Arguments")
+
 
 class Once:
-    """Runs its action on the first `release()` and never again.
+    """Runs its action, with these arguments, on the first `release()` and never again.
 
     Give one to the stream that keeps a reservation (`ResponseStream(items, context, once)`) and release it in the
     generator's `finally` too: the stream covers the ways out on which the generator never started. The action must
@@ -16,10 +19,11 @@ class Once:
     finds none. What it raises goes to the caller of `release`, and is logged after a drop.
     """
 
-    __slots__ = ("_action", "_loop")
+    __slots__ = ("_action", "_arguments", "_loop")
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self._action: Callable[[], object] | None = action
+    def __init__(self, action: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
+        self._action: Callable[..., object] | None = action
+        self._arguments: tuple[Any, ...] = arguments  # half of what a closure over them takes, as long as it is held
         self._loop = running_loop()
 
     @property
@@ -29,12 +33,14 @@ class Once:
     def release(self) -> None:
         """Runs the action, unless that has been done."""
         action, self._action = self._action, None
+        arguments, self._arguments = self._arguments, ()
         if action is not None:
-            action()
+            action(*arguments)
 
     def cancel(self) -> bool:
         """Drops the action without running it; False if it was released or cancelled before."""
         action, self._action = self._action, None
+        self._arguments = ()
         return action is not None
 
     def release_soon(self) -> None:

@@ -22,17 +22,23 @@ class Registry:
     __slots__ = ("_shared", "_unique")
 
     def __init__(self) -> None:
-        self._shared: dict[str, Any] = {}
-        self._unique: dict[str, Any] = {}
+        self._shared: dict[str, Any] | None = None  # made when there is something to put in
+        self._unique: dict[str, Any] | None = None
 
     def insert_shared(self, key: str, value: object) -> None:
         """Puts a value that every stage may read; replaces what the key held."""
-        self._unique.pop(key, None)
+        if self._unique:
+            self._unique.pop(key, None)
+        if self._shared is None:
+            self._shared = {}
         self._shared[key] = value
 
     def insert_unique(self, key: str, value: object) -> None:
         """Puts a value that one stage may take; replaces what the key held."""
-        self._shared.pop(key, None)
+        if self._shared:
+            self._shared.pop(key, None)
+        if self._unique is None:
+            self._unique = {}
         self._unique[key] = value
 
     def get(self, key: str, kind: type[V]) -> V:
@@ -41,11 +47,12 @@ class Registry:
 
     def get_optional(self, key: str, kind: type[V]) -> V | None:
         """The shared value, or None if there is none. Raises RegistryError if it is of another type."""
-        return self.get(key, kind) if key in self._shared else None
+        return self.get(key, kind) if self._shared and key in self._shared else None
 
     def take_unique(self, key: str, kind: type[V]) -> V:
         """The unique value, which then is gone. Raises RegistryError, and leaves it, as `get` does."""
         value = _checked(self._unique, key, kind)
+        assert self._unique is not None, "it holds the value"
         del self._unique[key]
         return value
 
@@ -54,8 +61,8 @@ class Registry:
         return deepcopy(_checked(self._unique, key, kind))
 
 
-def _checked(entries: dict[str, Any], key: str, kind: type[V]) -> V:
-    if key not in entries:
+def _checked(entries: dict[str, Any] | None, key: str, kind: type[V]) -> V:
+    if entries is None or key not in entries:
         raise RegistryError(f"no entry {key!r}")
     value = entries[key]
     if not isinstance(value, kind):

@@ -90,7 +90,7 @@ class InProcessServing(Serving):
             self._idle = anyio.Event()
         self._calls[call] = None
         metered = None if self._meter is None else self._meter.begun(request.payload)
-        ended = Once(lambda: self._end(call, request, metered))
+        ended = Once(self._end, call, request, metered)
         try:
             stream = await self._ask(call, request)
         except BaseException:
