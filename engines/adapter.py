@@ -186,6 +186,23 @@ async def _only(item: Awaitable[Chunks]) -> AsyncGenerator[Chunks, None]:
 class _Call:
     """One request under way: its contexts, its span, its abort, and how far it has come."""
 
+    __slots__ = (
+        "_abort",
+        "_awaits_token",
+        "_engine",
+        "_error",
+        "_error_kind",
+        "_is_begun",
+        "_is_complete",
+        "_record",
+        "_rules",
+        "_span",
+        "_stamps_last",
+        "context",
+        "ended",
+        "request",
+    )
+
     ended: Once
 
     def __init__(

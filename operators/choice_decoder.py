@@ -17,6 +17,8 @@ from pipeline.protocols import FinishReason, PreprocessedRequest
 from .stop_matcher import StopMatcher
 from .text_decoder import TextDecoder
 
+_NO_IDS: frozenset[int] = frozenset()
+
 
 @frozen
 class StopRules:
@@ -33,12 +35,14 @@ class StopRules:
     def of(cls, request: PreprocessedRequest) -> StopRules:
         """The rules a request asks for."""
         conditions = request.stop_conditions
-        model_ids = {*(conditions.stop_token_ids_hidden or ()), *request.eos_token_ids}
+        model_ids = frozenset([*(conditions.stop_token_ids_hidden or ()), *request.eos_token_ids])
+        hidden_ids = frozenset([*(conditions.stop_token_ids or ()), *(conditions.stop_token_ids_hidden or ())])
+        # A set takes 216 bytes for as long as the request is open. Most have no ids of their own.
         return cls(
             min_tokens=conditions.min_tokens or 0,
-            visible_ids=frozenset(conditions.stop_token_ids_visible or ()),
-            hidden_ids=frozenset([*(conditions.stop_token_ids or ()), *(conditions.stop_token_ids_hidden or ())]),
-            model_ids=frozenset(model_ids),
+            visible_ids=frozenset(conditions.stop_token_ids_visible or ()) or _NO_IDS,
+            hidden_ids=hidden_ids or _NO_IDS,
+            model_ids=(hidden_ids if model_ids == hidden_ids else model_ids) or _NO_IDS,
             stops=tuple(conditions.stop or ()),
             include_stop=bool(request.sampling_options.include_stop_str_in_output),
         )
@@ -57,7 +61,7 @@ class ChoiceDecoder:
         self._decoder = decoder
         self._rules = rules
         self._min_tokens = rules.min_tokens
-        self._stop_ids = rules.visible_ids | rules.hidden_ids
+        self._stop_ids = rules.visible_ids | rules.hidden_ids if rules.visible_ids else rules.hidden_ids
         self._matcher = StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
         self._count = 0
         self.finish: FinishReason | None = None

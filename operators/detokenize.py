@@ -90,6 +90,10 @@ async def _decode(
         raise failure
 
 
+_ONLY_CHOICE = frozenset([0])
+"""The choices of nearly every request, shared by all of them."""
+
+
 class Decoding:
     """All choices of one request. Pure; `is_over` once there is nothing left to wait for from the engine."""
 
@@ -106,7 +110,7 @@ class Decoding:
         self._state = request.migration_state if count == 1 else None
         if self._state is not None:
             self._choices[0].resume(self._state.held_text)
-        self._unfinished = set(range(count))
+        self._unfinished = _ONLY_CHOICE if count == 1 else frozenset(range(count))
         self.is_over = False
 
     def convert(self, item: Annotated[LLMEngineOutput]) -> Annotated[BackendOutput] | None:
@@ -134,7 +138,7 @@ class Decoding:
         if choice.finish is not None:
             finish, stop_reason = choice.finish, choice.stop_reason
         if finish is not None:
-            self._unfinished.discard(index)
+            self._unfinished -= {index}
             self.is_over = not self._unfinished and any(choice.finish is not None for choice in self._choices)
         return item.transfer(self._chunk(output, text, tokens, finish, stop_reason))
 

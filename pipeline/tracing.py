@@ -179,6 +179,8 @@ def _below(
         said.update(attributes)
     target = None if link is None else linked(link)
     span = tracer.start_span(name, above, attributes=said, links=None if target is None else [Link(target)])
+    if above is None and not span.get_span_context().is_valid:  # nothing traces, so nothing has to hang below
+        return request, trace.INVALID_SPAN
     inner = request.with_payload(request.payload)
     inner.trace = trace.set_span_in_context(span, above)
     return inner, span
@@ -269,6 +271,8 @@ class OpenSpan:
 
     `context` is the request as it is below this span; give that one on. Ends with `end`, once.
     """
+
+    __slots__ = ("_span", "context")
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from .generation import Graph
 from .guard import Access
 from .openapi import describe
 from .options import HttpOptions
-from .problems import INTERNAL, Problem, Refusal
+from .problems import Problem, Refusal
 from .request_record import RequestRecord
 from .server_span import TracedEndpoint
 from .service import Service, served
@@ -77,7 +77,7 @@ def admin_app(
 
 
 def _application(service: Service, routes: Sequence[Route], middleware: Sequence[Middleware]) -> Edge:
-    handlers: Handlers = {HTTPException: _unroutable, Refusal: _refused, Exception: _failed}
+    handlers: Handlers = {HTTPException: _unroutable, Refusal: _refused}
     return Edge(routes, handlers, service.options, service.telemetry.refusals, middleware)
 
 
@@ -192,7 +192,3 @@ async def _unroutable(request: Request, error: Exception) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     return _problem(request, error.problem)
-
-
-async def _failed(request: Request, _: Exception) -> Response:
-    return _problem(request, INTERNAL)

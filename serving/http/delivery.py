@@ -42,6 +42,8 @@ class Delivery(Protocol):
 class StreamDelivery:
     """Frames through a writer, which begins once no prompt can fail with a status any more."""
 
+    __slots__ = ("_chunks", "_not_begun", "_writer")
+
     def __init__(self, writer: EventWriter, chunks: Chunks, prompts: int) -> None:
         self._writer = writer
         self._chunks = chunks

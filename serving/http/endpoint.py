@@ -84,7 +84,6 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Every error becomes an answer; a client that is gone gets none."""
         record, span = RequestRecord.of(scope), span_of(scope)
-        headers = record.headers
         try:
             open_request = self._service.open_requests.admit(caller_of(scope).identity)
         except PenstockError as error:
@@ -92,8 +91,8 @@ class GenerationEndpoint:
             return
         with open_request:
             try:
-                request, caller = await self._read(headers, receive), caller_of(scope)
-                apply_key(caller, request, headers.values, nvext=self._service.options.nvext)
+                request, caller = await self._read(record.headers, receive), caller_of(scope)
+                apply_key(caller, request, record.headers.values, nvext=self._service.options.nvext)
             except ClientDisconnect:
                 span.ended(CLIENT_GONE)
                 return
@@ -141,6 +140,7 @@ class GenerationEndpoint:
             metadata = record.headers.metadata(self._service.options.limits)
             record.context = context = Context(request, id=record.id, metadata=metadata)
             span.covers(context, record.headers.values)
+            record.forget_headers()
             prompts = self._prompts(request)
             span.asked(request, self._api.endpoint, len(prompts))
             availability = self._service.availability

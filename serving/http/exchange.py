@@ -19,7 +19,7 @@ from .generation import Generation
 from .gone import OnGone
 from .options import HttpOptions
 from .problems import Refusal, explain
-from .reply import JSON_TYPE, STREAM_TYPE, Headers, reply_headers
+from .reply import JSON_HEADERS, STREAM_HEADERS, Headers
 from .side_task import SideTask, Work, end, task_starter
 from .time_limits import Patience
 
@@ -52,8 +52,7 @@ class Exchange:
             delivery = WholeDelivery(answer, self.options.limits.max_whole_answer_bytes)
             self._raise_unanswered(await self.generation.run(delivery))
             body = answer.to_json()
-            headers = reply_headers(JSON_TYPE)
-            self._writer = writer = self._make_writer([*headers, (b"content-length", b"%d" % len(body))])
+            self._writer = writer = self._make_writer([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
             writer.put_whole(body)
             await writer.sent()
             self._raise_unanswered(None)
@@ -65,8 +64,7 @@ class Exchange:
 
         Raises what failed before, or ClientDisconnect.
         """
-        headers = reply_headers(STREAM_TYPE)
-        self._writer = writer = self._make_writer(headers, self.options.keep_alive_s)
+        self._writer = writer = self._make_writer(STREAM_HEADERS, self.options.keep_alive_s)
         self._watch()
         try:
             failure = await self.generation.run(StreamDelivery(writer, chunks, chunks.form.prompts))

@@ -81,7 +81,8 @@ class Generation:
                 await self._read_all(delivery)
             if self._reading.cancelled_caught:
                 self._explain_short_end(self.context, begun=True)
-        except Exception as failure:
+        except BaseException as error:
+            failure = _lost_request(error)
             return self._cut_by_server(failure) or failure
         finally:
             self.is_complete = True
@@ -100,7 +101,8 @@ class Generation:
 
     def _read_all(self, delivery: Delivery) -> Awaitable[None]:
         if len(self.prompts) == 1:
-            return self._read(self.context.with_payload(self.prompts[0]), 0, delivery)
+            only, whole = self.prompts[0], self.context
+            return self._read(whole if only is whole.payload else whole.with_payload(only), 0, delivery)
         return self._read_each(delivery)
 
     async def _read_each(self, delivery: Delivery) -> None:
@@ -124,19 +126,15 @@ class Generation:
 
     async def _read_part(self, part: Context[OpenAIRequest], position: int, delivery: Delivery) -> None:
         log_as_part(part)
-        await self._read(part, position, delivery)
-
-    async def _read(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
-        """Reads one prompt's stream. Whatever a stage raises comes as an Exception: it loses this request only."""
         try:
-            await self._read_stream(context, prompt, delivery)
+            await self._read(part, position, delivery)
         except Exception:
             raise
         except BaseException as error:
-            raise_if_ours(error)
-            raise to_error(error) from error
+            raise _lost_request(error) from error
 
-    async def _read_stream(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
+    async def _read(self, context: Context[OpenAIRequest], prompt: int, delivery: Delivery) -> None:
+        """Reads one prompt's stream. Raises whatever a stage does, also what is no Exception: see `_lost_request`."""
         leading, begun, finished = 0, False, False
         self._readers += 1
         async with await self.graph.generate(context) as stream:
@@ -207,6 +205,16 @@ class Generation:
         self.context.kill()
         if self._forget_patience is None and not self.is_complete:
             self._forget_patience = call_later(KILL_GRACE_S, self._reading.cancel)
+
+
+def _lost_request(error: BaseException) -> Exception:
+    """What a stage raised, as an Exception: it loses this request only. Raises what is not a stage's."""
+    if isinstance(error, Exception):
+        return error
+    raise_if_ours(error)
+    failure = to_error(error)
+    failure.__cause__ = error
+    return failure
 
 
 def _raise_error(item: Annotated[BackendOutput]) -> None:

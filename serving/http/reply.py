@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.types import Send
 
 from .problems import Problem
 from .request_record import RequestRecord
 
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 JSON_TYPE = b"application/json"
 STREAM_TYPE = b"text/event-stream"
 
 
-def reply_headers(media_type: bytes) -> Headers:
-    """The headers of any answer; the edge adds the request id."""
-    headers = [(b"content-type", media_type)]
-    if media_type == STREAM_TYPE:
-        headers.append((b"cache-control", b"no-cache"))
-    return headers
+JSON_HEADERS: Headers = ((b"content-type", JSON_TYPE),)
+STREAM_HEADERS: Headers = ((b"content-type", STREAM_TYPE), (b"cache-control", b"no-cache"))
+"""The headers of any answer, shared by all; the edge adds the request id."""
 
 
 async def reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
@@ -34,5 +33,4 @@ async def reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
 async def reply_problem(send: Send, problem: Problem, record: RequestRecord) -> None:
     """Answer the request with the problem as JSON, with its own headers; a refusal by a limit is noted."""
     record.note(problem)
-    headers = reply_headers(JSON_TYPE) + problem.headers()
-    await reply(send, problem.status, headers, problem.body(record.id))
+    await reply(send, problem.status, [*JSON_HEADERS, *problem.headers()], problem.body(record.id))

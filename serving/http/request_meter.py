@@ -25,6 +25,25 @@ UNKNOWN_MODEL = "unknown_model"
 class RequestMeter:
     """Counts a request while the block runs. Without a verdict, by `ended`, it counts as an internal error."""
 
+    __slots__ = (
+        "_error_type",
+        "_gaps",
+        "_has_begun",
+        "_labels",
+        "_last",
+        "_metrics",
+        "_model",
+        "_now",
+        "_started",
+        "_status",
+        "_workers",
+        "finish_reasons",
+        "first_tokens_s",
+        "input_tokens",
+        "output_tokens",
+        "trackers",
+    )
+
     def __init__(self, telemetry: Telemetry, model: str | None, endpoint: str, streams: bool) -> None:
         self._metrics = telemetry.metrics
         self._model = model or UNKNOWN_MODEL

@@ -34,6 +34,7 @@ KEY = "penstock.request"
 OWN_REQUEST_ID = b"x-penstock-request-id"
 """Header with the id of a request whose client named it otherwise in `x-request-id`."""
 _REQUEST_ID = REQUEST_ID.encode()
+_NO_HEADERS = RequestHeaders({})
 
 _access = logging.getLogger("serving.access")
 
@@ -52,8 +53,10 @@ class RequestRecord:
     _refusals: Refusals
     shows_workers: bool
     headers: RequestHeaders = field(init=False)
+    """Those of the request, until `forget_headers`."""
     id: str = field(init=False)
     client_id: str | None = field(init=False, default=None)
+    _echo: str | None = field(init=False, default=None)
     status: int = field(init=False, default=0)
     model: str | None = field(init=False, default=None)
     span_trace_id: str | None = field(init=False, default=None)
@@ -65,7 +68,7 @@ class RequestRecord:
     def __attrs_post_init__(self) -> None:
         self.headers = RequestHeaders.of(self.scope)
         self.id = self.headers.request_id()
-        echo = self.headers.echo
+        echo = self._echo = self.headers.echo
         if echo is not None and uuid_of(echo) is None:
             self.client_id = echo
 
@@ -76,6 +79,10 @@ class RequestRecord:
         assert isinstance(record, cls)
         return record
 
+    def forget_headers(self) -> None:
+        """The request is read: its headers are not kept for as long as its answer lasts."""
+        self.headers = _NO_HEADERS
+
     def send(self, message: Message) -> Awaitable[None]:
         """The `send` of the app: notes the status, and completes the headers of the answer."""
         if message["type"] == "http.response.start":
@@ -84,7 +91,7 @@ class RequestRecord:
         return self._raw_send(message)
 
     def _answer_headers(self) -> list[tuple[bytes, bytes]]:
-        echo = self.headers.echo
+        echo = self._echo
         headers = [(_REQUEST_ID, (self.id if echo is None else echo).encode("ascii"))]
         if self.client_id is not None:
             headers.append((OWN_REQUEST_ID, self.id.encode()))

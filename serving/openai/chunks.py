@@ -28,14 +28,16 @@ from .usage import UsageCount
 class Chunks(ABC):
     """Renders the items of one answer; remembers which choices have begun."""
 
+    __slots__ = ("_around", "_choices_per_prompt", "_plain", "_usage", "form")
+
     def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
         self.form = form
         self._usage = usage
         # Only a form without these has chunks that differ in nothing but their text.
         self._plain = not (form.continuous_usage or form.logprobs or form.extra_fields)
         self._choices_per_prompt = form.choices_per_prompt
-        self._begun: set[int] = set()
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._around: dict[int, tuple[bytes, bytes] | None] = {}
+        """Of each choice that has begun what stands around its text; None where that changes."""
 
     def frame(self, output: BackendOutput, prompt: int = 0) -> bytes | None:
         """The event of one item; None where the item shows nothing, such as half a character."""
@@ -57,10 +59,11 @@ class Chunks(ABC):
         shows_logprobs = self.form.logprobs is not None and bool(output.log_probs)
         if not (output.text or output.finish_reason or nvext or shows_logprobs):
             return None
-        plain = self._finished(self._chunk([self._choice(output, index, first=index not in self._begun)]))
-        self._begun.add(index)
-        if self._plain and index not in self._around:
-            self._around[index] = around(self._finished(self._chunk([self._text_choice(index)])))
+        is_first = index not in self._around
+        plain = self._finished(self._chunk([self._choice(output, index, first=is_first)]))
+        if is_first:
+            text_chunk = self._finished(self._chunk([self._text_choice(index)])) if self._plain else None
+            self._around[index] = None if text_chunk is None else around(text_chunk)
         return event(plain if nvext is None else plain | {"nvext": to_plain(nvext)})
 
     def _finished(self, chunk: ChatCompletionChunk | Completion) -> dict[str, Any]:
@@ -88,6 +91,8 @@ class Chunks(ABC):
 class ChatChunks(Chunks):
     """Chunks of a chat; the role comes with the first one of each choice."""
 
+    __slots__ = ()
+
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(self.form.id, self.form.created, self.form.model, choices)
 
@@ -106,6 +111,8 @@ class ChatChunks(Chunks):
 
 class CompletionChunks(Chunks):
     """Chunks of a text completion."""
+
+    __slots__ = ("_offsets",)
 
     def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
         super().__init__(form, usage)

@@ -9,6 +9,9 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 
 from .logprobs import LogprobForm
 
+_NO_FIELDS: frozenset[str] = frozenset()
+"""Shared: an empty set takes 216 bytes, for as long as the answer lasts."""
+
 
 @frozen
 class AnswerForm:
@@ -49,7 +52,7 @@ class AnswerForm:
             include_usage=asked or force_usage,
             continuous_usage=options is not None and bool(options.continuous_usage_stats) and (asked or force_usage),
             logprobs=_logprobs(request),
-            extra_fields=frozenset() if request.nvext is None else request.nvext.wanted_response_fields(),
+            extra_fields=_NO_FIELDS if request.nvext is None else request.nvext.wanted_response_fields(),
         )
 
     @property

@@ -11,6 +11,8 @@ class UsageCount:
     Prompts sent together are summed.
     """
 
+    __slots__ = ("_cached_tokens", "_prompt_tokens", "_reported", "completion_tokens")
+
     def __init__(self, prompts: int = 1) -> None:
         self.completion_tokens = 0
         self._prompt_tokens: list[int] = [0] * prompts

@@ -65,6 +65,7 @@ class Hosted:
         self.application = application
         self.connections = connections
         self.tasks = tasks
+        self.forget_task = tasks.discard  # bound once for all of them
         self.is_draining = False
         self.default_lines = b""
 
@@ -299,7 +300,7 @@ class Connection(asyncio.Protocol):
         tasks = self._hosted.tasks
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
         tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._hosted.forget_task)
 
     def _take_body(self) -> bool:
         """Give the app what is held of its body; whether there may be more to take."""
