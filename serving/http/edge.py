@@ -75,3 +75,7 @@ class Edge(Starlette):
             if self._options.access_log and _access.isEnabledFor(logging.INFO):
                 record.log_access()
             current_fields.reset(token)
+            # The scope and the record refer to each other, and tasks that outlive the request have the record's fields:
+            # neither may keep the request.
+            del scope[KEY]
+            record.close()

@@ -37,6 +37,7 @@ from ..openai import (
 from .caller import Caller, caller_of
 from .decision import without_routing
 from .exchange import Exchange
+from .forgotten import forget_frames
 from .generation import Generation
 from .gone import gone_of
 from .open_requests import OpenRequest
@@ -160,11 +161,13 @@ class GenerationEndpoint:
             return CLIENT_GONE
         except Exception as failed:
             problem = self._explain(failed)
+            forget_frames(failed)
             await self._reply_problem(send, problem, record)
             return problem
         if failure is None:
             return None
         problem = self._explain(failure)
+        forget_frames(failure)
         record.note(problem)
         return problem
 
@@ -217,6 +220,7 @@ class GenerationEndpoint:
     async def _refuse(self, send: Send, error: Exception, record: RequestRecord, span: PassingSpan) -> None:
         """Answer a request that has not begun."""
         problem = self._explain(error)
+        forget_frames(error)
         span.ended(problem)
         await self._reply_problem(send, problem, record)
 

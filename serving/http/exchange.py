@@ -149,10 +149,12 @@ class Exchange:
     async def _close(self) -> None:
         if self._forget is not None:
             self._forget()
+            self._forget = None
         if self._writer is not None:
             await self._writer.close()
         if self._watcher is not None:
-            await end(self._watcher)
+            watcher, self._watcher = self._watcher, None  # it has this exchange, in a circle
+            await end(watcher)
 
 
 def _silent(limit: ExceededLimit) -> PenstockError:

@@ -116,6 +116,10 @@ class RequestRecord:
         link = None if self.context is None else trace_link(self.context)
         return self.span_trace_id if link is None else link.trace_id
 
+    def close(self) -> None:
+        """Let go of the request. What is still written in tasks of it has its id and model, and no more."""
+        self.context = self.meter = None
+
     def fields(self) -> dict[str, str]:
         """What messages written in the request's tasks say of it."""
         known = {
