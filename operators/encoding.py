@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from pipeline import InvalidArgument
+from pipeline.errors import ExceededLimit
+from pipeline.protocols.limits import RequestLimits
 
 from .chat_template import never
 from .model import Model
@@ -17,22 +19,32 @@ _IDS_AT_ONCE = 16_384
 _CHARACTERS_AT_ONCE = 262_144
 
 
-def encoded(model: Model, place: str, unbroken_max: int, give_up: GiveUp, text: str) -> list[int]:
+def encoded(model: Model, place: str, limits: RequestLimits, give_up: GiveUp, text: str) -> list[int]:
     """The ids of the text, which came in the field `place`. `give_up` is called between two pieces, and may raise.
 
-    Raises as `Tokenizer.encode` and `CutsText.pieces`, and InvalidArgument once there are more than the model takes.
+    Raises as `Tokenizer.encode` and `CutsText.pieces`, and InvalidArgument once there are more than the model takes, or
+    than `limits.max_prompt_tokens`.
     """
     if give_up is never:
-        return model.tokenizer.encode(text)
+        token_ids = model.tokenizer.encode(text)
+        _check_count(token_ids, limits.max_prompt_tokens, place)
+        return token_ids
     checked_unicode(text)
     most = model.context_length if model.reject_prompt_overflow else None
-    token_ids: list[int] = []
-    for piece in _pieces(model, text, unbroken_max):
+    token_ids = []
+    for piece in _pieces(model, text, limits.max_unbroken_characters):
         if most is not None and len(token_ids) >= most:
             raise beyond_context(model, f"at least {len(token_ids)}", place)
         token_ids += model.tokenizer.encode(piece)
+        _check_count(token_ids, limits.max_prompt_tokens, place)
         give_up()
     return token_ids
+
+
+def _check_count(token_ids: Sequence[int], limit: int, place: str) -> None:
+    if 0 < limit < len(token_ids):
+        exceeded = ExceededLimit("max_prompt_tokens", len(token_ids), limit)
+        raise InvalidArgument(f"the prompt has more than {limit} tokens", field=place, exceeded=exceeded)
 
 
 def beyond_context(model: Model, count: str, place: str) -> InvalidArgument:

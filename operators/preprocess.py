@@ -133,7 +133,7 @@ class Preprocess(
         give_up: GiveUp,
     ) -> Made:
         validate(asked, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
-        encode: Encode = partial(encoded, self.model, _place(asked), self._limits.max_unbroken_characters, give_up)
+        encode: Encode = partial(encoded, self.model, _place(asked), self._limits, give_up)
         if tracker is not None and now_s is not None:
             encode = partial(_timed, encode, tracker, now_s)
         return preprocess(asked, self.model, request_id, encode, give_up)

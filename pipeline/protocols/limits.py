@@ -28,6 +28,7 @@ class RequestLimits:
     max_unbroken_characters: int = setting(
         262_144, "Characters in a row of a prompt that the tokenizer cannot cut, as a word without an end."
     )
+    max_prompt_tokens: int = setting(2_097_152, "Tokens that the text of a prompt may become.")
 
 
 @frozen

@@ -19,13 +19,14 @@ from operators.prompt_size import prompt_characters
 from pipeline import Cancelled, CodecError, Context, InvalidArgument, PenstockError, Segment, link
 from pipeline.codec import from_plain
 from pipeline.protocols import PreprocessedRequest
-from pipeline.protocols.limits import PromptWork
+from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
 IN_A_THREAD, AT_ONCE = PromptWork(inline_prompt_characters=0), PromptWork(inline_prompt_characters=10**9)
+LIMITS = RequestLimits()
 PATIENCE_S = 20.0
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "a": ["b"] * 9}}}
 ALL = {"annotations": ["request_id", "formatted_prompt", "token_ids"]}
@@ -40,10 +41,10 @@ def text(prompt: Any, **fields: Any) -> CompletionRequest:
     return from_plain({"model": "m", "prompt": prompt, **fields}, CompletionRequest)
 
 
-async def outcome(request: Any, work: PromptWork, model: Model) -> tuple[Any, ...]:
+async def outcome(request: Any, work: PromptWork, model: Model, limits: RequestLimits = LIMITS) -> tuple[Any, ...]:
     """What the next stage gets, and the annotations; or the error."""
     below = ScriptedEngine([])
-    graph: Segment[Any, Any] = link(Preprocess(model, work=work), below)
+    graph: Segment[Any, Any] = link(Preprocess(model, work=work, limits=limits), below)
     try:
         async with await graph.generate(Context(request, id="r")) as stream:
             events = [(item.event, item.comment) async for item in stream]
@@ -105,6 +106,18 @@ async def test_only_a_prompt_beyond_the_threshold_leaves_the_loop() -> None:
         tokenizer = Recording()
         await outcome(text("x" * characters), PromptWork(), model(tokenizer))
         assert (set(tokenizer.threads) == {get_ident()}) is is_here
+
+
+@pytest.mark.parametrize("work", [IN_A_THREAD, AT_ONCE], ids=["in a thread", "at once"])
+async def test_a_text_may_become_so_many_tokens(work: PromptWork) -> None:
+    limits = RequestLimits(max_prompt_tokens=70_000)
+    assert (await outcome(text("x" * 70_000), work, model(), limits))[0].token_ids == [120] * 70_000
+    kind, _, field, exceeded = await outcome(text("x" * 200_000), work, model(), limits)
+    assert (kind, field, exceeded.name, exceeded.threshold) == (InvalidArgument, "prompt", "max_prompt_tokens", 70_000)
+    assert exceeded.value == 200_000 if work is AT_ONCE else exceeded.value < 140_000  # the rest is not tokenized
+    assert not isinstance(
+        (await outcome(text("x" * 200_000), work, model(), RequestLimits(max_prompt_tokens=0)))[0], type
+    )
 
 
 @pytest.mark.parametrize("ending", ["stop", "kill"])
