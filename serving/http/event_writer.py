@@ -8,7 +8,7 @@ engine back.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import anyio
@@ -24,7 +24,7 @@ BUFFER_BYTES = 32 * 1024
 """Frames waiting above which the reader has to wait too."""
 
 PIECE_BYTES = 64 * 1024
-"""Frames are no longer added to a write of so many bytes; a whole answer is put in pieces of that size."""
+"""Most bytes of a write of more than one frame; a whole answer is put in frames that are no longer."""
 
 _CLOCK_S = 1e-3
 """Timers of some loops are early by as much."""
@@ -107,10 +107,11 @@ class EventWriter:
             self._begin_to_send()
         return self._waiting_bytes >= BUFFER_BYTES
 
-    def put_whole(self, body: bytes) -> None:
-        """Adds the whole of an answer, then commits and finishes."""
-        self._frames += [body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)]
-        self._waiting_bytes += len(body)
+    def put_whole(self, parts: Iterable[bytes]) -> None:
+        """Adds all parts of an answer, then commits and finishes."""
+        for part in parts:
+            self._frames += [part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES)]
+            self._waiting_bytes += len(part)
         self._finished = True
         self.commit()
 
@@ -204,8 +205,8 @@ class EventWriter:
         return body
 
     def _take_first(self) -> bytes:
-        count = size_bytes = 0
-        while size_bytes < PIECE_BYTES and count < len(self._frames):
+        count, size_bytes = 1, len(self._frames[0])
+        while count < len(self._frames) and size_bytes + len(self._frames[count]) <= PIECE_BYTES:
             size_bytes += len(self._frames[count])
             count += 1
         body = b"".join(self._frames[:count])

@@ -51,9 +51,10 @@ class Exchange:
         try:
             delivery = WholeDelivery(answer, self.options.limits.max_whole_answer_bytes)
             self._raise_unanswered(await self.generation.run(delivery))
-            body = answer.to_json()
-            self._writer = writer = self._make_writer([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
-            writer.put_whole(body)
+            parts = answer.json_parts()
+            headers = [*JSON_HEADERS, (b"content-length", b"%d" % sum(map(len, parts)))]
+            self._writer = writer = self._make_writer(headers)
+            writer.put_whole(parts)
             await writer.sent()
             self._raise_unanswered(None)
         finally:

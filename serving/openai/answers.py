@@ -1,13 +1,15 @@
 """Items of a stream -> one whole OpenAI answer.
 
+What an item adds is encoded when it comes: the end of an answer of a million tokens, or of thousands with their log
+probabilities, would otherwise be one long pause for every other stream.
+
 Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions}/aggregator.rs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-
-from attrs import define, field
+from typing import ClassVar
 
 from pipeline.codec import to_json
 from pipeline.protocols import BackendOutput, FinishReason, NvExtResponse
@@ -15,7 +17,6 @@ from pipeline.protocols.openai import (
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
-    ChosenLogprob,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -23,109 +24,147 @@ from pipeline.protocols.openai import (
 )
 
 from .form import AnswerForm
+from .json_parts import JsonList, JsonParts, JsonText, filled
+from .logprobs import LogprobForm
 from .usage import UsageCount
 
 
-@define
-class _Choice:
+class _Choice(ABC):
     """What has come of one choice."""
 
-    texts: list[str] = field(factory=list)
-    length: int = 0
-    finish_reason: FinishReason | None = None
-    chat_logprobs: list[ChosenLogprob] = field(factory=list)
-    completion_logprobs: CompletionLogprobs | None = None
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._text = JsonText()
+        self._length = 0
+        self._finish_reason: FinishReason | None = None
 
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
+    def add(self, output: BackendOutput, logprobs: LogprobForm | None) -> None:
+        """Takes one item, and its log probabilities in the form that is asked for."""
+        if output.finish_reason is not None:
+            self._finish_reason = output.finish_reason
+        if logprobs is not None:
+            self._add_logprobs(output, logprobs)
+        if output.text:
+            self._text.add(output.text)
+            self._length += len(output.text)
+
+    @abstractmethod
+    def json_parts(self) -> list[bytes]:
+        """The choice as JSON, in parts."""
+
+    @abstractmethod
+    def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
+        """Takes the item's log probabilities; its text is not there yet."""
+
+
+class _ChatChoice(_Choice):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._logprobs = JsonList()
+
+    def json_parts(self) -> list[bytes]:
+        reason = None if self._finish_reason is None else self._finish_reason.openai_completion
+        frame = ChatChoice(self._index, ResponseMessage(content=""), reason)
+        places = [(b'"content":"', b'"', self._text.all())]
+        if not self._logprobs.is_empty:
+            frame.logprobs = ChatLogprobs([])
+            places.append((b'"content":[', b"]", self._logprobs.all()))
+        return filled(to_json(frame), places)
+
+    def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
+        found = form.chat(output)
+        if found is not None and found.content:
+            self._logprobs.add(found.content)
+
+
+class _CompletionChoice(_Choice):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self._has_logprobs = False
+        self._tokens, self._token_logprobs, self._top_logprobs, self._text_offset = (JsonList() for _ in range(4))
+
+    def json_parts(self) -> list[bytes]:
+        reason = None if self._finish_reason is None else self._finish_reason.openai_completion
+        frame = CompletionChoice("", self._index, None, reason)
+        places = [(b'"text":"', b'"', self._text.all())]
+        if self._has_logprobs:
+            frame.logprobs = CompletionLogprobs()
+            places += [
+                (b'"tokens":[', b"]", self._tokens.all()),
+                (b'"token_logprobs":[', b"]", self._token_logprobs.all()),
+                (b'"top_logprobs":[', b"]", self._top_logprobs.all()),
+                (b'"text_offset":[', b"]", self._text_offset.all()),
+            ]
+        return filled(to_json(frame), places)
+
+    def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
+        if (found := form.completion(output, self._length)) is None:
+            return
+        self._has_logprobs = True
+        self._tokens.add(found.tokens)
+        self._token_logprobs.add(found.token_logprobs)
+        self._top_logprobs.add(found.top_logprobs)
+        self._text_offset.add(found.text_offset)
 
 
 class Answer(ABC):
     """Collects the items of one answer."""
+
+    _choice: ClassVar[type[_Choice]]
 
     def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
         self.form = form
         self._usage = usage
         self._choices: dict[int, _Choice] = {}
         self._nvext: NvExtResponse | None = None
+        self._token_ids: list[int] = []
 
     def add(self, output: BackendOutput, prompt: int = 0) -> None:
-        """Takes one item of the stream of that prompt."""
-        choice = self._choices.setdefault(self.form.index(output, prompt), _Choice())
-        if output.finish_reason is not None:
-            choice.finish_reason = output.finish_reason
-        if self.form.logprobs is not None:
-            self._add_logprobs(choice, output)
-        if output.text:
-            choice.texts.append(output.text)
-            choice.length += len(output.text)
+        """Takes one item of the stream of that prompt. Raises CodecError if it has no JSON form."""
+        index = self.form.index(output, prompt)
+        if (choice := self._choices.get(index)) is None:
+            choice = self._choices[index] = self._choice(index)
+        choice.add(output, self.form.logprobs)
         if (nvext := self.form.nvext(output)) is not None:
-            self._nvext = nvext if self._nvext is None else self._nvext.merge(nvext)
+            self._add_nvext(nvext)
 
-    def to_json(self) -> bytes:
-        """The whole answer, choices by index."""
-        answer = self._answer(sorted(self._choices.items()))
+    def _add_nvext(self, nvext: NvExtResponse) -> None:
+        """Takes what an item has beside its choice; to join the ids anew with each item would take ever longer."""
+        self._token_ids += nvext.completion_token_ids or ()
+        nvext.completion_token_ids = None
+        self._nvext = nvext if self._nvext is None else self._nvext.merge(nvext)
+
+    def json_parts(self) -> list[bytes]:
+        """The whole answer, choices by index, in parts. Raises CodecError for a text that has no JSON form."""
+        choices = JsonParts()
+        for at, (_, choice) in enumerate(sorted(self._choices.items())):
+            if at:
+                choices.add(b",")
+            choices.extend(choice.json_parts())
+        answer = self._frame()
         answer.usage, answer.nvext = self._usage.total(), self._nvext
-        return to_json(answer)
+        if answer.nvext is not None:
+            answer.nvext.completion_token_ids = self._token_ids or None
+        return filled(to_json(answer), [(b'"choices":[', b"]", choices.all())])
 
     @abstractmethod
-    def _add_logprobs(self, choice: _Choice, output: BackendOutput) -> None:
-        """Takes the item's log probabilities in the form that is asked for."""
-
-    @abstractmethod
-    def _answer(self, choices: list[tuple[int, _Choice]]) -> ChatCompletion | Completion:
-        """The record of these choices."""
+    def _frame(self) -> ChatCompletion | Completion:
+        """The record without its choices."""
 
 
 class ChatAnswer(Answer):
     """A whole chat answer."""
 
-    def _add_logprobs(self, choice: _Choice, output: BackendOutput) -> None:
-        found = self.form.logprobs and self.form.logprobs.chat(output)
-        if found and found.content:
-            choice.chat_logprobs += found.content
+    _choice = _ChatChoice
 
-    def _answer(self, choices: list[tuple[int, _Choice]]) -> ChatCompletion:
-        whole = [
-            ChatChoice(
-                index,
-                ResponseMessage(content=choice.text),
-                None if choice.finish_reason is None else choice.finish_reason.openai_completion,
-                ChatLogprobs(choice.chat_logprobs) if choice.chat_logprobs else None,
-            )
-            for index, choice in choices
-        ]
-        return ChatCompletion(self.form.id, self.form.created, self.form.model, whole)
+    def _frame(self) -> ChatCompletion:
+        return ChatCompletion(self.form.id, self.form.created, self.form.model, [])
 
 
 class CompletionAnswer(Answer):
     """A whole text completion."""
 
-    def _add_logprobs(self, choice: _Choice, output: BackendOutput) -> None:
-        found = self.form.logprobs and self.form.logprobs.completion(output, choice.length)
-        if not found:
-            return
-        if choice.completion_logprobs is None:
-            choice.completion_logprobs = found
-        else:
-            _extend(choice.completion_logprobs, found)
+    _choice = _CompletionChoice
 
-    def _answer(self, choices: list[tuple[int, _Choice]]) -> Completion:
-        whole = [
-            CompletionChoice(
-                choice.text,
-                index,
-                choice.completion_logprobs,
-                None if choice.finish_reason is None else choice.finish_reason.openai_completion,
-            )
-            for index, choice in choices
-        ]
-        return Completion(self.form.id, self.form.created, self.form.model, whole)
-
-
-def _extend(whole: CompletionLogprobs, part: CompletionLogprobs) -> None:
-    whole.tokens += part.tokens
-    whole.token_logprobs += part.token_logprobs
-    whole.top_logprobs += part.top_logprobs
-    whole.text_offset += part.text_offset
+    def _frame(self) -> Completion:
+        return Completion(self.form.id, self.form.created, self.form.model, [])

@@ -115,7 +115,7 @@ async def test_a_full_buffer_makes_the_reader_wait() -> None:
 async def test_a_whole_answer_leaves_in_pieces_and_closes_with_the_last() -> None:
     client, body = Client(), bytes(range(256)) * 1000
     writer = client.writer()
-    writer.put_whole(body)
+    writer.put_whole([body[:100_000], body[100_000:100_001], body[100_001:]])
     await writer.sent()
     assert b"".join(client.writes) == body
     assert max(map(len, client.writes)) <= PIECE_BYTES

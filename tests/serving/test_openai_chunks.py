@@ -67,7 +67,7 @@ def test_chunks_and_the_whole_answer_have_the_same_text(
     answer = fold(FORM, UsageCount())
     for item in items:
         answer.add(item)
-    choices = json.loads(answer.to_json())["choices"]
+    choices = json.loads(b"".join(answer.json_parts()))["choices"]
     whole = {choice["index"]: choice.get("text", choice.get("message", {}).get("content")) for choice in choices}
     streamed: dict[int, str] = dict.fromkeys(whole, "")
     for chunk in rendered(make, FORM, items):
@@ -122,7 +122,7 @@ def test_the_whole_answer_has_the_log_probabilities_of_all_chunks(make: Any, fol
     answer = fold(form, UsageCount())
     for _ in range(2):
         answer.add(SCORED)
-    whole = json.loads(answer.to_json())["choices"][0]["logprobs"]
+    whole = json.loads(b"".join(answer.json_parts()))["choices"][0]["logprobs"]
     parts = [chunk["choices"][0]["logprobs"] for chunk in rendered(make, form, [SCORED, SCORED])]
     for name in ("content", "tokens", "token_logprobs", "text_offset"):
         assert whole.get(name) == (parts[0][name] + parts[1][name] if name in parts[0] else None)

@@ -36,8 +36,8 @@ async def test_log_probabilities_count_for_what_they_take(chat: Any, token: Any,
     top = [[TopLogprob(rank, rank, -1.0, "x") for rank in range(20)]]
     engine = ScriptedEngine(lambda _: [*[token("x", log_probs=[-1.0], top_logprobs=top)] * 100, last()])
     asked = {"logprobs": True, "top_logprobs": 20}
-    assert (await chat(limited(engine, 100 * 20 * 256), **asked).run()).status == 400
-    assert (await chat(limited(engine, 100 * 30 * 256), **asked).run()).status == 200
+    assert (await chat(limited(engine, 100 * 20 * 128), **asked).run()).status == 400
+    assert (await chat(limited(engine, 100 * 30 * 128), **asked).run()).status == 200
 
 
 async def test_zero_turns_the_limit_off(chat: Any, token: Any, last: Any) -> None:
