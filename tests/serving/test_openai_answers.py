@@ -34,7 +34,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.sampl
 def items(draw: st.DrawFn) -> list[BackendOutput]:
     found = []
     for _ in range(draw(st.integers(0, 6))):
-        texts = draw(st.lists(TEXTS, max_size=2))
+        texts: list[str | None] = [*draw(st.lists(TEXTS, max_size=2))]
         ids = list(range(len(texts)))
         probabilities = [draw(st.floats(-9, 0)) for _ in ids] if draw(st.booleans()) else None
         top = [[TopLogprob(0, rank, -1.0, text) for rank in range(draw(st.integers(0, 2)))] for text in texts]
@@ -42,7 +42,13 @@ def items(draw: st.DrawFn) -> list[BackendOutput]:
         index = draw(st.integers(0, 2))
         found.append(
             BackendOutput(
-                ids, texts, "".join(texts), log_probs=probabilities, top_logprobs=top, finish_reason=reason, index=index
+                ids,
+                texts,
+                "".join(map(str, texts)),
+                log_probs=probabilities,
+                top_logprobs=top,
+                finish_reason=reason,
+                index=index,
             )
         )
     return found
