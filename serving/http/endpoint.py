@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import anyio
-from attrs import frozen
+from attrs import define, field, frozen
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -46,7 +46,7 @@ from .privileges import apply_key
 from .problems import CLIENT_GONE, Problem, Refusal, explain
 from .prompts import OpenAIRequest, has_prompts, one_per_prompt
 from .reply import reply_problem
-from .request import RequestHeaders, read_body
+from .request import read_body
 from .request_meter import RequestMeter
 from .request_record import RequestRecord
 from .server_span import PassingSpan, span_of
@@ -75,6 +75,21 @@ NOT_IMPLEMENTED = ("functions", "function_call")
 """Fields of a chat that are refused with 501."""
 
 
+@define(eq=False)
+class _Incoming:
+    """A request as it came: both ends of its connection, who sent it, and where what becomes of it is noted."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    caller: Caller = field(init=False)
+    record: RequestRecord = field(init=False)
+    span: PassingSpan = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.caller, self.record, self.span = caller_of(self.scope), RequestRecord.of(self.scope), span_of(self.scope)
+
+
 class GenerationEndpoint:
     """Answers one API's requests for one service."""
 
@@ -84,38 +99,41 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Every error becomes an answer; a client that is gone gets none."""
-        record, span = RequestRecord.of(scope), span_of(scope)
+        came = _Incoming(scope, receive, send)
         try:
-            open_request = self._service.open_requests.admit(caller_of(scope).identity)
+            open_request = self._service.open_requests.admit(came.caller.identity)
         except PenstockError as error:
-            await self._refuse(send, error, record, span)
+            await self._refuse(came, error)
             return
         with open_request:
             try:
-                request, caller = await self._read(record.headers, receive), caller_of(scope)
-                apply_key(caller, request, record.headers.values, nvext=self._service.options.nvext)
+                request = await self._read(came)
             except ClientDisconnect:
-                span.ended(CLIENT_GONE)
+                came.span.ended(CLIENT_GONE)
                 return
             except Exception as error:
-                await self._refuse(send, error, record, span)
+                await self._refuse(came, error)
                 return
-            record.model = request.model
+            came.record.model = request.model
             with self._meter(request) as meter:
-                record.meter = meter
-                ended = await self._answer(request, caller, meter, record, span, open_request, scope, receive, send)
-                span.ended(ended)
+                came.record.meter = meter
+                ended = await self._answer(request, came, meter, open_request)
+                came.span.ended(ended)
                 meter.ended(ended)
 
-    async def _read(self, headers: RequestHeaders, receive: Receive) -> OpenAIRequest:
-        """The request in the body, with what its headers say. Raises ClientDisconnect, or why it is no request."""
+    async def _read(self, came: _Incoming) -> OpenAIRequest:
+        """Return the request in the body, as its headers and its key change it.
+
+        Raise ClientDisconnect, or what is wrong with it.
+        """
+        headers, options = came.record.headers, self._service.options
         headers.require_json()
-        options = self._service.options
-        body = await read_body(headers, receive, options.body_limit_mb, options.limits)
+        body = await read_body(headers, came.receive, options.body_limit_mb, options.limits)
         request: OpenAIRequest = await parsed(body, self._api.request, options)
         request.nvext = apply_headers(request.nvext, headers.values) if options.nvext else None
         if not options.shows_workers:
             request.nvext = without_routing(request.nvext)
+        apply_key(came.caller, request, headers.values, nvext=options.nvext)
         return request
 
     def _meter(self, request: OpenAIRequest) -> RequestMeter:
@@ -124,19 +142,11 @@ class GenerationEndpoint:
         return RequestMeter(telemetry, request.model if known else None, self._api.endpoint, bool(request.stream))
 
     async def _answer(
-        self,
-        request: OpenAIRequest,
-        caller: Caller,
-        meter: RequestMeter,
-        record: RequestRecord,
-        span: PassingSpan,
-        open_request: OpenRequest,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, request: OpenAIRequest, came: _Incoming, meter: RequestMeter, open_request: OpenRequest
     ) -> Problem | None:
         """Answers the request; returns the problem it ended with, if any, which the client was told."""
         try:
+            record, span = came.record, came.span
             model = self._find(request)
             metadata = record.headers.metadata(self._service.options.limits)
             record.context = context = Context(request, id=record.id, metadata=metadata)
@@ -147,14 +157,16 @@ class GenerationEndpoint:
             availability = self._service.availability
             generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
             patience = Patience(self._service.time_limits, meter.started_s)
-            exchange = Exchange(generation, self._service.options, receive, send, patience, gone_of(scope))
+            exchange = Exchange(
+                generation, self._service.options, came.receive, came.send, patience, gone_of(came.scope)
+            )
             open_request.watched = exchange
             with availability.admit(context):
                 try:
                     failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
                 finally:
                     meter.prompts(generation.usage)
-                    caller.spend(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+                    came.caller.spend(generation.usage.prompt_tokens + generation.usage.completion_tokens)
                     if span.is_recording:
                         span.answered(self._outcome(generation))
         except ClientDisconnect:
@@ -162,13 +174,13 @@ class GenerationEndpoint:
         except Exception as failed:
             problem = self._explain(failed)
             forget_frames(failed)
-            await self._reply_problem(send, problem, record)
+            await self._reply_problem(came, problem)
             return problem
         if failure is None:
             return None
         problem = self._explain(failure)
         forget_frames(failure)
-        record.note(problem)
+        came.record.note(problem)
         return problem
 
     def _outcome(self, generation: Generation) -> dict[str, Any]:
@@ -217,17 +229,16 @@ class GenerationEndpoint:
             force_usage=self._service.options.force_usage,
         )
 
-    async def _refuse(self, send: Send, error: Exception, record: RequestRecord, span: PassingSpan) -> None:
+    async def _refuse(self, came: _Incoming, error: Exception) -> None:
         """Answer a request that has not begun."""
         problem = self._explain(error)
-        forget_frames(error)
-        span.ended(problem)
-        await self._reply_problem(send, problem, record)
+        came.span.ended(problem)
+        await self._reply_problem(came, problem)
 
-    async def _reply_problem(self, send: Send, problem: Problem, record: RequestRecord) -> None:
-        """Answers with an error. One that is not read in time is left unsent; the rest of a body is not read here."""
+    async def _reply_problem(self, came: _Incoming, problem: Problem) -> None:
+        """Answer with an error. One that is not read in time is left unsent; the rest of a body is not read here."""
         with anyio.move_on_after(self._service.time_limits.write_s):
-            await reply_problem(send, problem, record)
+            await reply_problem(came.send, problem, came.record)
 
     def _explain(self, failure: Exception) -> Problem:
         """What the client is told; what it is not told is logged."""
