@@ -85,6 +85,7 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             proxy_headers=False,
+            server_header=False,
             timeout_graceful_shutdown=_FLUSH_S,
         )
         self._open_files = OpenFiles(listener.fileno()) if is_first else None
