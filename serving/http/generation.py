@@ -86,13 +86,16 @@ class Generation:
             if self._reading.cancelled_caught:
                 self._explain_short_end(self.context, begun=True)
         except BaseException as error:
-            failure = _lost_request(error)
-            return self._cut_by_server(failure) or failure
+            return self._failure_of(error)  # kept in this frame it would be in a circle with its own traceback
         finally:
             self.is_complete = True
             if self._forget_patience is not None:
                 self._forget_patience()
         return None
+
+    def _failure_of(self, error: BaseException) -> Exception:
+        failure = _lost_request(error)
+        return self._cut_by_server(failure) or failure
 
     def _cut_by_server(self, failure: Exception) -> PenstockError | None:
         """What the client is told in the place of a failure that a limit or the server's own end caused."""
