@@ -123,7 +123,7 @@ def operations(change: Callable[[dict[str, Any]], object] = bool) -> list[Any]:
     return [each.ok() for each in schema.get_all_operations()]  # type: ignore[union-attr]
 
 
-def hold(operation: Any, mode: GenerationMode, examples: int = 25) -> None:
+def hold(operation: Any, mode: GenerationMode, examples: int = 10) -> None:
     """Hold every check over so many requests, right ones or wrong ones."""
 
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -138,13 +138,31 @@ def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificate
     ("options", "variables", "words"),
     [
         (("--tls-cert-path", "cert.pem"), {}, "--tls-key-path: is needed with --tls-cert-path"),
-        (("--tls-key-path", "key.pem"), {}, "--tls-cert-path: is needed with --tls-key-path"),
-        (("--api-keys", "nowhere.toml"), {}, "--api-keys: nowhere.toml: cannot be read"),
-        (("--trusted-proxy", "10.0.0.0/8", "--trusted-proxy", "all"), {}, "--trusted-proxy: is no address or network"),
-        (("--cors-origin", "https://a.example,b"), {}, "--cors-origin: 'b' is no origin"),
-        (("--admin-port", "70000"), {}, "--admin-port: must be between 0 and 65535"),
-        (("--admin-port", "0", "--admin-host", "203.0.113.1"), {}, "--admin-host: 203.0.113.1 is no address"),
-        ((), {"PENSTOCK_API_KEY": "hunter2"}, "PENSTOCK_API_KEY: a key must be 32"),
+        pytest.param(
+            ("--tls-key-path", "key.pem"), {}, "--tls-cert-path: is needed with --tls-key-path", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--api-keys", "nowhere.toml"), {}, "--api-keys: nowhere.toml: cannot be read", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--trusted-proxy", "10.0.0.0/8", "--trusted-proxy", "all"),
+            {},
+            "--trusted-proxy: is no address or network",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--cors-origin", "https://a.example,b"), {}, "--cors-origin: 'b' is no origin", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--admin-port", "70000"), {}, "--admin-port: must be between 0 and 65535", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--admin-port", "0", "--admin-host", "203.0.113.1"),
+            {},
+            "--admin-host: 203.0.113.1 is no address",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param((), {"PENSTOCK_API_KEY": "hunter2"}, "PENSTOCK_API_KEY: a key must be 32", marks=pytest.mark.slow),
         ((), {"PENSTOCK_API_KEYS": KEY}, "PENSTOCK_API_KEYS is not read"),
     ],
 )
