@@ -5,7 +5,7 @@ Source: dynamo lib/llm/src/engines.rs, the echo engine. Other than there, it fol
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, ClassVar
 
 from anyio.lowlevel import checkpoint
@@ -50,7 +50,8 @@ class EchoEngine(LLMEngine):
         try:
             for said in range(answer.chunks):
                 if pauses is not None:
-                    await pauses.next()
+                    if not control.is_stopped:
+                        await pauses.next()
                 elif said % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
                     await checkpoint()
                 if control.is_stopped:
@@ -71,17 +72,16 @@ class EchoEngine(LLMEngine):
 class _Pauses:
     """Waits before each chunk that a stop ends. `forget` after the last one."""
 
-    __slots__ = ("_alarm", "_control", "_delay_s", "_now", "forget")
+    __slots__ = ("_alarm", "_delay_s", "_now", "forget")
 
     def __init__(self, control: Control, delay_s: float) -> None:
-        self._control, self._delay_s = control, delay_s
+        self._delay_s = delay_s
         self._now, self._alarm = loop_clock(), Alarm()
         self.forget = control.on_stop(self._alarm.ring)
 
-    async def next(self) -> None:
-        """Return after the delay, or on stop or kill; after either at once."""
-        if not self._control.is_stopped:
-            await self._alarm.wait(self._now() + self._delay_s)
+    def next(self) -> Awaitable[None]:
+        """Await the delay, which a stop or kill ends. One that has happened before is for the caller to see."""
+        return self._alarm.wait(self._now() + self._delay_s)
 
 
 @frozen

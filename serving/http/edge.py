@@ -64,7 +64,8 @@ class Edge(Starlette):
         scope["app"] = self
         if self.middleware_stack is None:
             self.middleware_stack = self.build_middleware_stack()
-        token = current_fields.set(record.fields)
+        outer = current_fields.get()
+        current_fields.set(record.fields)
         try:
             await self.middleware_stack(scope, receive, record.send)
         except Exception:
@@ -74,7 +75,7 @@ class Edge(Starlette):
         finally:
             if self._options.access_log and _access.isEnabledFor(logging.INFO):
                 record.log_access()
-            current_fields.reset(token)
+            current_fields.set(outer)  # the token of a reset would be kept for as long as the request
             # The scope and the record refer to each other, and tasks that outlive the request have the record's fields:
             # neither may keep the request.
             del scope[KEY]

@@ -12,6 +12,7 @@ part of a body that waits, and what one read of the transport brings.
 from __future__ import annotations
 
 import asyncio
+from contextvars import copy_context
 from enum import Enum
 from ssl import SSLContext
 from typing import Any
@@ -65,7 +66,9 @@ class Hosted:
         self.application = application
         self.connections = connections
         self.tasks = tasks
-        self.forget_task = tasks.discard  # bound once for all of them
+        self.forget_task = tasks.discard
+        self.context = copy_context()
+        """Where tasks are forgotten. With the method bound once this saves each task a context and a method."""
         self.is_draining = False
         self.default_lines = b""
 
@@ -300,7 +303,7 @@ class Connection(asyncio.Protocol):
         tasks = self._hosted.tasks
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)
         tasks.add(task)
-        task.add_done_callback(self._hosted.forget_task)
+        task.add_done_callback(self._hosted.forget_task, context=self._hosted.context)
 
     def _take_body(self) -> bool:
         """Give the app what is held of its body; whether there may be more to take."""
