@@ -7,6 +7,7 @@ import threading
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import anyio
 import pytest
@@ -209,6 +210,30 @@ async def test_stop_and_kill_wake_all_waiters_and_a_stop_does_not_wake_who_waits
         assert sorted(woken) == ["a", "b"]
         control.kill()
     assert woken[-1] == "kill"
+
+
+@pytest.mark.anyio
+async def test_a_watched_control_is_freed_with_its_last_user_and_needs_no_collection() -> None:
+    control = Control()
+    forget, gone = control.on_stop(lambda: None), ref(control)
+    gc.disable()
+    try:
+        del control
+        assert gone() is None
+    finally:
+        gc.enable()
+    forget()  # there is nothing to forget any more
+
+
+@pytest.mark.anyio
+async def test_what_takes_a_callback_back_takes_only_that_one_and_may_come_late() -> None:
+    control, called = Control(), list[int]()
+    takes_back = [control.on_stop(partial(called.append, number)) for number in range(3)]
+    takes_back[1]()
+    takes_back[1]()
+    control.stop()
+    takes_back[0]()
+    assert called == [0, 2]
 
 
 @pytest.mark.anyio

@@ -224,6 +224,18 @@ async def test_virtual_time_hears_of_a_socket_although_a_task_never_waits() -> N
             tasks.cancel_scope.cancel()
 
 
+async def test_a_ring_wakes_from_an_alarm_before_its_time_and_leaves_the_next_wait_alone() -> None:
+    alarm, began_s = Alarm(), anyio.current_time()
+    alarm.ring()  # nobody waits
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(alarm.wait, began_s + 10)
+        await anyio.wait_all_tasks_blocked()
+        alarm.ring()
+    assert anyio.current_time() == began_s
+    await alarm.wait(began_s + 10)
+    assert anyio.current_time() == pytest.approx(began_s + 10)
+
+
 async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:
     """A thread comes back by the loop's own means, whatever the clock does meanwhile."""
     assert await anyio.to_thread.run_sync(get_ident) != get_ident()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from typing import Any
@@ -202,3 +203,34 @@ async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(chat
             exchange.leave()
     (record,) = [record for record in caplog.records if record.name == "serving.access"]
     assert record.fields["status"] == 499
+
+
+class _Broken:
+    """A middleware that fails, before or after the answer has begun."""
+
+    def __init__(self, app: Any, begins: bool) -> None:
+        self._begins = begins
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self._begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("broken")
+
+
+@pytest.mark.parametrize(("begins", "statuses"), [(False, [500]), (True, [200])])
+async def test_the_edge_answers_where_a_middleware_fails_and_the_server_gets_the_error(
+    begins: bool, statuses: list[int]
+) -> None:
+    service, sent = app({"m": ScriptedEngine([])}), list[Any]()
+    service.add_middleware(_Broken, begins=begins)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/live", "headers": [], "client": None}
+    with pytest.raises(ValueError, match="broken"):
+        await service(scope, send, send)
+    assert [message["status"] for message in sent if "status" in message] == statuses
+    assert b"x-request-id" in dict(sent[0]["headers"])
+    if not begins:
+        assert json.loads(sent[1]["body"])["request_id"] == dict(sent[0]["headers"])[b"x-request-id"].decode()
