@@ -46,6 +46,7 @@ class EchoEngine(LLMEngine):
         self, request: PreprocessedRequest, context: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         answer, control = _Answer.to(request), context.control
+        prompt, plain_chunks = answer.prompt, answer.plain_chunks
         pauses = _Pauses(control, self.delay_s) if self.delay_s else None
         try:
             for said in range(answer.chunks):
@@ -57,7 +58,8 @@ class EchoEngine(LLMEngine):
                 if control.is_stopped:
                     yield answer.cancelled(said)
                     return
-                yield answer.output(said)
+                # Nearly every chunk is plain, and made without a call.
+                yield LLMEngineOutput([prompt[said % len(prompt)]]) if said < plain_chunks else answer.output(said)
         finally:
             if pauses is not None:
                 pauses.forget()
@@ -112,6 +114,11 @@ class _Answer:
         return cls(prompt, length, FinishReason.LENGTH if length == most else FinishReason.STOP, choices)
 
     @property
+    def plain_chunks(self) -> int:
+        """How many of an only choice have a token of the prompt and nothing else; 0 with more choices."""
+        return self.length_tokens - 1 if self.choices == 1 else 0
+
+    @property
     def chunks(self) -> int:
         """How many there are, of all choices; one of each also if it has no token."""
         return max(self.length_tokens, 1) * self.choices
@@ -123,8 +130,8 @@ class _Answer:
         output = LLMEngineOutput(token_ids, index=self._index(said))
         if place >= self.length_tokens - 1:
             output.finish_reason = self.finish
-            if said == self.chunks - 1:
-                output.completion_usage = self._usage(self.length_tokens * self.choices)
+        if said == self.chunks - 1:
+            output.completion_usage = self._usage(self.length_tokens * self.choices)
         return output
 
     def cancelled(self, said: int) -> LLMEngineOutput:

@@ -227,9 +227,12 @@ async def test_the_edge_answers_where_a_middleware_fails_and_the_server_gets_the
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": "/live", "headers": [], "client": None}
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/live", "headers": [], "client": None}
     with pytest.raises(ValueError, match="broken"):
-        await service(scope, send, send)
+        await service(scope, receive, send)
     assert [message["status"] for message in sent if "status" in message] == statuses
     assert b"x-request-id" in dict(sent[0]["headers"])
     if not begins:
