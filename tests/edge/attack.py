@@ -30,7 +30,7 @@ BLOCKED = 4
 """From how many times the allowed wait on the server is blamed for it though it did not work that long."""
 TRIES = 3
 """How often an attack is repeated whose stall was too long: what disturbs the machine does not come three times."""
-QUIET_S = 0.5
+QUIET_S = 0.25
 SETTLE_S = 8.0
 """How long the server may take to let go of what an attack held."""
 KEPT_MB = 48.0

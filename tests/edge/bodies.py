@@ -127,11 +127,18 @@ def _encoded() -> list[Attack]:
             "a gzip bomb",
             post(lambda: gzip.compress(b" " * (20 * MB) + chat, 9), lines=("content-encoding: gzip",)),
         ),
-        Attack("deflate", post(lambda: gzip.compress(chat)[10:-8], lines=("content-encoding: deflate",))),
-        Attack("a form", _with_type(form, "multipart/form-data; boundary=x"), {415}),
-        Attack("no content type", _with_type(chat, ""), {415}),
-        Attack("a content type of 10 kB", _with_type(chat, "application/json; " + "a=b; " * 2000), FITS | {415, 431}),
-        Attack("another charset", _with_type(chat, "application/json; charset=utf-7"), FITS | {415}),
+        Attack(
+            "deflate", post(lambda: gzip.compress(chat)[10:-8], lines=("content-encoding: deflate",)), group="encoded"
+        ),
+        Attack("a form", _with_type(form, "multipart/form-data; boundary=x"), {415}, group="encoded"),
+        Attack("no content type", _with_type(chat, ""), {415}, group="encoded"),
+        Attack(
+            "a content type of 10 kB",
+            _with_type(chat, "application/json; " + "a=b; " * 2000),
+            FITS | {415, 431},
+            group="encoded",
+        ),
+        Attack("another charset", _with_type(chat, "application/json; charset=utf-7"), FITS | {415}, group="encoded"),
     ]
 
 
@@ -148,8 +155,8 @@ def bodies() -> list[Attack]:
             for name, body in ODD.items()
         ),
         *_encoded(),
-        Attack("a body of 10 TB, announced", _announced(10**13), {413}),
-        Attack("a body without a length", _announced_none(), {400, CUT}),
+        Attack("a body of 10 TB, announced", _announced(10**13), {413}, group="encoded"),
+        Attack("a body without a length", _announced_none(), {400, CUT}, group="encoded"),
         Attack("one byte a chunk", _in_chunks([bytes([each]) for each in letters]), FITS),
     ]
 
