@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from operators import Preprocess
 from pipeline import Segment, Stage
@@ -38,6 +38,14 @@ class ServedModel:
         )
 
 
+def _time_limits(service: Service) -> TimeLimits:
+    return TimeLimits.of(service.options)
+
+
+def _open_requests(service: Service) -> OpenRequests:
+    return OpenRequests(service.options.limits, service.time_limits.period_s)
+
+
 @frozen
 class Service:
     """One app's shared things. Models by name."""
@@ -46,16 +54,8 @@ class Service:
     options: HttpOptions
     availability: Availability
     telemetry: Telemetry
-    time_limits: TimeLimits = field(init=False)
-    open_requests: OpenRequests = field(init=False)
-
-    @time_limits.default
-    def _time_limits(self) -> TimeLimits:
-        return TimeLimits.of(self.options)
-
-    @open_requests.default
-    def _open_requests(self) -> OpenRequests:
-        return OpenRequests(self.options.limits, self.time_limits.period_s)
+    time_limits: TimeLimits = field(init=False, default=Factory(_time_limits, takes_self=True))
+    open_requests: OpenRequests = field(init=False, default=Factory(_open_requests, takes_self=True))
 
     def instances(self) -> list[str]:
         """The instances behind the graphs' pools as they are now, each once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,7 +27,7 @@ KV = evolve(CONFIG, router="kv", kv_router=KvRouterConfig(use_kv_events=False))
 
 
 @asynccontextmanager
-async def serving(config: GraphConfig, **options: Any) -> Any:
+async def serving(config: GraphConfig, **options: Any) -> AsyncIterator[Any]:
     async with hosted_graph(config, Hosting()) as opened:
         yield app(opened.graph, options=HttpOptions(**options)), opened
 

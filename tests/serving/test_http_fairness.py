@@ -66,9 +66,10 @@ async def test_the_prompts_of_a_batch_are_begun_a_few_at_a_time(
             begun.append(engine.started)
             await checkpoint()
 
+    answer = complete(app({"m": engine}), prompt=["x"] * 128, stream=stream)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
-        answer = await complete(app({"m": engine}), prompt=["x"] * 128, stream=stream).run()
+        await answer.run()
     assert answer.status == 200
     assert max(after - before for before, after in pairwise(begun)) <= 16
     assert engine.open == 0

@@ -25,11 +25,12 @@ def limited(engine: Any, availability: Availability | None = None, **limits: Any
 async def test_one_more_than_the_limit_is_refused_and_the_limit_named(chat: Any, token: Any) -> None:
     service = limited(ScriptedEngine([token("a"), Stall()]), max_open_requests=2)
     running = [chat(service, stream=stream) for stream in (True, False)]
+    refused = chat(service)
     async with anyio.create_task_group() as tasks:
         for exchange in running:
             tasks.start_soon(exchange.run)
         await anyio.sleep(1)
-        refused = await chat(service).run()
+        await refused.run()
         for exchange in running:
             exchange.leave()
     assert refused.status == 529
@@ -52,11 +53,11 @@ async def test_the_status_of_overload_is_that_of_the_options(chat: Any) -> None:
 
 async def test_the_requests_of_one_client_leave_room_for_others(chat: Any) -> None:
     stalled = limited(ScriptedEngine([Stall()]), max_open_requests_per_client=1)
-    running = chat(stalled)
+    running, refused = chat(stalled), chat(stalled)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(running.run)
         await anyio.sleep(1)
-        refused = await chat(stalled).run()
+        await refused.run()
         other = chat(FromElsewhere(stalled))
         tasks.start_soon(other.run)
         await anyio.sleep(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -158,7 +159,7 @@ class Talking(ScriptedEngine):
         log.info("asked %s", request.id)
         stream = await super().generate(request)
 
-        async def said() -> Any:
+        async def said() -> AsyncIterator[Any]:
             async with stream:
                 async for item in stream:
                     log.info("item")

@@ -21,7 +21,7 @@ from serving.limits import HttpLimits
 
 pytestmark = pytest.mark.anyio
 
-OFF = {"write_timeout_s": 0.0, "silence_timeout_s": 0.0, "request_timeout_s": 0.0}
+OFF: dict[str, Any] = {"write_timeout_s": 0.0, "silence_timeout_s": 0.0, "request_timeout_s": 0.0}
 
 
 def limited(engine: Any, telemetry: Telemetry | None = None, **limits: Any) -> Any:
