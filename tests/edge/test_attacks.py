@@ -29,8 +29,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     made.close()
 
 
-LOADS = ("128 streamed", "20 chats", "20 log", "200 chats", "1,900 idle", "10,000 pipelined", "pipelined metrics")
-"""Attacks by much work, which take a while whatever the server does."""
+LOADS = (
+    *("128 streamed", "20 chats", "20 log", "200 chats", "1,900 idle", "10,000 pipelined"),
+    *("pipelined metrics", "pipelined streams", "pipelined chats", "pipelined refusals"),
+    *("chunks a byte", "one byte a chunk", "expect 100-continue"),
+)
+"""Attacks by much work or by long waits, which take a while whatever the server does."""
 
 
 def _marks(attack: Attack) -> list[Any]:

@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,6 +19,13 @@ from serving.limits import HttpLimits
 from serving.server import HttpServer, listen
 
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The programs run on uvloop: what asyncio's own loop does is among the slow tests."""
+    for item in items:
+        if Path(item.path).parent == Path(__file__).parent and "[asyncio" in item.name:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
