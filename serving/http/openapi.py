@@ -32,6 +32,8 @@ from .request import METADATA_PREFIX, REQUEST_ID, SESSION_ID
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 
+_EVENT_STREAM = "Events; `x-event-data` is the schema of the JSON in the data of each but the last, `[DONE]`."
+
 ERROR: Schema = {
     "type": "object",
     "description": "Why a request was refused or failed.",
@@ -127,7 +129,8 @@ def _generation(api: _Api, options: HttpOptions, read: Schemas, write: Schemas) 
         "headers": _answer_headers(),
         "content": {
             _JSON: {"schema": write.of(api.answer)},
-            _EVENTS: {"schema": {"type": "string"}, "x-event-data": write.of(api.chunk)},
+            # Without a type: by 3.1 this is a text, and tools that know events take it for the schema of each of them.
+            _EVENTS: {"schema": {"description": _EVENT_STREAM}, "x-event-data": write.of(api.chunk)},
         },
     }
     refusals = {**REFUSALS, options.overload_status: "The service is overloaded."}

@@ -32,11 +32,13 @@ def _annotated() -> bytes:
 def abuse() -> list[Attack]:
     """All of them."""
     many = f'"n":128,{_FOREVER}'
+    streamed = raw_chat(f'"stream":true,{many}')
     logprobs = '"logprobs":true,"top_logprobs":20,"ignore_eos":true,"max_completion_tokens":2000'
     texts = json.dumps([f"{i}" * 4000 for i in range(32)])
     return [
         Attack("128 choices of a million tokens", one(raw_chat(many)), ANSWERED, memory_mb=96, is_slow=True),
-        Attack("128 streamed choices of a million tokens", one(raw_chat(f'"stream":true,{many}')), ANSWERED),
+        # As much work as 128 clients that stream at full rate; none of it is long.
+        Attack("128 streamed choices of a million tokens", one(streamed), ANSWERED, stall_s=0.5),
         Attack("20 chats of a million tokens", requests_at_once(raw_chat(_FOREVER), 20), ANSWERED, memory_mb=96),
         Attack("128 prompts of 8 kB", one(raw_completion(_prompts(8000)), COMPLETIONS, 20), ANSWERED, memory_mb=256),
         Attack("32 stop strings of 4 kB", one(raw_chat(f'"stop":{texts},{logprobs}')), ANSWERED),
