@@ -20,9 +20,13 @@ serve: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# Tests that measure how long others wait: they run one at a time, with nothing beside them.
+ALONE := tests/edge/test_attacks.py tests/edge/test_streams_beside.py
+
 # The same rules at a hundred times the size.
 slow-test: $(READY)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow $(addprefix --ignore=,$(ALONE)) $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ALONE) $(ARGS)
 
 # The variable keeps pyright from asking the network for newer versions of itself.
 lint: $(READY)
