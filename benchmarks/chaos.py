@@ -24,8 +24,7 @@ from attrs import define
 
 from engines.mocker import MockEngine
 from pipeline.testing import run_in_virtual_time
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.replay import (
     Fault,
     Report,
@@ -38,8 +37,8 @@ from serving.replay import (
     plan_faults,
     read_trace,
 )
-from serving.replay.drive import Drive
-from serving.replay.members import Members
+from serving.replay.driver import Drive
+from serving.replay.observe import Members
 
 from .chaos_load import chaos_script, conversation_load
 from .chaos_watch import Death, Watch

@@ -12,7 +12,7 @@ from engines import Worker
 from engines.mocker import HandoffExchange, MockEngine
 from operators import KvPushRouter, PrefillRouter
 from pipeline import Segment
-from serving.graphs import OpenGraph
+from serving.deployment import OpenGraph
 from serving.replay import Action, Fault
 
 _JUST_BEFORE_S = 1e-6

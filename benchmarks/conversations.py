@@ -24,8 +24,7 @@ from operators.kv import KvRouterConfig
 from pipeline import Context
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import run_in_virtual_time
-from serving.config import GraphConfig
-from serving.graphs import StandardGraph, standard_graph
+from serving.deployment import GraphConfig, StandardGraph, standard_graph
 
 SYSTEM_PROMPTS = 20
 SYSTEM_CHARACTERS = (1024, 4096)

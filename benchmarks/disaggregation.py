@@ -17,7 +17,7 @@ from operators.prefill import PrefillPool
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
-from pipeline.protocols.runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig
+from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 
 from .graph import (

@@ -26,8 +26,8 @@ from time import perf_counter
 from typing import Any
 
 from operators.kv import KvIndex, KvRouterConfig, PromptBlocks, WorkerRank
-from operators.kv.chooser import KvRouter
-from operators.kv.router_request import RouteRequest
+from operators.kv.request import RouteRequest
+from operators.kv.router import KvRouter
 from pipeline.network import static_workers
 from pipeline.testing import ScriptedEngine
 

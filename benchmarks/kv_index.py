@@ -28,8 +28,8 @@ from typing import Any
 from attrs import define, frozen
 
 from operators.kv import KvIndex, WorkerRank
-from pipeline.block_hash import block_hash_array, block_hashes, sequence_hashes
-from pipeline.protocols.kv_events import KvEvent, KvStored, RouterEvent, StoredBlock
+from pipeline.llm import block_hash_array, block_hashes, sequence_hashes
+from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent, StoredBlock
 
 from .measure import Result
 

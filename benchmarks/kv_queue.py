@@ -24,7 +24,7 @@ from operators.kv import (
     RouteRequest,
     WorkerRank,
 )
-from operators.kv.active_sequences import SequenceLoad
+from operators.kv.load import SequenceLoad
 from pipeline.network import static_workers
 from pipeline.testing import ScriptedEngine
 

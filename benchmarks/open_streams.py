@@ -29,8 +29,7 @@ from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import Telemetry, app
 from serving.server import HttpServer, listen
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeline.testing import run_in_virtual_time
-from serving.config import GraphConfig, RouterName
+from serving.deployment import GraphConfig, RouterName
 from serving.replay import read_trace, run_config
 
 from .kv_index import peer_library

@@ -26,13 +26,12 @@ import anyio
 from attrs import evolve
 
 from engines import EngineConfig, KvEventPublisher, LLMEngine, PushSource
-from engines.generate_context import GenerateContext
+from engines.llm import GenerateContext
 from operators.kv import KvRouterConfig, PromptBlocks
 from pipeline import Context
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
-from pipeline.protocols.kv_events import KvStored, StoredBlock
-from serving.config import GraphConfig
-from serving.graphs import Hosting, TokenGraph, hosted_graph
+from pipeline.protocols.kv import KvStored, StoredBlock
+from serving.deployment import GraphConfig, Hosting, TokenGraph, hosted_graph
 
 from .picture import cost_picture
 

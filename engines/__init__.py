@@ -1,25 +1,32 @@
 """What ends a graph: engines that answer requests in tokens."""
 
 from .adapter import RequestAdapter
+from .chunks import extract_logprobs
 from .conformance import ConformanceFailure, cancelling_context, mock_context, run_conformance
-from .dp_rank import forced_dp_rank, own_dp_rank
 from .echo import EchoEngine
-from .engine_metrics import ComponentSnapshot, MetricsBindings, MetricsContext, SnapshotPublisher
-from .generate_context import GenerateContext
-from .health import SystemHealth
-from .kv_recovery import KvEventLog
-from .kv_sources import KvEventPublisher, PushSource
-from .lifecycle import WorkerState
-from .llm import EngineConfig, LLMEngine
-from .logprobs import extract_logprobs
-from .probe import health_payload, is_probe
-from .process_watch import ProcessWatch
-from .roles import DisaggregationMode, encoder_terminal_chunk, require_encoder_result, require_prefill_result
-from .shutdown_times import ShutdownTimes
+from .kv_events import KvEventLog, KvEventPublisher, PushSource
+from .llm import EngineConfig, GenerateContext, LLMEngine
+from .metrics import ComponentSnapshot, MetricsBindings, MetricsContext, SnapshotPublisher
+from .roles import (
+    DisaggregationMode,
+    encoder_terminal_chunk,
+    forced_dp_rank,
+    own_dp_rank,
+    require_encoder_result,
+    require_prefill_result,
+)
 from .standalone import as_engine
-from .worker import Worker
-from .worker_config import WorkerConfig
-from .worker_signals import termination_signals
+from .worker import (
+    ProcessWatch,
+    ShutdownTimes,
+    SystemHealth,
+    Worker,
+    WorkerConfig,
+    WorkerState,
+    health_payload,
+    is_probe,
+    termination_signals,
+)
 
 __all__ = [
     "ComponentSnapshot",

@@ -5,6 +5,17 @@
 
 Source: dynamo lib/backend-common/src/adapter.rs and engine.rs. Other than there the contract is held in production too:
 what breaks it becomes a typed error.
+
+AbortWatch: calls `abort` at most once, when a request is stopped or killed and its engine may be told.
+
+| role                 | what happens                        | abort                             |
+|----------------------|-------------------------------------|-----------------------------------|
+| any                  | the stream ends, or is dropped      | never                             |
+| all but decode       | stop or kill                        | at once                           |
+| decode, token seen   | stop or kill                        | at once                           |
+| decode, none so far  | stop or kill                        | when the first token fires        |
+
+Source: dynamo lib/backend-common/src/adapter.rs, the cancellation monitor. Other than there it is no task.
 """
 
 from __future__ import annotations
@@ -24,6 +35,7 @@ from pipeline import (
     Cancelled,
     Context,
     ContractViolation,
+    Control,
     Once,
     PenstockError,
     ResponseStream,
@@ -31,14 +43,44 @@ from pipeline import (
 )
 from pipeline.foreign import raise_if_ours
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
-from pipeline.tracing import OpenSpan, Tracer, annotate, link_to, trace_link
+from pipeline.telemetry import OpenSpan, Tracer, annotate, link_to, trace_link
 
-from .abort_watch import AbortWatch
-from .chunk_rules import ChunkRules, engine_error, is_cancellation
-from .generate_context import FirstToken, GenerateContext
-from .generate_record import GenerateRecord
-from .llm import Chunks, LLMEngine
+from .chunks import ChunkRules, GenerateRecord, engine_error, is_cancellation
+from .llm import Chunks, FirstToken, GenerateContext, LLMEngine
 from .roles import DisaggregationMode, enforce_prefill_max_tokens, is_handed_over, require_hand_over
+
+
+class AbortWatch:
+    """Watches one request from `begin` to `end`."""
+
+    __slots__ = ("_abort", "_first_token", "_forget", "_is_over")
+
+    def __init__(self, first_token: FirstToken | None, abort: Callable[[], object]) -> None:
+        self._first_token = first_token
+        self._abort = abort
+        self._forget: Callable[[], None] | None = None
+        self._is_over = False
+
+    def begin(self, control: Control) -> None:
+        self._forget = control.on_stop(self._stopped)
+
+    def end(self) -> None:
+        """The stream is over: no abort from here on."""
+        self._is_over = True
+        if self._forget is not None:
+            self._forget()
+
+    def _stopped(self) -> None:
+        if self._first_token is None:
+            self._call()
+        else:
+            self._first_token.on_fire(self._call)
+
+    def _call(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._abort()
+
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from pipeline import Control, InvalidArgument
 from pipeline.loop import Alarm, loop_clock
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 
-from .generate_context import GenerateContext
-from .llm import EngineConfig, LLMEngine
-from .probe import health_payload
+from .llm import EngineConfig, GenerateContext, LLMEngine
+from .worker import health_payload
 
 _ITEMS_PER_TURN = 64
 """After so many chunks other tasks get a turn, where there is no delay."""

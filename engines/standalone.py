@@ -20,7 +20,7 @@ from pipeline.foreign import raise_if_ours
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 from .adapter import RequestAdapter
-from .chunk_rules import engine_error
+from .chunks import engine_error
 from .llm import EngineConfig, LLMEngine
 from .roles import DisaggregationMode
 

@@ -18,7 +18,7 @@ from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Faults, run_in_virtual_time
-from serving.graphs import StandardGraph
+from serving.deployment import StandardGraph
 
 exchange = HandoffExchange(handoff_order("vllm"))
 engines = [

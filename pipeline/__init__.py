@@ -5,8 +5,9 @@ are in `pipeline.errors`.
 """
 
 from .annotated import Annotated
-from .context import AnyContext, Context
-from .control import Control, State
+from .cancellation import until_killed
+from .context import AnyContext, Context, Registry
+from .control import Control, Once, State
 from .engine import AsyncEngine, ErasedEngine, function_engine
 from .errors import (
     BackendError,
@@ -35,11 +36,8 @@ from .errors import (
     WorkerOverloaded,
     to_error,
 )
-from .once import Once
+from .graph import Chain, LateEngine, Segment, SegmentSink, link
 from .operator import Operator, identity, map_request, map_response
-from .racing import until_killed
-from .registry import Registry
-from .segment import Chain, LateEngine, Segment, SegmentSink, link
 from .stage import Stage
 from .stream import ResponseStream
 

@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar, overload
 
 from attrs import frozen
 
+from .cancellation import until_killed
 from .context import Context
-from .declared import handler_types
 from .errors import GraphError, PenstockError, to_error
 from .foreign import raise_if_ours
-from .racing import until_killed
+from .signatures import handler_types
 from .stage import Stage
 from .stream import ResponseStream
 

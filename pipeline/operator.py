@@ -12,7 +12,7 @@ from .stage import Stage
 from .stream import ResponseStream
 
 if TYPE_CHECKING:
-    from .segment import Chain, Segment
+    from .graph import Chain, Segment
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
@@ -57,7 +57,7 @@ class Operator(Stage, ABC, Generic[In_contra, Out_co, NextIn_co, NextOut_contra]
     def __rshift__(self, next: AsyncEngine[NextIn_co, NextOut_contra]) -> Segment[In_contra, Out_co]: ...
     def __rshift__(self, next: Any) -> Any:
         """Links this operator to the next stage. Raises LinkError, naming both, if their types do not fit."""
-        from .segment import join  # what linking makes stands to the right of what it links
+        from .graph import join  # what linking makes stands to the right of what it links
 
         return join(self, next)
 

@@ -18,8 +18,8 @@ from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast, overload
 
 from .context import Context
+from .control import Once
 from .errors import StreamBusy, StreamClosed
-from .once import Once
 from .pace import Pace
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class ResponseStream(Generic[T_co]):
         *more: Pipe[Any, Any],
     ) -> ResponseStream[Any]: ...
     def rx(self, *operators: Any) -> Any:
-        """The stream after synchronous reactivex operators, demand kept: see `pipeline.rx.apply`.
+        """The stream after synchronous reactivex operators, demand kept: see `pipeline.rx.bridge.apply`.
 
         The items have the type that the last operator gives, up to six operators; behind more they are Any.
         """
@@ -195,7 +195,7 @@ class ResponseStream(Generic[T_co]):
         return apply(self, *operators)
 
     def to_observable(self, scheduler: AnyIOScheduler) -> Observable[T_co]:
-        """The stream pushed by a task of the scheduler, to one subscriber: see `pipeline.rx.to_observable`."""
+        """The stream pushed by a task of the scheduler, to one subscriber: see `pipeline.rx.bridge.to_observable`."""
         from .rx import to_observable
 
         return to_observable(self, scheduler)

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from engines import ProcessWatch, WorkerConfig
 
-    from .config import GraphConfig
+    from .deployment import GraphConfig
 
 _cli = typer.Typer(
     help="Typed, composable request pipelines in front of an inference engine.",

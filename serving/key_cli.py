@@ -38,7 +38,7 @@ def hash_key(name: Name = "client") -> None:
 
 def _table(name: str, made: str) -> str:
     """The table of the file. A name or key that cannot be ends the program with an error."""
-    from pipeline.protocols.wire import InvalidRecord
+    from pipeline.protocols.field_rules import InvalidRecord
 
     from .access import ApiKey, hash_of
 

@@ -22,7 +22,7 @@ from .terminal import echo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .config import GraphConfig
+    from .deployment import GraphConfig
 
 Command = TypeVar("Command", bound="Callable[..., None]")
 
@@ -140,7 +140,7 @@ def config_of(
     others: Callable[[], dict[str, Any]],
 ) -> GraphConfig:
     """The checked config of the options, and of `others`; a wrong one ends the program with a line that names it."""
-    from .config import GraphConfig
+    from .deployment import GraphConfig
     from .environment import is_true
 
     try:
@@ -170,7 +170,7 @@ def routing_of(
 
     given = others | {"router": router.value, "seed": seed, "busy": BusyThresholds(*thresholds)}
     if router is Router.KV:
-        from .router_config import kv_router_config
+        from .deployment import kv_router_config
 
         return given | {"kv_router": kv_router_config(router_config, os.environ, kv_events)}
     if router_config is not None or kv_events is not None:

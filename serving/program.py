@@ -16,9 +16,8 @@ from pipeline import InvalidArgument
 from pipeline.network import Runtime
 
 from .access import Gate
-from .config import GraphConfig
+from .deployment import GraphConfig, Hosting, OpenGraph, StandardGraph, event_log, hosted_graph, line, routing_to
 from .environment import integer
-from .graphs import Hosting, OpenGraph, StandardGraph, hosted_graph, line
 from .http import (
     STATUS_PORT_ENV,
     Access,
@@ -31,8 +30,6 @@ from .http import (
     status_app,
     status_port,
 )
-from .kv_routing import event_log
-from .routing import routing_to
 from .server import GRACE_S, HttpServer, Interrupts, kept, listen, serve, until_signalled
 from .server_options import ServerOptions
 

@@ -15,7 +15,7 @@ from attrs import evolve
 from pipeline import InvalidArgument
 
 if TYPE_CHECKING:
-    from .config import GraphConfig
+    from .deployment import GraphConfig
     from .replay import Fault, Limits, Report, RollingRestart, SyntheticLoad, Trace
 
 INTERRUPTED_EXIT = 130

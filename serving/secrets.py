@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from .arguments import converted, hint_of
-from .engines import find_engine
+from .deployment import converted, find_engine, hint_of
 
 NOT_SHOWN = "(not shown)"
 """Stands for a value that may be a secret."""

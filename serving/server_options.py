@@ -10,7 +10,7 @@ from .access_options import AccessOptions
 from .limits import HttpLimits
 
 if TYPE_CHECKING:
-    from pipeline.tracing import Tracer
+    from pipeline.telemetry import Tracer
 
 
 @frozen

@@ -96,7 +96,7 @@ def load_of(
         trace = read_load(paths, format, block_size, skip_bad, requests, made_up, prefixes)
         return SweepLoad(trace, trace_name(paths))
     check_no_trace(format, skip_bad)
-    from .arguments import converted
+    from .deployment import converted
     from .replay import SyntheticLoad
 
     texts = {name: values[0] for name, values in axes.items() if name in (*made_up, *prefixes, "request_count")}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from pipeline.tracing import Tracer
+    from pipeline.telemetry import Tracer
 
 EXTRA = "otlp"
 """The extra of penstock with the exporter for OTLP over HTTP."""

@@ -18,13 +18,12 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve, field, frozen
 
 from pipeline import Context, ContractViolation, InvalidArgument, until_killed
-from pipeline.codec import from_msgpack, to_msgpack
 from pipeline.errors import BackendInvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
+from pipeline.wire import from_msgpack, to_msgpack
 
-from ..chunk_rules import ChunkRules
-from ..generate_context import GenerateContext
-from ..llm import Chunks, EngineConfig, LLMEngine
+from ..chunks import ChunkRules
+from ..llm import Chunks, EngineConfig, GenerateContext, LLMEngine
 from .calls import bounded
 from .failure import ConformanceFailure, failed, miscounted
 from .held import failure_of, held_by

@@ -17,8 +17,8 @@ from attrs import evolve
 
 from pipeline.protocols import PreprocessedRequest
 
-from ..engine_metrics import EngineMetrics, MetricsContext
 from ..llm import EngineConfig, LLMEngine
+from ..metrics import EngineMetrics, MetricsContext
 from .answer import Answer, Trial, limited
 from .calls import bounded
 from .failure import CONCURRENTLY, ConformanceFailure, failed, not_served

@@ -6,7 +6,7 @@ from functools import partial
 
 from anyio.lowlevel import checkpoint
 
-from ..generate_context import GenerateContext
+from ..llm import GenerateContext
 from .answer import Answer, Trial
 from .calls import Call, run_beside
 from .checks import CONCURRENT, check_concurrent, gathered

@@ -15,7 +15,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from attrs import frozen
 
-from ..generate_context import GenerateContext
+from ..llm import GenerateContext
 from .answer import Trial
 from .checks import gathered
 from .failure import failed

@@ -17,8 +17,7 @@ import anyio
 
 from pipeline.protocols import PreprocessedRequest
 
-from ..generate_context import GenerateContext
-from ..llm import EngineConfig, LLMEngine
+from ..llm import EngineConfig, GenerateContext, LLMEngine
 from .answer import Trial, mock_context
 from .calls import Call
 from .checks import clean_up, drain, start

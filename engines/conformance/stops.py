@@ -15,8 +15,7 @@ from attrs import frozen
 
 from pipeline.protocols import FinishReason, LLMEngineOutput
 
-from ..generate_context import GenerateContext
-from ..llm import LLMEngine
+from ..llm import GenerateContext, LLMEngine
 from .answer import Answer, Trial
 from .calls import bounded
 from .checks import gathered

@@ -5,24 +5,33 @@ pass by pass, and says how long each pass takes.
 """
 
 from .args import MockEngineArgs, ReasoningArgs, SglangArgs, TrtllmArgs
-from .assembly import make_policy, make_scheduler, make_timing
-from .blocks import BlockPool
+from .build import kv_bytes_per_token, make_policy, make_scheduler, make_timing, stagger_delay_s
 from .engine import MODEL, MockEngine
-from .exchange import HandoffExchange
-from .handoff import handoff_order
-from .plan import Pass
-from .policy import Load, Policy
-from .policy_sglang import SglangPolicy
-from .policy_trtllm import NoEvictPolicy
-from .policy_vllm import VllmPolicy
-from .profile import InterpolatedTiming
-from .recorded import RecordedOutputs
-from .scheduler import Scheduler
-from .sequence import Sequence, Stage
-from .sizing import kv_bytes_per_token, stagger_delay_s
-from .speculative import Burst
-from .timing import ClassicTiming, PassTime, PolynomialTiming, PredictedTiming, Predictor, TimingModel
+from .request import RecordedOutputs
+from .scheduling import (
+    BlockPool,
+    Burst,
+    Load,
+    NoEvictPolicy,
+    Pass,
+    Policy,
+    Scheduler,
+    Sequence,
+    SglangPolicy,
+    Stage,
+    VllmPolicy,
+)
+from .timing import (
+    ClassicTiming,
+    InterpolatedTiming,
+    PassTime,
+    PolynomialTiming,
+    PredictedTiming,
+    Predictor,
+    TimingModel,
+)
 from .tokens import Output
+from .transfer import HandoffExchange, handoff_order
 
 __all__ = [
     "MODEL",

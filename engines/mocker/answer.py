@@ -14,11 +14,10 @@ from anyio.lowlevel import checkpoint
 from pipeline import Control, InvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
-from .channel import Channel
-from .logprobs import log_probabilities
-from .rank import Rank
-from .request_plan import RequestPlan
-from .sequence import AT_ONCE_TOKENS, Sequence
+from .rank import Channel, Rank
+from .request import RequestPlan
+from .scheduling import AT_ONCE_TOKENS, Sequence
+from .tokens import log_probabilities
 
 REJECTED = "request rejected: request exceeds worker admission limits"
 

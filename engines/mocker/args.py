@@ -1,15 +1,209 @@
-"""MockEngineArgs: everything a simulated engine is told, checked and completed."""
+"""MockEngineArgs: everything a simulated engine is told, checked and completed.
 
-# The annotations are values here, not texts: programs read them to convert what was given on a command line.
+What makes engine arguments wrong, alone and together.
+
+Engine arguments as JSON: strict, with no unknown names, and with the older names that still come.
+"""
+
+from __future__ import annotations
+
 from os import PathLike, fspath
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from attrs import field, frozen
 
-from pipeline.protocols.wire import U32, null
+from pipeline import InvalidArgument, wire
+from pipeline.protocols.field_rules import U32, WIRE_KEY, WireRule, null
 
-from .args_checks import check, resolved_block_size
-from .args_json import ALWAYS, from_json, from_plain, to_plain
+from .scheduling import accept_rates
+
+OWN_BLOCK_SIZE = {"vllm": 64, "trtllm": 32, "sglang": 1}
+"""Tokens a block where nothing is said."""
+
+_AT_LEAST_1 = (
+    *("num_gpu_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dp_size", "kv_bytes_per_token"),
+    *("aic_tp_size", "aic_moe_tp_size", "aic_moe_ep_size", "aic_attention_dp_size", "handoff_session_timeout_ms"),
+)
+_AT_LEAST_0 = (
+    *("block_size", "speedup_ratio", "decode_speedup_ratio", "startup_time", "aic_mtp_seed"),
+    *("kv_transfer_bandwidth", "watermark"),
+)
+_LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
+_SGLANG_LEAST = {
+    **dict.fromkeys(("page_size", "max_prefill_tokens", "chunked_prefill_size", "clip_max_new_tokens"), 1),
+    "schedule_conservativeness": 0,
+}
+_PORTS = ("bootstrap_port", "zmq_kv_events_port", "zmq_replay_port")
+_RANK_PORTS = ("zmq_kv_events_port", "zmq_replay_port")
+_PORT_MAX = 65535
+_TOKEN_MAX = 2**32 - 1
+_BEYOND = 2**64
+"""What no number may reach; so each can be reckoned with as a float."""
+
+
+def check(args: MockEngineArgs) -> None:
+    """Raises InvalidArgument, naming the argument, for the first thing that is wrong."""
+    _check_choices(args)
+    _check_least(args, _LEAST)
+    _check_most(args.watermark, 1, "watermark")
+    _check_ports(args)
+    if args.max_model_len is not None and args.engine_type != "vllm":
+        raise InvalidArgument(f"{args.engine_type} has no such limit, only vllm", field="max_model_len")
+    if args.reasoning is not None:
+        _check_range(args.reasoning.start_thinking_token_id, _TOKEN_MAX, "reasoning.start_thinking_token_id")
+        _check_range(args.reasoning.end_thinking_token_id, _TOKEN_MAX, "reasoning.end_thinking_token_id")
+        _check_range(args.reasoning.thinking_ratio, 1, "reasoning.thinking_ratio")
+    _check_drafts(args)
+    if args.sglang is not None:
+        _check_sglang(args.sglang)
+    _check_block_size(args)
+
+
+def resolved_block_size(args: MockEngineArgs) -> int:
+    """The block size given, else the engine's own."""
+    page_size = args.sglang.page_size if args.sglang is not None and args.engine_type == "sglang" else None
+    return args.block_size or page_size or OWN_BLOCK_SIZE[args.engine_type]
+
+
+def _check_choices(args: MockEngineArgs) -> None:
+
+    sglang, trtllm = args.sglang, args.trtllm
+    for name, value, choices in (
+        ("engine_type", args.engine_type, get_args(EngineType)),
+        ("preemption_mode", args.preemption_mode, get_args(PreemptionMode)),
+        ("worker_type", args.worker_type, get_args(WorkerType)),
+        ("kv_transfer_timing_mode", args.kv_transfer_timing_mode, get_args(TransferTimingMode)),
+        ("router_queue_policy", args.router_queue_policy, (None, *get_args(QueuePolicy))),
+        ("sglang.schedule_policy", sglang and sglang.schedule_policy, (None, *get_args(SchedulePolicy))),
+        (
+            "trtllm.capacity_scheduler_policy",
+            trtllm and trtllm.capacity_scheduler_policy,
+            (None, "guaranteed_no_evict"),
+        ),
+    ):
+        if value not in choices:
+            known = ", ".join(choice for choice in choices if choice is not None)
+            raise InvalidArgument(f"must be one of {known}, got {value!r}", field=name)
+
+
+def _check_least(record: Any, least: dict[str, int], place: str = "") -> None:
+    for name, low in least.items():
+        value = getattr(record, name)
+        if value is not None and not low <= value < _BEYOND:
+            raise InvalidArgument(f"must be at least {low} and below 2^64, got {value}", field=place + name)
+
+
+def _check_most(value: float, high: float, name: str) -> None:
+    if value > high:
+        raise InvalidArgument(f"must be at most {high}, got {value}", field=name)
+
+
+def _check_range(value: float, high: int, name: str) -> None:
+    if not 0 <= value <= high:
+        raise InvalidArgument(f"must be from 0 to {high}, got {value}", field=name)
+
+
+def _check_ports(args: MockEngineArgs) -> None:
+    for name in _PORTS:
+        port = getattr(args, name)
+        last = args.dp_size - 1 if name in _RANK_PORTS else 0
+        if port is not None and not 1 <= port <= _PORT_MAX - last:
+            raise InvalidArgument(f"must be a port, also for the last rank, got {port}", field=name)
+    events, replay = args.zmq_kv_events_port, args.zmq_replay_port
+    if replay is None:
+        return
+    if events is None:
+        raise InvalidArgument("needs zmq_kv_events_port: there is nothing to repeat without events", field=_PORTS[2])
+    if abs(events - replay) < args.dp_size:
+        raise InvalidArgument(f"meets the ports of the ranks' events, which begin at {events}", field=_PORTS[2])
+
+
+def _check_drafts(args: MockEngineArgs) -> None:
+    if args.aic_nextn is None:
+        if args.aic_nextn_accept_rates is not None:
+            raise InvalidArgument("needs aic_nextn", field="aic_nextn_accept_rates")
+        return
+    accept_rates(args.aic_nextn, args.aic_nextn_accept_rates)
+    if args.decode_speedup_ratio != 1.0:
+        raise InvalidArgument("must be 1.0 with aic_nextn, which speeds up decode itself", field="decode_speedup_ratio")
+
+
+def _check_sglang(sglang: SglangArgs) -> None:
+    _check_least(sglang, _SGLANG_LEAST, "sglang.")
+    _check_most(sglang.schedule_conservativeness or 0, 1, "sglang.schedule_conservativeness")
+
+
+def _check_block_size(args: MockEngineArgs) -> None:
+    size, sglang = resolved_block_size(args), args.sglang
+    if args.engine_type != "sglang":
+        if size < 2:
+            raise InvalidArgument(f"must be at least 2 for {args.engine_type}, got {size}", field="block_size")
+        return
+    if sglang is None:
+        return
+    if sglang.page_size is not None and sglang.page_size != size:
+        raise InvalidArgument(f"must be sglang.page_size, {sglang.page_size}, got {size}", field="block_size")
+    if sglang.chunked_prefill_size is not None and sglang.chunked_prefill_size % size:
+        raise InvalidArgument(f"must be a multiple of the block size, {size}", field="sglang.chunked_prefill_size")
+    if sglang.max_prefill_tokens is not None and sglang.max_prefill_tokens < size:
+        raise InvalidArgument(f"must be at least the block size, {size}", field="sglang.max_prefill_tokens")
+
+
+T = TypeVar("T")
+
+ALWAYS = {WIRE_KEY: WireRule("always")}
+"""Marks a field that is written also while it is None."""
+
+_CHOICES = ("engine_type", "worker_type", "preemption_mode", "kv_transfer_timing_mode", "router_queue_policy")
+_NESTED_CHOICES = {"sglang": "schedule_policy", "trtllm": "capacity_scheduler_policy"}
+_IGNORED = "has_perf_model"
+_ROLES = {"is_prefill": "prefill", "is_decode": "decode"}
+"""Flags that came before the worker type, and the type each one means."""
+
+
+def from_plain(value: Any, cls: type[T]) -> T:
+    """The arguments in a dict. Raises InvalidArgument, naming the place, for unknown names and wrong types."""
+    if not isinstance(value, dict):
+        raise InvalidArgument("engine arguments are an object")
+    plain = {name: item for name, item in value.items() if name != _IGNORED}
+    for name in _CHOICES:
+        _lower_case_keys(plain, name)
+    for place, name in _NESTED_CHOICES.items():
+        if isinstance(plain.get(place), dict):
+            plain[place] = dict(plain[place])
+            _lower_case_keys(plain[place], name)
+    _read_roles(plain)
+    return wire.from_plain(plain, cls)
+
+
+def from_json(text: str | bytes, cls: type[T]) -> T:
+    """As `from_plain`, of one JSON document. Raises InvalidArgument also for text that is none or goes on behind it."""
+    return from_plain(wire.from_json(text, dict), cls)
+
+
+def to_plain(args: object) -> dict[str, Any]:
+    """Every argument by name."""
+    plain: dict[str, Any] = wire.to_plain(args)
+    return plain
+
+
+def _lower_case_keys(plain: dict[str, Any], name: str) -> None:
+    if isinstance(plain.get(name), str):
+        plain[name] = plain[name].lower()
+
+
+def _read_roles(plain: dict[str, Any]) -> None:
+    """Replaces the flags of older files by the worker type they mean."""
+    flags = {name: plain.pop(name) for name in _ROLES if name in plain}
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise InvalidArgument("expected true or false", field=name)
+    roles = [_ROLES[name] for name, flag in flags.items() if flag]
+    if len(roles) > 1:
+        raise InvalidArgument("a worker is for prefill or for decode, not for both", field="is_prefill")
+    if roles and plain.setdefault("worker_type", roles[0]) != roles[0]:
+        raise InvalidArgument(f"contradicts worker_type {plain['worker_type']!r}", field=f"is_{roles[0]}")
+
 
 EngineType = Literal["vllm", "sglang", "trtllm"]
 WorkerType = Literal["aggregated", "prefill", "decode"]

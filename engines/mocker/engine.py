@@ -26,26 +26,20 @@ from attrs import evolve
 from pipeline import Control, EngineShutdown, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
-from ..engine_metrics import MetricsBindings, MetricsContext, SnapshotPublisher
-from ..generate_context import GenerateContext
-from ..kv_sources import PushSource
-from ..llm import EngineConfig, LLMEngine
-from ..probe import health_payload
+from ..kv_events import PushSource
+from ..llm import EngineConfig, GenerateContext, LLMEngine
+from ..metrics import MetricsBindings, MetricsContext, SnapshotPublisher
+from ..worker import health_payload
 from .answer import Answer, nothing
 from .args import MockEngineArgs
-from .args_idle import idle_arguments
-from .assembly import check_timing, make_timing
-from .event_feed import EventFeed
-from .exchange import HandoffExchange
-from .hand_over import receive_blocks, send_blocks
-from .handoff_sides import HandoffKey
-from .handoff_timing import TransferTiming, handoff_delay_ms
-from .native_metrics import NativeMetrics
+from .build import check_timing, idle_arguments, make_timing
+from .kv_events import EventFeed
+from .metrics import NativeMetrics
 from .rank import Rank
-from .recorded import RecordedOutputs
-from .request_plan import RequestPlan, checked_rank, plan_request
-from .sequence import AT_ONCE_TOKENS, u32s
+from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
+from .scheduling import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
+from .transfer import HandoffExchange, HandoffKey, TransferTiming, handoff_delay_ms, receive_blocks, send_blocks
 
 _log = logging.getLogger(__name__)
 

@@ -2,13 +2,23 @@
 
 Source: dynamo lib/mocker/src/common/perf_model.rs. Other than there, all constants are one table, and the figures of
 other engines come in through one protocol.
+
+InterpolatedTiming: times measured on a real engine, from an NPZ file, and straight lines between them.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import pairwise
+from math import isfinite
+from pathlib import Path
+from typing import Any, Protocol
 
 from attrs import frozen
+
+from pipeline import InvalidArgument
 
 DECODE_FLOOR_MS = 1.0
 """No decode step takes less, so no two tokens of a sequence come at once."""
@@ -119,3 +129,111 @@ class PassTime:
         if not batch or not speedup:
             return 0.0
         return self.model.decode_ms(batch, active_kv_tokens, total_kv_tokens, context_tokens // batch) / speedup
+
+
+FILE_NAME = "perf_data.npz"
+"""Looked for in a folder, where there is more than one NPZ file."""
+
+_FIELD = "planner_profile_data"
+_LINES = ("prefill_isl", "prefill_ttft_ms", "decode_active_kv_tokens", "decode_context_length")
+_GRID = "decode_itl"
+
+
+@frozen
+class InterpolatedTiming:
+    """Prefill over new tokens, decode over a grid of tokens in the cache (rows) and context length (columns).
+
+    Linear between the points and, by the nearest two, beyond them; never below 0 and 1 ms.
+    Source: dynamo lib/mocker/src/common/perf_model.rs, PerfModel::from_npz.
+    """
+
+    prefill_tokens: Sequence[float]
+    prefill_times_ms: Sequence[float]
+    kv_tokens: Sequence[float]
+    context_tokens: Sequence[float]
+    decode_times_ms: Sequence[Sequence[float]]
+
+    @classmethod
+    def load(cls, path: str | Path) -> InterpolatedTiming:
+        """Reads an NPZ file, or the one in a folder.
+
+        Raises InvalidArgument for a missing file, one without its arrays, with arrays that do not fit each other or
+        with numbers that are not finite, and where numpy, the extra named `profile`, is not installed.
+        """
+        arrays = _read(_find(Path(path)))
+        lines = [_line(arrays, name) for name in _LINES]
+        grid = _array(arrays, _GRID)
+        _require(len(lines[0]) == len(lines[1]), "prefill_isl and prefill_ttft_ms differ in length")
+        _require(grid.shape == (len(lines[2]), len(lines[3])), f"{_GRID} has the shape {grid.shape}, its axes do not")
+        for name, axis in zip(_LINES, lines, strict=True):
+            if name != "prefill_ttft_ms":
+                _require(len(axis) >= 2, f"{name} has less than two points")
+                _require(all(low < high for low, high in pairwise(axis)), f"{name} does not increase")
+        return cls(lines[0], lines[1], lines[2], lines[3], grid.tolist())
+
+    def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
+        tokens = new_tokens(batch, mean_prompt_tokens, mean_cached_tokens)
+        if not tokens:
+            return 0.0
+        index, part = _between(self.prefill_tokens, tokens)
+        times = self.prefill_times_ms
+        return max(0.0, _mix(times[index], times[index + 1], part))
+
+    def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
+        row, down = _between(self.kv_tokens, active_kv_tokens)
+        column, right = _between(self.context_tokens, mean_context_tokens)
+        above, below = (_mix(times[column], times[column + 1], right) for times in self.decode_times_ms[row : row + 2])
+        return max(DECODE_FLOOR_MS, _mix(above, below, down))
+
+
+def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
+    """The two neighbouring points of an axis (the index of the first one), and how far x is from one to the other."""
+    index = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
+    return index, (x - axis[index]) / (axis[index + 1] - axis[index])
+
+
+def _mix(low: float, high: float, part: float) -> float:
+    return low + (high - low) * part
+
+
+def _find(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = sorted(path.glob("*.npz"))
+    if len(files) > 1:
+        files = [file for file in files if file.name == FILE_NAME]
+    _require(len(files) == 1, f"{path} has no NPZ file, or several and none of the name {FILE_NAME}")
+    return files[0]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        numpy: Any = import_module("numpy")
+    except ModuleNotFoundError as error:
+        raise InvalidArgument("needs numpy: install penstock[profile]", field=_FIELD, cause=error) from error
+    try:
+        with numpy.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in (*_LINES, _GRID) if name in arrays.files}
+    # What numpy raises for a file of another kind depends on its first bytes.
+    except Exception as error:
+        raise InvalidArgument(f"cannot read {path}: {error}", field=_FIELD, cause=error) from error
+
+
+def _array(arrays: dict[str, Any], name: str) -> Any:
+    _require(name in arrays, f"has no array {name}")
+    array = arrays[name]
+    _require(array.dtype.kind in "iuf", f"{name} has no numbers")
+    _require(all(map(isfinite, array.flat)), f"{name} has a number that is not finite")
+    return array
+
+
+def _line(arrays: dict[str, Any], name: str) -> list[float]:
+    array = _array(arrays, name)
+    _require(array.ndim == 1, f"{name} is not a list of numbers")
+    values: list[float] = array.tolist()
+    return values
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InvalidArgument(message, field=_FIELD)

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from .active_sequences import ActiveSequences
-from .affinity import SessionAffinity
-from .approx_index import ApproxIndex
-from .block_hash import PromptBlocks
-from .choose import Decision
-from .chooser import KvRouter
-from .config import KvRouterConfig
-from .config_environment import active_request_expiry_s, config_from_environment, overlap_refresh_after_s
-from .cost import WorkerType
-from .eligibility import RoutingRules, WorkerPool
-from .engine_events import EngineEvents
-from .engine_wire import WireLimits, decode_frames
-from .engine_zmq import EngineSubscriber
+from .config import (
+    ConditionalPolicy,
+    KvRouterConfig,
+    active_request_expiry_s,
+    config_from_environment,
+    overlap_refresh_after_s,
+)
 from .errors import BookingError, DuplicateRequest, QueueRejected, RequestNotFound, WorkerNotFound
-from .event_feed import EventFeed, RepairLimits
-from .event_log import EventLog
-from .index import KvIndex
-from .index_errors import KvIndexError
-from .overlap import Overlap
-from .queue_classes import PolicyClass, PolicyProfile
-from .queue_profiles import PolicyDocument
-from .recovery import KvRecovery, recovery_workers
-from .replica_sync import ReplicaSync
-from .router_gauges import RouterGauges
-from .router_metrics import RouterMetrics
-from .router_overlap import kv_events
-from .router_placement import Placement
-from .router_pool import adapters_of, configs_of
-from .router_request import RouteRequest
-from .router_service import RouterService
-from .worker_rank import WorkerRank
+from .events import (
+    EngineEvents,
+    EngineSubscriber,
+    EventFeed,
+    EventLog,
+    KvRecovery,
+    RepairLimits,
+    WireLimits,
+    decode_frames,
+    recovery_workers,
+)
+from .index import ApproxIndex, KvIndex, KvIndexError, Overlap
+from .load import ActiveSequences, ReplicaSync
+from .lookup import kv_events
+from .metrics import RouterMetrics
+from .operator import ROUTER_DECISION, KvPushRouter
+from .pool import RoutingRules, WorkerPool, adapters_of, configs_of
+from .prompt import PromptBlocks
+from .queue import PolicyClass, PolicyDocument, PolicyProfile
+from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shared_hashes
+from .reservation import Placement, ends_badly
+from .router import KvRouter
+from .selection import Decision, WorkerType
+from .service import RouterGauges, RouterService
+from .sessions import SessionAffinity
+from .types import WorkerRank
 
 __all__ = [
+    "ROUTER_DECISION",
     "ActiveSequences",
     "ApproxIndex",
     "BookingError",
+    "ConditionalPolicy",
     "Decision",
     "DuplicateRequest",
     "EngineEvents",
@@ -46,6 +51,7 @@ __all__ = [
     "EventLog",
     "KvIndex",
     "KvIndexError",
+    "KvPushRouter",
     "KvRecovery",
     "KvRouter",
     "KvRouterConfig",
@@ -75,7 +81,11 @@ __all__ = [
     "config_from_environment",
     "configs_of",
     "decode_frames",
+    "ends_badly",
+    "hash_beside_the_loop",
     "kv_events",
     "overlap_refresh_after_s",
     "recovery_workers",
+    "share_hashes",
+    "with_shared_hashes",
 ]

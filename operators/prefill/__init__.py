@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .bypass import ConditionalDisaggregation
+from .conditional import ConditionalDisaggregation
 from .errors import NoDisaggregatedParams, PrefillError, PrefillNotActivated, TopologyError
 from .pool import KvPrefill, PrefillPool, PushPrefill
 from .resolve import PrefillWorker
-from .router import PrefillRouter
-from .settings import PrefillSettings
+from .router import PrefillRouter, PrefillSettings
 
 __all__ = [
     "ConditionalDisaggregation",

@@ -20,8 +20,8 @@ from __future__ import annotations
 from pipeline import CannotConnect, PenstockError, ResourceExhausted, Unavailable
 from pipeline.errors import Facts
 
-from ..availability import AllBusy
-from ..kv.errors import QueueRejected
+from ..kv import QueueRejected
+from ..pool import AllBusy
 
 
 class PrefillNotActivated(Unavailable):

@@ -5,6 +5,8 @@
                          └─ nobody prefills ───► as it came (or refused) ─────► decode alone
 
 Source: dynamo lib/llm/src/kv_router/prefill_router.rs, PrefillRouter.
+
+PrefillSettings: what a deployment decides about prefilling elsewhere.
 """
 
 from __future__ import annotations
@@ -12,36 +14,69 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from math import isfinite
 from random import Random
 from types import TracebackType
 from typing import Self
 
 import anyio
-from attrs import evolve
+from attrs import evolve, frozen
 
-from pipeline import AsyncEngine, Cancelled, Context, Operator, ResourceExhausted, ResponseStream, Stage, Unavailable
+from pipeline import (
+    AsyncEngine,
+    Cancelled,
+    Context,
+    InvalidArgument,
+    Operator,
+    ResourceExhausted,
+    ResponseStream,
+    Stage,
+    Unavailable,
+)
+from pipeline.llm import track_request
 from pipeline.network import Ids
-from pipeline.phase import track_request
 from pipeline.protocols import PhasePermit, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
-from pipeline.protocols.nvext import BYPASS_REMOTE_PREFILL
+from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.rx import AnyIOScheduler, Observable
-from pipeline.tracing import Tracer
+from pipeline.telemetry import Tracer
 
-from ..copied import copied
-from ..kv.hashed_prompts import share_hashes
-from ..kv.router_dispatch import Output
-from ..kv.worker_rank import WorkerRank
-from .activation import Activation, Configs, PrefillSide
-from .bypass import ConditionalDisaggregation, without_claim
-from .decoding import announced, decode_in_span, fed
+from ..kv import WorkerRank, share_hashes
+from ..pool import Output
+from ..records import copied
+from .background import Handovers
+from .conditional import ConditionalDisaggregation, without_claim
+from .decode import announced, decode_in_span, fed
 from .errors import PrefillNotActivated, backpressure
-from .handover import Handover
-from .handovers import Handovers
-from .plan import Plan, make_plan
-from .pool import KvPrefill, PrefillPool
-from .requests import decode_request
+from .plan import Plan, decode_request, make_plan
+from .pool import Activation, Configs, KvPrefill, PrefillPool, PrefillSide
 from .resolve import PrefillWorker, named_worker
-from .settings import PrefillSettings
+from .transfer import Handover
+
+
+@frozen(kw_only=True)
+class PrefillSettings:
+    """Raises InvalidArgument, naming the field, for what cannot be.
+
+    `enforce_disagg`: requests are refused, not served without, while nobody can prefill. At most `prefills_max` run at
+    once, those that wait in a router's queue included, and each for `prefill_timeout_s`. A prefill that fails when
+    decode waits for it already fails the request unless decode shows an item within `decode_patience_s`.
+    `drain_timeout_s` is how long the end of the operator waits for those under way.
+    """
+
+    enforce_disagg: bool = False
+    prefills_max: int = 4096
+    prefill_timeout_s: float = 600.0
+    decode_patience_s: float = 30.0
+    drain_timeout_s: float = 5.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.prefills_max < 1:
+            raise InvalidArgument(f"must be at least 1, got {self.prefills_max}", field="prefills_max")
+        for name in ("prefill_timeout_s", "decode_patience_s", "drain_timeout_s"):
+            value: float = getattr(self, name)
+            if not isfinite(value) or value < 0:
+                raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)
+
 
 _log = logging.getLogger(__name__)
 

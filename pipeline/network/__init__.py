@@ -1,12 +1,10 @@
 """How a graph crosses processes: names, discovery, the request plane, the event plane, and `Runtime` over them."""
 
-from .discovery import Added, Discovery, Lease, Model, Removed, TaintsUpdated
-from .event_plane import Event, EventPlane, Publisher, Scope, Sequences
+from .discovery import Added, Change, Discovery, Gone, Lease, Model, Put, Removed, Store, TaintsUpdated, Written
+from .events import Event, EventPlane, Publisher, Scope, Sequences
 from .names import EndpointId, Instance, detect_device_type
-from .request_plane import RequestPlane, Serving
-from .runtime import Runtime
-from .served import Served
-from .store import Change, Gone, Put, Store, Written
+from .requests import RequestPlane, Serving
+from .runtime import Runtime, Served
 from .workers import EndpointWorkers, Ids, Workers, static_workers
 
 __all__ = [

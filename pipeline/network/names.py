@@ -12,7 +12,7 @@ from typing import Literal, Self
 from attrs import field, frozen
 
 from pipeline import InvalidArgument
-from pipeline.protocols.wire import U64
+from pipeline.protocols.field_rules import U64
 
 DEFAULT_NAMESPACE, DEFAULT_COMPONENT, DEFAULT_ENDPOINT = "NS", "C", "E"
 SCHEME = "dyn://"

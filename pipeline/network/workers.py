@@ -12,9 +12,9 @@ from pipeline import AsyncEngine, Context, ResponseStream, Unavailable
 from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase, RefCountDisposable
 
 from .discovery import Added, Removed
-from .fanout import Fanout
+from .events import Fanout
 from .names import DeviceType, EndpointId, Instance
-from .request_plane import not_found
+from .requests import not_found
 
 In = TypeVar("In")
 Out = TypeVar("Out")

@@ -5,14 +5,13 @@ The most used ones are here; further faces are `openai`, `nvext`, `timing`, `car
 
 from __future__ import annotations
 
-from .finish_reason import FinishReason
-from .metrics_annotation import LLM_METRICS_EVENT, METRIC_EVENTS, PAYLOAD_USAGE_EVENT, LLMMetricAnnotation
-from .migration_state import MigrationState
-from .nvext import AgentHints, NvExt, NvExtResponse
+from .field_rules import InvalidRecord
+from .openai import AgentHints, NvExt, NvExtResponse
 from .options import GuidedDecodingOptions, OutputOptions, SamplingOptions, StopConditions
 from .output import (
     BackendOutput,
     EmbeddingsEngineOutput,
+    FinishReason,
     LLMEngineOutput,
     PromptLogprobEntry,
     PromptLogprobs,
@@ -29,8 +28,12 @@ from .request import (
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
 )
-from .routing import RouterConfigOverride, RouterParams, RoutingConstraints, RoutingHints
+from .routing import MigrationState, RouterConfigOverride, RouterParams, RoutingConstraints, RoutingHints
 from .timing import (
+    LLM_METRICS_EVENT,
+    METRIC_EVENTS,
+    PAYLOAD_USAGE_EVENT,
+    LLMMetricAnnotation,
     RequestPhase,
     RouterChoice,
     RouterDecision,
@@ -42,7 +45,6 @@ from .timing import (
 from .trace_link import TraceLink
 from .tracker import PhasePermit, RequestTracker, worker_gauges
 from .usage import CompletionTokensDetails, CompletionUsage, PromptTokensDetails
-from .wire import InvalidRecord
 
 __all__ = [
     "LLM_METRICS_EVENT",

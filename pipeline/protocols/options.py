@@ -9,7 +9,7 @@ from typing import Any
 
 from attrs import define
 
-from .wire import I32, I64, U8, U32, InvalidRecord, null
+from .field_rules import I32, I64, U8, U32, InvalidRecord, null
 
 MAX_GRAMMAR_NESTING = 500
 """Bracket depth above which a grammar is refused: grammar compilers recurse once per level."""

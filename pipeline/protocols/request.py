@@ -12,13 +12,12 @@ from uuid import UUID
 
 from attrs import define, field, frozen
 
-from .migration_state import MigrationState
+from .field_rules import U16, U32, U64, InvalidRecord, never, null, skip
 from .options import OutputOptions, SamplingOptions, StopConditions
-from .routing import RouterConfigOverride, RouterParams, RoutingHints
+from .routing import MigrationState, RouterConfigOverride, RouterParams, RoutingHints
 from .trace_link import TraceLink
 from .tracker import RequestTracker
 from .usage import PromptTokensDetails
-from .wire import U16, U32, U64, InvalidRecord, never, null, skip
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:\S+", re.IGNORECASE)
 _HOST = re.compile(r"(?!(?:https?|wss?|ftp):)|\w+://[^\s/?#]", re.IGNORECASE)

@@ -3,8 +3,8 @@
 Usable with any test runner; with pytest the fixtures of the plugin `penstock_pytest` come by themselves.
 """
 
+from ..virtual_time import VirtualTimeLoop, run_in_virtual_time, virtual_time
 from .check import check_engine, check_operator
-from .clock import VirtualTimeLoop, run_in_virtual_time, virtual_time
 from .engine_rules import ENGINE_RULES
 from .faults import Fault, Faults, Malformed
 from .open_streams import OpenStreams, watch_streams

@@ -9,11 +9,11 @@ import anyio
 from attrs import frozen
 
 from ..annotated import Annotated
+from ..cancellation import until_killed
 from ..context import Context
 from ..engine import AsyncEngine
 from ..errors import BackendUnknown, CannotConnect, Disconnected, PenstockError
 from ..operator import PASSES_THROUGH, Operator
-from ..racing import until_killed
 from ..stream import ResponseStream
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from .. import stream as _stream
-from ..once import Once
+from ..control import Once
 from ..stream import ResponseStream
 
 

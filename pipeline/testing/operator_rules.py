@@ -14,7 +14,7 @@ from ..annotated import Annotated
 from ..context import Context
 from ..engine import AsyncEngine
 from ..errors import BackendUnknown, ContractViolation, Disconnected, PenstockError
-from ..segment import Segment
+from ..graph import Segment
 from .engine_rules import ENGINE_RULES
 from .open_streams import OpenStreams, watch_streams
 from .scripted import Fail, ScriptedEngine

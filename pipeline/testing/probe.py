@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 from ..context import Context
+from ..control import Once
 from ..engine import AsyncEngine
-from ..once import Once
 from ..operator import PASSES_THROUGH, Operator
 from ..stream import ResponseStream
 

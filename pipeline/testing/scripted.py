@@ -8,10 +8,10 @@ from typing import Any
 import anyio
 from attrs import frozen
 
+from ..cancellation import until_killed
 from ..context import Context
+from ..control import Once
 from ..engine import AsyncEngine
-from ..once import Once
-from ..racing import until_killed
 from ..stream import ResponseStream
 
 

@@ -23,7 +23,7 @@ from typing import ClassVar
 from attrs import frozen
 
 from pipeline import InvalidArgument
-from pipeline.codec import from_plain
+from pipeline.wire import from_plain
 
 from ..settings_file import read_toml, wrong
 from .keys import ApiKey, check_distinct, hash_of

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, get_args
 from attrs import field, frozen
 
 from pipeline import InvalidArgument
-from pipeline.protocols.wire import I32, InvalidRecord
+from pipeline.protocols.field_rules import I32, InvalidRecord
 
 Privilege = Literal["pin", "priority", "tenant", "admin"]
 """What a request may do only with a key that has it.

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pipeline.codec import to_json
 from pipeline.protocols.openai import ModelList
-from pipeline.tracing import Tracer
+from pipeline.telemetry import Tracer
+from pipeline.wire import to_json
 
 from ..openai import encode
 from .availability import Availability, Phase

@@ -12,8 +12,8 @@ from attrs import define, field, frozen
 
 from pipeline import InvalidArgument
 from pipeline.errors import ExceededLimit
-from pipeline.json_size import WINDOW, JsonSize
 from pipeline.protocols.openai import ChatCompletionRequest
+from pipeline.wire import WINDOW, JsonSize
 
 from ..limits import HttpLimits
 from .options import BODY_LIMIT

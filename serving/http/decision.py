@@ -17,7 +17,7 @@ from typing import TypeVar
 from attrs import evolve, fields
 
 from pipeline.protocols import NvExt, RequestTracker, RouterChoice, worker_label
-from pipeline.protocols.nvext import QUERY_INSTANCE_ID
+from pipeline.protocols.openai import QUERY_INSTANCE_ID
 
 from .problems import Refusal
 

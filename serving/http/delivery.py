@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pipeline import Annotated
 from pipeline.errors import ExceededLimit
 from pipeline.protocols import BackendOutput
-from pipeline.sse import encode
+from pipeline.wire import encode
 
 from ..openai import Answer, Chunks
 from .event_writer import EventWriter

@@ -21,8 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from operators import validate
 from pipeline import Context, PenstockError
-from pipeline.protocols.nvext import apply_headers
-from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, apply_headers
 
 from ..openai import (
     Answer,

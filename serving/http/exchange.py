@@ -10,7 +10,7 @@ from starlette.types import Receive, Send
 
 from pipeline import PenstockError, ResponseTimeout
 from pipeline.errors import ExceededLimit
-from pipeline.sse import DONE
+from pipeline.wire import DONE
 
 from ..openai import Answer, Chunks
 from .delivery import StreamDelivery, WholeDelivery

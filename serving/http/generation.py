@@ -30,7 +30,7 @@ from pipeline import (
 )
 from pipeline.errors import BackendUnknown
 from pipeline.foreign import raise_if_ours
-from pipeline.phase import tracker_of
+from pipeline.llm import tracker_of
 from pipeline.protocols import BackendOutput
 
 from ..openai import UsageCount

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 from attrs import define, field
 
-from pipeline.protocols.wire import WIRE_KEY, IntRange, WireRule
+from pipeline.protocols.field_rules import WIRE_KEY, IntRange, WireRule
 
 Schema = dict[str, Any]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from pipeline.metrics import Instrument, Metrics
 from pipeline.protocols.card import ModelDeploymentCard
+from pipeline.telemetry import Instrument, Metrics
 
 Cards = Callable[[], Iterable[ModelDeploymentCard | None]]
 """Gives the cards of the workers there are now; None for one that has not published any."""

@@ -12,8 +12,8 @@ from typing import Any
 from attrs import asdict, frozen
 
 from operators import keywords_of
-from pipeline.protocols.nvext import HEADERS
 from pipeline.protocols.openai import (
+    HEADERS,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,

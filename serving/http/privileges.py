@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from attrs import evolve
 
-from pipeline.protocols.nvext import HEADERS_OF, QUERY_INSTANCE_ID, AgentHints, NvExt, effective_cache_salt
+from pipeline.protocols.openai import HEADERS_OF, QUERY_INSTANCE_ID, AgentHints, NvExt, effective_cache_salt
 
 from ..access import ApiKey, Privilege
 from .caller import Caller

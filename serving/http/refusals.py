@@ -16,7 +16,7 @@ from threading import Lock
 from attrs import define
 
 from pipeline.errors import ExceededLimit
-from pipeline.metrics import Metrics
+from pipeline.telemetry import Metrics
 
 from ..log_format import with_fields
 from .problems import Problem

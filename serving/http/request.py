@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope
 
 from operators import check_counts
 from pipeline import InvalidArgument
-from pipeline.codec import from_plain, plain_from_json, plain_from_long_json
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits
+from pipeline.wire import from_plain, plain_from_json, plain_from_long_json
 
 from ..limits import HttpLimits
 from .body import ArrivingBody, Body, check_arguments, check_length, is_small

@@ -15,9 +15,9 @@ from attrs import define, field
 
 from pipeline import AnyContext
 from pipeline.errors import CLIENT_CLOSED_REQUEST
-from pipeline.phase import tracker_of
+from pipeline.llm import tracker_of
 from pipeline.protocols import RequestTracker
-from pipeline.tracing import trace_link
+from pipeline.telemetry import trace_link
 
 from ..log_format import current_fields, with_fields
 from .caller import caller_of

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from pipeline import Context
-from pipeline.tracing import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
+from pipeline.telemetry import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
 
 from . import span_attributes
 from .problems import CLIENT_GONE, Problem

@@ -1,6 +1,6 @@
 """Telemetry: OpenTelemetry metrics of one program, shown as Prometheus text.
 
-The library records through `pipeline.metrics` and configures nothing; this is the configuration. Nothing of it is
+The library records through `pipeline.telemetry` and configures nothing; this is the configuration. Nothing of it is
 global, so several apps in one process show only their own.
 """
 
@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from pipeline.metrics import Instrument, Metrics
+from pipeline.telemetry import Instrument, Metrics
 
 from .model_gauges import ModelGauges
 from .refusals import Refusals
@@ -35,7 +35,7 @@ class Telemetry:
     media_type = CONTENT_TYPE_LATEST
 
     def __init__(self, *, prefix: str | None = None, environment: Mapping[str, str] | None = None) -> None:
-        """`prefix` replaces that of all names, `environment` may change buckets: see `pipeline.metrics`."""
+        """`prefix` replaces that of all names, `environment` may change buckets: see `pipeline.telemetry`."""
         self._registry = CollectorRegistry()
         reader = PrometheusMetricReader(
             disable_target_info=True,

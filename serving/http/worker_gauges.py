@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from pipeline.metrics import Instrument, Metrics
 from pipeline.protocols import RequestTracker, worker_gauges
+from pipeline.telemetry import Instrument, Metrics
 
 _WORKER = ("worker_id", "dp_rank", "worker_type")
 

@@ -9,7 +9,7 @@ that `serving.replay.run` opens.
 from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
-    from .address import Address
+    from .client import Address
     from .engine import UNKNOWN_TOKEN, LiveEngine
     from .server import LiveServer, find_server, live_graph
 

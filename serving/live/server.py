@@ -9,15 +9,13 @@ from typing import Any
 from attrs import frozen
 
 from pipeline import Control, InvalidArgument, PenstockError
-from pipeline.codec import from_json
 from pipeline.errors import InvalidMessage, Unavailable
+from pipeline.wire import from_json
 
-from .address import Address
-from .client import Client, Transport
-from .engine import SILENCE_S, LiveEngine
-from .exchange import Exchange
-from .problems import of_status
-from .requests import authorization
+from .client import Address, Client, Transport
+from .engine import SILENCE_S, LiveEngine, authorization
+from .errors import of_status
+from .stream import Exchange
 
 _NVEXT_OWNERS = ("penstock", "nvidia")
 """`owned_by` of the models of a server that understands `nvext`: ours, and NVIDIA Dynamo's front end."""

@@ -2,9 +2,7 @@
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .chunks import ChatChunks, Chunks, CompletionChunks
-from .encoding import encode, event
-from .form import AnswerForm
-from .usage import UsageCount
+from .form import AnswerForm, UsageCount, encode, event
 
 __all__ = [
     "Answer",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from pipeline.codec import to_json
 from pipeline.protocols import BackendOutput, FinishReason, NvExtResponse
 from pipeline.protocols.openai import (
     ChatChoice,
@@ -22,11 +21,10 @@ from pipeline.protocols.openai import (
     CompletionLogprobs,
     ResponseMessage,
 )
+from pipeline.wire import to_json
 
-from .form import AnswerForm
+from .form import AnswerForm, LogprobForm, UsageCount
 from .json_parts import JsonList, JsonParts, JsonText, filled
-from .logprobs import LogprobForm
-from .usage import UsageCount
 
 
 class _Choice(ABC):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from pipeline.codec import to_plain
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import (
     ChatChunkChoice,
@@ -19,10 +18,9 @@ from pipeline.protocols.openai import (
     Completion,
     CompletionChoice,
 )
+from pipeline.wire import to_plain
 
-from .encoding import PLACE, around, encode, event
-from .form import AnswerForm
-from .usage import UsageCount
+from .form import PLACE, AnswerForm, UsageCount, around, encode, event
 
 
 class Chunks(ABC):

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import define, field
 
-from pipeline.codec import to_json
+from pipeline.wire import to_json
 
 PART_BYTES = 16 * 1024
 _TEXTS_AT_ONCE = 256

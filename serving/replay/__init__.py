@@ -6,25 +6,28 @@ meanwhile; `Samples` notes what happens and `make_report` sums it up. `sweep_run
 `sweep` makes them on all cores.
 """
 
-from .distribution import Distribution
-from .fault_script import parse_fault, parse_faults, read_faults
-from .faults import Action, Fault, RollingRestart, plan_faults
-from .grid import SweepRun, sweep_runs
+from .driver import request_of
+from .faults import Action, Fault, RollingRestart, parse_fault, parse_faults, plan_faults, read_faults
 from .page import report_page
 from .page_sweep import pareto_page
-from .prompts import Prompt
-from .reading import first_requests, read_trace
-from .report import Balance, Goodput, Report, RequestReport, WorkerReport, side_by_side
-from .requests import request_of
-from .running import GraphFactory, run, run_config
+from .report import (
+    Balance,
+    Distribution,
+    Goodput,
+    Limits,
+    LoadFacts,
+    Report,
+    RequestReport,
+    WorkerReport,
+    make_report,
+    side_by_side,
+)
+from .runner import GraphFactory, run, run_config
 from .samples import RequestSample, Role, Samples, Status
 from .schedule import Due, Schedule
 from .series import Series, WorkerSeries
-from .settings import LoadFacts
-from .summary import Limits, make_report
-from .sweeping import Sweep, sweep
-from .synthetic import SyntheticLoad
-from .trace import BadLine, Session, Trace, TraceFormat, Turn
+from .sweeping import Sweep, SweepRun, sweep, sweep_runs
+from .traces import BadLine, Prompt, Session, SyntheticLoad, Trace, TraceFormat, Turn, first_requests, read_trace
 
 __all__ = [
     "Action",

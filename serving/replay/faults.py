@@ -6,19 +6,31 @@ A fault is a sentence, or a table of a TOML file that says the same:
     prefill 0 leaves at 60                            worker = 3
     all restart at 600 s, every 30 s, down 5 s        dies = 120
                                                       returns = 300
+
+Fault scripts as people write them, to records.
+
+    [prefill|decode] [worker] N  dies|leaves|returns|restarts [at] TIME, ...      clauses go on about the same worker
+    kill|drain|start [prefill] worker N at TIME
+    all [prefill] restart at TIME every TIME [down TIME]
+
+A TIME is a number with ms, s, m or h, without one in seconds. To restart is to leave and to return `down` later.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from attrs import field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipeline import InvalidArgument
 
+from ..settings_file import read_toml
 from .samples import Role
 
 
@@ -97,3 +109,187 @@ def _check(fault: Fault, workers: int, is_gone: bool) -> None:
         what = f"{name} returns at {fault.at_ms / 1000:g} s, but is there"
     if what:
         raise InvalidArgument(f"{fault.place}: {what}" if fault.place else what, field="fault")
+
+
+_FIELD = "fault"
+_DOWN_MS = 10_000.0
+"""How long a restart takes if nothing is said."""
+_UNITS_MS = {"ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3, "m": 6e4, "min": 6e4, "h": 3.6e6}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
+_PARTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s+(ms|s|sec|seconds|m|min|h)(?!\w)")
+_ACTIONS = {
+    **dict.fromkeys(("dies", "die", "kill", "kills", "killed"), Action.DIES),
+    **dict.fromkeys(("leaves", "leave", "drain", "drains"), Action.LEAVES),
+    **dict.fromkeys(("returns", "return", "start", "starts"), Action.RETURNS),
+}
+_RESTARTS = ("restarts", "restart")
+_ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+_FILLERS = ("workers", "the", "of", "at", "after", "and", "then")
+_EXAMPLE = "'worker 3 dies at 120 s, returns at 300 s'"
+
+
+def parse_fault(text: str, place: str = "") -> list[Fault | RollingRestart]:
+    """What a sentence says. Raises InvalidArgument that begins with the place, else with the sentence itself."""
+    place = place or repr(text)
+    sentence = _Sentence(place)
+    clauses = [clause for clause in re.split(r"[,;]", _PARTED.sub(r"\1\2", text.lower())) if clause.strip()]
+    if not clauses:
+        raise sentence.wrong("it is empty")
+    for clause in clauses:
+        sentence.read(clause.split())
+    return sentence.finish()
+
+
+def read_faults(path: str | Path) -> list[Fault | RollingRestart]:
+    """What a file says: tables named `fault` where its name ends in `.toml`, else a sentence a line, `#` a comment.
+
+    Raises InvalidArgument that names the file and the line or table.
+    """
+    file = Path(path)
+    if file.suffix.lower() == ".toml":
+        return _from_tables(file)
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path}: cannot be read: {error}", field=_FIELD, cause=error) from error
+    found: list[Fault | RollingRestart] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text:
+            found += parse_fault(text, f"{path} line {number}")
+    return found
+
+
+@define
+class _Sentence:
+    """What the clauses of a sentence have said so far."""
+
+    place: str
+    worker: int | None = None
+    role: Role = "decode"
+    all_restart_ms: float | None = None
+    every_ms: float | None = None
+    down_ms: float | None = None
+    found: list[Fault] = field(factory=list)
+    restarts: list[Fault] = field(factory=list)
+    """Those of them that are followed by a return."""
+
+    def wrong(self, what: str) -> InvalidArgument:
+        return InvalidArgument(f"{self.place}: {what}; write it as {_EXAMPLE}", field=_FIELD)
+
+    def read(self, words: list[str]) -> None:
+        """One clause, word by word: a role, a worker, then what happens and when."""
+        action: str | None = None
+        times: list[float] = []
+        is_all = self.all_restart_ms is not None
+        for word in words:
+            if word in _ROLES:
+                self.role = _ROLES[word]
+            elif word == "all":
+                is_all = True
+            elif word == "worker":
+                self.worker = None
+            elif word in _ACTIONS or word in _RESTARTS or word in ("every", "down"):
+                if action is not None:
+                    self.act(action, times, is_all)
+                    times = []
+                action = word
+            elif (time_ms := _time_ms(word)) is not None:
+                if self.worker is None and not is_all and word.isdecimal():
+                    self.worker = int(word)
+                else:
+                    times.append(time_ms)
+            elif word not in _FILLERS:
+                raise self.wrong(f"{word!r} says nothing")
+        self.act(action, times, is_all)
+
+    def act(self, action: str | None, times: list[float], is_all: bool) -> None:
+        if action is None:
+            raise self.wrong("nothing happens")
+        if len(times) != 1:
+            raise self.wrong(f"{action!r} needs one time, there are {len(times)}")
+        at_ms = times[0]
+        if action == "every":
+            self.every_ms = at_ms
+        elif action == "down":
+            self.down_ms = at_ms
+        elif is_all:
+            if action not in _RESTARTS:
+                raise self.wrong(f"all can only restart, not {action!r}")
+            self.all_restart_ms = at_ms
+        else:
+            self.happens(action, at_ms)
+
+    def happens(self, action: str, at_ms: float) -> None:
+        """Something happens to the worker."""
+        if self.worker is None:
+            raise self.wrong("no worker is named")
+        fault = Fault(at_ms, self.worker, _ACTIONS.get(action, Action.LEAVES), self.role, self.place)
+        self.found.append(fault)
+        if action in _RESTARTS:
+            self.restarts.append(fault)
+
+    def finish(self) -> list[Fault | RollingRestart]:
+        down_ms = _DOWN_MS if self.down_ms is None else self.down_ms
+        if self.all_restart_ms is not None:
+            if self.every_ms is None:
+                raise self.wrong("it does not say how long after each other they restart ('every 30 s')")
+            return [RollingRestart(self.all_restart_ms, self.every_ms, down_ms, self.role, self.place)]
+        if self.every_ms is not None:
+            raise self.wrong("'every' is for all workers")
+        if self.down_ms is not None and not self.restarts:
+            raise self.wrong("'down' is for a restart")
+        back = [evolve(fault, at_ms=fault.at_ms + down_ms, action=Action.RETURNS) for fault in self.restarts]
+        return [*self.found, *back]
+
+
+def _time_ms(word: str) -> float | None:
+    match = _TIME.fullmatch(word)
+    if match is None or match[2] not in ("", *_UNITS_MS):
+        return None
+    return float(match[1]) * _UNITS_MS.get(match[2] or "s", 1e3)
+
+
+def _from_tables(file: Path) -> list[Fault | RollingRestart]:
+    document = read_toml(file, _FIELD)
+    tables = document.get("fault", [])
+    if not isinstance(tables, list) or document.keys() - {"fault"}:
+        raise InvalidArgument(f"{file}: has other things than tables named [[fault]]", field=_FIELD)
+    found: list[Fault | RollingRestart] = []
+    for number, table in enumerate(tables, 1):
+        found += _from_table(table, f"{file} fault {number}")
+    return found
+
+
+def _from_table(table: Any, place: str) -> list[Fault | RollingRestart]:
+    """A table is a sentence with its words as keys: worker and role first, then what happens."""
+    if not isinstance(table, Mapping):
+        raise InvalidArgument(f"{place}: is not a table", field=_FIELD)
+    known = {"worker", "role", "dies", "leaves", "returns", "restarts", "every", "down"}
+    unknown = sorted(table.keys() - known)
+    if unknown:
+        raise InvalidArgument(f"{place}: {unknown[0]!r} is not one of {', '.join(sorted(known))}", field=_FIELD)
+    subject = [_word(table["role"], place)] if "role" in table else []
+    subject.append("all" if table.get("worker") == "all" else _whole(table.get("worker"), place))
+    clauses = [f"{key} {_word(value, place)}" for key, value in table.items() if key not in ("worker", "role")]
+    return parse_fault(" ".join([*subject, ", ".join(clauses)]), place)
+
+
+def _whole(value: Any, place: str) -> str:
+    if type(value) is not int or value < 0:
+        raise InvalidArgument(f"{place}: worker is a number from 0 on or 'all', not {value!r}", field=_FIELD)
+    return str(value)
+
+
+def _word(value: Any, place: str) -> str:
+    if type(value) in (int, float, str) and not (isinstance(value, str) and re.search("[,;]", value)):
+        return str(value)
+    raise InvalidArgument(f"{place}: {value!r} is no time", field=_FIELD)
+
+
+def parse_faults(texts: Iterable[str]) -> list[Fault | RollingRestart]:
+    """Sentences, or files that hold them where a text is `@` and a path; the place of each is its number from 1."""
+    found: list[Fault | RollingRestart] = []
+    for number, text in enumerate(texts, 1):
+        found += read_faults(text[1:]) if text.startswith("@") else parse_fault(text, f"fault {number} ({text!r})")
+    return found

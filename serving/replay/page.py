@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .distribution import STATISTICS, Distribution
 from .page_figures import comparison, headlines, settings_table
 from .page_latency import latency_charts
 from .page_maps import worker_maps
@@ -19,7 +18,7 @@ from .page_style import STYLE
 from .page_text import escaped, folded, number, table
 from .page_time import time_charts
 from .page_workers import total_charts, worker_tables
-from .report import Report
+from .report import STATISTICS, Distribution, Report
 
 _TITLE = "Penstock replay"
 _DISTRIBUTIONS = (

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from .distribution import Distribution
 from .page_text import escaped, number, percent, setting, table, value_cell
-from .report import Report
+from .report import Distribution, Report
 
 LOWER, HIGHER, NEITHER = -1, 1, 0
 

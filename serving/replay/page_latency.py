@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import page_axes
-from .distribution import Distribution
 from .page_lines import Line, line_chart
 from .page_text import number
-from .report import Report
+from .report import Distribution, Report
 
 _LATENCIES = (
     ("ttft", "Time to first token"),

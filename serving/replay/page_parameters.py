@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import page_axes
-from .grid import SweepRun, label_of, text_of
 from .page_axes import Axis
 from .page_figures import figure_named, value_of
 from .page_lines import Line
 from .page_svg import Frame, dot, figure, legend, style
 from .page_text import number
 from .report import Report
+from .sweeping import SweepRun, label_of, text_of
 
 FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "prefix_cache_reused_ratio")
 

@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 
 from pipeline import InvalidArgument
 
-from .trace import Session, Trace, TraceFormat, Turn
+from .traces import Session, Trace, TraceFormat, Turn
 
 SAME_MOMENT_MS = 1e-6
 """Times this close are the same: a clock in seconds cannot give every millisecond back exactly."""

@@ -10,9 +10,8 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .distribution import rank
-from .over_time import Amounts, Lasting
-from .samples import RequestSample, Role, Samples, Status, elapsed_ms
+from .report import rank
+from .samples import Amounts, Lasting, RequestSample, Role, Samples, Status, elapsed_ms
 
 
 @frozen

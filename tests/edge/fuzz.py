@@ -13,8 +13,8 @@ import attrs
 from attrs import frozen
 from hypothesis import strategies as st
 
+from pipeline.protocols.field_rules import WIRE_KEY, IntRange
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
-from pipeline.protocols.wire import WIRE_KEY, IntRange
 from tests.serving.test_request_fields import SAMPLES
 
 _ODD_TEXTS = ("", " ", "\x00", "a" * 5000, "\u202e", "\U0001f9d1\u200d\U0001f680", "${jndi:x}", "{{ 1/0 }}", "../..")

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 
 from pipeline.testing import watch_streams
-from serving.config import GraphConfig
-from serving.graphs import standard_graph
+from serving.deployment import GraphConfig, standard_graph
 from serving.http import app
 from tests.edge.fuzz import Case, cases
 from tests.serving.conftest import Exchange

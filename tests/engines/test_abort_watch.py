@@ -12,8 +12,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from engines import DisaggregationMode, EngineConfig, GenerateContext, LLMEngine, as_engine
-from engines.abort_watch import AbortWatch
-from engines.generate_context import FirstToken
+from engines.adapter import AbortWatch
+from engines.llm import FirstToken
 from pipeline import Context, Control
 from pipeline.protocols import LLMEngineOutput, PrefillResult, PreprocessedRequest
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.dp_rank import forced_dp_rank, own_dp_rank
+from engines.roles import forced_dp_rank, own_dp_rank
 from pipeline import InvalidArgument
 from pipeline.protocols import PreprocessedRequest, RoutingHints
 

@@ -7,7 +7,7 @@ import pytest
 
 from engines import GenerateContext
 from engines.conformance import cancelling_context, mock_context
-from engines.generate_context import FirstToken
+from engines.llm import FirstToken
 from pipeline import Context
 
 pytestmark = pytest.mark.anyio

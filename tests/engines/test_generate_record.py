@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.generate_record import GenerateRecord, gap_attributes, milliseconds, nearest_rank
+from engines.chunks import GenerateRecord, gap_attributes, milliseconds, nearest_rank
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 

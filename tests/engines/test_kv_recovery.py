@@ -21,12 +21,21 @@ from engines import (
     Worker,
     WorkerConfig,
 )
-from engines.kv_recovery import recovery_engine
+from engines.kv_events import recovery_engine
 from pipeline import AsyncEngine, CannotConnect, Context, InvalidArgument
 from pipeline.errors import BackendUnknown
 from pipeline.network import Added, EndpointId, Event, Runtime, Scope
-from pipeline.protocols.kv_events import KV_EVENTS_TOPIC, KvCleared, KvEvent, KvEventData, KvRemoved, RouterEvent
-from pipeline.protocols.kv_recovery import RecoveredEvents, RecoveryReply, RecoveryRequest
+from pipeline.protocols.kv import (
+    KV_EVENTS_TOPIC,
+    KvCleared,
+    KvEvent,
+    KvEventData,
+    KvRemoved,
+    RecoveredEvents,
+    RecoveryReply,
+    RecoveryRequest,
+    RouterEvent,
+)
 from pipeline.testing import ScriptedEngine, check_engine
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,7 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.logprobs import extract_logprobs
+from engines.chunks import extract_logprobs
 from pipeline.protocols import TopLogprob
 
 

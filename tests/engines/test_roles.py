@@ -15,7 +15,6 @@ from engines.roles import (
     require_prefill_result,
 )
 from pipeline import InvalidArgument
-from pipeline.codec import from_plain
 from pipeline.protocols import (
     BootstrapInfo,
     CompletionUsage,
@@ -25,6 +24,7 @@ from pipeline.protocols import (
     StopConditions,
 )
 from pipeline.protocols.card import ModelType, WorkerType
+from pipeline.wire import from_plain
 
 AGGREGATED, PREFILL, DECODE, ENCODE = DisaggregationMode
 CHAT = ModelType.Chat | ModelType.Completions

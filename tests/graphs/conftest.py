@@ -19,11 +19,16 @@ from operators import PrefillRouter
 from operators.kv import KvRouter, KvRouterConfig
 from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
-from serving.config import GraphConfig
-from serving.disaggregation import prefill_endpoint, prefill_stage
-from serving.graphs import Hosting, StandardGraph, line
-from serving.kv_routing import event_log
-from serving.routing import routing_to
+from serving.deployment import (
+    GraphConfig,
+    Hosting,
+    StandardGraph,
+    event_log,
+    line,
+    prefill_endpoint,
+    prefill_stage,
+    routing_to,
+)
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 ENVIRONMENT = {"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "2", "DYN_RUNTIME_INHIBITED_DURATION_SECS": "1"}

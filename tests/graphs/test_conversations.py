@@ -10,7 +10,7 @@ import anyio
 from benchmarks.conversations import Measured, conversations, routers, talk
 from engines.mocker import MockEngine
 from pipeline.testing import run_in_virtual_time
-from serving.config import GraphConfig, RouterName
+from serving.deployment import GraphConfig, RouterName
 
 SEED = 5
 

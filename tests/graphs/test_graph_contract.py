@@ -14,8 +14,7 @@ from operators.kv import KvRouterConfig
 from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import Faults, Probe, check_engine
-from serving.config import GraphConfig
-from serving.graphs import standard_graph
+from serving.deployment import GraphConfig, standard_graph
 
 pytestmark = pytest.mark.anyio
 

@@ -26,12 +26,11 @@ from operators.kv import (
     kv_events,
     recovery_workers,
 )
-from operators.kv.event_feed import Recover
+from operators.kv.events import Recover
 from pipeline import AsyncEngine, Context
 from pipeline.network import Event, Runtime
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
-from pipeline.protocols.kv_events import KvEvent, KvStored, RouterEvent, StoredBlock
-from pipeline.protocols.kv_recovery import RecoveryReply
+from pipeline.protocols.kv import KvEvent, KvStored, RecoveryReply, RouterEvent, StoredBlock
 from pipeline.rx import Subject, ops
 
 pytestmark = pytest.mark.anyio

@@ -18,11 +18,9 @@ from operators import ROUTER_DECISION, BusyThresholds
 from operators.kv import KvRouterConfig
 from pipeline import AsyncEngine, Context, Unavailable
 from pipeline.network import EndpointId, Runtime
-from pipeline.network.inprocess_events import InProcessEventPlane
+from pipeline.network.inprocess import InProcessEventPlane
 from pipeline.protocols import PreprocessedRequest, StopConditions
-from serving.config import GraphConfig, RouterName
-from serving.kv_routing import event_log
-from serving.routing import routing_to
+from serving.deployment import GraphConfig, RouterName, event_log, routing_to
 
 pytestmark = pytest.mark.anyio
 

@@ -13,10 +13,8 @@ import pytest
 from operators import ROUTER_DECISION
 from operators.kv import KvRouterConfig
 from pipeline import Context
-from pipeline.protocols.nvext import NvExt
-from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
-from serving.config import GraphConfig
-from serving.graphs import Hosting, StandardGraph, hosted_graph
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
+from serving.deployment import GraphConfig, Hosting, StandardGraph, hosted_graph
 from serving.http import Telemetry
 
 pytestmark = pytest.mark.anyio

@@ -20,13 +20,10 @@ from operators.kv import WorkerType
 from pipeline import Context, EngineShutdown, InvalidArgument, ResponseTimeout, WorkerOverloaded
 from pipeline.network import Runtime, Scope, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
-from pipeline.protocols.kv_events import KV_METRICS_TOPIC, ActiveLoad
-from pipeline.protocols.nvext import NvExt
-from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
+from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
-from serving.config import GraphConfig, RouterName
-from serving.graphs import Hosting, OpenGraph, hosted_graph
-from serving.routing import router_of, routing_to
+from serving.deployment import GraphConfig, Hosting, OpenGraph, RouterName, hosted_graph, router_of, routing_to
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,7 @@ from pipeline import Annotated, Context, InvalidArgument, Unavailable
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from pipeline.testing import Probe, ScriptedEngine, watch_streams
-from serving.config import GraphConfig
-from serving.graphs import standard_graph
+from serving.deployment import GraphConfig, standard_graph
 
 pytestmark = pytest.mark.anyio
 

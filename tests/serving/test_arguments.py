@@ -9,7 +9,7 @@ import pytest
 from attrs import frozen
 
 from pipeline import InvalidArgument
-from serving.arguments import converted
+from serving.deployment import converted
 
 
 @frozen

@@ -13,7 +13,7 @@ from engines.mocker import MockEngine
 from operators import Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
-from serving.config import GraphConfig, RouterName
+from serving.deployment import GraphConfig, RouterName
 from serving.options import Router
 
 

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline import Disconnected
 from pipeline.errors import ExceededLimit
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import Problem, Telemetry, app
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "penstock.json"

@@ -13,8 +13,7 @@ from attrs import evolve
 from operators.kv import KvRouterConfig
 from pipeline import Annotated, Disconnected
 from pipeline.testing import ScriptedEngine
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import HttpOptions, Telemetry, app
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,7 @@ import pytest
 
 from engines import EchoEngine, LLMEngine
 from pipeline import InvalidArgument, PenstockError, Unknown
-from serving.config import GraphConfig
-from serving.engines import Deployment, find_engine
+from serving.deployment import Deployment, GraphConfig, find_engine
 
 OWN = """
 import sys

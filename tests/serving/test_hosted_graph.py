@@ -15,8 +15,7 @@ from pipeline import Context, Disconnected, PenstockError, Unavailable
 from pipeline.errors import BackendUnknown
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import OpenStreams
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 
 pytestmark = pytest.mark.anyio
 

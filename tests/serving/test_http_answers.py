@@ -11,8 +11,7 @@ from pipeline import Annotated, Context, ResponseStream
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, PromptTokensDetails, RoutingData
 from pipeline.protocols.timing import WorkerIdInfo
 from pipeline.testing import ScriptedEngine, Wait, watch_streams
-from serving.config import GraphConfig
-from serving.graphs import standard_graph
+from serving.deployment import GraphConfig, standard_graph
 from serving.http import HttpOptions, app
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from operators.kv import RouterMetrics
 from pipeline import Annotated, Cancelled, Context, Disconnected, InvalidArgument, ResourceExhausted, Unavailable
-from pipeline.metrics import Instrument, Metrics
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, PromptTokensDetails
+from pipeline.telemetry import Instrument, Metrics
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.problems import Problem

@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from operators import Detokenize, Model, Preprocess
+from pipeline.telemetry import traced
 from pipeline.testing import ScriptedEngine
-from pipeline.tracing import traced
 from serving.http import HttpOptions, app
 
 pytestmark = pytest.mark.anyio

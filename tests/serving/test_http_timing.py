@@ -12,12 +12,11 @@ from attrs import evolve
 from prometheus_client.parser import text_string_to_metric_families
 
 from operators import Detokenize, Model, Preprocess, PushRouter
+from pipeline.llm import track_request
 from pipeline.network import static_workers
-from pipeline.phase import track_request
 from pipeline.protocols import LLMEngineOutput
 from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
-from serving.config import GraphConfig
-from serving.graphs import standard_graph, wall_ms
+from serving.deployment import GraphConfig, standard_graph, wall_ms
 from serving.http import Telemetry, app
 from serving.http.worker_gauges import WorkerGauges
 

@@ -14,8 +14,7 @@ from pipeline import Annotated, InvalidArgument
 from pipeline.protocols import PreprocessedRequest
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
-from serving.config import GraphConfig
-from serving.graphs import standard_graph
+from serving.deployment import GraphConfig, standard_graph
 from serving.http import app
 
 pytestmark = pytest.mark.anyio

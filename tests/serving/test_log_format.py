@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from pipeline.protocols import FinishReason
 from pipeline.testing import ScriptedEngine, Wait
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import HttpOptions, app
 from serving.log_format import FIELDS, JsonLines, RequestFields, TextLines, current_fields, with_fields
 from serving.terminal import log_to_stderr

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from operators import Preprocess
-from operators.prompt_threads import TooManyPrompts
+from operators.text import TooManyPrompts
 from pipeline import Context
-from pipeline.codec import from_plain
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest
-from serving.config import GraphConfig
-from serving.graphs import standard_graph
+from pipeline.wire import from_plain
+from serving.deployment import GraphConfig, standard_graph
 from serving.http.problems import explain
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import CodecError
-from pipeline.codec import to_plain
 from pipeline.protocols import BackendOutput, FinishReason, TopLogprob
 from pipeline.protocols.openai import (
     ChatChoice,
@@ -22,8 +21,9 @@ from pipeline.protocols.openai import (
     CompletionLogprobs,
     ResponseMessage,
 )
+from pipeline.wire import to_plain
 from serving.openai import Answer, AnswerForm, ChatAnswer, CompletionAnswer, UsageCount
-from serving.openai.logprobs import LogprobForm
+from serving.openai.form import LogprobForm
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4) | st.sampled_from(
     ['"', '"content":""', '"content":[]', '"text":""', '"tokens":[]', '"choices":[]', "\\", "\0", "ü", "x" * 20_000]

@@ -10,14 +10,12 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.codec import from_plain
 from pipeline.protocols import BackendOutput, FinishReason, TopLogprob
 from pipeline.protocols.openai import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
+from pipeline.wire import from_plain
 from serving.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from serving.openai.chunks import ChatChunks, Chunks, CompletionChunks
-from serving.openai.form import AnswerForm
-from serving.openai.logprobs import LogprobForm
-from serving.openai.usage import UsageCount
+from serving.openai.form import AnswerForm, LogprobForm, UsageCount
 
 FORM = AnswerForm(id="chatcmpl-1", created=1, model="m")
 APIS = [(ChatChunks, ChatAnswer), (CompletionChunks, CompletionAnswer)]

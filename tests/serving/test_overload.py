@@ -11,12 +11,10 @@ import pytest
 
 from operators import AllBusy, AllExcluded, BusyThresholds
 from pipeline import Annotated, PenstockError, ResourceExhausted
-from pipeline.error_wire import error_from_plain, error_to_plain
 from pipeline.testing import OpenStreams, ScriptedEngine
-from serving.config import GraphConfig
-from serving.graphs import Hosting, OpenGraph, hosted_graph
+from pipeline.wire import error_from_plain, error_to_plain
+from serving.deployment import GraphConfig, Hosting, OpenGraph, busy_thresholds, hosted_graph
 from serving.http import HttpOptions, app
-from serving.routing import busy_thresholds
 
 pytestmark = pytest.mark.anyio
 

@@ -11,10 +11,10 @@ import pytest
 from attrs import evolve
 
 from operators.kv.errors import QueueRejected
-from pipeline.error_wire import error_from_plain, error_to_plain
 from pipeline.errors import ExceededLimit, InvalidArgument
 from pipeline.protocols.limits import RequestLimits
 from pipeline.testing import Fail, ScriptedEngine, Wait
+from pipeline.wire import error_from_plain, error_to_plain
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.problems import Problem
 from serving.http.refusals import LIMITS_MAX, Refusals

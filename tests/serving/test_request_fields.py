@@ -11,10 +11,10 @@ import pytest
 from attrs import fields
 
 from operators import Model, validate
-from operators.preprocess import preprocess
+from operators.text import preprocess
 from pipeline import InvalidArgument
-from pipeline.codec import from_plain, to_plain
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.wire import from_plain, to_plain
 from serving.openai import AnswerForm
 
 NO_EFFECT = {"user", "metadata", "parallel_tool_calls", "service_tier"}

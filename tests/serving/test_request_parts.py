@@ -15,8 +15,7 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from serving.http import HttpOptions
 from serving.http.prompts import one_per_prompt
 from serving.http.request import parse, repair
-from serving.openai.encoding import PLACE, around, encode, event
-from serving.openai.usage import UsageCount
+from serving.openai.form import PLACE, UsageCount, around, encode, event
 
 
 @pytest.mark.parametrize(

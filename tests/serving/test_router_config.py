@@ -11,8 +11,7 @@ import pytest
 
 from operators.kv import KvRouterConfig, PolicyProfile
 from pipeline import InvalidArgument
-from serving.policy_file import policy_document, policy_profile
-from serving.router_config import kv_router_config
+from serving.deployment import kv_router_config, policy_document, policy_profile
 
 
 def written(folder: Path, text: str, name: str = "router.toml") -> Path:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.config import GraphConfig
+from serving.deployment import GraphConfig
 from serving.replay import SyntheticLoad, sweep, sweep_runs
-from serving.replay.reports_folder import ReportsFolder
+from serving.replay.sweeping import ReportsFolder
 from serving.secrets import NOT_SHOWN, shown_engine_args, shown_environment
 
 SECRET = "sk-live-0123456789"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.mocker import MockEngine, MockEngineArgs, PredictedTiming, SglangArgs, TrtllmArgs, make_timing
-from engines.mocker.args_idle import idle_arguments
+from engines.mocker.build import idle_arguments
 from pipeline import InvalidArgument
 
 

@@ -12,7 +12,7 @@ from engines import as_engine
 from engines.mocker import MockEngine, MockEngineArgs, ReasoningArgs, SglangArgs
 from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest, StopConditions
-from serving.engines import Deployment, find_engine
+from serving.deployment import Deployment, find_engine
 
 pytestmark = pytest.mark.anyio
 

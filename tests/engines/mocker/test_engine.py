@@ -25,8 +25,8 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
-from pipeline.protocols.kv_events import RouterEvent
-from pipeline.protocols.nvext import BYPASS_REMOTE_PREFILL
+from pipeline.protocols.kv import RouterEvent
+from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.testing import check_engine
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from engines import KvEventPublisher, as_engine
 from engines.mocker import MockEngine, MockEngineArgs
 from pipeline import Context
 from pipeline.protocols import FinishReason, PreprocessedRequest, StopConditions
-from pipeline.protocols.kv_events import KvRemoved, KvStored, RouterEvent
+from pipeline.protocols.kv import KvRemoved, KvStored, RouterEvent
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from engines import as_engine
 from engines.mocker import MockEngine, MockEngineArgs
-from engines.mocker.recorded import RecordedOutputs, left_to_say
-from engines.mocker.request_plan import plan_request
+from engines.mocker.request import RecordedOutputs, left_to_say, plan_request
 from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest, SamplingOptions, StopConditions, TraceLink
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.mocker import Burst, Output, ReasoningArgs, Sequence
-from engines.mocker.speculative import accept_rates
+from engines.mocker.scheduling import accept_rates
 from engines.mocker.tokens import thinking_tokens
 from pipeline import InvalidArgument
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import chained_hashes
-from operators.kv.active_sequences import ActiveSequences, SequenceLoad
-from operators.kv.chained_hashes import ChainedHashes
-from operators.kv.worker_rank import WorkerRank
-from pipeline.block_hash import sequence_hashes
+from operators.kv import prompt as chained_hashes
+from operators.kv.load import ActiveSequences, SequenceLoad
+from operators.kv.prompt import ChainedHashes
+from operators.kv.types import WorkerRank
+from pipeline.llm import sequence_hashes
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=70))

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from operators.kv.eligibility import RoutingRules, WorkerPool, narrowed_to_adapter, taint_multiplier, worker_ranks
-from operators.kv.worker_rank import WorkerRank
+from operators.kv.pool import RoutingRules, WorkerPool, narrowed_to_adapter, taint_multiplier, worker_ranks
+from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
 from pipeline.protocols import RoutingConstraints
-from pipeline.protocols.runtime_config import ModelRuntimeConfig
+from pipeline.protocols.card import ModelRuntimeConfig
 
 PLAIN = RoutingRules()
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from operators import KvPushRouter, Model, Preprocess, PushRouter
-from operators.kv import KvRouter, PromptBlocks, block_hash
-from operators.kv.hashed_prompts import hash_beside_the_loop
-from operators.kv.router_request import RouteRequest
-from operators.prompt_threads import PromptThreads, offer_threads, offered_threads
+from operators.kv import KvRouter, PromptBlocks
+from operators.kv import prompt as block_hash
+from operators.kv.request import RouteRequest, hash_beside_the_loop
+from operators.text import PromptThreads, offer_threads, offered_threads
 from pipeline import Annotated, Cancelled, Context, InvalidArgument, link
-from pipeline.block_hash import block_hash_array
-from pipeline.codec import from_plain
+from pipeline.llm import block_hash_array
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.limits import PromptWork
 from pipeline.protocols.openai import CompletionRequest
 from pipeline.testing import ScriptedEngine
+from pipeline.wire import from_plain
 
 pytestmark = pytest.mark.anyio
 

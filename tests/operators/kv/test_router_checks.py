@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from operators.kv.chooser import KvRouter
 from operators.kv.config import KvRouterConfig
-from operators.kv.queue_classes import PolicyProfile
+from operators.kv.queue import PolicyProfile
+from operators.kv.router import KvRouter
 from pipeline import InvalidArgument
 from pipeline.network import static_workers
 from pipeline.testing import ScriptedEngine

@@ -8,17 +8,18 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from operators.kv.router_gauges import ROUTER_GAUGES
-from operators.kv.router_metrics import (
+from operators.kv.metrics import (
     EVENT_INSTRUMENTS,
+    OVERHEAD_INSTRUMENTS,
+    OVERHEAD_PREFIX,
     PREFIX,
     QUEUE_INSTRUMENTS,
     ROUTER_INSTRUMENTS,
     RouterMetrics,
     shown_type,
 )
-from operators.kv.router_steps import OVERHEAD_INSTRUMENTS, OVERHEAD_PREFIX
-from pipeline.metrics import Instrument, Metrics
+from operators.kv.service import ROUTER_GAUGES
+from pipeline.telemetry import Instrument, Metrics
 
 PLACE = {"dynamo_namespace", "dynamo_component"}
 ROUTER = PLACE | {"router_id"}

@@ -35,8 +35,8 @@ from pipeline.protocols import (
     TraceLink,
 )
 from pipeline.protocols.openai import CompletionRequest
+from pipeline.telemetry import traced
 from pipeline.testing import Fail, Fault
-from pipeline.tracing import traced
 
 pytestmark = pytest.mark.anyio
 

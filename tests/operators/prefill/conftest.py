@@ -17,7 +17,7 @@ from operators.kv import KvRouter, KvRouterConfig
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream, Segment, Unavailable
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
-from pipeline.protocols.runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig
+from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import ScriptedEngine
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from pipeline.protocols.nvext import HEADERS_OF
+from pipeline.protocols.openai import HEADERS_OF
 from pipeline.testing import ScriptedEngine, Wait
 from serving.access import ALL_PRIVILEGES, ApiKey, KeyRing, Privilege, TrustedProxies, hash_of
 from serving.http import Access, Availability, HttpOptions, app

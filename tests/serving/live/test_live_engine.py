@@ -41,8 +41,8 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
+from pipeline.telemetry import extract
 from pipeline.testing import check_engine
-from pipeline.tracing import extract
 from serving.live import UNKNOWN_TOKEN, Address, LiveEngine
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,7 @@ import pytest
 
 from pipeline import InvalidArgument, StatusError
 from pipeline.errors import Disconnected, InvalidMessage, Unavailable
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import app
 from serving.live import Address, LiveServer, find_server, live_graph
 from serving.replay import Report, SyntheticLoad, Trace, run, run_config

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from pipeline.testing import run_in_virtual_time
-from serving.config import GraphConfig
+from serving.deployment import GraphConfig
 from serving.replay import Report, SyntheticLoad, Trace, run_config
 
 ROUTERS = ("kv", "round-robin")

@@ -17,7 +17,7 @@ import pytest
 from pipeline import InvalidArgument
 from serving import replay_progress
 from serving.replay import Report, Samples, make_report, side_by_side
-from serving.replay.comparison import difference
+from serving.replay.report import difference
 from serving.replay_progress import progress
 
 Replay = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
 from serving.replay import Samples, Series, Status, make_report
-from serving.replay.over_time import Amounts, Lasting
+from serving.replay.samples import Amounts, Lasting
 
 
 def series(samples: Samples) -> Series:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.testing import run_in_virtual_time
-from serving.replay import sweeping
+from serving.replay.sweeping import run as sweeping
 from serving.replay_progress import sweep_progress
 
 Sweep = Callable[..., tuple[int, str, str]]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.config import GraphConfig
+from serving.deployment import GraphConfig
 from serving.replay import Distribution, Report, Sweep, SweepRun, WorkerReport, sweep_runs
 from serving.replay.page_axes import counts
 from serving.replay.sweeping import SweepResult

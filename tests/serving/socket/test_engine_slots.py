@@ -10,8 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from serving.config import GraphConfig
-from serving.graphs import Hosting, hosted_graph
+from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import app
 
 pytestmark = pytest.mark.anyio

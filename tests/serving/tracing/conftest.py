@@ -11,8 +11,7 @@ import pytest
 from attrs import field, frozen
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
-from serving.config import GraphConfig
-from serving.graphs import Hosting, OpenGraph, hosted_graph
+from serving.deployment import GraphConfig, Hosting, OpenGraph, hosted_graph
 from serving.http import HttpOptions, app
 
 

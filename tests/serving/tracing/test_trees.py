@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline import Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
-from pipeline.tracing import RequestSpan, inject
+from pipeline.telemetry import RequestSpan, inject
 from serving.http import Availability, HttpOptions, app
 from serving.limits import HttpLimits
 
@@ -456,8 +456,7 @@ async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, chat:
 
 
 async def test_without_a_tracer_there_is_no_span_and_no_wrapper(chat: Any, recorded: Any) -> None:
-    from serving.config import GraphConfig
-    from serving.graphs import Hosting, hosted_graph
+    from serving.deployment import GraphConfig, Hosting, hosted_graph
 
     async with hosted_graph(GraphConfig(model_name="m"), Hosting()) as opened:
         plain = app({"m": opened.graph})

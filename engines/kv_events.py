@@ -1,0 +1,170 @@
+"""Where a worker's KV events come from, and how they reach the routers.
+
+    engine ──publish(change)──► KvEventPublisher ──RouterEvent──► event plane
+                                      └── numbered here, or by the log of the rank
+
+Source: dynamo lib/backend-common/src/publisher.rs.
+
+KvEventLogs: the logs of a worker's ranks, and where routers that missed events ask for them.
+
+    engine ──► KvEventPublisher ──► log of the rank ──► event plane
+                                        └── endpoint of the rank ──► a router that missed some
+
+Source: dynamo lib/llm/src/kv_router/worker_query.rs, the worker's side. Other than there, a worker's card says that
+it answers only where it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from attrs import evolve, frozen
+
+from pipeline import AsyncEngine, InvalidArgument, function_engine
+from pipeline.loop import Home
+from pipeline.protocols.kv import (
+    KvEvent,
+    KvEventData,
+    RecoveryAnswer,
+    RecoveryReply,
+    RecoveryRequest,
+    RouterEvent,
+    recovery_endpoint,
+)
+
+if TYPE_CHECKING:
+    from pipeline.network import EndpointId, Runtime, Served
+
+
+_log = logging.getLogger(__name__)
+
+
+class KvEventPublisher:
+    """Publishes the changes of one rank's cache, numbered from 1 without a gap, or as its `log` numbers them.
+
+    A log is written, and its events are sent, in the thread the publisher was made in. What either raises is logged: a
+    change the log refuses is not published, one that cannot be sent is there for routers that ask.
+    """
+
+    def __init__(
+        self, worker_id: int, dp_rank: int, send: Callable[[RouterEvent], object], log: KvEventLog | None = None
+    ) -> None:
+        self.worker_id = worker_id
+        self.dp_rank = dp_rank
+        self.last_event_id = 0
+        self._send = send
+        self._kept_in = log
+        self._home = Home()
+
+    def publish(self, change: KvEventData) -> None:
+        """Sends the change to whoever listens. Does not wait; call it on one thread, in the order of the changes."""
+        if (log := self._kept_in) is None:
+            self._publish(RouterEvent(self.worker_id, KvEvent(self.last_event_id + 1, change, self.dp_rank)))
+        else:
+            self._home.run(lambda: self._record(log, change))  # where routers are answered from it
+
+    def _record(self, log: KvEventLog, change: KvEventData) -> None:
+        try:
+            self._publish(log.record(change))
+        except Exception:  # this may be a callback of the loop, where it would reach nobody, or end the loop
+            _log.exception("a change of rank %d is not published", self.dp_rank)
+
+    def _publish(self, event: RouterEvent) -> None:
+        self.last_event_id = event.event.event_id
+        self._send(event)
+
+
+@frozen
+class PushSource:
+    """The engine pushes its events itself: `on_ready` is given the publisher of the rank, once, before serving."""
+
+    on_ready: Callable[[KvEventPublisher], None]
+    dp_rank: int = 0
+
+
+KvEventSource: TypeAlias = PushSource
+
+
+class KvEventLog(Protocol):
+    """Gives the events of one rank their ids and remembers them. Called in one thread; neither call waits."""
+
+    def record(self, change: KvEventData) -> RouterEvent:
+        """The change as the rank's next event."""
+        ...
+
+    def recover(self, start: int | None, end: int | None) -> RecoveryAnswer:
+        """What brings a router that needs the events from the start on up to date."""
+        ...
+
+
+MakeKvEventLog = Callable[[int, int], KvEventLog]
+"""From worker id and rank to its log."""
+
+
+def recovery_engine(
+    log: KvEventLog, dp_rank: int, publisher_id: int | None = None
+) -> AsyncEngine[RecoveryRequest, RecoveryReply]:
+    """Return an engine that answers from the log, one item a request.
+
+    `publisher_id` is the id under which the log's events are published: with it routers can decide which of two
+    publishers of one worker id is alive. Raises InvalidArgument for a request that means another rank.
+    """
+
+    async def recover(request: RecoveryRequest) -> AsyncIterator[RecoveryReply]:
+        if request.dp_rank != dp_rank:
+            raise InvalidArgument(f"this is rank {dp_rank}, not {request.dp_rank}", field="dp_rank")
+        yield RecoveryReply.of(log.recover(request.start_event_id, request.end_event_id), publisher_id)
+
+    return function_engine(recover)
+
+
+class KvEventLogs:
+    """Makes the logs, then serves them in the component of the worker's endpoint under the worker's id.
+
+    Without `make_log` there are none, and nothing is served. Whoever serves withdraws, and cuts in the end; all of that
+    does nothing where nothing is served.
+    """
+
+    def __init__(self, make_log: MakeKvEventLog | None, endpoint: EndpointId, worker_id: int) -> None:
+        self._make_log = make_log
+        self._endpoint = endpoint
+        self._worker_id = worker_id
+        self.publisher_id: int | None = None
+        """The id under which the events of the logs are published, given in every answer; set it before `serve`."""
+        self._logs: dict[int, KvEventLog] = {}
+        self._served: list[Served] = []
+
+    @property
+    def answers(self) -> bool:
+        """Whether any rank has a log."""
+        return bool(self._logs)
+
+    def log_of(self, dp_rank: int) -> KvEventLog | None:
+        """The rank's log, made when it is first asked for; None if this worker keeps none."""
+        if self._make_log is not None and dp_rank not in self._logs:
+            self._logs[dp_rank] = self._make_log(self._worker_id, dp_rank)
+        return self._logs.get(dp_rank)
+
+    async def serve(self, runtime: Runtime) -> None:
+        """Each rank at its endpoint. Raises as `runtime.serve`; what is served then must still be withdrawn."""
+        for dp_rank, log in self._logs.items():
+            where = evolve(self._endpoint, endpoint=recovery_endpoint(dp_rank))
+            engine = recovery_engine(log, dp_rank, self.publisher_id)
+            self._served.append(await runtime.serve(where, engine, instance_id=self._worker_id))
+
+    async def withdraw(self) -> None:
+        """Makes it invisible and takes no new question. Failures are logged."""
+        for served in self._served:
+            await served.withdraw()
+
+    def cut(self) -> None:
+        """Ends what runs; who asked gets Disconnected."""
+        for served in self._served:
+            served.cut()
+
+    def abort(self) -> None:
+        """As a crash: it cannot be reached any more, and discovery drops it at once."""
+        for served in self._served:
+            served.abort()

@@ -1,0 +1,185 @@
+"""A scheduler as the arguments of an engine ask for it.
+
+Arguments that are set and change nothing, and why: nobody should believe that they do.
+
+Arguments of a deployment that another of its workers needs are not among them.
+
+Figures a launcher derives for its workers: the size of a token's cache, and when each one starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+from attrs import asdict, fields
+
+from pipeline import InvalidArgument
+
+from .args import MockEngineArgs, SglangArgs
+from .scheduling import (
+    BlockPool,
+    Burst,
+    NoEvictPolicy,
+    OnEvent,
+    Policy,
+    Scheduler,
+    SglangPolicy,
+    VllmPolicy,
+    accept_rates,
+)
+from .timing import InterpolatedTiming, PassTime, PolynomialTiming, TimingModel
+
+_PREDICTOR = (
+    *("aic_backend", "aic_system", "aic_backend_version", "aic_tp_size", "aic_model_path", "aic_moe_tp_size"),
+    *("aic_moe_ep_size", "aic_attention_dp_size", "aic_gemm_dtype", "aic_moe_dtype", "aic_fmha_dtype"),
+    *("aic_kv_cache_dtype", "aic_comm_dtype"),
+)
+_HANDOFF = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_timing_mode", "bootstrap_port")
+
+
+def predictor_argument(args: MockEngineArgs) -> str | None:
+    """The first argument that describes an external predictor of times; None if none does."""
+    return next((name for name in _PREDICTOR if getattr(args, name) is not None), None)
+
+
+def idle_arguments(args: MockEngineArgs, *, has_timing: bool = False) -> list[tuple[str, str]]:
+    """The name of each argument that is set to something else than its default in vain, and the reason.
+
+    `has_timing` says that the engine is given a model of time beside its arguments.
+    """
+    defaults = {attribute.name: attribute.default for attribute in fields(MockEngineArgs)}
+    in_vain = dict(_in_vain(args))
+    if has_timing:
+        in_vain["planner_profile_data"] = "the engine was given another model of time"
+    return [(name, why) for name, why in in_vain.items() if getattr(args, name) != defaults[name]]
+
+
+def _in_vain(args: MockEngineArgs) -> Iterator[tuple[str, str]]:
+    yield "watermark", "no block is kept free by the schedulers of today"
+    yield "router_queue_policy", "it is for a router, and an engine has no queue of one"
+    yield "enable_local_indexer", "whether a worker has one is said by its own configuration"
+    if args.aic_nextn is None:
+        yield "aic_mtp_seed", "nothing is drafted without aic_nextn"
+    yield from _of_other_engines(args)
+    yield from _of_other_workers(args)
+
+
+def _of_other_engines(args: MockEngineArgs) -> Iterator[tuple[str, str]]:
+    engine = args.engine_type
+    if engine != "vllm":
+        yield "preemption_mode", f"{engine} has its own choice of whom to pre-empt"
+    if engine != "trtllm":
+        yield "trtllm", f"it is for trtllm, not for {engine}"
+    if engine != "sglang":
+        yield "sglang", f"it is for sglang, not for {engine}"
+        return
+    yield "enable_chunked_prefill", "sglang always splits long prompts"
+    if args.max_num_batched_tokens is not None:
+        yield "max_num_batched_tokens", "the limits of sglang are those under `sglang`"
+
+
+def _of_other_workers(args: MockEngineArgs) -> Iterator[tuple[str, str]]:
+    if not args.publishes_kv_events:
+        for name in ("zmq_kv_events_port", "zmq_replay_port"):
+            yield name, "this worker has no KV events"
+    if args.worker_type == "aggregated":
+        for name in _HANDOFF:
+            yield name, "an aggregated worker hands nothing over"
+    elif args.kv_bytes_per_token is None:
+        yield "kv_transfer_bandwidth", "how long a transfer takes needs kv_bytes_per_token"
+
+
+def make_scheduler(
+    args: MockEngineArgs,
+    *,
+    on_event: OnEvent | None = None,
+    timing: TimingModel | None = None,
+    seed_offset: int = 0,
+) -> Scheduler:
+    """One rank's scheduler with its pool. Workers with other offsets draw other numbers.
+
+    `on_event` is not called where `args.publishes_kv_events` says so. `timing` replaces the model the arguments name,
+    which ranks may share (`make_timing`).
+    """
+    return Scheduler(
+        BlockPool(args.num_gpu_blocks, on_event if args.publishes_kv_events else None),
+        block_size=args.block_size,
+        policy=make_policy(args),
+        time=PassTime(make_timing(args) if timing is None else timing, args.speedup_ratio, args.decode_speedup_ratio),
+        worker_type=args.worker_type,
+        max_seqs=args.max_num_seqs,
+        # SGLang has limits of its own, which are the policy's.
+        max_batched_tokens=None if args.engine_type == "sglang" else args.max_num_batched_tokens,
+        max_model_len=args.max_model_len,
+        prefix_caching=args.enable_prefix_caching,
+        chunked_prefill=args.enable_chunked_prefill or args.engine_type == "sglang",
+        burst=_burst(args, seed_offset),
+    )
+
+
+def make_timing(args: MockEngineArgs) -> TimingModel:
+    """The model of time the arguments name. Raises InvalidArgument as `check_timing` and `InterpolatedTiming.load`."""
+    check_timing(args)
+    if args.planner_profile_data is None:
+        return PolynomialTiming()
+    return InterpolatedTiming.load(args.planner_profile_data)
+
+
+def check_timing(args: MockEngineArgs) -> None:
+    """Raises InvalidArgument, naming the argument, if only a predictor that nobody gave us knows the times."""
+    if (name := predictor_argument(args)) is not None:
+        text = (
+            "describes a predictor of times, which has to be given: MockEngine(args, timing=PredictedTiming(predictor))"
+        )
+        raise InvalidArgument(text, field=name)
+
+
+def make_policy(args: MockEngineArgs) -> Policy:
+    """The choices of the engine the arguments name."""
+    match args.engine_type:
+        case "vllm":
+            return VllmPolicy(args.preemption_mode)
+        case "trtllm":
+            return NoEvictPolicy()
+        case "sglang":
+            given = asdict(SglangArgs() if args.sglang is None else args.sglang)
+            del given["page_size"]
+            return SglangPolicy(
+                page_size=args.block_size, **{name: value for name, value in given.items() if value is not None}
+            )
+
+
+def _burst(args: MockEngineArgs, seed_offset: int) -> Burst | None:
+    if args.aic_nextn is None:
+        return None
+    rates = accept_rates(args.aic_nextn, args.aic_nextn_accept_rates)
+    return Burst(rates, Random(args.aic_mtp_seed + seed_offset))
+
+
+DTYPE_BYTES = {
+    **dict.fromkeys(("auto", "float16", "fp16", "half", "bfloat16", "bf16"), 2),
+    **dict.fromkeys(("float8", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 1),
+    **dict.fromkeys(("float32", "fp32", "float"), 4),
+}
+"""Bytes of one number by the name of its type; `auto` is the usual one of models."""
+
+STAGGER_FROM_WORKERS, STAGGER_S = 32, 0.1
+STAGGER_MORE_ABOVE_WORKERS, STAGGER_MORE_S = 128, 0.2
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "auto") -> int:
+    """Bytes the keys and values of one token take. Raises InvalidArgument for a type it does not know."""
+    size = DTYPE_BYTES.get(dtype.lower())
+    if size is None:
+        raise InvalidArgument(f"must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}", field="kv_cache_dtype")
+    return layers * 2 * kv_heads * head_dim * size
+
+
+def stagger_delay_s(workers: int, configured_s: float = -1.0) -> float:
+    """How long to wait between the starts of two workers; a negative setting leaves it to their number."""
+    if configured_s >= 0:
+        return configured_s
+    if workers < STAGGER_FROM_WORKERS:
+        return 0.0
+    return STAGGER_S if workers <= STAGGER_MORE_ABOVE_WORKERS else STAGGER_MORE_S

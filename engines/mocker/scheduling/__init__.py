@@ -1,0 +1,38 @@
+"""Scheduling of the mock engine: sequences, steps, blocks, and each engine's policy."""
+
+from .blocks import BlockPool, OnEvent
+from .policies import (
+    LONGEST_PREFIX_WAITING,
+    UNBOUNDED,
+    Burst,
+    Load,
+    NoEvictPolicy,
+    Policy,
+    SglangPolicy,
+    VllmPolicy,
+    accept_rates,
+)
+from .scheduler import Scheduler
+from .sequence import AT_ONCE_TOKENS, Sequence, Stage, u32s
+from .step import Pass, Plan
+
+__all__ = [
+    "AT_ONCE_TOKENS",
+    "LONGEST_PREFIX_WAITING",
+    "UNBOUNDED",
+    "BlockPool",
+    "Burst",
+    "Load",
+    "NoEvictPolicy",
+    "OnEvent",
+    "Pass",
+    "Plan",
+    "Policy",
+    "Scheduler",
+    "Sequence",
+    "SglangPolicy",
+    "Stage",
+    "VllmPolicy",
+    "accept_rates",
+    "u32s",
+]

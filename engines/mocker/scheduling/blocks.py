@@ -1,0 +1,270 @@
+"""BlockPool: the physical blocks of a simulated KV cache, shared by prefix and evicted by age."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StoredBlock
+
+OnEvent = Callable[[KvEventData], object]
+OnEventWithTokens = Callable[[KvEventData, Sequence[int]], object]
+"""Also given the tokens of all blocks that were stored, one after the other; none for any other change."""
+
+
+class BlockPool:
+    """A fixed number of blocks, each free, inactive (named, held by nobody) or active (held by at least one sequence).
+
+    ::
+
+        free ──take──► active, nameless ──store──► active, named ◄──reuse── inactive
+          ▲                  │ release                 │ release               ▲  │
+          └──────────────────┘                         └───────────────────────┘  └─evicted by take──► active
+
+    A name is a sequence hash. Several blocks may have the same one: two sequences computed the same tokens at once.
+    `on_event` hears when a name appears (KvStored, one for each run of consecutive new names) and when its last block
+    loses it (KvRemoved); reuse and further copies say nothing. `on_event_with_tokens` hears the same with the tokens,
+    which nobody need make as long as it is None. Both may be set at any time. Blocks are released from the tail of a
+    sequence to its head, so of one sequence the tail is evicted first. The same block may not be held twice by one
+    sequence.
+
+    Source: dynamo lib/mocker/src/kv_manager/vllm_backend.rs and cache/vllm_block_pool.rs. Other than there, a failed
+    `take` changes nothing, and freed blocks that have no name are not kept in the order of eviction.
+    """
+
+    __slots__ = (
+        "_copies",
+        "_free",
+        "_held_by",
+        "_inactive",
+        "_names",
+        "_shown",
+        "active",
+        "capacity",
+        "changes",
+        "on_event",
+        "on_event_with_tokens",
+    )
+
+    def __init__(self, capacity_blocks: int, on_event: OnEvent | None = None) -> None:
+        self.capacity = capacity_blocks
+        self.active = 0
+        self.changes = 0
+        """Counts up whenever a lookup may answer otherwise than before."""
+        self.on_event = on_event
+        self.on_event_with_tokens: OnEventWithTokens | None = None
+        self._held_by = [0] * capacity_blocks
+        self._names: list[int | None] = [None] * capacity_blocks
+        self._free = list(range(capacity_blocks - 1, -1, -1))
+        self._inactive: OrderedDict[int, None] = OrderedDict()
+        """Named blocks nobody holds; the one released longest ago first."""
+        self._shown: dict[int, int] = {}
+        """Name -> the block a lookup answers with."""
+        self._copies: dict[int, list[int]] = {}
+        """Name -> the other blocks of that name, oldest first."""
+
+    @property
+    def inactive(self) -> int:
+        """Blocks that hold something reusable and are held by nobody."""
+        return len(self._inactive)
+
+    @property
+    def available(self) -> int:
+        """Blocks a sequence could get now: the free and the inactive ones."""
+        return self.capacity - self.active
+
+    def names(self) -> set[int]:
+        """The sequence hashes of everything that can be reused."""
+        return set(self._shown)
+
+    def match(self, names: Iterable[int]) -> list[int]:
+        """The blocks that hold the longest cached prefix of the names. Nothing changes."""
+        shown = self._shown
+        found = []
+        for name in names:
+            block = shown.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_active(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks somebody holds."""
+        held_by = self._held_by
+        return sum([1 for block in blocks if held_by[block]])
+
+    def reuse(self, blocks: Iterable[int]) -> None:
+        """Holds named blocks once more."""
+        self.changes += 1
+        held_by, inactive = self._held_by, self._inactive
+        woken = 0
+        for block in blocks:
+            if not held_by[block]:
+                del inactive[block]
+                woken += 1
+            held_by[block] += 1
+        self.active += woken
+
+    def take(self, count: int) -> list[int] | None:
+        """So many nameless blocks, held once; the longest inactive are evicted for them. None if there are too few."""
+        if count > self.capacity - self.active:
+            return None
+        self.changes += 1
+        free = self._free
+        if len(free) < count:
+            self._evict(count - len(free))
+        at = len(free) - count
+        taken = free[at:]
+        del free[at:]
+        taken.reverse()
+        held_by = self._held_by
+        for block in taken:
+            held_by[block] = 1
+        self.active += count
+        return taken
+
+    def store(
+        self,
+        blocks: Sequence[int],
+        names: Sequence[int],
+        token_hashes: Sequence[int],
+        parent: int | None = None,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        """Names consecutive blocks of a sequence, the first one below `parent`; `tokens` are theirs, if wanted.
+
+        Below a parent that was cleared they stay nameless: no lookup and no listener could get to them.
+        """
+        if parent is not None and parent not in self._shown:
+            return
+        self.changes += 1
+        shown, own_names = self._shown, self._names
+        run: list[int] = []
+        for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
+            own_names[block] = name
+            if name not in shown:
+                shown[name] = block
+                run.append(index)
+                continue
+            self._copies.setdefault(name, []).append(block)
+            self._say_stored(run, names, token_hashes, parent, tokens)
+            run = []
+        self._say_stored(run, names, token_hashes, parent, tokens)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Lets the blocks of a sequence go, the last one first: the named become inactive, the nameless free."""
+        self.changes += 1
+        held_by, names, inactive, free = self._held_by, self._names, self._inactive, self._free
+        let_go = 0
+        for block in reversed(blocks):
+            held_by[block] -= 1
+            if held_by[block]:
+                continue
+            let_go += 1
+            if names[block] is None:
+                free.append(block)
+            else:
+                inactive[block] = None
+        self.active -= let_go
+
+    def destroy(self, blocks: Sequence[int]) -> None:
+        """As `release`, but what nobody else holds is forgotten instead of kept for reuse."""
+        self.release(blocks)
+        self._forget([block for block in reversed(blocks) if block in self._inactive])
+
+    def evict(self) -> int | None:
+        """Forgets the block that is inactive for longest, and returns its name; None if there is none."""
+        if not self._inactive:
+            return None
+        self.changes += 1
+        name = self._names[next(iter(self._inactive))]
+        self._evict(1)
+        return name
+
+    def clear(self) -> int:
+        """Forgets everything nobody holds, and the names of the rest; returns how many names that were."""
+        self.changes += 1
+        count = len(self._shown)
+        self._free.extend(self._inactive)
+        self._inactive.clear()
+        self._names = [None] * self.capacity
+        self._shown.clear()
+        self._copies.clear()
+        if count:
+            self._say(KvCleared())
+        return count
+
+    def check(self) -> None:
+        """Asserts every invariant; for tests, it looks at each block."""
+        held = {block for block, count in enumerate(self._held_by) if count}
+        free, inactive = set(self._free), set(self._inactive)
+        assert all(count >= 0 for count in self._held_by)
+        assert len(free) == len(self._free)
+        assert self.active == len(held)
+        assert not held & free
+        assert not held & inactive
+        assert not free & inactive
+        assert len(held) + len(free) + len(inactive) == self.capacity
+        named: dict[int, set[int]] = {}
+        for block, name in enumerate(self._names):
+            if name is not None:
+                named.setdefault(name, set()).add(block)
+        copies = [block for others in self._copies.values() for block in others]
+        assert all(self._copies.values()), "a list of copies is dropped with its last one"
+        assert self._copies.keys() <= self._shown.keys()
+        assert len(copies) + len(self._shown) == sum(len(blocks) for blocks in named.values())
+        assert named == {name: {block, *self._copies.get(name, ())} for name, block in self._shown.items()}
+        assert all(self._names[block] is None for block in free)
+        assert all(self._names[block] is not None for block in inactive)
+
+    def _evict(self, count: int) -> None:
+        oldest = iter(self._inactive)
+        self._forget([next(oldest) for _ in range(count)])
+
+    def _forget(self, blocks: Sequence[int]) -> None:
+        """Inactive blocks become free ones; says which names are gone with them."""
+        gone = []
+        for block in blocks:
+            del self._inactive[block]
+            name = self._names[block]
+            self._names[block] = None
+            if name is not None and self._drop(name, block):
+                gone.append(name)
+        self._free.extend(blocks)
+        if gone:
+            self._say(KvRemoved(gone))
+
+    def _drop(self, name: int, block: int) -> bool:
+        """The block no longer has the name; True if no other one has it."""
+        others = self._copies.get(name)
+        if others is None:
+            del self._shown[name]
+            return True
+        if self._shown[name] == block:
+            self._shown[name] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._copies[name]
+        return False
+
+    def _say_stored(
+        self,
+        run: list[int],
+        names: Sequence[int],
+        token_hashes: Sequence[int],
+        parent: int | None,
+        tokens: Sequence[int],
+    ) -> None:
+        if not run or (self.on_event is None and self.on_event_with_tokens is None):
+            return
+        first, last = run[0], run[-1] + 1
+        stored = list(map(StoredBlock, names[first:last], token_hashes[first:last]))
+        size = len(tokens) // len(names)
+        self._say(KvStored(names[first - 1] if first else parent, stored), tokens[first * size : last * size])
+
+    def _say(self, change: KvEventData, tokens: Sequence[int] = ()) -> None:
+        if self.on_event is not None:
+            self.on_event(change)
+        if self.on_event_with_tokens is not None:
+            self.on_event_with_tokens(change, tokens)

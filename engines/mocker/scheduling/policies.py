@@ -1,0 +1,278 @@
+"""Policy: what differs between the engines we imitate, as choices the scheduler asks for.
+
+SglangPolicy: prompts before outputs, admission by an estimate of what outputs will need.
+
+NoEvictPolicy: admission that keeps room to the end of everything admitted.
+
+VllmPolicy: optimistic admission, paid for by pre-emption.
+
+Speculative decoding: how many tokens one decode step yields.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from math import isfinite
+from random import Random
+from sys import maxsize
+from typing import Literal, Protocol
+
+from attrs import frozen
+
+from pipeline import InvalidArgument
+
+from .blocks import BlockPool
+from .sequence import Sequence
+
+UNBOUNDED = maxsize
+"""Stands for no limit."""
+
+
+@frozen
+class Load:
+    """What a choice may look at."""
+
+    pool: BlockPool
+    running: Items[Sequence]
+    promised: Iterable[Sequence]
+    """Not running, yet with blocks for a prompt somebody else computes, in transfer or about to run."""
+
+
+class Policy(Protocol):
+    """The choices of one flavour of engine. They change nothing but the order of the waiting."""
+
+    prefill_first: bool
+    """Whether a pass that computes prompts makes the sequences in their output wait."""
+    prefill_tokens: int
+    """Prompt tokens a pass computes at most, besides the limit of all tokens."""
+
+    def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
+        """The length at which the sequence ends for lack of room; None if there is none for it at all."""
+        ...
+
+    def part(self, remaining_tokens: int, left_tokens: int) -> int:
+        """How much of a prompt this pass may compute, with so much left of `prefill_tokens`."""
+        ...
+
+    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
+        """Puts first who is to be admitted first."""
+        ...
+
+    def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
+        """Whether it may be admitted now; `shared_blocks` of its prefix are held by others already."""
+        ...
+
+    def victim(self, running: Items[Sequence]) -> Sequence | None:
+        """Who gives up its blocks when there are none; None if nobody ever should have to."""
+        ...
+
+    def after_pass(self, preempted: bool) -> None:
+        """A pass is over."""
+        ...
+
+
+INITIAL_RATIO = 0.7
+"""Part of the outputs of running sequences that is kept free at first, and again after a pre-emption."""
+LEAST_RATIO = 0.14
+"""How far that part falls, as a part of its first value."""
+PASSES_TO_LEAST = 600
+LONGEST_PREFIX_WAITING = 128
+"""With more waiting than this, looking up all their prefixes costs more than it gains."""
+
+
+class SglangPolicy:
+    """A pass computes prompts, if there are any to compute; else each running sequence gets its next token.
+
+    A prompt is split only if it is longer than a chunk, at page boundaries. It is admitted if what is left of the cache
+    holds it, its output (at most `clip_max_new_tokens` of it) and a part of the outputs of the running; where nothing
+    runs, if the cache holds it, with what it said before a pre-emption. `lpm` admits the longest cached prefix first.
+    Who has generated least is pre-empted.
+
+    Source: dynamo lib/mocker/src/scheduler/sglang/{prefill,decode,policy,config}.rs. Other than there, a pre-empted
+    sequence goes back to its prompt, a long prompt is charged as a whole and not by the chunk, what counts against the
+    cap of a pass is tokens and not pages, and equal prompts that wait together are not spread over passes.
+    """
+
+    prefill_first = True
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        schedule_policy: Literal["fifo", "fcfs", "lpm"] = "fifo",
+        max_prefill_tokens: int = 16384,
+        chunked_prefill_size: int = 8192,
+        clip_max_new_tokens: int = 4096,
+        schedule_conservativeness: float = 1.0,
+    ) -> None:
+        self.prefill_tokens = min(max_prefill_tokens, chunked_prefill_size)
+        self._page = page_size
+        self._longest_prefix = schedule_policy == "lpm"
+        self._clip_tokens = clip_max_new_tokens
+        self._first_ratio = INITIAL_RATIO * schedule_conservativeness
+        self.ratio = self._first_ratio
+        """Part of the outputs of running sequences that is kept free now."""
+
+    def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
+        if sequence.prompt_tokens > capacity_tokens:
+            return None
+        return min(sequence.end, capacity_tokens + 1)
+
+    def part(self, remaining_tokens: int, left_tokens: int) -> int:
+        if remaining_tokens > self.prefill_tokens:
+            return left_tokens // self._page * self._page
+        return remaining_tokens if remaining_tokens <= left_tokens else 0
+
+    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
+        if not self._longest_prefix or not 1 < len(waiting) <= LONGEST_PREFIX_WAITING:
+            return
+        ordered = sorted(waiting, key=lambda sequence: -len(pool.match(sequence.names(sequence.reusable_blocks()))))
+        waiting.clear()
+        waiting.extend(ordered)
+
+    def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
+        if not load.running:
+            # The rest of the cache is promised; who gave way to that would only do so again.
+            return sequence.missing_blocks(sequence.said) - shared_blocks <= load.pool.available
+        missing = sequence.missing_blocks(sequence.length) - shared_blocks
+        kept = sum(self._output_left(other) for other in load.running) * self.ratio
+        return missing * self._page + self._output_left(sequence) < load.pool.available * self._page - kept
+
+    def victim(self, running: Items[Sequence]) -> Sequence | None:
+        return min(running, key=lambda sequence: sequence.generated, default=None)
+
+    def after_pass(self, preempted: bool) -> None:
+        least = self._first_ratio * LEAST_RATIO
+        before = self._first_ratio if preempted else self.ratio
+        self.ratio = max(least, before - (self._first_ratio - least) / PASSES_TO_LEAST)
+
+    def _output_left(self, sequence: Sequence) -> int:
+        return min(sequence.end - sequence.length, self._clip_tokens)
+
+
+class NoEvictPolicy:
+    """TensorRT-LLM's guaranteed_no_evict: admits what fits to its end, beside all others to their ends.
+
+    So nothing is ever pre-empted. Prompt and output are cut to the cache; a prompt that fills it is rejected.
+    Source: dynamo lib/mocker/src/scheduler/vllm/policy.rs, TrtllmGuaranteedNoEvict.
+    """
+
+    prefill_first = False
+    prefill_tokens = UNBOUNDED
+
+    def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
+        return None if sequence.prompt_tokens >= capacity_tokens else min(sequence.end, capacity_tokens)
+
+    def part(self, remaining_tokens: int, left_tokens: int) -> int:
+        return remaining_tokens
+
+    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
+        pass
+
+    def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
+        spoken_for = sum(other.missing_blocks(other.end) for other in load.running)
+        spoken_for += sum(other.missing_blocks(other.end) for other in load.promised)
+        return sequence.missing_blocks(sequence.end) - shared_blocks <= load.pool.available - spoken_for
+
+    def victim(self, running: Items[Sequence]) -> Sequence | None:
+        return None
+
+    def after_pass(self, preempted: bool) -> None:
+        pass
+
+
+class VllmPolicy:
+    """Admits what fits now, and pre-empts when outputs outgrow the cache.
+
+    `lifo` pre-empts who was admitted last, `fifo` the first. Where the cache cannot hold a whole output, the sequence
+    ends there.
+
+    Source: dynamo lib/mocker/src/scheduler/vllm/policy.rs. Other than there, an output that can never be held is cut
+    (there it is pre-empted forever); with `fifo` a pre-empted request comes back only when all of it fits (there, two
+    that restart from their prompts can pre-empt each other forever); and where nobody else runs, only when what it has
+    said fits (there it starts over and over, as long as others have reserved the blocks it lacks).
+    """
+
+    prefill_first = False
+    prefill_tokens = UNBOUNDED
+
+    def __init__(self, preemption_mode: Literal["lifo", "fifo"] = "lifo") -> None:
+        self._newest = preemption_mode == "lifo"
+
+    def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
+        if sequence.prompt_tokens > capacity_tokens:
+            return None
+        # The last token is never computed, so it needs no room.
+        return min(sequence.end, capacity_tokens + 1)
+
+    def part(self, remaining_tokens: int, left_tokens: int) -> int:
+        return remaining_tokens
+
+    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
+        pass
+
+    def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
+        if sequence.preemptions and not self._newest:
+            tokens = max(sequence.end - 1, sequence.length)
+        else:
+            # Where nobody runs the rest of the cache is promised, and who gave way to that would only do so again.
+            tokens = sequence.length if load.running else sequence.said
+        return sequence.missing_blocks(tokens) - shared_blocks <= load.pool.available
+
+    def victim(self, running: Items[Sequence]) -> Sequence | None:
+        return running[-1 if self._newest else 0] if running else None
+
+    def after_pass(self, preempted: bool) -> None:
+        pass
+
+
+DRAFTS_MAX = 5
+DEFAULT_ACCEPT_RATES = (0.85, 0.3)
+"""Chance of each draft token, given that the ones before it were accepted; further ones are never."""
+
+
+def accept_rates(drafts: int, text: str | None) -> tuple[float, ...]:
+    """The rates of so many drafts, from a comma-separated text; missing ones are 0, further ones are left out.
+
+    Raises InvalidArgument for a number of drafts outside 1 to 5, and for a rate that is no number from 0 to 1.
+    """
+    if not 1 <= drafts <= DRAFTS_MAX:
+        raise InvalidArgument(f"must be from 1 to {DRAFTS_MAX}, got {drafts}", field="aic_nextn")
+    rates = DEFAULT_ACCEPT_RATES if text is None or not text.strip() else tuple(map(_rate, text.split(",")))
+    return (rates + (0.0,) * drafts)[:drafts]
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = float("nan")
+    if not isfinite(rate) or not 0 <= rate <= 1:
+        raise InvalidArgument(
+            f"each rate is a number from 0 to 1, got {text.strip()!r}", field="aic_nextn_accept_rates"
+        )
+    return rate
+
+
+class Burst:
+    """Draws how many tokens a step yields: one, and one more for each draft accepted in a row.
+
+    Source: dynamo lib/mocker/src/common/speculative.rs; there the random numbers are others.
+    """
+
+    __slots__ = ("_rates", "_rng")
+
+    def __init__(self, rates: tuple[float, ...], rng: Random) -> None:
+        self._rates = rates
+        self._rng = rng
+
+    def draw(self, remaining_tokens: int) -> int:
+        """At most what remains of the output."""
+        count = 1
+        for rate in self._rates:
+            if self._rng.random() >= rate:
+                break
+            count += 1
+        return min(count, remaining_tokens)

@@ -1,0 +1,246 @@
+"""Handoff: one prompt's KV blocks pass from a prefill worker to a decode worker, as a pure state machine.
+
+    source first        submit prefill ─► reserve destination ─┐
+    destination first   reserve destination ─► submit prefill ─┴► start transfer ─► activate ─► release ─► complete
+
+Each step is an action that somebody takes, acknowledges, and for the first three answers later with a fact. Nothing is
+done here: facts and acknowledgements go in, the actions that are due come out.
+
+Source: dynamo lib/mocker/src/common/handoff.rs, HandoffCoordinatorCore. Other than there, an action is named by its
+kind, since none is ever issued twice; a fact that contradicts an earlier one is an error; what is refused leaves no
+trace; and cleaning up ends when every cancel was acknowledged.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from attrs import frozen
+
+from pipeline import ContractViolation, InvalidArgument
+
+from .sides import TransferTiming
+
+HandoffOrder = Literal["source_first", "destination_first"]
+EndReason = Literal["failed", "cancelled", "timed_out"]
+HandoffResult = Literal["succeeded", "failed", "cancelled", "timed_out"]
+
+_ORDER_OF_ENGINE: dict[str, HandoffOrder] = {
+    "vllm": "source_first",
+    "trtllm": "source_first",
+    "sglang": "destination_first",
+}
+
+
+class ActionKind(StrEnum):
+    """What can be asked of the two sides; at most once each."""
+
+    SUBMIT_PREFILL = "submit_prefill"
+    RESERVE_DESTINATION = "reserve_destination"
+    START_TRANSFER = "start_transfer"
+    ACTIVATE_DESTINATION = "activate_destination"
+    RELEASE_SOURCE = "release_source"
+    CANCEL_SOURCE = "cancel_source"
+    CANCEL_DESTINATION = "cancel_destination"
+    COMPLETE = "complete"
+    """Everything is over, well or not. Needs no acknowledgement."""
+
+
+class ActionOutcome(StrEnum):
+    """How an action went; a cancel or a release of what was gone already is a noop."""
+
+    SUBMITTED = "submitted"
+    ACCEPTED = "accepted"
+    SCHEDULED = "scheduled"
+    APPLIED = "applied"
+    NOOP = "noop"
+    FAILED = "failed"
+
+
+class HandoffFact(StrEnum):
+    """What becomes true some time after an action was acknowledged."""
+
+    SOURCE_HELD = "source_held"
+    DESTINATION_RESERVED = "destination_reserved"
+    TRANSFER_COMPLETED = "transfer_completed"
+
+
+@frozen
+class HandoffAction:
+    """One thing to do now; `delay_ms` is set for the start of the transfer only."""
+
+    kind: ActionKind
+    delay_ms: float | None = None
+
+
+@frozen
+class _Step:
+    kind: ActionKind
+    outcomes: tuple[ActionOutcome, ...]
+    fact: HandoffFact | None = None
+    """What the next step waits for; without one, for the acknowledgement only."""
+
+
+_SUBMIT = _Step(ActionKind.SUBMIT_PREFILL, (ActionOutcome.SUBMITTED,), HandoffFact.SOURCE_HELD)
+_RESERVE = _Step(ActionKind.RESERVE_DESTINATION, (ActionOutcome.ACCEPTED,), HandoffFact.DESTINATION_RESERVED)
+_TAIL = (
+    _Step(ActionKind.START_TRANSFER, (ActionOutcome.SCHEDULED,), HandoffFact.TRANSFER_COMPLETED),
+    _Step(ActionKind.ACTIVATE_DESTINATION, (ActionOutcome.APPLIED,)),
+    _Step(ActionKind.RELEASE_SOURCE, (ActionOutcome.APPLIED, ActionOutcome.NOOP)),
+)
+_STEPS: dict[HandoffOrder, tuple[_Step, ...]] = {
+    "source_first": (_SUBMIT, _RESERVE, *_TAIL),
+    "destination_first": (_RESERVE, _SUBMIT, *_TAIL),
+}
+_CANCELS = {
+    ActionKind.SUBMIT_PREFILL: ActionKind.CANCEL_SOURCE,
+    ActionKind.RESERVE_DESTINATION: ActionKind.CANCEL_DESTINATION,
+}
+"""What takes back the step by which a side may have come to own blocks."""
+_CANCELLED = (ActionOutcome.APPLIED, ActionOutcome.NOOP)
+_OUTCOMES = {step.kind: step.outcomes for step in _STEPS["source_first"]} | dict.fromkeys(_CANCELS.values(), _CANCELLED)
+
+
+def handoff_order(engine_type: str) -> HandoffOrder:
+    """Which side goes first with this engine. Raises InvalidArgument for an unknown one."""
+    if engine_type not in _ORDER_OF_ENGINE:
+        known = ", ".join(_ORDER_OF_ENGINE)
+        raise InvalidArgument(f"unknown engine type {engine_type!r}: expected one of {known}", field="engine_type")
+    return _ORDER_OF_ENGINE[engine_type]
+
+
+class Handoff:
+    """One hand-over from `start` to `COMPLETE`. Rules, named by the ContractViolation that a breach raises:
+
+    H1  A fact comes after the acknowledgement of its action, and in the order of the steps.
+    H2  What was said once may be repeated (that is ignored), never contradicted.
+    H3  Only an issued action is acknowledged, and with an outcome it can have.
+    H4  A cancel does not fail: until it was applied, or found nothing, the hand-over does not end.
+
+    Giving up cancels every side that may own blocks: an action that was issued counts, acknowledged or not. From then
+    on late facts are ignored and late acknowledgements of steps lead to nothing. What was refused with an error changed
+    nothing.
+    """
+
+    def __init__(self, order: HandoffOrder) -> None:
+        if order not in _STEPS:
+            raise InvalidArgument(f"unknown order {order!r}: expected one of {', '.join(_STEPS)}", field="order")
+        self.order: HandoffOrder = order
+        self.result: HandoffResult | None = None
+        """Set with COMPLETE."""
+        self._reason: EndReason | None = None
+        self._at = -1  # the step that was issued last
+        self._outcomes: dict[ActionKind, ActionOutcome | None] = {}  # of what was issued; None: not acknowledged
+        self._facts: dict[HandoffFact, TransferTiming | int | None] = {}
+
+    @property
+    def is_ending(self) -> bool:
+        """True once given up or complete: no further step is taken."""
+        return self._reason is not None or self.result is not None
+
+    @property
+    def is_transferring(self) -> bool:
+        """True while blocks are on their way."""
+        begun = self._outcomes.get(ActionKind.START_TRANSFER) is ActionOutcome.SCHEDULED
+        return begun and not self.is_ending and HandoffFact.TRANSFER_COMPLETED not in self._facts
+
+    def has(self, fact: HandoffFact) -> bool:
+        """Whether the fact was taken."""
+        return fact in self._facts
+
+    def start(self) -> list[HandoffAction]:
+        """The first action; nothing when started before or given up already."""
+        if self._at >= 0 or self.is_ending:
+            return []
+        return self._advance()
+
+    def source_held(self, timing: TransferTiming) -> list[HandoffAction]:
+        """The prefill is done, its blocks wait to be fetched. Raises InvalidArgument if its delay has no end."""
+        return self._on_fact(HandoffFact.SOURCE_HELD, timing)
+
+    def destination_reserved(self, missing_tokens: int) -> list[HandoffAction]:
+        """The decode side has room, and lacks that many tokens. Raises InvalidArgument as `TransferTiming.delay_ms`."""
+        if missing_tokens < 0:
+            raise InvalidArgument(f"must not be negative, got {missing_tokens}", field="missing_tokens")
+        return self._on_fact(HandoffFact.DESTINATION_RESERVED, missing_tokens)
+
+    def transfer_completed(self) -> list[HandoffAction]:
+        return self._on_fact(HandoffFact.TRANSFER_COMPLETED, None)
+
+    def give_up(self, reason: EndReason) -> list[HandoffAction]:
+        """Failure, cancellation or timeout: cancels what may be owned. Ignored once given up or complete."""
+        if self.is_ending:
+            return []
+        self._reason = reason
+        cancels = [cancel for step, cancel in _CANCELS.items() if step in self._outcomes]
+        return [self._issue(cancel) for cancel in cancels] or self._complete()
+
+    def acknowledge(self, kind: ActionKind, outcome: ActionOutcome) -> list[HandoffAction]:
+        """Takes the outcome of an issued action; a failed step gives the hand-over up."""
+        if kind not in self._outcomes:
+            raise ContractViolation(f"{kind} was acknowledged but never issued", rule="H3")
+        before = self._outcomes[kind]
+        if before is outcome:
+            return []
+        if before is not None:
+            raise ContractViolation(f"{kind} was {before} and cannot become {outcome}", rule="H2")
+        if outcome is ActionOutcome.FAILED and kind in _CANCELS.values():
+            raise ContractViolation(f"{kind} failed, so blocks may still be held", rule="H4")
+        if outcome is not ActionOutcome.FAILED and outcome not in _OUTCOMES[kind]:
+            raise ContractViolation(f"{outcome} is no outcome of {kind}", rule="H3")
+        self._outcomes[kind] = outcome
+        if self.is_ending:
+            return self._complete() if self._is_clean() else []
+        if outcome is ActionOutcome.FAILED:
+            return self.give_up("failed")
+        return [] if self._steps[self._at].fact else self._advance()
+
+    @property
+    def _steps(self) -> tuple[_Step, ...]:
+        return _STEPS[self.order]
+
+    def _on_fact(self, fact: HandoffFact, value: TransferTiming | int | None) -> list[HandoffAction]:
+        if fact in self._facts:
+            if self._facts[fact] != value:
+                raise ContractViolation(f"{fact} was said with {self._facts[fact]}, now with {value}", rule="H2")
+            return []
+        if self.is_ending:
+            return []
+        step = self._steps[self._at] if self._at >= 0 else None
+        if step is None or step.fact is not fact or self._outcomes[step.kind] is None:
+            raise ContractViolation(f"{fact} comes before its action was acknowledged", rule="H1")
+        self._facts[fact] = value
+        try:
+            return self._advance()
+        except InvalidArgument:
+            del self._facts[fact]
+            raise
+
+    def _advance(self) -> list[HandoffAction]:
+        if self._at + 1 == len(self._steps):
+            return self._complete()
+        kind = self._steps[self._at + 1].kind
+        action = self._issue(kind, self._delay_ms() if kind is ActionKind.START_TRANSFER else None)
+        self._at += 1
+        return [action]
+
+    def _delay_ms(self) -> float:
+        timing, missing = self._facts[HandoffFact.SOURCE_HELD], self._facts[HandoffFact.DESTINATION_RESERVED]
+        assert isinstance(timing, TransferTiming)
+        assert isinstance(missing, int)
+        return timing.delay_ms(missing) or 0.0
+
+    def _issue(self, kind: ActionKind, delay_ms: float | None = None) -> HandoffAction:
+        self._outcomes[kind] = None
+        return HandoffAction(kind, delay_ms)
+
+    def _is_clean(self) -> bool:
+        """Whether the last cancel has just been answered."""
+        issued = [cancel for cancel in _CANCELS.values() if cancel in self._outcomes]
+        return self.result is None and all(self._outcomes[cancel] is not None for cancel in issued)
+
+    def _complete(self) -> list[HandoffAction]:
+        self.result = self._reason or "succeeded"
+        self._outcomes[ActionKind.COMPLETE] = ActionOutcome.APPLIED
+        return [HandoffAction(ActionKind.COMPLETE)]

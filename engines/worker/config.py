@@ -1,0 +1,210 @@
+"""WorkerConfig: where and as what a worker serves its engine.
+
+Source: dynamo lib/backend-common/src/worker.rs, WorkerConfig, and components/src/dynamo/common/backend/worker.py.
+Which planes a worker uses is the `Runtime` it is given, not a setting.
+
+Reading variables of the environment: what cannot be read counts as not set.
+
+ShutdownTimes: how long each part of a worker's end may take, as the environment says.
+
+Source: dynamo lib/backend-common/src/worker.rs, grace_period_secs, graceful_shutdown_timeout and shutdown_deadline. The
+timeout is that of its release builds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from attrs import Factory, converters, field, fields, frozen
+
+from pipeline import InvalidArgument
+from pipeline.protocols.card import ModelInput, ModelType
+from pipeline.telemetry import with_labels
+
+from ..llm import EngineConfig
+from ..roles import DisaggregationMode
+
+_ENDPOINT_TYPES = {
+    "chat": ModelType.Chat,
+    "completions": ModelType.Completions,
+    "embedding": ModelType.Embedding,
+    "embeddings": ModelType.Embedding,
+    "tensor": ModelType.TensorBased,
+    "image": ModelType.Images,
+    "images": ModelType.Images,
+    "video": ModelType.Videos,
+    "videos": ModelType.Videos,
+    "audio": ModelType.Audios,
+    "audios": ModelType.Audios,
+}
+
+_OTHER_NAMES = {
+    "disaggregation_mode": ("serving_mode",),
+    "tool_call_parser": ("dyn_tool_call_parser",),
+    "reasoning_parser": ("dyn_reasoning_parser",),
+}
+"""Under which names else `from_runtime_config` looks for a setting."""
+
+
+@frozen(kw_only=True)
+class WorkerConfig:
+    """A worker's own settings; what the engine says of itself is in its `EngineConfig`.
+
+    `component` follows the mode unless it is given. `model_name` is a model's folder or its name elsewhere; empty: the
+    engine's. `endpoint_types` are the surfaces a front end opens, see `parse_endpoint_types`. `metrics_labels` go into
+    the engine's own metrics. `health_check_payload` replaces the engine's. With `may_prefill` a decode worker computes
+    the prompts of requests that nobody prefilled, which it refuses otherwise; for other modes it says nothing.
+    """
+
+    namespace: str = "dynamo"
+    disaggregation_mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    component: str = field(default=Factory(lambda self: self.disaggregation_mode.component, takes_self=True))
+    endpoint: str = "generate"
+    model_name: str = ""
+    served_model_name: str | None = None
+    model_input: ModelInput = "Tokens"
+    endpoint_types: str = "chat,completions"
+    custom_jinja_template: Path | None = field(default=None, converter=converters.optional(Path))
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    exclude_tools_when_tool_choice_none: bool = True
+    enable_local_indexer: bool = True
+    enable_kv_routing: bool = True
+    metrics_labels: Sequence[tuple[str, str]] = ()
+    health_check_payload: Mapping[str, Any] | None = None
+    route_to_encoder: bool = False
+    may_prefill: bool = False
+
+    @classmethod
+    def from_runtime_config(cls, runtime_config: object, **overrides: Any) -> Self:
+        """From the attributes of a program's own settings, where it has them; the overrides win.
+
+        An attribute that is None or empty counts as missing. The mode may be another enum with members of the same
+        names; raises TypeError for a mode that is no enum, and InvalidArgument for a member no mode is named like.
+        """
+        found: dict[str, Any] = {}
+        for name in (attribute.name for attribute in fields(cls) if attribute.name not in overrides):
+            values = (getattr(runtime_config, other, None) for other in (name, *_OTHER_NAMES.get(name, ())))
+            if (value := next((value for value in values if value is not None and value != ""), None)) is not None:
+                found[name] = _mode(value) if name == "disaggregation_mode" else value
+        return cls(**found | overrides)
+
+    @property
+    def model_type(self) -> ModelType:
+        """What the worker publishes as its surface. Raises InvalidArgument for endpoint types there are not."""
+        return self.disaggregation_mode.model_type(parse_endpoint_types(self.endpoint_types))
+
+    def checked(self) -> Self:
+        """This config. Raises InvalidArgument, naming the field, for what a worker of an LLMEngine cannot be."""
+        if self.model_input != "Tokens":
+            raise InvalidArgument(f"an LLMEngine takes Tokens, not {self.model_input}", field="model_input")
+        self.disaggregation_mode.needs(route_to_encoder=self.route_to_encoder)
+        parse_endpoint_types(self.endpoint_types)
+        if self.custom_jinja_template is not None:
+            _check_file(self.custom_jinja_template)
+        try:
+            with_labels("", dict(self.metrics_labels))
+        except InvalidArgument as error:
+            raise InvalidArgument(str(error), field="metrics_labels") from None
+        return self
+
+
+def _check_file(template: Path) -> None:
+    try:
+        is_file = template.is_file()
+    except OSError as error:
+        raise InvalidArgument(str(error), field="custom_jinja_template") from error
+    if not is_file:
+        raise InvalidArgument(f"{template} is no file", field="custom_jinja_template")
+
+
+def _mode(value: object) -> DisaggregationMode:
+    if not isinstance(value, Enum):
+        raise TypeError(f"the mode must be an enum such as DisaggregationMode, got {value!r}")
+    found = DisaggregationMode.__members__.get(value.name.upper())
+    if found is None:
+        raise InvalidArgument(f"no mode is named {value.name!r}", field="disaggregation_mode")
+    return found
+
+
+def parse_endpoint_types(text: str) -> ModelType:
+    """The surfaces a list with commas names, whatever the case: chat, completions, embedding, tensor, image, video and
+    audio, the last four but tensor also in the plural.
+
+    Raises InvalidArgument for an empty list and for any other name; `prefill` is a mode, not a surface.
+    """
+    names = [name for part in text.split(",") if (name := part.strip().lower())]
+    if not names:
+        raise InvalidArgument("endpoint_types cannot be empty", field="endpoint_types")
+    surfaces = ModelType(0)
+    for name in names:
+        if name not in _ENDPOINT_TYPES:
+            known = ", ".join(_ENDPOINT_TYPES)
+            raise InvalidArgument(f"must be some of {known}, got {name!r}", field="endpoint_types")
+        surfaces |= _ENDPOINT_TYPES[name]
+    return surfaces
+
+
+def served_name(worker: WorkerConfig, engine: EngineConfig) -> str:
+    """The name clients ask for: the worker's, else the engine's, else that of the model; a blank one counts as none."""
+    names = (worker.served_model_name, engine.served_model_name, engine.model)
+    return next((name for name in names if name and name.strip()), "")
+
+
+def is_true(text: str | None) -> bool:
+    """Whether it is a word for yes."""
+    return (text or "").strip().lower() in {"1", "true", "yes", "on"}
+
+
+def seconds(text: str | None) -> float | None:
+    """A finite number, also a negative one; None for anything else."""
+    if text is None or "_" in text:  # digit groups are Python's own
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def positive_seconds(text: str | None, default_s: float) -> float:
+    """A finite number above zero, else the default."""
+    number = seconds(text)
+    return default_s if number is None or number <= 0 else number
+
+
+def whole_seconds(text: str | None) -> int | None:
+    """A number written in digits only; None for anything else."""
+    digits = (text or "").strip()
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
+
+
+GRACE_ENV = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
+TIMEOUT_ENV = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
+
+
+@frozen
+class ShutdownTimes:
+    """`grace_s`: served on after the worker is invisible. `timeout_s`: for draining and cleaning up after that."""
+
+    grace_s: float = 5.0
+    timeout_s: float = 30.0
+
+    @property
+    def deadline_s(self) -> float:
+        """For all of it. The grace is added: with timeout 5 and grace 5.1 nothing would be left to clean up in."""
+        return self.timeout_s + max(self.grace_s, 0.0)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """A grace below zero is none; what is empty or no number is the default, as is a timeout not in digits."""
+        defaults = cls()
+        grace_s, timeout_s = seconds(environment.get(GRACE_ENV)), whole_seconds(environment.get(TIMEOUT_ENV))
+        return cls(
+            defaults.grace_s if grace_s is None else max(grace_s, 0.0),
+            defaults.timeout_s if timeout_s is None else float(timeout_s),
+        )

@@ -1,0 +1,294 @@
+"""Canary: probes one endpoint when it is idle, and says whether it is ready.
+
+    real traffic ──► HeardEngine ──► adapter          a good item: ready, and the waiting begins anew
+    nothing for `idle_s` ──► probe ──► adapter        a good first item: ready, anything else: not ready
+
+Source: dynamo lib/runtime/src/health_check.rs, and the health payload of lib/backend-common/src/worker.rs.
+
+Probes: small requests that show that an engine works, known by their marker.
+
+    payload ──stamp──► {..., "_HEALTH_CHECK": true} ──ProbeEngine──► adapter ──► engine
+
+Source: dynamo lib/backend-common/src/health.rs and components/src/dynamo/health_check.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import anyio
+from anyio.lowlevel import current_token
+from attrs import frozen
+
+from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, ResponseStream
+from pipeline.errors import BackendUnknown
+from pipeline.foreign import raise_if_ours
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.telemetry import UNTRACED
+from pipeline.wire import from_json, from_plain
+
+from ..llm import LLMEngine
+from .config import is_true, positive_seconds
+
+HEALTH_CHECK_KEY = "_HEALTH_CHECK"
+
+
+def health_payload(bos_token_id: int = 1, **extra: Any) -> dict[str, Any]:
+    """A request for one token after the one that begins a text, not marked yet; `extra` fields are added."""
+    return {
+        "token_ids": [bos_token_id],
+        "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
+        "sampling_options": {"temperature": 0.0},
+    } | extra
+
+
+def stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with the marker of a probe."""
+    return {**payload, HEALTH_CHECK_KEY: True}
+
+
+def is_probe(request: Mapping[str, Any]) -> bool:
+    """Whether the marker is there and exactly true."""
+    return request.get(HEALTH_CHECK_KEY) is True
+
+
+def bos_token_id(tokenizer: Any, default: int = 1) -> int:
+    """The id of the token that begins a text: the object's own, else its tokenizer's, else the default."""
+    for owner in (tokenizer, getattr(tokenizer, "tokenizer", None)):
+        found = getattr(owner, "bos_token_id", None)
+        if found is not None:
+            return int(found)
+    return default
+
+
+def payload_from_text(text: str | None) -> dict[str, Any] | None:
+    """A payload given as a JSON object, or as `@file` that holds one; None for anything else."""
+    if text is None or not text.strip():
+        return None
+    try:
+        content = Path(text.strip()[1:]).read_text() if text.strip().startswith("@") else text
+        return from_json(content, dict[str, Any])
+    except (InvalidArgument, OSError, UnicodeDecodeError):
+        return None
+
+
+class ProbeEngine(AsyncEngine[Any, Annotated[LLMEngineOutput]]):
+    """Takes probes as plain values, reads them, and asks the engine behind it.
+
+    A payload that is no request, and a chunk that finished with an error, come as error items, so that a canary sees
+    them fail.
+    """
+
+    def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]) -> None:
+        self._engine = engine
+
+    async def generate(self, request: Context[Any]) -> ResponseStream[Annotated[LLMEngineOutput]]:
+        try:
+            probe = from_plain(request.payload, PreprocessedRequest)
+        except InvalidArgument as error:
+            return ResponseStream.of([Annotated.from_error(error)], request)
+        stream = await self._engine.generate(request.with_payload(probe))
+        return ResponseStream(_failing(stream), request, stream)
+
+
+async def _failing(
+    stream: ResponseStream[Annotated[LLMEngineOutput]],
+) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+    async with stream:
+        async for item in stream:
+            if item.data is not None and (message := item.data.error_message) is not None:
+                yield Annotated.from_error(BackendUnknown(message))
+                return
+            yield item
+
+
+_log = logging.getLogger(__name__)
+
+ENABLED_ENV = "DYN_HEALTH_CHECK_ENABLED"
+IDLE_ENV = "DYN_CANARY_WAIT_TIME"
+TIMEOUT_ENV = "DYN_HEALTH_CHECK_REQUEST_TIMEOUT"
+PAYLOAD_ENV = "DYN_HEALTH_CHECK_PAYLOAD"
+
+Items = ResponseStream[Annotated[LLMEngineOutput]]
+
+
+@frozen
+class CanarySettings:
+    """Whether to probe, after how long without a good item, and how long a probe may take."""
+
+    is_enabled: bool = False
+    idle_s: float = 10.0
+    timeout_s: float = 3.0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """A time that is none, or not above zero, is the default."""
+        defaults = cls()
+        return cls(
+            is_true(environment.get(ENABLED_ENV)),
+            positive_seconds(environment.get(IDLE_ENV), defaults.idle_s),
+            positive_seconds(environment.get(TIMEOUT_ENV), defaults.timeout_s),
+        )
+
+
+async def choose_payload(
+    own: Mapping[str, Any] | None, environment: Mapping[str, str], engine: LLMEngine
+) -> dict[str, Any] | None:
+    """The payload of probes, marked: the worker's own, else the environment's, else the engine's; None: no probes.
+
+    An own one that is no object, and an engine that fails to give one, mean none; an unreadable one of the environment
+    is passed over. Each is logged.
+    """
+    payload: Mapping[str, Any] | None = own
+    if payload is None and (text := environment.get(PAYLOAD_ENV, "").strip()):
+        payload = payload_from_text(text)
+        if payload is None:
+            _log.warning("%s must be a JSON object or @file; the engine's own payload is used", PAYLOAD_ENV)
+    if payload is None:
+        try:
+            payload = await engine.health_check_payload()
+        except BaseException as error:
+            raise_if_ours(error)
+            _log.warning("the engine gave no health payload; it is not probed", exc_info=True)
+    if payload is None:
+        return None
+    if not isinstance(payload, Mapping):
+        _log.warning("a health payload must be an object, got %s; the engine is not probed", type(payload).__name__)
+        return None
+    return stamp(payload)
+
+
+class Canary:
+    """Watches one endpoint while `run` runs. Made on the loop it runs on.
+
+    `engine` takes the payload as plain values (`ProbeEngine`). `say` hears each change: ready or not; it must not wait.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine[Any, Annotated[LLMEngineOutput]],
+        payload: Mapping[str, Any],
+        settings: CanarySettings,
+        say: Callable[[bool], object],
+    ) -> None:
+        self.is_flowing = False
+        """Set for a good item in the middle of a stream: a mark is all that such an item costs."""
+        self._engine, self._payload, self._settings, self._say = engine, dict(payload), settings, say
+        self._is_ready: bool | None = None
+        self._is_over = False
+        # Streams may end outside of any task, where anyio itself does not find the clock.
+        self._clock = current_token().backend_class.current_time
+        self._heard_s = self._clock()
+
+    def heard(self) -> None:
+        """A good item of real traffic came just now."""
+        self._heard_s, self.is_flowing = self._clock(), False
+        self._set(True)
+
+    def stop(self) -> None:
+        """Says nothing any more, whatever it hears."""
+        self._is_over = True
+
+    async def run(self) -> None:
+        """Probes after each idle time; runs until it is cancelled."""
+        while not self._is_over:
+            await self._silence()
+            await self.probe()
+            self._heard_s = self._clock()
+
+    async def probe(self) -> bool:
+        """Whether the first item is good, in time; what follows it is read and does not count."""
+        verdict: list[bool] = []
+
+        def decide(is_good: bool) -> None:
+            if not verdict:
+                verdict.append(is_good)
+                self._set(is_good)
+
+        async with anyio.create_task_group() as tasks:
+
+            async def time_out() -> None:
+                await anyio.sleep(self._settings.timeout_s)
+                decide(False)  # now, for an engine that hangs need not notice that it is cancelled
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(time_out)
+            await self._ask(decide)
+            tasks.cancel_scope.cancel()
+        decide(False)  # it failed or said nothing
+        return verdict[0]
+
+    async def _ask(self, decide: Callable[[bool], None]) -> None:
+        try:
+            request = Context(dict(self._payload))
+            request.trace = UNTRACED  # it would be a trace of its own, without a client
+            async with await self._engine.generate(request) as stream:
+                async for item in stream:
+                    decide(item.is_ok)
+        except Exception as error:
+            _log.debug("a probe failed: %s", error)
+
+    async def _silence(self) -> None:
+        """Returns when nothing good has come for the idle time.
+
+        When an item in the middle of a stream came is not known, only that it came since the last look: it counts as
+        heard at the look, so a stream that stalls half-way is noticed after at most twice the time.
+        """
+        while True:
+            if self.is_flowing:
+                self.is_flowing, self._heard_s = False, self._clock()
+            left_s = self._heard_s + self._settings.idle_s - self._clock()
+            if left_s <= 0:
+                return
+            await anyio.sleep(left_s)
+
+    def _set(self, is_ready: bool) -> None:
+        if self._is_over or is_ready is self._is_ready:
+            return
+        if not is_ready:
+            _log.warning("the health check failed: not ready")
+        self._is_ready = is_ready
+        self._say(is_ready)
+
+
+class HeardEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
+    """The same engine, whose good items a canary hears: the first of a stream and the last at once, others by a mark.
+
+    Costs a generator around each stream, some 70 nanoseconds an item, so it is there only where a canary runs.
+    """
+
+    def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]], canary: Canary) -> None:
+        self._engine, self._canary = engine, canary
+
+    @property
+    def name(self) -> str:
+        return self._name or self._engine.name
+
+    def __str__(self) -> str:
+        return str(self._engine)
+
+    async def generate(self, request: Context[PreprocessedRequest]) -> Items:
+        stream = await self._engine.generate(request)
+        return ResponseStream(_heard(stream, self._canary), request, stream)
+
+
+async def _heard(stream: Items, canary: Canary) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+    async with stream:
+        is_heard, item = False, None
+        async for item in stream:
+            if is_heard:
+                if item.event is None and (item.data is None or item.data.finish_reason is None):
+                    canary.is_flowing = True
+            elif _is_good(item):
+                is_heard = True
+                canary.heard()
+            yield item
+        if item is not None and _is_good(item) and not stream.context.is_killed:  # a killed stream may have hung
+            canary.heard()
+
+
+def _is_good(item: Annotated[LLMEngineOutput]) -> bool:
+    return item.is_ok and (item.data is None or item.data.error_message is None)

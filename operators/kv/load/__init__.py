@@ -1,0 +1,45 @@
+"""Blocks and prefill tokens in flight on each worker, shared between routers."""
+
+from .blocks import ActiveBlocks, ActivePrefixes, BlockPath
+from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoad, RankLoads
+from .replica_events import (
+    ACTIVE_SEQUENCES_TOPIC,
+    ActiveSequenceEvent,
+    AddRequest,
+    Applied,
+    Free,
+    MarkPrefillCompleted,
+    SequenceEventData,
+    apply_events,
+)
+from .replicas import BATCH_EVENTS, ReplicaSync, Told
+from .sequences import EXPIRY_S, SWEEP_EVERY_S, ActiveSequences, Booking, SequenceLoad, tracking_hashes
+
+__all__ = [
+    "ACTIVE_SEQUENCES_TOPIC",
+    "BATCH_EVENTS",
+    "EXPIRY_S",
+    "SWEEP_EVERY_S",
+    "ActiveBlocks",
+    "ActivePrefixes",
+    "ActiveSequenceEvent",
+    "ActiveSequences",
+    "AddRequest",
+    "Applied",
+    "BlockPath",
+    "Booking",
+    "Column",
+    "Free",
+    "MarkPrefillCompleted",
+    "MissingDuration",
+    "PotentialLoad",
+    "PromptLoad",
+    "RankLoad",
+    "RankLoads",
+    "ReplicaSync",
+    "SequenceEventData",
+    "SequenceLoad",
+    "Told",
+    "apply_events",
+    "tracking_hashes",
+]

@@ -1,0 +1,270 @@
+"""ActiveSequences: the blocks and prompt tokens in flight on every rank, by the requests that hold them.
+
+Source: dynamo lib/kv-router/src/sequences/multi_worker.rs, ActiveSequencesMultiWorker. Other than there a booking is
+an object that releases what it booked and nothing else, and freeing by id is for those who have only the id.
+
+tracking_hashes: by what names the blocks of a prompt are counted as active.
+
+Source: dynamo lib/kv-router/src/scheduling/config.rs, compute_seq_hashes_for_tracking. Other than there the random
+numbers come from outside, and keyed hashes are not offered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from attrs import define, field, frozen
+
+from pipeline.llm import sequence_hashes
+
+from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
+from ..types import RequestSettings, WorkerRank
+from .blocks import ActivePrefixes, BlockPath
+from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot, Slots
+
+EXPIRY_S = 300.0
+CHECK_EVERY_S = 30.0
+"""How often booking looks for expired requests, at most."""
+SWEEP_EVERY_S = 60.0
+"""How often whoever owns the account should call `expire` even without bookings."""
+
+
+@frozen
+class SequenceLoad:
+    """What a request puts on its worker.
+
+    `hashes` are the sequence hashes of its complete prompt blocks (none where blocks are not tracked),
+    `prefill_tokens` what the worker must compute of the prompt (0 where that is not tracked), `prefill_duration_s`
+    how long that should take if there is a model for it.
+    """
+
+    hashes: Sequence[int] = ()
+    prefill_tokens: int = 0
+    prefill_duration_s: float | None = None
+
+
+@define(eq=False)
+class Booking:
+    """One booked request. Releasing it a second time, or after it expired or its worker went, does nothing.
+
+    A later booking of the same id is another object and is never touched by this one.
+    """
+
+    request_id: str
+    booked_s: float
+    _sequences: ActiveSequences
+    _slot: Slot
+    _path: BlockPath
+
+    @property
+    def rank(self) -> WorkerRank:
+        return self._slot.rank
+
+    @property
+    def is_live(self) -> bool:
+        return self._sequences.booking(self.request_id) is self
+
+    def mark_prefill_completed(self, now_s: float) -> bool:
+        """The prompt is computed. False if that was known, or the booking is gone."""
+        return self.is_live and self._sequences._complete_prefill(self, now_s)
+
+    def add_output_block(self, weight: float | None, now_s: float) -> bool:
+        """The output grew by a block; `weight` decays what only this request holds. False if the booking is gone."""
+        return self.is_live and self._sequences._add_output_block(self, weight, now_s)
+
+    def release(self, now_s: float) -> bool:
+        """Takes the request off its rank. False if it is off already."""
+        return self.is_live and self._sequences._release(self, now_s)
+
+
+@define(eq=False)
+class ActiveSequences:
+    """The account of one router. Not for several threads; `now_s` is always the same clock and does not go back.
+
+    Requests older than `expiry_s` are given up as lost, when the next one is booked or `expire` is called.
+    """
+
+    expiry_s: float = EXPIRY_S
+    _slots: Slots = field(factory=Slots, init=False)
+    _prefixes: ActivePrefixes = field(factory=ActivePrefixes, init=False)
+    _bookings: dict[str, Booking] = field(factory=dict, init=False)
+    _checked_s: float | None = field(default=None, init=False)
+
+    def set_workers(self, workers: Mapping[int, range]) -> list[str]:
+        """Keeps an account for exactly these ranks, and those that a booking brought and nobody registered yet.
+
+        Ranks that were here and are no more lose their requests, whose ids are returned.
+        """
+        wanted = {WorkerRank(worker_id, rank) for worker_id, ranks in workers.items() for rank in ranks}
+        lost = []
+        for slot in list(self._slots.by_rank.values()):
+            if slot.rank in wanted:
+                slot.lazy = False
+            elif not slot.lazy:
+                lost += self._close(slot)
+        for rank in sorted(wanted - self._slots.by_rank.keys()):
+            self._slots.open(rank, lazy=False)
+        return lost
+
+    def remove_worker(self, worker_id: int) -> list[str]:
+        """Forgets all ranks of a worker, lazy ones included; returns the ids of the requests that were on it."""
+        slots = [slot for rank, slot in self._slots.by_rank.items() if rank.worker_id == worker_id]
+        return [request_id for slot in slots for request_id in self._close(slot)]
+
+    def book(
+        self, request_id: str, rank: WorkerRank, load: SequenceLoad, now_s: float, *, registered_only: bool = False
+    ) -> Booking:
+        """Counts a request on a rank until it is released.
+
+        Raises DuplicateRequest for an id that is booked anywhere, WorkerNotFound with `registered_only` for a rank
+        that has no account (otherwise it gets one), BookingError for a duration that is none.
+        """
+        if self._checked_s is None or now_s - self._checked_s >= CHECK_EVERY_S:
+            self.expire(now_s)
+        if (other := self._bookings.get(request_id)) is not None:
+            raise DuplicateRequest(f"request {request_id} is booked already, on worker {other.rank.worker_id}")
+        duration_s = load.prefill_duration_s
+        if duration_s is not None and not 0 <= duration_s < math.inf:
+            raise BookingError(f"prefill_duration_s must be finite and not below 0, got {duration_s}")
+        slot = self._slots.by_rank.get(rank)
+        if slot is None:
+            if registered_only:
+                raise WorkerNotFound(f"worker {rank.worker_id} has no rank {rank.dp_rank} here")
+            slot = self._slots.open(rank, lazy=True)
+        path, new = slot.blocks.acquire(load.hashes)
+        self._prefixes.add(slot.number, new)
+        if load.prefill_tokens > 0:
+            slot.prompts.add(request_id, load.prefill_tokens, duration_s, now_s)
+        slot.request_ids[request_id] = None
+        self._slots.refresh(slot, now_s)
+        booking = self._bookings[request_id] = Booking(request_id, now_s, self, slot, path)
+        return booking
+
+    def booking(self, request_id: str) -> Booking | None:
+        """The live booking of a request."""
+        return self._bookings.get(request_id)
+
+    def mark_prefill_completed(self, request_id: str, now_s: float) -> None:
+        """As on the booking; twice is once. Raises RequestNotFound."""
+        self._complete_prefill(self._found(request_id), now_s)
+
+    def add_output_block(self, request_id: str, weight: float | None, now_s: float) -> None:
+        """As on the booking. Raises RequestNotFound."""
+        self._add_output_block(self._found(request_id), weight, now_s)
+
+    def free(self, request_id: str, now_s: float) -> bool:
+        """Releases whatever is booked under this id; False if nothing is."""
+        booking = self._bookings.get(request_id)
+        return booking is not None and self._release(booking, now_s)
+
+    def free_if_worker(self, request_id: str, rank: WorkerRank, now_s: float) -> bool:
+        """The same, but only if it is booked on exactly this rank."""
+        booking = self._bookings.get(request_id)
+        return booking is not None and booking.rank == rank and self._release(booking, now_s)
+
+    def expire(self, now_s: float) -> list[str]:
+        """Releases requests older than `expiry_s`; returns their ids."""
+        self._checked_s = now_s
+        expired = []
+        for booking in list(self._bookings.values()):
+            if now_s - booking.booked_s <= self.expiry_s:
+                break  # booked in order of time
+            self._release(booking, now_s)
+            expired.append(booking.request_id)
+        return expired
+
+    def project(self, hashes: Sequence[int], ranks: Sequence[WorkerRank], now_s: float) -> RankLoads:
+        """The load of these ranks now, and what the prompt with these hashes would add to each.
+
+        An unknown rank counts as idle. Fastest for the same tuple of ranks as last time. The columns are the state of
+        this moment: later bookings do not change them.
+        """
+        return self._slots.loads(ranks, now_s, len(hashes), self._prefixes.shared_blocks(hashes))
+
+    def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
+        """That column of `project` alone."""
+        return self._slots.prefill_tokens(ranks, now_s)
+
+    def loads(self, now_s: float) -> list[RankLoad]:
+        """What is in flight on every rank of `set_workers`. May be asked in any thread."""
+        return self._slots.all_loads(now_s)
+
+    def potential_loads(
+        self, hashes: Sequence[int], new_tokens: Sequence[int], ranks: Sequence[WorkerRank], now_s: float
+    ) -> list[PotentialLoad]:
+        """The load of each rank with the prompt added, of which it would have to compute so many tokens."""
+        loads = self.project(hashes, ranks, now_s)
+        columns = zip(
+            ranks,
+            (active + new for active, new in zip(loads.prefill_tokens, new_tokens, strict=True)),
+            (active + new for active, new in zip(loads.decode_blocks, loads.additional_blocks, strict=True)),
+            loads.requests,
+            strict=True,
+        )
+        return [PotentialLoad(*rank, prefill, decode, requests) for rank, prefill, decode, requests in columns]
+
+    def remaining_prefill_ms(self, rank: WorkerRank, now_s: float) -> int:
+        """The modelled time until the rank has computed all its prompts. Raises MissingDuration."""
+        slot = self._slots.by_rank.get(rank)
+        return 0 if slot is None else slot.prompts.remaining_ms_at(now_s)
+
+    def ranks(self) -> list[WorkerRank]:
+        """Every rank with an account, sorted."""
+        return sorted(self._slots.by_rank)
+
+    def __len__(self) -> int:
+        return len(self._bookings)
+
+    def _found(self, request_id: str) -> Booking:
+        booking = self._bookings.get(request_id)
+        if booking is None:
+            raise RequestNotFound(f"request {request_id} is not booked")
+        return booking
+
+    def _complete_prefill(self, booking: Booking, now_s: float) -> bool:
+        slot = booking._slot
+        removed = slot.prompts.remove(booking.request_id, now_s)
+        self._slots.refresh(slot, now_s)
+        return removed
+
+    def _add_output_block(self, booking: Booking, weight: float | None, now_s: float) -> bool:
+        slot = booking._slot
+        slot.blocks.add_output_block(booking._path, weight)
+        self._slots.refresh(slot, now_s)
+        return True
+
+    def _release(self, booking: Booking, now_s: float) -> bool:
+        slot = booking._slot
+        del self._bookings[booking.request_id]
+        del slot.request_ids[booking.request_id]
+        slot.prompts.remove(booking.request_id, now_s)
+        self._prefixes.drop(slot.number, slot.blocks.release(booking._path))
+        if slot.lazy and not slot.request_ids:
+            self._slots.close(slot)
+        else:
+            self._slots.refresh(slot, now_s)
+        return True
+
+    def _close(self, slot: Slot) -> list[str]:
+        """Forgets a rank and its requests, whose ids are returned."""
+        lost = list(slot.request_ids)
+        for request_id in lost:
+            booking = self._bookings.pop(request_id)
+            self._prefixes.drop(slot.number, slot.blocks.release(booking._path))
+        self._slots.close(slot)
+        return lost
+
+
+def tracking_hashes(local_hashes: Sequence[int], settings: RequestSettings, rng: Random) -> list[int]:
+    """The sequence hashes of the prompt's complete blocks, from their local ones.
+
+    None at all where active blocks are not tracked. Where a prompt's blocks cannot be those of another request (reuse
+    is not assumed) each gets a name of its own.
+    """
+    if not settings.track_active_blocks:
+        return []
+    if not settings.assume_kv_reuse:
+        return [rng.getrandbits(64) for _ in local_hashes]
+    return sequence_hashes(local_hashes)

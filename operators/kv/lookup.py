@@ -1,0 +1,135 @@
+"""OverlapSource: what of a prompt each rank has cached, from events, from our own routing, or from both.
+
+    use_kv_events        index, fed by the event feed       with a predicted time to live also what was routed
+    otherwise            what was routed, for router_ttl_secs
+    no credit            nothing is known, and nothing kept
+
+Source: dynamo lib/llm/src/kv_router/indexer.rs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from pipeline.network import EndpointId, Event, EventPlane, Scope
+from pipeline.protocols.kv import KV_EVENTS_TOPIC, RecoveryReply, RouterEvent
+from pipeline.rx import Disposable, DisposableBase, Observable
+
+from .config import KvRouterConfig
+from .events import Counted, EventFeed, Recover
+from .index import ApproxIndex, KvIndex, Overlap, deepest
+from .prompt import PromptBlocks
+from .types import WorkerRank
+
+_log = logging.getLogger(__name__)
+
+
+class OverlapSource:
+    """See the module. `recover` asks a worker for what was lost; without one every rank begins with what arrives.
+
+    `counted` hears what became of each event.
+    """
+
+    def __init__(self, config: KvRouterConfig, recover: Recover | None = None, counted: Counted | None = None) -> None:
+        by_events = config.has_index and config.use_kv_events
+        self.feed = None
+        if by_events:
+            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=counted or _uncounted)
+        ttl_s = config.router_predicted_ttl_secs if config.use_kv_events else config.router_ttl_secs
+        self._routed: ApproxIndex | None = None
+        if config.has_index and ttl_s is not None:
+            self._routed = ApproxIndex(
+                ttl_s, limit_blocks=config.router_max_tree_size, pruned_share=config.router_prune_target_ratio
+            )
+        self._ranks: Mapping[int, range] = {}
+        self._is_followed = self._has_warned = False
+
+    def find(self, blocks: PromptBlocks, now_s: float) -> Overlap:
+        """The device blocks of each rank that has some."""
+        scores: dict[WorkerRank, int] = {}
+        if self.feed is not None:
+            self._warn_if_stalled(self.feed)
+            scores = self.feed.index.find_matches(blocks.local_hashes)
+        if self._routed is not None:
+            scores = deepest(scores, self._routed.find_matches(blocks.local_hashes, now_s))
+        return Overlap(device=scores) if scores else Overlap()
+
+    def record(self, rank: WorkerRank, blocks: PromptBlocks, now_s: float) -> None:
+        """The prompt is sent there. A failure is logged: routing does not depend on it."""
+        if self._routed is None:
+            return
+        try:
+            self._routed.record(rank, blocks.local_hashes, blocks.sequence_hashes, now_s)
+        except Exception as error:
+            _log.warning("what %s was given is not recorded: %s", rank, error)
+
+    def expire(self, now_s: float) -> None:
+        """Forgets what has had its time."""
+        if self._routed is not None:
+            self._routed.expire(now_s)
+
+    def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
+        """Forgets the workers that are gone and the ranks there are no more, and hears those there are."""
+        for worker_id in gone:
+            if self.feed is not None:
+                self.feed.remove_worker(worker_id)
+            if self._routed is not None:
+                self._routed.remove_worker(worker_id)
+        for worker_id, before in self._ranks.items():
+            for dp_rank in set(before).difference(ranks.get(worker_id, ())) if worker_id not in gone else ():
+                self._remove_rank(WorkerRank(worker_id, dp_rank))
+        self._ranks = dict(ranks)
+        if self.feed is not None:
+            for worker_id, dp_ranks in ranks.items():
+                self.feed.add_worker(worker_id, dp_ranks)
+
+    def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
+        """Take in events, plain or as the event plane brings them, until disposed.
+
+        Without an index, or where routing is approximate, nothing is subscribed. Events are kept and not applied until
+        `run` has asked their workers what they hold: if they arrive, or overlap is looked up, and `run` does not run, a
+        warning is logged, once.
+        """
+        if self.feed is None:
+            return Disposable()
+        self._is_followed = True
+        return events.subscribe(partial(self._receive, self.feed))
+
+    async def run(self) -> None:
+        """Asks workers for what was lost, until cancelled; returns at once where there is no feed."""
+        if self.feed is not None:
+            await self.feed.run()
+
+    def _receive(self, feed: EventFeed, event: RouterEvent | Event[RouterEvent]) -> None:
+        if isinstance(event, Event):
+            feed.receive(event.payload, event.publisher_id)
+        else:
+            feed.receive(event)
+        self._warn_if_stalled(feed)
+
+    def _warn_if_stalled(self, feed: EventFeed) -> None:
+        if self._is_followed and not self._has_warned and feed.is_stalled:
+            self._has_warned = True
+            _log.warning("KV events are kept and not applied while KvRouter.run does not run: start it in a task")
+
+    def _remove_rank(self, rank: WorkerRank) -> None:
+        if self.feed is not None:
+            self.feed.remove_rank(rank)
+        if self._routed is not None:
+            self._routed.remove_rank(rank)
+
+
+def _uncounted(event_type: str, status: str) -> None:
+    """For whoever does not count events."""
+
+
+async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryReply | None:
+    return None
+
+
+def kv_events(events: EventPlane, endpoint: str | EndpointId) -> Observable[Event[RouterEvent]]:
+    """What the workers of the endpoint's component say of their caches, as the event plane brings it."""
+    where = EndpointId.parse(endpoint)
+    return events.subscribe(Scope(where.namespace, where.component), KV_EVENTS_TOPIC, RouterEvent)

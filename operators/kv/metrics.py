@@ -1,0 +1,307 @@
+"""RouterMetrics: what a KV router counts of the requests it routes, refuses and hears of.
+
+What is in flight and waits in it is in `router_gauges`, how long its steps take in `router_steps`.
+
+Source: dynamo lib/llm/src/kv_router/metrics.rs. Other than there queries are not counted as traffic, the time between
+tokens is measured whether or not output blocks are tracked, and prefixes given up are counted of all types of workers.
+
+RoutingSteps: how long each step of a search for a worker takes, with a span around it if the request is traced.
+
+Source: dynamo lib/llm/src/kv_router.rs and its metrics.rs, RoutingOverheadMetrics. Other than there a step that is not
+needed (nothing is hashed without an index and without tracking) is not observed instead of observed as nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from pipeline import Context
+from pipeline.protocols import RequestTracker
+from pipeline.telemetry import Buckets, Instrument, Metrics, OpenSpan
+
+from .errors import LimitKind, QueueRejected
+from .queue import DEFAULT_CLASS
+from .selection import Decision, WorkerType
+
+Step = Literal["block_hashing", "seq_hashing", "indexer_find_matches", "scheduling"]
+Recorders = Mapping[str, Callable[[float], object]]
+"""By step, and `total`."""
+
+SPANS: Mapping[Step, str] = {
+    "block_hashing": "kv_router.compute_block_hashes",
+    "seq_hashing": "kv_router.compute_seq_hashes",
+    "scheduling": "kv_router.schedule",
+}
+
+OVERHEAD_PREFIX = "dynamo_router_overhead"
+_COMPUTE_MS = tuple(2**step / 1000 for step in range(15))
+_WAIT_MS = tuple(3**step / 100 for step in range(17))
+
+
+def _overhead(step: str, description: str, bounds: tuple[float, ...]) -> Instrument:
+    return Instrument(f"{step}_ms", "histogram", "", description, ("router_id",), bounds)
+
+
+OVERHEAD_INSTRUMENTS = (
+    _overhead("block_hashing", "Milliseconds to hash a prompt's blocks", _COMPUTE_MS),
+    _overhead("seq_hashing", "Milliseconds to chain the hashes of a prompt's blocks", _COMPUTE_MS),
+    _overhead("indexer_find_matches", "Milliseconds to look up who holds a prompt's blocks", _WAIT_MS),
+    _overhead("scheduling", "Milliseconds to choose and book a worker, waiting for room included", _WAIT_MS),
+    _overhead("total", "Milliseconds from asking for a worker to having one", _WAIT_MS),
+)
+
+
+def overhead_recorders(meter: Any, router_id: str) -> Recorders:
+    """What to give a router's RoutingSteps."""
+    metrics = Metrics(meter, prefix=OVERHEAD_PREFIX, rows=OVERHEAD_INSTRUMENTS)
+    steps = [row.name.removesuffix("_ms") for row in OVERHEAD_INSTRUMENTS]
+    return {step: metrics.recorder(f"{step}_ms", router_id=router_id) for step in steps}
+
+
+class RoutingSteps:
+    """The steps of one search, one after another: `with steps.step("scheduling"): ...`, then `end`.
+
+    A step begins where the one before ended. One that fails is not timed, nor is the search then. `request` is the
+    one the spans hang below; without it, or if it is not traced, there are none.
+    """
+
+    __slots__ = ("_began_s", "_last_s", "_now_s", "_record_ms", "_request", "_span", "_step", "_tracer")
+
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        record_ms: Recorders | None = None,
+        *,
+        request: Context[Any] | None = None,
+        tracer: Any = None,
+    ) -> None:
+        self._now_s, self._record_ms = now_s, record_ms
+        self._request = None if request is None or request.trace is None else request
+        self._tracer = tracer
+        self._step: Step = "scheduling"
+        self._span: OpenSpan | None = None
+        self._began_s = self._last_s = 0.0 if record_ms is None else now_s()
+
+    def step(self, step: Step) -> Self:
+        """The step that comes now, to be used in `with`."""
+        self._step = step
+        if self._request is not None and step in SPANS:
+            self._span = OpenSpan(self._request, SPANS[step], tracer=self._tracer)
+        return self
+
+    def end(self) -> None:
+        """All steps are done."""
+        if self._record_ms is not None:
+            self._record_ms["total"](1000 * (self._last_s - self._began_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (span := self._span) is not None:
+            self._span = None
+            if error is not None:
+                span.fails(error)
+            span.end()
+        if error is None and self._record_ms is not None:
+            before_s, self._last_s = self._last_s, self._now_s()
+            self._record_ms[self._step](1000 * (self._last_s - before_s))
+
+
+PREFIX = "dynamo_component_router"
+_PLACE = ("dynamo_namespace", "dynamo_component")
+_LABELS = (*_PLACE, "router_id")
+_OF_TYPE = (*_LABELS, "worker_type")
+_SHARES = tuple(step / 20 for step in range(21))
+
+
+def _histogram(name: str, unit: str, description: str, buckets: Buckets | tuple[float, ...]) -> Instrument:
+    return Instrument(name, "histogram", unit, description, _LABELS, buckets)
+
+
+ROUTER_INSTRUMENTS = (
+    Instrument("requests_total", "counter", "", "Requests routed whose stream is over", _LABELS),
+    Instrument("requests_started_total", "counter", "", "Requests booked on a worker", _LABELS),
+    _histogram("time_to_first_token_seconds", "s", "From arrival to the first token", Buckets(0.001, 480, 18)),
+    _histogram(
+        "inter_token_latency_seconds", "s", "Mean time between tokens, at each block of output", Buckets(0.001, 2, 13)
+    ),
+    _histogram("input_sequence_tokens", "", "Tokens of a routed prompt", Buckets(50, 128_000, 12)),
+    _histogram("output_sequence_tokens", "", "Tokens of an answer", Buckets(50, 32_000, 10)),
+    _histogram(
+        "kv_hit_rate",
+        "",
+        "Share of a prompt's blocks that its worker had, 0 to 1",
+        _SHARES,
+    ),
+    _histogram(
+        "best_available_overlap",
+        "",
+        "Share of a prompt's blocks that the worker with the most of them had, of those that could take it, 0 to 1",
+        _SHARES,
+    ),
+    _histogram(
+        "kv_transfer_estimated_latency_seconds",
+        "s",
+        "From the end of a prefill to the first token of its decode",
+        Buckets(0.001, 10, 15),
+    ),
+    Instrument(
+        "non_max_overlap_selections_total",
+        "counter",
+        "",
+        "Requests sent to a worker although another that could take them had more of the prompt",
+        _OF_TYPE,
+    ),
+    Instrument(
+        "overlap_blocks_lost",
+        "histogram",
+        "",
+        "How many blocks more the other worker had",
+        _OF_TYPE,
+        tuple(2**step / 4 for step in range(16)),
+    ),
+)
+
+QUEUE_INSTRUMENTS = (
+    Instrument(
+        "router_queue_backpressure_total",
+        "counter",
+        "",
+        "Requests refused because too many wait, by the limit that was reached",
+        ("model", "worker_type", "policy_class", "reason"),
+    ),
+)
+
+EVENT_INSTRUMENTS = (
+    # It only grows, but a counter would be shown with `_total` behind its name, which the original's does not have.
+    Instrument(
+        "kv_cache_events_applied",
+        "up_down",
+        "",
+        "KV events taken into the index, by what became of them",
+        (*_PLACE, "event_type", "status"),
+    ),
+)
+
+REASONS: Mapping[LimitKind, str] = {
+    "requests": "request_limit",
+    "raw_isl_tokens": "raw_isl_token_limit",
+    "cached_tokens": "cached_token_limit",
+}
+EVENT_TYPES = ("stored", "removed", "cleared")
+
+
+class RouterMetrics:
+    """The instruments of one router. The counters are there at zero from the start.
+
+    Without a meter the globally configured one is used. `policy_classes` are the names of the router's queue classes.
+    `perf_s` is a clock for what the steps of a search take, as `time.perf_counter`: without one that is the loop's,
+    which may know milliseconds only.
+    """
+
+    def __init__(
+        self,
+        meter: Any = None,
+        *,
+        namespace: str = "",
+        component: str = "",
+        router_id: str = "",
+        model: str = "",
+        worker_type: WorkerType = "aggregated",
+        policy_classes: Iterable[str] = (DEFAULT_CLASS,),
+        perf_s: Callable[[], float] | None = None,
+    ) -> None:
+        place = {"dynamo_namespace": namespace, "dynamo_component": component}
+        own, typed = {**place, "router_id": router_id}, {"worker_type": shown_type(worker_type)}
+        router = Metrics(meter, prefix=PREFIX, rows=ROUTER_INSTRUMENTS)
+        self._started = router.recorder("requests_started_total", **own)
+        self._ended = router.recorder("requests_total", **own)
+        self._input_tokens = router.recorder("input_sequence_tokens", **own)
+        self._output_tokens = router.recorder("output_sequence_tokens", **own)
+        self._hit_rate = router.recorder("kv_hit_rate", **own)
+        self._best_hit_rate = router.recorder("best_available_overlap", **own)
+        self._ttft_s = router.recorder("time_to_first_token_seconds", **own)
+        self._itl_s = router.recorder("inter_token_latency_seconds", **own)
+        self._transfer_s = router.recorder("kv_transfer_estimated_latency_seconds", **own)
+        self._passed_over = router.recorder("non_max_overlap_selections_total", **own, **typed)
+        self._blocks_lost = router.recorder("overlap_blocks_lost", **own, **typed)
+        self._overhead_ms, self._perf_s = overhead_recorders(meter, router_id), perf_s
+        self._queue, self._queue_labels = Metrics(meter, rows=QUEUE_INSTRUMENTS), {"model": model, **typed}
+        self._events, self._place = Metrics(meter, family="component", rows=EVENT_INSTRUMENTS), place
+        self._applied: dict[tuple[str, str], Callable[[float], object]] = {}
+        self._begin(policy_classes)
+
+    def steps(self, now_s: Callable[[], float], request: Context[Any], tracer: Any = None) -> RoutingSteps:
+        """Times a search for a worker; its spans hang below the request's."""
+        return RoutingSteps(self._perf_s or now_s, self._overhead_ms, request=request, tracer=tracer)
+
+    def routed(self, input_tokens: int, tracker: RequestTracker | None, decision: Decision) -> None:
+        """A request was booked."""
+        self._started(1)
+        self._input_tokens(input_tokens)
+        if tracker is not None and (rate := tracker.kv_hit_rate) is not None:
+            self._hit_rate(rate)
+            self._best_hit_rate(decision.best_available_overlap_blocks / decision.prompt.blocks)
+        if (lost := decision.best_available_overlap_blocks - decision.overlap_blocks) > 0:
+            self._passed_over(1)
+            self._blocks_lost(lost)
+
+    def refused(self, error: QueueRejected) -> None:
+        """A request may not even wait."""
+        self._add_refused(error.policy_class, REASONS[error.limit_kind], 1)
+
+    def first_token(self, tracker: RequestTracker) -> None:
+        """Its first token is there."""
+        if (ttft_ms := tracker.ttft_ms) is not None:
+            self._ttft_s(ttft_ms / 1000)
+
+    def blocks_arrived(self, tracker: RequestTracker) -> None:
+        """Decode has its first token: the prefill's blocks are there, if another worker prefilled."""
+        if (transfer_s := tracker.kv_transfer_estimated_latency_s) is not None:
+            self._transfer_s(transfer_s)
+
+    def block_of_output(self, tracker: RequestTracker) -> None:
+        """Its output filled another block."""
+        if (itl_ms := tracker.avg_itl_ms) is not None:
+            self._itl_s(itl_ms / 1000)
+
+    def ended(self, output_tokens: int) -> None:
+        """Its stream is over, however."""
+        self._output_tokens(output_tokens)
+        self._ended(1)
+
+    def event_applied(self, event_type: str, status: str) -> None:
+        """A KV event was taken into the index, or not: give this to the KvRouter as `counted`."""
+        self._event_recorder(event_type, status)(1)
+
+    # -- inside
+
+    def _begin(self, policy_classes: Iterable[str]) -> None:
+        for counter in (self._started, self._ended, self._passed_over):
+            counter(0)
+        for event_type in EVENT_TYPES:
+            self._event_recorder(event_type, "ok")(0)
+        for policy_class in policy_classes:
+            for reason in REASONS.values():
+                self._add_refused(policy_class, reason, 0)
+
+    def _add_refused(self, policy_class: str, reason: str, count: int) -> None:
+        labels = {**self._queue_labels, "policy_class": policy_class, "reason": reason}
+        self._queue.add("router_queue_backpressure_total", count, **labels)
+
+    def _event_recorder(self, event_type: str, status: str) -> Callable[[float], object]:
+        if (known := self._applied.get((event_type, status))) is None:
+            known = self._applied[event_type, status] = self._events.recorder(
+                "kv_cache_events_applied", **self._place, event_type=event_type, status=status
+            )
+        return known
+
+
+def shown_type(worker_type: WorkerType) -> str:
+    """The label for a type of worker: one that does both is shown as one that decodes."""
+    return "prefill" if worker_type == "prefill" else "decode"

@@ -1,0 +1,322 @@
+"""RouterPool: the workers a router may choose from, joined from instances, their cards, and who is left out now.
+
+Who may take a request at all: pins, allowed workers, taints, and workers that are away or overloaded.
+
+Source: dynamo lib/kv-router/src/scheduling/filter.rs, RoutingEligibility.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Literal
+
+from attrs import Factory, evolve, field, frozen
+
+from pipeline import InvalidArgument, PenstockError, ResourceExhausted, Unavailable, WorkerOverloaded
+from pipeline.network import Added, Model, Removed, TaintsUpdated, Workers
+from pipeline.protocols import RoutingConstraints
+from pipeline.protocols.card import ModelRuntimeConfig
+from pipeline.rx import CompositeDisposable, Observable, ops
+
+from .types import WorkerRank
+
+Reason = Literal["not_allowed", "not_routable", "unknown_worker", "rank_unavailable", "taints", "overloaded"]
+
+
+@frozen
+class Ineligible:
+    """Why one rank may not take a request."""
+
+    reason: Reason
+    message: str
+
+
+@frozen
+class RoutingRules:
+    """What a request says about who may take it. A pinned one is never sent elsewhere, and its preferences are idle.
+
+    `failed_worker_ids` are those it has failed on; `is_overload` says that the last of them was overloaded.
+    """
+
+    pinned: WorkerRank | None = None
+    allowed_worker_ids: AbstractSet[int] | None = None
+    constraints: RoutingConstraints = field(factory=RoutingConstraints)
+    failed_worker_ids: AbstractSet[int] = frozenset()
+    is_overload: bool = False
+
+
+@frozen(eq=False)
+class Candidates:
+    """The ranks that may take a request, sorted; `multipliers` of their cost, if any; `nothing` is a 0 for each."""
+
+    ranks: tuple[WorkerRank, ...]
+    multipliers: Sequence[float] | None = None
+    nothing: Mapping[WorkerRank, float] = field(
+        default=Factory(lambda self: dict.fromkeys(self.ranks, 0), takes_self=True)
+    )
+
+
+def worker_ranks(config: ModelRuntimeConfig) -> range:
+    """The data-parallel ranks of a worker. Raises InvalidArgument for a range that is none."""
+    start, size = config.data_parallel_start_rank, config.data_parallel_size
+    if size < 1:
+        raise InvalidArgument(f"must be at least 1, got {size}", field="data_parallel_size")
+    if start + size > 2**32:
+        raise InvalidArgument(f"ranks {start} to {start + size - 1} exceed 32 bits", field="data_parallel_start_rank")
+    return range(start, start + size)
+
+
+@frozen(eq=False)
+class WorkerPool:
+    """The workers of a moment. Make a new one when something changes; all requests until then share its candidates.
+
+    `available` are the workers that can be reached, None if that is not known. `overloaded` are left out for now.
+    """
+
+    configs: Mapping[int, ModelRuntimeConfig]
+    available: AbstractSet[int] | None = None
+    overloaded: AbstractSet[int] = frozenset()
+    ranks: Mapping[int, range] = field(
+        init=False,
+        default=Factory(lambda self: {w: worker_ranks(c) for w, c in sorted(self.configs.items())}, takes_self=True),
+    )
+    _everyone: Candidates = field(
+        init=False, default=Factory(lambda self: Candidates(self._select(RoutingRules())), takes_self=True)
+    )
+
+    def candidates(self, rules: RoutingRules) -> Candidates:
+        """The ranks that may take a request with these rules.
+
+        Raises Unavailable if there is none, ResourceExhausted if there would be but all are overloaded; for a pinned
+        rank InvalidArgument if it is not allowed, WorkerOverloaded if its worker is overloaded.
+        """
+        if rules.pinned is not None:
+            if (refusal := self.check(rules, rules.pinned)) is not None:
+                raise _pin_error(refusal)
+            return Candidates((rules.pinned,))
+        constraints = rules.constraints
+        plain = rules.allowed_worker_ids is None and not constraints.required_taints and not rules.failed_worker_ids
+        found = self._everyone if plain else Candidates(self._select(rules))
+        if not found.ranks:
+            raise self._nobody(rules)
+        if constraints.preferred_taints:
+            return evolve(found, multipliers=self._multipliers(found.ranks, constraints.preferred_taints))
+        return found
+
+    def check(self, rules: RoutingRules, rank: WorkerRank) -> Ineligible | None:
+        """The first reason why this rank may not take the request, None if it may."""
+        worker = f"worker {rank.worker_id}"
+        if rules.allowed_worker_ids is not None and rank.worker_id not in rules.allowed_worker_ids:
+            return Ineligible("not_allowed", f"{worker} is not among the allowed workers")
+        if self.available is not None and rank.worker_id not in self.available:
+            return Ineligible("not_routable", f"{worker} cannot be reached")
+        config = self.configs.get(rank.worker_id)
+        if config is None:
+            return Ineligible("unknown_worker", f"{worker} is not known")
+        ranks = self.ranks[rank.worker_id]
+        if rank.dp_rank not in ranks:
+            text = f"{worker} has ranks {ranks.start} to {ranks.stop - 1}, not {rank.dp_rank}"
+            return Ineligible("rank_unavailable", text)
+        if not rules.constraints.required_taints <= config.taints:
+            missing = ", ".join(sorted(rules.constraints.required_taints - config.taints))
+            return Ineligible("taints", f"{worker} lacks the required taints {missing}")
+        if rank.worker_id in self.overloaded:
+            return Ineligible("overloaded", f"{worker} is overloaded")
+        return None
+
+    def only_rank(self, worker_id: int) -> WorkerRank | None:
+        """The rank of a worker that has just one; None for any other."""
+        ranks = self.ranks.get(worker_id, ())
+        return WorkerRank(worker_id, ranks[0]) if len(ranks) == 1 else None
+
+    def _select(self, rules: RoutingRules) -> tuple[WorkerRank, ...]:
+        return tuple(rank for rank in self._matching(rules) if rank.worker_id not in self.overloaded)
+
+    def _matching(self, rules: RoutingRules) -> Iterator[WorkerRank]:
+        """The ranks that may take the request, overloaded ones included."""
+        allowed, available, required = rules.allowed_worker_ids, self.available, rules.constraints.required_taints
+        for worker_id, ranks in self.ranks.items():
+            if (
+                (allowed is None or worker_id in allowed)
+                and (available is None or worker_id in available)
+                and required <= self.configs[worker_id].taints
+                and worker_id not in rules.failed_worker_ids
+            ):
+                for rank in ranks:
+                    yield WorkerRank(worker_id, rank)
+
+    def _nobody(self, rules: RoutingRules) -> PenstockError:
+        if any(True for _ in self._matching(rules)):
+            return ResourceExhausted("all workers that may take this request are overloaded")
+        if rules.failed_worker_ids:
+            failed = ", ".join(map(str, sorted(rules.failed_worker_ids)))
+            text = f"no worker is left for this request: it has failed on {failed}"
+            return ResourceExhausted(text) if rules.is_overload else Unavailable(text)
+        return Unavailable("no worker can take this request")
+
+    def _multipliers(self, ranks: Iterable[WorkerRank], preferred: Mapping[str, float]) -> list[float]:
+        by_worker: dict[int, float] = {}
+        for rank in ranks:
+            if rank.worker_id not in by_worker:
+                by_worker[rank.worker_id] = taint_multiplier(preferred, self.configs[rank.worker_id].taints)
+        return [by_worker[rank.worker_id] for rank in ranks]
+
+
+def taint_multiplier(preferred: Mapping[str, float], taints: AbstractSet[str]) -> float:
+    """By what a worker's cost is multiplied: from 1/e if it carries much that is preferred to e if much to avoid.
+
+    Raises InvalidArgument for a weight that is not finite.
+    """
+    if preferred.keys().isdisjoint(taints):
+        return 1.0
+    weights = sorted(weight for taint, weight in preferred.items() if taint in taints)
+    if not all(map(math.isfinite, weights)):
+        raise InvalidArgument("weights must be finite", field="routing.routing_constraints.preferred_taints")
+    return math.exp(-math.tanh(sum(weights)))
+
+
+def narrowed_to_adapter(
+    allowed: AbstractSet[int] | None, loaded_on: AbstractSet[int], worker_ids: AbstractSet[int]
+) -> AbstractSet[int] | None:
+    """The allowed workers that have the adapter loaded; unchanged if none of the workers there are has."""
+    narrowed = (worker_ids if allowed is None else allowed & worker_ids) & loaded_on
+    return narrowed or allowed
+
+
+def _pin_error(refusal: Ineligible) -> PenstockError:
+    if refusal.reason == "not_allowed":
+        return InvalidArgument(refusal.message, field="routing.allowed_worker_ids")
+    if refusal.reason == "overloaded":
+        return WorkerOverloaded(refusal.message)
+    return Unavailable(refusal.message)
+
+
+_log = logging.getLogger(__name__)
+
+Configs = Mapping[int, ModelRuntimeConfig]
+Adapters = Mapping[str, AbstractSet[int]]
+"""The workers that have an adapter loaded, by its name."""
+Changed = Callable[[Sequence[int], Mapping[int, range]], None]
+"""Hears of a change: the workers that are gone, also those that came back at once, and the ranks there are now."""
+
+_PLAIN = ModelRuntimeConfig()
+
+
+class RouterPool:
+    """Follows a pool until it is closed. `changed` is called at once and whenever workers or ranks are others.
+
+    `configs` are the workers' own settings by instance; a worker is not known before it has some. Without `configs`
+    every instance counts as a plain one. `adapters` tell who has which adapter loaded. `routable` gives the instances
+    that may be asked now (by default all), `overloaded` those that are busy. Settings that make no sense leave their
+    worker out.
+    """
+
+    def __init__(
+        self,
+        workers: Workers[Any, Any],
+        changed: Changed,
+        *,
+        configs: Observable[Configs] | None = None,
+        adapters: Observable[Adapters] | None = None,
+        routable: Callable[[], Sequence[int]] | None = None,
+        overloaded: Callable[[], AbstractSet[int]] | None = None,
+    ) -> None:
+        self._workers = workers
+        self._changed = changed
+        self._routable = workers.instance_ids if routable is None else routable
+        self._overloaded = overloaded
+        self._configs: Configs | None = None if configs is None else {}
+        self.adapters: Adapters = {}
+        self._arrivals: dict[int, int] = {}
+        self._seen: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
+        self._pool = WorkerPool({}, frozenset())
+        self._following = CompositeDisposable(workers.changes().subscribe(lambda _: self._look()))
+        if configs is not None:
+            self._following.add(configs.subscribe(self._learn))
+        if adapters is not None:
+            self._following.add(adapters.subscribe(self._learn_adapters))
+
+    def now(self) -> WorkerPool:
+        """The workers of this moment; the same object until something changes."""
+        routable = tuple(self._routable())
+        overloaded = frozenset[int]() if self._overloaded is None else frozenset(self._overloaded())
+        if (routable, overloaded) != self._seen:
+            self._seen = (routable, overloaded)
+            self._pool = WorkerPool(self._pool.configs, frozenset(routable), overloaded)
+        return self._pool
+
+    def close(self) -> None:
+        """Follows no more."""
+        self._following.dispose()
+
+    def _learn(self, configs: Configs) -> None:
+        self._configs = {worker_id: config for worker_id, config in configs.items() if _makes_sense(worker_id, config)}
+        self._look()
+
+    def _learn_adapters(self, adapters: Adapters) -> None:
+        self.adapters = adapters
+        self._look()
+
+    def _look(self) -> None:
+        ids, configs = self._workers.instance_ids(), self._configs
+        known = {i: _PLAIN if configs is None else configs[i] for i in ids if configs is None or i in configs}
+        arrivals = {worker_id: self._workers.arrival(worker_id) for worker_id in known}
+        gone = [i for i, arrival in self._arrivals.items() if arrivals.get(i) != arrival]
+        self._arrivals = arrivals
+        self._pool = WorkerPool(known, frozenset(self._seen[0]), self._seen[1])
+        self._changed(gone, self._pool.ranks)
+
+
+def _makes_sense(worker_id: int, config: ModelRuntimeConfig) -> bool:
+    try:
+        worker_ranks(config)
+    except InvalidArgument as error:
+        _log.warning("worker %s is left out: %s %s", worker_id, error.field, error)
+        return False
+    return True
+
+
+def configs_of(models: Observable[Added[Model] | Removed[Model] | TaintsUpdated]) -> Observable[Configs]:
+    """The settings in the cards that discovery knows of an endpoint: `discovery.watch_models(endpoint.path)`."""
+    nothing: Configs = {}
+    return models.pipe(ops.scan(with_model, nothing))
+
+
+def with_model(configs: Configs, news: Added[Model] | Removed[Model] | TaintsUpdated) -> Configs:
+    """The settings after the news; those given stay as they are. Cards of adapters say nothing of the worker."""
+    if news.item.suffix is not None:
+        return configs
+    others = {worker_id: config for worker_id, config in configs.items() if worker_id != news.item.instance_id}
+    return others if isinstance(news, Removed) else {**others, news.item.instance_id: news.item.card.runtime_config}
+
+
+Loaded = Mapping[tuple[int, str], str]
+"""The name of each adapter that a worker has, by the worker and the suffix of the adapter's card."""
+
+
+def adapters_of(models: Observable[Added[Model] | Removed[Model] | TaintsUpdated]) -> Observable[Adapters]:
+    """Who has which adapter loaded, by the cards that discovery knows of an endpoint, as for `configs_of`."""
+    nothing: Loaded = {}
+    loaded: Observable[Loaded] = models.pipe(ops.scan(with_adapter, nothing))
+    return loaded.pipe(ops.distinct_until_changed()).pipe(ops.map(_by_name))
+
+
+def with_adapter(loaded: Loaded, news: Added[Model] | Removed[Model] | TaintsUpdated) -> Loaded:
+    """What is loaded after the news; what is given stays as it is. A card that names no adapter has its suffix's."""
+    model = news.item
+    if model.suffix is None:
+        return loaded
+    key = (model.instance_id, model.suffix)
+    others = {other: name for other, name in loaded.items() if other != key}
+    name = model.suffix if model.card.lora is None else model.card.lora.name
+    return others if isinstance(news, Removed) else {**others, key: name}
+
+
+def _by_name(loaded: Loaded) -> Adapters:
+    holders: dict[str, set[int]] = {}
+    for (worker_id, _), name in loaded.items():
+        holders.setdefault(name, set()).add(worker_id)
+    return holders

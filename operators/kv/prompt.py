@@ -1,0 +1,129 @@
+"""The blocks of a prompt, hashed as the router looks them up: with adapter, tenant, media and look-ahead.
+
+The formula itself is `pipeline.llm.block_hash`. Source: dynamo lib/kv-router/src/protocols.rs, BlockHashOptions,
+RequestExtraInfo and compute_block_hash_for_seq. Other than there, the options cannot change under hashes that were
+computed: another option is another `PromptBlocks`.
+
+ChainedHashes: the sequence hashes of a prompt that is only asked about, chained no further than they are read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import overload
+
+from attrs import frozen
+
+from pipeline.llm import block_hash_array, hash_seed, sequence_hashes
+from pipeline.protocols import BlockExtraInfo, MmObject, PreprocessedRequest
+
+_PAD_BASE, _PAD_RANGE = 1_000_000, 1 << 30
+
+
+@frozen(eq=False)
+class PromptBlocks:
+    """A prompt cut into blocks; hashed when first asked, once.
+
+    Record `i` of `media` tells of block `i`; where there is none the block is plain text. A block also depends on the
+    adapter and the cache namespace, empty names being none. The tokens must not change any more: the prompt of a
+    request that grew is another one. Raises InvalidArgument for a block size below 1 and for tokens that are no u32.
+    """
+
+    token_ids: Sequence[int]
+    block_size_tokens: int
+    lora_name: str | None = None
+    cache_namespace: str | None = None
+    is_eagle: bool = False
+    media: Sequence[BlockExtraInfo | None] = ()
+
+    @classmethod
+    def of_request(
+        cls, request: PreprocessedRequest, block_size_tokens: int, *, is_eagle: bool = False
+    ) -> PromptBlocks:
+        """Those the request is routed by."""
+        tokens, media = request.block_mm_routing_info()
+        hints = request.routing
+        lora, namespace = (hints.lora_name, hints.cache_namespace) if hints is not None else (None, None)
+        return cls(tokens, block_size_tokens, lora, namespace, is_eagle, media or ())
+
+    @cached_property
+    def local_hashes(self) -> array[int]:
+        """What each whole block holds, whatever stands before it."""
+        return block_hash_array(
+            self.token_ids,
+            self.block_size_tokens,
+            seed=hash_seed(self.lora_name, self.cache_namespace),
+            media=media_hashes(self.media),
+            is_eagle=self.is_eagle,
+        )
+
+    @cached_property
+    def sequence_hashes(self) -> list[int]:
+        """Each whole block with everything before it."""
+        return sequence_hashes(self.local_hashes)
+
+
+def media_hashes(infos: Iterable[BlockExtraInfo | None]) -> list[list[int]]:
+    """For each block the hashes of the media in it, which is what its own hash depends on."""
+    return [[found.mm_hash for found in info.mm_objects] if info is not None else [] for info in infos]
+
+
+def media_of_blocks(
+    objects: Iterable[MmObject], block_size_tokens: int, total_tokens: int
+) -> list[BlockExtraInfo | None]:
+    """For each block, the last and unfinished one too, the media in it, at ranges [start, end) counted from its start.
+
+    Given the media of a whole prompt at ranges of its tokens. What lies behind the last token is left out.
+    """
+    found: list[dict[int, MmObject]] = [{} for _ in range(0, total_tokens, block_size_tokens)]
+    for media in objects:
+        for start, end in media.offsets:
+            last = min(end, total_tokens)
+            for index in range(start // block_size_tokens, -(-last // block_size_tokens) if start < last else 0):
+                origin = index * block_size_tokens
+                inside = max(start - origin, 0), min(last - origin, block_size_tokens)
+                found[index].setdefault(media.mm_hash, MmObject(media.mm_hash, [])).offsets.append(inside)
+    return [BlockExtraInfo(list(media.values())) if media else None for media in found]
+
+
+def pad_token(mm_hash: int) -> int:
+    """The token that stands for an image wherever an engine fills its place with one token."""
+    return _PAD_BASE + mm_hash % _PAD_RANGE
+
+
+_PIECE_BLOCKS = 16
+
+
+class ChainedHashes(Sequence[int]):
+    """Reads like `sequence_hashes(local_hashes)`, in pieces, each time anew.
+
+    Whoever compares prefixes stops at the first block nobody has; chaining the rest costs as much as hashing the
+    tokens. Who needs all of them, or needs them twice, takes `PromptBlocks.sequence_hashes`.
+    """
+
+    __slots__ = ("_local_hashes",)
+
+    def __init__(self, local_hashes: Sequence[int]) -> None:
+        self._local_hashes = local_hashes
+
+    def __len__(self) -> int:
+        return len(self._local_hashes)
+
+    def __iter__(self) -> Iterator[int]:
+        parent = None
+        for start in range(0, len(self._local_hashes), _PIECE_BLOCKS):
+            piece = sequence_hashes(self._local_hashes[start : start + _PIECE_BLOCKS], parent)
+            yield from piece
+            parent = piece[-1]
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return sequence_hashes(self._local_hashes)[at]
+        return next(islice(self, range(len(self))[at], None))

@@ -1,0 +1,204 @@
+"""PolicyClass: how the requests of one kind wait. PolicyProfile: which kinds there are, and which a request is of.
+
+Source: dynamo lib/kv-router/src/scheduling/policy_config.rs, PolicyProfile.
+
+How much may wait: limits per class, and tiers by how much of a prompt is not cached.
+
+Both are compared with what waits already, so the request that crosses a limit is still taken and the next is not.
+
+Source: dynamo lib/kv-router/src/scheduling/policy_queue.rs, queue_rejection, and the queue depth tiers of its releases
+before policy classes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from attrs import define, field, frozen
+
+from pipeline import InvalidArgument
+from pipeline.protocols.card import ModelRuntimeConfig
+
+from ..config import KvRouterConfig, QueuePolicy
+from ..errors import LimitKind, QueueRejected
+from ..load import Column
+from ..types import WorkerRank
+
+DEFAULT_CLASS = "default"
+UNKNOWN_BATCHED_TOKENS = 10_000_000
+"""Stands for `max_num_batched_tokens` where a worker does not say: no load comes near it."""
+
+
+@frozen
+class PromptSize:
+    """The tokens of a waiting prompt, and how many of them the best worker for it has cached."""
+
+    isl_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def uncached_tokens(self) -> int:
+        return max(0, self.isl_tokens - self.cached_tokens)
+
+    @property
+    def work_tokens(self) -> int:
+        """What serving it takes, at least 1: nothing is free."""
+        return max(1, self.uncached_tokens)
+
+
+@frozen
+class PolicyClass:
+    """One class of requests: their order, their share of the service, when they wait, and how many may.
+
+    `quantum` is how many uncached tokens the class may have served each round. A rank is busy with more prompt tokens
+    than one of the thresholds, absolute or as a multiple of its `max_num_batched_tokens`; without any nobody waits.
+    The limits are each multiplied by the number of workers. Raises InvalidArgument for a quantum below 1.
+    """
+
+    name: str = DEFAULT_CLASS
+    queue_policy: QueuePolicy = "fcfs"
+    quantum: int = 1
+    prefill_busy_threshold: int | None = None
+    prefill_busy_threshold_frac: float | None = None
+    request_queue_limit_per_worker: int | None = None
+    raw_isl_token_queue_limit_per_worker: int | None = None
+    cached_token_queue_limit_per_worker: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.quantum < 1:  # its turn would never come
+            raise InvalidArgument(f"must be at least 1, got {self.quantum}", field="quantum")
+
+    @property
+    def may_queue(self) -> bool:
+        return self.prefill_busy_threshold is not None or self.prefill_busy_threshold_frac is not None
+
+    def is_busy(self, prefill_tokens: int, max_num_batched_tokens: int | None) -> bool:
+        """Whether a rank with so many prompt tokens in flight is busy."""
+        return prefill_tokens > self.busy_above(max_num_batched_tokens)
+
+    def busy_above(self, max_num_batched_tokens: int | None) -> float:
+        """With more prompt tokens in flight than this a rank is busy; infinite without a threshold."""
+        absolute, share = self.prefill_busy_threshold, self.prefill_busy_threshold_frac
+        limit: float = math.inf if absolute is None else absolute
+        if share is None:
+            return limit
+        batched = UNKNOWN_BATCHED_TOKENS if max_num_batched_tokens is None else max_num_batched_tokens
+        return min(limit, share * batched)
+
+    def all_busy(
+        self, ranks: Iterable[WorkerRank], prefill_tokens: Column, configs: Mapping[int, ModelRuntimeConfig]
+    ) -> bool:
+        """Whether every rank is busy; False for none at all, since waiting would not bring one."""
+        any_rank = False
+        for rank, tokens in zip(ranks, prefill_tokens, strict=True):
+            if not self.is_busy(tokens, configs[rank.worker_id].max_num_batched_tokens):
+                return False
+            any_rank = True
+        return any_rank
+
+    def score(self, size: PromptSize, arrival_s: float, priority_jump_s: float) -> float:
+        """The place of a request among those of its strict priority: the higher, the earlier."""
+        jump = max(0.0, priority_jump_s)
+        if self.queue_policy == "fcfs":
+            return jump - arrival_s
+        if self.queue_policy == "lcfs":
+            return jump + arrival_s
+        return (1.0 + jump) / size.work_tokens
+
+
+@frozen
+class PolicyProfile:
+    """The classes of a router, and the way from a request to its class.
+
+    A request names a class of `explicit` and gets it, or a family; a name that is neither, or none, means the default
+    family. Within a family the class depends on the uncached tokens: that of the highest floor not above them.
+    `families` holds for each family the classes by floor; `floors` begins with 0.
+    """
+
+    classes: Sequence[PolicyClass]
+    default_family: str
+    families: Mapping[str, Sequence[int]]
+    floors: Sequence[int] = (0,)
+    explicit: Mapping[str, int] = field(factory=dict)
+
+    @classmethod
+    def single(cls, policy_class: PolicyClass) -> PolicyProfile:
+        """One class for all."""
+        return cls([policy_class], policy_class.name, {policy_class.name: [0]})
+
+    @classmethod
+    def from_config(cls, config: KvRouterConfig) -> PolicyProfile:
+        """What the plain settings of the router say."""
+        one = PolicyClass(
+            queue_policy=config.router_queue_policy, prefill_busy_threshold_frac=config.router_queue_threshold
+        )
+        return cls.single(one)
+
+    def class_of(self, requested: str | None, uncached_tokens: int) -> int:
+        """The position of the request's class in `classes`."""
+        name = requested or ""
+        if name in self.explicit:
+            return self.explicit[name]
+        family = self.families.get(name, self.families[self.default_family])
+        return family[bisect_right(self.floors, max(0, uncached_tokens)) - 1]
+
+
+@define
+class QueueUsage:
+    """What waits: requests, the tokens of their prompts, and how many of those are cached."""
+
+    requests: int = 0
+    isl_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, size: PromptSize, sign: int = 1) -> None:
+        """Counts a request, or with -1 takes it off. No more can be cached than the prompt has."""
+        self.requests += sign
+        self.isl_tokens += sign * size.isl_tokens
+        self.cached_tokens += sign * min(size.cached_tokens, size.isl_tokens)
+
+
+@frozen
+class DepthTier:
+    """For prompts that miss at least so many tokens: how many prompt tokens may wait for each worker."""
+
+    missing_cache_tokens_floor: int
+    max_queue_depth: int
+
+
+def check_tiers(tiers: Sequence[DepthTier]) -> None:
+    """Raise InvalidArgument unless the floors begin with 0 and rise, and every depth is above 0."""
+    floors = [tier.missing_cache_tokens_floor for tier in tiers]
+    if floors and floors[0] != 0:
+        raise InvalidArgument("the first tier begins at 0", field="missing_cache_tokens_floor")
+    if any(low >= high for low, high in pairwise(floors)):
+        raise InvalidArgument("must be above that of the tier before", field="missing_cache_tokens_floor")
+    if any(tier.max_queue_depth < 1 for tier in tiers):
+        raise InvalidArgument("must be above 0", field="max_queue_depth")
+
+
+def check_class_limits(policy_class: PolicyClass, usage: QueueUsage, workers: int) -> None:
+    """Raise QueueRejected if the class is full. A limit of 0, or no worker, lets nothing in."""
+    rows: list[tuple[LimitKind, int, int | None]] = [
+        ("requests", usage.requests, policy_class.request_queue_limit_per_worker),
+        ("raw_isl_tokens", usage.isl_tokens, policy_class.raw_isl_token_queue_limit_per_worker),
+        ("cached_tokens", usage.cached_tokens, policy_class.cached_token_queue_limit_per_worker),
+    ]
+    for kind, current, per_worker in rows:
+        if per_worker is not None and current >= (limit := per_worker * workers):
+            raise QueueRejected(policy_class=policy_class.name, limit_kind=kind, current=current, limit=limit)
+
+
+def check_depth(tiers: Sequence[DepthTier], size: PromptSize, queued_isl_tokens: int, workers: int) -> None:
+    """Raise QueueRejected if, by the highest tier this prompt reaches, enough waits already."""
+    reached = [tier for tier in tiers if tier.missing_cache_tokens_floor <= size.uncached_tokens]
+    if reached and queued_isl_tokens >= (limit := reached[-1].max_queue_depth * workers):
+        raise QueueRejected(
+            f"router backpressure: queued_isl_tokens={queued_isl_tokens}, max_queued_isl_tokens={limit}",
+            limit_kind="raw_isl_tokens",
+            current=queued_isl_tokens,
+            limit=limit,
+        )

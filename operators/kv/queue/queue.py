@@ -1,0 +1,210 @@
+"""AdmissionQueue: who waits for a worker, and who goes next.
+
+    park ──► class ──► lane ──► in order of strict priority, score, arrival
+    pop  ◄── classes in turns, by deficit round robin ◄── each class's first request that may go
+
+Requests with the same choice of workers share a lane, so one that waits for a certain busy worker does not hold up
+those that can go elsewhere; inside a lane the first blocks the others. Nothing here waits: the owner parks, asks for
+the next one after every change of load, workers or queue, and books each before it asks again.
+
+Source: dynamo lib/kv-router/src/scheduling/policy_queue.rs, PolicyQueue. Other than there not only pinned requests have
+lanes of their own: whatever restricts the choice of workers can name one. And a class keeps its turn while nobody may
+go: otherwise classes served one request at a time would share alike, whatever their quanta.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+from attrs import define, field, frozen
+
+from pipeline import Unavailable
+
+from .policy import (
+    DepthTier,
+    PolicyClass,
+    PolicyProfile,
+    PromptSize,
+    QueueUsage,
+    check_class_limits,
+    check_depth,
+    check_tiers,
+)
+
+T = TypeVar("T")
+
+Order = tuple[int, float, int]
+"""Sorts the waiting: less is earlier, no two are equal."""
+
+
+@frozen(eq=False)
+class Waiting(Generic[T]):
+    """One parked request. `lane` stands for the workers it may go to, None for any."""
+
+    item: T
+    policy_class: PolicyClass
+    size: PromptSize
+    arrival_s: float
+    lane: Hashable
+    class_index: int
+    order: Order
+
+    def is_due_for_refresh(self, now_s: float, refresh_after_s: float | None) -> bool:
+        """Whether it waited so long that what is cached must be looked up again; None means never."""
+        return refresh_after_s is not None and now_s - self.arrival_s > refresh_after_s
+
+
+@define(eq=False)
+class _ClassQueue(Generic[T]):
+    """The lanes of one class and what it may still have served this round."""
+
+    policy_class: PolicyClass
+    usage: QueueUsage = field(factory=QueueUsage)
+    lanes: dict[Hashable, list[tuple[Order, Waiting[T]]]] = field(factory=dict)
+    deficit: int = 0
+
+    def add(self, waiting: Waiting[T]) -> None:
+        insort(self.lanes.setdefault(waiting.lane, []), (waiting.order, waiting))
+        self.usage.add(waiting.size)
+
+    def remove(self, waiting: Waiting[T]) -> bool:
+        """Takes one out, from the middle too; False if it is not here. An empty class loses what it saved up."""
+        lane = self.lanes.get(waiting.lane, [])
+        place = bisect_left(lane, waiting.order, key=lambda entry: entry[0])
+        if place == len(lane) or lane[place][1] is not waiting:
+            return False
+        del lane[place]
+        self.usage.add(waiting.size, -1)
+        if not lane:
+            del self.lanes[waiting.lane]
+        if not self.lanes:
+            self.deficit = 0
+        return True
+
+    def head(self, may_go: Callable[[Waiting[T]], bool]) -> Waiting[T] | None:
+        """Return the first of the lanes' first ones that may go."""
+        heads = [lane[0] for lane in self.lanes.values() if may_go(lane[0][1])]
+        return min(heads)[1] if heads else None
+
+
+class AdmissionQueue(Generic[T]):
+    """The waiting requests of one pool of workers, by class. Not for several threads."""
+
+    def __init__(self, profile: PolicyProfile, tiers: Sequence[DepthTier] = ()) -> None:
+        check_tiers(tiers)
+        self.profile = profile
+        self._tiers = tiers
+        self._classes: list[_ClassQueue[T]] = [_ClassQueue(one) for one in profile.classes]
+        self.version = 0
+        """Another number after each request that was parked or taken out."""
+        self._parked = 0
+        self._cursor = 0
+        self._carried: int | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return sum(one.usage.requests for one in self._classes)
+
+    def usage(self, class_index: int) -> QueueUsage:
+        """What waits in a class."""
+        usage = self._classes[class_index].usage
+        return QueueUsage(usage.requests, usage.isl_tokens, usage.cached_tokens)
+
+    def must_park(self, class_index: int, all_busy: Callable[[], bool]) -> bool:
+        """Whether a request of this class must wait: behind others of its class, or because all its workers are busy.
+
+        The workers are only looked at where that decides. A request that must wait may still go at once: ask for the
+        next one after parking it.
+        """
+        one = self._classes[class_index]
+        return one.policy_class.may_queue and (one.usage.requests > 0 or all_busy())
+
+    def park(
+        self,
+        item: T,
+        size: PromptSize,
+        *,
+        class_index: int,
+        workers: int,
+        arrival_s: float,
+        priority_jump_s: float = 0.0,
+        strict_priority: int = 0,
+        lane: Hashable = None,
+    ) -> Waiting[T]:
+        """Lets a request wait. Raises QueueRejected if its class is full, Unavailable once the queue is closed."""
+        if self._closed:
+            raise Unavailable("the router is shutting down")
+        one = self._classes[class_index]
+        check_class_limits(one.policy_class, one.usage, workers)
+        check_depth(self._tiers, size, sum(other.usage.isl_tokens for other in self._classes), workers)
+        self._parked += 1
+        self.version += 1
+        score = one.policy_class.score(size, arrival_s, priority_jump_s)
+        order = (-strict_priority, -score, self._parked)
+        waiting = Waiting(item, one.policy_class, size, arrival_s, lane, class_index, order)
+        one.add(waiting)
+        return waiting
+
+    def withdraw(self, waiting: Waiting[T]) -> bool:
+        """Takes a request out whose caller has gone; False if it went already."""
+        self.version += 1
+        return self._classes[waiting.class_index].remove(waiting)
+
+    def waiting_classes(self) -> list[int]:
+        """The classes in which something waits."""
+        return [index for index, one in enumerate(self._classes) if one.usage.requests]
+
+    def pop(self, may_go: Callable[[Waiting[T]], bool]) -> Waiting[T] | None:
+        """Takes out the next request that may go now; None if there is none.
+
+        Classes take turns. In each round a class whose first request may go gets its quantum, in uncached tokens, and
+        is served while that lasts; what is left carries on to its next request. If all are too dear, all get the
+        fewest further rounds that let one go.
+        """
+        heads = {index: head for index, one in enumerate(self._classes) if (head := one.head(may_go)) is not None}
+        if not heads:
+            return None  # nobody has a turn now: who was in the middle of one goes on with it later
+        carried, self._carried = self._carried, None
+        if carried in heads and self._affords(carried, heads[carried]):
+            return self._take(heads[carried])
+        turns = [index for index in self._turns() if index in heads]
+        for index in turns:
+            if not self._affords(index, heads[index]):
+                self._classes[index].deficit += self._classes[index].policy_class.quantum
+            if self._affords(index, heads[index]):
+                return self._take(heads[index])
+        rounds = min(self._rounds_missing(index, heads[index]) for index in turns)
+        for index in turns:
+            self._classes[index].deficit += rounds * self._classes[index].policy_class.quantum
+        return self._take(next(heads[index] for index in turns if self._affords(index, heads[index])))
+
+    def close(self) -> list[Waiting[T]]:
+        """Ends the queue; returns all that waited, for their callers must be told. A second time there are none."""
+        self._closed = True
+        left = [waiting for one in self._classes for lane in one.lanes.values() for _, waiting in lane]
+        for waiting in left:
+            self.withdraw(waiting)
+        return sorted(left, key=lambda waiting: waiting.order[2])
+
+    def _turns(self) -> list[int]:
+        """The classes in order of their turn: those behind the one served last come first."""
+        return [*range(self._cursor, len(self._classes)), *range(self._cursor)]
+
+    def _affords(self, class_index: int, head: Waiting[T]) -> bool:
+        return head.size.work_tokens <= self._classes[class_index].deficit
+
+    def _rounds_missing(self, class_index: int, head: Waiting[T]) -> int:
+        one = self._classes[class_index]
+        return -((one.deficit - head.size.work_tokens) // one.policy_class.quantum)
+
+    def _take(self, head: Waiting[T]) -> Waiting[T]:
+        index = head.class_index
+        one = self._classes[index]
+        one.deficit -= head.size.work_tokens
+        one.remove(head)
+        self.version += 1
+        self._cursor = (index + 1) % len(self._classes)
+        self._carried = index if one.deficit > 0 else None
+        return head

@@ -1,0 +1,183 @@
+"""RouteRequest: what a request asks of the chooser, read from its routing hints.
+
+Source: dynamo lib/llm/src/kv_router/push_router.rs, select_worker. Other than there a request that names its worker
+goes the same way as all others, so allowed workers, taints and the queue hold for it too, and its rank is checked.
+
+HashedPrompts: the blocks of a request's prompt, shared by all routers it passes, so that each is hashed once.
+
+PrefillRouter puts it into the registry ──► bypass, prefill pool, KvPushRouter of prefill and of decode: find it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from collections.abc import Set as AbstractSet
+
+from attrs import evolve, field, frozen
+
+from pipeline import AnyContext, InvalidArgument, WorkerOverloaded
+from pipeline.foreign import foreign_errors
+from pipeline.protocols import PreprocessedRequest, RouterConfigOverride, RoutingConstraints, RoutingHints
+from pipeline.protocols.timing import RequestPhase
+
+from ..text import GiveUp, offered_threads
+from .pool import Adapters, RoutingRules, WorkerPool, narrowed_to_adapter
+from .prompt import PromptBlocks
+from .selection import Prompt
+from .types import WorkerRank
+
+POLICY_CLASS = "policy-class"
+"""Key of the context's metadata that names the request's queue class or family."""
+
+
+@frozen(kw_only=True, eq=False)
+class RouteRequest:
+    """A prompt, who may take it, and how urgent it is. `worker_id` pins it, to `dp_rank` or the worker's only rank."""
+
+    blocks: PromptBlocks
+    worker_id: int | None = None
+    dp_rank: int | None = None
+    allowed_worker_ids: AbstractSet[int] | None = None
+    constraints: RoutingConstraints = field(factory=RoutingConstraints)
+    override: RouterConfigOverride | None = None
+    priority_jump_s: float = 0.0
+    strict_priority: int = 0
+    policy_class: str | None = None
+    failed_worker_ids: AbstractSet[int] = frozenset()
+    """Those it has failed on before, which it must not come back to."""
+    is_overload: bool = False
+    """Whether the last of them was overloaded."""
+
+    @classmethod
+    def of_request(
+        cls,
+        request: PreprocessedRequest,
+        block_size_tokens: int,
+        *,
+        phase: RequestPhase = RequestPhase.AGGREGATED,
+        is_eagle: bool = False,
+        metadata: Mapping[str, str] | None = None,
+    ) -> RouteRequest:
+        """What the request says, in this phase."""
+        hints = request.routing or RoutingHints()
+        worker_id, dp_rank = named_worker(hints, phase)
+        state = request.migration_state
+        return cls(
+            blocks=PromptBlocks.of_request(request, block_size_tokens, is_eagle=is_eagle),
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+            allowed_worker_ids=hints.allowed_worker_ids,
+            constraints=hints.routing_constraints or RoutingConstraints(),
+            override=request.router_config_override,
+            priority_jump_s=hints.priority_jump or 0.0,
+            strict_priority=hints.strict_priority or 0,
+            policy_class=(metadata or {}).get(POLICY_CLASS),
+            failed_worker_ids=frozenset() if state is None else frozenset(state.excluded_worker_ids),
+            is_overload=state is not None and isinstance(state.last_error, WorkerOverloaded),
+        )
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(len(self.blocks.token_ids), self.blocks.block_size_tokens)
+
+    @property
+    def lane(self) -> Hashable:
+        """What restricts the choice of workers, None if nothing does: those with the same may wait in one line."""
+        required, adapter, failed = (
+            self.constraints.required_taints,
+            self.blocks.lora_name or None,
+            self.failed_worker_ids,
+        )
+        if self.worker_id is None and self.allowed_worker_ids is None and not (required or adapter or failed):
+            return None
+        allowed = None if self.allowed_worker_ids is None else frozenset(self.allowed_worker_ids)
+        return self.worker_id, self.dp_rank, allowed, frozenset(required), adapter, failed
+
+    def rules(self, pool: WorkerPool, adapters: Adapters) -> RoutingRules:
+        """The rules for these workers. Raises InvalidArgument if the named worker has several ranks and none is named.
+
+        A worker that is not there keeps its first rank, so that the pool can say what is wrong with it. Without a named
+        worker a request with an adapter goes to those that have it loaded, if one that it allows has.
+        """
+        pin, allowed, adapter = self._pin(pool), self.allowed_worker_ids, self.blocks.lora_name
+        if pin is None and adapter and (holders := adapters.get(adapter)):
+            there = pool.configs.keys() if pool.available is None else pool.configs.keys() & pool.available
+            allowed = narrowed_to_adapter(allowed, holders, there)
+        return RoutingRules(pin, allowed, self.constraints, self.failed_worker_ids, self.is_overload)
+
+    def _pin(self, pool: WorkerPool) -> WorkerRank | None:
+        if self.worker_id is None:
+            return None
+        if self.dp_rank is not None:
+            return WorkerRank(self.worker_id, self.dp_rank)
+        if (ranks := pool.ranks.get(self.worker_id)) is not None and len(ranks) > 1:
+            text = f"worker {self.worker_id} has ranks {ranks.start} to {ranks.stop - 1}: the request must name one"
+            raise InvalidArgument(text, field="routing.dp_rank")
+        return pool.only_rank(self.worker_id) or WorkerRank(self.worker_id)
+
+
+def named_worker(hints: RoutingHints, phase: RequestPhase) -> tuple[int | None, int | None]:
+    """The worker and rank a request names for this phase; the worker for all phases is the fallback."""
+    backend, dp_rank = hints.backend_instance_id, hints.dp_rank
+    if phase is RequestPhase.PREFILL:
+        rank = dp_rank if hints.prefill_dp_rank is None else hints.prefill_dp_rank
+        return (backend if hints.prefill_worker_id is None else hints.prefill_worker_id), rank
+    if phase is RequestPhase.DECODE and hints.decode_worker_id is not None:
+        return hints.decode_worker_id, dp_rank
+    return backend, dp_rank
+
+
+_KEY = "hashed_prompts"
+
+
+class HashedPrompts:
+    """The last prompt that was cut in each way: by block size, adapter, tenant and look-ahead."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str | None, str | None, bool], PromptBlocks] = {}
+
+    def of(self, blocks: PromptBlocks) -> PromptBlocks:
+        """The same blocks, hashed already if they were met before; these, and from now on these, if not.
+
+        The same are only those of the very same tokens: equal ones would take as long to compare as to hash.
+        """
+        way = blocks.block_size_tokens, blocks.lora_name, blocks.cache_namespace, blocks.is_eagle
+        known = self._known.get(way)
+        if known is None or known.token_ids is not blocks.token_ids or known.media != blocks.media:
+            known = self._known[way] = blocks
+        return known
+
+
+def share_hashes(request: AnyContext) -> None:
+    """From now on all routers of the request share what they hash."""
+    if request.registry.get_optional(_KEY, HashedPrompts) is None:
+        request.registry.insert_shared(_KEY, HashedPrompts())
+
+
+def with_shared_hashes(route: RouteRequest, request: AnyContext) -> RouteRequest:
+    """What the request asks of a router, with the hashes of those before, if they are shared."""
+    known = request.registry.get_optional(_KEY, HashedPrompts)
+    if known is None:
+        return route
+    blocks = known.of(route.blocks)
+    return route if blocks is route.blocks else evolve(route, blocks=blocks)
+
+
+async def hash_beside_the_loop(route: RouteRequest, request: AnyContext) -> None:
+    """Hash the blocks of a long prompt in the threads that come with it, so that the router finds them hashed.
+
+    Raises as `PromptThreads.run`. Does nothing for a short prompt, which is hashed where it is looked up.
+    """
+    blocks, threads = route.blocks, offered_threads(request)
+    if threads is None:
+        return
+
+    def work(give_up: GiveUp) -> None:
+        _ = blocks.local_hashes
+        give_up()
+        _ = blocks.sequence_hashes
+
+    with foreign_errors():
+        await threads.run(work, request.control)

@@ -1,0 +1,184 @@
+"""The cost of sending a request to each of some ranks, in blocks; lower is better.
+
+    cost = prefill_load_scale * max(0, prompt work in flight and new - credit for what is cached)
+           + decode blocks held and added + decode_active_request_weight * requests
+
+Columns in, one column out, in the order of the candidates: for hundreds of them a call each would cost more than the
+arithmetic.
+
+Source: dynamo lib/kv-router/src/scheduling/selector/default.rs, DefaultWorkerScorer. Other than there a rank without a
+load record counts as idle, so it also pays for the blocks the prompt would add.
+
+The expected delay a request causes on each of some ranks, in prompt tokens; lower is better.
+
+    delay = prompt tokens in flight + new tokens                      it waits for these before its first token
+          + new tokens * (DISPLACED + STALLED * requests)             what computing and keeping them does to others
+          + REQUEST_TOKENS * requests + HELD * tokens in blocks held  how slowly its own output comes
+
+The queueing rule "shortest expected delay", with a charge for the delay of others. The unit is the time to compute one
+prompt token, so no rate has to be known or learned, and blocks of another size change nothing.
+
+The cost counts a block that is held like one that is to be computed. A prompt token takes its time once and whole; a
+block that is held makes each step of its rank a little longer. Where prompts are much longer than answers the cost
+therefore sends conversations away from their caches, to save next to nothing. Here what is held counts little, and
+cached tokens are worth more than the time to compute them again, because a second copy displaces something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from attrs import frozen
+
+from ..index import CandidateOverlap
+from ..load import Column, RankLoads
+from ..types import RequestSettings
+
+WorkerType = Literal["aggregated", "prefill", "decode"]
+
+
+@frozen
+class Prompt:
+    """What a request asks of its worker."""
+
+    isl_tokens: int
+    block_size_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """The blocks it fills, the last one perhaps in part."""
+        return -(-self.isl_tokens // self.block_size_tokens)
+
+
+def costs(
+    prompt: Prompt,
+    overlap: CandidateOverlap,
+    loads: RankLoads,
+    settings: RequestSettings,
+    worker_type: WorkerType = "aggregated",
+) -> list[float]:
+    """The cost for each candidate, in the order of the columns of `loads` and `overlap`."""
+    if not settings.track_prefill_tokens:
+        return _decode_costs(prompt, overlap, loads, settings, worker_type)
+    credit = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
+    prompt_tokens = _prompt_tokens(prompt, overlap, settings)
+    size, scale, weight = prompt.block_size_tokens, settings.prefill_load_scale, settings.decode_active_request_weight
+    columns = zip(
+        loads.prefill_tokens,
+        prompt_tokens,
+        credit,
+        loads.decode_blocks,
+        loads.additional_blocks,
+        _request_costs(loads.requests, weight),
+        strict=True,
+    )
+    return [
+        (scale * work if (work := (active + new) / size - saved) > 0.0 else 0.0) + held + added + by_requests
+        for active, new, saved, held, added, by_requests in columns
+    ]
+
+
+def _decode_costs(
+    prompt: Prompt, overlap: CandidateOverlap, loads: RankLoads, settings: RequestSettings, worker_type: WorkerType
+) -> list[float]:
+    """The cost where prompts are not tracked: there is no prompt work to save.
+
+    A decode worker with credit is still chosen by what it has cached: there the credit is taken off the decode blocks.
+    """
+    weight = settings.decode_active_request_weight
+    columns = loads.decode_blocks, loads.additional_blocks, _request_costs(loads.requests, weight)
+    if worker_type != "decode" or settings.overlap_score_credit <= 0:
+        return [held + added + by_requests for held, added, by_requests in zip(*columns, strict=True)]
+    credit = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
+    return [
+        max(0.0, held + added - saved) + by_requests
+        for held, added, by_requests, saved in zip(*columns, credit, strict=True)
+    ]
+
+
+def _request_costs(requests: Column, weight: float) -> list[float]:
+    return [weight * count for count in requests] if weight else [0.0] * len(requests)
+
+
+def cache_credits(
+    prompt: Prompt, overlap: CandidateOverlap, prefill_tokens: Column, settings: RequestSettings
+) -> list[float]:
+    """The blocks each candidate saves by what is cached, every tier at its weight."""
+    column = _device_credits(prompt, overlap.device, prefill_tokens, settings)
+    if (multiplier := settings.shared_cache_multiplier) and overlap.overlap.shared:
+        beyond = {blocks: multiplier * overlap.overlap.shared_blocks_beyond(blocks) for blocks in set(overlap.device)}
+        column = [beyond[blocks] + credit for blocks, credit in zip(overlap.device, column, strict=True)]
+    return overlap.with_lower_tiers(column, settings)
+
+
+def _device_credits(
+    prompt: Prompt, device: Sequence[float], prefill_tokens: Column, settings: RequestSettings
+) -> Sequence[float]:
+    credit, decay = settings.overlap_score_credit, settings.overlap_score_credit_decay
+    if decay > 0 and settings.track_prefill_tokens:
+        decays = _decays(prompt, prefill_tokens, decay)
+        return [credit * left * blocks for left, blocks in zip(decays, device, strict=True)]
+    return device if credit == 1.0 else [credit * blocks for blocks in device]
+
+
+def _decays(prompt: Prompt, prefill_tokens: Column, decay: float) -> list[float]:
+    """What is left of the device credit on ranks that have more prompt work in flight than the calmest candidate."""
+    least = min(prefill_tokens, default=0)
+    size, blocks = prompt.block_size_tokens, max(1, prompt.blocks)
+    return [1.0 / (1.0 + decay * ((tokens - least) / size / blocks)) for tokens in prefill_tokens]
+
+
+def _prompt_tokens(prompt: Prompt, overlap: CandidateOverlap, settings: RequestSettings) -> list[int]:
+    """The tokens each candidate would have to look at: the prompt, or more where more than the prompt is cached."""
+    isl, size = prompt.isl_tokens, prompt.block_size_tokens
+    if not overlap.overlap.has_lower_tiers and overlap.best_device * size <= isl:
+        return [isl] * len(overlap.device)
+    cached = overlap.with_lower_tiers(overlap.device, settings)
+    return [isl if blocks * size <= isl else int(blocks * size + 0.5) for blocks in cached]
+
+
+DISPLACED = 1.0
+"""What a new token is charged for its place in the cache: it drives one out that may be asked for again, which then
+takes as long as this one. Without it prefixes are copied wherever the queue is a little shorter."""
+STALLED = 0.1
+"""What each request in flight is charged for while the rank computes a new token. It loses all of that time, but as a
+pause in its output, which is taken as a tenth of the wait for a first token."""
+REQUEST_TOKENS = 1024
+"""What a request in flight counts for besides its blocks: it has its part of each batch. It also bounds affinity: a
+rank with all of a prompt gets it with at most `(1 + DISPLACED) * prompt tokens / REQUEST_TOKENS` requests more than an
+idle one has."""
+HELD = 0.05
+"""What a token in a block that is held counts for: it costs each later step far less than its computing took. Not
+nothing: of ranks equal otherwise the one with more room wins, and none is filled while others are empty."""
+
+
+def delays(
+    prompt: Prompt,
+    overlap: CandidateOverlap,
+    loads: RankLoads,
+    settings: RequestSettings,
+    worker_type: WorkerType = "aggregated",
+) -> list[float]:
+    """The delay for each candidate, in the order of the columns of `loads` and `overlap`.
+
+    What is cached counts as for the cost, with its credit, decay and weights of tiers, up to the whole prompt; the
+    other weights of the cost are not read. Where prompts are not tracked nobody knows the queues, and this is the cost.
+    """
+    if not settings.track_prefill_tokens:
+        return costs(prompt, overlap, loads, settings, worker_type)
+    isl, size = prompt.isl_tokens, prompt.block_size_tokens
+    cached = cache_credits(prompt, overlap, loads.prefill_tokens, settings)
+    if max(cached, default=0.0) > (most := isl / size):
+        cached = [min(blocks, most) for blocks in cached]
+    alone, held_tokens = 1.0 + DISPLACED, HELD * size
+    columns = zip(
+        loads.prefill_tokens, cached, loads.requests, loads.decode_blocks, loads.additional_blocks, strict=True
+    )
+    return [
+        active
+        + alone * (new := isl - size * blocks)
+        + requests * (REQUEST_TOKENS + STALLED * new)
+        + held_tokens * (held + added)
+        for active, blocks, requests, held, added in columns
+    ]

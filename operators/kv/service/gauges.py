@@ -1,0 +1,78 @@
+"""RouterGauges: what is in flight on each rank of a KV router and what waits in it, looked at when metrics are read.
+
+Nothing is kept between two looks, so a worker that was removed is not shown any more.
+
+Source: dynamo lib/llm/src/kv_router/metrics.rs, WorkerLoadMetrics and RouterQueueMetrics. Other than there they are not
+written at every change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from pipeline.protocols import worker_label
+from pipeline.telemetry import Instrument, Metrics
+
+from ..load import RankLoad
+from ..metrics import shown_type
+from ..queue import QueueUsage
+from ..router import KvRouter
+
+Seen = Iterable[tuple[dict[str, str], float]]
+
+_WORKER = ("worker_id", "dp_rank", "worker_type")
+_QUEUE = ("model", "worker_type", "policy_class")
+
+ROUTER_GAUGES = (
+    Instrument("worker_active_decode_blocks", "observed", "", "KV blocks of the requests routed to a rank", _WORKER),
+    Instrument("worker_active_prefill_tokens", "observed", "", "Prompt tokens a rank has still to compute", _WORKER),
+    Instrument("router_queue_pending_requests", "observed", "", "Requests that wait in the router", _QUEUE),
+    Instrument("router_queue_pending_isl_tokens", "observed", "", "Tokens of the prompts that wait", _QUEUE),
+    Instrument(
+        "router_queue_pending_cached_tokens", "observed", "", "Those of them that the best worker had cached", _QUEUE
+    ),
+)
+
+
+class RouterGauges:
+    """Shows the router until closed; a context manager. Close it before or with the router.
+
+    Without a meter the globally configured one is used. The metrics may be read in any thread.
+    """
+
+    def __init__(self, chooser: KvRouter, meter: Any = None, *, model: str = "") -> None:
+        self._chooser, self._model, self._type = chooser, model, shown_type(chooser.worker_type)
+        metrics = Metrics(meter, rows=ROUTER_GAUGES)
+        self._forget = [
+            metrics.observe("worker_active_decode_blocks", lambda: self._ranks(lambda load: load.decode_blocks)),
+            metrics.observe("worker_active_prefill_tokens", lambda: self._ranks(lambda load: load.prefill_tokens)),
+            metrics.observe("router_queue_pending_requests", lambda: self._classes(lambda usage: usage.requests)),
+            metrics.observe("router_queue_pending_isl_tokens", lambda: self._classes(lambda usage: usage.isl_tokens)),
+            metrics.observe(
+                "router_queue_pending_cached_tokens", lambda: self._classes(lambda usage: usage.cached_tokens)
+            ),
+        ]
+
+    def close(self) -> None:
+        """Shows nothing more."""
+        for forget in self._forget:
+            forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ranks(self, figure: Callable[[RankLoad], int]) -> Seen:
+        for load in self._chooser.loads():
+            worker_id, dp_rank = worker_label(load.rank.worker_id), str(load.rank.dp_rank)
+            yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, figure(load)
+
+    def _classes(self, figure: Callable[[QueueUsage], int]) -> Seen:
+        for name, usage in self._chooser.waiting_by_class().items():
+            yield {"model": self._model, "worker_type": self._type, "policy_class": name}, figure(usage)

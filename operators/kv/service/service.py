@@ -1,0 +1,160 @@
+"""RouterService: a KvRouter that others ask over the network where their requests should go.
+
+    new ──► chosen and booked under the request's id ──► worker, rank, overlap
+    mark_prefill, mark_free ──► the booking's prompt is computed, the booking is over
+    potential_loads ──► the load of every rank with the prompt
+
+Source: dynamo lib/llm/src/kv_router.rs, AsyncEngine for KvRouter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, Once, ResponseStream
+from pipeline.protocols import BlockExtraInfo, RoutingConstraints
+from pipeline.wire import from_plain
+
+from ..errors import QueueRejected
+from ..prompt import PromptBlocks
+from ..request import POLICY_CLASS, RouteRequest
+from ..reservation import Placement
+from ..router import KvRouter
+from .messages import (
+    BackpressureResponse,
+    FreeMarked,
+    LoadsRequest,
+    LoadsResponse,
+    MarkFree,
+    MarkPrefill,
+    NewRequest,
+    NewResponse,
+    PrefillMarked,
+    QueueRejectedResponse,
+    QueueRejection,
+    RouterRequest,
+    RouterResponse,
+)
+
+_SWEEP_PLACEMENTS = 64
+"""Below so many, placements that have expired just stay in the table."""
+
+Answer = Annotated[RouterResponse]
+
+
+class RouterService(AsyncEngine[RouterRequest, Answer]):
+    """Answers each request with one item. A request is a record, or the plain object that stands for one.
+
+        await runtime.serve("ns/router/generate", RouterService(chooser))
+
+    What is booked here ends with `mark_free`, or when the chooser gives it up; only what was booked here can be marked.
+    A booking nobody learns of, because the request was killed or its answer never read, ends at once. The metadata
+    `policy-class` names the class to wait in. A queue that is full is an answer.
+
+    Raises InvalidArgument for what is no request; for `new` what `KvRouter.find_best_match` raises, and Cancelled for a
+    request that was stopped before; Unavailable for `potential_loads` where no worker can be asked. Marking works for a
+    stopped request too. The chooser stays its owner's: nothing here runs it or closes it.
+    """
+
+    def __init__(self, chooser: KvRouter) -> None:
+        self.chooser = chooser
+        self._placements: dict[str, Placement] = {}
+
+    async def generate(self, request: Context[RouterRequest]) -> ResponseStream[Answer]:
+        asked = _record(request.payload)
+        if isinstance(asked, NewRequest):
+            return await self._new(request, asked)
+        return ResponseStream(_one(self._answer(request, asked), request), request)
+
+    # -- new
+
+    async def _new(self, request: Context[RouterRequest], asked: NewRequest) -> ResponseStream[Answer]:
+        if request.is_stopped:
+            raise Cancelled(f"Request {request.id} was cancelled")
+        try:
+            placement = await self.chooser.find_best_match(
+                self._route(request, asked), request_id=request.id, control=request.control
+            )
+        except QueueRejected as rejected:
+            return ResponseStream(_one(_rejection(rejected), request), request)
+        self._sweep()
+        self._placements[request.id] = placement
+        unheard = Once(placement.release)
+        return ResponseStream(_told(placement, unheard, request), request, unheard)
+
+    def _route(self, request: Context[RouterRequest], asked: NewRequest) -> RouteRequest:
+        return RouteRequest(
+            blocks=self._blocks(asked.tokens, asked.block_mm_infos, asked.lora_name, asked.cache_namespace),
+            constraints=asked.routing_constraints or RoutingConstraints(),
+            priority_jump_s=asked.priority_jump,
+            strict_priority=asked.strict_priority,
+            policy_class=request.metadata.get(POLICY_CLASS),
+        )
+
+    def _sweep(self) -> None:
+        """Forgets placements that expired or lost their worker; now and then, so that it costs nothing each time."""
+        if len(self._placements) > 2 * len(self.chooser.sequences) + _SWEEP_PLACEMENTS:
+            self._placements = {name: one for name, one in self._placements.items() if one.is_live}
+
+    # -- all else
+
+    def _answer(self, request: Context[RouterRequest], asked: RouterRequest) -> RouterResponse:
+        if isinstance(asked, LoadsRequest):
+            blocks = self._blocks(asked.tokens, asked.block_mm_infos, asked.lora_name, asked.cache_namespace)
+            loads = self.chooser.potential_loads(blocks)
+            waiting = self.chooser.waiting_by_class().values()
+            return LoadsResponse(loads, sum(one.requests for one in waiting), sum(one.isl_tokens for one in waiting))
+        if not isinstance(asked, MarkPrefill | MarkFree):
+            raise InvalidArgument(f"a router is not asked with a {type(asked).__name__}", field="method")
+        named = asked.request_id
+        request_id = named if named is not None and named.strip() else request.id
+        return self._mark_free(request_id) if isinstance(asked, MarkFree) else self._mark_prefill(request_id)
+
+    def _mark_prefill(self, request_id: str) -> PrefillMarked:
+        placement = self._placements.get(request_id)
+        if placement is None or not placement.is_live:
+            return PrefillMarked(False)
+        placement.mark_prefill_completed()
+        return PrefillMarked(True)
+
+    def _mark_free(self, request_id: str) -> FreeMarked:
+        placement = self._placements.pop(request_id, None)
+        if placement is not None:
+            placement.release()
+        return FreeMarked(self.chooser.sequences.booking(request_id) is None)
+
+    def _blocks(
+        self, tokens: list[int], media: list[BlockExtraInfo | None] | None, lora: str | None, namespace: str | None
+    ) -> PromptBlocks:
+        chooser = self.chooser
+        return PromptBlocks(tokens, chooser.block_size_tokens, lora, namespace, chooser.is_eagle, media or ())
+
+
+def _record(payload: Any) -> RouterRequest:
+    return payload if isinstance(payload, RouterRequest) else from_plain(payload, RouterRequest)
+
+
+def _rejection(rejected: QueueRejected) -> RouterResponse:
+    """The answer for a full queue: that of a class, or by depth, where there is no class."""
+    if rejected.policy_class:
+        kind: Any = rejected.limit_kind
+        rejection = QueueRejection(rejected.policy_class, kind, rejected.current, rejected.limit)
+        return QueueRejectedResponse(rejection)
+    return BackpressureResponse(rejected.current, rejected.limit)
+
+
+async def _one(answer: RouterResponse, request: Context[Any]) -> AsyncGenerator[Answer, None]:
+    """Also for a stopped request: what it asked for is done."""
+    if not request.is_killed:
+        yield Annotated(answer)
+
+
+async def _told(placement: Placement, unheard: Once, request: Context[Any]) -> AsyncGenerator[Answer, None]:
+    """Where the request goes; what was not handed on ends the booking."""
+    if request.is_killed:
+        unheard.release()
+        return
+    unheard.cancel()
+    rank, overlap_blocks = placement.rank, int(placement.decision.overlap_blocks)
+    yield Annotated(NewResponse(rank.worker_id, rank.dp_rank, overlap_blocks))

@@ -1,0 +1,279 @@
+"""SessionAffinity: requests of one session go where its first one went.
+
+    enter ──► Bound: go there, holding a lease
+          ──► First: route freely, then `bind` or `give_up`
+          ──► Busy: another request is first; ask again when told
+
+Source: dynamo lib/llm/src/kv_router, session affinity. Other than there a state machine: the clock is passed in, and
+whoever owns it wakes the waiting and runs the reaper.
+
+Sessions: SessionAffinity with the waiting done: who comes second waits until the first is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+import anyio
+from attrs import define, field, frozen
+
+from pipeline import Cancelled, Control, InvalidArgument, ResourceExhausted
+
+from .clock import LoopClock
+from .types import WorkerRank
+
+SESSION_HEADER = "X-Dynamo-Session-ID"
+SESSION_ID_BYTES_MAX = 256
+BINDINGS_MAX = 65_536
+TTL_S_MAX = 31_536_000
+REAP_EVERY_S_MAX = 30.0
+
+
+@define(eq=False)
+class _Session:
+    """A binding, or the claim of the request that is to make one (`rank` is None)."""
+
+    rank: WorkerRank | None = None
+    leases: int = 0
+    idle_since_s: float = 0.0
+
+
+@define(eq=False)
+class Bound:
+    """The session is bound: the request is pinned to `rank` and holds a lease until `leave`."""
+
+    session_id: str
+    rank: WorkerRank
+    _session: _Session
+    _holds: bool = True
+
+
+@frozen(eq=False)
+class First:
+    """This request decides where the session goes: end it with `bind` or `give_up`."""
+
+    session_id: str
+    _session: _Session
+
+
+@frozen
+class Busy:
+    """Another request is deciding: ask again when it has."""
+
+    session_id: str
+
+
+Entry: TypeAlias = Bound | First | Busy
+
+
+def session_id_of(text: str | None) -> str | None:
+    """The session a header names; None for an absent or empty one. Raises InvalidArgument for one too long."""
+    if text is not None and len(text.encode("utf-8", "surrogatepass")) > SESSION_ID_BYTES_MAX:
+        raise InvalidArgument(f"must be at most {SESSION_ID_BYTES_MAX} bytes", field=SESSION_HEADER)
+    return text or None
+
+
+def check_explicit(bound: WorkerRank, worker_id: int, dp_rank: int | None = None) -> None:
+    """Raise InvalidArgument if a request names another worker or rank than its session is bound to."""
+    if worker_id != bound.worker_id or dp_rank not in (None, bound.dp_rank):
+        text = f"the session is bound to worker {bound.worker_id}, rank {bound.dp_rank}"
+        raise InvalidArgument(f"{text}; the request names another", field="routing.backend_instance_id")
+
+
+@define(eq=False)
+class SessionAffinity:
+    """Bindings of sessions to ranks; one that no request holds is dropped after `ttl_s` seconds.
+
+    Raises InvalidArgument for a time outside 1 second to 365 days.
+    """
+
+    ttl_s: float
+    bindings_max: int = BINDINGS_MAX
+    _sessions: dict[str, _Session] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not 1 <= self.ttl_s <= TTL_S_MAX:
+            text = f"must be between 1 and {TTL_S_MAX}, got {self.ttl_s}"
+            raise InvalidArgument(text, field="session_affinity_ttl_s")
+
+    @property
+    def reap_every_s(self) -> float:
+        """How often `expire` should be called."""
+        return min(self.ttl_s, REAP_EVERY_S_MAX)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def peek(self, session_id: str, now_s: float) -> WorkerRank | None:
+        """Where the session is bound; changes nothing, for those who only ask."""
+        session = self._sessions.get(session_id)
+        return None if session is None or self._is_over(session, now_s) else session.rank
+
+    def enter(self, session_id: str, now_s: float) -> Entry:
+        """Begins a request of the session. Raises ResourceExhausted for a new session when there is no room."""
+        session = self._live(session_id, now_s)
+        if session is None:
+            if len(self._sessions) >= self.bindings_max:
+                raise ResourceExhausted(f"{self.bindings_max} sessions are bound already")
+            session = self._sessions[session_id] = _Session()
+            return First(session_id, session)
+        if session.rank is None:
+            return Busy(session_id)
+        session.leases += 1
+        return Bound(session_id, session.rank, session)
+
+    def bind(self, first: First, rank: WorkerRank) -> Bound:
+        """The first request was dispatched there; it holds a lease now. The waiting may ask again.
+
+        If a replica bound the session meanwhile, that binding stays and this request holds no part of it.
+        """
+        session = first._session
+        holds = self._sessions.get(first.session_id) is session and session.rank is None
+        if holds:
+            session.rank, session.leases = rank, 1
+        return Bound(first.session_id, rank, session, holds)
+
+    def give_up(self, first: First) -> None:
+        """The first request was not dispatched: the next one that asks is first."""
+        if self._sessions.get(first.session_id) is first._session and first._session.rank is None:
+            del self._sessions[first.session_id]
+
+    def leave(self, bound: Bound, now_s: float) -> None:
+        """The request is over, however it ended; the idle time begins when the last one is. Twice is once."""
+        if bound._holds:
+            bound._holds = False
+            bound._session.leases -= 1
+            bound._session.idle_since_s = now_s
+
+    def invalidate(self, bound: Bound) -> bool:
+        """The worker is gone, or failed the request: the session is free again. False if it was bound anew.
+
+        Not for a request that was cancelled: that says nothing about the worker.
+        """
+        if self._sessions.get(bound.session_id) is not bound._session:
+            return False
+        del self._sessions[bound.session_id]
+        return True
+
+    def observe(self, session_id: str, rank: WorkerRank, now_s: float, is_known: Callable[[WorkerRank], bool]) -> bool:
+        """A replica bound the session; True if that counted.
+
+        The first live binding stays, the same one again is refreshed, an unknown rank is passed over, and so is news
+        for which there is no room. A request that is still deciding comes second to it: the waiting may ask again.
+        """
+        if not is_known(rank):
+            return False
+        session = self._live(session_id, now_s)
+        if session is not None and session.rank is not None:
+            if session.rank == rank:
+                session.idle_since_s = max(session.idle_since_s, now_s)
+            return session.rank == rank
+        if session is None and len(self._sessions) >= self.bindings_max:
+            return False
+        self._sessions[session_id] = _Session(rank, 0, now_s)
+        return True
+
+    def expire(self, now_s: float) -> list[str]:
+        """Drops the bindings nobody held for so long; returns their sessions."""
+        over = [session_id for session_id, session in self._sessions.items() if self._is_over(session, now_s)]
+        for session_id in over:
+            del self._sessions[session_id]
+        return over
+
+    def _is_over(self, session: _Session, now_s: float) -> bool:
+        return session.rank is not None and session.leases == 0 and now_s - session.idle_since_s >= self.ttl_s
+
+    def _live(self, session_id: str, now_s: float) -> _Session | None:
+        """The session's binding or claim; one that is over is dropped."""
+        session = self._sessions.get(session_id)
+        if session is not None and self._is_over(session, now_s):
+            del self._sessions[session_id]
+            return None
+        return session
+
+
+def may_retry_unpinned(*, cancelled: bool, explicit: bool, retried: bool) -> bool:
+    """Whether a bound request that failed goes once more, wherever there is room.
+
+    Not if it was cancelled, names its worker itself, or went a second time already.
+    """
+    return not (cancelled or explicit or retried)
+
+
+Entered: TypeAlias = Bound | First
+"""A request inside its session: with a worker to go to, or the one that decides where it goes."""
+
+
+class Sessions:
+    """The sessions of one router, used in one loop. `run` belongs in a task; without it idle ones stay remembered."""
+
+    def __init__(self, ttl_s: float, clock: LoopClock) -> None:
+        self._affinity = SessionAffinity(ttl_s)
+        self._clock = clock
+        self._waiting: dict[str, list[anyio.Event]] = {}
+
+    def peek(self, session_id: str) -> WorkerRank | None:
+        """Where the session is bound; changes nothing."""
+        return self._affinity.peek(session_id, self._clock.now_s())
+
+    async def enter(self, session_id: str, request_id: str, control: Control) -> Entered:
+        """Begins a request: bound, or the first, which must end with `bind` or `give_up`.
+
+        Raises ResourceExhausted when there is no room for a new session, Cancelled on a stop while it waits.
+        """
+        while isinstance(entry := self._affinity.enter(session_id, self._clock.now_s()), Busy):
+            if control.is_stopped:
+                raise Cancelled(f"Request {request_id} was cancelled")
+            await self._decided(session_id, control)
+        return entry
+
+    def bind(self, first: First, rank: WorkerRank) -> Bound:
+        """The first request was dispatched there."""
+        bound = self._affinity.bind(first, rank)
+        self._wake(first.session_id)
+        return bound
+
+    def give_up(self, first: First) -> None:
+        """The first request was not dispatched."""
+        self._affinity.give_up(first)
+        self._wake(first.session_id)
+
+    def leave(self, bound: Bound) -> None:
+        """The request is over. May be called in a plain callback."""
+        self._affinity.leave(bound, self._clock.now_s())
+
+    def invalidate(self, bound: Bound) -> None:
+        """The worker is gone or failed the request: the session is free again."""
+        self._affinity.invalidate(bound)
+
+    def __len__(self) -> int:
+        return len(self._affinity)
+
+    async def run(self) -> None:
+        """Forgets idle sessions, until cancelled."""
+        while True:
+            await anyio.sleep(self._affinity.reap_every_s)
+            self._affinity.expire(self._clock.now_s())
+
+    async def _decided(self, session_id: str, control: Control) -> None:
+        """Returns when the session was decided, or on a stop."""
+        event = anyio.Event()
+        waiting = self._waiting.setdefault(session_id, [])
+        waiting.append(event)
+        forget = control.on_stop(event.set)
+        try:
+            await event.wait()
+        finally:
+            forget()
+            with suppress(ValueError):  # woken: it is off the list
+                waiting.remove(event)
+            if not waiting and self._waiting.get(session_id) is waiting:
+                del self._waiting[session_id]
+
+    def _wake(self, session_id: str) -> None:
+        waiting = self._waiting.pop(session_id, [])
+        for event in waiting:
+            event.set()
+        waiting.clear()

@@ -1,0 +1,62 @@
+"""A pool of workers: which are healthy, how loaded they are, and which one gets a request."""
+
+from .busy import BusyThresholds, BusyWatch, Capacity, capacities_of, is_rank_busy, is_worker_busy, latch
+from .direct import DirectRouter, Next, Output, send_to, span_below
+from .errors import AllBusy, AllExcluded, InstanceExcluded
+from .health import Exclusions, exclusion_s, note_failure, without_failed
+from .load import DeviceType, LoadChange, RankLoad, WorkerLoad, WorkerLoads, is_idle, load_reports
+from .pickers import (
+    DeviceAware,
+    Loads,
+    Picker,
+    RoundRobin,
+    Uncharged,
+    cuda_to_cpu_ratio,
+    least_loaded,
+    power_of_two,
+    random_pick,
+)
+from .push_router import PushRouter, RouterMode
+from .rejection import Rejection, overload_status
+
+__all__ = [
+    "AllBusy",
+    "AllExcluded",
+    "BusyThresholds",
+    "BusyWatch",
+    "Capacity",
+    "DeviceAware",
+    "DeviceType",
+    "DirectRouter",
+    "Exclusions",
+    "InstanceExcluded",
+    "LoadChange",
+    "Loads",
+    "Next",
+    "Output",
+    "Picker",
+    "PushRouter",
+    "RankLoad",
+    "Rejection",
+    "RoundRobin",
+    "RouterMode",
+    "Uncharged",
+    "WorkerLoad",
+    "WorkerLoads",
+    "capacities_of",
+    "cuda_to_cpu_ratio",
+    "exclusion_s",
+    "is_idle",
+    "is_rank_busy",
+    "is_worker_busy",
+    "latch",
+    "least_loaded",
+    "load_reports",
+    "note_failure",
+    "overload_status",
+    "power_of_two",
+    "random_pick",
+    "send_to",
+    "span_below",
+    "without_failed",
+]

@@ -1,0 +1,225 @@
+"""Busy thresholds: from what the ranks of a worker report to whether it is busy. Functions of values only.
+
+A rank is busy if one of the tests that are configured says so; a worker, if all its known ranks are.
+
+Source: dynamo lib/llm/src/discovery/worker_monitor.rs, WorkerLoadState.
+
+BusyWatch: keeps the set of busy workers of a pool, from what they report.
+
+    WorkerLoads.news() ──► latch of the rank ──► is the worker busy ──► busy(), changes() ──► routers
+
+Source: dynamo lib/llm/src/discovery/worker_monitor.rs, KvWorkerMonitor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from types import TracebackType
+from typing import Self
+
+from attrs import asdict, evolve, frozen
+
+from pipeline import InvalidArgument
+from pipeline.network import Added, Model, Removed, TaintsUpdated
+from pipeline.rx import BehaviorSubject, CompositeDisposable, Observable, ops
+
+from .load import LoadChange, RankLoad, WorkerLoad, WorkerLoads, isolated
+
+UNKNOWN_BATCHED_TOKENS = 10_000_000
+"""Taken for the tokens of a batch where a worker does not say its own."""
+
+
+@frozen
+class BusyThresholds:
+    """Above what a rank is busy; None: that test is off. Raises InvalidArgument, naming the field.
+
+    The first is a fraction of all KV blocks, from 0 to 1, for the blocks in decode and for those in use; the second a
+    number of tokens in prefill; the third the same as a fraction of the largest batch.
+    """
+
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: int | None = None
+    active_prefill_tokens_threshold_frac: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _check_range("active_decode_blocks_threshold", self.active_decode_blocks_threshold, 1.0)
+        _check_range("active_prefill_tokens_threshold", self.active_prefill_tokens_threshold)
+        _check_range("active_prefill_tokens_threshold_frac", self.active_prefill_tokens_threshold_frac)
+
+    def updated(self, changed: BusyThresholds) -> BusyThresholds:
+        """With those that are set in `changed`; the others stay."""
+        return evolve(self, **{name: value for name, value in asdict(changed).items() if value is not None})
+
+
+@frozen
+class Capacity:
+    """What each rank of a worker can hold; None: it does not say."""
+
+    total_kv_blocks: int | None = None
+    max_num_batched_tokens: int | None = None
+
+
+def latch(load: RankLoad, capacity: Capacity, thresholds: BusyThresholds) -> bool | None:
+    """The decode test at a report of the rank, to be kept until its next one; `load` has the report in it.
+
+    True if one of the numbers of blocks is above, False if neither is, as last heard. None where it cannot be told:
+    there is no threshold, or no capacity.
+    """
+    fraction, total = thresholds.active_decode_blocks_threshold, capacity.total_kv_blocks
+    if fraction is None or not total:
+        return None
+    most = fraction * total
+    return (load.active_decode_blocks or 0) > most or (load.kv_used_blocks or 0) > most
+
+
+def is_rank_busy(load: RankLoad, latched: bool | None, capacity: Capacity, thresholds: BusyThresholds) -> bool:
+    """Whether one of the tests says so; a rank without a latch is judged by its numbers as they are."""
+    above = latch(load, capacity, thresholds)
+    if above is not None and (above if latched is None else latched):
+        return True
+    tokens = load.active_prefill_tokens or 0
+    most, fraction = thresholds.active_prefill_tokens_threshold, thresholds.active_prefill_tokens_threshold_frac
+    if most is not None and tokens > most:
+        return True
+    batch_tokens = capacity.max_num_batched_tokens
+    return fraction is not None and tokens > fraction * (
+        UNKNOWN_BATCHED_TOKENS if batch_tokens is None else batch_tokens
+    )
+
+
+def is_worker_busy(
+    ranks: Mapping[int, RankLoad], latches: Mapping[int, bool | None], capacity: Capacity, thresholds: BusyThresholds
+) -> bool:
+    """Whether every rank that has reported is busy; a worker of which nothing is known is not."""
+    return bool(ranks) and all(
+        is_rank_busy(load, latches.get(dp_rank), capacity, thresholds) for dp_rank, load in ranks.items()
+    )
+
+
+def _check_range(name: str, value: float | None, high: float | None = None) -> None:
+    if value is None:
+        return
+    if not isfinite(value) or value < 0 or (high is not None and value > high):
+        limits = "finite and not below 0" if high is None else f"between 0 and {high:g}"
+        raise InvalidArgument(f"must be {limits}, got {value}", field=name)
+
+
+_UNKNOWN = Capacity()
+
+
+class BusyWatch:
+    """Which workers are busy. Begins when it is made and ends with `close`, or as a context manager; then nobody is.
+
+    Routers are given its `busy` and see the same set from their first request on. `capacities` are those of the
+    workers by id, now and after each change (see `capacities_of`). With no threshold set nobody is ever busy.
+    """
+
+    def __init__(
+        self,
+        loads: WorkerLoads,
+        thresholds: BusyThresholds | None = None,
+        capacities: Observable[Mapping[int, Capacity]] | None = None,
+    ) -> None:
+        self._loads = loads
+        self._thresholds = BusyThresholds() if thresholds is None else thresholds
+        self._capacities: Mapping[int, Capacity] = {}
+        self._latches: dict[int, dict[int, bool | None]] = {}
+        self._judged_by = self._thresholds
+        self._changes: BehaviorSubject[frozenset[int]] = BehaviorSubject(frozenset())
+        self._judge(loads.current())
+        self._watching = CompositeDisposable(loads.news().subscribe(self._hear))
+        if capacities is not None:
+            self._watching.add(capacities.subscribe(self._hear_capacities))
+
+    @property
+    def thresholds(self) -> BusyThresholds:
+        return self._thresholds
+
+    @thresholds.setter
+    def thresholds(self, thresholds: BusyThresholds) -> None:
+        """They hold from the next report, or change of a capacity, on."""
+        self._thresholds = thresholds
+
+    def busy(self) -> frozenset[int]:
+        """The workers that are busy now."""
+        return self._changes.value
+
+    def changes(self) -> Observable[frozenset[int]]:
+        """`busy` now and whenever it is another set; completes when this is closed."""
+        return isolated(self._changes)
+
+    def close(self) -> None:
+        """Stops watching; does nothing the second time."""
+        if not self._watching.is_disposed:
+            self._watching.dispose()
+            self._changes.on_next(frozenset())
+            self._changes.on_completed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hear(self, change: LoadChange) -> None:
+        load, instance_id = change.load, change.instance_id
+        if load is None:
+            self._latches.pop(instance_id, None)
+            self._say(self._changes.value - {instance_id})
+        elif change.dp_rank is not None:
+            self._latch(instance_id, change.dp_rank, load)
+            # After a change of the thresholds the first report has all judged anew.
+            all_anew = self._judged_by is not self._thresholds
+            self._judge(self._loads.current() if all_anew else {instance_id: load})
+
+    def _hear_capacities(self, capacities: Mapping[int, Capacity]) -> None:
+        self._capacities = capacities
+        self._judge(self._loads.current())
+
+    def _latch(self, instance_id: int, dp_rank: int, load: WorkerLoad) -> None:
+        rank = load.ranks.get(dp_rank)
+        if rank is not None:  # else what was known of the worker was dropped
+            latched = latch(rank, self._capacity(instance_id), self._thresholds)
+            self._latches.setdefault(instance_id, {})[dp_rank] = latched
+
+    def _judge(self, loads: Mapping[int, WorkerLoad]) -> None:
+        """Decides anew about these workers; what was decided about others stays."""
+        self._judged_by = self._thresholds
+        found = frozenset(
+            instance_id
+            for instance_id, load in loads.items()
+            if is_worker_busy(
+                load.ranks, self._latches.get(instance_id, {}), self._capacity(instance_id), self._thresholds
+            )
+        )
+        self._say((self._changes.value - loads.keys()) | found)
+
+    def _capacity(self, instance_id: int) -> Capacity:
+        return self._capacities.get(instance_id, _UNKNOWN)
+
+    def _say(self, busy: frozenset[int]) -> None:
+        if busy != self._changes.value:
+            self._changes.on_next(busy)
+
+
+ModelNews = Added[Model] | Removed[Model] | TaintsUpdated
+
+
+def capacities_of(models: Observable[ModelNews]) -> Observable[Mapping[int, Capacity]]:
+    """The capacities in the cards that discovery knows of an endpoint: `discovery.watch_models(endpoint.path)`."""
+    nothing: Mapping[int, Capacity] = {}
+    return models.pipe(ops.scan(with_model, nothing))
+
+
+def with_model(capacities: Mapping[int, Capacity], news: ModelNews) -> Mapping[int, Capacity]:
+    """The capacities after the news; those given stay as they are. Adapters say nothing of capacity."""
+    instance_id, settings = news.item.instance_id, news.item.card.runtime_config
+    if news.item.suffix is not None or isinstance(news, TaintsUpdated):
+        return capacities
+    others = {worker_id: capacity for worker_id, capacity in capacities.items() if worker_id != instance_id}
+    if isinstance(news, Removed):
+        return others
+    return {**others, instance_id: Capacity(settings.total_kv_blocks, settings.max_num_batched_tokens)}

@@ -1,0 +1,238 @@
+"""Worker load: what runs on each instance of a pool, by our own count and by its own reports.
+
+    begin ──► +1 ──► release ──► -1  ┐
+    reports of the event plane       ├──► WorkerLoad of each instance ──► pickers, news(), changes()
+    instances that come and go       ┘
+
+Source: dynamo lib/runtime/src/component/client.rs, the occupancy; lib/llm/src/discovery/worker_monitor.rs, the loads.
+
+Listening without harm: what a listener raises must not reach the request that caused the news.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+from attrs import astuple, evolve, frozen
+
+from pipeline import Once
+from pipeline.network import EndpointId, Event, EventPlane, Ids, Scope, Workers
+from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
+from pipeline.rx import CompositeDisposable, DisposableBase, Observable, ObserverBase, Subject, ops
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+def isolated(source: Observable[T]) -> Observable[T]:
+    """The same news; what a listener raises is logged, and everybody goes on listening."""
+
+    def subscribe(observer: ObserverBase[T], _: Any = None) -> DisposableBase:
+        def tell(item: T) -> None:
+            try:
+                observer.on_next(item)
+            except Exception:
+                _log.exception("a listener failed")
+
+        return source.subscribe(tell, observer.on_error, observer.on_completed)
+
+    return Observable(subscribe)
+
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+UNCOUNTED = Once(lambda: None)
+"""In the place of a count, where nothing is counted."""
+
+
+@frozen
+class RankLoad:
+    """What a rank has said of itself, each number as last heard; None: it has never said."""
+
+    active_decode_blocks: int | None = None
+    kv_used_blocks: int | None = None
+    active_prefill_tokens: int | None = None
+
+    def updated(self, report: ActiveLoad) -> RankLoad:
+        """With what the report says; what it leaves out stays."""
+        return RankLoad(
+            _newer(report.active_decode_blocks, self.active_decode_blocks),
+            _newer(report.kv_used_blocks, self.kv_used_blocks),
+            _newer(report.active_prefill_tokens, self.active_prefill_tokens),
+        )
+
+
+_NO_RANKS: Mapping[int, RankLoad] = MappingProxyType({})
+
+
+@frozen
+class WorkerLoad:
+    """One instance: our requests that have not ended there, its device, and what its ranks report."""
+
+    in_flight: int = 0
+    device_type: DeviceType | None = None
+    ranks: Mapping[int, RankLoad] = _NO_RANKS
+
+
+def is_idle(ranks: Mapping[int, RankLoad]) -> bool:
+    """Whether every rank that has reported reports that it has nothing to do; False if none has."""
+    reported = [[number for number in astuple(rank) if number is not None] for rank in ranks.values()]
+    return bool(reported) and all(numbers and not any(numbers) for numbers in reported)
+
+
+@frozen
+class LoadChange:
+    """An instance has another load now, None if it is gone; `dp_rank` is the rank that reported, if one did."""
+
+    instance_id: int
+    load: WorkerLoad | None
+    dp_rank: int | None = None
+
+
+class WorkerLoads:
+    """The loads of the instances of one pool; several routers of a pool may share it.
+
+    An instance that leaves is forgotten, also if it comes back at once: it begins with nothing in flight, and what
+    was in flight on it before is not taken off. For one thread.
+    """
+
+    def __init__(self, workers: Workers[Any, Any]) -> None:
+        self._workers = workers
+        self._ids: Ids | None = None
+        """The instances as `_loads` has them; the pool gives another tuple after each change."""
+        self._loads: dict[int, WorkerLoad] = {}
+        self._arrivals: dict[int, int] = {}
+        self._said: Subject[LoadChange] = Subject()
+        self._due: deque[Callable[[], None]] = deque()
+        self._is_telling = False
+
+    def current(self) -> Mapping[int, WorkerLoad]:
+        """The load of each instance that is there. It changes with the next request: read it, do not keep it."""
+        ids = self._workers.instance_ids()
+        if ids is not self._ids:
+            self._reconcile(ids)
+        return self._loads
+
+    def begin(self, instance_id: int) -> Once:
+        """Counts one request in flight there, until the result is released."""
+        load = self.current().get(instance_id)
+        if load is None:
+            return UNCOUNTED
+        arrival = self._arrivals[instance_id]
+        self._set(instance_id, WorkerLoad(load.in_flight + 1, load.device_type, load.ranks))
+        return Once(self._ended, instance_id, arrival)
+
+    def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
+        """Takes in what instances report, until disposed.
+
+        Reports of those that are not there are passed over. `elsewhere` are other pools whose reports arrive by the
+        same way: an instance id that is also there cannot be told apart, and whatever it has reported is dropped.
+        """
+        return reports.subscribe(lambda report: self._heard(report, elsewhere))
+
+    def news(self) -> Observable[LoadChange]:
+        """Every change from now on; completes when the pool is closed. A listener's error stays its own."""
+
+        def subscribe(observer: ObserverBase[LoadChange], _: Any = None) -> DisposableBase:
+            def complete() -> None:
+                self.current()
+                self._in_turn(observer.on_completed)
+
+            self.current()
+            telling = isolated(self._said).subscribe(observer.on_next)
+            # Nobody may look for a while, and departures are news.
+            return CompositeDisposable(telling, self._workers.changes().subscribe(self._looked, on_completed=complete))
+
+        return Observable(subscribe)
+
+    def changes(self) -> Observable[Mapping[int, WorkerLoad]]:
+        """The loads of all instances now and after every change; completes when the pool is closed."""
+
+        def subscribe(observer: ObserverBase[Mapping[int, WorkerLoad]], scheduler: Any = None) -> DisposableBase:
+            now: Mapping[int, WorkerLoad] = dict(self.current())
+            snapshots = self.news().pipe(ops.scan(with_change, now), ops.start_with(now))
+            return snapshots.subscribe(observer, scheduler=scheduler)
+
+        return Observable(subscribe)
+
+    def _looked(self, _: Ids) -> None:
+        self.current()
+
+    def _heard(self, report: ActiveLoad, elsewhere: Sequence[Workers[Any, Any]]) -> None:
+        instance_id = report.worker_id
+        if (load := self.current().get(instance_id)) is None:
+            return
+        if any(instance_id in other.instance_ids() for other in elsewhere):
+            if load.ranks:
+                self._set(instance_id, evolve(load, ranks=_NO_RANKS), report.dp_rank)
+            return
+        rank = load.ranks.get(report.dp_rank, RankLoad()).updated(report)
+        self._set(instance_id, evolve(load, ranks={**load.ranks, report.dp_rank: rank}), report.dp_rank)
+
+    def _ended(self, instance_id: int, arrival: int) -> None:
+        if self._arrivals.get(instance_id) != arrival:
+            return
+        load = self._loads[instance_id]
+        self._set(instance_id, WorkerLoad(load.in_flight - 1, load.device_type, load.ranks))
+
+    def _set(self, instance_id: int, load: WorkerLoad, dp_rank: int | None = None) -> None:
+        self._loads[instance_id] = load
+        if self._said.observers:
+            self._tell(LoadChange(instance_id, load, dp_rank))
+
+    def _tell(self, change: LoadChange) -> None:
+        self._in_turn(lambda: self._said.on_next(change))
+
+    def _in_turn(self, step: Callable[[], None]) -> None:
+        """Takes the step after those under way: what a listener causes while it listens is heard after its cause."""
+        self._due.append(step)
+        if self._is_telling:
+            return
+        self._is_telling = True
+        try:
+            while self._due:
+                self._due.popleft()()
+        finally:
+            self._is_telling = False
+
+    def _reconcile(self, ids: Ids) -> None:
+        workers = self._workers
+        self._ids = ids
+        arrivals = {instance_id: workers.arrival(instance_id) for instance_id in ids}
+        gone = [i for i, arrival in self._arrivals.items() if arrivals.get(i) != arrival]
+        new = [i for i, arrival in arrivals.items() if self._arrivals.get(i) != arrival]
+        self._arrivals = arrivals
+        for instance_id in gone:
+            del self._loads[instance_id]
+        self._loads.update({i: WorkerLoad(device_type=workers.device_type(i)) for i in new})
+        if self._said.observers:
+            changes = [LoadChange(i, None) for i in gone] + [LoadChange(i, self._loads[i]) for i in new]
+            for change in changes:
+                self._tell(change)
+
+
+def with_change(loads: Mapping[int, WorkerLoad], change: LoadChange) -> Mapping[int, WorkerLoad]:
+    """The loads after the change; those given stay as they are."""
+    others = {instance_id: load for instance_id, load in loads.items() if instance_id != change.instance_id}
+    return others if change.load is None else {**others, change.instance_id: change.load}
+
+
+def load_reports(events: EventPlane, endpoint: str | EndpointId) -> Observable[ActiveLoad]:
+    """What the workers of the endpoint's component report, as the event plane brings it."""
+    where = EndpointId.parse(endpoint)
+    heard = events.subscribe(Scope(where.namespace, where.component), KV_METRICS_TOPIC, ActiveLoad)
+    return heard.pipe(ops.map(_payload))
+
+
+def _newer(said: int | None, known: int | None) -> int | None:
+    return known if said is None else said
+
+
+def _payload(event: Event[ActiveLoad]) -> ActiveLoad:
+    return event.payload

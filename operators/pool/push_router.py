@@ -1,0 +1,329 @@
+"""PushRouter: sends each request to one of the instances of an endpoint.
+
+    candidates ──► picker ──► instance ──► its stream, watched
+    all that are there, less those left out after a fault, less those that are busy
+
+Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs. Other than there, each reason why nobody can be
+asked is an error of its own type, what is in flight is counted in every mode, an instance is left out for a time of its
+own, and direct requests go through the graph like all others.
+
+Silence: gives up on a stream that brings nothing for too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from math import isfinite
+from random import Random
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import anyio
+
+from pipeline import (
+    Annotated,
+    AnyContext,
+    AsyncEngine,
+    CannotConnect,
+    Context,
+    GraphError,
+    InvalidArgument,
+    Once,
+    ResponseStream,
+    ResponseTimeout,
+    WorkerOverloaded,
+)
+from pipeline.errors import Refused
+from pipeline.protocols import RouterChoice
+from pipeline.telemetry import annotate, trace_link
+
+from .errors import InstanceExcluded
+from .health import EXCLUSION_S, Standing, all_failed, note_failure, without_failed
+from .load import UNCOUNTED, WorkerLoads
+from .pickers import DeviceAware, Picker, RoundRobin, Uncharged, least_loaded, power_of_two, random_pick
+
+if TYPE_CHECKING:
+    from pipeline.network import Workers
+
+
+T = TypeVar("T")
+
+
+async def until_silent(
+    items: AsyncIterator[T], request: AnyContext, timeout_s: float, source: str
+) -> AsyncGenerator[T, None]:
+    """The items; raises ResponseTimeout, naming the source, when the next is not there after `timeout_s`.
+
+    Only waiting counts, not the time the reader takes. Once the request is stopped the stream ends instead. Costs a
+    cancel scope for each item, so it is for those who ask for it. Whoever gave the items closes them.
+    """
+    ended: Any = object()
+    while True:
+        item = ended
+        with anyio.move_on_after(timeout_s) as scope:
+            item = await anext(items, ended)
+        if scope.cancelled_caught and not request.is_stopped:
+            raise ResponseTimeout(f"{source} sent nothing for {timeout_s:g} s")
+        if item is ended:
+            return
+        yield item
+
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+RouterMode = Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted", "direct"]
+Prepare = Callable[[Context[In], int], Context[In]]
+"""What is done to a request once its instance is known."""
+
+_HINT = "routing.backend_instance_id"
+
+
+class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
+    """Ends a graph at a pool of workers: picks one for each request and hands on its stream.
+
+    `mode` is one of the names, or `pick` a picker of one's own (see `operators.pool`). `rng` is for what is left to
+    chance; give a seeded one to repeat a run. In mode `direct` the request names its instance in
+    `routing.backend_instance_id`. `admits` says which instances are this router's. `loads` counts what is in flight;
+    routers of one pool may share it. `busy` gives the instances that are busy now, as `BusyWatch.busy` does.
+
+    An instance whose fault is to blame (see `pipeline.errors.FACTS`) is left out for `exclusion_s`; 0 leaves none out.
+    So is one that answers WorkerOverloaded, as busy, or until its next report in `loads`, where those are followed,
+    readmits it: see `Standing`. A request that migrates (see `Migration`) is not sent again to one it has failed on,
+    for however long. With `silence_timeout_s` a stream that brings nothing for that long raises ResponseTimeout. What a
+    worker raises goes to the caller, when its request is no longer in flight.
+
+    Raises, at once and with nothing sent: Unavailable without an instance, AllExcluded, AllBusy (a ResourceExhausted).
+    An instance that vanishes between the choice and the dispatch is replaced once by another that is free; without
+    another that is Unavailable. Stop, kill and close are the worker's business. The tracker of a request that has one
+    learns whose it is.
+    """
+
+    def __init__(
+        self,
+        workers: Workers[In, Out],
+        mode: RouterMode | None = None,
+        rng: Random | None = None,
+        *,
+        pick: Picker | None = None,
+        loads: WorkerLoads | None = None,
+        busy: Callable[[], AbstractSet[int]] | None = None,
+        admits: Callable[[int], bool] | None = None,
+        exclusion_s: float = EXCLUSION_S,
+        silence_timeout_s: float | None = None,
+    ) -> None:
+        if silence_timeout_s is not None and not (isfinite(silence_timeout_s) and silence_timeout_s > 0):
+            raise InvalidArgument(f"must be finite and above 0, got {silence_timeout_s}", field="silence_timeout_s")
+        self.loads = WorkerLoads(workers) if loads is None else loads
+        self._workers = workers
+        self._pick = _picker(mode, pick)
+        self._choice = RouterChoice(_rule(mode, pick))
+        self.standing = Standing(
+            workers,
+            loads=self.loads,
+            exclusion_s=exclusion_s,
+            busy=busy,
+            admits=admits,
+            skips_excluded=self._pick is not None,
+        )
+        self._selects = isinstance(self._pick, RoundRobin) or self._pick is random_pick
+        self._rng = rng or Random()
+        self._silence_timeout_s = silence_timeout_s
+
+    # -- sending
+
+    def generate(self, request: Context[In]) -> Coroutine[Any, Any, ResponseStream[Out]]:
+        return self.route(request)
+
+    async def route(self, request: Context[In], prepare: Prepare[In] | None = None) -> ResponseStream[Out]:
+        """`generate`, with the request changed by `prepare` once it is known who gets it.
+
+        It is called again if that instance has vanished meanwhile; what it raises goes to the caller
+        and is no fault of the instance.
+        """
+        if self._pick is None:
+            return await self.direct(request, _named_instance(request.payload), prepare=prepare)
+        chosen = self._choose(request)
+        try:
+            return await self._send(request, chosen, prepare)
+        except CannotConnect:
+            if chosen in self._workers.instance_ids():
+                raise  # it is still there: what it could not reach is something else
+        others = [instance_id for instance_id in self._free(request) if instance_id != chosen]
+        if not others:
+            raise self.standing.vanished(chosen)
+        return await self._send(request, self._picked(others, request), prepare)
+
+    async def direct(
+        self,
+        request: Context[In],
+        instance_id: int,
+        *,
+        within: Collection[int] = (),
+        prepare: Prepare[In] | None = None,
+    ) -> ResponseStream[Out]:
+        """The answer of that instance, also if it is left out at the moment.
+
+        Raises CannotConnect if it is not there, WorkerOverloaded if it is busy. If it vanishes before it is reached,
+        the first free one of `within` is asked in its place; without one that is Unavailable.
+        """
+        name = self._workers.name
+        if not self.standing.is_admitted(instance_id):
+            raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
+        if not self.standing.not_busy((instance_id,)):
+            raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
+        try:
+            return await self._send(request, instance_id, prepare)
+        except CannotConnect:
+            if not within or instance_id in self._workers.instance_ids():
+                raise
+        others = [other for other in self._free(request) if other in within and other != instance_id]
+        if not others:
+            raise self.standing.vanished(instance_id)
+        return await self._send(request, others[0], prepare)
+
+    async def pinned(
+        self, request: Context[In], instance_id: int, *, prepare: Prepare[In] | None = None
+    ) -> ResponseStream[Out]:
+        """`direct`, for a request that may go there only: raises InstanceExcluded while the instance is left out."""
+        if self.standing.is_admitted(instance_id) and instance_id not in self.standing.routable():
+            raise InstanceExcluded(f"instance_id={instance_id} of endpoint {self._workers.name} failed a moment ago")
+        return await self.direct(request, instance_id, prepare=prepare)
+
+    # -- choosing
+
+    def refusal(self) -> Refused | None:
+        """The error a request would meet now because of the pool; None if it would be sent."""
+        return self.standing.refusal()
+
+    def peek(self, request: Context[In]) -> int | None:
+        """Who would get the request now; changes nothing. None if nobody would, and where the request decides."""
+        ids = self._free(request)
+        if self._pick is None or not ids:
+            return None
+        if isinstance(self._pick, RoundRobin):  # leaves nothing to chance
+            return self._pick.peek(ids, {}, request, self._rng)
+        before = self._rng.getstate()
+        try:
+            pick = getattr(self._pick, "peek", self._pick)
+            return int(pick(ids, self.loads.current(), request, self._rng))
+        finally:
+            self._rng.setstate(before)
+
+    def select(self, request: Context[In]) -> int | None:
+        """Picks an instance for somebody who will ask it by `direct`, and moves on; raises what `generate` does.
+
+        None in modes that go by what is in flight, where a choice without a request would be made again, and in mode
+        `direct`. What such a mode draws is drawn all the same: the next `peek` is not the one before.
+        """
+        if self._pick is None:
+            return None
+        chosen = self._choose(request)
+        return chosen if self._selects else None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether each request has to name its instance."""
+        return self._pick is None
+
+    def members(self) -> Sequence[str]:
+        return [f"{self._workers.name}/{instance_id}" for instance_id in self._workers.instance_ids()]
+
+    def _choose(self, request: Context[In]) -> int:
+        if not (free := self.standing.free()):
+            raise self.standing.nobody()
+        if not (ids := without_failed(free, request.payload)):
+            raise all_failed(self._workers.name, request.payload)
+        return self._picked(ids, request)
+
+    def _free(self, request: Context[In]) -> Sequence[int]:
+        """Those this request may be sent to now."""
+        return without_failed(self.standing.free(), request.payload)
+
+    def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
+        assert self._pick is not None
+        return self._pick(ids, self.loads.current(), request, self._rng)
+
+    # -- acting
+
+    async def _send(self, request: Context[In], instance_id: int, prepare: Prepare[In] | None) -> ResponseStream[Out]:
+        counted = UNCOUNTED if type(instance_id) is Uncharged else self.loads.begin(instance_id)
+        arrival = self._workers.arrival(instance_id)
+        if request.trace is not None:
+            annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
+        try:
+            asked = request if prepare is None else prepare(request, instance_id)
+        except BaseException:
+            counted.release()
+            raise
+        try:
+            stream = await self._workers.engine(instance_id).generate(asked)
+        except BaseException as error:
+            counted.release()
+            if isinstance(error, Exception):
+                self._blame(request, instance_id, arrival, error)
+            raise
+        if (tracker := getattr(request.payload, "tracker", None)) is not None:
+            tracker.record_worker(int(instance_id))
+            tracker.record_choice(self._choice)
+        if self._silence_timeout_s is not None:
+            source = f"instance_id={instance_id} of endpoint {self._workers.name}"
+            stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
+        return ResponseStream(self._watched(stream, request, instance_id, arrival, counted), request, stream, counted)
+
+    async def _watched(
+        self, stream: ResponseStream[Out], request: Context[In], instance_id: int, arrival: int, counted: Once
+    ) -> AsyncGenerator[Out, None]:
+        """The stream as it is; its request stops counting, and its fault is noted, before the reader learns of it."""
+        try:
+            async with stream:
+                async for item in stream:
+                    if isinstance(item, Annotated) and item.event is not None and (error := item.extract_error()):
+                        counted.release()
+                        self._blame(request, instance_id, arrival, error)
+                    yield item
+        except Exception as error:
+            self._blame(request, instance_id, arrival, error)
+            raise
+        finally:
+            counted.release()
+
+    def _blame(self, request: Context[In], instance_id: int, arrival: int, error: Exception) -> None:
+        self.standing.blame(instance_id, arrival, error)
+        note_failure(request.payload, instance_id, error, None if request.trace is None else trace_link(request))
+
+
+def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:
+    """The picker; None for mode direct, where the request decides. Raises GraphError unless one is given at most."""
+    if pick is not None and mode is not None:
+        raise GraphError(f"both a mode, {mode!r}, and a picker: they exclude each other")
+    if pick is not None:
+        return pick
+    pickers: Mapping[str, Callable[[], Picker | None]] = {
+        "round_robin": RoundRobin,
+        "random": lambda: random_pick,
+        "power_of_two_choices": lambda: power_of_two,
+        "least_loaded": lambda: least_loaded,
+        "device_aware_weighted": DeviceAware,
+        "direct": lambda: None,
+    }
+    name = "round_robin" if mode is None else mode
+    if name not in pickers:
+        raise GraphError(f"unknown router mode {mode!r}: expected one of {', '.join(pickers)}")
+    return pickers[name]()
+
+
+def _rule(mode: RouterMode | None, pick: Picker | None) -> str:
+    """The name of the mode; of a picker its own, or its class's."""
+    if pick is None:
+        return mode or "round_robin"
+    return str(getattr(pick, "__name__", type(pick).__name__))
+
+
+def _named_instance(payload: Any) -> int:
+    """The instance a request names. Raises InvalidArgument if it names none."""
+    routing = getattr(payload, "routing", None)
+    instance_id = getattr(routing, "backend_instance_id", None)
+    if not isinstance(instance_id, int):
+        raise InvalidArgument(f"the request must name its instance in {_HINT}", field=_HINT)
+    return instance_id

@@ -1,0 +1,70 @@
+"""Rejection: refuses a request early when every worker that could take it is busy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any, TypeVar
+
+from pipeline import AsyncEngine, Context, InvalidArgument, Operator, ResourceExhausted, ResponseStream
+from pipeline.errors import OVERLOADED
+
+from .errors import AllBusy, Gate
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+STATUS_ENV = "DYN_HTTP_OVERLOAD_STATUS_CODE"
+RETRY_AFTER_S = 1.0
+
+
+class Rejection(Operator[Any, Any, Any, Any]):
+    """Asks its gates, each a PushRouter or whatever else can tell, and refuses the request if one says: all are busy.
+
+        request ──► AllBusy, or unchanged ──►
+        stream  ◄── unchanged             ◄──
+
+    Stands at the very top: a refusal is then cheap, since nothing has been tokenized, booked or retried. A gate is
+    given, not found, because it belongs to stages below. Other troubles of a gate, as that it has no instance at all,
+    are left to the stage that meets them, and a request that was stopped before is handed on.
+
+    Raises AllBusy: it says the reason, after which time to try again (`retry_after_s`, unless the gate knows better),
+    and the HTTP `status` (None: as the environment of the process sets it, else 529). The stream is the next stage's
+    own, at no cost.
+
+    Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs, the busy check before dispatch. Other than
+    there, it comes before the work of the front end, and says when to come back.
+    """
+
+    declares = (T, U, T, U)  # whatever comes is handed on
+    adds_time = False
+
+    def __init__(self, *gates: Gate, retry_after_s: float = RETRY_AFTER_S, status: int | None = None) -> None:
+        if not isfinite(retry_after_s) or retry_after_s < 0:
+            raise InvalidArgument(f"must be finite and not negative, got {retry_after_s}", field="retry_after_s")
+        if status is not None and not 200 <= status <= 999:
+            raise InvalidArgument(f"must be an HTTP status from 200 to 999, got {status}", field="status")
+        self._gates = gates
+        self._retry_after_s = retry_after_s
+        self._status = overload_status(os.environ) if status is None else status
+
+    async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
+        if not request.is_stopped:
+            for gate in self._gates:
+                refused = gate.refusal()
+                if isinstance(refused, ResourceExhausted):
+                    raise self._rejected(refused)
+        return await next.generate(request)
+
+    def _rejected(self, refused: ResourceExhausted) -> AllBusy:
+        known_s = getattr(refused, "retry_after_s", None)
+        retry_after_s = self._retry_after_s if known_s is None else known_s
+        return AllBusy(refused.message, retry_after_s=retry_after_s, status=self._status)
+
+
+def overload_status(environment: Mapping[str, str]) -> int:
+    """The HTTP status of overload the environment sets, from 200 to 999; 529 where it sets none."""
+    text = environment.get(STATUS_ENV, "").strip()
+    known = text.isascii() and text.isdigit() and len(text) == 3 and int(text) >= 200
+    return int(text) if known else OVERLOADED

@@ -1,0 +1,342 @@
+"""Detokenize: token ids from an engine to text, ended at stop ids and stop strings.
+
+ChoiceDecoder: the tokens of one choice to its text, up to where it stops. Pure.
+
+    token ids ──► incremental text ──► stop ids ──► stop strings ──► visible text, finish reason
+
+Source: dynamo lib/llm/src/backend.rs, Decoder; see `StopMatcher` for what is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from pipeline import (
+    Annotated,
+    AnyContext,
+    AsyncEngine,
+    CodecError,
+    Context,
+    ContractViolation,
+    Operator,
+    ResponseStream,
+    to_error,
+)
+from pipeline.foreign import foreign_errors, raise_if_ours
+from pipeline.protocols import BackendOutput, FinishReason, LLMEngineOutput, PreprocessedRequest, TopLogprob
+
+from .decoding import StopMatcher, TextDecoder
+from .model import Model
+from .tokenizer import Tokenizer
+
+_NO_IDS: frozenset[int] = frozenset()
+
+
+@frozen
+class StopRules:
+    """What ends the choices of a request before the engine does. The model's own ids end it without a stop reason."""
+
+    min_tokens: int = 0
+    visible_ids: frozenset[int] = frozenset()
+    hidden_ids: frozenset[int] = frozenset()
+    model_ids: frozenset[int] = frozenset()
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+
+    @classmethod
+    def of(cls, request: PreprocessedRequest) -> StopRules:
+        """The rules a request asks for."""
+        conditions = request.stop_conditions
+        model_ids = frozenset([*(conditions.stop_token_ids_hidden or ()), *request.eos_token_ids])
+        hidden_ids = frozenset([*(conditions.stop_token_ids or ()), *(conditions.stop_token_ids_hidden or ())])
+        # A set takes 216 bytes for as long as the request is open. Most have no ids of their own.
+        return cls(
+            min_tokens=conditions.min_tokens or 0,
+            visible_ids=frozenset(conditions.stop_token_ids_visible or ()) or _NO_IDS,
+            hidden_ids=hidden_ids or _NO_IDS,
+            model_ids=(hidden_ids if model_ids == hidden_ids else model_ids) or _NO_IDS,
+            stops=tuple(conditions.stop or ()),
+            include_stop=bool(request.sampling_options.include_stop_str_in_output),
+        )
+
+
+class ChoiceDecoder:
+    """The state of one choice. `finish` and `stop_reason` are set once a rule of ours has ended it.
+
+    Tokens before the `min_tokens`-th are not looked at. A visible stop id ends the choice with its text, a hidden one
+    without; ids count before strings. A token that cannot be decoded ends it with an error.
+    """
+
+    __slots__ = ("_count", "_decoder", "_matcher", "_min_tokens", "_rules", "_stop_ids", "finish", "stop_reason")
+
+    def __init__(self, decoder: TextDecoder, rules: StopRules) -> None:
+        self._decoder = decoder
+        self._rules = rules
+        self._min_tokens = rules.min_tokens
+        self._stop_ids = rules.visible_ids | rules.hidden_ids if rules.visible_ids else rules.hidden_ids
+        self._matcher = StopMatcher(rules.stops, include=rules.include_stop) if rules.stops else None
+        self._count = 0
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    def feed(self, token_ids: Sequence[int], tokens: list[str | None]) -> str:
+        """The text that may be shown after these tokens.
+
+        Appends the text of each token to `tokens`, None if it has none to show, up to the one that ends the choice.
+        """
+        shown = ""
+        for token_id in token_ids:
+            self._count += 1
+            is_checked = self._count >= self._min_tokens
+            try:
+                if is_checked and token_id in self._stop_ids:
+                    return shown + self._stop_at(token_id, tokens)
+                text = self._decoder.step(token_id)
+            except CodecError as error:
+                tokens.append(None)
+                return shown + self._fail(error)
+            tokens.append(text or None)
+            if is_checked and self._matcher is not None:
+                held = self._matcher.held
+                text = self._matcher.feed(text)
+                if self._is_matched(self._matcher):
+                    tokens[-1] = text[len(held) :] or None
+                    return shown + text
+            shown += text
+        return shown
+
+    def resume(self, held: str) -> None:
+        """Takes over text that another decoder of this choice held back when its engine failed."""
+        if self._matcher is not None:
+            self._matcher.resume(held)
+
+    def release(self) -> str:
+        """Gives up the text that was held back for a stop string; one may be found in it."""
+        if self._matcher is None:
+            return ""
+        text = self._matcher.flush()
+        self._is_matched(self._matcher)
+        return text
+
+    def flush(self) -> str:
+        """All text still held, at the end of the choice; a stop string may be found in it."""
+        text = self.release()
+        return text if self.finish is not None else text + self._decoder.flush()
+
+    def _stop_at(self, token_id: int, tokens: list[str | None]) -> str:
+        """Ends at a stop id, unless a stop string was complete before."""
+        own = self._decoder.step(token_id) if token_id in self._rules.visible_ids else ""
+        tokens.append(own or None)
+        text = self.release()
+        if self.finish is not None:
+            return text
+        self.finish = FinishReason.STOP
+        self.stop_reason = None if token_id in self._rules.model_ids else token_id
+        return text + own + self._decoder.flush()
+
+    def _fail(self, error: CodecError) -> str:
+        text = self.release()
+        if self.finish is None:
+            self.finish = FinishReason.error(f"decode error: {error}")
+        return text
+
+    def _is_matched(self, matcher: StopMatcher) -> bool:
+        """Whether a stop string was found, which ends the choice."""
+        if matcher.matched is None:
+            return False
+        self.finish, self.stop_reason = FinishReason.STOP, matcher.matched
+        return True
+
+
+class Detokenize(
+    Operator[PreprocessedRequest, Annotated[BackendOutput], PreprocessedRequest, Annotated[LLMEngineOutput]]
+):
+    """Turns the tokens of each choice into text and ends the choice where the request says.
+
+        PreprocessedRequest      ──► unchanged
+        Annotated[BackendOutput] ◄── Annotated[LLMEngineOutput]
+
+    Stands below whatever retries a broken stream, so that a retry decodes anew behind all that was said so far. Events
+    and items without data pass untouched, as does text the engine wrote itself. Text that may be the beginning of a
+    stop string is held back; it is shown when it turns out not to be, and before an error or the end. Of a request that
+    may go on with another worker it is left in its `migration_state` instead, where the next attempt takes it up.
+
+    Once every choice has finished and one of them by our rules, the engine is stopped, the last item delivered, and the
+    engine's stream closed; the caller's context is not stopped by this. A token that is none finishes its choice with
+    the error "decode error: ...", an answer for a choice that was not asked for ends all with an error finish. The
+    number of tokens is the engine's business. An item of any other kind raises ContractViolation.
+
+    Source: dynamo lib/llm/src/backend.rs, Backend.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._tokenizer = model.tokenizer
+
+    async def generate(
+        self,
+        request: Context[PreprocessedRequest],
+        next: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]],
+    ) -> ResponseStream[Annotated[BackendOutput]]:
+        with foreign_errors():
+            decoding = Decoding(self._tokenizer, request.payload)
+        below = request.child(request.payload)
+        stream = await next.generate(below)
+        return ResponseStream(_decode(stream, below, decoding), request, stream)
+
+
+async def _decode(
+    stream: ResponseStream[Annotated[LLMEngineOutput]], below: AnyContext, decoding: Decoding
+) -> AsyncGenerator[Annotated[BackendOutput], None]:
+    failure: Exception | None = None
+    errors: list[Annotated[Any]] = []
+    async with stream:
+        try:
+            async for item in stream:
+                if item.is_error:
+                    errors.append(item)
+                    break
+                ready = decoding.convert(item)
+                if decoding.is_over:
+                    below.stop()
+                if ready is not None:
+                    yield ready
+                if decoding.is_over:
+                    return
+        except BaseException as error:
+            raise_if_ours(error)
+            failure = error if isinstance(error, Exception) else to_error(error)
+        for last in [*decoding.rest(is_broken=bool(errors or failure)), *errors]:
+            if not below.is_killed:
+                yield last
+    if failure is not None and not below.is_killed:
+        raise failure
+
+
+_ONLY_CHOICE = frozenset([0])
+"""The choices of nearly every request, shared by all of them."""
+
+
+class Decoding:
+    """All choices of one request. Pure; `is_over` once there is nothing left to wait for from the engine."""
+
+    __slots__ = ("_choices", "_state", "_tokenizer", "_unfinished", "is_over")
+
+    def __init__(self, tokenizer: Tokenizer, request: PreprocessedRequest) -> None:
+        rules = StopRules.of(request)
+        skip = request.output_options.skip_special_tokens is not False
+        count = request.sampling_options.n or 1
+        self._tokenizer = tokenizer
+        self._choices = [
+            ChoiceDecoder(tokenizer.decoder(request.token_ids, skip_special_tokens=skip), rules) for _ in range(count)
+        ]
+        self._state = request.migration_state if count == 1 else None
+        if self._state is not None:
+            self._choices[0].resume(self._state.held_text)
+        self._unfinished = _ONLY_CHOICE if count == 1 else frozenset(range(count))
+        self.is_over = False
+
+    def convert(self, item: Annotated[LLMEngineOutput]) -> Annotated[BackendOutput] | None:
+        """The item in text; itself if it is an event or without data, None if its choice has finished before."""
+        output = item.data
+        if output is None or item.event is not None:
+            untouched: Annotated[Any] = item
+            return untouched
+        if not isinstance(output, LLMEngineOutput):
+            raise ContractViolation(f"an engine's item carries LLMEngineOutput, this one {type(output).__name__}")
+        index = output.index or 0
+        if index not in self._unfinished:
+            return None if 0 <= index < len(self._choices) else item.transfer(self._unknown_choice(output))
+        choice = self._choices[index]
+        tokens: list[str | None] = []
+        if output.text is None:
+            text = choice.feed(output.token_ids, tokens)
+        else:
+            text = output.text
+            tokens += output.tokens or [None] * len(output.token_ids)
+        finish, stop_reason = output.finish_reason, output.stop_reason
+        if finish is not None and choice.finish is None:
+            held = choice.flush()
+            text = held + text if output.text is not None else text + held
+        if choice.finish is not None:
+            finish, stop_reason = choice.finish, choice.stop_reason
+        if finish is not None:
+            self._unfinished -= {index}
+            self.is_over = not self._unfinished and any(choice.finish is not None for choice in self._choices)
+        return item.transfer(self._chunk(output, text, tokens, finish, stop_reason))
+
+    def rest(self, is_broken: bool) -> list[Annotated[BackendOutput]]:
+        """What unfinished choices still hold, as items without tokens.
+
+        Of a broken stream only text: an unfinished character can still be completed by whoever goes on with it. That
+        text is left for them too, unless it ends the choice.
+        """
+        held = []
+        heir = self._state if is_broken else None
+        if heir is not None:
+            heir.held_text = ""
+        for index in sorted(self._unfinished):
+            choice = self._choices[index]
+            text = choice.release() if is_broken else choice.flush()
+            if heir is not None and choice.finish is None:
+                heir.held_text = text
+            elif text or choice.finish is not None:
+                ended = BackendOutput([], [], text or None, finish_reason=choice.finish, stop_reason=choice.stop_reason)
+                ended.index = index if len(self._choices) > 1 else None
+                held.append(Annotated(ended))
+        return held
+
+    def _unknown_choice(self, output: LLMEngineOutput) -> BackendOutput:
+        """Ends the request: whoever answers for a choice nobody asked for cannot be trusted with the others."""
+        self.is_over = True
+        message = f"the engine answered for choice {output.index}, asked for were {len(self._choices)}"
+        return BackendOutput([], [], index=output.index, finish_reason=FinishReason.error(message))
+
+    def _chunk(
+        self,
+        output: LLMEngineOutput,
+        text: str,
+        tokens: list[str | None],
+        finish: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> BackendOutput:
+        """The engine's chunk around our text, cut behind the token that ended the choice."""
+        token_ids, log_probs, top_logprobs = output.token_ids, output.log_probs, output.top_logprobs
+        taken = len(tokens)
+        if taken < len(token_ids):
+            token_ids = token_ids[:taken]
+            log_probs = log_probs and log_probs[:taken]
+            top_logprobs = top_logprobs and top_logprobs[:taken]
+        if top_logprobs is not None:
+            top_logprobs = [[self._spelled(candidate) for candidate in position] for position in top_logprobs]
+        # By position: this is made once per token.
+        return BackendOutput(
+            token_ids,
+            tokens,
+            text or output.text,
+            output.cum_log_probs,
+            log_probs,
+            top_logprobs,
+            finish,
+            stop_reason,
+            output.index,
+            output.completion_usage,
+            output.disaggregated_params,
+            output.encoder_result,
+            output.worker_trace_link,
+            output.engine_data,
+            output.routing_data,
+        )
+
+    def _spelled(self, candidate: TopLogprob) -> TopLogprob:
+        """The candidate with its text and bytes, where the engine left them out and the id is a token."""
+        if candidate.token is not None and candidate.bytes is not None:
+            return candidate
+        try:
+            data = self._tokenizer.token_bytes(candidate.token_id)
+        except CodecError:
+            return candidate
+        text = candidate.token if candidate.token is not None else data.decode(errors="replace")
+        return evolve(candidate, token=text, bytes=list(data) if candidate.bytes is None else candidate.bytes)

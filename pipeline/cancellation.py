@@ -1,0 +1,195 @@
+"""Ending a stream that waits: the one place where an item is raced against kill.
+
+Only the stage that really waits for something races (an engine's adapter, a receiver); all others rely on their
+stream ending. A cancel scope for each item costs some 4 microseconds on asyncio. There the task that reads is
+cancelled instead, in the way of `asyncio.timeout`, for a tenth of that. This needs private names of anyio, to see what
+a source shields; with an anyio that has them no longer, a scope is used on asyncio too, and a warning logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from math import inf
+from typing import Any, TypeVar
+
+from anyio import CancelScope, current_effective_deadline
+from anyio._backends import _asyncio as anyio_on_asyncio
+from anyio.lowlevel import current_token
+
+from .context import Context
+from .errors import BackendCancelled
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+PATIENCE_S = 1.0
+"""On asyncio, how long a source that was cut may go on waiting, to release what it holds, before it is cut again."""
+
+_SHIELDED_S = 0.01
+"""How often a shielded wait is looked at again."""
+
+_states: Any = getattr(anyio_on_asyncio, "_task_states", None)
+"""Task -> the state that has its cancel scopes. anyio has no public way to see what shields another task."""
+
+
+def _sees_shields() -> bool:
+    """Whether this anyio has the private names by which a cut looks for a shield."""
+    has_scope = hasattr(getattr(anyio_on_asyncio, "TaskState", None), "cancel_scope")
+    return isinstance(_states, Mapping) and has_scope and hasattr(anyio_on_asyncio.CancelScope(), "_parent_scope")
+
+
+_cuts_tasks = _sees_shields()
+"""Whether asyncio's own means are used: without sight of shields a cancel scope is right, and slower."""
+if not _cuts_tasks:
+    from importlib.metadata import version
+
+    _log.warning(
+        "anyio %s lacks private names that pipeline.cancellation reads: each item that is raced against a kill on asyncio "
+        "costs a cancel scope now, some 4 microseconds; please report it to penstock",
+        version("anyio"),
+    )
+
+
+def until_killed(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
+    """The items until they end or the context is killed; then cancels what they wait for, at once.
+
+    What the source shields by a cancel scope of its own is waited for. An item that was ready when the kill came is
+    dropped. The source is closed on every way out, unless it was never read.
+
+    On asyncio a source may raise CancelledError though nobody has cancelled the task that reads, because it waited for
+    something that was cancelled; here it raises BackendCancelled then.
+    """
+    native = isinstance(current_token().native_token, asyncio.AbstractEventLoop)
+    return _in_task(items, context) if native and _cuts_tasks else _in_scope(items, context)
+
+
+async def _in_task(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
+    loop, control, read = asyncio.get_running_loop(), context.control, items.__anext__
+    current_task, cut = asyncio.current_task, _Cut(loop)
+    reader: Any = None
+    state: Any = None
+    forget = control.on_kill(cut)
+    try:
+        while not control.is_killed:
+            if (task := current_task(loop)) is not reader or state is None:
+                reader, state = task, _states.get(task)
+            cut.outer = None if state is None else state.cancel_scope
+            cut.cancelled_before = reader.cancelling()
+            cut.task = reader
+            item = await read()
+            if control.is_killed:
+                return
+            cut.task = None
+            yield item
+    except StopAsyncIteration:
+        return
+    except asyncio.CancelledError as error:
+        if control.is_killed and not cut.is_due_to_others:
+            return
+        if not reader.cancelling():
+            raise BackendCancelled("what the source waited for was cancelled") from error
+        raise
+    finally:
+        forget()
+        cut.ends()
+        await _close(items)
+
+
+class _Cut:
+    """Called on a kill, cancels the task that reads, and again where that was in vain, until it has left the read."""
+
+    __slots__ = ("_again", "_looks", "_loop", "cancelled_before", "outer", "task", "times")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        """The one that reads now."""
+        self.cancelled_before = 0
+        """How often its cancellation had been asked for when it began to read."""
+        self.outer: Any = None
+        """Its innermost cancel scope then: those inside are the source's."""
+        self.times = 0
+        self._loop = loop
+        self._again: asyncio.Handle | None = None
+        self._looks = 0
+
+    def __call__(self) -> None:
+        if self.task is None:
+            return
+        if self.task is asyncio.current_task(self._loop):
+            # It runs, so the cancellation might meet a later wait of its own.
+            self._again = self._loop.call_soon(self)
+        elif self._is_shielded():
+            self._again = self._loop.call_later(_SHIELDED_S, self)
+        elif self.is_cancelled_by_others and self._looks < 2:
+            # A deadline of the source has just passed, which is over on the next turn; or it is ending already.
+            self._again = self._loop.call_later(PATIENCE_S, self) if self._looks else self._loop.call_soon(self)
+            self._looks += 1
+        else:
+            self.times += 1
+            self.task.cancel()
+            self._again = self._loop.call_later(PATIENCE_S, self)
+
+    @property
+    def is_due_to_others(self) -> bool:
+        """Whether a cancellation that comes out of the read is to go on to whoever else has asked for it."""
+        # A cancelled scope around the reader comes back at its next wait, and would not know this error for its own.
+        return self.is_cancelled_by_others and (not self.times or current_effective_deadline() != -inf)
+
+    @property
+    def is_cancelled_by_others(self) -> bool:
+        """Whether somebody else has asked for the task's end while it read."""
+        return self.task is not None and self.task.cancelling() - self.times > self.cancelled_before
+
+    def ends(self) -> None:
+        """The task has left the read: takes back what was asked of it."""
+        if self._again is not None:
+            self._again.cancel()
+        if self.task is not None:
+            for _ in range(self.times):
+                self.task.uncancel()
+        self.task = self.outer = None
+
+    def _is_shielded(self) -> bool:
+        state = _states.get(self.task)
+        scope = None if state is None else state.cancel_scope
+        while scope is not None and scope is not self.outer:
+            if scope.shield:
+                return True
+            scope = scope._parent_scope
+        return False
+
+
+async def _in_scope(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
+    scope: CancelScope | None = None
+
+    def cut() -> None:
+        if scope is not None:
+            scope.cancel()
+
+    forget = context.control.on_kill(cut)
+    try:
+        while not context.is_killed:
+            with CancelScope() as scope:
+                item = await items.__anext__()
+            if context.is_killed:
+                return
+            # Bound: the scope swallows nothing unless we were killed.
+            yield item  # pyright: ignore[reportPossiblyUnboundVariable, reportReturnType]
+    except StopAsyncIteration:
+        return
+    except asyncio.CancelledError as error:  # on asyncio, where this stands in for `_in_task`
+        reader = asyncio.current_task()
+        if reader is None or reader.cancelling():
+            raise
+        raise BackendCancelled("what the source waited for was cancelled") from error
+    finally:
+        forget()
+        await _close(items)
+
+
+async def _close(items: AsyncIterator[Any]) -> None:
+    if (aclose := getattr(items, "aclose", None)) is not None:
+        await aclose()

@@ -1,0 +1,33 @@
+"""What knows tokens and is no record: block hashes, model folders, request tracking."""
+
+from .block_hash import SEED, block_hash_array, block_hashes, hash_seed, sequence_hashes
+from .model_folder import (
+    architectural_context_length,
+    card_checksum,
+    card_from_folder,
+    checked_file,
+    file_checksum,
+    read_object,
+    wrong_file,
+)
+from .tracking import TRACKER, metrics_item, metrics_of, track_request, tracker_of
+
+__all__ = [
+    "SEED",
+    "TRACKER",
+    "architectural_context_length",
+    "block_hash_array",
+    "block_hashes",
+    "card_checksum",
+    "card_from_folder",
+    "checked_file",
+    "file_checksum",
+    "hash_seed",
+    "metrics_item",
+    "metrics_of",
+    "read_object",
+    "sequence_hashes",
+    "track_request",
+    "tracker_of",
+    "wrong_file",
+]

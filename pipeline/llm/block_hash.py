@@ -1,0 +1,134 @@
+"""Block hashes: what names a block of tokens, and what names it with everything before it.
+
+    tokens ──blocks of block_size──► local hashes ──chained──► sequence hashes
+
+A local hash depends on the block's own tokens only; a sequence hash stands for its whole prefix, so two equal ones hold
+the same tokens from the start. Engines name the blocks they store by these, routers look prompts up by them. All are
+u64.
+
+With `frames` the one door of xxhash in the library. Source: dynamo lib/kv-router/src/protocols.rs,
+compute_block_hash_for_seq and compute_seq_hash_for_block.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, repeat, zip_longest
+from struct import Struct
+from sys import byteorder
+
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from ..errors import InvalidArgument
+
+SEED = 1337
+
+Media = Sequence[Sequence[int] | None]
+"""For each block the hashes of the media in it, in any order; plain text has None, nothing, or no place in the list."""
+
+_TOKEN_BYTES = 4
+_AT_ONCE_TOKENS = 65_536
+"""So many are hashed in one piece, in about 2 ms: between two pieces other threads run."""
+_pair = Struct("<QQ").pack
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """The tokens as hashed: each a little-endian u32. Raises InvalidArgument for a token that is none."""
+    try:
+        if len(tokens) <= _AT_ONCE_TOKENS:
+            return Struct(f"<{len(tokens)}I").pack(*tokens)
+        pieces = (tokens[start : start + _AT_ONCE_TOKENS] for start in range(0, len(tokens), _AT_ONCE_TOKENS))
+        return b"".join(map(token_bytes, pieces))
+    except (struct.error, TypeError) as error:
+        raise InvalidArgument("a token id is an integer from 0 to 2^32 - 1", field="token_ids", cause=error) from error
+
+
+def block_hashes(
+    tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED, media: Media = (), is_eagle: bool = False
+) -> list[int]:
+    """The local hash of each whole block; see `block_hash_array`."""
+    return block_hash_array(tokens, block_size_tokens, seed=seed, media=media, is_eagle=is_eagle).tolist()
+
+
+def block_hash_array(
+    tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED, media: Media = (), is_eagle: bool = False
+) -> array[int]:
+    """The local hash of each whole block, as an array of u64; tokens after the last whole block are left out.
+
+    What is hashed is the block's tokens and, ascending, the hashes of the media in it. With `is_eagle` each block also
+    counts the token behind it, for an engine whose drafts look one ahead: a block is whole when that is there.
+
+    Raises InvalidArgument for a block size below 1, as `token_bytes`, and for a media hash that is no u64.
+    """
+    if block_size_tokens < 1:
+        raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size")
+    content = token_bytes(tokens)
+    step = min(block_size_tokens, len(tokens) + 1) * _TOKEN_BYTES  # a size far beyond the prompt is no struct's
+    if media or is_eagle:
+        digests = b"".join(map(xxh3_64_digest, _marked_blocks(content, step, media, is_eagle), repeat(seed)))
+    else:
+        digests = b"".join(_digests(content, step, seed))
+    hashes = array("Q", digests)
+    if byteorder == "little":  # digests have their highest byte first
+        hashes.byteswap()
+    return hashes
+
+
+def _digests(content: bytes, step: int, seed: int) -> Iterator[bytes]:
+    """The digests of the whole blocks, many at a time."""
+    length = max(1, _AT_ONCE_TOKENS * _TOKEN_BYTES // step) * step
+    for start in range(0, len(content), length):
+        piece = content if len(content) <= length else content[start : start + length]
+        # A struct of them all: one piece after another takes a tenth longer.
+        blocks = Struct(f"{step}s" * (len(piece) // step)).unpack_from(piece)
+        yield b"".join(map(xxh3_64_digest, blocks, repeat(seed)))
+
+
+def _marked_blocks(content: bytes, step: int, media: Media, is_eagle: bool) -> Iterator[bytes]:
+    """The bytes to hash of each whole block, with its media and what it looks ahead."""
+    width = step + _TOKEN_BYTES if is_eagle else step
+    starts = range(0, len(content) - width + 1, step)
+    for start, found in zip_longest(starts, islice(media, len(starts))):
+        yield content[start : start + width] + (_media_bytes(found) if found else b"")
+
+
+def _media_bytes(found: Sequence[int]) -> bytes:
+    try:
+        words = array("Q", sorted(found))
+    except (OverflowError, TypeError) as error:
+        raise InvalidArgument("a media hash is an integer from 0 to 2^64 - 1", field="mm_hash", cause=error) from error
+    if byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list[int]:
+    """The sequence hash of each block, given the local hashes in order and the sequence hash before the first.
+
+    Chaining a list in pieces, each from the last hash of the one before, equals chaining it whole.
+    """
+    chained = []
+    for local in local_hashes:
+        parent = local if parent is None else xxh3_64_intdigest(_pair(parent, local), SEED)
+        chained.append(parent)
+    return chained
+
+
+def hash_seed(lora_name: str | None = None, cache_namespace: str | None = None) -> int:
+    """The seed of local hashes for an adapter and a cache namespace; empty names count as none.
+
+    So the same tokens under another adapter, or for another tenant, are other blocks.
+    """
+    seed = SEED
+    if lora_name:
+        seed += xxh3_64_intdigest(_name_bytes(lora_name), 0)
+    if cache_namespace:
+        seed += xxh3_64_intdigest(_name_bytes(cache_namespace), 1)
+    return seed % 2**64
+
+
+def _name_bytes(name: str) -> bytes:
+    """UTF-8; half a surrogate pair, which JSON may bring, is a name like any other."""
+    return name.encode(errors="surrogatepass")

@@ -1,0 +1,251 @@
+"""The event plane: facts published to whoever listens, without an answer and without a promise of arrival.
+
+    publisher(scope, topic).publish(fact)  ──►  subscribe(scope, topic, type) ──► Observable[Event]
+
+Source: dynamo lib/runtime/src/transports/event_plane. Loss shows: each publisher numbers its events, see `Sequences`.
+
+Events as bytes: an envelope in MessagePack inside a frame of version and length.
+
+    byte 0: version 1    bytes 1-4: payload length, big endian    then the payload
+
+Source: dynamo lib/runtime/src/transports/event_plane, frame.rs and codec.rs.
+
+Fanout: one source, many listeners, none of which disturbs the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+from attrs import frozen
+
+from pipeline.errors import InvalidArgument, InvalidMessage
+from pipeline.protocols.field_rules import U64
+from pipeline.rx import Disposable, Observable, ObserverBase
+from pipeline.wire import from_msgpack, to_msgpack
+
+from .names import EndpointId
+
+T = TypeVar("T")
+
+
+@frozen
+class Scope:
+    """A namespace, a component or an endpoint; a listener hears exactly its own, nothing above or below."""
+
+    namespace: str
+    component: str | None = None
+    endpoint: str | None = None
+
+    @classmethod
+    def of(cls, endpoint: EndpointId) -> Scope:
+        """The scope of that endpoint."""
+        return cls(endpoint.namespace, endpoint.component, endpoint.endpoint)
+
+
+@frozen
+class Event(Generic[T]):
+    """One fact and where it comes from: the publisher, and how many it had published before."""
+
+    publisher_id: int
+    sequence: int
+    published_at_ms: int
+    topic: str
+    payload: T
+
+
+class Publisher(ABC):
+    """Publishes to one scope and topic under an id of its own, numbering from 0. Another publisher starts anew."""
+
+    publisher_id: int
+
+    @abstractmethod
+    def publish(self, payload: object) -> None:
+        """Sends the fact to whoever listens now. Does not wait; may be called from any thread."""
+
+
+class EventPlane(ABC):
+    """See the module. Publisher ids are random and at most 2^53 - 1."""
+
+    @abstractmethod
+    def publisher(self, scope: Scope, topic: str) -> Publisher:
+        """A new publisher."""
+
+    @abstractmethod
+    def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
+        """What is published there from the subscription on, read as the type; completes when the plane closes.
+
+        Disposing releases. A listener's error stays its own.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Completes all subscriptions."""
+
+
+class Sequences:
+    """Sees what was lost: the next number expected of each publisher."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+
+    def missed(self, event: Event[Any]) -> range:
+        """The numbers lost before this event: empty in order, and for one seen before.
+
+        A publisher is expected to start at 0, so whoever joins late learns what it did not hear.
+        """
+        expected = self._next.get(event.publisher_id, 0)
+        self._next[event.publisher_id] = max(expected, event.sequence + 1)
+        return range(expected, event.sequence)
+
+    def forget(self, publisher_id: int) -> None:
+        """For a publisher that is gone."""
+        self._next.pop(publisher_id, None)
+
+
+FRAME_VERSION = 1
+_HEADER = struct.Struct(">BI")
+
+
+@frozen
+class EventIdentity:
+    """Who published an event, and as which one."""
+
+    publisher_id: U64
+    sequence: U64
+
+
+@frozen
+class _Envelope:
+    """`published_at` is in milliseconds."""
+
+    publisher_id: U64
+    sequence: U64
+    published_at: U64
+    topic: str
+    payload: Any
+
+
+def encode_frame(payload: bytes) -> bytes:
+    """The payload with its version and length before it."""
+    return _HEADER.pack(FRAME_VERSION, len(payload)) + payload
+
+
+def decode_frame(data: bytes) -> bytes:
+    """The payload. Raises InvalidMessage for another version and for a frame that is not whole."""
+    if len(data) < _HEADER.size:
+        raise InvalidMessage(f"incomplete header: {len(data)} of {_HEADER.size} bytes")
+    version, length = _HEADER.unpack_from(data)
+    if version != FRAME_VERSION:
+        raise InvalidMessage(f"unsupported version {version}")
+    available = len(data) - _HEADER.size
+    if available < length:
+        raise InvalidMessage(f"incomplete payload: {available} of {length} bytes")
+    return data[_HEADER.size : _HEADER.size + length]
+
+
+def encode_event(event: Event[bytes]) -> bytes:
+    """The envelope of an event whose payload is bytes already."""
+    return to_msgpack(_Envelope(event.publisher_id, event.sequence, event.published_at_ms, event.topic, event.payload))
+
+
+def decode_event(data: bytes) -> Event[bytes]:
+    """The event in an envelope. Raises InvalidMessage for anything else."""
+    envelope = _read(data, _Envelope)
+    if not isinstance(envelope.payload, bytes):
+        raise InvalidMessage("the payload of an event is bytes")
+    return Event(envelope.publisher_id, envelope.sequence, envelope.published_at, envelope.topic, envelope.payload)
+
+
+def decode_identity(data: bytes) -> EventIdentity:
+    """Publisher and sequence alone. Raises InvalidMessage for anything that is not an envelope."""
+    return _read(data, EventIdentity)
+
+
+def _read(data: bytes, kind: type[T]) -> T:
+    try:
+        return from_msgpack(data, kind)
+    except InvalidArgument as error:
+        raise InvalidMessage(f"not an envelope: {error}") from error
+
+
+_log = logging.getLogger(__name__)
+
+
+class Fanout(Generic[T]):
+    """Hands each item to every listener that was there before it, in the order of the items.
+
+    What a listener causes while it listens comes after what is under way. A listener's error is logged and stays its
+    own, but ends its listening, as reactivex has it. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[object, tuple[ObserverBase[T], Callable[[T], bool]]] = {}
+        self._due: deque[tuple[T, tuple[object, ...]]] = deque()
+        self._delivering = False
+        self._is_complete = False
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def add(
+        self, observer: ObserverBase[T], *, first: Iterable[T] = (), accepts: Callable[[T], bool] = lambda _: True
+    ) -> Disposable:
+        """Listens from now on: to the `first` items, then to what is pushed and accepted; disposing ends it.
+
+        After `complete` the listener is told so, and nothing else.
+        """
+        if self._is_complete:
+            observer.on_completed()
+            return Disposable()
+        key = object()
+        self._listeners[key] = (observer, accepts)
+        self._due.extend((item, (key,)) for item in first)
+        self._deliver()
+        return Disposable(lambda: self._remove(key))
+
+    def push(self, item: T) -> None:
+        """Hands the item to those who listen now."""
+        self._due.append((item, tuple(self._listeners)))
+        self._deliver()
+
+    def complete(self) -> None:
+        """Tells every listener that nothing more comes, and forgets them."""
+        self._is_complete = True
+        listeners, self._listeners = self._listeners, {}
+        for observer, _ in listeners.values():
+            _guarded(observer.on_completed)
+
+    def _remove(self, key: object) -> None:
+        self._listeners.pop(key, None)
+
+    def _deliver(self) -> None:
+        if self._delivering:
+            return
+        self._delivering = True
+        try:
+            while self._due:
+                item, keys = self._due.popleft()
+                for key in keys:
+                    self._deliver_to(key, item)
+        finally:
+            self._delivering = False
+
+    def _deliver_to(self, key: object, item: T) -> None:
+        if key not in self._listeners:  # it stopped listening meanwhile
+            return
+        observer, accepts = self._listeners[key]
+        if accepts(item):
+            _guarded(observer.on_next, item)
+
+
+def _guarded(call: Callable[..., object], *args: object) -> None:
+    try:
+        call(*args)
+    except Exception:
+        _log.exception("a listener failed")

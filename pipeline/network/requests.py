@@ -1,0 +1,149 @@
+"""The request plane: how a request reaches an instance and its items come back.
+
+caller ──► AsyncEngine of an instance ──►  plane  ──► Serving ──► engine
+caller ◄── items, stop, kill, close   ◄──►  ...  ◄──►         ◄── items
+
+CallMeter: the component metrics of one instance.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio.lowlevel import current_token
+from attrs import define
+
+from pipeline import AsyncEngine, CannotConnect
+from pipeline.protocols import worker_label
+
+from .names import Instance
+
+if TYPE_CHECKING:
+    from pipeline.telemetry import Metrics
+
+
+Out = TypeVar("Out")
+
+
+class Serving(ABC):
+    """An engine that takes requests of one instance, until it is cut."""
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Requests that have not ended."""
+
+    @abstractmethod
+    def refuse(self) -> None:
+        """Takes no new request: callers get CannotConnect. What runs goes on."""
+
+    @abstractmethod
+    async def drained(self) -> None:
+        """Returns when nothing runs."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Refuses, and ends what runs at once: the engine is killed, its callers get Disconnected."""
+
+
+class RequestPlane(ABC):
+    """See the module."""
+
+    @abstractmethod
+    async def serve(self, instance: Instance, engine: AsyncEngine[Any, Any]) -> tuple[Instance, Serving]:
+        """Takes requests for the instance from now on; the instance comes back with its `transport`.
+
+        Where payloads cross as bytes they are read as the type the engine declares that it takes. Raises
+        InvalidArgument if this process serves the instance already.
+        """
+
+    @abstractmethod
+    def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
+        """The instance as an engine, which holds the engine contract.
+
+        Where items cross as bytes they are read as the type.
+        Stop, kill and close of the caller reach the instance's engine. An error comes back as its own class, foreign
+        ones as `Unknown`. An instance that cannot be reached raises CannotConnect when it is asked; one that is lost
+        while it answers makes the read raise Disconnected, unless the caller has stopped the request. Nothing but
+        payload, id, metadata and trace of the context crosses.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Cuts everything this process serves and lets go of every connection."""
+
+
+def not_found(name: str, instance_id: int) -> CannotConnect:
+    """The error for an instance that is not there (any more)."""
+    return CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
+
+
+TOKEN_BYTES = 4
+"""What a token id counts for: an unsigned 32 bit integer."""
+
+
+@define(eq=False, slots=True)
+class MeteredCall:
+    """One call that was taken: when, by the loop's clock, and how many tokens have come back."""
+
+    begun_s: float
+    tokens: int = 0
+
+
+class CallMeter:
+    """Counts what an instance takes, in the `component` family. Made on the loop the calls end on.
+
+    Its counters are kept here and looked at when metrics are read: to add to one of OpenTelemetry's costs much more.
+    Like any counter they are shown as long as the metrics are.
+
+    Bytes are those of token ids, 4 for each: the embedded runtime hands requests and items over as they are, so they
+    have no size on a wire. Payloads without token ids have none.
+
+    Source: dynamo lib/runtime/src/pipeline/network/ingress, WorkHandlerMetrics.
+    """
+
+    def __init__(self, metrics: Metrics, instance: Instance) -> None:
+        # A dropped stream ends its call outside of any task, where anyio itself does not find the clock.
+        self._clock = current_token().backend_class.current_time
+        self._labels = labels = {
+            "dynamo_namespace": instance.namespace,
+            "dynamo_component": instance.component,
+            "dynamo_endpoint": instance.endpoint,
+            "worker_id": worker_label(instance.instance_id),
+        }
+        self._requests = self._request_tokens = self._response_tokens = 0
+        metrics.observe_counter("requests_total", self._calls)
+        self._inflight = metrics.recorder("inflight_requests", **labels)
+        metrics.observe_counter("request_bytes_total", lambda: self._bytes(self._request_tokens))
+        metrics.observe_counter("response_bytes_total", lambda: self._bytes(self._response_tokens))
+        self._duration = metrics.recorder("request_duration_seconds", **labels)
+        self._cancellations = metrics.recorder("cancellation_total", **labels)
+        self._errors = metrics.recorder("errors_total", **labels, error_type="generate")
+
+    def begun(self, payload: Any) -> MeteredCall:
+        """A call with this payload was taken; the result goes to `ended`."""
+        self._requests += 1
+        self._inflight(1)
+        if token_ids := getattr(payload, "token_ids", None):
+            self._request_tokens += len(token_ids)
+        return MeteredCall(self._clock())
+
+    def ended(self, call: MeteredCall, *, cancelled: bool) -> None:
+        """The call is over, by its caller's wish if `cancelled`."""
+        self._inflight(-1)
+        self._duration(self._clock() - call.begun_s)
+        self._response_tokens += call.tokens
+        if cancelled:
+            self._cancellations(1)
+
+    def _calls(self) -> list[tuple[Mapping[str, str], float]]:
+        return [(self._labels, self._requests)] if self._requests else []
+
+    def _bytes(self, tokens: int) -> list[tuple[Mapping[str, str], float]]:
+        return [(self._labels, TOKEN_BYTES * tokens)] if tokens else []
+
+    def failed(self) -> None:
+        """The engine failed, before or in its answer."""
+        self._errors(1)

@@ -1,0 +1,120 @@
+"""How a record's fields look on the wire, said where the fields are declared.
+
+A field without one of these marks follows from its default: no default means required, default None means left out
+while None, any other default means optional when read and always written. Unknown keys are ignored unless the class
+says `wire_closed: ClassVar[bool] = True`. A class with a wire form of its own has `to_wire()` and the class method
+`from_wire(value)` instead.
+
+`pipeline.wire.codec` reads these marks; nothing here translates anything.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from attrs import field, frozen
+
+WIRE_KEY = "penstock.wire"
+"""Key of a field's `WireRule` in its attrs metadata."""
+
+
+SHOWN_MAX = 64
+"""How many characters of a client's name or text an error repeats."""
+
+
+def shortened(text: str, most: int = SHOWN_MAX) -> str:
+    """The text as an error repeats it: its first characters, if it is longer than `most`."""
+    return text if len(text) <= most else text[:most] + "..."
+
+
+class InvalidRecord(ValueError):
+    """A value no record of this kind may hold; `field` is the path of the offending place below the record.
+
+    The codec turns it into `InvalidArgument` with the whole path.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+@frozen
+class IntRange:
+    """The integers a field may hold, both ends included."""
+
+    low: int
+    high: int
+
+
+U8: TypeAlias = typing.Annotated[int, IntRange(0, 2**8 - 1)]
+U16: TypeAlias = typing.Annotated[int, IntRange(0, 2**16 - 1)]
+U32: TypeAlias = typing.Annotated[int, IntRange(0, 2**32 - 1)]
+U64: TypeAlias = typing.Annotated[int, IntRange(0, 2**64 - 1)]
+I32: TypeAlias = typing.Annotated[int, IntRange(-(2**31), 2**31 - 1)]
+I64: TypeAlias = typing.Annotated[int, IntRange(-(2**63), 2**63 - 1)]
+
+U32_MAX = 2**32 - 1
+
+
+@frozen
+class WireRule:
+    """One field: when it is written, under which key, and which older keys are read as well.
+
+    `write` is `set` (left out while it equals its default), `always`, `never` (nor read), or `rest` (a dict that takes
+    every key no other field claims, and is written back among them).
+    """
+
+    write: Literal["set", "always", "never", "rest"]
+    name: str | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def needs(field: str, needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The keywords of JSON Schema for a record whose other fields depend on one: its value -> those that are not null.
+
+    A record has them, or others that its fields alone do not show, as the class variable `wire_needs`.
+    """
+    return {
+        "allOf": [
+            {
+                "if": {"properties": {field: {"const": value}}, "required": [field]},
+                "then": {"required": list(names), "properties": {name: {"not": {"type": "null"}} for name in names}},
+            }
+            for value, names in needed.items()
+        ]
+    }
+
+
+def null(*, name: str | None = None) -> Any:
+    """An optional field that is written as null while it is None."""
+    return field(default=None, metadata={WIRE_KEY: WireRule("always", name)})
+
+
+def skip(
+    default: Any = None,
+    *,
+    factory: Callable[[], Any] | None = None,
+    name: str | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A field that is left out while it equals its default (None, unless said otherwise)."""
+    metadata = {WIRE_KEY: WireRule("set", name, aliases)}
+    if factory is not None:
+        return field(factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def never(*, init: bool = True) -> Any:
+    """A field of this process only; None wherever the record is read. Not part of equality.
+
+    Without `init` it is None in every new record, a copy with changes included.
+    """
+    return field(default=None, init=init, eq=False, repr=False, metadata={WIRE_KEY: WireRule("never")})
+
+
+def rest() -> Any:
+    """The dict of all keys that no other field of the record claims."""
+    return field(factory=dict, metadata={WIRE_KEY: WireRule("rest")})

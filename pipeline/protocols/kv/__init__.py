@@ -1,0 +1,51 @@
+"""KV cache events and the recovery of missed ones."""
+
+from .events import (
+    KV_EVENTS_TOPIC,
+    KV_METRICS_TOPIC,
+    WORKER_DOMAIN,
+    ActiveLoad,
+    KvCleared,
+    KvEvent,
+    KvEventData,
+    KvRemoved,
+    KvStored,
+    RouterEvent,
+    StorageTier,
+    StoredBlock,
+)
+from .recovery import (
+    DumpFailed,
+    InvalidRange,
+    RecoveredEvents,
+    RecoveredTree,
+    RecoveryAnswer,
+    RecoveryReply,
+    RecoveryRequest,
+    TooNew,
+    recovery_endpoint,
+)
+
+__all__ = [
+    "KV_EVENTS_TOPIC",
+    "KV_METRICS_TOPIC",
+    "WORKER_DOMAIN",
+    "ActiveLoad",
+    "DumpFailed",
+    "InvalidRange",
+    "KvCleared",
+    "KvEvent",
+    "KvEventData",
+    "KvRemoved",
+    "KvStored",
+    "RecoveredEvents",
+    "RecoveredTree",
+    "RecoveryAnswer",
+    "RecoveryReply",
+    "RecoveryRequest",
+    "RouterEvent",
+    "StorageTier",
+    "StoredBlock",
+    "TooNew",
+    "recovery_endpoint",
+]

@@ -1,0 +1,125 @@
+"""KV recovery: what a router asks a worker whose events it missed, and what it may be told.
+
+    RecoveryRequest ──► endpoint of the worker's rank ──► RecoveryReply, which holds one of the answers
+
+Source: dynamo lib/kv-router/src/indexer/types.rs, WorkerKvQueryRequest and WorkerKvQueryResponse. Other than there, the
+request names no worker, which the instance does, a worker that failed says so by the error of its stream, and a reply
+names the publisher of the events it answers for.
+"""
+
+from __future__ import annotations
+
+from typing import Self, TypeAlias
+
+from attrs import frozen
+
+from ..field_rules import U32, U64, InvalidRecord, skip
+from .events import RouterEvent
+
+ENDPOINT_PREFIX = "worker_kv_indexer_query_dp"
+
+
+def recovery_endpoint(dp_rank: int) -> str:
+    """The name of the endpoint, in the worker's component, at which its rank answers; one for each rank."""
+    return f"{ENDPOINT_PREFIX}{dp_rank}"
+
+
+@frozen
+class RecoveryRequest:
+    """The rank's events from the start on, both ends included; without a start everything it holds.
+
+    The end is checked, and bounds nothing: an answer goes to the newest event.
+    """
+
+    dp_rank: U32 = 0
+    start_event_id: U64 | None = None
+    end_event_id: U64 | None = None
+
+
+@frozen
+class RecoveredEvents:
+    """All events from the one asked for to the newest; or from the last clear on, which makes those before it void."""
+
+    events: list[RouterEvent]
+
+
+@frozen
+class RecoveredTree:
+    """Everything the rank holds after event `last_event_id`, to be installed in place of what is known of it.
+
+    Stores that build the tree, then maybe some later events as they came; the ids of the stores mean nothing.
+    """
+
+    events: list[RouterEvent]
+    last_event_id: U64
+
+
+@frozen
+class InvalidRange:
+    """The end asked for lies before the start."""
+
+    start_id: U64
+    end_id: U64
+
+
+@frozen
+class TooNew:
+    """The start lies behind the newest event: the worker is another one, or began anew."""
+
+    requested_start: U64
+    requested_end: U64 | None
+    newest_available: U64
+
+
+@frozen
+class DumpFailed:
+    """What the rank holds could not be read; asking again may help."""
+
+    message: str
+
+
+RecoveryAnswer: TypeAlias = RecoveredEvents | RecoveredTree | InvalidRange | TooNew | DumpFailed
+
+
+@frozen
+class RecoveryReply:
+    """An answer on its way: an object with one key, which says what it is. Raises InvalidRecord for any other.
+
+    `publisher_id`, beside that key, is the id under which the worker that answers publishes its events on the event
+    plane. It identifies the life of the worker: a worker that starts again, under the same worker id, publishes under
+    another. None, and left out, where the worker does not know it.
+    """
+
+    events: RecoveredEvents | None = skip(name="Events")
+    tree: RecoveredTree | None = skip(name="TreeDump")
+    too_new: TooNew | None = skip(name="TooNew")
+    invalid_range: InvalidRange | None = skip(name="InvalidRange")
+    dump_failed: DumpFailed | None = skip(name="TreeDumpFailed")
+    publisher_id: U64 | None = skip()
+
+    def __attrs_post_init__(self) -> None:
+        if len(self._said()) != 1:
+            raise InvalidRecord("expected exactly one answer")
+
+    @classmethod
+    def of(cls, answer: RecoveryAnswer, publisher_id: int | None = None) -> Self:
+        """Return the reply that holds the answer."""
+        if isinstance(answer, RecoveredEvents):
+            return cls(events=answer, publisher_id=publisher_id)
+        if isinstance(answer, RecoveredTree):
+            return cls(tree=answer, publisher_id=publisher_id)
+        if isinstance(answer, TooNew):
+            return cls(too_new=answer, publisher_id=publisher_id)
+        if isinstance(answer, InvalidRange):
+            return cls(invalid_range=answer, publisher_id=publisher_id)
+        return cls(dump_failed=answer, publisher_id=publisher_id)
+
+    @property
+    def answer(self) -> RecoveryAnswer:
+        (said,) = self._said()
+        return said
+
+    def _said(self) -> list[RecoveryAnswer]:
+        values: list[RecoveryAnswer | None]
+        values = [self.events, self.tree, self.too_new, self.invalid_range, self.dump_failed]
+        return [value for value in values if value is not None]

@@ -1,0 +1,55 @@
+"""Spans, trace propagation, metrics, and the Prometheus text format."""
+
+from .metrics import TABLE, Buckets, Family, Instrument, Metrics, component_name, sanitize_label, sanitize_name
+from .prometheus import Sample, family, merged, with_labels
+from .propagation import BAGGAGE_MAX_CHARACTERS, HEADER_MAX_CHARACTERS, linked
+from .tracing import (
+    ENDING,
+    REQUEST_ID,
+    UNTRACED,
+    AttributeValue,
+    OpenSpan,
+    RequestSpan,
+    TracedEngine,
+    Tracer,
+    annotate,
+    extract,
+    inject,
+    link_to,
+    spanned,
+    trace_link,
+    traced,
+)
+
+__all__ = [
+    "BAGGAGE_MAX_CHARACTERS",
+    "ENDING",
+    "HEADER_MAX_CHARACTERS",
+    "REQUEST_ID",
+    "TABLE",
+    "UNTRACED",
+    "AttributeValue",
+    "Buckets",
+    "Family",
+    "Instrument",
+    "Metrics",
+    "OpenSpan",
+    "RequestSpan",
+    "Sample",
+    "TracedEngine",
+    "Tracer",
+    "annotate",
+    "component_name",
+    "extract",
+    "family",
+    "inject",
+    "link_to",
+    "linked",
+    "merged",
+    "sanitize_label",
+    "sanitize_name",
+    "spanned",
+    "trace_link",
+    "traced",
+    "with_labels",
+]

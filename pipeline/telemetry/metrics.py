@@ -1,0 +1,364 @@
+"""Metrics: name, unit, labels and buckets of every instrument, in one table, and recording by those names.
+
+    metrics = Metrics(meter)                                   # a family's instruments, made when first used
+    metrics.add("requests_total", 1, model="m", endpoint="chat_completions", ...)
+    metrics.record("time_to_first_token_seconds", 0.12, model="m")
+    own = Metrics(meter, prefix="my_router", rows=[Instrument("waiting", "observed", "", "Who waits", ("pool",))])
+    forget = own.observe("waiting", lambda: [({"pool": "a"}, len(queue))])   # looked at whenever somebody reads them
+
+Uses the API of OpenTelemetry only: whoever runs the program configures it.
+Source: dynamo lib/llm/src/http/service/metrics.rs, lib/runtime/src/metrics.
+"""
+
+from __future__ import annotations
+
+import decimal
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache, partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from attrs import define, field, frozen
+from opentelemetry import metrics as otel
+
+from ..errors import InvalidArgument
+
+_log = logging.getLogger(__name__)
+
+Kind = Literal["counter", "up_down", "gauge", "observed", "histogram"]
+Family = Literal["frontend", "component"]
+Look = Callable[[], Iterable[tuple[Mapping[str, str], float]]]
+"""Gives the values of this moment, each with its labels."""
+
+PREFIXES: dict[Family, str] = {"frontend": "dynamo_frontend", "component": "dynamo_component"}
+_MAX_BUCKETS = 512
+_TWO_DIGITS = decimal.Context(prec=2, rounding=decimal.ROUND_HALF_UP)
+
+
+@frozen
+class Buckets:
+    """Bounds that grow evenly on a logarithmic scale, the first one 0."""
+
+    min: float
+    max: float
+    count: int
+
+    def bounds(self) -> tuple[float, ...]:
+        """0, then `min * (max/min) ** (i / (count-1))` rounded to two digits, halves up, without duplicates."""
+        if self.count < 2:
+            return (0.0,) * self.count
+        growth = self.max / self.min
+        steps = (self.min * growth ** (i / (self.count - 1)) for i in range(1, self.count))
+        return tuple(dict.fromkeys([0.0, *(float(_TWO_DIGITS.create_decimal_from_float(step)) for step in steps)]))
+
+    def overridden(self, name: str, environment: Mapping[str, str]) -> Buckets:
+        """These with what `DYN_METRICS_<NAME>_MIN`, `_MAX` and `_COUNT` say; unchanged if that makes no sense."""
+        variable = f"DYN_METRICS_{name.upper()}_"
+        try:
+            low = float(environment.get(f"{variable}MIN", self.min))
+            high = float(environment.get(f"{variable}MAX", self.max))
+            count = int(environment.get(f"{variable}COUNT", self.count))
+        except ValueError:
+            return self
+        sensible = 0 < low < high and math.isfinite(high / low) and 0 <= count <= _MAX_BUCKETS
+        return Buckets(low, high, count) if sensible else self
+
+
+@frozen
+class Instrument:
+    """One row of the table.
+
+    A counter is added to, or looked at where something else counts; an up_down is moved both ways, a gauge set, an
+    observed gauge looked at, and into a histogram values are put. A histogram's `buckets` may also be its bounds
+    themselves. `optional` labels may be left out.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    description: str
+    labels: tuple[str, ...]
+    buckets: Buckets | tuple[float, ...] = ()
+    optional: tuple[str, ...] = ()
+
+    def bounds(self, environment: Mapping[str, str]) -> tuple[float, ...]:
+        """The upper bounds of a histogram's buckets, the last one, infinity, left out."""
+        if isinstance(self.buckets, Buckets):
+            return self.buckets.overridden(self.name, environment).bounds()
+        return self.buckets
+
+
+_MODEL = ("model",)
+_REQUEST = ("model", "endpoint", "request_type")
+_VERDICT = (*_REQUEST, "status", "error_type")
+_INSTANCE = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
+_DURATION = Buckets(1, 512, 10)
+_INPUT = Buckets(50, 128_000, 12)
+
+
+def _worker_gauge(name: str, unit: str, description: str, *labels: str) -> Instrument:
+    """A gauge of a worker's engine, with the model under both of its names where they are known."""
+    names = (*_INSTANCE, "model", "model_name", *labels)
+    return Instrument(name, "gauge", unit, description, names, optional=("model", "model_name"))
+
+
+TABLE: dict[Family, tuple[Instrument, ...]] = {
+    "frontend": (
+        Instrument("requests_started_total", "counter", "", "Requests that came in", _REQUEST),
+        Instrument("requests_total", "counter", "", "Requests that ended, by verdict", _VERDICT),
+        Instrument("inflight_requests", "up_down", "", "Requests between arrival and end", _MODEL),
+        Instrument("active_requests", "up_down", "", "Requests whose answer has begun", _MODEL),
+        Instrument("queued_requests", "up_down", "", "Requests whose answer has not begun", _MODEL),
+        Instrument("disconnected_clients", "up_down", "", "Clients that left before their answer ended", ()),
+        Instrument("request_duration_seconds", "histogram", "s", "From arrival to end", _MODEL, _DURATION),
+        Instrument("input_sequence_tokens", "histogram", "", "Tokens of a prompt", _MODEL, _INPUT),
+        Instrument("output_sequence_tokens", "histogram", "", "Tokens of an answer", _MODEL, Buckets(50, 32_000, 10)),
+        Instrument("output_tokens_total", "counter", "", "Tokens of all answers", _MODEL),
+        Instrument(
+            "time_to_first_token_seconds",
+            "histogram",
+            "s",
+            "From arrival to the first token",
+            _MODEL,
+            Buckets(0.001, 480, 18),
+        ),
+        Instrument(
+            "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
+        ),
+        Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
+        Instrument("refused_requests_total", "counter", "", "Requests and connections a limit refused", ("limit",)),
+        Instrument(
+            "model_rejection_total", "counter", "", "Requests refused because all is busy", (*_MODEL, "endpoint")
+        ),
+        Instrument("model_cancellation_total", "counter", "", "Requests given up by their client", _REQUEST),
+        Instrument(
+            "model_migration_total",
+            "counter",
+            "",
+            "Dispatches that failed, and broken answers another worker was looked for",
+            (*_MODEL, "migration_type"),
+        ),
+        Instrument(
+            "model_migration_duration_seconds",
+            "histogram",
+            "s",
+            "From a failure to the stream of another worker, or to giving up",
+            (*_MODEL, "migration_type", "outcome"),
+            (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0),
+        ),
+        Instrument(
+            "model_migration_max_seq_len_exceeded_total",
+            "counter",
+            "",
+            "Requests that grew longer than those that migrate",
+            _MODEL,
+        ),
+    ),
+    "component": (
+        Instrument("requests_total", "counter", "", "Requests taken", _INSTANCE),
+        Instrument("inflight_requests", "up_down", "", "Requests taken and not ended", _INSTANCE),
+        Instrument("request_duration_seconds", "histogram", "s", "From taking to end", _INSTANCE, _DURATION),
+        Instrument("request_bytes_total", "counter", "", "Bytes of token ids in requests taken", _INSTANCE),
+        Instrument("response_bytes_total", "counter", "", "Bytes of token ids in answers", _INSTANCE),
+        Instrument("cancellation_total", "counter", "", "Requests stopped or killed by their caller", _INSTANCE),
+        Instrument("errors_total", "counter", "", "Requests that failed", (*_INSTANCE, "error_type")),
+        _worker_gauge("model_load_time_seconds", "s", "How long the engine took to start"),
+        _worker_gauge("drain_time_seconds", "s", "How long the engine took to drain"),
+        _worker_gauge("cleanup_time_seconds", "s", "How long the engine took to clean up"),
+        _worker_gauge("total_blocks", "", "KV blocks of the rank", "dp_rank"),
+        _worker_gauge("gpu_cache_usage_percent", "", "Share of the rank's KV blocks in use, 0 to 1", "dp_rank"),
+        _worker_gauge("kv_cache_hit_rate", "", "Share of prompt tokens found in the rank's cache, 0 to 1", "dp_rank"),
+    ),
+}
+"""Every instrument of a family, its name without the family's prefix. Names end in their unit."""
+
+
+class Metrics:
+    """Records by the names of a family's table. A name, or a set of labels, that is not there raises ValueError.
+
+    `rows` are the instruments if not those of the family. `prefix` replaces the family's own and is made a valid name;
+    blank counts as none. `environment` may change buckets. Without a meter the globally configured one is used, which
+    until then records nothing.
+    """
+
+    def __init__(
+        self,
+        meter: otel.Meter | None = None,
+        *,
+        family: Family = "frontend",
+        prefix: str | None = None,
+        rows: Sequence[Instrument] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._meter = _global_meter() if meter is None else meter
+        self._prefix = sanitize_name(prefix) if prefix and prefix.strip() else PREFIXES[family]
+        self._environment = environment or {}
+        self._rows = {row.name: row for row in (TABLE[family] if rows is None else rows)}
+        self._labels = {row.name: _Labels.of(row) for row in self._rows.values()}
+        self._made: dict[str, Any] = {}
+
+    @property
+    def meter(self) -> otel.Meter:
+        """For other instruments beside these: `Metrics(metrics.meter, rows=...)`."""
+        return self._meter
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Adds to a counter, or moves an up_down."""
+        self._instrument(name, labels, ("counter", "up_down")).add(value, labels)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Sets a gauge."""
+        self._instrument(name, labels, ("gauge",)).set(value, labels)
+
+    def record(self, name: str, value: float, **labels: str) -> None:
+        """Puts a value into a histogram."""
+        self._instrument(name, labels, ("histogram",)).record(value, labels)
+
+    def recorder(self, name: str, **labels: str) -> Callable[[float], object]:
+        """`add` or `record` for these labels, which are checked now: for what is counted again and again."""
+        made = self._instrument(name, labels, ("counter", "up_down", "histogram"))
+        return partial(made.record if self._rows[name].kind == "histogram" else made.add, attributes=labels)
+
+    def observe(self, name: str, look: Look) -> Callable[[], None]:
+        """Shows what `look` gives whenever the metrics are read; returns the call that ends it.
+
+        A series that is not given any more is gone. Several may observe one instrument, also through other `Metrics` of
+        the same meter. `look` must not wait and may be called in any thread; what it raises is logged, and so are wrong
+        labels: its values are not shown then.
+        """
+        return self._observe(name, look, "observed")
+
+    def observe_counter(self, name: str, look: Look) -> Callable[[], None]:
+        """`observe` for a counter whose values, which only grow, are counted elsewhere; nothing is added to it then."""
+        return self._observe(name, look, "counter")
+
+    def _observe(self, name: str, look: Look, kind: Kind) -> Callable[[], None]:
+        row, full_name = self._row(name), self.full_name(name)
+        if row.kind != kind:
+            raise ValueError(f"{name} is a {row.kind}")
+        observed = _observed.setdefault(self._meter, {})
+        if (observers := observed.get(full_name)) is None:
+            observers = observed[full_name] = _Observers(full_name, self._labels[name])
+            is_counter = kind == "counter"
+            make = self._meter.create_observable_counter if is_counter else self._meter.create_observable_gauge
+            make(full_name, [observers], row.unit, row.description)
+        return observers.add(look)
+
+    def buckets(self, name: str) -> tuple[float, ...]:
+        """The bucket bounds of a histogram, for those who count by themselves."""
+        return self._row(name).bounds(self._environment)
+
+    def full_name(self, name: str) -> str:
+        """The name with its prefix."""
+        return f"{self._prefix}_{self._row(name).name}"
+
+    def _row(self, name: str) -> Instrument:
+        if name not in self._rows:
+            raise ValueError(f"no metric {name!r} among {', '.join(self._rows)}")
+        return self._rows[name]
+
+    def _instrument(self, name: str, labels: dict[str, str], kinds: tuple[Kind, ...]) -> Any:
+        row = self._row(name)
+        if row.kind not in kinds:
+            raise ValueError(f"{name} is a {row.kind}")
+        self._labels[name].check(name, labels)
+        if (made := self._made.get(name)) is None:
+            made = self._made[name] = self._make(row)
+        return made
+
+    def _make(self, row: Instrument) -> object:
+        name, unit, text = self.full_name(row.name), row.unit, row.description
+        if row.kind == "counter":
+            return self._meter.create_counter(name, unit, text)
+        if row.kind == "up_down":
+            return self._meter.create_up_down_counter(name, unit, text)
+        if row.kind == "gauge":
+            return self._meter.create_gauge(name, unit, text)
+        bounds = row.bounds(self._environment)
+        return self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=bounds)
+
+
+@frozen
+class _Labels:
+    """The labels of an instrument; `needed` are those that may not be left out."""
+
+    known: AbstractSet[str]
+    needed: AbstractSet[str]
+
+    @classmethod
+    def of(cls, row: Instrument) -> _Labels:
+        return cls(frozenset(row.labels), frozenset(row.labels) - frozenset(row.optional))
+
+    def check(self, name: str, labels: Mapping[str, str]) -> None:
+        given = labels.keys()
+        if given != self.known and not self.needed <= given <= self.known:
+            raise ValueError(f"{name} has the labels {sorted(self.known)}, not {sorted(labels)}")
+
+
+@define(eq=False)
+class _Observers:
+    """All who observe one instrument of a meter, which takes callbacks only with the instrument and for ever."""
+
+    name: str
+    labels: _Labels
+    _looks: dict[object, Look] = field(factory=dict)
+
+    def add(self, look: Look) -> Callable[[], None]:
+        place = object()
+        self._looks[place] = look
+
+        def forget() -> None:
+            self._looks.pop(place, None)
+
+        return forget
+
+    def __call__(self, options: otel.CallbackOptions) -> Iterable[otel.Observation]:
+        seen: list[otel.Observation] = []
+        for look in list(self._looks.values()):
+            try:
+                seen += [self._observation(labels, value) for labels, value in look()]
+            except Exception:
+                _log.exception("%s cannot be observed", self.name)
+        return seen
+
+    def _observation(self, labels: Mapping[str, str], value: float) -> otel.Observation:
+        self.labels.check(self.name, labels)
+        return otel.Observation(value, dict(labels))
+
+
+_observed: WeakKeyDictionary[otel.Meter, dict[str, _Observers]] = WeakKeyDictionary()
+"""By meter and full name."""
+
+
+@cache
+def _global_meter() -> otel.Meter:
+    """One for all: until a provider is configured every call would give another."""
+    return otel.get_meter("penstock")
+
+
+def component_name(name: str) -> str:
+    """The full name of a worker's own metric: `test metric` is `dynamo_component_test_metric`."""
+    return f"{PREFIXES['component']}_{sanitize_name(name)}"
+
+
+def sanitize_name(name: str) -> str:
+    """A valid metric name: letters, digits, `_` and `:`, not starting with a digit. Raises InvalidArgument for none."""
+    return _sanitized(re.sub(r"[^A-Za-z0-9_:]", "_", name), name, "metric name")
+
+
+def sanitize_label(name: str) -> str:
+    """A valid label name: as a metric's but without `:` and the reserved `__` before it."""
+    cleaned = re.sub(r"[^A-Za-z0-9_]", "_", name)
+    while cleaned.startswith("__"):
+        cleaned = cleaned.removeprefix("__")
+    return _sanitized(cleaned, name, "label")
+
+
+def _sanitized(cleaned: str, name: str, what: str) -> str:
+    if not cleaned.strip("_"):
+        raise InvalidArgument(f"{name!r} leaves nothing of a {what}", field=what)
+    return f"_{cleaned}" if cleaned[0].isdigit() else cleaned

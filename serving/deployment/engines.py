@@ -1,0 +1,262 @@
+"""The engines a program can host: by name, or as `module:factory` of somebody else.
+
+--engine mocker --engine-arg speedup_ratio=100
+--engine my_package.engine:MyEngine --engine-arg device=cpu
+
+Arguments given as text, turned into what a function or a record wants by its annotations.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import time
+import types
+import typing
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any, get_args
+
+import attrs
+from attrs import define, evolve, frozen
+
+from engines import DisaggregationMode, EchoEngine, LLMEngine
+from engines.mocker import MODEL, HandoffExchange, MockEngine, MockEngineArgs, RecordedOutputs, handoff_order
+from pipeline import InvalidArgument, PenstockError, to_error
+from pipeline.foreign import raise_if_ours
+from pipeline.wire import from_json
+
+
+def converted(make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """The texts as the arguments of `make`. Raises InvalidArgument, naming the argument.
+
+    A choice among texts is left to `make`, which knows what it accepts; a record is given as JSON. What has no
+    annotation is a text.
+    """
+    if not texts:
+        return {}
+    return {name: _converted(text, hint_of(make, name), name) for name, text in texts.items()}
+
+
+def hint_of(make: Callable[..., Any], name: str) -> Any:
+    """The type of the argument `name` of `make`. Raises InvalidArgument if it takes none of that name."""
+    parameters = inspect.signature(make).parameters
+    takes_any = next((name for name, one in parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
+    named = [name for name, one in parameters.items() if one.kind in _BY_NAME]
+    declared = name if name in named else takes_any
+    if declared is None:
+        raise InvalidArgument(f"no such argument; there are: {', '.join(named) or 'none'}", field=name)
+    return _hint(make, declared, name)
+
+
+def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
+    """The parameter's type. The others are not looked at: their annotations may be meant for type checkers only."""
+    function: Any = make
+    if isinstance(make, type):
+        function = make.__init__  # type: ignore[misc]
+    elif not inspect.isroutine(make):
+        function = make.__call__  # type: ignore[operator]
+
+    def alone() -> None: ...
+
+    alone.__annotations__ = {parameter: getattr(function, "__annotations__", {}).get(parameter, str)}
+    try:
+        return typing.get_type_hints(alone, getattr(function, "__globals__", None))[parameter]
+    except Exception as error:
+        raise InvalidArgument(f"its type cannot be told: {error}", field=name) from error
+
+
+def _converted(text: str, hint: Any, name: str) -> Any:
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = [_plain(kind) for kind in (get_args(hint) if is_union else (hint,))]
+    # What says most goes first: a text is anything, and `none` is no number.
+    for kind in sorted(kinds, key=lambda kind: kind is str):
+        if attrs.has(kind):
+            if text.lstrip().startswith("{"):
+                return _record(text, kind, name)
+        elif kind in _READERS:
+            try:
+                return _READERS[kind](text)
+            except (ValueError, KeyError):
+                continue
+    expected = " or ".join(_name(kind) for kind in kinds)
+    raise InvalidArgument(f"must be {expected}, got {text!r}", field=name)
+
+
+def _record(text: str, kind: type[Any], name: str) -> Any:
+    try:
+        return from_json(text, kind)
+    except InvalidArgument as error:
+        raise InvalidArgument(str(error), field=name) from None
+
+
+def _plain(kind: Any) -> Any:
+    """The type itself: a choice of texts is a text."""
+    return str if typing.get_origin(kind) is typing.Literal else kind
+
+
+def _name(kind: Any) -> str:
+    return "a JSON object" if attrs.has(kind) else _NAMES.get(kind, "something not settable as text")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_READERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: lambda text: {"true": True, "false": False}[text.lower()],
+    str: str,
+    Path: Path,
+    type(None): lambda text: {"none": None}[text.lower()],
+}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    type(None): "none",
+}
+
+
+_PLACE = "engine_args"
+
+
+@define
+class Deployment:
+    """What the engines of one deployment have in common.
+
+    `token_ids` are what a made up answer may consist of, None: what the engine likes. `exchange` is where those meet
+    that hand blocks over; the first one makes it. `recorded` are answers that are known. `made` are the engines so far:
+    each one listens at ports of its own.
+    """
+
+    token_ids: range | None = None
+    model_name: str | None = None
+    mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    exchange: HandoffExchange | None = None
+    recorded: RecordedOutputs | None = None
+    made: int = 0
+
+
+@frozen
+class EngineChoice:
+    """An engine, the callable whose parameters are its arguments, and how it is made from them."""
+
+    arguments: Callable[..., Any]
+    make: Callable[[dict[str, Any], Deployment], LLMEngine | Awaitable[LLMEngine]]
+    is_ours: bool = True
+
+    async def build(self, texts: Mapping[str, str], deployment: Deployment) -> LLMEngine:
+        """A new engine, not started. Raises InvalidArgument; its field is below `engine_args` where one is to blame.
+
+        What else a foreign factory raises comes as an error of the tree. An async one is awaited: its cancellation is
+        that of the caller.
+        """
+        with _placed():
+            made = self.make(converted(self.arguments, texts), deployment)
+            return made if isinstance(made, LLMEngine) else await made
+
+    def check(self, texts: Mapping[str, str], deployment: Deployment) -> None:
+        """Raises what `build` would. A foreign engine is not made for that, it may hold what others need."""
+        with _placed():
+            arguments = converted(self.arguments, texts)
+            if self.is_ours:
+                self.make(arguments, deployment)
+
+
+@contextmanager
+def _placed() -> Iterator[None]:
+    try:
+        yield
+    except InvalidArgument as error:
+        place = f"{_PLACE}.{error.field}" if error.field else "engine"
+        raise InvalidArgument(str(error), field=place) from error.__cause__
+
+
+def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
+    if deployment.mode is DisaggregationMode.ENCODE:
+        raise InvalidArgument("a mock engine cannot be an encode worker")
+    wanted: dict[str, Any] = {"worker_type": deployment.mode.value}
+    args = MockEngineArgs(**wanted | arguments)
+    if args.worker_type != deployment.mode.value:
+        raise InvalidArgument(f"must be {deployment.mode}, the mode of its worker", field="worker_type")
+    if deployment.exchange is None:
+        order, session_s = handoff_order(args.engine_type), args.handoff_session_timeout_ms / 1000
+        deployment.exchange = HandoffExchange(order, session_timeout_s=session_s)
+    args = _with_ports_of(args, deployment.made)
+    deployment.made += 1
+    name = MODEL if deployment.model_name is None else deployment.model_name
+    return MockEngine(
+        args,
+        exchange=deployment.exchange,
+        token_ids=deployment.token_ids,
+        recorded=deployment.recorded,
+        model=name,
+        clock=time.time,
+    )
+
+
+def _with_ports_of(args: MockEngineArgs, worker: int) -> MockEngineArgs:
+    """The ports of each worker behind those of the one before, which has one for each rank."""
+    offset = worker * args.dp_size
+    names = ("bootstrap_port", "zmq_kv_events_port", "zmq_replay_port")
+    return evolve(args, **{name: port + offset for name in names if (port := getattr(args, name)) is not None})
+
+
+ENGINES: Mapping[str, EngineChoice] = {
+    "echo": EngineChoice(EchoEngine, lambda arguments, _: EchoEngine(**arguments)),
+    "mocker": EngineChoice(MockEngineArgs, _mocker),
+}
+"""Engines by the name a config gives them."""
+
+
+def find_engine(name: str) -> EngineChoice:
+    """The engine of that name, or the factory at `module:factory`, looked for in the current folder too.
+
+    Raises InvalidArgument for what is neither.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise InvalidArgument(f"must be one of {', '.join(ENGINES)}, or module:factory, got {name!r}", field="engine")
+    factory = _imported(module, attribute)
+    return EngineChoice(factory, lambda arguments, _: _foreign(factory, arguments, name), is_ours=False)
+
+
+def _imported(module: str, attribute: str) -> Callable[..., Any]:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidArgument(str(error), field="engine") from error
+    except BaseException as error:  # of the module's own code
+        raise_if_ours(error)
+        raise InvalidArgument(f"{module}: {type(error).__name__}: {error}", field="engine") from error
+    if not callable(found):
+        raise InvalidArgument(f"{module}:{attribute} cannot be called", field="engine")
+    factory: Callable[..., Any] = found
+    return factory
+
+
+async def _foreign(factory: Callable[..., Any], arguments: dict[str, Any], name: str) -> LLMEngine:
+    try:
+        made = factory(**arguments)
+        if isawaitable(made):
+            made = await made
+    except PenstockError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{name}: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise_if_ours(error)
+        raise to_error(error) from error
+    if not isinstance(made, LLMEngine):
+        raise InvalidArgument(f"{name} makes a {type(made).__name__}, which is no LLMEngine")
+    return made

@@ -1,0 +1,118 @@
+"""Fleet: the workers of one graph, which can be ended and replaced while it runs.
+
+fleet.workers, fleet.prefill_workers        by number; a replaced one keeps its number and has another id
+die ──► cut at once, as a crash does        leave ──► in order        bring_back ──► a new one in its place
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from engines import DisaggregationMode, Worker
+from operators import Model
+from pipeline import Disconnected
+from pipeline.network import Runtime
+
+from .config import GraphConfig, Hosting
+from .engines import Deployment
+from .kv_routing import event_log
+
+
+class Fleet:
+    """See the module. Workers are made and run in the block of `running`; for one loop."""
+
+    def __init__(self, config: GraphConfig, hosting: Hosting, model: Model, runtime: Runtime) -> None:
+        self._config, self._hosting, self._model, self._runtime = config, hosting, model, runtime
+        self._deployment: Deployment = config.deployment(config.modes[0])
+        self._deployment.recorded = hosting.recorded
+        self._running: dict[Worker, None] = {}
+        self.workers: list[Worker] = []
+        self.prefill_workers: list[Worker] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Makes all, starts one after the other, and ends all at the same time: each may take its time for that."""
+        config = self._config
+        self.workers += [await self._made(config.modes[0]) for _ in range(config.workers)]
+        self.prefill_workers += [await self._made(DisaggregationMode.PREFILL) for _ in range(config.prefill_workers)]
+        why: tuple[Any, ...] = (None, None, None)
+        try:
+            everybody = [*self.prefill_workers, *self.workers]
+            for worker in everybody:
+                await self._start(worker)
+            for worker in everybody:
+                if worker.failure is not None:  # while a later one started
+                    raise worker.failure
+            yield
+        except BaseException as error:
+            why = type(error), error, error.__traceback__
+            raise
+        finally:
+            async with anyio.create_task_group() as tasks:
+                for worker in self._running:
+                    tasks.start_soon(worker.__aexit__, *why)
+
+    async def finish(self, within_s: float) -> None:
+        """Takes nothing new, and waits for what runs."""
+        served = [worker.served for worker in self._running if worker.served is not None]
+        for one in served:
+            await one.withdraw()
+        with anyio.move_on_after(within_s):
+            for one in served:
+                await one.drained()
+
+    async def die(self, worker: Worker) -> None:
+        """Ends a worker as a crash does: it cannot be reached any more, and what it is doing is lost."""
+        if worker in self._running:
+            if worker.served is not None:
+                worker.served.abort()
+            del self._running[worker]
+            crash = Disconnected(f"{worker} died")
+            await worker.__aexit__(type(crash), crash, None)
+
+    async def leave(self, worker: Worker) -> None:
+        """Ends a worker in order: nothing new comes to it, and what it is doing it finishes.
+
+        It may die meanwhile. Cancelled, it is ended with the fleet.
+        """
+        if worker in self._running:
+            if worker.served is not None:
+                await worker.served.withdraw()
+                await worker.served.drained()
+            if worker in self._running:
+                del self._running[worker]
+                await worker.__aexit__(None, None, None)
+
+    async def bring_back(self, pool: list[Worker], number: int) -> Worker:
+        """A new worker, with a new engine that knows nothing, in the place of one that has ended.
+
+        Cancelled while it starts, there is none, and its place is one that has ended.
+        """
+        mode = DisaggregationMode.PREFILL if pool is self.prefill_workers else self._config.modes[0]
+        worker = pool[number] = await self._made(mode)
+        await self._start(worker)
+        return worker
+
+    async def _made(self, mode: DisaggregationMode) -> Worker:
+        self._deployment.mode = mode
+        (engine,) = await self._config.make_engines(1, self._deployment)
+        hosting = self._hosting
+        return Worker(
+            engine,
+            self._config.worker_settings(self._model, mode),
+            runtime=self._runtime,
+            metrics=hosting.metrics,
+            environment=hosting.environment,
+            health=hosting.health,
+            times=hosting.times,
+            kv_event_log=event_log if self._config.needs_event_logs else None,
+            tracer=hosting.tracer,
+        )
+
+    async def _start(self, worker: Worker) -> None:
+        await worker.__aenter__()
+        self._running[worker] = None

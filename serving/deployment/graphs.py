@@ -1,0 +1,151 @@
+"""The standard graphs, built from one config.
+
+    Preprocess >> Migration >> Detokenize >> PushRouter ──► workers at one endpoint of an embedded runtime
+
+With the router `kv` a KvPushRouter stands above the PushRouter, with prefill workers a PrefillRouter above the routers,
+with busy thresholds a Rejection above all. A graph is opened as a context and closes all that it opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from time import perf_counter, time_ns
+
+from attrs import frozen
+
+from engines import Worker
+from operators import Detokenize, Migration, MigrationMetrics, Model, PrefillRouter, Preprocess
+from operators.kv import WorkerType
+from pipeline import Annotated, AsyncEngine, PenstockError, Segment
+from pipeline.network import Runtime
+from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.telemetry import merged, traced
+
+from .config import GraphConfig
+from .config import Hosting as Hosting
+from .fleet import Fleet
+from .routing import Routing, prefill_stage, routing_to
+
+StandardGraph = Segment[ChatCompletionRequest | CompletionRequest, Annotated[BackendOutput]]
+"""OpenAI requests in, detokenized items out."""
+TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
+"""Requests in tokens in, an engine's items out."""
+
+
+@frozen
+class OpenGraph:
+    """A graph that runs, its part below the text stages, and the workers behind it."""
+
+    graph: StandardGraph
+    tokens: TokenGraph
+    fleet: Fleet
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that answer."""
+        return self.fleet.workers
+
+    @property
+    def prefill_workers(self) -> list[Worker]:
+        """Those that prefill for them."""
+        return self.fleet.prefill_workers
+
+    @property
+    def failure(self) -> PenstockError | None:
+        """What ended its first engine, once none works any more."""
+        failures = [worker.failure for worker in self.workers if worker.failure is not None]
+        return failures[0] if len(failures) == len(self.workers) else None
+
+    def native_metrics(self) -> str:
+        """The engines' own metrics as Prometheus text, each family once whatever workers have it."""
+        return merged(worker.native_metrics() for worker in (*self.workers, *self.prefill_workers))
+
+
+@asynccontextmanager
+async def standard_graph(config: GraphConfig) -> AsyncIterator[StandardGraph]:
+    """The graph of a config with all it needs running; leaving the block drains and closes it."""
+    async with hosted_graph(config, Hosting()) as opened:
+        yield opened.graph
+
+
+@asynccontextmanager
+async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[OpenGraph]:
+    """The same with its workers. Raises what keeps one from starting, once those before it have ended.
+
+    Leaving takes nothing new, lets what runs finish in the time the runtime gives, then ends the workers, all at once.
+    """
+    model = config.load_model()
+    rng = None if config.seed is None else Random(config.seed)
+    async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, AsyncExitStack() as stages:
+        fleet = Fleet(config, hosting, model, runtime)
+        await stages.enter_async_context(fleet.running())
+        parts = (config, hosting.environment, runtime, hosting.metrics)
+        worker_type: WorkerType = "decode" if config.prefill_workers else "aggregated"
+        endpoint, tracer = fleet.workers[0].endpoint, hosting.tracer
+        routing = await stages.enter_async_context(routing_to(endpoint, *parts, worker_type, tracer))
+        await routing.workers.wait_for_instances(config.workers)
+        prefill = None
+        if config.prefill_workers:
+            prefill = await stages.enter_async_context(prefill_stage(routing, *parts, tracer))
+        yield OpenGraph(
+            line(model, routing, config, hosting, prefill), token_line(routing, config, hosting, prefill), fleet
+        )
+        await fleet.finish(runtime.graceful_timeout_s)
+
+
+def wall_ms() -> int:
+    """Milliseconds since the epoch."""
+    return time_ns() // 1_000_000
+
+
+def line(
+    model: Model,
+    routing: Routing,
+    config: GraphConfig,
+    hosting: Hosting,
+    prefill: PrefillRouter | None = None,
+) -> StandardGraph:
+    """The stages in order; with a tracer each of them that adds time has a span."""
+    lenient = config.ignore_unsupported
+    limits = config.request_limits
+    preprocess = Preprocess(
+        model,
+        ignore_unsupported=lenient,
+        limits=limits,
+        work=config.prompt_work,
+        wall_ms=wall_ms,
+        perf_s=perf_counter,
+    )
+    routed = routing.router if prefill is None else prefill >> routing.router
+    detokenized = Detokenize(model) >> routed
+    if config.migration_limit:
+        graph: StandardGraph = preprocess >> _migration(config, hosting) >> detokenized
+    else:
+        graph = preprocess >> detokenized
+    graph = graph if routing.rejection is None else routing.rejection >> graph
+    return graph if hosting.tracer is None else traced(graph, tracer=hosting.tracer)
+
+
+def token_line(
+    routing: Routing, config: GraphConfig, hosting: Hosting, prefill: PrefillRouter | None = None
+) -> TokenGraph:
+    """The stages in order that requests in tokens go through."""
+    routed = routing.router if prefill is None else prefill >> routing.router
+    tokens = _migration(config, hosting) >> routed if config.migration_limit else routed
+    return tokens if routing.rejection is None else routing.rejection >> tokens
+
+
+def _migration(config: GraphConfig, hosting: Hosting) -> Migration:
+    """As configured; it counts where something counts at all."""
+    metrics = None
+    if hosting.metrics is not None:
+        metrics = MigrationMetrics(hosting.metrics.meter, prefix=hosting.environment.get("DYN_METRICS_PREFIX"))
+    return Migration(
+        config.migration_limit,
+        max_seq_len_tokens=config.migration_max_seq_len_tokens,
+        metrics=metrics,
+        tracer=hosting.tracer,
+    )

@@ -1,0 +1,153 @@
+"""The KV router of a standard graph, with all it hears and is asked by.
+
+    instances, cards, busy?, left out? ──┐
+    KV events, recovery from the workers ┴► KvRouter ◄── KvPushRouter, right above the PushRouter of the same pool
+
+Source: dynamo lib/llm/src/discovery/model_manager.rs, create_kv_router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from random import Random
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from attrs import evolve, frozen
+
+from operators import KvPushRouter, PushRouter
+from operators.kv import (
+    EventLog,
+    KvRecovery,
+    KvRouter,
+    KvRouterConfig,
+    PolicyProfile,
+    ReplicaSync,
+    RouterGauges,
+    RouterMetrics,
+    WorkerRank,
+    WorkerType,
+    active_request_expiry_s,
+    adapters_of,
+    configs_of,
+    kv_events,
+    overlap_refresh_after_s,
+    recovery_workers,
+)
+from pipeline import Unavailable
+from pipeline.network import EndpointId, Runtime, Workers
+from pipeline.protocols.card import ModelDeploymentCard
+
+from ..environment import seconds
+from .config import GraphConfig
+from .settings import policy_profile
+
+if TYPE_CHECKING:
+    from pipeline.telemetry import Metrics, Tracer
+
+SESSION_TTL_ENV = "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"
+
+
+@frozen
+class KvPool:
+    """Who a KV router chooses from, and what they do; who of them may be asked, the PushRouter below it knows."""
+
+    endpoint: EndpointId
+    workers: Workers[Any, Any]
+    push: PushRouter[Any, Any]
+    worker_type: WorkerType = "aggregated"
+
+
+@asynccontextmanager
+async def kv_stage(
+    pool: KvPool,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    metrics: Metrics | None,
+    tracer: Tracer | None = None,
+) -> AsyncIterator[KvPushRouter]:
+    """The stage above the PushRouter of the pool, with a router as configured that follows the pool to the block's end.
+
+    Waits until as many workers are there as the configuration wants at the start. Raises Unavailable where no worker
+    has published its card yet, InvalidArgument for a policy file that is wrong, and as KvRouter does.
+    """
+    settings, models = _settings(config, pool.worker_type), runtime.discovery.watch_models(pool.endpoint.path)
+    card = await _first_card(pool.endpoint, runtime)
+    profile = _profile(config, card.display_name)
+    meter = None if metrics is None else metrics.meter
+    counted = RouterMetrics(
+        meter,
+        namespace=pool.endpoint.namespace,
+        component=pool.endpoint.component,
+        router_id=f"{runtime.instance_id:x}",
+        model=card.display_name,
+        worker_type=pool.worker_type,
+        policy_classes=[one.name for one in profile.classes],
+        perf_s=perf_counter,
+    )
+    with KvRecovery(recovery_workers(runtime, pool.endpoint), configs_of(models)) as recovery:
+        chooser = KvRouter(
+            pool.workers,
+            settings,
+            block_size_tokens=card.kv_cache_block_size,
+            configs=configs_of(models),
+            adapters=adapters_of(models),
+            routable=pool.push.standing.routable,
+            overloaded=pool.push.standing.overloaded,
+            recover=recovery,
+            peers=ReplicaSync(runtime.events, pool.endpoint) if settings.router_replica_sync else None,
+            profile=profile,
+            rng=None if config.seed is None else Random(config.seed),
+            worker_type=pool.worker_type,
+            counted=counted.event_applied,
+            expiry_s=active_request_expiry_s(environment),
+            refresh_after_s=overlap_refresh_after_s(environment),
+            session_ttl_s=seconds(environment.get(SESSION_TTL_ENV), 1.0),
+        )
+        with (
+            chooser,
+            RouterGauges(chooser, meter, model=card.display_name),
+            chooser.follow(kv_events(runtime.events, pool.endpoint)),
+            runtime.scheduler.spawn(lambda scope: _run(chooser, scope)),
+        ):
+            await chooser.ready()
+            yield KvPushRouter(chooser, metrics=counted, tracer=tracer)
+
+
+def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
+    """As configured; prefill workers have no blocks in use for long, and may be fewer."""
+    settings = config.kv_router
+    if worker_type != "prefill":
+        return settings
+    wanted = min(settings.min_initial_workers, config.prefill_workers)
+    return evolve(
+        settings, min_initial_workers=wanted, router_track_active_blocks=False, router_track_output_blocks=False
+    )
+
+
+def event_log(worker_id: int, dp_rank: int) -> EventLog:
+    """What a worker keeps of its events, for routers that missed some."""
+    return EventLog(WorkerRank(worker_id, dp_rank))
+
+
+async def _run(chooser: KvRouter, scope: anyio.CancelScope) -> None:
+    with scope:
+        await chooser.run()
+
+
+def _profile(config: GraphConfig, model_name: str) -> PolicyProfile:
+    settings = config.kv_router
+    if settings.router_policy_config is None:
+        return PolicyProfile.from_config(settings)
+    return policy_profile(settings.router_policy_config, model_name, settings)
+
+
+async def _first_card(endpoint: EndpointId, runtime: Runtime) -> ModelDeploymentCard:
+    """That of the first worker: in what counts here, workers of one endpoint are alike."""
+    models = await runtime.discovery.models(endpoint.path)
+    if not models:
+        raise Unavailable(f"no worker at {endpoint} has published its card")
+    return models[0].card

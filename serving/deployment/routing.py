@@ -1,0 +1,218 @@
+"""How requests of a standard graph find their worker, and when they are refused.
+
+    environment, config ──► PushRouter ◄── busy? ── BusyWatch ◄── reports of the workers, their cards
+                                ├────────► KvPushRouter right above it, where the KV router chooses
+                                └────────► Rejection, the gate at the top
+
+Source: dynamo lib/llm/src/discovery/{model_manager,worker_monitor}.rs. Other than there, thresholds hold in every mode.
+
+The prefill side of a standard graph: a pool of its own, hung off the graph by PrefillRouter.
+
+request ──► PrefillRouter ──► decode router ──► decode workers
+                 └──► prefill router ──► prefill workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
+from math import inf
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import evolve, frozen
+
+from engines import DisaggregationMode
+from operators import (
+    BusyThresholds,
+    BusyWatch,
+    DeviceAware,
+    KvPrefill,
+    PrefillRouter,
+    PrefillSettings,
+    PushPrefill,
+    PushRouter,
+    Rejection,
+    WorkerLoads,
+    capacities_of,
+    cuda_to_cpu_ratio,
+    exclusion_s,
+    load_reports,
+    overload_status,
+)
+from operators.kv import KvRouter, WorkerType, configs_of
+from operators.prefill import ConditionalDisaggregation, PrefillPool
+from pipeline import Annotated, AsyncEngine, link
+from pipeline.network import EndpointId, Runtime, Workers
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.telemetry import TracedEngine, Tracer, traced
+
+from ..environment import fraction, integer, seconds
+from .config import GraphConfig, RouterName
+from .kv_routing import KvPool, kv_stage
+
+if TYPE_CHECKING:
+    from pipeline.telemetry import Metrics, Tracer
+
+
+_MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "direct"]] = {
+    "round-robin": "round_robin",
+    "random": "random",
+    "p2c": "power_of_two_choices",
+    "least-loaded": "least_loaded",
+    "direct": "direct",
+    "kv": "direct",  # the stage above names the worker
+}
+
+SILENCE_ENV = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"
+"""After so many seconds without an item a worker's stream is given up, before the whole request is after twice that."""
+_WAITS_FOR_BLOCKS_S = 2.0
+"""What decode workers have on top: who waits for a prefill is silent as long as that is. It must be known first that
+the prefill is to blame, and behind that comes `PrefillSettings.decode_patience_s`."""
+
+
+@frozen
+class Routing:
+    """A pool of workers, the stages to them that end a graph, and what stands at its top where thresholds are set.
+
+    `push` is the last of those stages, `chooser` what tells it where to send with the router `kv`.
+    """
+
+    endpoint: EndpointId
+    workers: Workers[Any, Any]
+    push: PushRouter[PreprocessedRequest, Annotated[LLMEngineOutput]]
+    router: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
+    chooser: KvRouter | None = None
+    rejection: Rejection | None = None
+
+
+@asynccontextmanager
+async def routing_to(
+    endpoint: EndpointId,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    metrics: Metrics | None = None,
+    worker_type: WorkerType = "aggregated",
+    tracer: Tracer | None = None,
+) -> AsyncIterator[Routing]:
+    """The routing to the workers at an endpoint of the runtime; what it listens to ends with the block.
+
+    `metrics` are those whose meter the KV router counts with, `tracer` makes its spans, `worker_type` is what the
+    workers do. Raises as `kv_stage`,
+    for that router, which wants a worker to be there.
+    """
+    with (
+        closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
+        _pushing(endpoint, config, environment, runtime, workers, worker_type) as (push, watch),
+    ):
+        rejection = None if watch is None else Rejection(push, status=overload_status(environment))
+        if config.router != "kv":
+            yield Routing(endpoint, workers, push, push, None, rejection)
+            return
+        pool = KvPool(endpoint, workers, push, worker_type)
+        async with kv_stage(pool, config, environment, runtime, metrics, tracer) as stage:
+            yield Routing(endpoint, workers, push, stage >> push, stage.chooser, rejection)
+
+
+@contextmanager
+def _pushing(
+    endpoint: EndpointId,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    workers: Workers[Any, Any],
+    worker_type: WorkerType,
+) -> Iterator[tuple[PushRouter[Any, Any], BusyWatch | None]]:
+    """The router that sends, and who watches for busy workers, if a threshold says what that is.
+
+    Without one nobody listens to reports: no mode of routing goes by them.
+    """
+    thresholds = busy_thresholds(environment).updated(config.busy)
+    if thresholds == BusyThresholds():
+        yield router_of(workers, config, environment, worker_type), None
+        return
+    loads, capacities = WorkerLoads(workers), capacities_of(runtime.discovery.watch_models(endpoint.path))
+    with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, capacities) as watch:
+        yield router_of(workers, config, environment, worker_type, loads=loads, busy=watch.busy), watch
+
+
+def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
+    """Those the environment sets; one that cannot be read, or is out of its range, counts as not set."""
+    return BusyThresholds(
+        fraction(environment.get("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD"), 1.0),
+        integer(environment.get("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD"), 0, 2**64 - 1),
+        fraction(environment.get("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC"), inf),
+    )
+
+
+def router_of(
+    workers: Workers[Any, Any],
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    worker_type: WorkerType = "aggregated",
+    **judging: Any,
+) -> PushRouter[Any, Any]:
+    """The router as configured; `judging` are the arguments of PushRouter that tell who is busy."""
+    silence_timeout_s = seconds(environment.get(SILENCE_ENV), 1.0)
+    if silence_timeout_s is not None and worker_type == "decode":
+        silence_timeout_s += _WAITS_FOR_BLOCKS_S
+    return PushRouter(
+        workers,
+        _MODES.get(config.router),
+        rng=None if config.seed is None else Random(config.seed),
+        pick=DeviceAware(cuda_to_cpu_ratio(environment)) if config.router == "device-aware" else None,
+        exclusion_s=exclusion_s(environment),
+        silence_timeout_s=silence_timeout_s,
+        **judging,
+    )
+
+
+@asynccontextmanager
+async def prefill_stage(
+    decode: Routing,
+    config: GraphConfig,
+    environment: Mapping[str, str],
+    runtime: Runtime,
+    metrics: Metrics | None,
+    tracer: Tracer | None = None,
+) -> AsyncIterator[PrefillRouter]:
+    """The stage above the decode router, once all prefill workers are known; both pools are routed alike.
+
+    Its end waits for prefills under way. Raises as `routing_to`.
+    """
+    endpoint = prefill_endpoint(decode.endpoint)
+    async with routing_to(endpoint, config, environment, runtime, metrics, "prefill", tracer) as prefill:
+        await prefill.workers.wait_for_instances(config.prefill_workers)
+        pool = _pool(prefill, tracer)
+        async with PrefillRouter(
+            pool,
+            prefill.workers.changes(),
+            scheduler=runtime.scheduler,
+            configs=configs_of(runtime.discovery.watch_models(endpoint.path)),
+            settings=PrefillSettings(enforce_disagg=True) if config.enforce_disagg else None,
+            conditional=_conditional(decode, config),
+            rng=None if config.seed is None else Random(config.seed),
+            tracer=tracer,
+        ) as stage:
+            yield stage
+
+
+def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
+    """The prefill workers behind their router, whose stages are traced with a tracer."""
+    if prefill.chooser is None:
+        return PushPrefill(prefill.push, None if tracer is None else TracedEngine(prefill.push, tracer))
+    graph = prefill.router if tracer is None else traced(link(prefill.router), tracer=tracer)
+    return KvPrefill(prefill.chooser, graph)
+
+
+def prefill_endpoint(endpoint: EndpointId) -> EndpointId:
+    """Where the prefill workers are that belong to the workers at an endpoint."""
+    return evolve(endpoint, component=DisaggregationMode.PREFILL.component)
+
+
+def _conditional(decode: Routing, config: GraphConfig) -> ConditionalDisaggregation | None:
+    """What decides which prompts are not worth a prefill; only the chooser of the router `kv` knows what is cached."""
+    if decode.chooser is None or not config.kv_router.conditional_disagg_enabled:
+        return None
+    return ConditionalDisaggregation(config.kv_router, decode.chooser, decode.chooser.worker_configs)

@@ -1,0 +1,77 @@
+"""The settings of the KV router, from the environment, a file over it, and an option over both.
+
+temperature 0.5 in DYN_ROUTER_TEMPERATURE ──┐
+router_temperature = 0.2 in the file      ──┴► 0.2; what neither says has its default
+
+The file that `router_policy_config` names: who waits for a worker, in which classes and in which order.
+
+Source: dynamo lib/kv-router/src/scheduling/policy_config.rs, RouterPolicyConfig. Other than there a file whose name
+ends in `.toml` is read as TOML; all others are YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+
+from operators.kv import KvRouterConfig, PolicyDocument, PolicyProfile, config_from_environment
+from pipeline import InvalidArgument
+
+from ..settings_file import read_toml, read_yaml, wrong
+
+FIELD = "router_config"
+"""The option that names the file."""
+
+
+def kv_router_config(
+    path: Path | None, environment: Mapping[str, str], use_kv_events: bool | None = None
+) -> KvRouterConfig:
+    """The settings in the TOML file at `path`, over those of the environment, over the defaults.
+
+    `use_kv_events`, where it is given, goes before both. The environment must make sense on its own. Raises
+    InvalidArgument for a file that cannot be read or is no TOML, with `router_config` as the field; and for settings
+    that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins with the
+    path, with the first one as the field.
+    """
+    values: dict[str, Any] = asdict(config_from_environment(environment))
+    if path is not None:
+        values |= read_toml(path, FIELD)
+    if use_kv_events is not None:
+        values["use_kv_events"] = use_kv_events
+    try:
+        return KvRouterConfig.from_plain(values)
+    except InvalidArgument as error:
+        if path is None:
+            raise
+        raise wrong(path, str(error), error.field, error) from error
+
+
+POLICY_FIELD = "router_policy_config"
+"""The setting that names the file."""
+
+
+def policy_document(path: str | Path) -> PolicyDocument:
+    """All profiles of a file.
+
+    Raises InvalidArgument, with `router_policy_config` as the field and the path, the place and what is wrong there in
+    its text, for a file that cannot be read, is malformed, or says something that cannot be.
+    """
+    file = Path(path)
+    plain = read_toml(file, POLICY_FIELD) if file.suffix.lower() == ".toml" else read_yaml(file, POLICY_FIELD)
+    try:
+        return PolicyDocument.from_plain(plain)
+    except InvalidArgument as error:
+        place = f"{error.field}: " if error.field else ""
+        raise wrong(file, f"{place}{error}", POLICY_FIELD, error) from error
+
+
+def policy_profile(path: str | Path, model_name: str | None, config: KvRouterConfig | None = None) -> PolicyProfile:
+    """The profile for a model: its own in the file, else the file's for all, else what the plain settings say.
+
+    They are never merged. Raises as `policy_document`.
+    """
+    otherwise = PolicyProfile.from_config(KvRouterConfig() if config is None else config)
+    return policy_document(path).profile_for(model_name, otherwise)

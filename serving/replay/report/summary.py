@@ -1,0 +1,285 @@
+"""Making a report of what was noted.
+
+    report = make_report(samples, limits=Limits(ttft_ms=500, itl_ms=50), gpus_per_worker=2)
+
+Source: dynamo lib/mocker/src/replay/collector.rs, TraceCollector::finish and SlaThresholds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from math import fsum, inf
+from typing import Any
+
+from attrs import define, frozen
+
+from pipeline import InvalidArgument
+
+from ..samples import RequestSample, Role, Samples, Status, WorkerSample, elapsed_ms
+from ..series import computed_at, make_series, stays
+from .distribution import Distribution, gaps_and_rates
+from .report import Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
+
+
+@frozen
+class Limits:
+    """What a request must keep to count as good; None is no limit. `itl_ms` is for the mean of its own gaps.
+
+    Raises InvalidArgument for a limit that is no time.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    e2e_ms: float | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+            limit = getattr(self, name)
+            if limit is not None and not 0 <= limit < inf:
+                raise InvalidArgument(f"must be finite and not negative, got {limit}", field=f"sla_{name}")
+
+    @property
+    def are_set(self) -> bool:
+        return (self.ttft_ms, self.itl_ms, self.e2e_ms) != (None, None, None)
+
+    def hold(self, sample: RequestSample) -> bool:
+        """Whether a completed request kept them all. One without tokens can only keep that of its whole time."""
+        if sample.first_token_ms is None or sample.last_token_ms is None:
+            whole_ms = elapsed_ms(sample.arrival_ms, sample.end_ms or 0.0)
+            return self.ttft_ms is None and self.itl_ms is None and _within(whole_ms, self.e2e_ms)
+        if not _within(elapsed_ms(sample.arrival_ms, sample.last_token_ms), self.e2e_ms):
+            return False
+        if not _within(elapsed_ms(sample.arrival_ms, sample.first_token_ms), self.ttft_ms):
+            return False
+        tpot_ms = time_per_token_ms(sample)
+        return tpot_ms is None or _within(tpot_ms, self.itl_ms)
+
+
+def make_report(
+    samples: Samples,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+    gpus_per_worker: int = 1,
+    gpus_per_prefill_worker: int | None = None,
+    unsent_requests: int = 0,
+    skipped_lines: int = 0,
+    per_request: bool = False,
+    series: bool = True,
+    wall_time_ms: float | None = None,
+) -> Report:
+    """The report of a replay that is over. Requests that have not ended are in it as unfinished."""
+    if gpus_per_worker < 0 or (gpus_per_prefill_worker or 0) < 0:
+        raise InvalidArgument("cannot be negative", field="gpus_per_worker")
+    requests = samples.requests
+    done = [sample for sample in requests if sample.status is Status.COMPLETED]
+    end_ms = max((sample.end_ms for sample in requests if sample.end_ms is not None), default=0.0)
+    itl, rates = gaps_and_rates(samples.gaps_ms)
+    workers = _worker_reports(samples, end_ms)
+    gpus = gpus_per_worker, gpus_per_worker if gpus_per_prefill_worker is None else gpus_per_prefill_worker
+    return Report(
+        settings=dict(settings or {}),
+        unsent_requests=unsent_requests,
+        skipped_lines=skipped_lines,
+        duration_ms=end_ms,
+        wall_time_ms=wall_time_ms,
+        itl=itl,
+        output_token_throughput_per_user=rates,
+        goodput=_goodput(done, limits, end_ms) if limits is not None and limits.are_set else None,
+        errors=_errors(requests),
+        workers=workers,
+        series=make_series(samples, end_ms) if series else None,
+        per_request=[request_report(sample) for sample in requests] if per_request else None,
+        **_counts(requests),
+        **_amounts(done, end_ms),
+        **_latencies(done),
+        **_router_figures(requests, samples.workers.values()),
+        **_costs(workers, *gpus),
+        **_balances([one for one in workers if one.role == "decode"]),
+    )
+
+
+def time_per_token_ms(sample: RequestSample) -> float | None:
+    """The mean gap between its tokens; None for less than two."""
+    if sample.first_token_ms is None or sample.last_token_ms is None or sample.output_tokens < 2:
+        return None
+    return elapsed_ms(sample.first_token_ms, sample.last_token_ms) / (sample.output_tokens - 1)
+
+
+def _within(value: float, limit: float | None) -> bool:
+    return limit is None or value <= limit
+
+
+def _since(later: float | None, earlier: float | None) -> float | None:
+    return None if later is None or earlier is None else elapsed_ms(earlier, later)
+
+
+def _known(values: Iterable[float | None]) -> Distribution:
+    return Distribution.of([value for value in values if value is not None])
+
+
+def _counts(requests: list[RequestSample]) -> dict[str, Any]:
+    by_status = Counter(sample.status for sample in requests)
+    return {"num_requests": len(requests), **{f"{status}_requests": by_status[status] for status in Status}}
+
+
+def _errors(requests: list[RequestSample]) -> list[ErrorReport]:
+    parts = [sample.error.partition(": ") for sample in requests if sample.error is not None]
+    examples = {kind: message for kind, _, message in reversed(parts)}
+    counted = Counter(kind for kind, _, _ in parts)
+    return [ErrorReport(kind, count, examples[kind]) for kind, count in counted.most_common()]
+
+
+def _amounts(done: list[RequestSample], end_ms: float) -> dict[str, Any]:
+    prompt, answer = sum(one.input_tokens for one in done), sum(one.output_tokens for one in done)
+    cached, first = sum(one.reused_tokens for one in done), sum(one.first_hit_tokens for one in done)
+    return {
+        "total_input_tokens": prompt,
+        "total_output_tokens": answer,
+        "processed_tokens": prompt + answer,
+        "request_throughput_rps": _per_second(len(done), end_ms),
+        "input_throughput_tok_s": _per_second(prompt, end_ms),
+        "output_throughput_tok_s": _per_second(answer, end_ms),
+        "total_throughput_tok_s": _per_second(prompt + answer, end_ms),
+        "prefix_cache_reused_ratio": cached / prompt if prompt else 0.0,
+        "first_admission_prefix_cache_reused_ratio": first / prompt if prompt else 0.0,
+    }
+
+
+def _per_second(amount: float, lasted_ms: float) -> float:
+    return amount / (lasted_ms / 1000) if lasted_ms > 0 else 0.0
+
+
+def _latencies(done: list[RequestSample]) -> dict[str, Any]:
+    return {
+        "ttft": _known(_since(one.first_token_ms, one.arrival_ms) for one in done),
+        "ttst": _known(_since(one.second_token_ms, one.first_token_ms) for one in done),
+        "tpot": _known(map(time_per_token_ms, done)),
+        "e2e_latency": _known(_since(one.last_token_ms, one.arrival_ms) for one in done),
+        "queue_wait": _known(one.queue_wait_ms for one in done),
+        "prefill_wait": _known(one.prefill_wait_ms for one in done),
+        "prefill_time": _known(one.prefill_ms for one in done),
+        "kv_transfer": _known(one.kv_transfer_ms for one in done),
+    }
+
+
+def _router_figures(requests: list[RequestSample], workers: Iterable[WorkerSample]) -> dict[str, Any]:
+    return {
+        "max_router_queue_depth": max((one.queue_depth or 0 for one in requests), default=0),
+        "preemptions": sum(worker.preemptions for worker in workers),
+        "migrations": sum(one.migrations for one in requests),
+        "migrated_requests": sum(one.migrations > 0 for one in requests),
+    }
+
+
+def _costs(workers: list[WorkerReport], gpus_per_worker: int, gpus_per_prefill_worker: int) -> dict[str, Any]:
+    prefill_s = fsum(one.worker_seconds for one in workers if one.role == "prefill")
+    decode_s = fsum(one.worker_seconds for one in workers if one.role == "decode")
+    return {
+        "worker_seconds": prefill_s + decode_s,
+        "prefill_worker_seconds": prefill_s,
+        "decode_worker_seconds": decode_s,
+        "gpu_hours": (prefill_s * gpus_per_prefill_worker + decode_s * gpus_per_worker) / 3600,
+    }
+
+
+def _goodput(done: list[RequestSample], limits: Limits, end_ms: float) -> Goodput:
+    good = [sample for sample in done if limits.hold(sample)]
+    tokens = sum(sample.output_tokens for sample in good)
+    return Goodput(len(good), _per_second(len(good), end_ms), _per_second(tokens, end_ms))
+
+
+def _balances(workers: list[WorkerReport]) -> dict[str, Any]:
+    return {
+        "request_balance": Balance.of([float(one.requests) for one in workers]),
+        "token_balance": Balance.of(
+            [float(one.input_tokens - one.cached_tokens + one.output_tokens) for one in workers]
+        ),
+        "load_balance": Balance.of([one.mean_running for one in workers]),
+    }
+
+
+@define
+class _Work:
+    """What one worker did."""
+
+    requests: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    busy_ms: float = 0.0
+
+
+def _worker_reports(samples: Samples, end_ms: float) -> list[WorkerReport]:
+    """All workers, prefill after decode, each by its number."""
+    work: defaultdict[tuple[Role, int], _Work] = defaultdict(_Work)
+    for sample in samples.requests:
+        for place, begin_ms, over_ms in stays(sample, end_ms):
+            work[place].busy_ms += over_ms - begin_ms
+        _add_result(work, sample)
+    reports = []
+    for role, worker in sorted(samples.workers.keys() | work.keys()):
+        known = samples.workers.get((role, worker)) or WorkerSample(worker, role)
+        reports.append(_worker_report(known, work[role, worker], known.seconds(end_ms), end_ms))
+    return reports
+
+
+def _add_result(work: defaultdict[tuple[Role, int], _Work], sample: RequestSample) -> None:
+    """A completed request counts at its last worker of each role; its prompt where it was computed."""
+    if sample.status is not Status.COMPLETED:
+        return
+    prompt_at, answer_at = computed_at(sample), sample.worker()
+    if prompt_at is not None:
+        work[prompt_at].input_tokens += sample.input_tokens
+        work[prompt_at].cached_tokens += sample.hit_tokens
+    if prompt_at is not None and prompt_at[0] == "prefill":
+        work[prompt_at].requests += 1
+    if answer_at is not None:
+        work["decode", answer_at].requests += 1
+        work["decode", answer_at].output_tokens += sample.output_tokens
+
+
+def _worker_report(known: WorkerSample, work: _Work, there_s: float, end_ms: float) -> WorkerReport:
+    return WorkerReport(
+        worker=known.worker,
+        role=known.role,
+        requests=work.requests,
+        input_tokens=work.input_tokens,
+        cached_tokens=work.cached_tokens,
+        output_tokens=work.output_tokens,
+        hit_rate=work.cached_tokens / work.input_tokens if work.input_tokens else None,
+        mean_running=work.busy_ms / end_ms if end_ms > 0 else 0.0,
+        preemptions=known.preemptions,
+        worker_seconds=there_s,
+    )
+
+
+def request_report(sample: RequestSample) -> RequestReport:
+    """What there is to say of one request."""
+    return RequestReport(
+        name=sample.name,
+        session_id=sample.session_id,
+        turn_index=sample.turn_index,
+        status=sample.status,
+        arrival_time_ms=sample.arrival_ms,
+        first_token_ms=sample.first_token_ms,
+        last_token_ms=sample.last_token_ms,
+        terminal_time_ms=sample.end_ms,
+        ttft_ms=_since(sample.first_token_ms, sample.arrival_ms),
+        ttst_ms=_since(sample.second_token_ms, sample.first_token_ms),
+        tpot_ms=time_per_token_ms(sample),
+        e2e_latency_ms=_since(sample.last_token_ms, sample.arrival_ms),
+        queue_wait_ms=sample.queue_wait_ms,
+        prefill_wait_ms=sample.prefill_wait_ms,
+        prefill_time_ms=sample.prefill_ms,
+        kv_transfer_ms=sample.kv_transfer_ms,
+        input_length=sample.input_tokens,
+        requested_output_length=sample.wanted_output_tokens,
+        output_length=sample.output_tokens,
+        reused_input_tokens=sample.reused_tokens,
+        worker=sample.worker(),
+        prefill_worker=sample.worker("prefill"),
+        migrations=sample.migrations,
+        error=sample.error,
+    )

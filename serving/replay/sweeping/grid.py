@@ -1,0 +1,272 @@
+"""What a sweep runs: every combination of the values that vary, each with a name.
+
+    runs = sweep_runs(
+        GraphConfig(engine="mocker"),
+        {"router": ["round-robin", "kv"], "workers": [4, 8], "overlap_score_credit": [0.5, 1.0]},
+    )
+    [run.name for run in runs]  # "round-robin 4 workers", ..., "kv 8 workers overlap_score_credit=1.0"
+
+Six runs, not eight: round robin has no such setting, so it does not run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from inspect import Parameter, signature
+from itertools import product
+from typing import Any
+from urllib.parse import quote
+
+from attrs import evolve, fields, frozen
+
+from operators import BusyThresholds
+from operators.kv import KvRouterConfig
+from pipeline import InvalidArgument
+
+from ...deployment import GraphConfig, converted, find_engine
+from ..report import GPUS, Limits, LoadFacts, settings_of
+from ..samples import INTERVAL_MS
+from ..traces import SyntheticLoad, Trace
+
+FIELD = "vary"
+"""What a name or value that cannot be is a part of: `vary.workers`."""
+
+_GRAPH = (
+    *("router", "engine", "workers", "prefill_workers", "enforce_disagg"),
+    *("migration_limit", "migration_max_seq_len_tokens", "seed"),
+)
+_BUSY = tuple(one.name for one in fields(BusyThresholds))
+_ROUTER = tuple(one.name for one in fields(KvRouterConfig))
+_LOAD = tuple(one.name for one in fields(SyntheticLoad))
+_ENGINE = "engine_args."
+_NEEDS_PREFILL = ("enforce_disagg", "conditional_disagg_")
+"""What there is only with prefill workers, by how it begins."""
+_COUNTED = {"workers": "workers", "prefill_workers": "prefill workers"}
+_SAFE = " =,.+"
+"""May stand in the name of a file."""
+_LONGEST = 160
+
+
+def _drive(speed_up: float = 1.0, concurrency: int | None = None) -> None:
+    """The parameters of a run that are neither the graph's nor the load's; only its signature counts."""
+
+
+_DRIVE = tuple(signature(_drive).parameters)
+
+
+@frozen
+class SweepRun:
+    """One replay of a sweep: its name, the values it was given, and what it is run with.
+
+    The name says what differs in the sweep; where nothing does, it is the router. `load` is made for the run, or None
+    where all runs have one trace.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    config: GraphConfig
+    speed_up: float = 1.0
+    concurrency: int | None = None
+    load: SyntheticLoad | None = None
+
+    @property
+    def file_name(self) -> str:
+        """The name of its report. Runs of a sweep have different ones; a value more does not change the others."""
+        said = self.parameters or {"router": self.config.router}
+        text = quote(",".join(f"{name}={text_of(value)}" for name, value in said.items()), safe=_SAFE)
+        if len(text) > _LONGEST:
+            text = f"{text[:_LONGEST]}~{blake2b(text.encode(), digest_size=4).hexdigest()}"
+        return f"{text}.json"
+
+    @property
+    def load_label(self) -> str:
+        """What was given of its load; only runs with the same one can be compared."""
+        names = _DRIVE if self.load is None else (*_LOAD, *_DRIVE)
+        return label_of({name: value for name, value in self.parameters.items() if name in names})
+
+    @property
+    def workers(self) -> int:
+        """Of both kinds: what it costs."""
+        return self.config.workers + self.config.prefill_workers
+
+    def settings(
+        self,
+        load: LoadFacts | Trace,
+        *,
+        trace: str | None = None,
+        faults: Sequence[str] = (),
+        limits: Limits | None = None,
+        interval_ms: float = INTERVAL_MS,
+        gpus: tuple[int, int | None] = GPUS,
+        environment: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """What its report says it is of. `trace` is the name of the file its load came from, None if it was made up."""
+        facts = LoadFacts.of(load) if isinstance(load, Trace) else load
+        return settings_of(
+            self.config,
+            facts,
+            trace=trace,
+            faults=faults,
+            speed_up=self.speed_up,
+            concurrency=self.concurrency,
+            limits=limits,
+            interval_ms=interval_ms,
+            gpus=gpus,
+            environment=environment,
+        )
+
+
+def sweep_runs(
+    base: GraphConfig | Mapping[str, Any],
+    vary: Mapping[str, Sequence[Any]],
+    *,
+    speed_up: float = 1.0,
+    concurrency: int | None = None,
+    load: SyntheticLoad | None = None,
+) -> list[SweepRun]:
+    """A run for each combination, the last name changing first; what a run does not have does not multiply it.
+
+    `base` is what all have in common, a config or the arguments of one, which then need to make sense only with what
+    varies. A name is a field of the config, `speed_up` or `concurrency`, a busy threshold, a setting of the router kv,
+    a field of `load`, or else an argument of the engine; `engine_args.NAME` is that always. Values may be texts.
+
+    Raises InvalidArgument, its field `vary.NAME` or what the config says: for a name that nothing has, for no values,
+    for one that is given twice or is of the wrong kind, for a setting of the router kv where no run has it, and for a
+    combination that cannot be, which is named.
+    """
+    common = {"speed_up": speed_up, "concurrency": concurrency}
+    arguments = _arguments(base) if isinstance(base, GraphConfig) else dict(base)
+    axes = {name: _values(name, values, arguments, load) for name, values in vary.items()}
+    for name in axes:
+        own = name.removeprefix(_ENGINE)
+        if own != name and own in axes and _owner(own, arguments, load) is None:
+            raise InvalidArgument(f"is given twice, once as {own}", field=f"{FIELD}.{name}")
+    chosen = list(_combinations(axes, arguments))
+    for name in axes:
+        if not any(name in one for one in chosen):
+            raise InvalidArgument(
+                "no run has it: it is of the router kv, or of prefill workers", field=f"{FIELD}.{name}"
+            )
+    varied = [name for name, values in axes.items() if len(values) > 1]
+    return [_run(one, varied, arguments, common, load) for one in chosen]
+
+
+def _arguments(config: GraphConfig) -> dict[str, Any]:
+    return {one.name: getattr(config, one.name) for one in fields(GraphConfig)}
+
+
+def _combinations(axes: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Each once, without what is not there in it."""
+    found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+    for values in product(*axes.values()):
+        one = dict(zip(axes, values, strict=True))
+        graph = {**arguments, **one}
+        there = {name: value for name, value in one.items() if _has(graph, name)}
+        found.setdefault(tuple((name, text_of(value)) for name, value in there.items()), there)
+    return found.values()
+
+
+def _has(graph: Mapping[str, Any], name: str) -> bool:
+    if name in _ROUTER and graph.get("router") != "kv":
+        return False
+    return bool(graph.get("prefill_workers")) or not name.startswith(_NEEDS_PREFILL)
+
+
+def _values(name: str, values: Sequence[Any], arguments: Mapping[str, Any], load: SyntheticLoad | None) -> list[Any]:
+    """Those of one name, as what they are."""
+    place = f"{FIELD}.{name}"
+    if isinstance(values, str) or not values:
+        raise InvalidArgument("needs values to vary over", field=place)
+    make = _owner(name, arguments, load)
+    read = []
+    for value in values:
+        if make is None:
+            one = text_of(value)
+        elif isinstance(value, str):
+            try:
+                one = converted(make, {name: value})[name]
+            except InvalidArgument as error:
+                raise InvalidArgument(str(error), field=place) from error
+        else:
+            one = value
+        if one in read:
+            raise InvalidArgument(f"{text_of(value)} is given twice", field=place)
+        read.append(one)
+    return read
+
+
+def _owner(name: str, arguments: Mapping[str, Any], load: SyntheticLoad | None) -> Any:
+    """What takes an argument of that name; None for the engine, which takes texts. Raises InvalidArgument."""
+    for names, owner in ((_GRAPH, GraphConfig), (_DRIVE, _drive), (_BUSY, BusyThresholds), (_ROUTER, KvRouterConfig)):
+        if name in names:
+            return owner
+    if name in _LOAD:
+        if load is None:
+            raise InvalidArgument("is of made up load, and there is a trace", field=f"{FIELD}.{name}")
+        return SyntheticLoad
+    engine = arguments.get("engine", "echo")
+    if name.startswith(_ENGINE) or _takes(engine, name):
+        return None
+    what = f"the load, the graph, the router kv and the engine {engine} have nothing of that name"
+    raise InvalidArgument(what, field=f"{FIELD}.{name}")
+
+
+def _takes(engine: str, name: str) -> bool:
+    parameters = signature(find_engine(engine).arguments).parameters
+    return name in parameters or any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def _run(
+    chosen: Mapping[str, Any],
+    varied: Sequence[str],
+    arguments: Mapping[str, Any],
+    common: Mapping[str, Any],
+    load: SyntheticLoad | None,
+) -> SweepRun:
+    """The run of one combination. Raises InvalidArgument that says which."""
+
+    def of(names: Sequence[str]) -> dict[str, Any]:
+        return {name: value for name, value in chosen.items() if name in names}
+
+    others = {*_GRAPH, *_DRIVE, *_BUSY, *_ROUTER, *_LOAD}
+    made_with = {**common, **of(_DRIVE)}
+    engine_args = {name.removeprefix(_ENGINE): value for name, value in chosen.items() if name not in others}
+    try:
+        config = GraphConfig(
+            **{
+                **arguments,
+                **of(_GRAPH),
+                "engine_args": {**arguments.get("engine_args", {}), **engine_args},
+                "busy": evolve(arguments.get("busy", BusyThresholds()), **of(_BUSY)),
+                "kv_router": evolve(arguments.get("kv_router", KvRouterConfig()), **of(_ROUTER)),
+            }
+        )
+        made = None if load is None else evolve(load, **of(_LOAD))
+    except InvalidArgument as error:
+        own = (error.field or "").removeprefix(_ENGINE)
+        if not chosen:
+            raise
+        place = f"{FIELD}.{own}" if own in chosen else error.field
+        raise InvalidArgument(f"{label_of(chosen)}: {error}", field=place) from error
+    name = label_of({name: value for name, value in chosen.items() if name in varied}) or config.router
+    return SweepRun(name, dict(chosen), config, made_with["speed_up"], made_with["concurrency"], made)
+
+
+def label_of(parameters: Mapping[str, Any]) -> str:
+    """Some parameters as they stand in the name of a run."""
+    return " ".join(_said(name, value) for name, value in parameters.items())
+
+
+def _said(name: str, value: Any) -> str:
+    if name in ("router", "engine"):
+        return str(value)
+    if name in _COUNTED:
+        count = _COUNTED[name]
+        return f"{value} {count.removesuffix('s') if value == 1 else count}"
+    return f"{name}={text_of(value)}"
+
+
+def text_of(value: Any) -> str:
+    """A value as an option says it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

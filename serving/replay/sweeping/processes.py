@@ -1,0 +1,114 @@
+"""Tasks in processes of `anyio.to_process`, waited for by the thread that called: only there Ctrl-C is heard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from mmap import mmap
+from pathlib import Path
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from anyio import BrokenWorkerProcess, CancelScope, CapacityLimiter, sleep, to_process
+from anyio.from_thread import start_blocking_portal
+
+from pipeline import BackendError
+
+from ...terminal import log_to_stderr
+
+Work = Callable[[Any, Any, Callable[[int], object]], Any]
+"""A function of a module: what all tasks share, a task, and what is told how far it is, to the result of the task."""
+Heard = Callable[[int, int], object]
+Ended = Callable[[int, Any, BaseException | None], object]
+
+
+def run_in_processes(work: Work, shared: Any, tasks: Sequence[Any], jobs: int, heard: Heard, ended: Ended) -> None:
+    """Does all tasks, begun in their order, at most `jobs` at a time.
+
+    `heard` is told the place of a task and how far it is, `ended` its place and its result, or None and what kept it
+    from one; the others go on. What processes write to their standard error is written to ours. Raises BackendError if
+    one cannot be started. Whatever is raised here, all processes have ended by then.
+    """
+    if "__main__" not in sys.modules:  # anyio imports the script anew in each process, under another name
+        raise RuntimeError('a script that calls this needs its `if __name__ == "__main__"`')
+    with ExitStack() as stack:
+        before = pthread_sigmask(SIG_BLOCK, {SIGINT})  # the loop's thread begins with that, and so does all it starts
+        stack.callback(pthread_sigmask, SIG_SETMASK, before)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
+        common = (work, shared, os.getpid(), logging.getLogger().getEffectiveLevel())
+        (folder / "common").write_bytes(pickle.dumps(common, pickle.HIGHEST_PROTOCOL))
+        (folder / "counts").write_bytes(bytes(8 * len(tasks)))
+        (folder / "errors").touch()
+        portal, limiter = stack.enter_context(start_blocking_portal()), CapacityLimiter(jobs)
+        places = {portal.start_task_soon(_do_there, limiter, folder, *one): one[0] for one in enumerate(tasks)}
+        _wait(places, folder, before, heard, ended)
+
+
+def _wait(places: Mapping[Future[Any], int], folder: Path, mask: Iterable[int], heard: Heard, ended: Ended) -> None:
+    """Interrupts, unless `mask` blocks them, come only while nothing is told."""
+    waiting, counts = set(places), _counts(folder)
+    with (folder / "errors").open(errors="replace") as errors:
+        while waiting:
+            try:
+                pthread_sigmask(SIG_SETMASK, mask)
+                done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
+            finally:
+                pthread_sigmask(SIG_BLOCK, {SIGINT})
+            sys.stderr.write(errors.read())
+            for at in filter(counts.__getitem__, map(places.__getitem__, waiting)):
+                heard(at, counts[at])
+            for future in sorted(done, key=places.__getitem__):
+                if isinstance(error := future.exception(), BrokenWorkerProcess):
+                    raise BackendError(f"no process can be started: {error.__cause__!r}") from error
+                ended(places[future], None if error else future.result(), error)
+
+
+async def _do_there(limiter: CapacityLimiter, folder: Path, at: int, task: Any) -> Any:
+    run = partial(to_process.run_sync, limiter=CapacityLimiter(1))
+    own = pickle.dumps(task)  # in bytes: anyio and its process lose each other over what that cannot read
+    async with limiter:
+        with CancelScope(shield=True):  # a process that is cancelled while it starts would be left
+            try:
+                await run(os.getpid)
+            except BrokenWorkerProcess:
+                await sleep(0.5)  # anyio has killed it, but does not wait for its end
+                raise
+        try:
+            return await run(_do, folder, at, own, cancellable=True)
+        except BrokenWorkerProcess as error:
+            raise BackendError("its process crashed or was killed") from error
+
+
+def _do(folder: Path, at: int, task: bytes) -> Any:
+    work, shared, starter, counts = _common(folder)
+
+    def heard(count: int) -> None:
+        counts[at] = count
+        if os.getppid() != starter:  # nobody waits for it any more
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(1)
+
+    return work(shared, pickle.loads(task), heard)
+
+
+@lru_cache(maxsize=1)
+def _common(folder: Path) -> tuple[Work, Any, int, memoryview]:
+    """What a process reads once. It takes a standard error that is read, where anyio gives it none."""
+    sys.stderr = (folder / "errors").open("a", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    work, shared, starter, log_level = pickle.loads((folder / "common").read_bytes())
+    log_to_stderr(log_level)
+    return work, shared, starter, _counts(folder)
+
+
+def _counts(folder: Path) -> memoryview:
+    with (folder / "counts").open("r+b") as file:
+        return memoryview(mmap(file.fileno(), 0)).cast("Q")

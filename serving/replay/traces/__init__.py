@@ -1,0 +1,23 @@
+"""Traces: formats of recorded requests, and synthetic load."""
+
+from .dynamo import DynamoRecords
+from .mooncake import AGENTIC_FIELDS, read_row
+from .reading import first_requests, read_trace
+from .synthetic import SyntheticLoad
+from .trace import BadLine, Prompt, Session, Trace, TraceFormat, Turn, spell
+
+__all__ = [
+    "AGENTIC_FIELDS",
+    "BadLine",
+    "DynamoRecords",
+    "Prompt",
+    "Session",
+    "SyntheticLoad",
+    "Trace",
+    "TraceFormat",
+    "Turn",
+    "first_requests",
+    "read_row",
+    "read_trace",
+    "spell",
+]

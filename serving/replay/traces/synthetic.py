@@ -1,0 +1,83 @@
+"""Made up load: requests of one length that arrive evenly, at random or all at once.
+
+Source: dynamo lib/mocker/src/loadgen/trace.rs, Trace::synthetic. Other than there, ids of shared blocks are not cut to
+32 bits, so two groups never share a block.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from attrs import frozen
+
+from pipeline import InvalidArgument
+
+from .trace import Prompt, Session, SharedPrefixes, Trace, Turn, check_block_size
+
+
+@frozen
+class SyntheticLoad:
+    """`request_count` sessions of `turns` requests each, all of the same lengths.
+
+    Each prompt is new, but for its shared part: `shared_prefix_ratio` of its blocks, the same for all requests of a
+    session's group, which is drawn from `num_prefix_groups`. First turns come every `arrival_interval_ms`, or at
+    random with `request_rate` of them a second on average; with neither all at once. Later ones come
+    `inter_turn_delay_ms` after the turn before. Raises InvalidArgument for what cannot be.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    request_count: int
+    turns: int = 1
+    shared_prefix_ratio: float = 0.0
+    num_prefix_groups: int = 0
+    inter_turn_delay_ms: float = 0.0
+    arrival_interval_ms: float | None = None
+    request_rate: float | None = None
+    seed: int = 42
+    trace_block_size: int = 512
+
+    def __attrs_post_init__(self) -> None:
+        for name, low in (("input_tokens", 1), ("output_tokens", 0), ("request_count", 1), ("turns", 1)):
+            if getattr(self, name) < low:
+                raise InvalidArgument(f"must be at least {low}, got {getattr(self, name)}", field=name)
+        check_block_size(self.trace_block_size)
+        _check_time("inter_turn_delay_ms", self.inter_turn_delay_ms)
+        if self.arrival_interval_ms is not None:
+            _check_time("arrival_interval_ms", self.arrival_interval_ms)
+        if self.request_rate is not None:
+            if not 0 < self.request_rate < math.inf:
+                raise InvalidArgument(f"must be finite and above 0, got {self.request_rate}", field="request_rate")
+            if self.arrival_interval_ms is not None:
+                raise InvalidArgument("give either this or arrival_interval_ms", field="request_rate")
+        SharedPrefixes(self.shared_prefix_ratio, self.num_prefix_groups)
+
+    def make(self) -> Trace:
+        """The trace; the same for the same settings."""
+        rng = Random(self.seed)
+        prefixes = SharedPrefixes(self.shared_prefix_ratio, self.num_prefix_groups)
+        sessions, arrival_ms = [], 0.0
+        for index in range(self.request_count):
+            if index:
+                arrival_ms += self._gap_ms(rng)
+            group = rng.randrange(prefixes.groups) if prefixes.are_shared else None
+            turns = tuple(self._turn(f"session_{index}", at, prefixes, group) for at in range(self.turns))
+            sessions.append(Session(f"session_{index}", turns, arrival_ms))
+        return Trace(tuple(sessions))
+
+    def _gap_ms(self, rng: Random) -> float:
+        if self.request_rate is not None:
+            return rng.expovariate(self.request_rate) * 1000.0
+        return self.arrival_interval_ms or 0.0
+
+    def _turn(self, session: str, at: int, prefixes: SharedPrefixes, group: int | None) -> Turn:
+        blocks = -(-self.input_tokens // self.trace_block_size)
+        ids = prefixes.blocks(blocks, prefixes.shared_blocks(blocks), group)
+        prompt = Prompt.of(ids, self.trace_block_size, self.input_tokens)
+        return Turn(f"{session}:{at}", 0, prompt, self.output_tokens, self.inter_turn_delay_ms if at else 0.0)
+
+
+def _check_time(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)

@@ -1,0 +1,226 @@
+"""Hand-overs whose halves begin, end, fail and begin again in any order: in the end no worker holds a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import anyio
+import pytest
+from anyio.abc import TaskGroup
+from attrs import define, evolve, field
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engines import GenerateContext
+from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
+from engines.mocker.transfer import HandoffOrder
+from pipeline import Context, EngineShutdown, InvalidArgument
+from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
+from pipeline.protocols import BootstrapInfo, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
+
+pytestmark = pytest.mark.anyio
+
+Half = Literal["prefill", "decode"]
+HALVES: tuple[Half, ...] = get_args(Half)
+ARGS = MockEngineArgs(num_gpu_blocks=16, block_size=4, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
+PROMPT = list(range(10))
+"""Takes 17 ms to compute and 10 ms on its way."""
+MAX_TOKENS = 4
+
+
+@define(eq=False)
+class Attempt:
+    """One half of the request, read by a task of its own."""
+
+    context: Context[PreprocessedRequest]
+    chunks: list[LLMEngineOutput] = field(factory=list)
+    scope: anyio.CancelScope = field(factory=anyio.CancelScope)
+    error: Exception | None = None
+    is_over: bool = False
+
+    @property
+    def is_undisturbed(self) -> bool:
+        return not (self.is_over or self.context.is_stopped)
+
+    async def read(self, engine: MockEngine) -> None:
+        try:
+            with self.scope:
+                async for chunk in engine.generate(self.context.payload, GenerateContext(self.context)):
+                    self.chunks.append(chunk)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.is_over = True
+
+
+@define(eq=False)
+class Deployment:
+    """A prefill and a decode worker, either of which may be replaced, and one request that is tried again and again."""
+
+    tasks: TaskGroup
+    exchange: HandoffExchange
+    running: dict[Half, MockEngine] = field(factory=dict)
+    loops: dict[Half, anyio.CancelScope] = field(factory=dict)
+    engines: list[MockEngine] = field(factory=list)
+    attempts: dict[Half, list[Attempt]] = field(factory=lambda: {half: [] for half in HALVES})
+    room: int = 0
+
+    async def start(self, half: Half) -> None:
+        engine, scope = MockEngine(evolve(ARGS, worker_type=half), exchange=self.exchange), anyio.CancelScope()
+        await engine.start(len(self.engines))
+
+        async def run() -> None:
+            with scope:
+                await engine.background()
+
+        self.tasks.start_soon(run)
+        self.running[half], self.loops[half] = engine, scope
+        self.engines.append(engine)
+
+    async def begin(self, half: Half, max_tokens: int = MAX_TOKENS) -> None:
+        info = BootstrapInfo("host", 1, self.room)
+        stop = StopConditions(max_tokens=max_tokens)
+        attempt = Attempt(
+            Context(PreprocessedRequest(PROMPT, stop_conditions=stop, bootstrap_info=info), id="the request")
+        )
+        self.attempts[half].append(attempt)
+        self.tasks.start_soon(self._ask, half, attempt, self.running[half])
+
+    async def _ask(self, half: Half, attempt: Attempt, engine: MockEngine) -> None:
+        has_rival = any(each.is_undisturbed for each in self.attempts[half] if each is not attempt)
+        await attempt.read(engine)
+        if isinstance(attempt.error, InvalidArgument):
+            assert has_rival, "who comes again after an end is not kept out by what it left"
+
+    async def retry(self, half: Half) -> None:
+        """The next attempt of both halves meets elsewhere; this one begins with its half."""
+        self.room += 1
+        await self.begin(half)
+
+    async def nothing_to_say(self, half: Half) -> None:
+        await self.begin(half, max_tokens=0)
+
+    async def stop(self, half: Half) -> None:
+        self._last(half, lambda attempt: attempt.context.control.stop())
+
+    async def kill(self, half: Half) -> None:
+        self._last(half, lambda attempt: attempt.context.control.kill())
+
+    async def drop(self, half: Half) -> None:
+        self._last(half, lambda attempt: attempt.scope.cancel())
+
+    async def restart(self, half: Half) -> None:
+        """In order, with a new engine in the place of the old one."""
+        await self.running[half].cleanup()
+        self.loops[half].cancel()
+        await self.start(half)
+
+    async def crash(self, half: Half) -> None:
+        """The loop is gone first; whoever still reads is cut."""
+        self.loops[half].cancel()
+        for attempt in self.attempts[half]:
+            attempt.scope.cancel()
+        await self.start(half)
+
+    def _last(self, half: Half, end: Callable[[Attempt], object]) -> None:
+        for attempt in self.attempts[half][-1:]:
+            end(attempt)
+
+    def check_empty(self) -> None:
+        for engine in self.engines:
+            for rank in engine.ranks:
+                rank.scheduler.pool.check()
+                assert rank.scheduler.pool.active == rank.live == 0
+                assert rank.scheduler.is_idle
+        assert self.exchange.meetings == self.exchange.waiting == 0
+
+    async def check_serves(self) -> None:
+        """A last attempt goes well, whatever came before."""
+        self.room += 1
+        for half in HALVES:
+            await self.begin(half)
+        await anyio.sleep(1.0)
+        sent, received = (self.attempts[half][-1] for half in HALVES)
+        assert (sent.error, received.error) == (None, None)
+        assert [len(chunk.token_ids) for chunk in sent.chunks] == [1, 0]
+        assert [len(chunk.token_ids) for chunk in received.chunks] == [1] * MAX_TOKENS + [0]
+
+    def check_endings(self) -> None:
+        told = (BackendDisconnected, BackendConnectionTimeout, EngineShutdown, InvalidArgument)
+        for attempt in (each for half in HALVES for each in self.attempts[half]):
+            assert attempt.is_over
+            assert attempt.error is None or isinstance(attempt.error, told)
+            reasons = [chunk.finish_reason for chunk in attempt.chunks if chunk.finish_reason is not None]
+            assert len(reasons) <= 1
+            assert FinishReason.LENGTH not in reasons or attempt.error is None
+
+
+ACTS = ("begin", "begin", "begin", "retry", "nothing_to_say", "stop", "kill", "drop", "restart", "crash")
+WAITS_MS = (0, 0, 1, 10, 20, 28, 40, 31_000)
+Step = tuple[str, Half, int]
+steps = st.lists(st.tuples(st.sampled_from(ACTS), st.sampled_from(HALVES), st.sampled_from(WAITS_MS)), max_size=10)
+"""What is done, to which half, and the milliseconds until the next; 0 is the same turn of the loop."""
+
+
+async def play(order: HandoffOrder, story: list[Any]) -> Deployment:
+    tasks = anyio.create_task_group()
+    deployment = Deployment(tasks, HandoffExchange(order))
+    async with tasks:
+        for half in HALVES:
+            await deployment.start(half)
+        for act, half, wait_ms in story:
+            await getattr(deployment, act)(half)
+            if wait_ms:
+                await anyio.sleep(wait_ms / 1000)
+        await anyio.sleep(62.0)  # who waits for nobody gives up by itself
+        deployment.check_endings()
+        deployment.check_empty()
+        await deployment.check_serves()
+        deployment.check_empty()
+        for engine in deployment.engines:
+            await engine.cleanup()
+        tasks.cancel_scope.cancel()
+    return deployment
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(get_args(HandoffOrder)), steps)
+@example("source_first", [("begin", "prefill", 10), ("kill", "prefill", 0), ("begin", "prefill", 0)])
+@example(
+    "source_first", [("kill", "decode", 0), ("begin", "decode", 0), ("kill", "decode", 0), ("begin", "prefill", 1)]
+)
+async def test_in_whatever_order_halves_begin_and_end_nothing_stays(order: HandoffOrder, story: list[Step]) -> None:
+    await play(order, story)
+
+
+@pytest.mark.parametrize("order", get_args(HandoffOrder))
+@pytest.mark.parametrize("ending", ["stop", "kill"])
+@pytest.mark.parametrize("room", ["same", "another"])
+@pytest.mark.parametrize("after_ms", [1, 10, 20])
+async def test_a_request_that_is_tried_again_at_once_is_not_kept_out_by_its_earlier_attempt(
+    order: HandoffOrder, ending: str, room: str, after_ms: int
+) -> None:
+    """Its halves are ended and come again before the workers had a turn to let go of the old ones."""
+    again = "begin" if room == "same" else "retry"
+    story = [
+        ("begin", "prefill", 0),
+        ("begin", "decode", after_ms),
+        (ending, "decode", 0),
+        (ending, "prefill", 0),
+        (again, "decode", 0),
+        ("begin", "prefill", 0),
+    ]
+    deployment = await play(order, story)
+    for half in HALVES:
+        _, retried, _ = deployment.attempts[half]
+        assert retried.error is None
+        assert retried.chunks[-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("order", get_args(HandoffOrder))
+async def test_who_has_nothing_to_say_takes_the_blocks_all_the_same(order: HandoffOrder) -> None:
+    deployment = await play(order, [("begin", "prefill", 1), ("nothing_to_say", "decode", 100)])
+    sent, received = (deployment.attempts[half][0] for half in HALVES)
+    assert (sent.error, received.error) == (None, None)
+    assert [chunk.token_ids for chunk in received.chunks] == [[]]

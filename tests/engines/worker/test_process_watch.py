@@ -1,0 +1,172 @@
+"""The watch of a process among others that want its signals; what it is for is tested with real programs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+from engines.worker import OVERDUE, SIGNALS, ProcessWatch, process_watch, run_until_signalled
+from pipeline import Control
+
+
+class Exits:
+    """An exit that is only noted."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+
+    def wait(self) -> list[int]:
+        """The codes, once there is one; of a watch that ends nothing there is none after 5 s."""
+        until_s = time.monotonic() + 5
+        while not self.codes and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return self.codes
+
+
+@contextmanager
+def wakeup_to_a_pipe() -> Iterator[tuple[int, int]]:
+    """Another library's wakeup file descriptor."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        yield reader, writer
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """What the handlers get that were there before."""
+    numbers: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: numbers.append(number)) for number in SIGNALS}
+    yield numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_others_get_every_signal_too_and_all_is_as_before(heard: list[int]) -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with wakeup_to_a_pipe() as (reader, writer):
+        with ProcessWatch(60, exit=Exits()) as watch, watch.listening():
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            assert os.read(reader, 10) == bytes([signal.SIGTERM])
+        assert heard == [signal.SIGTERM]
+        assert [signal.getsignal(number) for number in SIGNALS] == handlers
+        assert signal.set_wakeup_fd(writer) == writer
+
+
+@pytest.mark.parametrize("last", SIGNALS)
+def test_the_second_signal_ends_the_process_with_its_number(heard: list[int], last: signal.Signals) -> None:
+    exits = Exits()
+    with ProcessWatch(60, exit=exits) as watch, watch.listening():
+        signal.raise_signal(signal.SIGTERM)
+        assert exits.codes == []
+        signal.raise_signal(last)
+        assert exits.wait() == [128 + last]
+
+
+def test_a_second_signal_may_leave_time_for_an_end_in_order(heard: list[int]) -> None:
+    exits = Exits()
+    with ProcessWatch(60, second_s=0.3, exit=exits) as watch, watch.listening():
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.1)
+        assert exits.codes == []
+        assert exits.wait() == [128 + signal.SIGINT]
+    assert heard == [signal.SIGINT] * 3
+
+
+def test_a_signal_counts_though_another_library_has_taken_the_wakeup(
+    heard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_watch, "_HAND_OVER_S", 0.05)
+    exits = Exits()
+    with ProcessWatch(60, exit=exits) as watch, watch.listening(), wakeup_to_a_pipe():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert exits.wait() == [128 + signal.SIGTERM]
+
+
+def test_the_deadline_counts_from_the_first_time_the_end_was_asked_for() -> None:
+    exits = Exits()
+    with ProcessWatch(0, exit=exits) as watch:
+        time.sleep(0.1)
+        assert exits.codes == []
+        watch.begin_end()
+        watch.begin_end()
+        assert exits.wait() == [OVERDUE]
+
+
+def test_a_watch_that_has_stopped_ends_nothing() -> None:
+    exits = Exits()
+    with ProcessWatch(0, exit=exits) as watch:
+        watch.begin_end()
+    time.sleep(0.7)
+    assert exits.codes == []
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What `faulthandler` is told: after these seconds it would end the process."""
+    found: list[float] = []
+
+    def later(after_s: float, **_: Any) -> None:
+        found.append(after_s)
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", later)
+    return found
+
+
+def test_a_watch_that_was_stopped_gives_nothing_a_deadline(deadlines: list[float]) -> None:
+    with ProcessWatch(60) as watch:
+        pass
+    watch.begin_end()
+    assert deadlines == []
+
+
+@contextmanager
+def no_signals() -> Iterator[AsyncIterator[int]]:
+    async def wait() -> AsyncIterator[int]:
+        await anyio.sleep_forever()
+        yield 0
+
+    yield wait()
+
+
+@pytest.mark.anyio
+async def test_a_stop_after_a_run_that_was_cancelled_reaches_no_watch(deadlines: list[float]) -> None:
+    """A program that goes on after its worker must not be ended by the worker's deadline."""
+    asked = Control()
+    with ProcessWatch(60) as watch:
+        with anyio.move_on_after(1):
+            await run_until_signalled(anyio.sleep_forever, asked, no_signals, exit=Exits(), deadline_s=60, watch=watch)
+        asked.stop()
+        assert deadlines == []
+
+
+@pytest.mark.anyio
+async def test_a_stop_during_a_run_gives_the_end_its_deadline(deadlines: list[float]) -> None:
+    asked = Control()
+
+    async def host() -> None:
+        asked.stop()
+
+    with ProcessWatch(60) as watch:
+        await run_until_signalled(host, asked, no_signals, exit=Exits(), deadline_s=60, watch=watch)
+    assert len(deadlines) == 1

@@ -1,0 +1,192 @@
+"""Looking at a queue by bits places the same requests, in the same order, as asking for each whether it may go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operators.kv.config import KvRouterConfig
+from operators.kv.pool import Adapters, Configs
+from operators.kv.prompt import PromptBlocks
+from operators.kv.queue import Admission, PolicyClass, PolicyProfile
+from operators.kv.request import RouteRequest
+from operators.kv.reservation import Placement
+from operators.kv.router import KvRouter
+from pipeline import Control
+from pipeline.network import static_workers
+from pipeline.protocols import RoutingConstraints
+from pipeline.protocols.card import ModelRuntimeConfig
+from pipeline.rx import BehaviorSubject
+from pipeline.testing import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+BLOCK = 4
+IDS = (1, 2, 3, 4, 5)
+CLASSES = (
+    PolicyClass(name="absolute", quantum=8, prefill_busy_threshold=8),
+    PolicyClass(name="share", quantum=24, prefill_busy_threshold_frac=0.5, queue_policy="wspt"),
+    PolicyClass(name="both", quantum=4, prefill_busy_threshold=20, prefill_busy_threshold_frac=1.0),
+)
+PROFILE = PolicyProfile(CLASSES, "absolute", {one.name: [index] for index, one in enumerate(CLASSES)})
+
+
+class PlainAdmission(Admission[Any]):
+    """Asks for each head of a lane whether all its workers are busy, at each look."""
+
+    def _next(self) -> Any:
+        return self._queue.pop(lambda waiting: not self._is_full(waiting.item.request, waiting.class_index))
+
+
+class World:
+    """One router and what it depends on; `log` has the placings in order, `ended` how each request ended."""
+
+    def __init__(self, plain: bool, seed: int) -> None:
+        self.random = Random(seed)
+        self.overloaded: set[int] = set()
+        self.routable = list(IDS)
+        configs = {i: ModelRuntimeConfig(max_num_batched_tokens=16 * i, data_parallel_size=1 + i % 2) for i in IDS}
+        self.configs: BehaviorSubject[Configs] = BehaviorSubject(configs)
+        self.adapters: BehaviorSubject[Adapters] = BehaviorSubject({"a": {1, 2}})
+        self.router = KvRouter(
+            static_workers({worker_id: ScriptedEngine([]) for worker_id in IDS}),
+            KvRouterConfig(use_kv_events=False),
+            block_size_tokens=BLOCK,
+            configs=self.configs,
+            adapters=self.adapters,
+            routable=lambda: list(self.routable),
+            overloaded=lambda: set(self.overloaded),
+            rng=Random(1),
+            profile=PROFILE,
+        )
+        admission = self.router._admission
+        if plain:
+            admission.__class__ = PlainAdmission
+        self._place, admission._place = admission._place, self.place
+        self.log: list[Any] = []
+        self.ended: dict[str, str] = {}
+        self.placed: dict[str, Placement] = {}
+        self.controls: list[Control] = []
+
+    def place(self, applicant: Any, must_refresh: bool) -> Placement:
+        self.log.append(applicant.request_id)
+        placement = self._place(applicant, must_refresh)
+        self.log.append(placement.rank)
+        return placement
+
+    async def ask(self, request_id: str, request: RouteRequest, control: Control) -> None:
+        try:
+            placement = await self.router.find_best_match(request, request_id=request_id, control=control)
+        except Exception as error:
+            self.ended[request_id] = f"{type(error).__name__}: {error}"
+        else:
+            self.ended[request_id] = str(placement.rank)
+            self.placed[request_id] = placement
+
+    def request(self) -> RouteRequest:
+        random = self.random
+        rules: list[dict[str, Any]] = [
+            {},
+            {},
+            {"allowed_worker_ids": frozenset(random.sample(IDS, random.randint(1, 3)))},
+            {"worker_id": random.choice(IDS), "dp_rank": random.choice([None, 0, 1])},
+            {"constraints": RoutingConstraints(required_taints={"fast"})},
+            {"constraints": RoutingConstraints(preferred_taints={"fast": random.choice([0.5, float("nan")])})},
+            {"failed_worker_ids": frozenset(random.sample(IDS, random.randint(1, 5)))},
+        ]
+        tokens = [random.randint(0, 3) for _ in range(random.randint(1, 24))]
+        blocks = PromptBlocks(tokens, BLOCK, lora_name=random.choice([None, None, "a", "b"]))
+        return RouteRequest(
+            blocks=blocks,
+            policy_class=random.choice([one.name for one in CLASSES]),
+            strict_priority=random.choice([0, 0, 1]),
+            **random.choice(rules),
+        )
+
+    def change(self) -> None:
+        """Something the queue is looked at for, or something that only shows at the next look."""
+        random = self.random
+
+        def reload() -> None:
+            worker_id = random.choice(IDS)
+            taints = random.choice([set[str](), {"fast"}])
+            config = evolve(self.configs.value[worker_id], taints=taints, max_num_batched_tokens=random.choice([8, 64]))
+            self.configs.on_next({**self.configs.value, worker_id: config})
+
+        def come_or_go() -> None:
+            (self.routable.remove if (i := random.choice(IDS)) in self.routable else self.routable.append)(i)
+
+        changes: list[Callable[[], object]] = [
+            reload,
+            come_or_go,
+            lambda: self.overloaded.symmetric_difference_update({random.choice(IDS)}),
+            lambda: self.adapters.on_next({"a": {random.choice(IDS)}, "b": {random.choice(IDS)}}),
+            lambda: random.choice(self.controls).stop() if self.controls else None,
+        ]
+        ends: list[Callable[[], object]] = []
+        if self.placed:
+            some = random.choice(sorted(self.placed))
+            ends.append(lambda: self.placed.pop(some).release())
+            ends.append(lambda: self.placed[some].mark_prefill_completed())
+        random.choice(changes + ends * 4)()
+
+    async def live(self, steps: int) -> tuple[list[Any], dict[str, str]]:
+        async with anyio.create_task_group() as tasks:
+            for step in range(steps):
+                if self.random.random() < 0.6:
+                    self.controls.append(Control())
+                    tasks.start_soon(self.ask, f"r{step}", self.request(), self.controls[-1])
+                else:
+                    self.change()
+                for _ in range(5):
+                    await checkpoint()
+                self.log.append(self.router.waiting_requests)
+            self.router.close()
+        return self.log, self.ended
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32))
+async def test_the_same_requests_go_in_the_same_order_as_by_a_plain_scan(seed: int) -> None:
+    """Issue 12, point 16."""
+    expected = await World(plain=True, seed=seed).live(120)
+    assert await World(plain=False, seed=seed).live(120) == expected
+
+
+async def test_a_blocked_queue_is_not_looked_through_for_workers_that_nobody_in_it_wants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(plain=False, seed=1)
+    looked: list[str] = []
+
+    async def ask(number: int, worker_id: int) -> None:
+        blocks = PromptBlocks([number] * 12, BLOCK)
+        await world.ask(f"r{number}", RouteRequest(blocks=blocks, worker_id=worker_id, dp_rank=0), Control())
+
+    for worker_id in (1, 2):
+        await ask(worker_id, worker_id)
+    async with anyio.create_task_group() as tasks:
+        for number in (3, 4, 5):
+            tasks.start_soon(ask, number, 1)
+        while world.router.waiting_requests < 3:
+            await checkpoint()
+        pop = world.router._admission._queue.pop
+
+        def counted(may_go: Any) -> Any:
+            looked.append("")
+            return pop(may_go)
+
+        monkeypatch.setattr(world.router._admission._queue, "pop", counted)
+        world.placed["r2"].release()
+        assert (looked, world.router.waiting_requests) == ([], 3)
+        world.placed["r1"].release()
+        assert (len(looked), world.router.waiting_requests) == (2, 2), "one goes, and then nobody"
+        world.router.close()

@@ -1,0 +1,250 @@
+"""Worker loads: what is in flight, what is reported, and that those who leave are forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from operators import PushRouter, Uncharged, WorkerLoad, WorkerLoads, load_reports
+from operators.pool import LoadChange, RankLoad
+from pipeline import AnyContext, Context, Once
+from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
+from pipeline.network.names import EndpointId
+from pipeline.network.workers import _Pool
+from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
+from pipeline.rx import Subject
+from pipeline.testing import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+NAME = "ns/comp/ep"
+
+
+class Reborn(_Pool[Any, Any]):
+    """A pool whose instances leave and come back without a word."""
+
+    def __init__(self, engines: Mapping[int, ScriptedEngine], name: str) -> None:
+        super().__init__(name, engines, {})
+
+    def bear(self) -> None:
+        self._ids = (*self._ids,)  # another one, as after each change
+        self._arrivals = {i: arrival + 10 for i, arrival in self._arrivals.items()}
+
+
+def pool(*instance_ids: int) -> Workers[Any, Any]:
+    return static_workers({i: ScriptedEngine([1]) for i in instance_ids}, name=NAME)
+
+
+def counts(loads: WorkerLoads) -> dict[int, int]:
+    return {i: load.in_flight for i, load in loads.current().items()}
+
+
+# -- in flight
+
+
+def test_a_request_counts_until_it_is_released_once() -> None:
+    """RT-06, RT-08."""
+    loads = WorkerLoads(pool(1, 2))
+    held = loads.begin(2)
+    assert counts(loads) == {1: 0, 2: 1}
+    held.release()
+    held.release()
+    assert counts(loads) == {1: 0, 2: 0}
+
+
+async def test_reservations_of_a_router_add_up_and_go() -> None:
+    """RT-11."""
+    router = PushRouter(pool(1, 2), "power_of_two_choices")
+    streams = [await router.generate(Context(None)) for _ in range(5)]
+    assert sum(counts(router.loads).values()) == 5
+    for stream in streams:
+        await stream.aclose()
+    assert counts(router.loads) == {1: 0, 2: 0}
+
+
+async def test_routers_that_share_loads_see_each_others_requests() -> None:
+    workers = pool(1, 2)
+    loads = WorkerLoads(workers)
+    busy, idle = PushRouter(workers, loads=loads), PushRouter(workers, "least_loaded", loads=loads)
+    async with await busy.direct(Context(None), 1):
+        assert idle.peek(Context(None)) == 2
+
+
+async def test_a_choice_that_costs_nothing_is_not_counted() -> None:
+    """RT-26."""
+
+    def cached(candidates: Any, loads: Any, request: AnyContext, rng: Any) -> int:
+        return Uncharged(2)
+
+    router = PushRouter(pool(1, 2), pick=cached)
+    async with await router.generate(Context(None)) as stream:
+        assert counts(router.loads) == {1: 0, 2: 0}
+        assert [item async for item in stream] == [1]
+
+
+def test_one_that_is_not_there_is_not_counted() -> None:
+    loads = WorkerLoads(pool(1))
+    loads.begin(9).release()
+    assert counts(loads) == {1: 0}
+
+
+async def test_an_instance_that_comes_back_begins_with_nothing() -> None:
+    """And what is released of the time before does not touch it, also if nobody looked in between."""
+    async with Runtime.in_process() as runtime:
+        loads = WorkerLoads(runtime.workers(NAME))
+        for looks in (True, False):
+            served = await runtime.serve(NAME, ScriptedEngine([]), instance_id=1)
+            old = [loads.begin(1), loads.begin(1)]
+            assert counts(loads) == {1: 2}
+            await served.close()
+            if looks:
+                assert counts(loads) == {}
+            served = await runtime.serve(NAME, ScriptedEngine([]), instance_id=1)
+            new = loads.begin(1)
+            assert counts(loads) == {1: 1}
+            for held in old:
+                held.release()
+            assert counts(loads) == {1: 1}
+            new.release()
+            await served.close()
+
+
+def test_leaving_and_coming_back_between_two_looks_is_news_too() -> None:
+    workers = Reborn({1: ScriptedEngine([])}, "pool")
+    loads, heard = WorkerLoads(workers), list[LoadChange]()
+    loads.begin(1)
+    loads.news().subscribe(heard.append)
+    workers.bear()
+    loads.current()
+    assert heard == [LoadChange(1, None), LoadChange(1, WorkerLoad())]
+
+
+async def test_loads_know_the_device() -> None:
+    async with Runtime.in_process() as runtime:
+        loads = WorkerLoads(runtime.workers(NAME))
+        await runtime.discovery.register(Instance.of(EndpointId.parse(NAME), 7, device_type="cpu"))
+        assert loads.current()[7] == WorkerLoad(0, "cpu")
+
+
+# -- reports
+
+
+def test_a_report_changes_what_it_says_and_leaves_the_rest() -> None:
+    known = RankLoad(1, 2, 3)
+    assert known.updated(ActiveLoad(9, kv_used_blocks=0)) == RankLoad(1, 0, 3)
+    assert known.updated(ActiveLoad(9, active_decode_blocks=5, active_prefill_tokens=6)) == RankLoad(5, 2, 6)
+
+
+def test_reports_are_kept_by_rank_beside_what_is_in_flight() -> None:
+    loads, reports = WorkerLoads(pool(1, 2)), Subject[ActiveLoad]()
+    following = loads.follow(reports)
+    loads.begin(1)
+    reports.on_next(ActiveLoad(1, 0, active_decode_blocks=5))
+    reports.on_next(ActiveLoad(1, 3, kv_used_blocks=7))
+    reports.on_next(ActiveLoad(1, 0, active_prefill_tokens=2))
+    assert loads.current()[1] == WorkerLoad(1, None, {0: RankLoad(5, None, 2), 3: RankLoad(None, 7)})
+    following.dispose()
+    reports.on_next(ActiveLoad(2, active_decode_blocks=5))
+    assert loads.current()[2] == WorkerLoad()
+
+
+def test_reports_of_strangers_are_dropped_and_of_those_that_may_be_two_forgotten() -> None:
+    """MON-12."""
+    loads, reports = WorkerLoads(pool(1, 2)), Subject[ActiveLoad]()
+    elsewhere: dict[int, ScriptedEngine] = {}
+    other = pool(2, 3)
+    loads.follow(reports, elsewhere=[static_workers(elsewhere)])
+    for worker_id in (1, 2, 3, 4):
+        reports.on_next(ActiveLoad(worker_id, active_decode_blocks=5))
+    assert {i: len(load.ranks) for i, load in loads.current().items()} == {1: 1, 2: 1}
+    loads.follow(reports, elsewhere=[other])
+    reports.on_next(ActiveLoad(2, active_decode_blocks=6))
+    assert {i: len(load.ranks) for i, load in loads.current().items()} == {1: 1, 2: 0}
+
+
+async def test_loads_follow_the_event_plane_and_forget_who_leaves() -> None:
+    async with Runtime.in_process() as runtime:
+        loads, snapshots = WorkerLoads(runtime.workers(NAME)), list[Any]()
+        loads.follow(load_reports(runtime.events, NAME))
+        loads.changes().subscribe(snapshots.append, on_completed=lambda: snapshots.append("completed"))
+        served = await runtime.serve(NAME, ScriptedEngine([]), instance_id=1)
+        publisher = runtime.events.publisher(Scope("ns", "comp"), KV_METRICS_TOPIC)
+        publisher.publish(ActiveLoad(1, kv_used_blocks=4))
+        publisher.publish(ActiveLoad(2, kv_used_blocks=4))
+        held = loads.begin(1)
+        held.release()
+        await served.close()
+        publisher.publish(ActiveLoad(1, kv_used_blocks=4))
+    known = {0: RankLoad(None, 4)}
+    assert snapshots == [
+        {},
+        {1: WorkerLoad()},
+        {1: WorkerLoad(ranks=known)},
+        {1: WorkerLoad(1, ranks=known)},
+        {1: WorkerLoad(ranks=known)},
+        {},
+        "completed",
+    ]
+
+
+def test_a_listeners_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    loads, heard = WorkerLoads(pool(1)), list[LoadChange]()
+
+    def fail(change: LoadChange) -> None:
+        raise LookupError("broken")
+
+    loads.news().subscribe(fail)
+    loads.news().subscribe(heard.append)
+    held = loads.begin(1)
+    held.release()
+    assert [change.load for change in heard] == [WorkerLoad(1), WorkerLoad(0)]
+    assert [record.getMessage() for record in caplog.records] == ["a listener failed"] * 2
+
+
+def test_listeners_hear_what_another_listener_causes_after_what_caused_it() -> None:
+    """Else the last that one hears would not be what holds."""
+    loads, heard, held = WorkerLoads(pool(1)), list[int](), list[Once]()
+
+    def answer(change: LoadChange) -> None:
+        if not held:
+            held.append(loads.begin(1))
+
+    loads.news().subscribe(answer)
+    loads.changes().subscribe(lambda snapshot: heard.append(snapshot[1].in_flight))
+    loads.begin(1)
+    assert heard == [0, 1, 2]
+
+
+async def test_a_listener_that_ends_the_pool_keeps_no_other_from_hearing_who_left() -> None:
+    where, heard = EndpointId.parse(NAME), list[Any]()
+    watch = Subject[Added[Instance] | Removed[Instance]]()
+    workers: EndpointWorkers[Any, Any] = EndpointWorkers(where, watch, lambda _: ScriptedEngine([]))
+    watch.on_next(Added(Instance.of(where, 1)))
+    loads = WorkerLoads(workers)
+    loads.news().subscribe(lambda change: watch.on_completed() if change.load else None)
+    loads.news().subscribe(heard.append, on_completed=lambda: heard.append("completed"))
+    loads.begin(1)
+    assert heard == [LoadChange(1, WorkerLoad(1)), LoadChange(1, None), "completed"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "report"]), st.integers(1, 3)), max_size=25))
+def test_snapshots_and_the_loads_themselves_agree(steps: list[tuple[str, int]]) -> None:
+    """And no snapshot changes after it was given."""
+    loads, reports = WorkerLoads(pool(1, 2, 3)), Subject[ActiveLoad]()
+    loads.follow(reports)
+    snapshots, held = list[tuple[Mapping[int, WorkerLoad], dict[int, WorkerLoad]]](), list[tuple[int, Once]]()
+    loads.changes().subscribe(lambda snapshot: snapshots.append((snapshot, dict(snapshot))))
+    for number, (what, instance_id) in enumerate(steps):
+        if what == "begin":
+            held.append((instance_id, loads.begin(instance_id)))
+        elif what == "report":
+            reports.on_next(ActiveLoad(instance_id, active_prefill_tokens=number))
+        elif held:
+            held.pop(instance_id % len(held))[1].release()
+        assert snapshots[-1][0] == loads.current()
+    assert counts(loads) == {i: sum(held_by == i for held_by, _ in held) for i in (1, 2, 3)}
+    assert all(snapshot == copy for snapshot, copy in snapshots)

@@ -1,0 +1,362 @@
+"""PushRouter: which instance is asked, and what happens when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from operators import PushRouter
+from operators.pool import Loads, RouterMode
+from pipeline import (
+    Annotated,
+    AnyContext,
+    AsyncEngine,
+    CannotConnect,
+    Context,
+    Disconnected,
+    GraphError,
+    InvalidArgument,
+    Unavailable,
+    identity,
+)
+from pipeline.network import Runtime, Workers, static_workers
+from pipeline.network.workers import Absence
+from pipeline.protocols import PreprocessedRequest, RoutingHints
+from pipeline.rx import Observable
+from pipeline.testing import ScriptedEngine, check_engine, watch_streams
+
+pytestmark = pytest.mark.anyio
+
+NAME = "ns/comp/ep"
+
+
+Engine = AsyncEngine[Any, Any]
+
+
+def answering(*instance_ids: int) -> dict[int, ScriptedEngine]:
+    """Instances that answer with their own id."""
+    return {instance_id: ScriptedEngine([Annotated(instance_id)]) for instance_id in instance_ids}
+
+
+def pool(engines: Mapping[int, Engine]) -> Workers[Any, Any]:
+    return static_workers(engines, name=NAME)
+
+
+def router(*instance_ids: int, mode: RouterMode = "round_robin", rng: Random | None = None) -> PushRouter[Any, Any]:
+    return PushRouter(pool(answering(*instance_ids)), mode, rng)
+
+
+def lowest(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
+    """A picker of one's own."""
+    return candidates[0]
+
+
+def in_flight(engine: PushRouter[Any, Any]) -> int:
+    return sum(load.in_flight for load in engine.loads.current().values())
+
+
+CHARGING: list[RouterMode] = [
+    "round_robin",
+    "random",
+    "power_of_two_choices",
+    "least_loaded",
+    "device_aware_weighted",
+]
+"""The modes in which the router chooses."""
+
+
+class ShrinkingPool:
+    """A pool in which the instances that are `leaving` are gone by the time they are asked."""
+
+    def __init__(self, instance_ids: Sequence[int], leaving: Sequence[int]) -> None:
+        self.name = NAME
+        self.engines = answering(*instance_ids)
+        self.leaving = leaving
+        self._pool = pool(self.engines)
+
+    def instance_ids(self) -> tuple[int, ...]:
+        return tuple(self.engines)
+
+    def engine(self, instance_id: int) -> Engine:
+        if instance_id in self.leaving:
+            del self.engines[instance_id]
+            return static_workers({}, name=NAME).engine(instance_id)
+        return self.engines[instance_id]
+
+    def absence(self) -> Absence | None:
+        return None if self.engines else "all_left"
+
+    def arrival(self, instance_id: int) -> int:
+        return instance_id if instance_id in self.engines else -1
+
+    def device_type(self, instance_id: int) -> None:
+        return None
+
+    def changes(self) -> Observable[tuple[int, ...]]:
+        return self._pool.changes()
+
+    async def wait_for_instances(self, count: int = 1) -> tuple[int, ...]:
+        return await self._pool.wait_for_instances(count)
+
+
+async def ask(engine: AsyncEngine[Any, Any], payload: object = None) -> Any:
+    """The id of the instance that answered."""
+    with watch_streams() as streams:
+        (item,) = await (await engine.generate(Context(payload))).collect()
+    assert streams.open == []
+    return item.data
+
+
+async def test_round_robin_asks_one_after_the_other() -> None:
+    engine = router(1, 2, 3)
+    assert [await ask(engine) for _ in range(4)] == [1, 2, 3, 1]
+
+
+async def test_random_asks_as_its_rng_says() -> None:
+    engine, expected = router(1, 2, 3, mode="random", rng=Random(7)), Random(7)
+    assert [await ask(engine) for _ in range(40)] == [expected.choice([1, 2, 3]) for _ in range(40)]
+    assert await ask(router(1, 2, 3, mode="random")) in {1, 2, 3}
+
+
+async def test_a_picker_of_ones_own_decides() -> None:
+    def highest(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
+        return candidates[-1]
+
+    assert await ask(PushRouter(pool(answering(1, 2, 3)), pick=highest)) == 3
+
+
+async def test_a_picker_is_told_the_loads_and_the_request() -> None:
+    seen: list[Any] = []
+
+    def looking(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
+        seen.append((list(candidates), {i: loads[i].in_flight for i in candidates}, request.payload, rng.random()))
+        return 2
+
+    engine = PushRouter(pool(answering(1, 2)), rng=Random(5), pick=looking)
+    async with await engine.generate(Context("a")):
+        assert await ask(engine, "b") == 2
+    expected = Random(5)
+    assert seen == [([1, 2], {1: 0, 2: 0}, "a", expected.random()), ([1, 2], {1: 0, 2: 1}, "b", expected.random())]
+
+
+def test_an_unknown_mode_is_refused_at_declaration() -> None:
+    unknown: Any = "busiest"
+    with pytest.raises(GraphError, match="round_robin, random, power_of_two_choices, least_loaded"):
+        router(1, mode=unknown)
+
+
+def test_a_mode_and_a_picker_exclude_each_other() -> None:
+    with pytest.raises(GraphError, match="exclude each other"):
+        PushRouter(pool({}), "random", pick=lowest)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"exclusion_s": -1.0},
+        {"exclusion_s": float("nan")},
+        {"silence_timeout_s": 0.0},
+        {"silence_timeout_s": float("nan")},
+        {"silence_timeout_s": float("inf")},
+    ],
+)
+def test_times_that_cannot_be_are_refused_at_declaration(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        PushRouter(pool({}), **wrong)  # type: ignore[arg-type]
+    assert caught.value.field in wrong
+
+
+# -- direct, and what vanishes
+
+
+async def test_a_request_names_its_instance_in_direct_mode() -> None:
+    request = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=2))
+    assert await ask(router(1, 2, 3, mode="direct"), request) == 2
+
+
+@pytest.mark.parametrize("payload", [None, PreprocessedRequest([1]), PreprocessedRequest([1], routing=RoutingHints())])
+async def test_a_request_that_names_none_is_refused_in_direct_mode(payload: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await router(1, mode="direct").generate(Context(payload))
+    assert caught.value.field == "routing.backend_instance_id"
+
+
+async def test_an_unknown_instance_is_named_and_no_other_one_is_asked() -> None:
+    """RT-20."""
+    engines = answering(1)
+    with pytest.raises(CannotConnect, match=f"instance_id=9 not found for endpoint {NAME}"):
+        await PushRouter(pool(engines)).direct(Context(None), 9)
+    request = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=9))
+    with pytest.raises(CannotConnect, match="instance_id=9 not found"):
+        await PushRouter(pool(engines), "direct").generate(Context(request))
+    assert engines[1].requests == []
+
+
+async def test_any_instance_can_be_asked_directly_in_every_mode() -> None:
+    stream = await router(1, 2).direct(Context(None), 2)
+    assert [item.data for item in await stream.collect()] == [2]
+
+
+async def test_an_instance_that_vanishes_before_the_dispatch_is_replaced() -> None:
+    """RT-23."""
+    assert await ask(PushRouter(ShrinkingPool([1, 2, 3], leaving=[1]), pick=lowest)) == 2
+
+
+async def test_what_prepares_a_request_learns_who_gets_it_in_the_end() -> None:
+    """RT-23: and the load is where the request is."""
+    shrinking = ShrinkingPool([1, 2, 3], leaving=[1])
+    engine, seen = PushRouter[Any, Any](shrinking, pick=lowest), list[int]()
+
+    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
+        seen.append(instance_id)
+        return request.with_payload(f"for {instance_id}")
+
+    async with await engine.route(Context(None), prepare):
+        assert seen == [1, 2]
+        assert [request.payload for request in shrinking.engines[2].requests] == ["for 2"]
+        assert {i: load.in_flight for i, load in engine.loads.current().items()} == {2: 1, 3: 0}
+    assert in_flight(engine) == 0
+
+
+async def test_what_fails_to_prepare_a_request_leaves_nothing_in_flight() -> None:
+    """RT-08."""
+    engines = answering(1)
+    engine = PushRouter(pool(engines))
+
+    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
+        raise InvalidArgument("no rank")
+
+    with pytest.raises(InvalidArgument, match="no rank"):
+        await engine.route(Context(None), prepare)
+    assert (in_flight(engine), engines[1].requests) == (0, [])
+
+
+async def test_what_fails_to_prepare_a_request_is_no_fault_of_the_instance() -> None:
+    engine = PushRouter(pool(answering(1)))
+
+    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
+        raise Disconnected("what it asks")
+
+    with pytest.raises(Disconnected, match="what it asks"):
+        await engine.route(Context(None), prepare)
+    assert list(engine.standing.routable()) == [1]
+
+
+async def test_a_direct_request_may_name_who_takes_the_place_of_a_vanished_instance() -> None:
+    engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
+    stream = await engine.direct(Context(None), 1, within={1, 3})
+    assert [item.data for item in await stream.collect()] == [3]
+    engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
+    with pytest.raises(Unavailable, match=r"instance_id=1 not found .*no other instances available"):
+        await engine.direct(Context(None), 1, within={1})
+    with pytest.raises(CannotConnect, match="instance_id=1 not found"):
+        await engine.direct(Context(None), 1, within={1, 3})
+    engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
+    with pytest.raises(CannotConnect, match="instance_id=1 not found"):
+        await engine.direct(Context(None), 1)
+
+
+async def test_the_last_instance_that_vanishes_is_no_connection_trouble() -> None:
+    """RT-22."""
+    with pytest.raises(Unavailable, match=r"instance_id=1 not found .*no other instances available"):
+        await PushRouter(ShrinkingPool([1], leaving=[1])).generate(Context(None))
+
+
+async def test_only_one_other_instance_is_tried() -> None:
+    with pytest.raises(CannotConnect, match="instance_id=2 not found"):
+        await PushRouter(ShrinkingPool([1, 2, 3], leaving=[1, 2]), pick=lowest).generate(Context(None))
+
+
+async def test_what_an_instance_cannot_reach_itself_goes_to_the_caller() -> None:
+    engines = {**answering(2), 1: ScriptedEngine([], fails=CannotConnect("its own trouble"))}
+    with pytest.raises(CannotConnect, match="its own trouble"):
+        await PushRouter(pool(engines)).generate(Context(None))
+    with pytest.raises(CannotConnect, match="its own trouble"):
+        await PushRouter(pool(engines)).direct(Context(None), 1, within={1, 2})
+    assert engines[2].requests == []
+
+
+# -- choosing for others
+
+
+def test_peeking_changes_nothing() -> None:
+    """RT-01: and tells what the next request will meet, in every mode."""
+    engine = router(10, 20, 30, 40)
+    assert {engine.peek(Context(None)) for _ in range(16)} == {10}
+    assert [engine.select(Context(None)) for _ in range(4)] == [10, 20, 30, 40]
+    for mode in CHARGING:
+        engine = router(1, 2, 3, 4, mode=mode, rng=Random(3))
+        foretold = [engine.peek(Context(None)) for _ in range(5)]
+        assert len(set(foretold)) == 1
+        assert engine._choose(Context(None)) == foretold[0]
+
+
+def test_only_modes_that_do_not_count_select_for_others() -> None:
+    """RT-18."""
+    for mode in CHARGING:
+        engine = router(1, mode=mode)
+        assert engine.select(Context(None)) == (1 if mode in ("round_robin", "random") else None)
+        assert engine.peek(Context(None)) == 1
+    assert router(1, mode="direct").peek(Context(None)) is None
+    assert router(1, mode="direct").select(Context(None)) is None
+
+
+@pytest.mark.parametrize("mode", CHARGING)
+def test_what_is_peeked_at_and_taken_is_not_found_again(mode: Any) -> None:
+    """What chance decides is decided anew for each request, also where the instance is asked by `direct`."""
+    engine = router(*range(1, 9), mode=mode, rng=Random(3))
+    found = set()
+    for _ in range(64):
+        found.add(engine.peek(Context(None)))
+        engine.select(Context(None))
+    assert len(found) >= 7
+
+
+# -- the stream
+
+
+async def test_the_request_and_the_stream_are_handed_on_as_they_are() -> None:
+    engines = answering(1)
+    context = Context("payload")
+    async with await PushRouter(pool(engines)).generate(context) as stream:
+        assert engines[1].requests == [context]
+        assert stream.context is context
+
+
+def test_a_drawing_shows_the_instances() -> None:
+    graph = identity() >> router(1, 2)
+    assert all(f"{NAME}/{i}" in graph.draw("text") for i in (1, 2))
+
+
+async def test_a_pool_that_follows_discovery_is_followed() -> None:
+    async with Runtime.in_process() as runtime:
+        workers: Workers[Any, Any] = runtime.workers(NAME)
+        engine = PushRouter(workers)
+        first = await runtime.serve(NAME, ScriptedEngine([Annotated("first")]), instance_id=1)
+        await runtime.serve(NAME, ScriptedEngine([Annotated("second")]), instance_id=2)
+        await workers.wait_for_instances(2)
+        assert [await ask(engine) for _ in range(2)] == ["first", "second"]
+        await first.close()
+        assert {await ask(engine) for _ in range(3)} == {"second"}
+
+
+@pytest.mark.parametrize("mode", CHARGING)
+async def test_the_engine_contract_holds(mode: RouterMode) -> None:
+    talkative = pool({i: ScriptedEngine([Annotated(n) for n in range(60)]) for i in (1, 2)})
+    await check_engine(lambda: PushRouter(talkative, mode), request=None, open_count=in_flight)
+    await check_engine(lambda: router(mode=mode), request=None, bad_request="anything", rules=["E2"])
+
+
+async def test_the_engine_contract_holds_for_direct_requests_and_with_a_limit_to_silence() -> None:
+    talkative = pool({1: ScriptedEngine([Annotated(n) for n in range(60)])})
+    named = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=1))
+    missing = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=2))
+    await check_engine(
+        lambda: PushRouter(talkative, "direct", silence_timeout_s=9),
+        request=named,
+        bad_request=missing,
+        open_count=in_flight,
+    )

@@ -1,0 +1,123 @@
+"""Why nobody can be asked: each reason is an error of its own, and nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from operators import AllBusy, PushRouter
+from operators.pool import RouterMode
+from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Unavailable, WorkerOverloaded
+from pipeline.network import Runtime, Workers, static_workers
+from pipeline.testing import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+NAME = "ns/comp/ep"
+MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
+
+
+def answering(*instance_ids: int) -> dict[int, ScriptedEngine]:
+    return {instance_id: ScriptedEngine([Annotated(instance_id)]) for instance_id in instance_ids}
+
+
+def pool(engines: dict[int, ScriptedEngine]) -> Workers[Any, Any]:
+    return static_workers(engines, name=NAME)
+
+
+async def ask(engine: AsyncEngine[Any, Any]) -> Any:
+    """The id of the instance that answered."""
+    (item,) = await (await engine.generate(Context(None))).collect()
+    return item.data
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_without_an_instance_there_is_an_error_at_once(mode: RouterMode) -> None:
+    """RT-13."""
+    with pytest.raises(Unavailable, match=f"no instances found for endpoint {NAME}: none has appeared yet"):
+        await PushRouter(pool({}), mode).generate(Context(None))
+
+
+async def test_the_error_without_an_instance_says_why() -> None:
+    async with Runtime.in_process() as runtime:
+        workers = runtime.workers(NAME)
+        engine: PushRouter[Any, Any] = PushRouter(workers)
+        served = await runtime.serve(NAME, ScriptedEngine([]))
+        assert engine.refusal() is None
+        await served.close()
+        with pytest.raises(Unavailable, match="all there were have left"):
+            await engine.generate(Context(None))
+        workers.close()
+        with pytest.raises(Unavailable, match="its discovery was closed"):
+            await engine.generate(Context(None))
+
+
+async def test_an_instance_that_is_not_admitted_is_never_asked() -> None:
+    """CLI-12."""
+    engines = answering(1, 2, 3)
+    engine = PushRouter(pool(engines), admits=lambda instance_id: instance_id == 2)
+    assert [await ask(engine) for _ in range(3)] == [2, 2, 2]
+    with pytest.raises(CannotConnect, match="instance_id=1 not found"):
+        await engine.direct(Context(None), 1)
+    with pytest.raises(Unavailable, match="is admitted"):
+        await PushRouter(pool(engines), admits=lambda _: False).generate(Context(None))
+    assert engines[1].requests == engines[3].requests == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_busy_instance_is_passed_over(mode: RouterMode) -> None:
+    """RT-17: peeking included."""
+    engine = PushRouter(pool(answering(1, 2)), mode, busy=lambda: {1})
+    assert [engine.peek(Context(None)) for _ in range(6)] == [2] * 6
+    assert [await ask(engine) for _ in range(3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_all_busy_is_not_the_same_as_nobody_there(mode: RouterMode) -> None:
+    engines = answering(1, 2)
+    engine = PushRouter(pool(engines), mode, busy=lambda: {1, 2, 3})
+    with pytest.raises(AllBusy, match=f"all workers are busy: 2 of endpoint {NAME}") as caught:
+        await engine.generate(Context(None))
+    assert (caught.value.retry_after_s, caught.value.status) == (None, 529)
+    assert engine.peek(Context(None)) is None
+    assert engines[1].requests == engines[2].requests == []
+
+
+async def test_an_instance_may_be_busy_before_it_is_there() -> None:
+    """CLI-08 and CLI-09: one that is not flagged is free at once."""
+    async with Runtime.in_process() as runtime:
+        engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME), busy=lambda: {7})
+        await runtime.serve(NAME, ScriptedEngine([]), instance_id=7)
+        assert isinstance(engine.refusal(), AllBusy)
+        await runtime.serve(NAME, ScriptedEngine([]), instance_id=8)
+        assert engine.standing.free() == [8]
+
+
+async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
+    """An instance that is left out may still be named."""
+    engines = {1: ScriptedEngine([], fails=CannotConnect("down")), 2: ScriptedEngine([])}
+    busy: set[int] = {2}
+    engine = PushRouter(pool(engines), "direct", busy=lambda: busy)
+    with pytest.raises(CannotConnect, match="down"):
+        await engine.direct(Context(None), 1)
+    assert list(engine.standing.routable()) == [2]
+    assert engine.refusal() is None
+    busy.add(1)
+    assert isinstance(engine.refusal(), AllBusy)
+    busy.remove(2)
+    engines[2]._fails = CannotConnect("down")
+    with pytest.raises(CannotConnect, match="down"):
+        await engine.direct(Context(None), 2)
+    busy.add(2)
+    assert isinstance(engine.refusal(), AllBusy)
+
+
+@pytest.mark.parametrize("within", [(), (1,)])
+async def test_a_busy_instance_is_not_asked_directly(within: tuple[int, ...]) -> None:
+    """RT-15."""
+    engines = answering(1, 2)
+    engine = PushRouter(pool(engines), busy=lambda: {1})
+    with pytest.raises(WorkerOverloaded, match="the selected worker 1"):
+        await engine.direct(Context(None), 1, within=within)
+    assert engines[1].requests == []

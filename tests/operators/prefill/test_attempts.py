@@ -1,0 +1,209 @@
+"""Retries of a request, and the end of the operator, with prefills under way."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import pytest
+
+from operators import Migration, PrefillError, PrefillRouter, PushPrefill, PushRouter
+from pipeline import (
+    Context,
+    Disconnected,
+    Unavailable,
+)
+from pipeline.llm import track_request
+from pipeline.network import static_workers
+from pipeline.protocols import RequestPhase
+from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.testing import Fail, Faults, ScriptedEngine, Stall, Wait
+
+pytestmark = pytest.mark.anyio
+
+MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
+
+
+ERROR = Disconnected("lost")
+
+
+# -- retries
+
+
+@pytest.mark.parametrize("ending", ["refused", "failed", "unread"])
+async def test_a_new_attempt_ends_the_prefill_of_the_one_before(ending: str, deployment: Any, made: Any) -> None:
+    script = [Wait(60), made.prefilled()]
+    async with deployment(script=script, configs=made.everywhere(), decode=[Fail(ERROR)]) as it:
+        request = Context(made.prompt(tracker=track_request(lambda: 0)), id="r")
+        it.decode._fails = ERROR if ending == "refused" else None
+        began_s = anyio.current_time()
+        for attempt in (1, 2, 3):
+            with suppress(Disconnected):
+                async with await it.graph.generate(request.child(request.payload)) as stream:
+                    if ending != "unread":
+                        await stream.__anext__()
+            assert (len(it.prefills), it.router.prefills) == (attempt, 1)
+        assert [prefill.is_stopped for prefill in it.prefills].count(True) == 2
+        assert not any(prefill.is_killed for prefill in it.prefills)
+        assert anyio.current_time() == began_s
+        await anyio.sleep(61)
+        it.assert_idle()
+
+
+async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_asked(
+    deployment: Any, made: Any, slow: Any
+) -> None:
+    script = [Wait(60), made.prefilled()]
+    async with deployment("round_robin", script, configs=made.everywhere()) as it:
+        request = Context(made.prompt(tracker=track_request(lambda: 0)))
+        it.router._side.pool = slow(it.pool)
+        with anyio.move_on_after(1):
+            await it.graph.generate(request.child(request.payload))
+        await anyio.sleep(5)
+        assert ([prefill.is_stopped for prefill in it.prefills], len(it.decodes)) == ([False], 1)
+        await (await it.graph.generate(request.child(request.payload))).collect()
+        assert [prefill.is_stopped for prefill in it.prefills] == [True, False]
+        await anyio.sleep(70)
+
+
+async def test_a_prefill_that_does_not_hear_a_stop_is_killed(made: Any) -> None:
+    below: Any = ScriptedEngine([made.prefilled()])
+    workers: Any = static_workers({1: Faults(stall_after=0) >> below})
+    configs: Any = BehaviorSubject({1: made.meeting_at()})
+    side = PushPrefill(PushRouter(workers))
+    async with AnyIOScheduler() as scheduler:
+        router = PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler, configs=configs)
+        graph, request = router >> ScriptedEngine(made.tokens(1)), Context(made.prompt())
+        for expected_s in (0, 1):
+            began_s = anyio.current_time()
+            await (await graph.generate(request.child(request.payload))).collect()
+            assert anyio.current_time() - began_s == pytest.approx(expected_s)
+        assert [asked.is_killed for asked in below.requests] == [True, False]
+        assert router.prefills == 1
+
+
+async def test_siblings_of_one_request_do_not_end_each_other(deployment: Any, made: Any) -> None:
+    decode = [*made.tokens(1), Stall()]
+    script = [Wait(60), made.prefilled()]
+    async with deployment("round_robin", script, configs=made.everywhere(), decode=decode) as it:
+        request = Context(made.prompt())
+        one, other = [await it.graph.generate(request.child(request.payload)) for _ in range(2)]
+        async with one, other:
+            await one.__anext__()
+            await other.__anext__()
+            assert [prefill.is_stopped for prefill in it.prefills] == [False, False]
+        await anyio.sleep(61)
+
+
+async def test_another_request_of_the_same_id_ends_nothing(deployment: Any, made: Any) -> None:
+    configs = made.everywhere()
+    async with deployment("round_robin", [Wait(60), made.prefilled()], configs=configs) as it:
+        await it.ask(id="r")
+        await it.ask(id="r")
+        assert it.router.prefills == 2
+        assert not any(prefill.is_stopped for prefill in it.prefills)
+        await anyio.sleep(61)
+
+
+# -- its end
+
+
+async def test_its_end_waits_for_prefills_then_cuts_them(deployment: Any, made: Any) -> None:
+    configs = made.everywhere()
+    for wait_s, delivered in ((3, 1), (30, 0)):
+        async with deployment(script=[Wait(wait_s), made.prefilled()], configs=configs, drain_timeout_s=5) as it:
+            await it.ask()
+            began_s = anyio.current_time()
+        assert anyio.current_time() - began_s == pytest.approx(min(wait_s, 5))
+        assert sum(engine.delivered for engine in it.engines.values()) == delivered
+        it.assert_idle()
+        assert not it.ids.observers
+
+
+async def test_whoever_waits_at_its_end_is_told(deployment: Any, made: Any) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with deployment(script=[Stall()], drain_timeout_s=5) as it:
+
+            async def told() -> None:
+                with pytest.raises(PrefillError, match="given up"):
+                    await it.ask()
+
+            tasks.start_soon(told)
+            await anyio.sleep(1)
+        it.assert_idle()
+
+
+async def test_a_scheduler_that_ends_too_holds_up_nothing(deployment: Any, made: Any) -> None:
+    """A prefill that was dispatched in the very turn all was cancelled never starts, and is waited for by nobody."""
+    tracker = track_request(lambda: 0)
+    cases: list[Any] = [{}, made.everywhere()]
+    for configs in cases:
+        opened: list[Any] = []
+        with anyio.CancelScope() as everything, anyio.fail_after(60):
+            async with deployment("round_robin", configs=configs) as it:
+                opened.append(it)
+                select = it.pool.router.select
+
+                def cancel(request: Any, select: Any = select, scope: Any = everything) -> Any:
+                    scope.cancel()
+                    return select(request)
+
+                it.pool.router.select = cancel
+                await it.ask(made.prompt(tracker=tracker))
+        assert everything.cancelled_caught
+        opened[0].assert_idle()
+        (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
+
+
+async def test_behind_its_end_nothing_begins(made: Any) -> None:
+    """Not even for a request that came before and waited for its phase."""
+    tracker = track_request(lambda: 0)
+    engine: Any = ScriptedEngine([made.prefilled()])
+    async with AnyIOScheduler() as scheduler, anyio.create_task_group() as tasks:
+        side = PushPrefill(PushRouter(static_workers({1: engine})))
+        async with PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
+            held = await tracker.set_phase(RequestPhase.AGGREGATED)
+
+            async def refused() -> None:
+                with pytest.raises(Unavailable, match="closed"):
+                    await (router >> ScriptedEngine([])).generate(Context(made.prompt(tracker=tracker)))
+
+            tasks.start_soon(refused)
+            await anyio.sleep(1)
+        held.release()
+        await anyio.sleep(1)
+        assert (engine.requests, router.prefills) == ([], 0)
+    (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
+
+
+# -- below Migration
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("mode", ["kv", "round_robin"])
+async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(
+    mode: str, meets: bool, deployment: Any, made: Any
+) -> None:
+    script = [Wait(60), made.prefilled()]
+    configs = made.everywhere() if meets else {}
+    async with deployment(mode, script, configs=configs) as it:
+        graph = Migration(2) >> it.router >> Faults(disconnect_after=1, times=1) >> it.decode
+        request = made.prompt(tracker=track_request(lambda: 0))
+        items = await (await graph.generate(Context(request))).collect()
+        assert [item.data.token_ids for item in items] == [[0]] * 4
+        prompts = sorted(len(prefill.payload.token_ids) for prefill in it.prefills)
+        assert prompts == [8, 9]
+        assert [len(decode.payload.token_ids) for decode in it.decodes] == [8, 9]
+        assert it.router.prefills == (1 if meets else 0)
+        await anyio.sleep(61)
+        it.assert_idle()
+
+
+async def test_a_prefill_worker_that_is_lost_is_replaced(deployment: Any, made: Any) -> None:
+    async with deployment("round_robin") as it:
+        it.engines[1]._fails = ERROR
+        items = await (await (Migration(2) >> it.graph).generate(Context(made.prompt()))).collect()
+        assert len(items) == 3
+        lost, *others = (len(engine.requests) for engine in it.engines.values())
+        assert (lost, sum(others)) == (1, 1)

@@ -1,0 +1,132 @@
+"""Conditional disaggregation: a prompt that is prefilled where it decodes."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+
+from operators import KvPushRouter, PushRouter
+from operators.kv import (
+    KvRouter,
+    KvRouterConfig,
+    WorkerRank,
+)
+from operators.kv.load import SequenceLoad
+from operators.prefill import (
+    ConditionalDisaggregation,
+)
+from pipeline import (
+    Annotated,
+    InvalidArgument,
+)
+from pipeline.llm import track_request
+from pipeline.network import static_workers
+from pipeline.protocols import (
+    LLMEngineOutput,
+    RequestPhase,
+    RoutingHints,
+)
+from pipeline.protocols.card import ModelRuntimeConfig
+from pipeline.testing import ScriptedEngine, Wait
+
+pytestmark = pytest.mark.anyio
+
+MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
+
+
+# -- conditional disaggregation
+
+
+def decode_pool(**settings: Any) -> tuple[Any, ConditionalDisaggregation]:
+    engine = ScriptedEngine([Annotated(LLMEngineOutput([1]))] * 2)
+    workers: Any = static_workers({5: engine})
+    config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True, **settings)
+    chooser = KvRouter(workers, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
+    rule = ConditionalDisaggregation(config, chooser, lambda: {5: ModelRuntimeConfig(max_num_batched_tokens=16)})
+    return (engine, lambda _: KvPushRouter(chooser) >> PushRouter(workers)), rule
+
+
+async def test_a_cached_prompt_is_prefilled_where_it_decodes(deployment: Any, made: Any) -> None:
+    """KV-212"""
+    (engine, below), rule = decode_pool()
+    async with deployment(conditional=rule, below=below) as it:
+        claim = made.prompt(annotations=["x-bypass-remote-prefill", "other"])
+        assert [item.event for item in await it.ask(claim)] == [None, None]
+        assert (len(it.prefills), engine.requests[0].payload.annotations) == (1, ["other"])
+        event, *items = await it.ask(claim)
+        assert (event.event, json.loads(event.comment[0]), len(items)) == ("x-bypass-remote-prefill", True, 2)
+        asked = engine.requests[1].payload
+        assert asked.annotations == ["other", "x-bypass-remote-prefill"]
+        assert (asked.routing.decode_worker_id, asked.routing.dp_rank) == (5, 0)
+        assert (asked.prefill_result, asked.bootstrap_info, asked.router_config_override) == (None, None, None)
+        assert asked.tracker.phase is RequestPhase.DECODE
+        assert asked.stop_conditions.max_tokens == 5
+        assert len(it.prefills) == 1
+        it.assert_idle()
+
+
+@pytest.mark.parametrize("present", [(), (1, 2, 3)])
+async def test_nobody_but_the_router_says_so(present: Any, deployment: Any, made: Any) -> None:
+    """KV-212"""
+    claim = made.prompt(annotations=["x-bypass-remote-prefill", "other"], tracker=track_request(lambda: 0))
+    async with deployment(present=present) as it:
+        await it.ask(claim)
+        assert it.decodes[0].payload.annotations == ["other"]
+        assert claim.annotations == ["x-bypass-remote-prefill", "other"]
+
+
+async def test_a_named_prefill_worker_is_always_asked(deployment: Any, made: Any) -> None:
+    (_, below), rule = decode_pool(conditional_disagg_eff_isl_ratio_threshold=1.0)
+    async with deployment(conditional=rule, below=below) as it:
+        await it.ask(made.prompt(routing=RoutingHints(prefill_worker_id=2)))
+        assert len(it.engines[2].requests) == 1
+
+
+async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prompts(deployment: Any, made: Any) -> None:
+    """KV-211"""
+    (_, below), rule = decode_pool(
+        conditional_disagg_decode_busy_threshold=0.4, conditional_disagg_eff_isl_ratio_threshold=1.0
+    )
+    async with deployment(conditional=rule, below=below) as it:
+        await it.ask()  # nothing is cached: the whole prompt would be net, and the ratio is strict
+        assert len(it.prefills) == 1
+        await it.ask()
+        assert len(it.prefills) == 1
+        other = rule._decode.sequences.book("other", WorkerRank(5), SequenceLoad([], 7), anyio.current_time())
+        await it.ask()
+        assert len(it.prefills) == 2
+        other.release(anyio.current_time())
+        rule._configs = dict
+        await it.ask()
+        assert len(it.prefills) == 3
+
+
+async def test_an_error_while_deciding_is_a_warning(deployment: Any, made: Any, caplog: Any) -> None:
+    (_, below), rule = decode_pool()
+    async with deployment(conditional=rule, below=below) as it:
+        with pytest.raises(InvalidArgument):  # of the decode router, which is asked after the prefill
+            await it.ask(made.prompt(routing=RoutingHints(decode_worker_id=5, allowed_worker_ids={1, 2, 3})))
+        assert "is prefilled remotely" in caplog.text
+        assert len(it.prefills) == 1
+
+
+async def test_a_busy_prefill_worker_is_spared(deployment: Any, made: Any) -> None:
+    (_, below), rule = decode_pool(
+        conditional_disagg_policy="prefill_load", conditional_disagg_prefill_busy_threshold=0.5
+    )
+    configs = {1: made.meeting_at(max_num_batched_tokens=10)}
+    async with deployment(
+        script=[Wait(5), made.prefilled()], configs=configs, workers=(1,), conditional=rule, below=below
+    ) as it:
+        await it.ask()
+        assert it.router.prefills == 1
+        event, *_ = await it.ask()
+        assert (event.event, len(it.prefills)) == ("x-bypass-remote-prefill", 1)
+        await anyio.sleep(6)
+        await it.ask()
+        assert len(it.prefills) == 2
+        await anyio.sleep(6)

@@ -1,0 +1,204 @@
+"""Who prefills, where decode meets it, what errors become: the decisions of PrefillRouter, as tables."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from operators import AllBusy
+from operators.kv import QueueRejected
+from operators.prefill import PrefillError, PrefillNotActivated, PrefillWorker
+from operators.prefill.errors import backpressure, routing_error
+from operators.prefill.pool import Activation
+from operators.prefill.resolve import (
+    ROOM_MAX,
+    Backpressure,
+    NoBootstrapEndpoint,
+    NotActivated,
+    Resolved,
+    Unavailable,
+    bootstrap_endpoint,
+    bootstrap_room,
+    named_worker,
+    resolve,
+    told_meeting,
+)
+from operators.prefill.router import PrefillSettings
+from pipeline import CannotConnect, InvalidArgument, ResourceExhausted
+from pipeline import Unavailable as NobodyThere
+from pipeline.errors import may_migrate
+from pipeline.protocols import (
+    BootstrapInfo,
+    RoutingHints,
+)
+from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
+
+W = PrefillWorker(7, 1)
+FULL, GONE = ResourceExhausted("full"), NobodyThere("gone")
+
+
+def meeting(host: str | None = "h", port: int | None = 9000, size: int = 4) -> ModelRuntimeConfig:
+    return ModelRuntimeConfig(disaggregated_endpoint=DisaggregatedEndpoint(host, port), data_parallel_size=size)
+
+
+# -- who prefills
+
+
+@pytest.mark.parametrize(
+    ("usable", "named", "found", "config", "expected"),
+    [
+        (False, W, W, meeting(), NotActivated()),
+        (True, None, FULL, meeting(), Backpressure(FULL)),
+        (True, None, GONE, meeting(), Unavailable()),
+        (True, None, None, meeting(), Unavailable()),
+        (True, None, W, meeting(), Resolved(W, "h", 9000, 4)),
+        (True, None, W, None, NoBootstrapEndpoint(W)),
+        (True, None, W, ModelRuntimeConfig(), NoBootstrapEndpoint(W)),
+        (True, None, W, meeting(host=None), NoBootstrapEndpoint(W)),
+        (True, None, W, meeting(host=""), NoBootstrapEndpoint(W)),
+        (True, None, W, meeting(port=None), NoBootstrapEndpoint(W)),
+        (True, W, PrefillWorker(1), meeting(), Resolved(W, "h", 9000, 4)),
+        (True, W, FULL, None, NoBootstrapEndpoint(W)),
+        (True, W, GONE, meeting(), Resolved(W, "h", 9000, 4)),
+    ],
+)
+def test_the_first_that_holds_decides(usable: bool, named: Any, found: Any, config: Any, expected: Any) -> None:
+    assert resolve(usable, named, found, {} if config is None else {7: config}) == expected
+
+
+@pytest.mark.parametrize(
+    ("hints", "expected"),
+    [
+        (None, None),
+        (RoutingHints(), None),
+        (RoutingHints(backend_instance_id=3), None),
+        (RoutingHints(prefill_worker_id=7), PrefillWorker(7)),
+        (RoutingHints(prefill_worker_id=7, dp_rank=2), PrefillWorker(7, 2)),
+        (RoutingHints(prefill_worker_id=7, dp_rank=2, prefill_dp_rank=0), PrefillWorker(7, 0)),
+    ],
+)
+def test_a_named_worker_has_the_rank_named_for_prefill_else_for_all(hints: Any, expected: Any) -> None:
+    assert named_worker(hints) == expected
+
+
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("deactivated", [False, True])
+@pytest.mark.parametrize("enforced", [False, True])
+def test_only_who_insists_on_prefill_cannot_serve_without(activated: bool, deactivated: bool, enforced: bool) -> None:
+    state = Activation(activated, deactivated)
+    assert state.can_serve(enforced) == (not enforced or (activated and not deactivated))
+    assert state.deactivated() == state.deactivated().deactivated() == Activation(activated, True)
+    assert state.reactivated() == Activation(activated, False)
+
+
+# -- where they meet
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "draw", "expected"),
+    [(None, None, 12345, 12345), (3, None, 12345, 12345), (None, 8, 12345, 12345), (0, 0, 12345, 12345)],
+)
+def test_without_rank_and_size_the_room_is_what_was_drawn(rank: Any, size: Any, draw: int, expected: int) -> None:
+    assert bootstrap_room(rank, size, draw) == expected
+
+
+@given(
+    size=st.integers(1, 2**32 - 1),
+    data=st.data(),
+    draw=st.one_of(st.integers(0, ROOM_MAX), st.sampled_from([ROOM_MAX])),
+)
+def test_the_room_tells_the_rank_and_has_63_bits(size: int, data: Any, draw: int) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    room = bootstrap_room(rank, size, draw)
+    assert 0 <= room <= 2**63 - 1
+    assert room % size == rank
+    assert room == bootstrap_room(rank, size, draw)
+
+
+@pytest.mark.parametrize("rank", range(32, 48))
+def test_the_largest_draw_stays_within_63_bits(rank: int) -> None:
+    room = bootstrap_room(rank, 48, 2**63 - 1)
+    assert room < 2**63
+    assert room % 48 == rank
+
+
+def test_a_worker_of_which_nothing_is_known_has_no_meeting_point() -> None:
+    assert bootstrap_endpoint(None) is None
+
+
+TOLD = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
+
+
+def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
+    """KV-213"""
+    assert told_meeting({**TOLD, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *({k: v for k, v in TOLD.items() if k != missing} for missing in TOLD),
+        {**TOLD, "bootstrap_port": 70000},
+        {**TOLD, "bootstrap_port": -1},
+        {**TOLD, "bootstrap_port": True},
+        {**TOLD, "bootstrap_port": "12345"},
+        {**TOLD, "bootstrap_room": 2**64},
+        {**TOLD, "bootstrap_host": 5},
+        None,
+        "text",
+        [TOLD],
+    ],
+)
+def test_a_meeting_that_is_not_all_told_is_none(params: Any) -> None:
+    """KV-213"""
+    assert told_meeting(params) is None
+
+
+# -- errors
+
+
+def test_backpressure_tells_the_figures_and_when_to_come_back() -> None:
+    """KV-194"""
+    error = backpressure(QueueRejected(limit_kind="raw_isl_tokens", current=900, limit=800))
+    assert error.message == (
+        "router backpressure during prefill resolve: raw_isl_tokens (queued_isl_tokens=900, max_queued_isl_tokens=800)"
+    )
+    crowded = backpressure(QueueRejected(policy_class="a", limit_kind="requests", current=5, limit=5))
+    assert "requests at 5 of 5 (queued_isl_tokens=None, max_queued_isl_tokens=None)" in crowded.message
+    busy = backpressure(AllBusy("all busy", retry_after_s=3, status=503))
+    assert isinstance(busy, AllBusy)
+    assert (busy.retry_after_s, busy.status) == (3, 503)
+    assert busy.message.startswith("router backpressure during prefill resolve: all busy")
+
+
+def test_a_prefill_error_is_what_its_cause_is() -> None:
+    assert (error := routing_error(CannotConnect("gone"))).facts == CannotConnect().facts
+    assert may_migrate(error)
+    assert not may_migrate(routing_error(NobodyThere("nobody")))
+    assert may_migrate(routing_error(NobodyThere("it has left"), was_chosen=True))  # another may have it
+    assert routing_error(InvalidArgument("no")).facts.status == 400
+    assert PrefillError("alone").facts.status == 500
+    assert isinstance(routing_error(QueueRejected()), ResourceExhausted)
+    assert PrefillNotActivated().facts.status == 503
+    assert str(PrefillNotActivated()) == "Prefill router not yet activated"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prefills_max": 0},
+        *(
+            {name: value}
+            for name in ("prefill_timeout_s", "decode_patience_s", "drain_timeout_s")
+            for value in (-1.0, math.inf)
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        PrefillSettings(**wrong)
+    assert caught.value.field in wrong

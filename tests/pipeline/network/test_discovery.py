@@ -1,0 +1,355 @@
+"""Who is registered, who hears of it, and which cards fit together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from attrs import evolve
+
+from pipeline import InvalidArgument, Unavailable
+from pipeline.network import Added, Discovery, EndpointId, Instance, Model, Put, Removed, TaintsUpdated, Written
+from pipeline.network import discovery as discovery_module
+from pipeline.network.inprocess import InProcessStore
+from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
+from pipeline.rx import AnyIOScheduler
+from pipeline.wire import to_json
+
+pytestmark = pytest.mark.anyio
+
+TTL_S = 10.0
+WHERE = EndpointId("ns", "comp", "ep")
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Discovery]:
+    async with AnyIOScheduler() as scheduler:
+        store = InProcessStore(scheduler, TTL_S)
+        yield Discovery(store)
+        await store.close()
+
+
+def instance(path: str = "ns/comp/ep", instance_id: int = 1) -> Instance:
+    return Instance.of(EndpointId.parse(path), instance_id)
+
+
+def card(name: str = "model-a", **changes: Any) -> ModelDeploymentCard:
+    return evolve(ModelDeploymentCard.named(name, kv_cache_block_size=16), **changes)
+
+
+def model(
+    name: str = "model-a", instance_id: int = 1, *, where: EndpointId = WHERE, suffix: str | None = None, **changes: Any
+) -> Model:
+    return Model(where, instance_id, card(name, **changes), suffix)
+
+
+def heard(observable: Any) -> list[Any]:
+    said: list[Any] = []
+    observable.subscribe(said.append)
+    return said
+
+
+# -- instances
+
+
+async def test_instances_are_listed_by_their_path() -> None:
+    """DISC-03."""
+    async with opened() as discovery:
+        for path in ("ns1/comp1/ep1", "ns1/comp1/ep2", "ns2/comp2/ep1"):
+            await discovery.register(instance(path))
+        assert len(await discovery.instances()) == 3
+        assert len(await discovery.instances("ns1")) == 2
+        assert len(await discovery.instances("ns1/comp1")) == 2
+        assert await discovery.instances("ns1/comp1/ep2") == [instance("ns1/comp1/ep2")]
+        assert await discovery.instances("ns1/comp") == []
+
+
+async def test_a_watch_hears_what_is_there_and_what_comes() -> None:
+    """DISC-04."""
+    async with opened() as discovery:
+        await discovery.register(instance())
+        said = heard(discovery.watch("ns/comp"))
+        await anyio.sleep(0.05)
+        lease = await discovery.register(instance(instance_id=2))
+        await discovery.register(instance("ns/comp2/ep"))
+        await lease.release()
+        assert said == [Added(instance()), Added(instance(instance_id=2)), Removed(instance(instance_id=2))]
+
+
+async def test_endpoints_with_odd_names_are_apart() -> None:
+    """DISC-08, for instances."""
+    names = ["a.b", "a*", "a>", "a/b", "a%2Fb", "a"]
+    async with opened() as discovery:
+        leases = [await discovery.register(Instance.of(EndpointId("ns", "c", name), 1)) for name in names]
+        for name in names:
+            assert [i.endpoint for i in await discovery.instances(EndpointId("ns", "c", name).path)] == [name]
+        await leases[1].release()
+        assert sorted(i.endpoint for i in await discovery.instances()) == ["a", "a%2Fb", "a.b", "a/b", "a>"]
+
+
+async def test_an_instance_published_with_other_content_is_added_again() -> None:
+    """DISC-17; the same content again is silent."""
+    async with opened() as discovery:
+        said = heard(discovery.watch())
+        moved = evolve(instance(), transport={"nats_tcp": "elsewhere"})
+        await discovery.register(instance())
+        await discovery.register(instance())
+        await discovery.register(moved)
+        assert said == [Added(instance()), Added(moved)]
+
+
+async def test_a_registration_lives_as_long_as_its_last_lease() -> None:
+    """DISC-19."""
+    async with opened() as discovery:
+        first = await discovery.register(instance())
+        second = await discovery.register(instance())
+        await first.release()
+        await first.release()
+        assert await discovery.instances() == [instance()]
+        await second.release()
+        assert await discovery.instances() == []
+
+
+async def test_an_abandoned_lease_lapses_unless_another_holds() -> None:
+    async with opened() as discovery:
+        said = heard(discovery.watch())
+        first = await discovery.register(instance())
+        second = await discovery.register(instance())
+        first.abandon()
+        await anyio.sleep(3 * TTL_S)
+        assert said == [Added(instance())]
+        second.abandon()
+        await anyio.sleep(TTL_S + 1)
+        assert said == [Added(instance()), Removed(instance())]
+
+
+async def test_registering_again_in_time_saves_an_abandoned_one() -> None:
+    async with opened() as discovery:
+        said = heard(discovery.watch())
+        (await discovery.register(instance())).abandon()
+        await anyio.sleep(TTL_S / 2)
+        await discovery.register(instance())
+        await anyio.sleep(3 * TTL_S)
+        assert said == [Added(instance())]
+
+
+async def test_a_value_that_is_no_record_is_passed_over_and_removes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with AnyIOScheduler() as scheduler:
+        store = InProcessStore(scheduler, TTL_S)
+        discovery = Discovery(store)
+        said = heard(discovery.watch())
+        await discovery.register(instance())
+        known = f"v1/instances/{instance().key}"
+        for revision, value in enumerate([b"", b"{}", b"[1]", b"\xff"]):
+            await store.replace(known, value, revision)
+        await store.create("v1/instances/ns/comp/ep/99", b"null")
+        assert said == [Added(instance())]
+        assert await discovery.instances() == []
+        assert "passing over v1/instances/ns/comp/ep/99" in caplog.text
+        await store.delete("v1/instances/ns/comp/ep/99")
+        await store.delete(known)
+        assert said == [Added(instance()), Removed(instance())]
+
+
+async def test_a_release_outlasts_a_cancellation() -> None:
+    class Slow(InProcessStore):
+        async def delete(self, key: str) -> None:
+            await anyio.sleep(1)
+            await super().delete(key)
+
+    async with AnyIOScheduler() as scheduler:
+        discovery = Discovery(Slow(scheduler, TTL_S))
+        lease = await discovery.register(instance())
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await lease.release()
+        assert await discovery.instances() == []
+
+
+# -- cards
+
+
+async def test_an_endpoint_serves_one_model() -> None:
+    """DISC-14."""
+    async with opened() as discovery:
+        await discovery.register_model(model("model-a", 1))
+        with pytest.raises(InvalidArgument) as caught:
+            await discovery.register_model(model("model-b", 2, source_path="model-a"))
+        for part in ("model-a", "model-b", str(WHERE)):
+            assert part in str(caught.value)
+        assert [m.card.display_name for m in await discovery.models()] == ["model-a"]
+
+
+async def test_many_workers_share_a_model_and_endpoints_do_not() -> None:
+    """DISC-16."""
+    elsewhere = EndpointId("ns", "comp2", "ep")
+    async with opened() as discovery:
+        for other in (model("a", 1), model("a", 2), model("b", 3, where=elsewhere)):
+            await discovery.register_model(other)
+        assert len(await discovery.models(WHERE.path)) == 2
+        assert len(await discovery.models()) == 3
+
+
+@pytest.mark.parametrize(
+    ("base", "adapter", "fits"),
+    [
+        ({}, {"source_path": "model-a"}, True),
+        ({"source_path": "hub/a"}, {"source_path": "hub/a"}, True),
+        ({"source_path": "hub/a"}, {"source_path": "model-a"}, False),
+        ({}, {}, False),
+    ],
+)
+@pytest.mark.parametrize("base_first", [True, False])
+async def test_an_adapter_belongs_to_the_base_of_its_endpoint(
+    base: dict[str, Any], adapter: dict[str, Any], fits: bool, base_first: bool
+) -> None:
+    both = [model("model-a", **base), model("adapter", suffix="lora-1", **adapter)]
+    async with opened() as discovery:
+        first, second = both if base_first else reversed(both)
+        await discovery.register_model(first)
+        if fits:
+            await discovery.register_model(second)
+        else:
+            with pytest.raises(InvalidArgument):
+                await discovery.register_model(second)
+        assert len(await discovery.models()) == 1 + fits
+
+
+class Overtaken(InProcessStore):
+    """Another process registers a card between our check and our write."""
+
+    quicker: Model | None = None
+
+    async def create(self, key: str, value: bytes) -> Written:
+        if self.quicker is not None:
+            quicker, self.quicker = self.quicker, None
+            await super().create(f"v1/mdc/{quicker.key}", to_json(quicker))
+        return await super().create(key, value)
+
+
+async def test_a_conflict_seen_after_the_write_takes_it_back() -> None:
+    async with AnyIOScheduler() as scheduler:
+        store = Overtaken(scheduler, TTL_S)
+        discovery = Discovery(store)
+        store.quicker = model("model-b", 2)
+        with pytest.raises(InvalidArgument):
+            await discovery.register_model(model("model-a", 1))
+        assert [m.card.display_name for m in await discovery.models()] == ["model-b"]
+
+
+async def test_who_joins_many_reads_only_the_cards_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a thousand workers of one endpoint read a million cards."""
+    read: list[str] = []
+
+    def counted(key: str, *others: Any) -> Any:
+        read.append(key)
+        return reads(key, *others)
+
+    reads = discovery_module._read
+    monkeypatch.setattr(discovery_module, "_read", counted)
+    async with opened() as discovery:
+        for number in range(20):
+            await discovery.register_model(model(instance_id=number))
+        assert len(read) == 20
+        await discovery.update_taints(WHERE, 3, ["changed"])
+        with pytest.raises(InvalidArgument):
+            await discovery.register_model(model("model-b", 20))
+        assert len(read) == 21
+
+
+def with_taints(*taints: str, **settings: Any) -> ModelRuntimeConfig:
+    return ModelRuntimeConfig(taints=set(taints), **settings)
+
+
+async def test_taints_are_updated_in_place() -> None:
+    """DISC-10."""
+    zone = {"topology_domains": {"zone": "z1"}}
+    first = model(runtime_config=with_taints("first", **zone))
+    async with opened() as discovery:
+        said = heard(discovery.watch_models())
+        await discovery.register_model(first)
+        await discovery.update_taints(WHERE, 1, ["second"])
+        await discovery.update_taints(WHERE, 1, ["third"])
+        await discovery.register_model(first)
+        await discovery.update_taints(WHERE, 1, ["third", "third"])
+        assert isinstance(said[0], Added)
+        assert [event.taints for event in said[1:]] == [
+            ("dynamo.topology/zone=z1", "second"),
+            ("dynamo.topology/zone=z1", "third"),
+        ]
+        assert all(isinstance(event, TaintsUpdated) for event in said[1:])
+        (known,) = await discovery.models()
+        assert known.card.runtime_config.taints == {"third", "dynamo.topology/zone=z1"}
+
+
+async def test_a_card_does_not_change_in_place_otherwise() -> None:
+    """DISC-12: the new value is refused with the reason, the old one stays."""
+    async with opened() as discovery:
+        said = heard(discovery.watch_models())
+        await discovery.register_model(model())
+        with pytest.raises(InvalidArgument, match="cannot change in place"):
+            await discovery.register_model(model("renamed"))
+        with pytest.raises(InvalidArgument, match="cannot change in place"):
+            await discovery.register_model(model(migration_limit=3))
+        assert len(said) == 1
+        assert (await discovery.models())[0].card.migration_limit == 0
+
+
+@pytest.mark.parametrize("taint", ["dynamo.topology/zone=z2", "dynamo.topology/rack=1"])
+async def test_reserved_taints_come_from_the_card(taint: str) -> None:
+    """DISC-12."""
+    first = model(runtime_config=with_taints(topology_domains={"zone": "z1"}))
+    async with opened() as discovery:
+        await discovery.register_model(first)
+        with pytest.raises(InvalidArgument, match="reserved"):
+            await discovery.update_taints(WHERE, 1, ["mine", taint])
+        await discovery.update_taints(WHERE, 1, ["mine", "dynamo.topology/zone=z1"])
+
+
+async def test_only_its_own_base_card_takes_taints() -> None:
+    async with opened() as discovery:
+        await discovery.register_model(model("adapter", suffix="lora", source_path="a"))
+        with pytest.raises(InvalidArgument, match="has no card"):
+            await discovery.update_taints(WHERE, 1, ["mine"])
+        with pytest.raises(InvalidArgument, match="has no card"):
+            await discovery.update_taints(WHERE, 2, ["mine"])
+
+
+async def test_a_value_that_is_no_card_is_written_over() -> None:
+    async with AnyIOScheduler() as scheduler:
+        store = InProcessStore(scheduler, TTL_S)
+        discovery = Discovery(store)
+        await store.create(f"v1/mdc/{model().key}", b"broken")
+        await discovery.register_model(model())
+        assert [m.card.display_name for m in await discovery.models()] == ["model-a"]
+
+
+async def test_a_published_card_is_a_copy() -> None:
+    shared = card()
+    async with opened() as discovery:
+        await discovery.register_model(Model(WHERE, 1, shared))
+        shared.display_name = "changed later"
+        assert (await discovery.models())[0].card.display_name == "model-a"
+
+
+class Contended(InProcessStore):
+    """Somebody else always writes first."""
+
+    async def replace(self, key: str, value: bytes, revision: int) -> Written:
+        known = await self.get(key)
+        assert isinstance(known, Put)
+        await super().replace(key, known.value, known.revision)
+        return await super().replace(key, value, revision)
+
+
+async def test_an_update_that_never_gets_through_is_given_up() -> None:
+    async with AnyIOScheduler() as scheduler:
+        discovery = Discovery(Contended(scheduler, TTL_S))
+        await discovery.register_model(model())
+        with pytest.raises(Unavailable):
+            await discovery.update_taints(WHERE, 1, ["mine"])
+        (known,) = (m for m in await discovery.models())
+        assert known.card.runtime_config.taints == set()

@@ -1,0 +1,196 @@
+"""Publishing, listening, numbering; events as bytes."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import Context, PenstockError
+from pipeline.errors import InvalidMessage
+from pipeline.network import EndpointId, Event, Scope, Sequences
+from pipeline.network.events import (
+    EventIdentity,
+    decode_event,
+    decode_frame,
+    decode_identity,
+    encode_event,
+    encode_frame,
+)
+from pipeline.network.inprocess import InProcessEventPlane
+from pipeline.rx import from_observable
+
+pytestmark = pytest.mark.anyio
+
+HERE = Scope("ns", "comp", "ep")
+
+
+def plane() -> InProcessEventPlane:
+    return InProcessEventPlane(lambda: 1234, Random(7))
+
+
+def heard(events: InProcessEventPlane, scope: Scope = HERE, topic: str = "load") -> list[Any]:
+    said: list[Any] = []
+    events.subscribe(scope, topic, object).subscribe(said.append, on_completed=lambda: said.append("completed"))
+    return said
+
+
+def test_events_are_numbered_from_zero_and_dated() -> None:
+    events = plane()
+    said, publisher = heard(events), events.publisher(HERE, "load")
+    publisher.publish("a")
+    publisher.publish("b")
+    assert said == [Event(publisher.publisher_id, n, 1234, "load", item) for n, item in enumerate("ab")]
+
+
+def test_two_publishers_are_told_apart() -> None:
+    """EVT-06."""
+    events = plane()
+    said, publishers = heard(events), [events.publisher(HERE, "load") for _ in range(2)]
+    for publisher in publishers:
+        publisher.publish("x")
+    assert [(e.publisher_id, e.sequence) for e in said] == [(p.publisher_id, 0) for p in publishers]
+    assert len({p.publisher_id for p in publishers}) == 2
+    assert all(0 < p.publisher_id < 2**53 for p in publishers)
+
+
+@pytest.mark.parametrize(
+    ("scope", "topic"),
+    [
+        (Scope("ns", "comp"), "load"),
+        (Scope("ns"), "load"),
+        (Scope("ns", "comp", "ep2"), "load"),
+        (HERE, "kv"),
+    ],
+)
+def test_a_listener_hears_exactly_its_scope_and_topic(scope: Scope, topic: str) -> None:
+    events = plane()
+    said = heard(events, scope, topic)
+    events.publisher(Scope.of(EndpointId("ns", "comp", "ep")), "load").publish("x")
+    assert said == []
+    events.publisher(scope, topic).publish("mine")
+    assert len(said) == 1
+
+
+def test_a_disposed_listener_hears_nothing_and_is_released() -> None:
+    """EVT-09."""
+    events = plane()
+    said: list[Any] = []
+    listening = events.subscribe(HERE, "load", object).subscribe(said.append)
+    other = heard(events)
+    publisher = events.publisher(HERE, "load")
+    listening.dispose()
+    publisher.publish("x")
+    assert said == []
+    assert len(other) == 1
+    assert events.subscriptions == 1
+
+
+async def test_closing_completes_listeners() -> None:
+    events = plane()
+    said, publisher = heard(events), events.publisher(HERE, "load")
+    await events.close()
+    publisher.publish("x")
+    assert said == ["completed"] == heard(events)
+    assert events.subscriptions == 0
+
+
+async def test_a_cancelled_reader_of_events_is_released() -> None:
+    """EVT-09, read as a stream."""
+    events, context = plane(), Context(None)
+    async with from_observable(events.subscribe(HERE, "load", str), context, buffer_items=8) as stream:
+        events.publisher(HERE, "load").publish("x")
+        assert (await stream.__anext__()).payload == "x"
+        context.kill()
+        assert [event async for event in stream] == []
+    assert events.subscriptions == 0
+
+
+async def test_another_threads_events_arrive_in_their_order() -> None:
+    events = plane()
+    said, publisher = heard(events), events.publisher(HERE, "load")
+
+    def publish() -> None:
+        for number in range(100):
+            publisher.publish(number)
+
+    await anyio.to_thread.run_sync(publish)
+    await anyio.sleep(0.1)
+    assert [(event.sequence, event.payload) for event in said] == [(n, n) for n in range(100)]
+
+
+# -- loss
+
+
+def event(publisher_id: int, sequence: int) -> Event[object]:
+    return Event(publisher_id, sequence, 0, "t", None)
+
+
+def test_a_gap_is_seen_for_each_publisher() -> None:
+    check = Sequences()
+    assert not check.missed(event(1, 0))
+    assert not check.missed(event(2, 0))
+    assert list(check.missed(event(1, 3))) == [1, 2]
+    assert not check.missed(event(1, 2))
+    assert not check.missed(event(1, 4))
+    assert not check.missed(event(2, 1))
+    assert list(check.missed(event(3, 2))) == [0, 1]
+    check.forget(1)
+    assert list(check.missed(event(1, 1))) == [0]
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_what_was_lost_is_what_is_missed(kept: list[bool]) -> None:
+    check = Sequences()
+    missed = [n for number, keep in enumerate(kept) if keep for n in check.missed(event(1, number))]
+    last = max((number for number, keep in enumerate(kept) if keep), default=-1)
+    assert missed == [number for number in range(last) if not kept[number]]
+
+
+# -- bytes
+
+
+def test_an_empty_frame_is_its_header() -> None:
+    """EVT-01."""
+    assert encode_frame(b"") == b"\x01\0\0\0\0"
+    assert decode_frame(encode_frame(b"")) == b""
+
+
+@given(st.binary(max_size=50))
+def test_a_frame_gives_its_payload_back_and_is_never_half_read(payload: bytes) -> None:
+    frame = encode_frame(payload)
+    assert decode_frame(frame) == payload
+    for length in range(len(frame)):
+        with pytest.raises(PenstockError, match="incomplete"):
+            decode_frame(frame[:length])
+
+
+def test_a_frame_of_another_version_is_refused() -> None:
+    with pytest.raises(PenstockError, match="unsupported version 2"):
+        decode_frame(b"\x02\0\0\0\0")
+
+
+@given(st.integers(0, 2**53 - 1), st.integers(0, 2**53 - 1), st.text(), st.binary())
+def test_an_envelope_gives_its_event_back(publisher_id: int, sequence: int, topic: str, payload: bytes) -> None:
+    """EVT-03: and its identity alone."""
+    sent = Event(publisher_id, sequence, 5, topic, payload)
+    assert decode_event(encode_event(sent)) == sent
+    assert decode_identity(encode_event(sent)) == EventIdentity(publisher_id, sequence)
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", b"\x01", encode_event(Event(1, 0, 0, "t", "text"))])  # type: ignore[arg-type]
+def test_a_malformed_envelope_is_refused(data: bytes) -> None:
+    """EVT-04."""
+    with pytest.raises(InvalidMessage):
+        decode_event(data)
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", b"\x01", b"\x80"])
+def test_a_malformed_envelope_has_no_identity(data: bytes) -> None:
+    with pytest.raises(InvalidMessage):
+        decode_identity(data)
