@@ -1,6 +1,6 @@
 """What a request costs the machine by the number of workers: the graph a replay drives, over 8 to 1,000 of them.
 
-    python -m benchmarks.scaling [--workers 8 64 1000] [--svg docs/pictures/cost_by_workers.svg] [--json FILE]
+    python -m benchmarks.scaling [--workers 8 64 1000] [--html FILE] [--json FILE]
 
 Each worker has cached a system prompt that all have, and a conversation of its own, and each has two requests in
 flight. Then requests for one token come one after the other, each the next turn of a conversation. What is given is
@@ -33,14 +33,11 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.protocols.kv import KvStored, StoredBlock
 from serving.deployment import GraphConfig, Hosting, TokenGraph, hosted_graph
 
-from .picture import cost_picture
-
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1000)
 BLOCK_TOKENS = 16
 SYSTEM_BLOCKS, OWN_BLOCKS, NEW_BLOCKS = 16, 44, 4
 IN_FLIGHT = 2
 REQUESTS, PASSES = 100, 7
-PICTURE = Path("docs/pictures/cost_by_workers.svg")
 
 GRAPHS: Mapping[str, GraphConfig] = {
     "round robin": GraphConfig(router="round-robin", seed=1),
@@ -155,13 +152,14 @@ def main() -> None:
     about = "Measures the cost of a request by workers."
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=about)
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS, metavar="N")
-    parser.add_argument("--svg", type=Path, help=f"where a picture is written; the one in the docs is {PICTURE}")
+    parser.add_argument("--html", type=Path, help="where a page with the chart is written")
     parser.add_argument("--json", type=Path, help="where the figures are written")
     arguments = parser.parse_args()
     costs = measure(arguments.workers)
-    if arguments.svg is not None:
-        arguments.svg.parent.mkdir(parents=True, exist_ok=True)
-        arguments.svg.write_text(cost_picture(costs, "CPU time of a request, µs"), encoding="utf-8")
+    if arguments.html is not None:
+        from serving.replay.page import scaling_page
+
+        arguments.html.write_text(scaling_page(costs, "CPU time of a request, µs"), encoding="utf-8")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(costs, indent=2) + "\n")
 

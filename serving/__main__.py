@@ -9,6 +9,8 @@ _EXTRA = {
     *("uvicorn", "uvloop", "yaml"),
 }
 """The libraries of the extra `serve`."""
+_OTHER_EXTRAS = {"plotly": "report"}
+"""The extras of libraries that only some commands need."""
 
 
 def main() -> None:
@@ -21,9 +23,11 @@ def main() -> None:
 
         run()
     except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] not in _EXTRA:
+        library = (missing.name or "").partition(".")[0]
+        if library not in _EXTRA and library not in _OTHER_EXTRAS:
             raise
-        sys.exit(f"penstock: {missing.name} is missing; install the program with: pip install 'penstock[serve]'")
+        extras = "serve" if library in _EXTRA else f"serve,{_OTHER_EXTRAS[library]}"
+        sys.exit(f"penstock: {library} is missing; install the program with: pip install 'penstock[{extras}]'")
 
 
 if __name__ == "__main__":

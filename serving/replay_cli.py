@@ -84,6 +84,7 @@ from .replay_options import (
 from .replay_work import (
     INTERRUPTED_EXIT,
     check_no_trace,
+    check_page,
     check_place,
     limits_of,
     load_settings,
@@ -192,7 +193,7 @@ def run(
     prefixes = {"shared_prefix_ratio": shared_prefix_ratio, "num_prefix_groups": num_prefix_groups}
     try:
         check_place(json, "json")
-        check_place(html, "html")
+        check_page(html, "html")
         script = [] if config is None else script_of(fault, config)
         if not trace:
             check_no_trace(format, skip_bad)
@@ -247,8 +248,8 @@ def compare(
     from .replay import side_by_side
 
     try:
-        check_place(html, "html")
-        check_place(pareto, "pareto")
+        check_page(html, "html")
+        check_page(pareto, "pareto")
         named = named_reports(reports)
         echo(side_by_side(list(named.items())), nl=False)
         if html is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Mapping
@@ -29,14 +30,21 @@ def check_place(path: Path | None, field: str) -> None:
         raise InvalidArgument(f"{path} {what}", field=field)
 
 
+def check_page(path: Path | None, field: str) -> None:
+    """Raise InvalidArgument as `check_place` does, and ModuleNotFoundError if the extra that draws pages is missing."""
+    check_place(path, field)
+    if path is not None:
+        importlib.import_module("serving.replay.page")
+
+
 def write_page(path: Path, reports: dict[str, Report]) -> None:
-    from .replay import report_page
+    from .replay.page import report_page
 
     path.write_text(report_page(reports), encoding="utf-8")
 
 
 def write_pareto(path: Path, reports: dict[str, Report]) -> None:
-    from .replay import pareto_page
+    from .replay.page import pareto_page
 
     path.write_text(pareto_page(reports), encoding="utf-8")
 

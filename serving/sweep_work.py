@@ -11,7 +11,7 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .replay_work import INTERRUPTED_EXIT, check_no_trace, check_place, load_to_make, read_load, trace_name
+from .replay_work import INTERRUPTED_EXIT, check_no_trace, check_page, check_place, load_to_make, read_load, trace_name
 from .terminal import echo
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class SweepFiles:
         if per_request and self.reports is None:
             raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
         check_place(self.json, "json")
-        check_place(self.html, "html")
+        check_page(self.html, "html")
         if self.reports is not None and self.reports.exists() and not self.reports.is_dir():
             raise InvalidArgument(f"{self.reports} is no folder", field="reports")
         if self.reports is not None and not self.reports.absolute().parent.is_dir():
@@ -45,7 +45,9 @@ class SweepFiles:
         if self.json is not None:
             self.json.write_bytes(done.to_json())
         if self.html is not None:
-            self.html.write_text(done.page(), encoding="utf-8")
+            from .replay.page import sweep_page
+
+            self.html.write_text(sweep_page(done), encoding="utf-8")
 
 
 @frozen

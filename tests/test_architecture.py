@@ -55,6 +55,7 @@ FACES = {
     *(
         "serving",
         *(f"serving.{part}" for part in ("access", "deployment", "http", "live", "openai", "replay", "socket")),
+        "serving.replay.page",
     ),
 }
 """The modules that other packages import from."""
@@ -86,6 +87,7 @@ DOORS = {
         ),
         "serving/trace_export.py",
     },
+    "plotly": {f"serving/replay/page/{name}.py" for name in ("charts", "pareto", "run_charts", "worker_charts")},
     "prometheus_client": {"serving/http/telemetry.py"},
     "pytest": {PLUGIN},
     "reactivex": {"pipeline/rx/*.py"},
@@ -151,7 +153,7 @@ acts then use it."""
 WALL_CLOCK: set[str] = set()
 """Files that may ask for the time of day, to write it into a record and never to wait or to decide."""
 
-NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette", "httpx2")
+NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette", "httpx2", "plotly")
 """What `import pipeline`, and the program before it knows its command, leave for those who use it."""
 
 When = Literal["load", "call", "typing"]
@@ -417,6 +419,11 @@ def test_the_pytest_plugin_imports_only_pytest() -> None:
 @pytest.mark.parametrize("module", ["pipeline", "serving.cli"])
 def test_importing_pipeline_or_the_program_loads_no_optional_library(module: str) -> None:
     assert loaded_by(f"import {module}") == ""
+
+
+def test_only_the_page_of_a_replay_loads_the_library_of_its_charts() -> None:
+    assert loaded_by("import serving.replay", ["plotly"]) == ""
+    assert loaded_by("import serving.replay.page", ["plotly"]) == "plotly"
 
 
 @pytest.mark.parametrize("name", NOT_ON_IMPORT)

@@ -8,8 +8,6 @@ meanwhile; `Samples` notes what happens and `make_report` sums it up. `sweep_run
 
 from .driver import request_of
 from .faults import Action, Fault, RollingRestart, parse_fault, parse_faults, plan_faults, read_faults
-from .page import report_page
-from .page_sweep import pareto_page
 from .report import (
     Balance,
     Distribution,
@@ -61,13 +59,11 @@ __all__ = [
     "WorkerSeries",
     "first_requests",
     "make_report",
-    "pareto_page",
     "parse_fault",
     "parse_faults",
     "plan_faults",
     "read_faults",
     "read_trace",
-    "report_page",
     "request_of",
     "run",
     "run_config",

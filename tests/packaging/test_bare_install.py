@@ -28,6 +28,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 NEEDS: dict[str, str] = {
     "serving.http": "serving.http needs starlette: pip install 'penstock[serve]'",
     "serving.live": "serving.live needs httpx2: pip install 'penstock[serve]'",
+    "serving.replay.page": "serving.replay.page needs plotly: pip install 'penstock[report]'",
     "serving.socket": "serving.socket needs httptools: pip install 'penstock[serve]'",
 }
 """Faces that an extra brings, with the last line of their error without it."""

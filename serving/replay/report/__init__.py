@@ -1,31 +1,61 @@
 """Reports of a replay: samples to figures, tables and comparison."""
 
 from .distribution import STATISTICS, Distribution, gaps_and_rates, rank
+from .figures import (
+    COSTS,
+    COUNTS,
+    DISTRIBUTIONS,
+    GOODPUT,
+    HIGHER,
+    SWEEP_COLUMNS,
+    WORKER_COUNT,
+    Figure,
+    best,
+    compared,
+    difference,
+    figure_named,
+    number,
+    plain_figures,
+    sweep_cells,
+    titled,
+)
 from .report import INTERRUPTED, Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport, side_by_side
 from .settings import GPUS, LoadFacts, settings_of
 from .summary import Limits, make_report, request_report
-from .tables import NOT_KNOWN, TITLE, difference
 
 __all__ = [
+    "COSTS",
+    "COUNTS",
+    "DISTRIBUTIONS",
+    "GOODPUT",
     "GPUS",
+    "HIGHER",
     "INTERRUPTED",
-    "NOT_KNOWN",
     "STATISTICS",
-    "TITLE",
+    "SWEEP_COLUMNS",
+    "WORKER_COUNT",
     "Balance",
     "Distribution",
     "ErrorReport",
+    "Figure",
     "Goodput",
     "Limits",
     "LoadFacts",
     "Report",
     "RequestReport",
     "WorkerReport",
+    "best",
+    "compared",
     "difference",
+    "figure_named",
     "gaps_and_rates",
     "make_report",
+    "number",
+    "plain_figures",
     "rank",
     "request_report",
     "settings_of",
     "side_by_side",
+    "sweep_cells",
+    "titled",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,14 +18,21 @@ from pipeline import InvalidArgument
 
 from ...terminal import rendered
 from .distribution import Distribution
-from .report import Report
-
-if TYPE_CHECKING:
-    from .report import Report, WorkerReport
-
+from .figures import (
+    COUNTS,
+    DISTRIBUTIONS,
+    GOODPUT,
+    NOT_KNOWN,
+    RATES,
+    compared,
+    difference,
+    number,
+    plain_figures,
+    titled,
+)
+from .report import Report, WorkerReport
 
 TITLE = "Penstock replay"
-NOT_KNOWN = "N/A"
 _COLUMNS = ("avg", "min", "max", "p99", "p90", "p75", "p50", "std")
 _NAMES = {"avg": "mean", "p50": "median"}
 """Of the columns that a distribution names otherwise."""
@@ -33,39 +40,6 @@ _DROPPED = ("p75", "std", "min", "p90", "max", "p99")
 """The columns that a narrow terminal goes without, in this order."""
 _OF_WORKERS: Sequence[str] = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
 _DROPPED_OF_WORKERS = ("preempted", "running", "seconds")
-DISTRIBUTIONS = (
-    ("Time to first token (ms)", "ttft"),
-    ("Time to second token (ms)", "ttst"),
-    ("End to end (ms)", "e2e_latency"),
-    ("Time per output token (ms)", "tpot"),
-    ("Gap between tokens (ms)", "itl"),
-    ("Output tokens/s of a user", "output_token_throughput_per_user"),
-    ("Wait for a worker (ms)", "queue_wait"),
-    ("Wait for the prompt (ms)", "prefill_wait"),
-    ("Prompt (ms)", "prefill_time"),
-    ("KV transfer (ms)", "kv_transfer"),
-)
-RATES = (
-    ("Requests/s", "request_throughput_rps"),
-    ("Input tokens/s", "input_throughput_tok_s"),
-    ("Output tokens/s", "output_throughput_tok_s"),
-    ("Tokens/s", "total_throughput_tok_s"),
-    ("Prefix reuse", "prefix_cache_reused_ratio"),
-    ("Prefix reuse, first admission", "first_admission_prefix_cache_reused_ratio"),
-)
-COUNTS = (
-    ("requests", "num_requests"),
-    ("completed", "completed_requests"),
-    ("rejected", "rejected_requests"),
-    ("failed", "failed_requests"),
-    ("cancelled", "cancelled_requests"),
-    ("unfinished", "unfinished_requests"),
-    ("never sent", "unsent_requests"),
-    ("bad lines left out", "skipped_lines"),
-    ("migrations", "migrations"),
-    ("preemptions", "preemptions"),
-    ("deepest router queue", "max_router_queue_depth"),
-)
 _ANY_WIDTH = 10_000
 _ALWAYS = 2
 """So many counts are shown even when they are 0."""
@@ -106,34 +80,28 @@ def _fitting(
 
 def _figures(report: Report, columns: Sequence[str]) -> Table:
     table = _table(TITLE, ("figure", *columns))
-    for label, name in DISTRIBUTIONS:
-        figures: Distribution = getattr(report, name)
-        if figures.samples or name in ("ttft", "ttst", "e2e_latency", "tpot", "itl"):
-            table.add_row(label, *_cells(figures, columns))
-    nothing = [NOT_KNOWN] * (len(columns) - 1)
-    for label, name in RATES:
-        table.add_row(label, _number(getattr(report, name)), *nothing)
-    if report.goodput is not None:
-        table.add_row("Good requests/s", _number(report.goodput.request_throughput_rps), *nothing)
-        table.add_row("Good output tokens/s", _number(report.goodput.output_throughput_tok_s), *nothing)
+    for one in DISTRIBUTIONS:
+        found: Distribution = getattr(report, one.name)
+        if found.samples or not one.is_optional:
+            table.add_row(titled(one.label, one.unit), *_cells(found, columns))
+    plain = plain_figures(report)
+    for figure in (*RATES, *(GOODPUT if report.goodput is not None else ())):
+        table.add_row(figure.title, number(figure.value(report, plain), 2), *[NOT_KNOWN] * (len(columns) - 1))
     return table
 
 
 def _cells(figures: Distribution, columns: Sequence[str]) -> list[str]:
     if not figures.samples:
         return [NOT_KNOWN] * len(columns)
-    return [_number(getattr(figures, _NAMES.get(column, column))) for column in columns]
+    return [number(getattr(figures, _NAMES.get(column, column)), 2) for column in columns]
 
 
 def _counts(report: Report) -> str:
-    shown = [
-        f"{getattr(report, name):,} {label}"
-        for at, (label, name) in enumerate(COUNTS)
-        if at < _ALWAYS or getattr(report, name)
-    ]
+    counts = [(figure.label.lower(), getattr(report, figure.name)) for figure in COUNTS]
+    shown = [f"{count:,} {label}" for at, (label, count) in enumerate(counts) if at < _ALWAYS or count]
     tokens = f"{report.total_input_tokens:,} input and {report.total_output_tokens:,} output tokens"
-    took = f"in {_number(report.duration_ms / 1000)} s"
-    wall = "" if report.wall_time_ms is None else f", replayed in {_number(report.wall_time_ms / 1000)} s"
+    took = f"in {number(report.duration_ms / 1000, 2)} s"
+    wall = "" if report.wall_time_ms is None else f", replayed in {number(report.wall_time_ms / 1000, 2)} s"
     partial = "INTERRUPTED, this is what was done until then: " if report.is_interrupted else ""
     return f" {partial}{', '.join(shown)}; {tokens} {took}{wall}"
 
@@ -144,9 +112,9 @@ def _workers(report: Report, columns: Sequence[str]) -> Table:
         cells: dict[str, str] = dict(zip(_OF_WORKERS, _worker_cells(one), strict=True))
         table.add_row(_name(one), *(cells[column] for column in columns))
     table.caption = (
-        f"greatest over mean: requests {_number(report.request_balance.max_over_mean)}, "
-        f"computed tokens {_number(report.token_balance.max_over_mean)}, "
-        f"running {_number(report.load_balance.max_over_mean)}"
+        f"greatest over mean: requests {number(report.request_balance.max_over_mean, 2)}, "
+        f"computed tokens {number(report.token_balance.max_over_mean, 2)}, "
+        f"running {number(report.load_balance.max_over_mean, 2)}"
     )
     return table
 
@@ -161,23 +129,11 @@ def _worker_cells(one: WorkerReport) -> list[str]:
         f"{one.requests:,}",
         f"{one.input_tokens:,}",
         f"{one.output_tokens:,}",
-        NOT_KNOWN if one.hit_rate is None else _number(one.hit_rate),
-        _number(one.mean_running),
+        NOT_KNOWN if one.hit_rate is None else number(one.hit_rate, 2),
+        number(one.mean_running, 2),
         f"{one.preemptions:,}" if is_known else NOT_KNOWN,
-        _number(one.worker_seconds) if is_known else NOT_KNOWN,
+        number(one.worker_seconds, 2) if is_known else NOT_KNOWN,
     ]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.2f}"
-
-
-_STATISTICS = (("mean", "mean"), ("median", "median"), ("p99", "p99"))
-_BALANCES = (
-    ("Requests, greatest over mean", "request_balance"),
-    ("Computed tokens, greatest over mean", "token_balance"),
-    ("Running, greatest over mean", "load_balance"),
-)
 
 
 def comparison_text(reports: Sequence[tuple[str, Report]], width: int | None = None) -> str:
@@ -224,21 +180,8 @@ def _setting(value: Any) -> str:
 
 
 def _compared_figures(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:
-    for label, name in DISTRIBUTIONS:
-        of_each = [getattr(report, name) for _, report in reports]
-        if any(figures.samples for figures in of_each):
-            for what, statistic in _STATISTICS:
-                known = [getattr(one, statistic) if one.samples else None for one in of_each]
-                yield [f"{label}, {what}", *_compared_cells(known)]
-    for label, name in RATES:
-        yield [label, *_compared_cells([getattr(report, name) for _, report in reports])]
-    for label, name in _BALANCES:
-        yield [label, *_compared_cells([getattr(report, name).max_over_mean for _, report in reports])]
-    for label, name in COUNTS:
-        counts = [getattr(report, name) for _, report in reports]
-        if any(counts):
-            yield [label.capitalize(), *_compared_cells(counts)]
-    yield ["Seconds", *_compared_cells([report.duration_ms / 1000 for _, report in reports])]
+    for figure, values in compared([report for _, report in reports]):
+        yield [figure.title, *_compared_cells(values)]
 
 
 def _compared_cells(values: Sequence[float | None]) -> list[str]:
@@ -249,15 +192,5 @@ def _compared_cells(values: Sequence[float | None]) -> list[str]:
     return cells
 
 
-def difference(first: float | None, other: float | None) -> str:
-    """By how many percent the other is more than the first; nothing where that says nothing."""
-    if first is None or other is None or (first == 0 and other != 0):
-        return ""
-    percent = 0.0 if first == other else 100.0 * (other - first) / abs(first)
-    return f"{percent:+,.1f} %" if round(percent, 1) else "="
-
-
 def _compared_number(value: float | None) -> str:
-    if value is None:
-        return NOT_KNOWN
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"
+    return number(value, 0 if isinstance(value, int) else 2)

@@ -16,12 +16,12 @@ from rich.table import Table
 from pipeline import wire
 
 from ...terminal import rendered
-from ..report import NOT_KNOWN, Report
+from ..report import SWEEP_COLUMNS, plain_figures, sweep_cells
 from ..unbeaten import FRONTS, unbeaten_in
 from .grid import SweepRun
 from .run import Sweep, SweepResult
 
-_COLUMNS = ("requests", "mean TTFT", "p99 TTFT", "mean TPOT", "reuse", "output tok/s", "unbeaten in")
+_COLUMNS = ("requests", *(figure.short for figure, _ in SWEEP_COLUMNS), "unbeaten in")
 _NOTE = "Times in ms. Unbeaten: no other run under the same load has as few workers and is as good in it."
 
 
@@ -48,23 +48,7 @@ def _cells(run: SweepRun, results: Mapping[str, SweepResult], marks: Mapping[str
     result = results.get(run.name)
     if result is None or result.report is None:
         return ["not run" if result is None else "failed"]
-    return [*_figures(result.report), ", ".join(marks[run.name])]
-
-
-def _figures(report: Report) -> list[str]:
-    done, all_of = report.completed_requests, report.num_requests
-    ttft, tpot = report.ttft, report.tpot
-    return [
-        f"{done:,}" if done == all_of else f"{done:,} of {all_of:,}",
-        f"{ttft.mean:,.1f}" if ttft.samples else NOT_KNOWN,
-        f"{ttft.p99:,.1f}" if ttft.samples else NOT_KNOWN,
-        f"{tpot.mean:,.2f}" if tpot.samples else NOT_KNOWN,
-        f"{report.prefix_cache_reused_ratio:.3f}",
-        f"{report.output_throughput_tok_s:,.0f}",
-    ]
-
-
-_LEFT_TO_REPORTS = ("series", "workers", "per_request")
+    return [*sweep_cells(result.report), ", ".join(marks[run.name])]
 
 
 def sweep_json(sweep: Sweep) -> bytes:
@@ -83,9 +67,5 @@ def _plain(result: SweepResult, marks: Sequence[str]) -> Mapping[str, Any]:
     plain: dict[str, Any] = {"name": run.name, "parameters": dict(run.parameters), "error": result.problem}
     if report is None:
         return plain
-    figures = {
-        name: value
-        for name, value in report.to_plain().items()
-        if name not in _LEFT_TO_REPORTS and not name.endswith("_percentiles")
-    }
+    figures = plain_figures(report)
     return plain | {"unbeaten_in": [FRONTS[mark] for mark in marks], "worker_count": run.workers} | figures

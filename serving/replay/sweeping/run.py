@@ -109,12 +109,6 @@ class Sweep:
 
         return sweep_json(self)
 
-    def page(self) -> str:
-        """An HTML page that needs nothing else: the runs, those no other beats, and what each parameter does."""
-        from ..page_sweep import sweep_page
-
-        return sweep_page(self)
-
 
 @frozen
 class _Shared:

@@ -1,18 +1,16 @@
-"""What is said of a sweep: the marks, the table, the JSON and the page."""
+"""A sweep as a table and as JSON, and the runs that no other beats."""
 
 from __future__ import annotations
 
 import json
 import re
 from typing import Any
-from xml.etree import ElementTree
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.deployment import GraphConfig
 from serving.replay import Distribution, Report, Sweep, SweepRun, WorkerReport, sweep_runs
-from serving.replay.page_axes import counts
 from serving.replay.sweeping import SweepResult
 from serving.replay.unbeaten import unbeaten, unbeaten_in
 
@@ -64,7 +62,7 @@ def test_a_run_is_marked_for_each_figure_in_which_no_cheaper_one_is_as_good() ->
     ]
 
 
-def test_who_completes_less_does_not_beat_who_completes_more() -> None:
+def test_a_run_that_completes_less_does_not_beat_one_that_completes_more() -> None:
     few, many = RUNS[0], RUNS[1]
     reports = {few.name: report_of(few, 5, 0.9, completed=9), many.name: report_of(many, 500, 0.1)}
     assert all(len(marks) == 3 for marks in unbeaten_in(RUNS, reports).values())
@@ -103,55 +101,3 @@ def test_the_json_is_a_list_of_flat_runs() -> None:
     assert last["unbeaten_in"] == ["mean_ttft_ms", "p99_ttft_ms"]
     assert not any(name in last for name in ("series", "workers", "per_request", "ttft_percentiles"))
     assert json.loads(Sweep([], []).to_json()) == []
-
-
-def pictures(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(svg) for svg in re.findall(r'<svg viewBox[^>]*role="img".*?</svg>', page, re.DOTALL)]
-
-
-def said(page: str) -> dict[str, str]:
-    """What each chart says, by its title."""
-    labels = [svg.get("aria-label") or "" for svg in pictures(page)]
-    return {title: text for title, _, text in (label.partition(". ") for label in labels)}
-
-
-def test_the_page_has_the_fronts_over_workers_and_what_each_parameter_does() -> None:
-    page = Sweep.of(RUNS, reversed(RESULTS)).page()
-    charts = said(page)
-    front = charts["Time to first token, mean, ms over Workers"]
-    assert front.endswith(f"by another: {', '.join(RUNS[at].name for at in (2, 4, 5))}")
-    assert "By router<" not in page
-    by_temperature = charts["Time to first token, mean, ms by router_temperature"]
-    assert "round-robin 4 workers: 500.0 at 0.0, 500.0 at 1.0" in by_temperature, "it has no temperature"
-    assert "kv 8 workers: 200.0 at 0.0, 200.0 at 1.0" in by_temperature
-    assert "round-robin: 0.100 at 4, 0.100 at 8" in charts["Prefix reuse by workers"]
-
-
-def test_a_page_has_charts_for_each_load_and_other_ones_where_workers_are_the_same() -> None:
-    runs = sweep_runs(MOCKER, {"router": ["round-robin", "p2c"], "speed_up": [2, 1]})
-    charts = said(Sweep(runs, [SweepResult(run, report_of(run, 100, 0.1)) for run in runs]).page())
-    assert "Prefix reuse over Time to first token, p99, ms, speed_up=1" in charts
-    assert "Prefix reuse over Time to first token, p99, ms, speed_up=2" in charts
-    assert "p2c: 100.0 at 1, 100.0 at 2" in charts["Time to first token, mean, ms by speed_up"]
-
-
-def test_a_page_numbers_who_is_worse_but_completed_more() -> None:
-    few, many = RUNS[:2]
-    done = [SweepResult(few, report_of(few, 5, 0.9, completed=9)), SweepResult(many, report_of(many, 500, 0.1))]
-    front = said(Sweep(RUNS, done).page())["Time to first token, mean, ms over Workers"]
-    assert front.endswith(f"by another: {few.name}, {many.name}")
-
-
-def test_worker_counts_are_written_as_far_as_they_stand_apart() -> None:
-    axis = counts([8, 1000, 512, 8, 9], "Workers")
-    assert [text for _, text in axis.ticks] == ["8", "512", "1,000"]
-    assert 0 < axis.part(8) < axis.part(9) < axis.part(1000) < 1
-
-
-def test_a_page_comes_of_whatever_there_is() -> None:
-    failed = SweepResult(RUNS[0], problem="<no> card")
-    for results in ([], [failed], [failed, RESULTS[1]]):
-        page = Sweep(RUNS, results).page()
-        assert page == Sweep(RUNS, results).page()
-        assert "<no>" not in page
-    assert "&lt;no&gt; card" in page

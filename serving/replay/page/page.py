@@ -1,0 +1,174 @@
+"""Reports as one HTML page that needs nothing else: no network and no other file.
+
+    Path("report.html").write_text(report_page([report]))
+    Path("compare.html").write_text(report_page({"round robin": one, "kv": other}))
+
+The same reports give the same page, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..report import (
+    COSTS,
+    COUNTS,
+    DISTRIBUTIONS,
+    GOODPUT,
+    STATISTICS,
+    Distribution,
+    Report,
+    WorkerReport,
+    best,
+    compared,
+    difference,
+    figure_named,
+    number,
+    plain_figures,
+    titled,
+)
+from .charts import grid, latency_charts, library, time_charts
+from .html import document, escaped, folded, section, setting_text, table, value_cell
+from .run_charts import comparison_chart
+from .worker_charts import worker_maps, worker_name, worker_totals
+
+_HEADLINES = (
+    *("completed_requests", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "mean_e2e_latency_ms"),
+    *("prefix_cache_reused_ratio", "request_throughput_rps", "output_throughput_tok_s"),
+    *("load_balance_max_over_mean", "duration_ms"),
+)
+_MORE = (*GOODPUT, *COSTS)
+"""Figures of a comparison that only the page has."""
+_OPEN_RUNS = 4
+"""The workers of more runs are folded."""
+_WORKER_COLUMNS = (
+    *("requests", "input tokens", "cached", "output tokens"),
+    *("hit rate", "running", "preempted", "seconds"),
+)
+
+
+def report_page(reports: Mapping[str, Report] | Sequence[Report]) -> str:
+    """Return the page of one report, or of several compared with the first; those without a name get a number."""
+    named = dict(reports) if isinstance(reports, Mapping) else {f"run {at}": one for at, one in enumerate(reports, 1)}
+    several = len(named) > 1
+    first = next(iter(named.values()), None)
+    leads = _leads(named)
+    is_long = len(leads) > _OPEN_RUNS
+    parts = [
+        folded("every run", "<p>" + "<br>\n".join(leads) + "</p>\n") if is_long else "",
+        _headlines(first) + folded("all figures", comparison_table(named)) if first and not several else "",
+        section("Comparison", _comparison(named) if several else ""),
+        section("Latency", (grid(latency_charts(named)) or "<p>No request gave a token.</p>\n") + _statistics(named))
+        if named
+        else "",
+        section("Over time", grid(time_charts(named))),
+        section("Workers", _workers(named)),
+        section("Settings", _settings_table(named)),
+    ]
+    title = f"Penstock replay: {len(named)} runs" if several else "Penstock replay"
+    lead = f"{len(named)} runs" if is_long else "<br>\n".join(leads) or "No reports."
+    return document(title, lead, "".join(parts), library())
+
+
+def comparison_table(reports: Mapping[str, Report]) -> str:
+    """Return a row for each figure, a column for each report: its value, how far from the first, and which is best."""
+    rows = [
+        (figure.title, _compared(values, figure.better)) for figure, values in compared(list(reports.values()), _MORE)
+    ]
+    first = next(iter(reports), "")
+    caption = f"Percentages are differences from {first}; ★ marks the best of a row." if len(reports) > 1 else ""
+    return table(["figure", *reports], rows, caption=caption)
+
+
+def _comparison(reports: Mapping[str, Report]) -> str:
+    figures = {figure.name: (figure, values) for figure, values in compared(list(reports.values()), _MORE)}
+    first = [name for name in _HEADLINES if name in figures and name != "completed_requests"]
+    shown = [figures[name] for name in dict.fromkeys([*first, *figures]) if figures[name][0] not in COUNTS]
+    chart = comparison_chart(list(reports), [(figure, values) for figure, values in shown if any(values)])
+    return comparison_table(reports) + (chart.html() if chart.figure.data else "")
+
+
+def _compared(values: Sequence[float | None], better: int) -> list[str]:
+    cells = []
+    for at, (value, is_best) in enumerate(zip(values, best(values, better), strict=True)):
+        star = '<span class="best" role="img" aria-label="best">★</span> ' if is_best else ""
+        shown = f"<strong>{number(value)}</strong>" if is_best else number(value)
+        cells.append(f"{star}{shown}{_change(values[0], value, better) if at else ''}")
+    return cells
+
+
+def _change(first: float | None, value: float | None, better: int) -> str:
+    text = difference(first, value)
+    if not text or first is None or value is None:
+        return ""
+    way = (value - first) * better
+    kind = "same" if not way or text == "=" else "good" if way > 0 else "bad"
+    return f' <span class="change {kind}">{text}</span>'
+
+
+def _headlines(report: Report) -> str:
+    """Return the figures to look at first, as cards."""
+    plain = plain_figures(report)
+    cards = "".join(
+        f"<div><dt>{escaped(figure.title)}</dt><dd>{number(figure.value(report, plain))}</dd></div>\n"
+        for figure in map(figure_named, _HEADLINES)
+    )
+    return f'<dl class="cards">\n{cards}</dl>\n'
+
+
+def _leads(reports: Mapping[str, Report]) -> list[str]:
+    """Return a line of HTML for each report: what was replayed."""
+    lines = []
+    for run, report in reports.items():
+        tokens = f"{number(report.total_input_tokens)} input and {number(report.total_output_tokens)} output tokens"
+        lines.append(
+            f"{escaped(run)}: {number(report.completed_requests)} of {number(report.num_requests)} requests completed, "
+            f"{tokens}, workers: {len(report.workers):,}, {number(report.duration_ms / 1000)} s"
+        )
+    return lines
+
+
+def _statistics(reports: Mapping[str, Report]) -> str:
+    parts = []
+    for run, report in reports.items():
+        figures: list[tuple[str, Distribution]] = [
+            (titled(one.label, one.unit), getattr(report, one.name)) for one in DISTRIBUTIONS
+        ]
+        rows = [
+            (label, [number(one.samples), *(number(getattr(one, statistic)) for statistic in STATISTICS)])
+            for label, one in figures
+            if one.samples
+        ]
+        parts.append(folded(f"{run}: all statistics", table(["figure", "samples", *STATISTICS], rows) if rows else ""))
+    return "".join(parts)
+
+
+def _workers(reports: Mapping[str, Report]) -> str:
+    """Return the maps, totals and numbers of each run's workers, folded if there are many runs."""
+    maps, totals = worker_maps(reports), worker_totals(reports)
+    parts = []
+    for run, report in reports.items():
+        rows = [(worker_name(one.worker, one.role), _numbers(one)) for one in report.workers]
+        numbers = table(["worker", *_WORKER_COLUMNS], rows) if rows else ""
+        body = grid(maps.get(run, [])) + grid(totals.get(run, []), "four")
+        body += folded(f"{len(rows):,} workers as numbers", numbers)
+        if body and len(reports) > 1:
+            body = folded(run, body, is_open=len(reports) <= _OPEN_RUNS)
+        parts.append(body)
+    return "".join(parts)
+
+
+def _numbers(one: WorkerReport) -> list[str]:
+    counts = (one.requests, one.input_tokens, one.cached_tokens, one.output_tokens)
+    return [number(value) for value in (*counts, one.hit_rate, one.mean_running, one.preemptions, one.worker_seconds)]
+
+
+def _settings_table(reports: Mapping[str, Report]) -> str:
+    """Return what was replayed; where the reports differ is marked."""
+    rows = []
+    for name in dict.fromkeys(name for report in reports.values() for name in report.settings):
+        cells = [setting_text(one.settings[name]) if name in one.settings else "" for one in reports.values()]
+        differ = len(set(cells)) > 1
+        shown = [f"<mark>{value_cell(cell)}</mark>" if differ and cell else value_cell(cell) for cell in cells]
+        rows.append((name, shown))
+    return table(["setting", *reports], rows) if rows else ""
