@@ -14,7 +14,7 @@ from engines.mocker import MockEngine
 from pipeline import AsyncEngine, Context, Operator, ResponseStream
 from pipeline.errors import WorkerOverloaded
 from pipeline.testing import run_in_virtual_time
-from serving.replay import SyntheticLoad, run
+from serving.replay import SyntheticLoad, report_text, run
 
 
 class AtMost(Operator[Any, Any, Any, Any]):
@@ -50,7 +50,7 @@ async def test_what_is_not_refused_gets_its_first_token_soon() -> None:
     report = await run(at_most_two, load.make())
     assert report.completed_requests + report.rejected_requests == 300
     assert report.ttft.p99 < 200
-    print(report.table())
+    print(report_text(report))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,8 @@ def run(
         "inter_turn_delay_ms": inter_turn_delay_ms,
     }
     prefixes = {"shared_prefix_ratio": shared_prefix_ratio, "num_prefix_groups": num_prefix_groups}
+    from .replay import report_text
+
     try:
         check_place(json, "json")
         check_page(html, "html")
@@ -220,7 +222,7 @@ def run(
             write_page(html, {router.value if config is not None else "live": report})
     except (PenstockError, OSError) as error:
         fail(error if config is None else of_engine(error, config))
-    echo(report.table(table_width()), nl=False)
+    echo(report_text(report, table_width()), nl=False)
     if report.is_interrupted:
         raise typer.Exit(INTERRUPTED_EXIT)
 
@@ -245,13 +247,13 @@ def compare(
     pareto: ParetoFile = None,
 ) -> None:
     """Show the figures of two or more reports side by side, and by how much each differs from the first."""
-    from .replay import side_by_side
+    from .replay import comparison_text
 
     try:
         check_page(html, "html")
         check_page(pareto, "pareto")
         named = named_reports(reports)
-        echo(side_by_side(list(named.items())), nl=False)
+        echo(comparison_text(list(named.items())), nl=False)
         if html is not None:
             write_page(html, named)
         if pareto is not None:

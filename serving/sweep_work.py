@@ -43,7 +43,9 @@ class SweepFiles:
 
     def write(self, done: Sweep) -> None:
         if self.json is not None:
-            self.json.write_bytes(done.to_json())
+            from .replay import sweep_json
+
+            self.json.write_bytes(sweep_json(done))
         if self.html is not None:
             from .replay.page import sweep_page
 
@@ -151,6 +153,8 @@ def run_sweep(
     done = Sweep.of(runs, results)
     if found := sum(result.is_found for result in results):
         echo(f"{found} of {len(runs)} runs were in {files.reports}", err=True)
-    echo(done.table(), nl=False)
+    from .replay import sweep_text
+
+    echo(sweep_text(done), nl=False)
     files.write(done)
     return code or int(any(result.problem is not None for result in results))

@@ -91,7 +91,7 @@ DOORS = {
     "prometheus_client": {"serving/http/telemetry.py"},
     "pytest": {PLUGIN},
     "reactivex": {"pipeline/rx/*.py"},
-    "rich": {f"serving/{name}.py" for name in ("replay/report/tables", "replay/sweeping/output", "replay_progress")},
+    "rich": {f"serving/{name}.py" for name in ("replay/report/tables", "replay_progress")},
     "starlette": {
         f"serving/http/{name}.py"
         for name in (

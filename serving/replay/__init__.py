@@ -16,15 +16,17 @@ from .report import (
     LoadFacts,
     Report,
     RequestReport,
+    Series,
     WorkerReport,
+    WorkerSeries,
+    comparison_text,
     make_report,
-    side_by_side,
+    report_text,
 )
 from .runner import GraphFactory, run, run_config
 from .samples import RequestSample, Role, Samples, Status
 from .schedule import Due, Schedule
-from .series import Series, WorkerSeries
-from .sweeping import Sweep, SweepRun, sweep, sweep_runs
+from .sweeping import Sweep, SweepRun, sweep, sweep_json, sweep_runs, sweep_text
 from .traces import BadLine, Prompt, Session, SyntheticLoad, Trace, TraceFormat, Turn, first_requests, read_trace
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Turn",
     "WorkerReport",
     "WorkerSeries",
+    "comparison_text",
     "first_requests",
     "make_report",
     "parse_fault",
@@ -64,10 +67,12 @@ __all__ = [
     "plan_faults",
     "read_faults",
     "read_trace",
+    "report_text",
     "request_of",
     "run",
     "run_config",
-    "side_by_side",
     "sweep",
+    "sweep_json",
     "sweep_runs",
+    "sweep_text",
 ]

@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.replay import Report, Samples, make_report, side_by_side
+from serving.replay import Report, Samples, comparison_text, make_report, report_text
 from serving.replay.report import ErrorReport
 from serving.terminal import echo, log_to_stderr, printable, table_width
 
@@ -61,10 +61,10 @@ def test_a_table_is_as_wide_as_the_terminal_and_no_wider_than_120(monkeypatch: p
 def test_texts_of_a_report_cannot_steer_the_terminal() -> None:
     """Also where a program of one's own prints the table: the example comes from a server."""
     made = evolve(make_report(Samples()), errors=[ErrorReport("Disconnected", 1, f"{RED}gone\u2028x")])
-    assert "\x1b" not in made.table()
-    assert "\\x1b[31mgone\\u2028x" in made.table()
+    assert "\x1b" not in report_text(made)
+    assert "\\x1b[31mgone\\u2028x" in report_text(made)
     named = [(f"{RED}[/bold] :smile:", evolve(made, settings={"trace": f"{RED}a"})), ("b", made)]
-    text = side_by_side(named)
+    text = comparison_text(named)
     assert "\x1b" not in text
     assert "[/bold] :smile:" in text
 

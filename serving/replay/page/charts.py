@@ -15,9 +15,8 @@ import plotly.io  # type: ignore[import-untyped]
 import plotly.offline  # type: ignore[import-untyped]
 from attrs import frozen
 
-from ..report import DISTRIBUTIONS, Distribution, Report, number
+from ..report import DISTRIBUTIONS, Distribution, Report, Series, number
 from ..samples import Status
-from ..series import Series
 from .html import escaped, visible
 
 _COLOURS = ("#3182ce", "#dd6b20", "#38a169", "#b35fd0", "#b7891a", "#0fa3b1", "#e0559a", "#718096")

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from pipeline import InvalidArgument
 
 from ..report import HIGHER, WORKER_COUNT, Report, figure_named, plain_figures
-from ..unbeaten import unbeaten
+from ..sweeping import unbeaten
 from .charts import Chart, axis, colour, count_axis, drawn, plain
 from .html import setting_text
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..report import SWEEP_COLUMNS, WORKER_COUNT, Report, figure_named, number, sweep_cells, titled
-from ..sweeping import Sweep
-from ..unbeaten import FRONTS, unbeaten_in
+from ..sweeping import FRONTS, Sweep, unbeaten_in
 from .charts import grid, library
 from .html import document, folded, section, setting_text, table, value_cell
 from .page import comparison_table

@@ -1,4 +1,4 @@
-"""Reports of a replay: samples to figures, tables and comparison."""
+"""The report of a replay: its figures, how they are computed, and how they are shown as text."""
 
 from .distribution import STATISTICS, Distribution, gaps_and_rates, rank
 from .figures import (
@@ -19,9 +19,11 @@ from .figures import (
     sweep_cells,
     titled,
 )
-from .report import INTERRUPTED, Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport, side_by_side
+from .report import INTERRUPTED, Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
+from .series import Series, WorkerSeries
 from .settings import GPUS, LoadFacts, settings_of
 from .summary import Limits, make_report, request_report
+from .tables import comparison_text, console_to, new_table, report_text
 
 __all__ = [
     "COSTS",
@@ -43,19 +45,24 @@ __all__ = [
     "LoadFacts",
     "Report",
     "RequestReport",
+    "Series",
     "WorkerReport",
+    "WorkerSeries",
     "best",
     "compared",
+    "comparison_text",
+    "console_to",
     "difference",
     "figure_named",
     "gaps_and_rates",
     "make_report",
+    "new_table",
     "number",
     "plain_figures",
     "rank",
+    "report_text",
     "request_report",
     "settings_of",
-    "side_by_side",
     "sweep_cells",
     "titled",
 ]

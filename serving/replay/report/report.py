@@ -9,18 +9,16 @@ migrations and a time series are part of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import attrs
 from attrs import frozen
 
 from pipeline import InvalidArgument, wire
-from pipeline.extras import brought_by
 
 from ..samples import Role, Status
-from ..series import Series
 from .distribution import STATISTICS, Distribution
+from .series import Series
 
 _UNIT = "unit"
 INTERRUPTED = "interrupted"
@@ -217,26 +215,8 @@ class Report:
         plain = wire.from_json(data, dict[str, Any])
         return cls(**{attribute.name: _read(attribute, plain) for attribute in attrs.fields(cls)})
 
-    def table(self, width: int = 120) -> str:
-        """The figures for people. Raises ModuleNotFoundError without the library that draws tables."""
-        with brought_by("serve", by="the table of a report"):
-            from .tables import report_text
-
-        return report_text(self, width)
-
     def _named(self) -> list[tuple[str, Any]]:
         return list(self.to_plain().items())
-
-
-def side_by_side(reports: Sequence[tuple[str, Report]], width: int | None = None) -> str:
-    """Named reports as one table: the figures of the first, then of each other with its difference to the first.
-
-    Raises InvalidArgument for less than two, and as `Report.table` does.
-    """
-    with brought_by("serve", by="the table of reports"):
-        from .tables import comparison_text
-
-    return comparison_text(reports, width)
 
 
 def _written_out(value: Any) -> Any:

@@ -17,9 +17,9 @@ from attrs import define, frozen
 from pipeline import InvalidArgument
 
 from ..samples import RequestSample, Role, Samples, Status, WorkerSample, elapsed_ms
-from ..series import computed_at, make_series, stays
 from .distribution import Distribution, gaps_and_rates
 from .report import Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
+from .series import computed_at, make_series, stays
 
 
 @frozen

@@ -1,20 +1,14 @@
-"""A report as tables for people. The door of rich in this folder.
-
-Reports side by side as a table. A door of rich.
-"""
+"""Reports as tables of text: one report, or several side by side. A door of rich, which the first table loads."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from pipeline import InvalidArgument
+from pipeline.extras import brought_by
 
 from ...terminal import rendered
 from .distribution import Distribution
@@ -32,44 +26,83 @@ from .figures import (
 )
 from .report import Report, WorkerReport
 
-TITLE = "Penstock replay"
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_TITLE = "Penstock replay"
 _COLUMNS = ("avg", "min", "max", "p99", "p90", "p75", "p50", "std")
-_NAMES = {"avg": "mean", "p50": "median"}
-"""Of the columns that a distribution names otherwise."""
+_STATISTICS = {"avg": "mean", "p50": "median"}
+"""The statistics of a distribution that have another name in the heading."""
 _DROPPED = ("p75", "std", "min", "p90", "max", "p99")
 """The columns that a narrow terminal goes without, in this order."""
-_OF_WORKERS: Sequence[str] = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
+_WORKER_COLUMNS: Sequence[str] = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
 _DROPPED_OF_WORKERS = ("preempted", "running", "seconds")
 _ANY_WIDTH = 10_000
 _ALWAYS = 2
-"""So many counts are shown even when they are 0."""
+"""So many of COUNTS are shown even if they are 0."""
 
 
-def report_text(report: Report, width: int) -> str:
-    """The figures, then the workers; of columns that are wider than `width` together some are left out."""
+def report_text(report: Report, width: int = 120) -> str:
+    """Return the figures and workers of a report as tables; columns that do not fit into `width` are left out.
+
+    Raise ModuleNotFoundError without rich.
+    """
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
+    console = console_to(out, width, by="the table of a report")
     console.print(_fitting(console, _COLUMNS, _DROPPED, partial(_figures, report)))
     console.print(_counts(report), soft_wrap=True)
     for one in report.errors:
         console.print(f" {one.requests:,} {one.type}, first: {one.example}", soft_wrap=True, markup=False)
     if report.workers:
-        console.print(_fitting(console, _OF_WORKERS, _DROPPED_OF_WORKERS, partial(_workers, report)))
+        console.print(_fitting(console, _WORKER_COLUMNS, _DROPPED_OF_WORKERS, partial(_workers, report)))
     return rendered(out.getvalue())
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def comparison_text(reports: Sequence[tuple[str, Report]], width: int | None = None) -> str:
+    """Return a table of named reports: the figures of the first, then of each other with its difference to the first.
+
+    Settings that differ stand above. `width` defaults to what the table needs. Raise InvalidArgument for fewer than two
+    reports, and ModuleNotFoundError without rich.
+    """
+    if len(reports) < 2:
+        raise InvalidArgument("needs two reports at least", field="reports")
+    out = io.StringIO()
+    console = console_to(out, width or 44 + 32 * len(reports), by="the table of reports")
+    table = new_table()
+    table.add_column("figure", no_wrap=True)
+    for at, (name, _) in enumerate(reports):
+        table.add_column(name, justify="right", overflow="fold")
+        if at:
+            table.add_column("", justify="right", no_wrap=True)
+    for row in [*_differing_settings(reports), *_compared(reports)]:
+        table.add_row(*row)
+    console.print(table)
+    return rendered(out.getvalue())
+
+
+def console_to(out: io.StringIO, width: int, *, by: str) -> Console:
+    """Return a console that writes plain text. `by` names what needs rich, for the error without it."""
+    with brought_by("serve", by=by):
+        from rich.console import Console
+    return Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
+
+
+def new_table(title: str | None = None, columns: Sequence[str] = ()) -> Table:
+    """Return an empty table; its columns are aligned right, but for the first."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="right" if at else "left", no_wrap=True)
     return table
 
 
 def _fitting(
     console: Console, columns: Sequence[str], dropped: Sequence[str], make: Callable[[Sequence[str]], Table]
 ) -> Table:
-    """The table that `make` gives for as many of the columns as the console has room for."""
+    """Return what `make` gives for as many of the columns as fit into the console."""
     unlimited = console.options.update(width=_ANY_WIDTH)
     for count in range(len(dropped)):
         table = make([column for column in columns if column not in dropped[:count]])
@@ -79,21 +112,21 @@ def _fitting(
 
 
 def _figures(report: Report, columns: Sequence[str]) -> Table:
-    table = _table(TITLE, ("figure", *columns))
+    table = new_table(_TITLE, ("figure", *columns))
     for one in DISTRIBUTIONS:
         found: Distribution = getattr(report, one.name)
         if found.samples or not one.is_optional:
-            table.add_row(titled(one.label, one.unit), *_cells(found, columns))
+            table.add_row(titled(one.label, one.unit), *_statistics(found, columns))
     plain = plain_figures(report)
     for figure in (*RATES, *(GOODPUT if report.goodput is not None else ())):
         table.add_row(figure.title, number(figure.value(report, plain), 2), *[NOT_KNOWN] * (len(columns) - 1))
     return table
 
 
-def _cells(figures: Distribution, columns: Sequence[str]) -> list[str]:
-    if not figures.samples:
+def _statistics(found: Distribution, columns: Sequence[str]) -> list[str]:
+    if not found.samples:
         return [NOT_KNOWN] * len(columns)
-    return [number(getattr(figures, _NAMES.get(column, column)), 2) for column in columns]
+    return [number(getattr(found, _STATISTICS.get(column, column)), 2) for column in columns]
 
 
 def _counts(report: Report) -> str:
@@ -102,15 +135,16 @@ def _counts(report: Report) -> str:
     tokens = f"{report.total_input_tokens:,} input and {report.total_output_tokens:,} output tokens"
     took = f"in {number(report.duration_ms / 1000, 2)} s"
     wall = "" if report.wall_time_ms is None else f", replayed in {number(report.wall_time_ms / 1000, 2)} s"
-    partial = "INTERRUPTED, this is what was done until then: " if report.is_interrupted else ""
-    return f" {partial}{', '.join(shown)}; {tokens} {took}{wall}"
+    partly = "INTERRUPTED, this is what was done until then: " if report.is_interrupted else ""
+    return f" {partly}{', '.join(shown)}; {tokens} {took}{wall}"
 
 
 def _workers(report: Report, columns: Sequence[str]) -> Table:
-    table = _table("Workers", ("worker", *columns))
+    table = new_table("Workers", ("worker", *columns))
     for one in report.workers:
-        cells: dict[str, str] = dict(zip(_OF_WORKERS, _worker_cells(one), strict=True))
-        table.add_row(_name(one), *(cells[column] for column in columns))
+        cells: dict[str, str] = dict(zip(_WORKER_COLUMNS, _worker_cells(one), strict=True))
+        name = f"prefill {one.worker}" if one.role == "prefill" else str(one.worker)
+        table.add_row(name, *(cells[column] for column in columns))
     table.caption = (
         f"greatest over mean: requests {number(report.request_balance.max_over_mean, 2)}, "
         f"computed tokens {number(report.token_balance.max_over_mean, 2)}, "
@@ -119,53 +153,20 @@ def _workers(report: Report, columns: Sequence[str]) -> Table:
     return table
 
 
-def _name(one: WorkerReport) -> str:
-    return f"prefill {one.worker}" if one.role == "prefill" else str(one.worker)
-
-
 def _worker_cells(one: WorkerReport) -> list[str]:
-    is_known = one.worker_seconds > 0  # not of a worker that only answers tell of
+    is_observed = one.worker_seconds > 0  # else it is known from answers only
     return [
         f"{one.requests:,}",
         f"{one.input_tokens:,}",
         f"{one.output_tokens:,}",
-        NOT_KNOWN if one.hit_rate is None else number(one.hit_rate, 2),
+        number(one.hit_rate, 2),
         number(one.mean_running, 2),
-        f"{one.preemptions:,}" if is_known else NOT_KNOWN,
-        number(one.worker_seconds, 2) if is_known else NOT_KNOWN,
+        f"{one.preemptions:,}" if is_observed else NOT_KNOWN,
+        number(one.worker_seconds, 2) if is_observed else NOT_KNOWN,
     ]
 
 
-def comparison_text(reports: Sequence[tuple[str, Report]], width: int | None = None) -> str:
-    """A row for each figure that is known: of the first report, then of each other with its difference to the first.
-
-    Settings that differ stand above. The width is as needed unless given. Raises InvalidArgument for less than two.
-    """
-    if len(reports) < 2:
-        raise InvalidArgument("needs two reports at least", field="reports")
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("figure", no_wrap=True)
-    for at, (name, _) in enumerate(reports):
-        table.add_column(name, justify="right", overflow="fold")
-        if at:
-            table.add_column("", justify="right", no_wrap=True)
-    for row in [*_settings(reports), *_compared_figures(reports)]:
-        table.add_row(*row)
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=width or 44 + 32 * len(reports),
-        color_system=None,
-        legacy_windows=False,
-        markup=False,
-        emoji=False,
-    )
-    console.print(table)
-    return rendered(out.getvalue())
-
-
-def _settings(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:
-    """Those that are not the same in all of them."""
+def _differing_settings(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:
     for name in dict.fromkeys(name for _, report in reports for name in report.settings):
         values = [report.settings.get(name) for _, report in reports]
         if any(value != values[0] for value in values):
@@ -179,17 +180,12 @@ def _setting(value: Any) -> str:
     return "; ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
 
 
-def _compared_figures(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:
+def _compared(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:
     for figure, values in compared([report for _, report in reports]):
-        yield [figure.title, *_compared_cells(values)]
-
-
-def _compared_cells(values: Sequence[float | None]) -> list[str]:
-    first = values[0]
-    cells = [_compared_number(first)]
-    for value in values[1:]:
-        cells += [_compared_number(value), difference(first, value)]
-    return cells
+        cells = [_compared_number(values[0])]
+        for value in values[1:]:
+            cells += [_compared_number(value), difference(values[0], value)]
+        yield [figure.title, *cells]
 
 
 def _compared_number(value: float | None) -> str:

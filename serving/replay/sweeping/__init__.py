@@ -1,10 +1,13 @@
-"""Sweeps: many replays over a grid of settings, in several processes."""
+"""Sweeps: many replays of one trace, run in processes, and how their results compare."""
 
+from .fronts import FRONTS, unbeaten, unbeaten_in
 from .grid import SweepRun, label_of, sweep_runs, text_of
+from .output import sweep_json, sweep_text
 from .processes import run_in_processes
 from .run import ReportsFolder, Sweep, SweepResult, said_of, sweep
 
 __all__ = [
+    "FRONTS",
     "ReportsFolder",
     "Sweep",
     "SweepResult",
@@ -13,6 +16,10 @@ __all__ = [
     "run_in_processes",
     "said_of",
     "sweep",
+    "sweep_json",
     "sweep_runs",
+    "sweep_text",
     "text_of",
+    "unbeaten",
+    "unbeaten_in",
 ]

@@ -1,7 +1,4 @@
-"""A sweep as a table: a row for each run, in the order of the grid. A door of rich.
-
-A sweep as JSON: a list of runs, each flat, so that it is a table to whoever reads it.
-"""
+"""A sweep as a table of text, and as JSON: a row for each run, in the order of the grid."""
 
 from __future__ import annotations
 
@@ -9,38 +6,32 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from pipeline import wire
 
 from ...terminal import rendered
-from ..report import SWEEP_COLUMNS, plain_figures, sweep_cells
-from ..unbeaten import FRONTS, unbeaten_in
+from ..report import SWEEP_COLUMNS, console_to, new_table, plain_figures, sweep_cells
+from .fronts import FRONTS, unbeaten_in
 from .grid import SweepRun
 from .run import Sweep, SweepResult
 
-_COLUMNS = ("requests", *(figure.short for figure, _ in SWEEP_COLUMNS), "unbeaten in")
+_COLUMNS = ("requests", *(figure.short for figure, _ in SWEEP_COLUMNS))
 _NOTE = "Times in ms. Unbeaten: no other run under the same load has as few workers and is as good in it."
 
 
 def sweep_text(sweep: Sweep) -> str:
-    """What the results are; a run that has none, because it failed or was not reached, says so.
+    """Return the results as a table, as wide as needed; a run without a report is `failed` or `not run`.
 
-    Its width is as needed.
+    Raise ModuleNotFoundError without rich.
     """
     runs, by_name = sweep.runs, {result.run.name: result for result in sweep.results}
+    out = io.StringIO()
+    console = console_to(out, max((len(run.name) for run in runs), default=0) + 120, by="the table of a sweep")
+    table = new_table("Penstock sweep", ("run", *_COLUMNS))
+    table.add_column("unbeaten in", no_wrap=True)
     marks = unbeaten_in(runs, sweep.reports)
-    table = Table(title="Penstock sweep", box=SIMPLE_HEAD, title_justify="left")
-    table.add_column("run", no_wrap=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == _COLUMNS[-1] else "right", no_wrap=True)
     for run in runs:
         table.add_row(run.name, *_cells(run, by_name, marks))
-    out = io.StringIO()
-    width = max(len(run.name) for run in runs) + 120 if runs else 120
-    Console(file=out, width=width, color_system=None, legacy_windows=False, markup=False, emoji=False).print(table)
+    console.print(table)
     return rendered(f"{out.getvalue()} {_NOTE}\n")
 
 
@@ -52,17 +43,17 @@ def _cells(run: SweepRun, results: Mapping[str, SweepResult], marks: Mapping[str
 
 
 def sweep_json(sweep: Sweep) -> bytes:
-    """A line for each run: its `name`, `parameters`, `error` where it failed, and the figures as a report calls them.
+    """Return a list of runs as JSON, a line for each: `name`, `parameters`, `error`, and the figures of its report.
 
-    `unbeaten_in` are the figures in which no other run beats it. Series, workers and single requests are left to the
-    reports. A run that was not reached is not in it.
+    `unbeaten_in` are the figures in which no other run beats it. Series, workers and single requests are only in the
+    reports. A run that was not reached is left out.
     """
     marks = unbeaten_in(sweep.runs, sweep.reports)
     lines = [wire.to_json(_plain(one, marks.get(one.run.name, ()))).decode() for one in sweep.results]
     return ("[\n" + ",\n".join(lines) + "\n]\n").encode()
 
 
-def _plain(result: SweepResult, marks: Sequence[str]) -> Mapping[str, Any]:
+def _plain(result: SweepResult, marks: Sequence[str]) -> dict[str, Any]:
     run, report = result.run, result.report
     plain: dict[str, Any] = {"name": run.name, "parameters": dict(run.parameters), "error": result.problem}
     if report is None:

@@ -2,7 +2,7 @@
 
     runs = sweep_runs(GraphConfig(engine="mocker"), {"router": ["round-robin", "kv"], "workers": [4, 8]})
     done = sweep(runs, read_trace("trace.jsonl"), jobs=2, folder=Path("reports"))
-    print(done.table())
+    print(sweep_text(done))
 
 Each report is that of `run_config`: how many run at a time, and which ends first, changes no byte of it.
 
@@ -22,7 +22,6 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from pipeline import InvalidArgument, wire
-from pipeline.extras import brought_by
 from pipeline.testing import run_in_virtual_time
 
 from ...secrets import NOT_SHOWN
@@ -95,19 +94,6 @@ class Sweep:
     def reports(self) -> dict[str, Report]:
         """Those there are, by the names of their runs."""
         return {result.run.name: result.report for result in self.results if result.report is not None}
-
-    def table(self) -> str:
-        """A row for each run, for people. Raises as `Report.table` does."""
-        with brought_by("serve", by="the table of a sweep"):
-            from .output import sweep_text
-
-        return sweep_text(self)
-
-    def to_json(self) -> bytes:
-        """A list of runs: `name`, `parameters`, `error`, `unbeaten_in` and the figures of the report."""
-        from .output import sweep_json
-
-        return sweep_json(self)
 
 
 @frozen

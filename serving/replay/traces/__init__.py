@@ -1,4 +1,4 @@
-"""Traces: formats of recorded requests, and synthetic load."""
+"""Traces of requests: their formats, reading them, and synthetic ones."""
 
 from .dynamo import DynamoRecords
 from .mooncake import AGENTIC_FIELDS, read_row

@@ -13,7 +13,7 @@ from pipeline.errors import Disconnected, InvalidMessage, Unavailable
 from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import app
 from serving.live import Address, LiveServer, find_server, live_graph
-from serving.replay import Report, SyntheticLoad, Trace, run, run_config
+from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
 
 pytestmark = pytest.mark.anyio
 
@@ -95,7 +95,7 @@ async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any
     assert (report.completed_requests, report.unfinished_requests, report.failed_requests) == (4, 1, 0)
     assert (report.num_requests, report.unsent_requests) == (5, 7)
     assert report.duration_ms == pytest.approx(12_500.0)
-    assert "INTERRUPTED" in report.table()
+    assert "INTERRUPTED" in report_text(report)
     assert Report.from_json(report.to_json()).is_interrupted
     assert [json.loads(one.to_json())["status"] for one in noted] == ["completed"] * 4 + ["unfinished"]
 
@@ -122,7 +122,7 @@ async def test_errors_are_counted_by_type_with_what_the_first_one_said(serving: 
     ]
     assert report.per_request is not None
     assert [one.error for one in report.per_request][2:] == ["BackendUnknown: HTTP 500: no 3", None, None]
-    assert "2 Unavailable, first: HTTP 503: no 1" in report.table()
+    assert "2 Unavailable, first: HTTP 503: no 1" in report_text(report)
     assert Report.from_json(report.to_json()) == report
     older = report.to_json().replace(b'"errors"', b'"older"')
     assert Report.from_json(older).errors == []

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import InvalidArgument
 from serving import replay_progress
-from serving.replay import Report, Samples, make_report, side_by_side
+from serving.replay import Report, Samples, comparison_text, make_report
 from serving.replay.report import difference
 from serving.replay_progress import progress
 
@@ -242,7 +242,7 @@ def test_reports_stand_side_by_side(replay: Replay, trace: Path, tmp_path: Path)
 
 def test_a_comparison_needs_two_reports() -> None:
     with pytest.raises(InvalidArgument, match="two reports"):
-        side_by_side([("alone", Report())])
+        comparison_text([("alone", Report())])
 
 
 @pytest.mark.parametrize(("times", "said"), [(1, "needs two reports at least"), (2, "a report is given twice")])

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from pipeline import InvalidArgument
-from serving.replay import Distribution, Limits, Report, Samples, make_report
+from serving.replay import Distribution, Limits, Report, Samples, make_report, report_text
 
 STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p95", "p99", "std")
 
@@ -138,7 +138,7 @@ def test_the_table_has_our_title_thousands_separators_and_two_decimals() -> None
         prefix_cache_reused_ratio=0.3587,
         first_admission_prefix_cache_reused_ratio=0.1234,
     )
-    text = made.table()
+    text = report_text(made)
     rows = {line.split("  ")[1].strip(): line.split()[-8:] for line in text.splitlines() if line.startswith("  ")}
     assert "Penstock replay" in text
     assert rows["figure"] == ["avg", "min", "max", "p99", "p90", "p75", "p50", "std"]
@@ -151,7 +151,7 @@ def test_the_table_has_our_title_thousands_separators_and_two_decimals() -> None
 def test_the_table_has_the_median() -> None:
     """Issue 12, point 9."""
     skewed = Distribution.of([1.0, 2.0, 3.0, 4.0, 100.0])
-    text = evolve(report(), ttft=skewed).table()
+    text = report_text(evolve(report(), ttft=skewed))
     names = next(line for line in text.splitlines() if "figure" in line).split()
     cells = next(line for line in text.splitlines() if "first token" in line).split()
     assert cells[-len(names) + 1 :][names.index("p50") - 1] == "3.00"
@@ -163,7 +163,7 @@ def test_a_narrow_table_has_fewer_columns_and_no_cut_ones(width: int) -> None:
     large = Distribution.of([123_456.78, 234_567.89])
     made = report()
     workers = [evolve(one, input_tokens=123_456_789, output_tokens=9_876_543) for one in made.workers]
-    text = evolve(made, ttft=large, workers=workers).table(width)
+    text = report_text(evolve(made, ttft=large, workers=workers), width)
     tables = [line for line in text.splitlines() if line.startswith("  ")]
     assert max(map(len, tables)) <= width
     assert "…" not in text
@@ -174,7 +174,7 @@ def test_a_narrow_table_has_fewer_columns_and_no_cut_ones(width: int) -> None:
 
 
 def test_what_there_is_no_sample_of_is_not_shown_as_0() -> None:
-    text = make_report(Samples()).table()
+    text = report_text(make_report(Samples()))
     assert next(line for line in text.splitlines() if "first token" in line).split()[-8:] == ["N/A"] * 8
     assert "KV transfer" not in text
     assert "0 requests, 0 completed; 0 input" in text
@@ -182,8 +182,8 @@ def test_what_there_is_no_sample_of_is_not_shown_as_0() -> None:
 
 def test_the_table_says_what_went_wrong_only_if_something_did() -> None:
     made = report(limits=Limits(ttft_ms=1))
-    assert "5 requests, 5 completed; 320 input and 20 output tokens in 0.44 s" in made.table()
-    assert "Good requests/s" in made.table()
-    bad = evolve(made, migrations=1234, unsent_requests=2, wall_time_ms=1500.0).table()
+    assert "5 requests, 5 completed; 320 input and 20 output tokens in 0.44 s" in report_text(made)
+    assert "Good requests/s" in report_text(made)
+    bad = report_text(evolve(made, migrations=1234, unsent_requests=2, wall_time_ms=1500.0))
     assert "2 never sent, 1,234 migrations" in bad
     assert "replayed in 1.50 s" in bad

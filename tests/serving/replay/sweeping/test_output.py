@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.deployment import GraphConfig
-from serving.replay import Distribution, Report, Sweep, SweepRun, WorkerReport, sweep_runs
-from serving.replay.sweeping import SweepResult
-from serving.replay.unbeaten import unbeaten, unbeaten_in
+from serving.replay import Distribution, Report, Sweep, SweepRun, WorkerReport, sweep_json, sweep_runs, sweep_text
+from serving.replay.sweeping import SweepResult, unbeaten, unbeaten_in
 
 MOCKER = GraphConfig(engine="mocker")
 
@@ -78,7 +77,7 @@ def test_runs_under_different_load_are_not_compared() -> None:
 
 def test_the_table_has_a_row_for_each_run_in_order() -> None:
     failed = SweepResult(RUNS[2], problem="no such card")
-    lines = Sweep.of(RUNS, [RESULTS[5], failed, *RESULTS[:2]]).table().splitlines()
+    lines = sweep_text(Sweep.of(RUNS, [RESULTS[5], failed, *RESULTS[:2]])).splitlines()
     rows = [re.split(r"  +", line.strip()) for line in lines if line.strip()]
     names = [row[0] for row in rows if row[0] in BY_NAME]
     assert names == [run.name for run in RUNS]
@@ -89,7 +88,7 @@ def test_the_table_has_a_row_for_each_run_in_order() -> None:
 
 def test_the_json_is_a_list_of_flat_runs() -> None:
     failed = SweepResult(RUNS[2], problem="no such card")
-    found = json.loads(Sweep.of(RUNS, [failed, *RESULTS[:2], RESULTS[5]]).to_json())
+    found = json.loads(sweep_json(Sweep.of(RUNS, [failed, *RESULTS[:2], RESULTS[5]])))
     assert [one["name"] for one in found] == [RUNS[at].name for at in (0, 1, 2, 5)]
     assert found[2] == {
         "name": RUNS[2].name,
@@ -100,4 +99,4 @@ def test_the_json_is_a_list_of_flat_runs() -> None:
     assert (last["error"], last["worker_count"], last["mean_ttft_ms"]) == (None, 8, 200)
     assert last["unbeaten_in"] == ["mean_ttft_ms", "p99_ttft_ms"]
     assert not any(name in last for name in ("series", "workers", "per_request", "ttft_percentiles"))
-    assert json.loads(Sweep([], []).to_json()) == []
+    assert json.loads(sweep_json(Sweep([], []))) == []

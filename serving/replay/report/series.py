@@ -10,8 +10,8 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .report import rank
-from .samples import Amounts, Lasting, RequestSample, Role, Samples, Status, elapsed_ms
+from ..samples import Amounts, Lasting, RequestSample, Role, Samples, Status, elapsed_ms
+from .distribution import rank
 
 
 @frozen

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .report import Report
-from .sweeping import SweepRun
+from ..report import Report
+from .grid import SweepRun
 
 FRONTS = {"mean": "mean_ttft_ms", "p99": "p99_ttft_ms", "reuse": "prefix_cache_reused_ratio"}
 """What is held against the number of workers: how a table calls it, and its name in JSON."""
