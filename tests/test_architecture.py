@@ -44,7 +44,7 @@ CALL_TIME = {("stream", "rx"), ("operator", "graph")}
 
 FACES = {
     "pipeline",
-    *(f"pipeline.{part}" for part in ("errors", "extras", "foreign", "loop", "virtual_time")),
+    *(f"pipeline.{part}" for part in ("errors", "extras", "foreign", "loop", "threads", "virtual_time")),
     *(f"pipeline.{folder}" for folder in ("llm", "network", "protocols", "rx", "telemetry", "testing", "wire")),
     *(
         f"pipeline.protocols.{group}"
@@ -56,6 +56,7 @@ FACES = {
         "serving",
         *(f"serving.{part}" for part in ("access", "deployment", "http", "live", "openai", "replay", "socket")),
         "serving.replay.page",
+        *(f"serving.http.{part}" for part in ("generation", "metrics", "openapi", "request")),
     ),
 }
 """The modules that other packages import from."""
@@ -83,12 +84,12 @@ DOORS = {
             "pipeline/telemetry/tracing.py",
             "pipeline/telemetry/propagation.py",
             "pipeline/telemetry/metrics.py",
-            "serving/http/telemetry.py",
+            "serving/http/metrics/telemetry.py",
         ),
         "serving/trace_export.py",
     },
     "plotly": {f"serving/replay/page/{name}.py" for name in ("charts", "pareto", "run_charts", "worker_charts")},
-    "prometheus_client": {"serving/http/telemetry.py"},
+    "prometheus_client": {"serving/http/metrics/telemetry.py"},
     "pytest": {PLUGIN},
     "reactivex": {"pipeline/rx/*.py"},
     "rich": {f"serving/{name}.py" for name in ("replay/report/tables", "replay_progress")},
@@ -99,11 +100,10 @@ DOORS = {
             "caller",
             "direct",
             "edge",
-            "endpoint",
-            "exchange",
+            "generation/*",
             "guard",
             "reply",
-            "request",
+            "request/*",
             "status",
         )
     },

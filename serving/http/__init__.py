@@ -7,13 +7,13 @@ with brought_by("serve", by=__name__):
     from .availability import Availability, Phase
     from .gone import ON_GONE
     from .guard import Access
+    from .metrics import Telemetry
     from .options import HttpOptions
     from .problems import INTERNAL, Problem, Refusal
     from .request import REQUEST_ID
     from .service import served
     from .span_attributes import SCHEMA_URL
     from .status import STATUS_PORT_ENV, status_app, status_port
-    from .telemetry import Telemetry
 
 __all__ = [
     "INTERNAL",

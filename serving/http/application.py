@@ -25,18 +25,16 @@ from ..openai import encode
 from .availability import Availability, Phase
 from .caller import caller_of
 from .direct import Direct
-from .docs_page import page
 from .edge import Edge, Handlers
-from .endpoint import CHAT, COMPLETIONS, Api, GenerationEndpoint
-from .generation import Graph
+from .generation import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .guard import Access
-from .openapi import describe
+from .metrics import Telemetry
+from .openapi import describe, page
 from .options import HttpOptions
 from .problems import Problem, Refusal
-from .request_record import RequestRecord
+from .request import RequestRecord
 from .server_span import TracedEndpoint
-from .service import Service, served
-from .telemetry import Telemetry
+from .service import Graph, Service, served
 
 
 def app(

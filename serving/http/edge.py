@@ -16,11 +16,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..log_format import current_fields
+from .metrics import Refusals
 from .options import HttpOptions
 from .problems import INTERNAL
-from .refusals import Refusals
 from .reply import reply_problem
-from .request_record import KEY, RequestRecord
+from .request import KEY, RequestRecord
 
 _access = logging.getLogger("serving.access")
 

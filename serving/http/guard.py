@@ -20,7 +20,7 @@ from .caller import identify
 from .options import HttpOptions
 from .problems import Problem
 from .reply import reply_problem
-from .request_record import RequestRecord
+from .request import RequestRecord
 
 NO_KEY = Problem(
     401, "Missing or wrong API key: expected `Authorization: Bearer KEY` or `x-api-key: KEY`", "validation"

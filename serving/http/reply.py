@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.types import Send
 
 from .problems import Problem
-from .request_record import RequestRecord
+from .request import RequestRecord
 
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -17,7 +17,7 @@ from pipeline.telemetry import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
 from . import span_attributes
 from .problems import CLIENT_GONE, Problem
 from .prompts import OpenAIRequest
-from .request_record import RequestRecord
+from .request import RequestRecord
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

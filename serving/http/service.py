@@ -8,15 +8,19 @@ from collections.abc import Mapping, Sequence
 from attrs import Factory, field, frozen
 
 from operators import Preprocess
-from pipeline import Segment, Stage
+from pipeline import Annotated, AsyncEngine, Segment, Stage
+from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
 
 from .availability import Availability
-from .generation import Graph
+from .metrics import Telemetry
 from .open_requests import OpenRequests
 from .options import HttpOptions
-from .telemetry import Telemetry
+from .prompts import OpenAIRequest
 from .time_limits import TimeLimits
+
+Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
+"""What serves a model: OpenAI requests in, detokenized items out."""
 
 
 @frozen

@@ -18,8 +18,8 @@ from engines import SystemHealth
 from ..environment import integer, path
 from ..openai import encode
 from .edge import Edge
+from .metrics import Telemetry
 from .options import HttpOptions
-from .telemetry import Telemetry
 
 HEALTH_PATH_ENV, LIVE_PATH_ENV = "DYN_SYSTEM_HEALTH_PATH", "DYN_SYSTEM_LIVE_PATH"
 STATUS_PORT_ENV = "DYN_SYSTEM_PORT"

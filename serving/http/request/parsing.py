@@ -14,9 +14,9 @@ from pipeline import ResourceExhausted
 from pipeline.errors import ExceededLimit
 from pipeline.loop import time_held
 
+from ..options import HttpOptions
 from .body import Body
-from .options import HttpOptions
-from .request import parse
+from .headers import parse
 
 T = TypeVar("T")
 

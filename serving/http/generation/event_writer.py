@@ -15,7 +15,7 @@ import anyio
 
 from pipeline.loop import Bell, loop_clock
 
-from .side_task import SideTask, Work, call_later, end
+from ..side_task import SideTask, Work, call_later, end
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

@@ -17,7 +17,6 @@ from attrs import define, field
 from operators import PROMPT_TOKENS
 from pipeline import (
     Annotated,
-    AsyncEngine,
     Cancelled,
     CannotConnect,
     Context,
@@ -33,17 +32,15 @@ from pipeline.foreign import raise_if_ours
 from pipeline.llm import tracker_of
 from pipeline.protocols import BackendOutput
 
-from ..openai import UsageCount
-from .availability import Availability, Phase
+from ...openai import UsageCount
+from ..availability import Availability, Phase
+from ..metrics import RequestMeter
+from ..problems import error_of
+from ..prompts import OpenAIRequest
+from ..request import log_as_part
+from ..service import Graph
+from ..side_task import call_later
 from .delivery import Delivery
-from .problems import error_of
-from .prompts import OpenAIRequest
-from .request_meter import RequestMeter
-from .request_record import log_as_part
-from .side_task import call_later
-
-Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
-"""What serves a model: OpenAI requests in, detokenized items out."""
 
 LEADING_ANNOTATIONS_MAX = 16
 """Annotations looked past for the first item; after more of them the answer has begun anyway."""

@@ -18,8 +18,8 @@ from attrs import define
 from pipeline.errors import ExceededLimit
 from pipeline.telemetry import Metrics
 
-from ..log_format import with_fields
-from .problems import Problem
+from ...log_format import with_fields
+from ..problems import Problem
 
 _log = logging.getLogger(__name__)
 

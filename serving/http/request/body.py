@@ -15,9 +15,9 @@ from pipeline.errors import ExceededLimit
 from pipeline.protocols.openai import ChatCompletionRequest
 from pipeline.wire import WINDOW, JsonSize
 
-from ..limits import HttpLimits
-from .options import BODY_LIMIT
-from .problems import Refusal
+from ...limits import HttpLimits
+from ..options import BODY_LIMIT
+from ..problems import Refusal
 
 _MB = 1024 * 1024
 _SMALL_BYTES = 16 * 1024

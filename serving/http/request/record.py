@@ -19,13 +19,12 @@ from pipeline.llm import tracker_of
 from pipeline.protocols import RequestTracker
 from pipeline.telemetry import trace_link
 
-from ..log_format import current_fields, with_fields
-from .caller import caller_of
-from .decision import decision_headers, workers_of
-from .problems import Problem
-from .refusals import Refusals
-from .request import REQUEST_ID, RequestHeaders, uuid_of
-from .request_meter import RequestMeter
+from ...log_format import current_fields, with_fields
+from ..caller import caller_of
+from ..metrics import Refusals, RequestMeter
+from ..problems import Problem
+from ..routing_headers import decision_headers, workers_of
+from .headers import REQUEST_ID, RequestHeaders, uuid_of
 
 Message = MutableMapping[str, Any]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.event_writer import BUFFER_BYTES, PIECE_BYTES, EventWriter
+from serving.http.generation.event_writer import BUFFER_BYTES, PIECE_BYTES, EventWriter
 from serving.http.side_task import task_starter
 
 pytestmark = pytest.mark.anyio

@@ -14,9 +14,9 @@ from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, Pro
 from pipeline.telemetry import Instrument, Metrics
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import HttpOptions, Telemetry, app
+from serving.http.metrics.request_meter import RequestMeter
+from serving.http.metrics.token_gaps import TokenGaps
 from serving.http.problems import Problem
-from serving.http.request_meter import RequestMeter
-from serving.http.token_gaps import TokenGaps
 
 pytestmark = pytest.mark.anyio
 

@@ -12,16 +12,16 @@ from pipeline import PenstockError, ResponseTimeout
 from pipeline.errors import ExceededLimit
 from pipeline.wire import DONE
 
-from ..openai import Answer, Chunks
+from ...openai import Answer, Chunks
+from ..gone import OnGone
+from ..options import HttpOptions
+from ..problems import Refusal, explain
+from ..reply import JSON_HEADERS, STREAM_HEADERS, Headers
+from ..side_task import SideTask, Work, end, task_starter
+from ..time_limits import Patience
 from .delivery import StreamDelivery, WholeDelivery
 from .event_writer import EventWriter
 from .generation import Generation
-from .gone import OnGone
-from .options import HttpOptions
-from .problems import Refusal, explain
-from .reply import JSON_HEADERS, STREAM_HEADERS, Headers
-from .side_task import SideTask, Work, end, task_starter
-from .time_limits import Patience
 
 
 @define(eq=False)

@@ -16,8 +16,8 @@ from pipeline.protocols.limits import RequestLimits
 from pipeline.testing import Fail, ScriptedEngine, Wait
 from pipeline.wire import error_from_plain, error_to_plain
 from serving.http import HttpOptions, Telemetry, app
+from serving.http.metrics.refusals import LIMITS_MAX, Refusals
 from serving.http.problems import Problem
-from serving.http.refusals import LIMITS_MAX, Refusals
 from serving.log_format import JsonLines
 
 PROBLEM = Problem(400, "m", "validation", exceeded=ExceededLimit("max_tools", 2000, 1536))
@@ -31,7 +31,9 @@ def telemetry() -> Telemetry:
 @pytest.fixture
 def written(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.WARNING)
-    return lambda: [json.loads(JsonLines().format(r)) for r in caplog.records if r.name == "serving.http.refusals"]
+    return lambda: [
+        json.loads(JsonLines().format(r)) for r in caplog.records if r.name == "serving.http.metrics.refusals"
+    ]
 
 
 def counted(telemetry: Telemetry) -> dict[str, float]:
@@ -53,7 +55,7 @@ def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, w
     del line["time"]
     assert line == {
         "level": "WARNING",
-        "logger": "serving.http.refusals",
+        "logger": "serving.http.metrics.refusals",
         "message": "refused with 400 by max_tools: 2000, at most 1536, from 10.0.0.1",
         "request": "r1",
         "caller": "10.0.0.1",

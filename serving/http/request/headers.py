@@ -22,9 +22,9 @@ from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits
 from pipeline.wire import from_plain, plain_from_json, plain_from_long_json
 
-from ..limits import HttpLimits
+from ...limits import HttpLimits
+from ..problems import Refusal
 from .body import ArrivingBody, Body, check_arguments, check_length, is_small
-from .problems import Refusal
 
 T = TypeVar("T")
 

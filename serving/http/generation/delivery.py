@@ -10,9 +10,9 @@ from pipeline.errors import ExceededLimit
 from pipeline.protocols import BackendOutput
 from pipeline.wire import encode
 
-from ..openai import Answer, Chunks
+from ...openai import Answer, Chunks
+from ..problems import Refusal
 from .event_writer import EventWriter
-from .problems import Refusal
 
 _ITEM_BYTES = 40
 """What an item takes in an answer beside its text, with the id of its token, which may be asked for."""

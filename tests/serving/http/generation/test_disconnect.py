@@ -11,7 +11,7 @@ import pytest
 from pipeline import Annotated, AnyContext, AsyncEngine, Context, Disconnected, ResponseStream
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import Availability, HttpOptions, Phase, Telemetry, app
-from serving.http.generation import KILL_GRACE_S
+from serving.http.generation.generation import KILL_GRACE_S
 
 pytestmark = pytest.mark.anyio
 

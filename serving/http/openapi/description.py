@@ -24,11 +24,11 @@ from pipeline.protocols.openai import (
 )
 from pipeline.protocols.settings import settings_of
 
-from .endpoint import NOT_IMPLEMENTED
+from ..generation import NOT_IMPLEMENTED
+from ..options import HttpOptions
+from ..problems import LIMIT_HEADER
+from ..request import METADATA_PREFIX, REQUEST_ID, SESSION_ID
 from .json_schema import Schema, Schemas
-from .options import HttpOptions
-from .problems import LIMIT_HEADER
-from .request import METADATA_PREFIX, REQUEST_ID, SESSION_ID
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 

@@ -23,35 +23,24 @@ from operators import validate
 from pipeline import Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, apply_headers
 
-from ..openai import (
-    Answer,
-    AnswerForm,
-    ChatAnswer,
-    ChatChunks,
-    Chunks,
-    CompletionAnswer,
-    CompletionChunks,
-    UsageCount,
-)
-from .caller import Caller, caller_of
-from .decision import without_routing
+from ...openai import Answer, AnswerForm, ChatAnswer, ChatChunks, Chunks, CompletionAnswer, CompletionChunks, UsageCount
+from ..caller import Caller, caller_of
+from ..forgotten import forget_frames
+from ..gone import gone_of
+from ..metrics import RequestMeter
+from ..open_requests import OpenRequest
+from ..privileges import apply_key
+from ..problems import CLIENT_GONE, Problem, Refusal, explain
+from ..prompts import OpenAIRequest, has_prompts, one_per_prompt
+from ..reply import reply_problem
+from ..request import RequestRecord, parsed, read_body
+from ..routing_headers import without_routing
+from ..server_span import PassingSpan, span_of
+from ..service import ServedModel, Service
+from ..span_attributes import of_answer
+from ..time_limits import Patience
 from .exchange import Exchange
-from .forgotten import forget_frames
 from .generation import Generation
-from .gone import gone_of
-from .open_requests import OpenRequest
-from .parser import parsed
-from .privileges import apply_key
-from .problems import CLIENT_GONE, Problem, Refusal, explain
-from .prompts import OpenAIRequest, has_prompts, one_per_prompt
-from .reply import reply_problem
-from .request import read_body
-from .request_meter import RequestMeter
-from .request_record import RequestRecord
-from .server_span import PassingSpan, span_of
-from .service import ServedModel, Service
-from .span_attributes import of_answer
-from .time_limits import Patience
 
 _log = logging.getLogger(__name__)
 

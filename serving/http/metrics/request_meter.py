@@ -14,8 +14,8 @@ from anyio.lowlevel import current_token
 
 from pipeline.protocols import FinishReason, RequestTracker
 
-from ..openai import UsageCount
-from .problems import CLIENT_GONE, Problem
+from ...openai import UsageCount
+from ..problems import CLIENT_GONE, Problem
 from .telemetry import Telemetry
 
 UNKNOWN_MODEL = "unknown_model"
