@@ -224,7 +224,7 @@ class _Front:
             application,
             listener,
             limits=self._options.limits,
-            refused=self.telemetry.refusals.of_connection,
+            refused=self.telemetry.refusals.report_connection,
             trusted=gate.proxies.trusted,
             tls=None if gate.tls is None else gate.tls.context,
         )
@@ -248,7 +248,7 @@ class _Front:
 
     def plain(self, application: Any, listener: socket.socket) -> HttpServer:
         """A server beside the first one, for every client."""
-        refused = self.telemetry.refusals.of_connection
+        refused = self.telemetry.refusals.report_connection
         return HttpServer(application, listener, is_first=False, limits=self._options.limits, refused=refused)
 
 

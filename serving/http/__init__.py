@@ -11,8 +11,8 @@ with brought_by("serve", by=__name__):
     from .options import HttpOptions
     from .problems import INTERNAL, Problem, Refusal
     from .request import REQUEST_ID
+    from .server_span import SCHEMA_URL
     from .service import served
-    from .span_attributes import SCHEMA_URL
     from .status import STATUS_PORT_ENV, status_app, status_port
 
 __all__ = [

@@ -24,8 +24,7 @@ from pipeline.wire import to_json
 from ..openai import encode
 from .availability import Availability, Phase
 from .caller import caller_of
-from .direct import Direct
-from .edge import Edge, Handlers
+from .edge import DirectRoutes, Edge, Handlers
 from .generation import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .guard import Access
 from .metrics import Telemetry
@@ -62,7 +61,7 @@ def app(
     )
     routes = _routes(service, tracer)
     direct = {route.path: route.app for route in routes if isinstance(route.app, GenerationEndpoint | TracedEndpoint)}
-    middleware = [*(access or Access()).middleware(service.options), Middleware(Direct, paths=direct)]
+    middleware = [*(access or Access()).middleware(service.options), Middleware(DirectRoutes, paths=direct)]
     return _application(service, routes, middleware)
 
 
@@ -171,7 +170,7 @@ def _json(body: bytes, status: int = 200) -> Response:
 
 def _problem(request: Request, problem: Problem) -> Response:
     record = RequestRecord.of(request.scope)
-    record.note(problem)
+    record.report(problem)
     response = _json(problem.body(record.id), problem.status)
     response.raw_headers.extend(problem.headers())
     return response

@@ -1,4 +1,4 @@
-"""Availability: whether a program takes requests, and which it has."""
+"""Availability: whether a program takes requests, and the requests that run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from .problems import Refusal
 
 
 class Phase(StrEnum):
-    """How far a program is in its life; only moves forward."""
+    """The phase of a program's life; it only moves forward."""
 
     READY = "ready"
+    """Requests are taken."""
     DRAINING = "draining"
+    """No new request is taken; those that run may finish."""
     STOPPING = "stopping"
+    """Requests that still run are killed."""
 
 
 class Availability:
-    """Ready, then draining (nothing new, what runs may finish), then stopping (what still runs is killed)."""
+    """The phase of a program and its running requests."""
 
     def __init__(self) -> None:
         self.phase = Phase.READY
@@ -30,11 +33,11 @@ class Availability:
 
     @property
     def in_flight(self) -> int:
-        """Requests that run now."""
+        """Number of requests that run now."""
         return len(self._running)
 
     def admit(self, context: AnyContext) -> Admission:
-        """Return what counts the request for as long as its block runs. Raises Refusal (503) unless ready."""
+        """Return a context manager that counts the request as running. Raise Refusal (503) unless ready."""
         self.check()
         return Admission(self, context)
 
@@ -47,12 +50,12 @@ class Availability:
             self._idle.set()
 
     def check(self) -> None:
-        """Raises Refusal (503) unless ready."""
+        """Raise Refusal (503) unless ready."""
         if self.phase is not Phase.READY:
             raise Refusal(503, "Service is not ready")
 
     async def drain(self, grace_s: float) -> None:
-        """Takes nothing new; returns once nothing runs, at the latest after `grace_s`, when what is left is killed."""
+        """Take no new requests; return once none runs. Requests that still run after `grace_s` are killed."""
         if self.phase is Phase.READY:
             self.phase = Phase.DRAINING
         if self._running:
@@ -61,14 +64,14 @@ class Availability:
         self.stop()
 
     def stop(self) -> None:
-        """Kills what still runs."""
+        """Kill the requests that still run."""
         self.phase = Phase.STOPPING
         for context in list(self._running.values()):
             context.kill()
 
 
 class Admission:
-    """One request that runs: a context that counts it."""
+    """Counts one request as running while its block runs."""
 
     __slots__ = ("_availability", "_context")
 

@@ -1,12 +1,13 @@
-"""Edge: an app whose every answer has a request id, whose messages name their request, and that may keep an access log.
+"""Edge: the outermost application, and the short way past Starlette's routing to the generation APIs.
 
-It stands outside of everything else that answers: error pages, middlewares, the metrics page.
+Every answer of an Edge has a request id, and every message of a request's tasks names that request; it can keep an
+access log. It surrounds everything else that answers: error pages, middlewares, the metrics page.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,16 +20,16 @@ from ..log_format import current_fields
 from .metrics import Refusals
 from .options import HttpOptions
 from .problems import INTERNAL
-from .reply import reply_problem
 from .request import KEY, RequestRecord
 
 _access = logging.getLogger("serving.access")
 
 Handlers = dict[Any, Callable[..., Awaitable[Any]]]
+"""Starlette's exception handlers, by the exception's class."""
 
 
 class Edge(Starlette):
-    """A Starlette app with a record of each request in its scope; paths are exact."""
+    """A Starlette app with a `RequestRecord` in the scope of each request. Paths are matched exactly."""
 
     def __init__(
         self,
@@ -43,9 +44,9 @@ class Edge(Starlette):
         self._options, self._refusals = options, refusals
 
     def build_middleware_stack(self) -> ASGIApp:
-        """What Starlette builds, less its `ServerErrorMiddleware`.
+        """Return what Starlette builds, without its `ServerErrorMiddleware`.
 
-        That keeps a coroutine and a closure of each open request, 0.6 KB; what it does is done in `__call__`.
+        That keeps a coroutine and a closure of each open request, 0.6 KB; `__call__` does the same work.
         """
         stack: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
         for cls, args, kwargs in reversed(self.user_middleware):
@@ -53,9 +54,9 @@ class Edge(Starlette):
         return stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. The line of the access log is written when the answer has ended, however it did.
+        """See ASGI. The line of the access log is written when the answer has ended in any way.
 
-        Where the app raises before there is an answer this gives one; the server logs what was raised.
+        If the app raises before its answer begins, this answers with status 500; the server logs the error.
         """
         if scope["type"] != "http" or KEY in scope:
             await super().__call__(scope, receive, send)
@@ -70,13 +71,32 @@ class Edge(Starlette):
             await self.middleware_stack(scope, receive, record.send)
         except Exception:
             if not record.status:
-                await reply_problem(record.send, INTERNAL, record)
+                await record.reply_problem(record.send, INTERNAL)
             raise
         finally:
             if self._options.access_log and _access.isEnabledFor(logging.INFO):
                 record.log_access()
             current_fields.set(outer)  # the token of a reset would be kept for as long as the request
-            # The scope and the record refer to each other, and tasks that outlive the request have the record's fields:
-            # neither may keep the request.
+            # The scope and the record refer to each other, and tasks that outlive the request hold the record's
+            # `fields`: neither may keep the request alive.
             del scope[KEY]
             record.close()
+
+
+class DirectRoutes:
+    """The innermost middleware: a POST to one of these exact paths goes to its application, all else to `app`.
+
+    Starlette's routing and exception handlers are coroutines and closures around each open request, 2 KB of memory. The
+    generation APIs need none of them: they answer every error themselves.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._paths = dict(paths)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """See ASGI; adds no coroutine of its own. An app that is mounted below a path needs the routing."""
+        app = self._app
+        if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
+            app = self._paths.get(scope["path"], app)
+        return app(scope, receive, send)

@@ -2,7 +2,7 @@
 
     request ──► client's address ──► CORS ──► key and rate ──► application
 
-Each is there only where it is set. None of them changes `send` of a request, but CORS, which is off by default.
+Each is there only if it is configured. Only CORS, which is off by default, changes the `send` of a request.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from ..access import KeyRing, TooFast, TrustedProxies
 from .caller import identify
 from .options import HttpOptions
 from .problems import Problem
-from .reply import reply_problem
 from .request import RequestRecord
 
 NO_KEY = Problem(
     401, "Missing or wrong API key: expected `Authorization: Bearer KEY` or `x-api-key: KEY`", "validation"
 )
-"""The one answer to no key, a wrong one, and more than one."""
+"""The answer to a request without a key, with a wrong key, or with more than one."""
 
 _FOR_PROBES = ("GET", "HEAD")
 
 
 @frozen
 class Access:
-    """Who may use an app; by default every client that reaches it."""
+    """Who may use an app; by default, every client that reaches it."""
 
     keys: KeyRing | None = None
+    """Valid keys; None: no key is needed."""
     proxies: TrustedProxies | None = None
+    """Proxies whose headers name the client; None: there are none."""
     cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may use the app from a browser."""
 
     def middleware(self, options: HttpOptions) -> list[Middleware]:
-        """What Starlette runs before the routes, outermost first."""
+        """Return what Starlette runs before the routes, outermost first."""
         found: list[Middleware] = []
         if self.proxies:
-            found.append(Middleware(_around, self.proxies))
+            found.append(Middleware(_behind_proxies, self.proxies))
         if self.cors_origins:
-            # A preflight comes without a key, so this is outside of the keys. Keys are headers that a page must know,
-            # not cookies that the browser adds, so no credentials are allowed and any origin may be.
+            # A preflight request has no key, so CORS stands outside the keys. A key is a header that a page must know,
+            # not a cookie that the browser adds, so credentials stay off and any origin may be allowed.
             found.append(
                 Middleware(
                     CORSMiddleware,
@@ -60,15 +62,15 @@ class Access:
         return found
 
 
-def _around(app: ASGIApp, proxies: TrustedProxies) -> ASGIApp:
+def _behind_proxies(app: ASGIApp, proxies: TrustedProxies) -> ASGIApp:
     application: ASGIApp = proxies.around(app)
     return application
 
 
 class KeyGuard:
-    """Lets requests with a valid key through, in the rate of the key; others get 401 and 429.
+    """Passes on requests with a valid key, within the rate of the key; the others get 401 and 429.
 
-    GET of the `open_paths`, for probes, needs no key and counts for no rate.
+    GET of an open path, for probes, needs no key and counts against no rate.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Iterable[str]) -> None:
@@ -86,7 +88,7 @@ class KeyGuard:
         if not self._is_open(scope):
             refusal = NO_KEY if held is None else _refusal(held.admit(anyio.current_time()))
             if refusal is not None:
-                await reply_problem(send, refusal, RequestRecord.of(scope))
+                await RequestRecord.of(scope).reply_problem(send, refusal)
                 return
         await self._app(scope, receive, send)
 
@@ -96,7 +98,7 @@ class KeyGuard:
 
 
 def sent_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The one key in the headers; empty if there is none, or there are several that differ."""
+    """Return the key in the headers; empty if there is none, or several different ones."""
     found: set[bytes] = set()
     for name, value in headers:
         if name == b"x-api-key":

@@ -1,9 +1,9 @@
-"""OpenRequests: how many requests are open, in all and of each client, and a look at each of them now and then.
+"""OpenRequests: counts the open requests, in all and of each client, and checks the time limits of each.
 
-    admit(client) ──► OpenRequest ──with──► counted, and looked at once it is watched
+    admit(client) ──► OpenRequest, a context manager: counted, and checked now and then once `watched` is set
 
 A request is open from its head to the end of its answer, so one whose body is still read is counted too. One timer
-serves all requests of an app, and none runs while none is open.
+serves all requests of an app; it runs only while a request is open.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from .problems import Refusal
 from .side_task import call_later
 
 RETRY_AFTER_S = 1.0
-"""When a client that was refused may ask again: requests end all the time."""
+"""When a refused client may try again: requests end all the time."""
 
 
 class TooManyOpen(ResourceExhausted):
-    """As many requests are open as the server takes. `retry_after_s` is when to ask again."""
+    """As many requests are open as the server takes. `retry_after_s` is when to try again."""
 
     retry_after_s = RETRY_AFTER_S
 
 
 class TooManyOfClient(Refusal):
-    """As many requests of this client are open as it may have. `retry_after_s` is when to ask again."""
+    """As many requests of this client are open as it may have. `retry_after_s` is when to try again."""
 
     retry_after_s = RETRY_AFTER_S
 
 
 class Watched(Protocol):
-    """A request that can be too slow."""
+    """A request that can exceed a limit of time."""
 
-    def look(self, now_s: float) -> None:
-        """End the request if it has taken too long by the loop's clock. Called in its loop; must not wait or raise."""
+    def check_time(self, now_s: float) -> None:
+        """End the request if it is beyond a limit, by the loop's clock. Called in its loop; must not wait or raise."""
 
 
 class OpenRequest:
-    """One request while it is open: a context that counts it."""
+    """Counts one request as open while its block runs."""
 
     __slots__ = ("_client", "_open", "watched")
 
@@ -53,6 +53,7 @@ class OpenRequest:
         self._open = open_requests
         self._client = client
         self.watched: Watched | None = None
+        """Checked every period; None before there is an answer to watch."""
 
     def __enter__(self) -> Self:
         self._open._add(self, self._client)
@@ -68,7 +69,7 @@ class OpenRequest:
 class OpenRequests:
     """The open requests of one app, within `max_open_requests` and `max_open_requests_per_client`.
 
-    Those that are watched are looked at every `period_s`.
+    Watched requests are checked every `period_s`.
     """
 
     def __init__(self, limits: HttpLimits, period_s: float) -> None:
@@ -76,20 +77,20 @@ class OpenRequests:
         self._period_s = period_s
         self._requests: set[OpenRequest] = set()
         self._of_client: dict[str, int] = {}
-        self._stop_looking: Callable[[], object] | None = None
+        self._cancel_timer: Callable[[], object] | None = None
         self._now: Callable[[], float] | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def of_client(self, client: str) -> int:
-        """How many are open of this client."""
+        """Return the number of open requests of this client."""
         return self._of_client.get(client, 0)
 
     def admit(self, client: str) -> OpenRequest:
-        """Return what counts one more request of this client while it is entered.
+        """Return a context manager that counts one more request of this client.
 
-        Raises TooManyOpen (overload) or TooManyOfClient (429) if there are as many as there may be.
+        Raise TooManyOpen (overload) or TooManyOfClient (429) if that would be too many.
         """
         found = len(self._requests) + 1
         if 0 < (limit := self._limits.max_open_requests) < found:
@@ -103,9 +104,9 @@ class OpenRequests:
     def _add(self, request: OpenRequest, client: str) -> None:
         self._requests.add(request)
         self._of_client[client] = self._of_client.get(client, 0) + 1
-        if self._stop_looking is None and isfinite(self._period_s):
+        if self._cancel_timer is None and isfinite(self._period_s):
             self._now = loop_clock()
-            self._stop_looking = call_later(self._period_s, self._look)
+            self._cancel_timer = call_later(self._period_s, self._check_all)
 
     def _remove(self, request: OpenRequest, client: str) -> None:
         self._requests.discard(request)
@@ -113,14 +114,14 @@ class OpenRequests:
             self._of_client[client] = left
         else:
             del self._of_client[client]
-        if not self._requests and self._stop_looking is not None:
-            self._stop_looking()
-            self._stop_looking = None
+        if not self._requests and self._cancel_timer is not None:
+            self._cancel_timer()
+            self._cancel_timer = None
 
-    def _look(self) -> None:
-        self._stop_looking = call_later(self._period_s, self._look)
+    def _check_all(self) -> None:
+        self._cancel_timer = call_later(self._period_s, self._check_all)
         assert self._now is not None, "set with the timer"
         now_s = self._now()
         for request in list(self._requests):
             if request.watched is not None:
-                request.watched.look(now_s)
+                request.watched.check_time(now_s)

@@ -1,4 +1,4 @@
-"""What an ordinary client is shown of the routing of its request: headers of its answer.
+"""The routing of a request in headers of its answer, for any client.
 
     x-penstock-worker: 205ac7b9fd5f1                 the worker, in hex as in metrics, logs and `/health`
     x-penstock-prefill-worker: 205ac7b9fd5f0         where another one computed the prompt
@@ -6,13 +6,12 @@
     x-penstock-prefill-router: ...                   the same of the prefill worker
     x-penstock-attempts: 2                           workers it was sent to, one after the other
 
-The same is in `nvext` for those who ask for `router_decision`. What is not known is left out.
+A request for `router_decision` gets the same in `nvext`. Unknown values are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from attrs import evolve, fields
 
@@ -21,7 +20,6 @@ from pipeline.protocols.openai import QUERY_INSTANCE_ID
 
 from .problems import Refusal
 
-T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
 WORKER = b"x-penstock-worker"
@@ -38,7 +36,10 @@ _CHOICE_FIELDS = tuple(field.name for field in fields(RouterChoice))
 
 
 def decision_headers(trackers: Sequence[RequestTracker]) -> Headers:
-    """The headers of an answer whose prompts have these trackers: each worker once, the choices of the first prompt."""
+    """Return the headers of an answer whose prompts have these trackers.
+
+    Each worker is named once; the choices are those of the first prompt.
+    """
     if not trackers:
         return []
     headers: Headers = []
@@ -51,31 +52,31 @@ def decision_headers(trackers: Sequence[RequestTracker]) -> Headers:
     first = trackers[0]
     decode_choice, prefill_choice = first.decode_worker.choice, first.prefill_worker.choice
     if decode_choice is not None:
-        headers.append((ROUTER, _choice(decode_choice)))
+        headers.append((ROUTER, _choice_text(decode_choice)))
     if prefill_choice is not None and prefill_choice is not decode_choice:
-        headers.append((PREFILL_ROUTER, _choice(prefill_choice)))
+        headers.append((PREFILL_ROUTER, _choice_text(prefill_choice)))
     if headers:
         headers.append((ATTEMPTS, b"%d" % max(tracker.attempts for tracker in trackers)))
     return headers
 
 
 def workers_of(trackers: Sequence[RequestTracker]) -> str:
-    """The workers that answer, each once, with commas."""
+    """Return the workers that answer, each once, with commas between them."""
     return _labels(tracker.decode_worker.worker_id for tracker in trackers).decode()
 
 
 def without_routing(nvext: NvExt | None) -> NvExt | None:
-    """The extension without what would show the client who serves it.
+    """Return the extension without the fields that would show the client its workers.
 
-    Raises Refusal (403) for a request that only asks where it would go.
+    Raise Refusal (403) for a request that only wants to know its worker.
     """
     if nvext is None:
         return None
     annotations = nvext.annotations or []
     if any(text.startswith(f"{QUERY_INSTANCE_ID}:") for text in annotations):
         raise Refusal(403, "This server does not show its workers", "validation")
-    asked, noted = _without(nvext.extra_fields, _ROUTING_FIELDS), _without(nvext.annotations, _ROUTING_ANNOTATIONS)
-    return evolve(nvext, extra_fields=asked, annotations=noted)
+    extra_fields = _without(nvext.extra_fields, _ROUTING_FIELDS)
+    return evolve(nvext, extra_fields=extra_fields, annotations=_without(nvext.annotations, _ROUTING_ANNOTATIONS))
 
 
 def _without(names: list[str] | None, hidden: frozenset[str]) -> list[str] | None:
@@ -87,7 +88,7 @@ def _labels(worker_ids: Iterable[int | None]) -> bytes:
     return ",".join(worker_label(worker_id) for worker_id in known[:_SHOWN_MAX]).encode()
 
 
-def _choice(choice: RouterChoice) -> bytes:
+def _choice_text(choice: RouterChoice) -> bytes:
     known = ((name, getattr(choice, name)) for name in _CHOICE_FIELDS)
     text = "; ".join(f"{name}={_number(value)}" for name, value in known if value is not None)
     return text.encode("ascii", "replace")

@@ -1,9 +1,13 @@
-"""The span of a request at the server, from its first header to the last byte of its answer.
+"""The span of a request at the server, from its first header to the last byte of its answer, and its attributes.
 
-    TracedEndpoint ── ServerSpan in the scope ──► GenerationEndpoint: request, answer, problem
+    TracedEndpoint ── ServerSpan in the scope ──► GenerationEndpoint: request, answer, result
                    ◄── status of the answer
 
-An app without a tracer has no TracedEndpoint, and its endpoints find a span that does nothing.
+An app without a tracer has no TracedEndpoint; its endpoints find a `NoSpan`.
+
+Attributes follow OpenTelemetry's semantic conventions, with ours (`penstock.*`) beside them. Those of HTTP are stable.
+Those of generative AI (`gen_ai.*`) are not: the names here are of revision 1.41.1, the last that has them beside the
+others. No attribute holds a part of a prompt or an answer, and stop sequences count as such.
 """
 
 from __future__ import annotations
@@ -14,45 +18,60 @@ from typing import Any
 from pipeline import Context
 from pipeline.telemetry import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
 
-from . import span_attributes
+from ..openai import OpenAIRequest, UsageCount
 from .problems import CLIENT_GONE, Problem
-from .prompts import OpenAIRequest
 from .request import RequestRecord
 
+Attributes = dict[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
+"""The revision of the semantic conventions that spans follow."""
+PROVIDER = "penstock"
+ROUTE = "http.route"
+STATUS_CODE = "http.response.status_code"
+ERROR_TYPE = "error.type"
+PROBLEM = "penstock.problem"
+"""Class of the problem that a request ended with, as in the metrics; set for errors of the client too."""
+PROMPTS = "penstock.prompts"
+LIMIT = "penstock.limit"
+
 _SPAN = "penstock.span"
 """Where the span is in the scope."""
+_TEXT_MAX = 256
+"""Characters kept of a text that the client wrote."""
+_OPERATIONS = {"chat_completions": "chat", "completions": "text_completion"}
+_REQUEST_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
-class PassingSpan:
-    """The span of an app that traces nothing. A `traceparent` passes through all the same."""
+class NoSpan:
+    """The span of an app that traces nothing: it only passes a client's `traceparent` on."""
 
     is_recording = False
 
-    def covers(self, context: Context[Any], headers: Mapping[str, str]) -> None:
-        """What is done for the context is done below this span."""
+    def attach(self, context: Context[Any], headers: Mapping[str, str]) -> None:
+        """Make the span the parent of everything that is done for the context."""
         if "traceparent" in headers:
             context.trace = extract(headers)
 
-    def asked(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
-        """Note what the request asks for."""
+    def set_request(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
+        """Record the fields of the request."""
 
-    def answered(self, attributes: Mapping[str, Any]) -> None:
-        """Note what came of it: `span_attributes.of_answer`."""
+    def set_answer(self, attributes: Mapping[str, Any]) -> None:
+        """Record the answer: the attributes are those of `answer_attributes`."""
 
-    def ended(self, problem: Problem | None) -> None:
-        """Note how it ended, None for a whole answer."""
-
-
-_PASSING = PassingSpan()
+    def set_result(self, problem: Problem | None) -> None:
+        """Record the problem that the request ended with, None for a complete answer."""
 
 
-class ServerSpan(PassingSpan):
-    """The span of one request. `end` ends it, once."""
+_NO_SPAN = NoSpan()
+
+
+class ServerSpan(NoSpan):
+    """The span of one request. The caller ends it, once."""
 
     def __init__(self, span: RequestSpan) -> None:
         self._span = span
@@ -61,40 +80,40 @@ class ServerSpan(PassingSpan):
     def is_recording(self) -> bool:  # type: ignore[override]
         return self._span.is_recording
 
-    def covers(self, context: Context[Any], headers: Mapping[str, str]) -> None:
+    def attach(self, context: Context[Any], headers: Mapping[str, str]) -> None:
         context.trace = self._span.trace
 
-    def asked(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
+    def set_request(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
         if self.is_recording:
-            self._span.annotate(span_attributes.of_request(request, endpoint, prompts))
+            self._span.annotate(request_attributes(request, endpoint, prompts))
 
-    def answered(self, attributes: Mapping[str, Any]) -> None:
+    def set_answer(self, attributes: Mapping[str, Any]) -> None:
         self._span.annotate(attributes)
 
-    def ended(self, problem: Problem | None) -> None:
+    def set_result(self, problem: Problem | None) -> None:
         if problem is None:
             self._span.annotate({ENDING: "ended"})
             return
         self._span.annotate({ENDING: "closed" if problem is CLIENT_GONE else "failed"})
-        self._span.annotate(span_attributes.of_problem(problem))
+        self._span.annotate(problem_attributes(problem))
         if problem.status >= 500:
             self._span.fails(problem.message)
 
-    def sends(self, send: Send) -> Send:
-        """`send`, with the status of the answer noted."""
+    def with_status(self, send: Send) -> Send:
+        """Return `send` that also records the status of the answer."""
 
-        async def noting(message: MutableMapping[str, Any]) -> None:
+        async def recording(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._span.annotate({span_attributes.STATUS_CODE: message["status"]})
+                self._span.annotate({STATUS_CODE: message["status"]})
             await send(message)
 
-        return noting
+        return recording
 
-    def fails(self, error: BaseException) -> None:
-        """The request was cut off, or broke where that must not happen."""
+    def fail(self, error: BaseException) -> None:
+        """Record that the endpoint raised: the request was cancelled, or met a fault of ours."""
         self._span.annotate({ENDING: "failed" if isinstance(error, Exception) else "closed"})
         if isinstance(error, Exception):
-            self._span.annotate({span_attributes.ERROR_TYPE: type(error).__qualname__})
+            self._span.annotate({ERROR_TYPE: type(error).__qualname__})
             self._span.fails(error)
 
     def end(self) -> None:
@@ -102,29 +121,99 @@ class ServerSpan(PassingSpan):
 
 
 class TracedEndpoint:
-    """An endpoint in a span of its own for each request; `route` is its path."""
+    """An endpoint with a span around each request; `route` is its path."""
 
     def __init__(self, endpoint: Application, route: str, tracer: Tracer) -> None:
         self._endpoint, self._route, self._tracer = endpoint, route, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. The span ends when the endpoint has, with all that it opened closed."""
+        """See ASGI. The span ends after the endpoint has closed everything it opened."""
         record = RequestRecord.of(scope)
         headers = record.headers.values
-        attributes = span_attributes.of_connection(scope, headers, self._route) | {REQUEST_ID: record.id}
+        attributes = connection_attributes(scope, headers, self._route) | {REQUEST_ID: record.id}
         inner = RequestSpan(f"{scope['method']} {self._route}", headers, self._tracer, attributes)
         record.span_trace_id = inner.trace_id
         span = scope[_SPAN] = ServerSpan(inner)
         try:
-            await self._endpoint(scope, receive, span.sends(send) if span.is_recording else send)
+            await self._endpoint(scope, receive, span.with_status(send) if span.is_recording else send)
         except BaseException as error:
-            span.fails(error)
+            span.fail(error)
             raise
         finally:
             span.end()
 
 
-def span_of(scope: Mapping[str, Any]) -> PassingSpan:
-    """The span of the request in this scope."""
+def span_of(scope: Mapping[str, Any]) -> NoSpan:
+    """Return the span of the request with this scope."""
     found = scope.get(_SPAN)
-    return found if isinstance(found, PassingSpan) else _PASSING
+    return found if isinstance(found, NoSpan) else _NO_SPAN
+
+
+# -- attributes
+
+
+def connection_attributes(scope: Mapping[str, Any], headers: Mapping[str, str], route: str) -> Attributes:
+    """Return what is known before the request is read. `headers` are by lower-case name."""
+    found: Attributes = {
+        "http.request.method": scope["method"],
+        ROUTE: route,
+        "url.path": scope["path"][:_TEXT_MAX],
+        "url.scheme": scope.get("scheme", "http"),
+        "network.protocol.version": scope.get("http_version", "1.1"),
+    }
+    for names, address in (
+        (("server.address", "server.port"), "server"),
+        (("client.address", "client.port"), "client"),
+    ):
+        if (known := scope.get(address)) is not None:
+            found |= {name: value for name, value in zip(names, known, strict=False) if value is not None}
+    if (agent := headers.get("user-agent")) is not None:
+        found["user_agent.original"] = agent[:_TEXT_MAX]
+    return found
+
+
+def request_attributes(request: OpenAIRequest, endpoint: str, prompts: int) -> Attributes:
+    """Return the fields of a request; `endpoint` is its API's name in the metrics."""
+    found: Attributes = {
+        "gen_ai.operation.name": _OPERATIONS[endpoint],
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": request.model[:_TEXT_MAX],
+        "gen_ai.request.stream": bool(request.stream),
+        PROMPTS: prompts,
+    }
+    if (choices := getattr(request, "n", None) or 1) != 1:
+        found["gen_ai.request.choice.count"] = choices
+    for name in _REQUEST_FIELDS:
+        if isinstance(value := getattr(request, name, None), int | float):
+            found[f"gen_ai.request.{name}"] = value
+    newer = getattr(request, "max_completion_tokens", None)
+    return found if newer is None else found | {"gen_ai.request.max_tokens": newer}
+
+
+def answer_attributes(
+    answer_id: str, model: str, usage: UsageCount, finish_reasons: list[str], first_chunk_s: float | None
+) -> Attributes:
+    """Return the attributes of an answer; `first_chunk_s` is the time to the first tokens, None without any."""
+    found: Attributes = {
+        "gen_ai.response.id": answer_id,
+        "gen_ai.response.model": model[:_TEXT_MAX],
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+    }
+    if finish_reasons:
+        found["gen_ai.response.finish_reasons"] = finish_reasons
+    if first_chunk_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = first_chunk_s
+    if (cached := usage.cached_tokens) is not None:
+        found["gen_ai.usage.cache_read.input_tokens"] = cached
+    return found
+
+
+def problem_attributes(problem: Problem) -> Attributes:
+    """Return the attributes of a problem. Only a status of 500 or more is an error of the server."""
+    found: Attributes = {PROBLEM: problem.kind}
+    if problem.status >= 500:
+        found[ERROR_TYPE] = problem.kind
+    if (exceeded := problem.exceeded) is not None:
+        found |= {LIMIT: exceeded.name, f"{LIMIT}.value": exceeded.value, f"{LIMIT}.threshold": exceeded.threshold}
+    return found

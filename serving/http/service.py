@@ -1,4 +1,4 @@
-"""Service: what all requests of one app share: its models, its options, its availability, its telemetry."""
+"""Service: what all requests of one app share: its models, options, availability, telemetry and limits."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from pipeline import Annotated, AsyncEngine, Segment, Stage
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
 
+from ..openai import OpenAIRequest
 from .availability import Availability
 from .metrics import Telemetry
 from .open_requests import OpenRequests
 from .options import HttpOptions
-from .prompts import OpenAIRequest
 from .time_limits import TimeLimits
 
 Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
-"""What serves a model: OpenAI requests in, detokenized items out."""
+"""A graph that serves a model: OpenAI requests in, detokenized items out."""
 
 
 @frozen
 class ServedModel:
-    """A graph under the name clients ask for."""
+    """A graph under the model name that clients use."""
 
     name: str
     graph: Graph
     context_length_tokens: int | None = None
+    """Tokens of a prompt and its answer at most; None if unknown."""
     created: int = field(factory=lambda: int(time.time()))
+    """When it was first served, in seconds since the epoch."""
 
     def info(self, options: HttpOptions) -> ModelInfo:
-        """The model as the list of models shows it."""
+        """Return the model as the list of models shows it."""
         return ModelInfo(
             self.name,
             self.created,
@@ -52,9 +54,10 @@ def _open_requests(service: Service) -> OpenRequests:
 
 @frozen
 class Service:
-    """One app's shared things. Models by name."""
+    """The shared objects of one app."""
 
     models: Mapping[str, ServedModel]
+    """Models by name."""
     options: HttpOptions
     availability: Availability
     telemetry: Telemetry
@@ -62,13 +65,13 @@ class Service:
     open_requests: OpenRequests = field(init=False, default=Factory(_open_requests, takes_self=True))
 
     def instances(self) -> list[str]:
-        """The instances behind the graphs' pools as they are now, each once."""
+        """Return the present instances of the graphs' worker pools, each once."""
         stages = [stage for model in self.models.values() for stage in _stages(model.graph)]
         return sorted({member for stage in stages for member in stage.members()})
 
 
 def served(graph: Graph | Mapping[str, Graph]) -> dict[str, ServedModel]:
-    """The models of one graph or several. Raises ValueError for a single graph that has no model in it."""
+    """Return the models of one graph or several. Raise ValueError for a single graph without a model in it."""
     if isinstance(graph, Mapping):
         return {name: ServedModel(name, each, _context_length(each)) for name, each in graph.items()}
     preprocess = _preprocess(graph)
@@ -84,7 +87,7 @@ def _context_length(graph: Graph) -> int | None:
 
 
 def _preprocess(graph: Graph) -> Preprocess | None:
-    """The stage of the graph that knows its model, also inside a span around it."""
+    """Return the stage of the graph that knows its model, also from inside a traced stage."""
     stages = [getattr(stage, "stage", stage) for stage in _stages(graph)]
     return next((stage for stage in stages if isinstance(stage, Preprocess)), None)
 

@@ -27,14 +27,14 @@ _LAST_PORT = 2**16 - 1
 
 
 def status_port(environment: Mapping[str, str]) -> int | None:
-    """Where the status app is to listen, 0: anywhere; None where there is to be none: not set, negative, or no port."""
+    """Return the port of the status app, 0 for any free one; None for no status app: unset, negative or invalid."""
     return integer(environment.get(STATUS_PORT_ENV), 0, _LAST_PORT)
 
 
 def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[str, str]) -> Edge:
-    """`/health` and `/live` answer 200 while the process is healthy, else 503; `/metrics` as Prometheus text.
+    """Return an app whose `/health` and `/live` answer 200 while the process is healthy, else 503, and `/metrics`.
 
-    Made where a loop runs, whose clock tells the uptime.
+    Call it where a loop runs: the uptime is measured by its clock.
     """
     begun_s = anyio.current_time()
 

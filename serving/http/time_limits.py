@@ -1,6 +1,6 @@
-"""TimeLimits: how long a request, its engine's silence and one write may take; and whether they have.
+"""TimeLimits: how long a request, its engine's silence and one write may take.
 
-Decides only: `Patience` is shown now and then how far a request is, and returns the limit that it has gone beyond.
+Decides only: a `RequestClock` compares a request with its state at the last check, and returns the limit it exceeded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pipeline.errors import ExceededLimit
 
 from .options import HttpOptions
 
-_LOOKS_PER_LIMIT = 4
-"""How often the requests are looked at within the shortest limit, so each takes effect at most that part later."""
+_CHECKS_PER_LIMIT = 4
+"""Checks within the shortest limit: a limit takes effect at most a quarter of it late."""
 
 _CLOCK_S = 1e-3
 """Timers of some loops are early by as much."""
@@ -25,12 +25,15 @@ class TimeLimits:
     """The limits of one app in seconds, infinite where there is none."""
 
     write_s: float = inf
+    """One write to a client."""
     silence_s: float = inf
+    """Without an item of the engine."""
     request_s: float = inf
+    """The request as a whole."""
 
     @classmethod
     def of(cls, options: HttpOptions) -> TimeLimits:
-        """The limits that are in the options. The time for silence that they name itself goes before its limit."""
+        """Return the limits in the options. `silence_timeout_s` of the options overrides that of their `limits`."""
         limits, silence_s = options.limits, options.silence_timeout_s
         return cls(
             limits.write_timeout_s or inf,
@@ -40,12 +43,12 @@ class TimeLimits:
 
     @property
     def period_s(self) -> float:
-        """After how many seconds to look at the requests again; infinite if nothing is limited."""
-        return min(self.write_s, self.silence_s, self.request_s) / _LOOKS_PER_LIMIT
+        """Seconds between two checks of a request; infinite if nothing is limited."""
+        return min(self.write_s, self.silence_s, self.request_s) / _CHECKS_PER_LIMIT
 
 
-class Patience:
-    """What was seen of one request at the last look, and since when it has been so."""
+class RequestClock:
+    """The state of one request at its last check, and since when it has been so."""
 
     __slots__ = ("_began_s", "_items", "_items_s", "_limits", "_write", "_write_s")
 
@@ -63,7 +66,7 @@ class Patience:
         return _beyond("write_timeout_s", now_s - self._write_s, self._limits.write_s)
 
     def silence(self, now_s: float, items: int, *, is_excused: bool) -> ExceededLimit | None:
-        """Return the limit if the count of items is the same for too long, and there was no excuse at any look."""
+        """Return the limit if the number of items is unchanged for too long and no check found an excuse."""
         if items != self._items or is_excused:
             self._items, self._items_s = items, now_s
             return None

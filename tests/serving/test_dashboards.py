@@ -149,7 +149,7 @@ def page() -> str:
                 worker.engine.generate = failing  # type: ignore[method-assign, assignment]
             await chat().run()
             exceeded = ExceededLimit("max_tools", 2, 1)
-            telemetry.refusals.note(Problem(400, "m", "validation", exceeded=exceeded))
+            telemetry.refusals.report(Problem(400, "m", "validation", exceeded=exceeded))
             return telemetry.text().decode()
 
     def failing(*_: Any) -> Any:

@@ -23,22 +23,30 @@ from operators import validate
 from pipeline import Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, apply_headers
 
-from ...openai import Answer, AnswerForm, ChatAnswer, ChatChunks, Chunks, CompletionAnswer, CompletionChunks, UsageCount
-from ..caller import Caller, caller_of
+from ...openai import (
+    Answer,
+    AnswerForm,
+    ChatAnswer,
+    ChatChunks,
+    Chunks,
+    CompletionAnswer,
+    CompletionChunks,
+    OpenAIRequest,
+    UsageCount,
+    has_prompts,
+    one_per_prompt,
+)
+from ..caller import Caller, apply_key, caller_of
 from ..forgotten import forget_frames
 from ..gone import gone_of
 from ..metrics import RequestMeter
 from ..open_requests import OpenRequest
-from ..privileges import apply_key
 from ..problems import CLIENT_GONE, Problem, Refusal, explain
-from ..prompts import OpenAIRequest, has_prompts, one_per_prompt
-from ..reply import reply_problem
-from ..request import RequestRecord, parsed, read_body
+from ..request import RequestRecord, parse_body, read_body
 from ..routing_headers import without_routing
-from ..server_span import PassingSpan, span_of
+from ..server_span import NoSpan, answer_attributes, span_of
 from ..service import ServedModel, Service
-from ..span_attributes import of_answer
-from ..time_limits import Patience
+from ..time_limits import RequestClock
 from .exchange import Exchange
 from .generation import Generation
 
@@ -72,7 +80,7 @@ class _Incoming:
     send: Send
     caller: Caller = field(init=False)
     record: RequestRecord = field(init=False)
-    span: PassingSpan = field(init=False)
+    span: NoSpan = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.caller, self.record, self.span = caller_of(self.scope), RequestRecord.of(self.scope), span_of(self.scope)
@@ -97,7 +105,7 @@ class GenerationEndpoint:
             try:
                 request = await self._read(came)
             except ClientDisconnect:
-                came.span.ended(CLIENT_GONE)
+                came.span.set_result(CLIENT_GONE)
                 return
             except Exception as error:
                 await self._refuse(came, error)
@@ -106,8 +114,8 @@ class GenerationEndpoint:
             with self._meter(request) as meter:
                 came.record.meter = meter
                 ended = await self._answer(request, came, meter, open_request)
-                came.span.ended(ended)
-                meter.ended(ended)
+                came.span.set_result(ended)
+                meter.finish(ended)
 
     async def _read(self, came: _Incoming) -> OpenAIRequest:
         """Return the request in the body, as its headers and its key change it.
@@ -117,7 +125,7 @@ class GenerationEndpoint:
         headers, options = came.record.headers, self._service.options
         headers.require_json()
         body = await read_body(headers, came.receive, options.body_limit_mb, options.limits)
-        request: OpenAIRequest = await parsed(body, self._api.request, options)
+        request: OpenAIRequest = await parse_body(body, self._api.request, options)
         request.nvext = apply_headers(request.nvext, headers.values) if options.nvext else None
         if not options.shows_workers:
             request.nvext = without_routing(request.nvext)
@@ -138,13 +146,13 @@ class GenerationEndpoint:
             model = self._find(request)
             metadata = record.headers.metadata(self._service.options.limits)
             record.context = context = Context(request, id=record.id, metadata=metadata)
-            span.covers(context, record.headers.values)
-            record.forget_headers()
+            span.attach(context, record.headers.values)
+            record.drop_headers()
             prompts = self._prompts(request)
-            span.asked(request, self._api.endpoint, len(prompts))
+            span.set_request(request, self._api.endpoint, len(prompts))
             availability = self._service.availability
             generation = Generation(model.graph, context, prompts, UsageCount(len(prompts)), meter, availability)
-            patience = Patience(self._service.time_limits, meter.started_s)
+            patience = RequestClock(self._service.time_limits, meter.started_s)
             exchange = Exchange(
                 generation, self._service.options, came.receive, came.send, patience, gone_of(came.scope)
             )
@@ -153,10 +161,10 @@ class GenerationEndpoint:
                 try:
                     failure = await self._exchange(exchange, self._form(request, context, len(prompts)))
                 finally:
-                    meter.prompts(generation.usage)
+                    meter.add_prompts(generation.usage)
                     came.caller.spend(generation.usage.prompt_tokens + generation.usage.completion_tokens)
                     if span.is_recording:
-                        span.answered(self._outcome(generation))
+                        span.set_answer(self._outcome(generation))
         except ClientDisconnect:
             return CLIENT_GONE
         except Exception as failed:
@@ -168,14 +176,14 @@ class GenerationEndpoint:
             return None
         problem = self._explain(failure)
         forget_frames(failure)
-        came.record.note(problem)
+        came.record.report(problem)
         return problem
 
     def _outcome(self, generation: Generation) -> dict[str, Any]:
         """What the span of the request shows of its answer."""
         answer_id = self._api.id_prefix + generation.context.id
         model, meter = generation.context.payload.model, generation.meter
-        return of_answer(answer_id, model, generation.usage, meter.finish_reasons, meter.first_tokens_s)
+        return answer_attributes(answer_id, model, generation.usage, meter.finish_reasons, meter.first_tokens_s)
 
     def _exchange(self, exchange: Exchange, form: AnswerForm) -> Awaitable[Exception | None]:
         """Return what answers; what it gives is what failed after the first event, which the client was told."""
@@ -220,13 +228,13 @@ class GenerationEndpoint:
     async def _refuse(self, came: _Incoming, error: Exception) -> None:
         """Answer a request that has not begun."""
         problem = self._explain(error)
-        came.span.ended(problem)
+        came.span.set_result(problem)
         await self._reply_problem(came, problem)
 
     async def _reply_problem(self, came: _Incoming, problem: Problem) -> None:
         """Answer with an error. One that is not read in time is left unsent; the rest of a body is not read here."""
         with anyio.move_on_after(self._service.time_limits.write_s):
-            await reply_problem(came.send, problem, came.record)
+            await came.record.reply_problem(came.send, problem)
 
     def _explain(self, failure: Exception) -> Problem:
         """What the client is told; what it is not told is logged."""

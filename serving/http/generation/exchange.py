@@ -16,12 +16,14 @@ from ...openai import Answer, Chunks
 from ..gone import OnGone
 from ..options import HttpOptions
 from ..problems import Refusal, explain
-from ..reply import JSON_HEADERS, STREAM_HEADERS, Headers
+from ..request import JSON_HEADERS, Headers
 from ..side_task import SideTask, Work, end, task_starter
-from ..time_limits import Patience
+from ..time_limits import RequestClock
 from .delivery import StreamDelivery, WholeDelivery
 from .event_writer import EventWriter
 from .generation import Generation
+
+STREAM_HEADERS: Headers = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
 
 
 @define(eq=False)
@@ -37,7 +39,7 @@ class Exchange:
     options: HttpOptions
     receive: Receive
     send: Send
-    patience: Patience
+    patience: RequestClock
     on_gone: OnGone | None = None
     _start: Callable[[Work], SideTask] = field(init=False, factory=task_starter)
     _watcher: SideTask | None = field(init=False, default=None)
@@ -77,7 +79,7 @@ class Exchange:
             await self._close()
         return failure
 
-    def look(self, now_s: float) -> None:
+    def check_time(self, now_s: float) -> None:
         """End the request if it has gone beyond a limit of time by now; called now and then."""
         generation, writer, patience = self.generation, self._writer, self.patience
         if generation.client_gone:

@@ -32,11 +32,10 @@ from pipeline.foreign import raise_if_ours
 from pipeline.llm import tracker_of
 from pipeline.protocols import BackendOutput
 
-from ...openai import UsageCount
+from ...openai import OpenAIRequest, UsageCount
 from ..availability import Availability, Phase
 from ..metrics import RequestMeter
 from ..problems import error_of
-from ..prompts import OpenAIRequest
 from ..request import log_as_part
 from ..service import Graph
 from ..side_task import call_later
@@ -145,7 +144,7 @@ class Generation:
         async with await self.graph.generate(context) as stream:
             if (prompt_tokens := context.registry.get_optional(PROMPT_TOKENS, int)) is not None:
                 self.usage.prompt(prompt, prompt_tokens)
-            self.meter.tracked(tracker_of(context))
+            self.meter.add_tracker(tracker_of(context))
             async for item in stream:
                 self.items += 1
                 full = False
@@ -157,8 +156,8 @@ class Generation:
                 else:
                     if output.finish_reason is not None:
                         finished = _finished(output)
-                        self.meter.choice_finished(output.finish_reason)
-                    self.meter.tokens(len(output.token_ids))
+                        self.meter.add_finish_reason(output.finish_reason)
+                    self.meter.add_tokens(len(output.token_ids))
                     self.usage.add(output, prompt)
                     full = delivery.take(output, prompt)
                 if not begun and (output is not None or leading > LEADING_ANNOTATIONS_MAX):

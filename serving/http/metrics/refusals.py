@@ -1,8 +1,8 @@
-"""Refusals: what limits refused, as a metric and as messages that cannot fill a disk.
+"""Refusals: requests and connections that a limit refused, as a metric and as log messages that cannot fill a disk.
 
-    refusals.note(problem, request_id, caller)      for each problem that is answered; any other is passed over
+    refusals.report(problem, request_id, caller)      for every problem that is answered; it ignores all others
 
-Any thread may call it, also code that knows connections only.
+Any thread may call it, including code that knows only connections.
 """
 
 from __future__ import annotations
@@ -24,62 +24,64 @@ from ..problems import Problem
 _log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S = 1.0
-"""At least so long is between two messages of one limit."""
+"""Least time between two messages of one limit."""
 LIMITS_MAX = 128
-"""Limits with a label and messages of their own: names may come from a worker."""
+"""Limits with a label and messages of their own: a worker may send any name."""
 OTHER = "other"
-"""The label of all others."""
+"""The label of all other limits."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
 
 @define
-class _Said:
-    """What was written of one limit: when, and how many were refused since."""
+class _Logged:
+    """The last message of one limit."""
 
     at_s: float | None = None
+    """When it was written; None before the first one."""
     left_out: int = 0
+    """Refusals since then without a message."""
 
 
 class Refusals:
     """Counts each refusal by a limit in `refused_requests_total`, and logs the first of each limit in a second.
 
-    The next message of the limit has how many were left out. `now_s` is a clock that only goes forward.
+    The next message of the limit has the number of those left out.
     """
 
     def __init__(self, metrics: Metrics, now_s: Callable[[], float] = time.monotonic) -> None:
+        """`now_s` is a monotonic clock."""
         self._metrics = metrics
         self._now_s = now_s
-        self._said: dict[str, _Said] = {}
+        self._logged: dict[str, _Logged] = {}
         self._lock = Lock()
 
-    def note(self, problem: Problem, request_id: str | None = None, caller: str | None = None) -> None:
-        """Count and perhaps log it, if a limit refused; `caller` is the client as limits per client know it."""
+    def report(self, problem: Problem, request_id: str | None = None, caller: str | None = None) -> None:
+        """Count the problem and perhaps log it, if a limit refused; `caller` is the client by its key or address."""
         if (exceeded := problem.exceeded) is None:
             return
         name = exceeded.name
         with self._lock:
-            name = name if name in self._said or self._is_new_name(name) else OTHER
-            said = self._said.setdefault(name, _Said())
-            left_out = self._turn(said)
+            name = name if name in self._logged or self._is_new_name(name) else OTHER
+            left_out = self._next_message(self._logged.setdefault(name, _Logged()))
         self._metrics.add("refused_requests_total", 1, limit=name)
         if left_out is not None:
             _write(problem, exceeded, left_out, request_id, caller)
 
-    def of_connection(self, problem: Problem, client: str) -> None:
-        """`note` for code that knows connections, and no requests."""
-        self.note(problem, None, client or None)
+    def report_connection(self, problem: Problem, client: str) -> None:
+        """Report the problem of a connection without a request; `client` is its address, empty if unknown."""
+        self.report(problem, None, client or None)
 
     def _is_new_name(self, name: str) -> bool:
-        return len(self._said) < LIMITS_MAX and _NAME.fullmatch(name) is not None
+        return len(self._logged) < LIMITS_MAX and _NAME.fullmatch(name) is not None
 
-    def _turn(self, said: _Said) -> int | None:
-        """How many were left out before this one; None if it is left out itself."""
+    def _next_message(self, logged: _Logged) -> int | None:
+        """Return the number left out before this refusal, None if this one is left out itself."""
         now_s = self._now_s()
-        if said.at_s is not None and now_s - said.at_s < LOG_INTERVAL_S:
-            said.left_out += 1
+        if logged.at_s is not None and now_s - logged.at_s < LOG_INTERVAL_S:
+            logged.left_out += 1
             return None
-        left_out, said.left_out, said.at_s = said.left_out, 0, now_s
+        left_out, logged.left_out, logged.at_s = logged.left_out, 0, now_s
         return left_out
 
 

@@ -1,4 +1,4 @@
-"""RequestMeter: the metrics of one request, from its start to its verdict.
+"""RequestMeter: the metrics of one request, from its start to its result.
 
 Source: dynamo lib/llm/src/http/service/metrics.rs, InflightGuard and ResponseMetricCollector.
 """
@@ -19,11 +19,11 @@ from ..problems import CLIENT_GONE, Problem
 from .telemetry import Telemetry
 
 UNKNOWN_MODEL = "unknown_model"
-"""Label of requests for names that nobody serves: a client must not be able to make up labels."""
+"""Label of requests for models that are not served: a client must not be able to make labels."""
 
 
 class RequestMeter:
-    """Counts a request while the block runs. Without a verdict, by `ended`, it counts as an internal error."""
+    """Counts one request while its block runs. A request that leaves without `finish` is an internal error."""
 
     __slots__ = (
         "_error_type",
@@ -45,23 +45,25 @@ class RequestMeter:
     )
 
     def __init__(self, telemetry: Telemetry, model: str | None, endpoint: str, streams: bool) -> None:
+        """`model` is None if it is not served; `endpoint` is the API's name in the metrics."""
         self._metrics = telemetry.metrics
         self._model = model or UNKNOWN_MODEL
         kind = "stream" if streams else "unary"
         self._labels = {"model": self._model, "endpoint": endpoint, "request_type": kind}
-        self._gaps = telemetry.gaps.of(self._model)
+        self._gaps = telemetry.token_gaps.of(self._model)
         self._workers = telemetry.workers
         self.trackers: list[RequestTracker] = []
+        """The trackers of its prompts."""
         self.finish_reasons: list[str] = []
-        """Why each choice ended, in the order they did."""
+        """Why each choice ended, in that order."""
         self.input_tokens = self.output_tokens = 0
         self._status, self._error_type = "error", "internal"
-        # The loop's own clock where it has one: a tenth of the cost, and it is read for every token.
+        # The loop's own clock where there is one: it costs a tenth, and every token reads it.
         self._now: Callable[[], float] = getattr(current_token().native_token, "time", anyio.current_time)
         self._started = self._last = self._now()
         self._has_begun = False
         self.first_tokens_s: float | None = None
-        """How long the first tokens took; None before."""
+        """Time to the first tokens; None before them."""
 
     def __enter__(self) -> Self:
         self._metrics.add("requests_started_total", 1, **self._labels)
@@ -81,20 +83,25 @@ class RequestMeter:
             metrics.add("output_tokens_total", self.output_tokens, model=model)
             metrics.record("output_sequence_tokens", self.output_tokens, model=model)
         for tracker in self.trackers:
-            self._workers.note(tracker)
+            self._workers.record(tracker)
 
     @property
     def started_s(self) -> float:
         """When the request began, by the loop's clock."""
         return self._started
 
-    def tracked(self, tracker: RequestTracker | None) -> None:
-        """One of its prompts is on its way; what its workers were like is shown when the request is over."""
+    @property
+    def first_token_at_s(self) -> float | None:
+        """When the first tokens came, by the loop's clock."""
+        return None if self.first_tokens_s is None else self._started + self.first_tokens_s
+
+    def add_tracker(self, tracker: RequestTracker | None) -> None:
+        """Add the tracker of a prompt that was sent; its workers' gauges are set when the request is over."""
         if tracker is not None:
             self.trackers.append(tracker)
 
-    def tokens(self, count: int) -> None:
-        """One item brought so many tokens; the first one gives the time to the first token and no gap."""
+    def add_tokens(self, count: int) -> None:
+        """Count the tokens of one item. The first tokens give the time to the first token and no gap."""
         if not count:
             return
         now = self._now()
@@ -105,15 +112,6 @@ class RequestMeter:
         self._last = now
         self.output_tokens += count
 
-    @property
-    def first_token_at_s(self) -> float | None:
-        """When the first tokens came, by the loop's clock."""
-        return None if self.first_tokens_s is None else self._started + self.first_tokens_s
-
-    def choice_finished(self, reason: FinishReason) -> None:
-        """One of its choices is complete."""
-        self.finish_reasons.append(str(reason))
-
     def _begin(self, now: float) -> None:
         self._has_begun = True
         self.first_tokens_s = now - self._started
@@ -121,16 +119,20 @@ class RequestMeter:
         self._metrics.add("active_requests", model=self._model)
         self._metrics.record("time_to_first_token_seconds", self.first_tokens_s, model=self._model)
 
-    def prompts(self, usage: UsageCount) -> None:
-        """What is known of the prompts at the end."""
+    def add_finish_reason(self, reason: FinishReason) -> None:
+        """Record why one choice ended."""
+        self.finish_reasons.append(str(reason))
+
+    def add_prompts(self, usage: UsageCount) -> None:
+        """Record the prompt tokens that are known when the request is over."""
         if prompt_tokens := usage.prompt_tokens:
             self.input_tokens = prompt_tokens
             self._metrics.record("input_sequence_tokens", prompt_tokens, model=self._model)
         if (cached := usage.cached_tokens) is not None:
             self._metrics.record("cached_tokens", cached, model=self._model)
 
-    def ended(self, problem: Problem | None) -> None:
-        """The verdict: None is success."""
+    def finish(self, problem: Problem | None) -> None:
+        """Set the result: None is success."""
         if problem is None:
             self._status, self._error_type = "success", ""
             return

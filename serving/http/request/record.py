@@ -1,12 +1,12 @@
-"""RequestRecord: what the edge knows of one request while it lasts: its id, its answer, who answers, how far it came.
+"""RequestRecord: what the app knows of one request while it is open, for answers, log messages and the access log.
 
-Made before anything can fail, so that every answer has an id and every message of the request's tasks names it.
+It is made before anything can fail, so every answer has an id and every message of the request's tasks names it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -26,43 +26,55 @@ from ..problems import Problem
 from ..routing_headers import decision_headers, workers_of
 from .headers import REQUEST_ID, RequestHeaders, uuid_of
 
+Headers = Sequence[tuple[bytes, bytes]]
 Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
 
 KEY = "penstock.request"
 """Where the record is in an ASGI scope."""
 OWN_REQUEST_ID = b"x-penstock-request-id"
-"""Header with the id of a request whose client named it otherwise in `x-request-id`."""
+"""Header with our id of a request whose client sent another one in `x-request-id`."""
+JSON_HEADERS: Headers = ((b"content-type", b"application/json"),)
+
 _REQUEST_ID = REQUEST_ID.encode()
 _NO_HEADERS = RequestHeaders({})
+_PATH_MAX = 512
+_UNNAMED = ("method", "path", "status")
+"""Fields of the access log that its text shows without their names."""
 
 _access = logging.getLogger("serving.access")
 
 
 @define(eq=False, slots=True)
 class RequestRecord:
-    """One request. `id` is what spans, logs, bookings and engines know it by.
-
-    `client_id` is what the client called it, if that is no UUID: it is sent back in `x-request-id` as it came, and the
-    id in a header of its own. `context` and `meter` are there once the request is known to be one for a model.
-    `model` and `client_id` are the client's texts: what prints them has to make them printable.
-    """
+    """One request while it is open."""
 
     scope: Message
-    _raw_send: Callable[[Message], Awaitable[None]]
+    """Its ASGI scope."""
+    _raw_send: Send
+    """The server's `send`."""
     _refusals: Refusals
     shows_workers: bool
+    """Whether the headers of its answer name the workers."""
     headers: RequestHeaders = field(init=False)
-    """Those of the request, until `forget_headers`."""
+    """The headers of the request; empty after `drop_headers`."""
     id: str = field(init=False)
+    """A UUID: the id in spans, logs, bookings and engines."""
     client_id: str | None = field(init=False, default=None)
+    """The client's id of the request if it is not a UUID. Made by the client: escape it before printing."""
     _echo: str | None = field(init=False, default=None)
     status: int = field(init=False, default=0)
+    """Status of the answer; 0 before it begins."""
     model: str | None = field(init=False, default=None)
+    """Model in the request. Made by the client: escape it before printing."""
     span_trace_id: str | None = field(init=False, default=None)
-    """Trace of the request's span at the server, for as long as there is no context."""
+    """Trace of the request's server span, used until there is a context."""
     context: AnyContext | None = field(init=False, default=None)
+    """Context of the request, set when it is sent to a model."""
     meter: RequestMeter | None = field(init=False, default=None)
+    """Metrics of the request, set when its body is read."""
     started_s: float = field(init=False, factory=anyio.current_time)
+    """When the request began, by the loop's clock."""
 
     def __attrs_post_init__(self) -> None:
         self.headers = RequestHeaders.of(self.scope)
@@ -73,17 +85,17 @@ class RequestRecord:
 
     @classmethod
     def of(cls, scope: MutableMapping[str, Any]) -> RequestRecord:
-        """The record of the request with this scope."""
+        """Return the record of the request with this scope."""
         record = scope[KEY]
         assert isinstance(record, cls)
         return record
 
-    def forget_headers(self) -> None:
-        """The request is read: its headers are not kept for as long as its answer lasts."""
+    def drop_headers(self) -> None:
+        """Drop the headers of the request once it is read: they would stay for as long as its answer lasts."""
         self.headers = _NO_HEADERS
 
     def send(self, message: Message) -> Awaitable[None]:
-        """The `send` of the app: notes the status, and completes the headers of the answer."""
+        """Send an ASGI message of the answer, with the status recorded and our headers added."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), *self._answer_headers()]
@@ -96,14 +108,28 @@ class RequestRecord:
             headers.append((OWN_REQUEST_ID, self.id.encode()))
         return headers + decision_headers(self.trackers) if self.shows_workers else headers
 
-    def note(self, problem: Problem) -> None:
-        """Count and log that a limit refused the request, if one did."""
+    async def reply_problem(self, send: Send, problem: Problem) -> None:
+        """Answer the request with the problem as JSON; report it if a limit refused the request.
+
+        The error of a connection that is closed by now is ignored.
+        """
+        self.report(problem)
+        body = problem.body(self.id)
+        headers = [*JSON_HEADERS, *problem.headers(), (b"content-length", b"%d" % len(body))]
+        try:
+            await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        except OSError:
+            return
+
+    def report(self, problem: Problem) -> None:
+        """Count and log the problem if a limit refused the request."""
         if problem.exceeded is not None:
-            self._refusals.note(problem, self.id, caller_of(self.scope).identity)
+            self._refusals.report(problem, self.id, caller_of(self.scope).identity)
 
     @property
     def trackers(self) -> list[RequestTracker]:
-        """Those of its prompts; of one that has not got to a worker, too, where it is the only one."""
+        """The trackers of its prompts; before a worker is chosen, that of a request with one prompt."""
         if self.meter is not None and self.meter.trackers:
             return self.meter.trackers
         tracker = None if self.context is None else tracker_of(self.context)
@@ -111,16 +137,16 @@ class RequestRecord:
 
     @property
     def trace_id(self) -> str | None:
-        """Of the span that the request is in, its own or its client's; None without one."""
+        """Trace of the span that the request is in, its own or its client's; None without one."""
         link = None if self.context is None else trace_link(self.context)
         return self.span_trace_id if link is None else link.trace_id
 
     def close(self) -> None:
-        """Let go of the request. What is still written in tasks of it has its id and model, and no more."""
+        """Release the context and the meter. Later messages of the request's tasks still have its id and model."""
         self.context = self.meter = None
 
     def fields(self) -> dict[str, str]:
-        """What messages written in the request's tasks say of it."""
+        """Return the fields of log messages written in the request's tasks."""
         known = {
             "request": self.id,
             "client_request": self.client_id,
@@ -131,7 +157,7 @@ class RequestRecord:
         return {name: value for name, value in known.items() if value}
 
     def log_access(self) -> None:
-        """Writes the line of the access log; the answer has ended, or there was none."""
+        """Write the line of the access log, after the answer has ended or failed to begin."""
         meter, now_s = self.meter, anyio.current_time()
         method, path = self.scope["method"], self.scope["path"]
         status = self.status or CLIENT_CLOSED_REQUEST
@@ -154,16 +180,12 @@ class RequestRecord:
         _access.info(text, method, quote(path[:_PATH_MAX]), status, " ".join(shown), extra=with_fields(**known))
 
 
-_PATH_MAX = 512
-_UNNAMED = ("method", "path", "status")
-
-
 def _ms(start_s: float, end_s: float | None) -> float | None:
     return None if end_s is None else round((end_s - start_s) * 1000, 3)
 
 
 def log_as_part(part: AnyContext) -> None:
-    """Has what is written in this task, and in those below it, name this prompt of a request, and its worker."""
+    """Let messages of this task, and of tasks it starts, name this prompt of a request and its worker."""
     whole = current_fields.get()
     if whole is None:
         return

@@ -16,7 +16,7 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.generation.event_writer import BUFFER_BYTES
 from serving.http.generation.generation import KILL_GRACE_S
-from serving.http.time_limits import Patience, TimeLimits
+from serving.http.time_limits import RequestClock, TimeLimits
 from serving.limits import HttpLimits
 
 pytestmark = pytest.mark.anyio
@@ -223,7 +223,7 @@ async def test_no_timer_runs_while_no_request_is_open(chat: Any, token: Any, las
 
 @given(st.lists(st.tuples(st.floats(0.1, 5), st.booleans()), max_size=40))
 def test_silence_is_found_neither_early_nor_later_than_the_next_look(looks: list[tuple[float, bool]]) -> None:
-    patience, now, items, since = Patience(TimeLimits(silence_s=10), 0.0), 0.0, 0, 0.0
+    patience, now, items, since = RequestClock(TimeLimits(silence_s=10), 0.0), 0.0, 0, 0.0
     for step, moves in looks:
         now += step
         items += moves
@@ -234,7 +234,7 @@ def test_silence_is_found_neither_early_nor_later_than_the_next_look(looks: list
 
 @given(st.lists(st.tuples(st.floats(0.1, 5), st.sampled_from(["none", "same", "new"])), max_size=40))
 def test_a_write_is_stalled_once_the_same_one_was_seen_for_the_whole_time(looks: list[tuple[float, str]]) -> None:
-    patience, now, write, since = Patience(TimeLimits(write_s=10), 0.0), 0.0, None, 0.0
+    patience, now, write, since = RequestClock(TimeLimits(write_s=10), 0.0), 0.0, None, 0.0
     for step, what in looks:
         now += step
         if what != "same" or write is None:

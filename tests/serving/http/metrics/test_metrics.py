@@ -15,7 +15,7 @@ from pipeline.telemetry import Instrument, Metrics
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.request_meter import RequestMeter
-from serving.http.metrics.token_gaps import TokenGaps
+from serving.http.metrics.telemetry import TokenGaps
 from serving.http.problems import Problem
 
 pytestmark = pytest.mark.anyio
@@ -148,7 +148,7 @@ async def test_cached_tokens_are_recorded_once_a_request(chat: Any, token: Any, 
 async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: Telemetry) -> None:
     """FE-112."""
     with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
-        meter.tokens(5)
+        meter.add_tokens(5)
     seen = samples(telemetry)
     assert seen['time_to_first_token_seconds_count{model="m"}'] == 1
     assert 'inter_token_latency_seconds_count{model="m"}' not in seen
@@ -157,10 +157,10 @@ async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: T
 async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemetry) -> None:
     """FE-113."""
     with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
-        meter.tokens(1)
+        meter.add_tokens(1)
         await anyio.sleep(0.2)
-        meter.tokens(4)
-        meter.tokens(0)
+        meter.add_tokens(4)
+        meter.add_tokens(0)
     seen = samples(telemetry)
     assert seen['inter_token_latency_seconds_count{model="m"}'] == 4
     assert seen['inter_token_latency_seconds_sum{model="m"}'] == pytest.approx(0.2)
@@ -176,7 +176,7 @@ async def test_a_request_without_a_verdict_is_an_internal_error(telemetry: Telem
 
 async def test_a_verdict_is_the_kind_of_its_problem(telemetry: Telemetry) -> None:
     with RequestMeter(telemetry, "m", "completions", streams=False) as meter:
-        meter.ended(Problem(501, "x", "not_implemented"))
+        meter.finish(Problem(501, "x", "not_implemented"))
     assert any('error_type="not_implemented"' in name for name in samples(telemetry))
 
 

@@ -49,7 +49,7 @@ class Clock:
 
 
 def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, written: Any) -> None:
-    telemetry.refusals.note(PROBLEM, "r1", "10.0.0.1")
+    telemetry.refusals.report(PROBLEM, "r1", "10.0.0.1")
     assert counted(telemetry) == {"max_tools": 1}
     (line,) = written()
     del line["time"]
@@ -67,7 +67,7 @@ def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, w
 
 
 def test_what_no_limit_refused_is_passed_over(telemetry: Telemetry, written: Any) -> None:
-    telemetry.refusals.note(evolve(PROBLEM, exceeded=None), "r1", "10.0.0.1")
+    telemetry.refusals.report(evolve(PROBLEM, exceeded=None), "r1", "10.0.0.1")
     assert (counted(telemetry), written()) == ({}, [])
 
 
@@ -77,8 +77,8 @@ def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Tel
     other = evolve(PROBLEM, exceeded=ExceededLimit("max_connections", 2, 1))
     for tick in range(2500):  # over two and a half seconds
         clock.now_s = 100 + tick / 1000
-        refusals.note(PROBLEM)
-        refusals.note(other)
+        refusals.report(PROBLEM)
+        refusals.report(other)
     said = [(line["limit"], line.get("left_out")) for line in written()]
     assert said == [(name, left) for left in (None, 999, 999) for name in ("max_tools", "max_connections")]
     assert counted(telemetry) == {"max_tools": 2500, "max_connections": 2500}
@@ -87,9 +87,9 @@ def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Tel
 def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Any) -> None:
     refusals = Refusals(telemetry.metrics, Clock())
     for number in range(1000):
-        refusals.note(evolve(PROBLEM, exceeded=ExceededLimit(f"limit_{number}", 2, 1)))
+        refusals.report(evolve(PROBLEM, exceeded=ExceededLimit(f"limit_{number}", 2, 1)))
     for name in ("a b", "x" * 65, "", "a\nb"):
-        refusals.note(evolve(PROBLEM, exceeded=ExceededLimit(name, 2, 1)))
+        refusals.report(evolve(PROBLEM, exceeded=ExceededLimit(name, 2, 1)))
     assert len(counted(telemetry)) == LIMITS_MAX + 1
     assert counted(telemetry)["other"] == 1000 - LIMITS_MAX + 4
     assert len(written()) == LIMITS_MAX + 1

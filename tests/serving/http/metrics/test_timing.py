@@ -18,7 +18,7 @@ from pipeline.protocols import LLMEngineOutput
 from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
 from serving.deployment import GraphConfig, standard_graph, wall_ms
 from serving.http import Telemetry, app
-from serving.http.metrics.worker_gauges import WorkerGauges
+from serving.http.metrics.gauges import WorkerGauges
 
 pytestmark = pytest.mark.anyio
 
@@ -184,7 +184,7 @@ async def test_the_gauges_have_the_prefix_of_all_others(chat: Any) -> None:
 async def test_the_worker_heard_of_last_is_the_last_to_go(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.metrics.worker_gauges.RANKS_MAX", 5)
+    monkeypatch.setattr("serving.http.metrics.gauges.RANKS_MAX", 5)
     shown = WorkerGauges(telemetry.metrics)
 
     def request_of(worker_id: int) -> None:
@@ -192,7 +192,7 @@ async def test_the_worker_heard_of_last_is_the_last_to_go(
         tracker.record_isl(1)
         tracker.record_worker(worker_id)
         tracker.record_first_token()
-        shown.note(tracker)
+        shown.record(tracker)
 
     for worker_id in (0, 1, 2, 3, 4, 0, 5, 6):
         request_of(worker_id)

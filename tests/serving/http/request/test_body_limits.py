@@ -22,8 +22,7 @@ from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from serving.http import HttpOptions
 from serving.http.request.body import ArrivingBody, Body
-from serving.http.request.headers import parse
-from serving.http.request.parsing import TooMuchToParse, parsed
+from serving.http.request.parsing import TooMuchToParse, parse, parse_body
 from serving.limits import HttpLimits
 
 PIECE_S = 0.05
@@ -103,7 +102,7 @@ async def read(body: bytes, limits: HttpLimits, part_bytes: int = 70_000) -> Bod
     arriving = ArrivingBody(45, limits)
     for at in range(0, len(body), part_bytes):
         await arriving.add(body[at : at + part_bytes])
-    return arriving.whole()
+    return arriving.complete()
 
 
 LONG = b'"' + b"x" * 20_000 + b'"'
@@ -243,7 +242,7 @@ def test_broken_json_is_repaired_up_to_its_limit_only(monkeypatch: pytest.Monkey
     body = b'{"model":"m","prompt":"a\n"}'
     assert parse(body, CompletionRequest, HttpLimits(max_repaired_bytes=len(body))).prompt == "a\n"
     assert parse(body, CompletionRequest, HttpLimits(max_repaired_bytes=0)).prompt == "a\n"
-    monkeypatch.setattr("serving.http.request.headers.repair", lambda _: pytest.fail("repaired"))
+    monkeypatch.setattr("serving.http.request.parsing.repair", lambda _: pytest.fail("repaired"))
     with pytest.raises(InvalidArgument, match="invalid character"):
         parse(body, CompletionRequest, HttpLimits(max_repaired_bytes=len(body) - 1))
 
@@ -277,8 +276,10 @@ def test_a_long_body_is_parsed_in_another_thread_and_a_short_one_is_not(monkeypa
     monkeypatch.setattr("serving.http.request.parsing.parse", parsing)
 
     async def run() -> None:
-        await parsed(LONG_BODY, CompletionRequest, HttpOptions())
-        await parsed(Body(bytearray(b'{"model":"m","prompt":"x"}'), is_short=True), CompletionRequest, HttpOptions())
+        await parse_body(LONG_BODY, CompletionRequest, HttpOptions())
+        await parse_body(
+            Body(bytearray(b'{"model":"m","prompt":"x"}'), is_short=True), CompletionRequest, HttpOptions()
+        )
 
     anyio.run(run)
     assert threads[0] != threads[1] == threading.get_ident()
@@ -302,12 +303,12 @@ def test_a_request_that_is_cancelled_does_not_wait_for_its_parsing_which_ends_so
         with anyio.fail_after(10):
             async with anyio.create_task_group() as tasks:
                 for _ in range(2 * HttpLimits().parser_threads):
-                    tasks.start_soon(parsed, LONG_BODY, CompletionRequest, HttpOptions())
+                    tasks.start_soon(parse_body, LONG_BODY, CompletionRequest, HttpOptions())
                 await anyio.to_thread.run_sync(begun.wait)
                 tasks.cancel_scope.cancel()
             await anyio.to_thread.run_sync(ended.wait)
             monkeypatch.undo()
-            assert len((await parsed(LONG_BODY, CompletionRequest, HttpOptions())).prompt) == 300_001  # type: ignore[arg-type]
+            assert len((await parse_body(LONG_BODY, CompletionRequest, HttpOptions())).prompt) == 300_001  # type: ignore[arg-type]
 
     monkeypatch.setattr("serving.http.request.parsing.parse", endless)
     anyio.run(run)
@@ -327,14 +328,14 @@ def test_bodies_that_wait_to_be_parsed_are_bounded_also_when_their_clients_have_
     async def run() -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(5):
-                tasks.start_soon(parsed, LONG_BODY, CompletionRequest, options)
+                tasks.start_soon(parse_body, LONG_BODY, CompletionRequest, options)
             await anyio.sleep(0.05)
             with pytest.raises(TooMuchToParse) as refused:
-                await parsed(LONG_BODY, CompletionRequest, options)
+                await parse_body(LONG_BODY, CompletionRequest, options)
             assert refused.value.exceeded is not None
             assert refused.value.exceeded.name == "max_body_bytes_in_flight"
             may_end.set()
-        await parsed(LONG_BODY, CompletionRequest, options)
+        await parse_body(LONG_BODY, CompletionRequest, options)
 
     anyio.run(run)
 
@@ -376,6 +377,6 @@ def test_no_error_repeats_much_of_its_request(path: str, field: dict[str, Any]) 
 async def test_virtual_time_does_not_pass_while_a_long_body_is_parsed() -> None:
     began_s = anyio.current_time()
     with anyio.move_on_after(3600) as hour:
-        await parsed(LONG_BODY, CompletionRequest, HttpOptions())
+        await parse_body(LONG_BODY, CompletionRequest, HttpOptions())
     assert not hour.cancelled_caught
     assert anyio.current_time() - began_s < 60
