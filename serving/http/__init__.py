@@ -5,7 +5,7 @@ from pipeline.extras import brought_by
 with brought_by("serve", by=__name__):
     from .application import admin_app, app
     from .availability import Availability, Phase
-    from .gone import ON_GONE
+    from .generation import ON_GONE
     from .guard import Access
     from .metrics import Telemetry
     from .options import HttpOptions

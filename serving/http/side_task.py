@@ -2,7 +2,7 @@
 
 On asyncio a task of an anyio group takes 3.3 KB, the group 1.2 KB and each wait for an `anyio.Event` 1.4 KB; a task of
 asyncio takes 0.7 KB, and a server may hold ten thousand open streams. Only code of this folder and of the ASGI server
-runs in these tasks: they end on their first cancellation, and what they run keeps its errors to itself.
+runs in these tasks: they end on their first cancellation, and their code handles its own errors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ Work: TypeAlias = Coroutine[Any, Any, None]
 
 _log = logging.getLogger(__name__)
 
+TIMER_ERROR_S = 1e-3
+"""Timers of some loops are early by as much."""
+
 
 class SideTask(Protocol):
     """A task that runs beside the one that started it."""
 
     def cancel(self) -> object:
-        """End the task at what it waits for; if it has not begun, it never does."""
+        """Cancel the task; if it has not begun, it never does."""
 
     def done(self) -> bool:
         """Return whether the task has ended."""
@@ -33,7 +36,7 @@ class SideTask(Protocol):
 
 
 def task_starter() -> Callable[[Work], SideTask]:
-    """Return the function that starts tasks in the loop that runs here."""
+    """Return the function that starts tasks in the running loop."""
     return getattr(running_loop(), "create_task", None) or _TrioTask
 
 
@@ -50,9 +53,9 @@ async def end(task: SideTask) -> None:
 
 
 def call_later(delay_s: float, callback: Callable[[], object]) -> Callable[[], object]:
-    """Call back in this loop after that time; return what takes the call back.
+    """Call `callback` in this loop after that time; return a function that cancels the call.
 
-    What the callback raises is logged.
+    An exception of the callback is logged.
     """
     later = getattr(running_loop(), "call_later", None)
     if later is None:

@@ -12,12 +12,10 @@ from attrs import frozen
 from pipeline.errors import ExceededLimit
 
 from .options import HttpOptions
+from .side_task import TIMER_ERROR_S
 
 _CHECKS_PER_LIMIT = 4
 """Checks within the shortest limit: a limit takes effect at most a quarter of it late."""
-
-_CLOCK_S = 1e-3
-"""Timers of some loops are early by as much."""
 
 
 @frozen
@@ -78,4 +76,4 @@ class RequestClock:
 
 
 def _beyond(name: str, value_s: float, limit_s: float) -> ExceededLimit | None:
-    return ExceededLimit(name, round(value_s, 3), limit_s) if value_s > limit_s - _CLOCK_S else None
+    return ExceededLimit(name, round(value_s, 3), limit_s) if value_s > limit_s - TIMER_ERROR_S else None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.generation.event_writer import BUFFER_BYTES, PIECE_BYTES, EventWriter
+from serving.http.generation.writer import BUFFER_BYTES, PIECE_BYTES, ReplyWriter
 from serving.http.side_task import task_starter
 
 pytestmark = pytest.mark.anyio
@@ -33,8 +33,8 @@ class Client:
     def writes(self) -> list[bytes]:
         return [message["body"] for message in self.messages if "body" in message]
 
-    def writer(self, keep_alive_s: float | None = None) -> EventWriter:
-        return EventWriter(self.send, [(b"a", b"b")], self._lose, task_starter(), keep_alive_s)
+    def writer(self, keep_alive_s: float | None = None) -> ReplyWriter:
+        return ReplyWriter(self.send, [(b"a", b"b")], self._lose, task_starter(), keep_alive_s)
 
     def _lose(self) -> None:
         self.gone += 1
@@ -115,7 +115,7 @@ async def test_a_full_buffer_makes_the_reader_wait() -> None:
 async def test_a_whole_answer_leaves_in_pieces_and_closes_with_the_last() -> None:
     client, body = Client(), bytes(range(256)) * 1000
     writer = client.writer()
-    writer.put_whole([body[:100_000], body[100_000:100_001], body[100_001:]])
+    writer.put_whole([body[:100_000], body[100_000:100_001], body[100_001:]], [(b"a", b"b")])
     await writer.sent()
     assert b"".join(client.writes) == body
     assert max(map(len, client.writes)) <= PIECE_BYTES
@@ -131,7 +131,7 @@ async def test_an_answer_that_waits_has_no_task_of_its_own() -> None:
         started += 1
         return start(work)
 
-    writer = EventWriter(client.send, [], lambda: None, counted)
+    writer = ReplyWriter(client.send, [], lambda: None, counted)
     writer.commit()
     await anyio.sleep(1)
     assert started == 0
@@ -152,7 +152,7 @@ async def test_closing_ends_a_write_that_is_under_way() -> None:
         finally:
             cancelled = True
 
-    writer = EventWriter(send, [], lambda: None, task_starter())
+    writer = ReplyWriter(send, [], lambda: None, task_starter())
     writer.commit()
     writer.put(b"x")
     await anyio.wait_all_tasks_blocked()
@@ -174,7 +174,7 @@ async def test_a_failure_of_the_server_is_kept_and_ends_the_sending() -> None:
         nonlocal gone
         gone += 1
 
-    writer = EventWriter(send, [], lose, task_starter())
+    writer = ReplyWriter(send, [], lose, task_starter())
     writer.commit()
     writer.put(b"x" * BUFFER_BYTES)
     with anyio.fail_after(1):

@@ -1,9 +1,9 @@
-"""EventWriter: the sending half of an answer.
+"""ReplyWriter: sends one answer while its engine still generates.
 
     reader task ── put(frame), room() ──► frames ── a task while there are any ──► client
 
-What is ready together leaves in one write, what is alone leaves at once, and a client that does not read holds its
-engine back.
+Frames that are ready together leave in one write, a single frame leaves at once, and a client that does not read holds
+its engine back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import anyio
 
 from pipeline.loop import Bell, loop_clock
 
-from ..side_task import SideTask, Work, call_later, end
+from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -26,22 +26,17 @@ BUFFER_BYTES = 32 * 1024
 PIECE_BYTES = 64 * 1024
 """Most bytes of a write of more than one frame; a whole answer is put in frames that are no longer."""
 
-_CLOCK_S = 1e-3
-"""Timers of some loops are early by as much."""
-
 _KEEP_ALIVE = b":\n\n"
 
 
-class EventWriter:
-    """Frames of one answer on their way to one client.
+class ReplyWriter:
+    """The frames of one answer on their way to one client.
 
-    Nothing is sent before `commit`: until then the caller may still answer with an error status instead. With
-    `keep_alive_s` set the writer commits by itself after that time, and sends a comment whenever so much time passes
-    without a frame. `on_gone` is called if the client turns out to be gone; frames are then dropped. `start` starts
-    the task that sends: there is one only while there is something to send, so an answer that waits costs none.
+    Nothing is sent before `commit`: until then the caller may still answer with an error status instead. A task sends;
+    it exists only while there is something to send, so an answer that waits costs none.
 
-    For a client that does not read there are at most two buffers here, the frames that wait and the write under way,
-    each of `BUFFER_BYTES` and one more frame of each reader. The caller awaits `close` on every way out.
+    For a client that does not read there are at most two buffers, the waiting frames and the write under way, each of
+    `BUFFER_BYTES` and one more frame of each reader. The caller awaits `close` on every way out.
     """
 
     __slots__ = (
@@ -71,9 +66,15 @@ class EventWriter:
         start: Callable[[Work], SideTask],
         keep_alive_s: float | None = None,
     ) -> None:
+        """`on_gone` is called if a write shows that the client is gone; all frames are then dropped.
+
+        `start` starts the task that sends. With `keep_alive_s` the writer commits by itself after that time, and sends
+        a comment whenever so much time passes without a frame.
+        """
         self.committed = False
+        """Whether the status is 200, sent or about to be."""
         self.failure: Exception | None = None
-        """What the server raised when it was to send, other than that the client is gone."""
+        """An error of the server's `send`, except that the client is gone."""
         self._send = send
         self._headers = headers
         self._on_gone = on_gone
@@ -91,13 +92,13 @@ class EventWriter:
 
     @property
     def write(self) -> object:
-        """The write that is under way, each one another object; None while there is none."""
+        """The write under way, a different object each time; None while there is none."""
         return self._write
 
     def put(self, frame: bytes) -> bool:
-        """Adds a frame, which leaves on the next turn of the loop, or as soon as there is a commit.
+        """Append a frame, which leaves on the next turn of the loop, or after the commit.
 
-        Whether the reader should now await `room` before it takes the next item.
+        Return whether the reader should await `room` before it takes the next item.
         """
         self._frames.append(frame)
         self._waiting_bytes += len(frame)
@@ -107,8 +108,9 @@ class EventWriter:
             self._begin_to_send()
         return self._waiting_bytes >= BUFFER_BYTES
 
-    def put_whole(self, parts: Iterable[bytes]) -> None:
-        """Adds all parts of an answer, then commits and finishes."""
+    def put_whole(self, parts: Iterable[bytes], headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Append all parts of an answer, then commit and finish. `headers` replace those of the writer."""
+        self._headers = headers
         for part in parts:
             self._frames += [part[at : at + PIECE_BYTES] for at in range(0, len(part), PIECE_BYTES)]
             self._waiting_bytes += len(part)
@@ -116,39 +118,39 @@ class EventWriter:
         self.commit()
 
     def commit(self) -> None:
-        """From now on the status is 200 and frames leave."""
+        """Answer with status 200 and let frames leave."""
         self.committed = True
         if self._task is None and self._frames:
             self._begin_to_send()
 
     def finish(self) -> None:
-        """Nothing more will be put."""
+        """End the answer after the frames so far."""
         self._finished = True
         if self._task is None and self.committed:
             self._begin_to_send()
 
     def abandon(self) -> None:
-        """The client is gone: nothing more is sent, and nothing waits for it. A write under way is cancelled."""
+        """Drop everything for a client that is gone: the write under way is cancelled, and nothing waits any more."""
         self._drop()
         if self._task is not None:
             self._task.cancel()
 
     async def room(self) -> None:
-        """Waits until enough has left, or the client is gone."""
+        """Return once there is room for more frames, or the client is gone."""
         while self._waiting_bytes >= BUFFER_BYTES and not self._gone:
             if self._space is None:
                 self._space = anyio.Event()
             await self._space.wait()
 
     async def sent(self) -> None:
-        """Waits until all that was put is sent, after `finish`, or the client is gone."""
+        """Return once every frame is sent, after `finish`, or the client is gone."""
         while self._task is not None and not self._gone:
             if self._ended is None:
                 self._ended = Bell()
             await self._ended.wait()
 
     async def close(self) -> None:
-        """Cancel what is still being sent; idempotent."""
+        """Cancel what is still being sent. Idempotent."""
         if self._keep_alive is not None:
             self._keep_alive.cancel()
         if self._task is not None:
@@ -163,7 +165,7 @@ class EventWriter:
             self._task = self._start(self._run())
 
     async def _run(self) -> None:
-        """Sends what there is; the last of it closes the answer."""
+        """Send the waiting frames; the last frame of a finished answer closes it."""
         try:
             if not self._begun:
                 self._begun = True
@@ -174,7 +176,7 @@ class EventWriter:
                 await self._deliver({"type": "http.response.body", "body": body, "more_body": not is_last})
                 if is_last:
                     break
-        except OSError:  # how some servers say that the client is gone; others only answer `receive`
+        except OSError:  # raised by some servers if the client is gone; others only return it from `receive`
             self._lose()
         except Exception as failure:
             self.failure = failure
@@ -192,7 +194,7 @@ class EventWriter:
             self._write = None
 
     def _take(self) -> bytes:
-        """What is sent next: all frames, or the first of them where they are long."""
+        """Remove and return the next write: all frames, or the first of them if they are long."""
         if self._waiting_bytes <= PIECE_BYTES:
             body = b"".join(self._frames)
             self._frames.clear()
@@ -218,7 +220,7 @@ class EventWriter:
         self._on_gone()
 
     def _drop(self) -> None:
-        """Forget what waits, for ever."""
+        """Drop the waiting frames and all later ones."""
         self._gone = True
         self._frames.clear()
         self._waiting_bytes = 0
@@ -230,23 +232,23 @@ class EventWriter:
 
 
 class _KeepAlive:
-    """Puts a comment whenever so much time passes without a frame."""
+    """Puts a comment whenever `period_s` pass without a frame."""
 
-    def __init__(self, writer: EventWriter, period_s: float) -> None:
+    def __init__(self, writer: ReplyWriter, period_s: float) -> None:
         self._writer = writer
         self._period_s = period_s
         self._now = loop_clock()
         self._due_s = self._now() + period_s
-        self.cancel = call_later(period_s, self._ring)
+        self.cancel = call_later(period_s, self._on_timer)
 
     def postpone(self) -> None:
-        """A frame was put."""
+        """Start the period again, because of a frame."""
         self._due_s = self._now() + self._period_s
 
-    def _ring(self) -> None:
-        if self._due_s - self._now() <= _CLOCK_S:
+    def _on_timer(self) -> None:
+        if self._due_s - self._now() <= TIMER_ERROR_S:
             if self._writer.write is None:
                 self._writer.committed = True
                 self._writer.put(_KEEP_ALIVE)
             self.postpone()
-        self.cancel = call_later(max(self._due_s - self._now(), 0.0), self._ring)
+        self.cancel = call_later(max(self._due_s - self._now(), 0.0), self._on_timer)
