@@ -21,7 +21,7 @@ from pipeline import InvalidArgument
 from .http import Availability, Problem
 from .limits import HttpLimits
 from .open_files import OpenFiles
-from .socket import Connection, Connections, Hosted, limit_unsent
+from .socket import AppHost, Connection, Connections, limit_unsent
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
@@ -154,12 +154,12 @@ class _Uvicorn(uvicorn.Server):
         self._open_files = open_files
         self._tls = tls
         self.server_state.connections = cast("set[Any]", connections.open)
-        self._hosted = Hosted(application, connections, tasks=self.server_state.tasks)
+        self._host = AppHost(application, connections, tasks=self.server_state.tasks)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.servers = [
-            await loop.create_server(lambda: Connection(self._hosted, self._tls), sock=each, backlog=_BACKLOG)
+            await loop.create_server(lambda: Connection(self._host, self._tls), sock=each, backlog=_BACKLOG)
             for each in sockets or ()
         ]
         self.started = True
@@ -174,11 +174,11 @@ class _Uvicorn(uvicorn.Server):
         if self._open_files is not None and not self.should_exit:
             self._open_files.look()
         is_over = await super().on_tick(counter)
-        self._hosted.set_defaults(self.server_state.default_headers)
+        self._host.set_defaults(self.server_state.default_headers)
         return is_over
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._hosted.is_draining = True
+        self._host.is_draining = True
         await super().shutdown(sockets)
 
     @contextmanager

@@ -1,12 +1,13 @@
-"""HTTP/1.1 over connections, within limits and time-outs: what stands between the sockets and an ASGI app."""
+"""HTTP/1.1 between sockets and an ASGI app, within limits and time-outs."""
 
 from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     import httptools  # noqa: F401  # before the app's own needs, so that the error names this folder
 
-    from .connection import Connection, Hosted
+    from .closing import AppHost
+    from .connection import Connection
     from .connections import Connections, Refused
     from .unsent import limit_unsent
 
-__all__ = ["Connection", "Connections", "Hosted", "Refused", "limit_unsent"]
+__all__ = ["AppHost", "Connection", "Connections", "Refused", "limit_unsent"]

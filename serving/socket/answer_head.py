@@ -1,4 +1,4 @@
-"""The status line and headers of answers, and the whole answers to what never reaches the app."""
+"""The status line and headers of answers, and whole answers to requests that never reach the app."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 CLOSE = (b"connection", b"close")
 
 _CONTROLS = bytes([*range(9), *range(11, 32), 127])
-"""What no header may hold, but for the line feed, which stands between them while they are checked."""
+"""Bytes that no header may hold, except the line feed, which separates the headers while they are checked."""
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -32,7 +32,10 @@ _MAX_KNOWN_NAMES = 1000
 
 
 def answer_head(status: int, defaults: bytes, headers: Headers) -> bytes:
-    """Return the head of an answer; `defaults` are lines of every answer. Raise RuntimeError for an invalid header."""
+    """Return the head of an answer; `defaults` are the lines of every answer.
+
+    Raise RuntimeError for an invalid header.
+    """
     lines = b"\n".join([b"%b: %b" % header for header in headers])
     if len(lines.translate(None, _CONTROLS)) != len(lines) or lines.count(b"\n") >= max(len(headers), 1):
         raise RuntimeError("Invalid HTTP header value.")
@@ -44,7 +47,7 @@ def answer_head(status: int, defaults: bytes, headers: Headers) -> bytes:
 
 
 def _check_name(name: bytes) -> None:
-    """Check a name once: an app uses the same ones for all its answers."""
+    """Check a name once: an app uses the same names for all its answers."""
     if _NAME.fullmatch(name) is None:
         raise RuntimeError("Invalid HTTP header name.")
     if len(_known_names) < _MAX_KNOWN_NAMES:

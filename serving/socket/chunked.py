@@ -12,14 +12,14 @@ from .head import END, malformed
 _HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 _FRAME_BYTES = 20
-"""What a chunk has beside its data at most: a size of 16 digits and two line ends."""
+"""Most bytes of a chunk beside its data: a size of 16 digits and two line ends."""
 
 
 class ChunkedBody:
-    """Decodes one body. Chunk extensions and trailers are dropped; they may have `max_extra_bytes`, 0 for any number.
+    """Decodes one body. Chunk extensions and trailers are dropped; `max_extra_bytes` bounds them, 0 for no bound.
 
-    It reads nothing of what comes behind the body: a body ends where two line ends meet, so the parser is given the
-    input in pieces that end there.
+    Nothing behind the body is read: a body ends where two line ends meet, so the parser gets the input in pieces that
+    end there.
     """
 
     __slots__ = ("_extra_bytes", "_max_extra_bytes", "_parser", "_pieces", "_tail", "is_complete")
@@ -34,7 +34,7 @@ class ChunkedBody:
         self._parser.feed_data(_HEAD)
 
     def decode(self, data: bytes, start: int, end: int) -> tuple[bytes, int]:
-        """Return the data in `data[start:end]`, and where what was read of it ends.
+        """Return the body's data in `data[start:end]`, and the position up to which it was read.
 
         Raise Refusal if it is malformed or holds too much beside the data.
         """
@@ -56,7 +56,7 @@ class ChunkedBody:
         return body, start
 
     def _next_end(self, data: bytes, start: int) -> int:
-        """Where the body may end at the earliest: behind two line ends, which may have begun in an earlier piece."""
+        """Return the earliest end of the body: behind two line ends, which may begin in an earlier piece."""
         tail = self._tail
         if tail and (found := (tail + data[start : start + 3]).find(END)) >= 0:
             return start + found + len(END) - len(tail)

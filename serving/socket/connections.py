@@ -1,4 +1,4 @@
-"""Connections: those of one server, what they hold together, and the clock of their time-outs."""
+"""Connections: the open connections of one server, their limits in common, and the clock of their time-outs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 Refused = Callable[[Problem, str], object]
-"""Called with each problem that ended a request or a connection here, and the address of its client."""
+"""Called with each problem that ends a request or a connection here, and the address of its client."""
 
 NEVER = math.inf
 
@@ -30,15 +30,15 @@ _SLOWEST_SWEEP_S = 1.0
 _SWEEPS_PER_TIMEOUT = 8
 _WRITE_CHECKS_PER_TIMEOUT = 4
 _CUT_AT_ONCE = 100
-"""Connections ended in one turn of the loop; each takes some 50 us."""
+"""Connections ended in one turn of the loop; each takes about 50 us."""
 _IPV6_NETWORK_BITS = 64
 
 _ANSWERED_BEYOND_LIMIT, _ANSWERED_BEYOND_CLIENT_LIMIT = 64, 16
-"""Connections beyond a limit that get an answer; each takes a file until its client has read that."""
+"""Connections beyond a limit that still get an answer; each takes a file until its client has read it."""
 
 
 class Sweepable(Protocol):
-    """What the sweep needs of a connection: `overdue` is called once its deadline has passed."""
+    """A connection for the sweep, which calls `overdue` once the deadline has passed."""
 
     deadline_s: float
 
@@ -50,10 +50,9 @@ class Sweepable(Protocol):
 class Connections:
     """The open connections of one server.
 
-    One timer goes over all of them instead of one for each: `now_s` is the time of its last turn, and a time-out takes
-    at least as long as its setting and up to two turns more. Connections are counted for each address, of IPv6 for
-    each network of 64 bits; those of `trusted` peers, which are proxies, only in all. `open` holds what each is counted
-    under.
+    One timer sweeps over all of them, instead of one timer each: `now_s` is the time of its last turn, and a time-out
+    takes at least as long as its setting and up to two turns more. Connections are counted by address, with IPv6 by
+    network of 64 bits; those of `trusted` peers, which are proxies, count only in all.
     """
 
     def __init__(
@@ -68,6 +67,7 @@ class Connections:
         self.now_s = 0.0
         self._trusted = trusted
         self.open: dict[Sweepable, str | None] = {}
+        """Each connection with the client it is counted for, None if only in all."""
         self._by_client: dict[str, int] = {}
         self._body_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -85,13 +85,13 @@ class Connections:
         self.body_window_bytes = limits.min_body_bytes_per_s * limits.body_timeout_s
 
     def _waiting_s(self, timeout_s: float) -> float:
-        """What is added to `now_s`, which may be a turn old, for the deadline of this time-out."""
+        """Return what to add to `now_s`, which may be a turn old, for the deadline of this time-out."""
         return timeout_s + self._period_s if timeout_s else NEVER
 
-    # -- who is there
+    # -- counting
 
     def add(self, connection: Sweepable, address: str | None) -> Problem | None:
-        """Count a connection until `remove`. Return what refuses it, if it is one too many."""
+        """Count a connection until `remove`. Return the problem that refuses it, if it is one too many."""
         client, of_client = self._client(address), 0
         self.open[connection] = client
         if self._timer is None:
@@ -111,7 +111,7 @@ class Connections:
                 del self._by_client[client]
 
     def is_flooded(self, connection: Sweepable) -> bool:
-        """Whether so many are beyond a limit that this one, which is too, should be cut without an answer."""
+        """Return whether so many are beyond a limit that this one should be cut without an answer."""
         limits, client = self.limits, self.open[connection]
         if 0 < limits.max_connections < len(self.open) - _ANSWERED_BEYOND_LIMIT:
             return True
@@ -119,7 +119,7 @@ class Connections:
         return client is not None and 0 < most < self._by_client[client] - _ANSWERED_BEYOND_CLIENT_LIMIT
 
     def _client(self, address: str | None) -> str | None:
-        """What the connections of this peer are counted under, None if they are not."""
+        """Return the client that this peer's connections are counted for, None if only in all."""
         if address is None or not self.limits.max_connections_per_client or self._trusted(address):
             return None
         return client_of(address)
@@ -139,10 +139,10 @@ class Connections:
         for connection in list(self.open):
             connection.abort()
 
-    # -- what they hold
+    # -- bodies
 
     def take_body(self, size_bytes: int) -> Problem | None:
-        """Count bytes of a body. Return what refuses its request if they are too many in all."""
+        """Count bytes of a body. Return the problem that refuses its request if all bodies hold too many."""
         self._body_bytes += size_bytes
         limit_bytes = self.limits.max_body_bytes_in_flight
         if 0 < limit_bytes < self._body_bytes:
@@ -151,7 +151,7 @@ class Connections:
         return None
 
     def give_back_body(self, size_bytes: int) -> None:
-        """Count the bytes no longer: the answer is complete, or the request is dropped."""
+        """Stop counting the bytes: the answer is complete, or the request is dropped."""
         self._body_bytes -= size_bytes
 
     # -- time
@@ -174,7 +174,7 @@ def _later(refusal: Refusal) -> Problem:
 
 
 def client_of(address: str) -> str:
-    """What the connections of an address are counted under: itself, or the network of an IPv6 address."""
+    """Return the client that connections of an address count for: the address, or the network of an IPv6 address."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:

@@ -16,10 +16,10 @@ from .waiters import Waiters
 _log = logging.getLogger("uvicorn.error")
 
 BODY_BUFFER_BYTES = 64 * 1024
-"""Bytes of a body that wait for the app above which no more are read."""
+"""Bytes of a body that wait for the app, above which no more are read."""
 
 _CHUNKED, _UNTIL_CLOSE = -1, -2
-"""Instead of the bytes left of an answer: it is chunked; it ends with the connection."""
+"""Instead of the bytes left of an answer: it is chunked, or it ends with the connection."""
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -27,11 +27,11 @@ _NO_BODY = (204, 304)
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 
-class Line(Protocol):
-    """What a cycle needs of its connection.
+class Channel(Protocol):
+    """A cycle's connection.
 
     `write_paused` is set while enough waits to be written; `writable` is woken when that changes, or the connection is
-    lost. `may_continue` is whether another request may follow this one.
+    lost. `may_continue`: whether another request may follow this one.
     """
 
     transport: Any
@@ -57,19 +57,19 @@ class Line(Protocol):
 
 
 class Cycle:
-    """A request and its answer. `receive` and `send` are those of ASGI 2.3: a client that left gets nothing more.
+    """A request and its answer. `receive` and `send` follow ASGI 2.3: a client that left gets nothing more.
 
-    `left` is set once the client has nothing more to send, `gone` once nothing reaches it either.
+    `left` is set once the client has nothing more to send, `gone` once nothing can reach it either.
     """
 
     __slots__ = (
         "_body",
         "_changed",
+        "_channel",
         "_delivered",
         "_head",
         "_keep_alive",
         "_left_bytes",
-        "_line",
         "_more_body",
         "_on_gone",
         "awaits_continue",
@@ -80,9 +80,9 @@ class Cycle:
         "scope",
     )
 
-    def __init__(self, head: Head, line: Line) -> None:
+    def __init__(self, head: Head, channel: Channel) -> None:
         self._head = head.method == "HEAD"
-        self._line = line
+        self._channel = channel
         self._keep_alive = head.keep_alive
         self._body = b""
         self._more_body = head.length_bytes != 0
@@ -96,9 +96,9 @@ class Cycle:
             "type": "http",
             "asgi": _ASGI,
             "http_version": head.version,
-            "server": line.server,
-            "client": line.client,
-            "scheme": line.scheme,
+            "server": channel.server,
+            "client": channel.client,
+            "scheme": channel.scheme,
             "method": head.method,
             "root_path": "",
             "path": head.path,
@@ -110,13 +110,13 @@ class Cycle:
 
     @property
     def transport(self) -> Any:
-        return self._line.transport
+        return self._channel.transport
 
     # -- called by the connection
 
     @property
     def is_full(self) -> bool:
-        """Whether so much of the body waits for the app that no more should be read."""
+        """Whether enough of the body waits for the app, so that reading should pause."""
         return len(self._body) > BODY_BUFFER_BYTES
 
     def feed(self, body: bytes, *, is_last: bool) -> None:
@@ -126,7 +126,7 @@ class Cycle:
         self._changed.wake()
 
     def leave(self, *, is_gone: bool) -> None:
-        """The client has ended its side, or is gone altogether: the app is told when it receives next."""
+        """Called when the client has closed its side, or is gone: the app gets `http.disconnect` next."""
         self.left = True
         self.gone = self.gone or is_gone
         self._body = b""
@@ -136,11 +136,11 @@ class Cycle:
             callback()
 
     async def run(self, app: Application) -> None:
-        """Run the app; what it raises is logged, and answered where nothing has been yet."""
+        """Run the app. Its error is logged, and answered if no answer has begun."""
         try:
             await app(self.scope, self.receive, self.send)
         except CancelledError:
-            self._line.broken()
+            self._channel.broken()
             raise
         except BaseException as error:
             _log.error("Exception in ASGI application\n", exc_info=error)
@@ -149,21 +149,21 @@ class Cycle:
                 what = "completing" if self.is_started else "starting"
                 _log.error("ASGI callable returned without %s response.", what)
         finally:
-            self.scope.pop(ON_GONE, None)  # it refers back to this cycle, which would then live until a collection
+            self.scope.pop(ON_GONE, None)  # it refers to this cycle, which would live until a garbage collection
         if not self.is_complete:
             self._end_early()
 
     def _end_early(self) -> None:
-        """An app that ended without an answer: the client gets one, or sees that it is incomplete."""
+        """End the request of an app that sent no complete answer: the client gets status 500, or a cut connection."""
         if not self.is_started and not self.left:
-            self._line.write(answer_of(INTERNAL, self._line.default_lines))
+            self._channel.write(answer_of(INTERNAL, self._channel.default_lines))
         self.is_started = self.is_complete = True
-        self._line.broken()
+        self._channel.broken()
 
     # -- called by the app
 
     def on_gone(self, callback: Callable[[], object]) -> Callable[[], object]:
-        """Call back once the client has left, at once if it has by now; return what takes the callback back.
+        """Call `callback` once the client has left, at once if it has by now. Return a function that removes it.
 
         There is one callback at a time.
         """
@@ -180,22 +180,22 @@ class Cycle:
         """Return the next part of the body, or `http.disconnect` once the answer is complete or the client left."""
         if self.awaits_continue and not self.is_started:
             self.awaits_continue = False
-            self._line.write(_CONTINUE)
+            self._channel.write(_CONTINUE)
         while not (self.left or self.is_complete):
             if self._body or not (self._more_body or self._delivered):
                 body, self._body = self._body, b""
                 self._delivered = not self._more_body
                 more = self._more_body
-                self._line.body_taken()
+                self._channel.body_taken()
                 return {"type": "http.request", "body": body, "more_body": more}
             await self._changed.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         """Write a part of the answer; wait before that while the client reads too slowly."""
-        line = self._line
-        while line.write_paused and not self.gone:
-            await line.writable.wait()
+        channel = self._channel
+        while channel.write_paused and not self.gone:
+            await channel.writable.wait()
         if self.gone:
             return
         kind = message["type"]
@@ -208,7 +208,7 @@ class Cycle:
             if message.get("more_body"):
                 if self._left_bytes == _CHUNKED:  # the tokens of a stream come this way
                     if body:
-                        line.write(b"%x\r\n%b\r\n" % (len(body), body))
+                        channel.write(b"%x\r\n%b\r\n" % (len(body), body))
                 else:
                     self._write(body)
             else:
@@ -219,22 +219,22 @@ class Cycle:
             raise RuntimeError(f"Expected ASGI message 'http.response.start', but got '{kind}'.")
 
     def _start(self, status: int, headers: Headers) -> None:
-        line, own, says_close = self._line, list(headers), False
+        channel, own, closes = self._channel, list(headers), False
         names = [name.lower() for name, _ in own]
         if b"content-length" in names:
             self._left_bytes = int(own[names.index(b"content-length")][1])
         if b"connection" in names:
-            says_close = b"close" in own[names.index(b"connection")][1].lower()
-        self._keep_alive = self._keep_alive and not says_close and line.may_continue
+            closes = b"close" in own[names.index(b"connection")][1].lower()
+        self._keep_alive = self._keep_alive and not closes and channel.may_continue
         if self._head or status in _NO_BODY:
             self._left_bytes = 0
         elif self._left_bytes == _CHUNKED and b"transfer-encoding" not in names:
             own.append((b"transfer-encoding", b"chunked"))
-        if not self._keep_alive and not says_close:
+        if not self._keep_alive and not closes:
             own.append(CLOSE)
-        head = answer_head(status, line.default_lines, own)
+        head = answer_head(status, channel.default_lines, own)
         self.is_started, self.awaits_continue = True, False
-        line.write(head)
+        channel.write(head)
 
     def _write(self, body: bytes) -> None:
         """Write a part of a body that has a length, or ends with the connection."""
@@ -243,16 +243,16 @@ class Cycle:
             if self._left_bytes < 0:
                 raise RuntimeError("Response content longer than Content-Length")
         if body and not self._head:
-            self._line.write(body)
+            self._channel.write(body)
 
     def _finish(self, body: bytes) -> None:
         if self._left_bytes == _CHUNKED:
             last = b"%x\r\n%b\r\n%b" % (len(body), body, _LAST_CHUNK) if body else _LAST_CHUNK
-            self._line.write(last)
+            self._channel.write(last)
         else:
             self._write(body)
             if self._left_bytes > 0:
                 raise RuntimeError("Response content shorter than Content-Length")
         self.is_complete = True
         self._changed.wake()
-        self._line.answered(keep_alive=self._keep_alive)
+        self._channel.answered(keep_alive=self._keep_alive)

@@ -24,9 +24,10 @@ TLS_HANDSHAKE = 0x16
 
 
 class Head:
-    """One request's head. `length_bytes` is that of its body, None for a chunked one.
+    """One request's head.
 
-    The names of `headers` are in lower case. `keep_alive` is whether the client wants to use the connection again.
+    `length_bytes` is the length of its body, None for a chunked one. The names of `headers` are in lower case.
+    `keep_alive`: whether the client wants to use the connection again.
     """
 
     __slots__ = (
@@ -113,7 +114,7 @@ _TAKEN = {
     b"expect": Head._take_expectation,
     b"transfer-encoding": Head._take_encoding,
 }
-"""What becomes of the headers that the connection itself needs."""
+"""The headers that the connection itself needs, and the methods that take them."""
 
 
 def parse_head(raw: bytes, limits: HttpLimits) -> Head:
@@ -126,7 +127,7 @@ def parse_head(raw: bytes, limits: HttpLimits) -> Head:
     try:
         parser.feed_data(raw)
     except HttpParserUpgrade:
-        pass  # what the client would rather use is not used
+        pass  # no upgrade is supported: the request is answered as HTTP/1.1
     except HttpParserError as error:
         if isinstance(error.__context__, Refusal):  # raised while a header was taken
             raise error.__context__ from None
@@ -151,7 +152,7 @@ def _complete(head: Head, method: str, limits: HttpLimits) -> None:
 
 
 def _version_of(line: bytes) -> str:
-    """The version in a request line: the parser also accepts RTSP, ICE and other versions of HTTP."""
+    """Return the version in a request line: the parser also accepts RTSP, ICE and other versions of HTTP."""
     if (version := _VERSIONS.get(line[-9:])) is None:
         raise malformed("the request line must end with HTTP/1.1")
     return version
@@ -176,7 +177,7 @@ def check_start(raw: bytes, limits: HttpLimits) -> None:
 
 
 def malformed(reason: str) -> Refusal:
-    """The refusal of what is not valid HTTP."""
+    """Return the refusal of a request that is not valid HTTP."""
     return Refusal(400, f"The request is not valid HTTP: {reason}")
 
 
@@ -188,6 +189,6 @@ _TEXTS = {
 
 
 def check_size(name: str, value: int, threshold: int, *, status: int = 431) -> None:
-    """Raise Refusal naming the limit if the value is beyond it."""
+    """Raise Refusal with the limit if the value is beyond it."""
     if 0 < threshold < value:
         raise Refusal(status, _TEXTS[name], exceeded=ExceededLimit(name, value, threshold))

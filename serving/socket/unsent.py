@@ -1,4 +1,4 @@
-"""What a client has not taken yet of what was written to it: in the transport, and in the system."""
+"""Bytes written to a client that it has not taken yet: in the transport, and in the system."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def limit_unsent(listener: socket.socket) -> None:
 
 
 def unsent_bytes(transport: Any) -> int:
-    """Return how many bytes wait for the client; without the system's where it does not show them.
+    """Return the bytes that wait for the client; the system's only where it shows them.
 
-    A slow client takes from the system long before there is room for the transport to write.
+    A slow client takes bytes from the system long before the transport has room to write.
     """
     waiting_bytes: int = transport.get_write_buffer_size()
     if ioctl is None:

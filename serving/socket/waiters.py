@@ -1,4 +1,4 @@
-"""Waiters: tasks that wait for the next change of something, at the cost of an empty list while there are none."""
+"""Waiters: tasks that wait for the next change of a state, at no cost while there are none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Waiters:
-    """An `asyncio.Event` that is never set, only passed: `wake` wakes those that wait now."""
+    """An event that is never set: `wake` wakes the tasks that wait at that moment."""
 
     __slots__ = ("_futures",)
 
@@ -27,7 +27,7 @@ class Waiters:
                 futures.remove(future)
 
     def wake(self) -> None:
-        """Let those go on that wait; one that is cancelled meanwhile is passed over."""
+        """Wake the waiting tasks; a task that is cancelled meanwhile is skipped."""
         futures, self._futures = self._futures, None
         for future in futures or ():
             if not future.done():
