@@ -1,4 +1,4 @@
-"""Who may use a server: keys and their rates, certificates, proxies. Nothing here knows the HTTP application."""
+"""Who may use a server: keys and their rates, certificates, trusted proxies. Independent of the HTTP application."""
 
 from .gate import Gate, is_loopback
 from .key_file import all_keys

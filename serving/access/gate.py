@@ -1,4 +1,4 @@
-"""Gate: what the options of a program say of who may use its server, read and checked."""
+"""Gate: the access options of a program, read and checked before anything is served."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LAST_PORT = 2**16 - 1
 
 
 class Gate:
-    """The keys, the certificate, the trusted proxies and the origins of a server; None or empty where there are none.
+    """The keys, the certificate, the trusted proxies and the CORS origins of a server; each is None or empty if unset.
 
-    Raise InvalidArgument that names the option for what cannot be, before anything is served.
+    Raise InvalidArgument that names the option for an invalid value.
     """
 
     def __init__(self, options: AccessOptions, environment: Mapping[str, str]) -> None:
@@ -56,20 +56,20 @@ class Gate:
         return ring
 
     async def follow(self) -> None:
-        """Load what has changed in the files of keys and certificates, until cancelled."""
+        """Reload the files of keys and certificates when they change, until cancelled."""
         await follow(self._watched)
 
     def shows_internals(self, listener: socket.socket) -> bool:
-        """Whether metrics and the state of workers are shown on the public address.
+        """Return whether metrics and the state of workers are shown on the public address.
 
-        They are on a loopback address that no proxy makes public, and where the admin address is that of the server.
+        They are shown on a loopback address that no proxy makes public, and if the admin address is the server's own.
         """
         if self._options.admin_port is None:
             return not self._is_public(listener)
         return self._is_on(listener)
 
     def admin_address(self, listener: socket.socket) -> tuple[str, int] | None:
-        """Return the host and port of the admin server, None if there is to be none beside that of the listener."""
+        """Return the host and port of the admin server, None if no server of its own is wanted."""
         if (port := self._options.admin_port) is None or self._is_on(listener):
             return None
         return self._options.admin_host, port
@@ -82,7 +82,7 @@ class Gate:
         return bool(self.proxies) or not is_loopback(listener)
 
     def warn(self, listener: socket.socket) -> None:
-        """Log what a server at this address lacks."""
+        """Log a warning for each protection that a server at this address lacks."""
         if not self._is_public(listener):
             return
         host = listener.getsockname()[0]
@@ -95,7 +95,7 @@ class Gate:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can connect to the listener."""
+    """Return whether only this machine can connect to the listener."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return True
     address = ip_address(listener.getsockname()[0].partition("%")[0])
@@ -105,7 +105,7 @@ def is_loopback(listener: socket.socket) -> bool:
 
 
 def _origins(texts: Sequence[str]) -> tuple[str, ...]:
-    """The origins in the form that browsers send. Raise InvalidArgument for what is none."""
+    """Return the origins in the form that browsers send. Raise InvalidArgument for an invalid one."""
     for text in texts:
         if _ORIGIN.fullmatch(text) is None:
             raise InvalidArgument(f"{text!r} is no origin: `https://HOST[:PORT]`, or `*` for all", field="cors_origin")

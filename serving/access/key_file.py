@@ -10,8 +10,8 @@
     tenant = "search"
     privileges = ["pin", "priority", "tenant", "admin"]
 
-`PENSTOCK_API_KEY` holds plain keys with commas between them, for the simple case: they may use all models, at any rate,
-without privileges.
+`PENSTOCK_API_KEY` holds plain keys with commas between them, for the simple case: such a key may use all models, at any
+rate, without privileges.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _KeyFile:
 
 
 def all_keys(path: Path | None, environment: Mapping[str, str]) -> list[ApiKey]:
-    """Return the keys of the file and of the variable; none where neither is set.
+    """Return the keys of the file and of the variable; empty if neither is set.
 
     Raise InvalidArgument for a file that cannot be read or holds no keys, for a key that is too short, and for two keys
     of one name or hash. No error shows a key.
@@ -56,7 +56,7 @@ def all_keys(path: Path | None, environment: Mapping[str, str]) -> list[ApiKey]:
 
 
 def keys_of_file(path: Path) -> list[ApiKey]:
-    """Return the keys of a file, at least one: a file that lost its content must not count as one without keys."""
+    """Return the keys of a file, at least one: an emptied file must not switch keys off."""
     plain = read_toml(path, FIELD)
     try:
         keys = from_plain(plain, _KeyFile).key

@@ -1,4 +1,4 @@
-"""KeyRing: the keys that are valid now, and what each of them has used of its rates."""
+"""KeyRing: the valid keys, and how much of its rates each has used."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 
 @define(eq=False)
 class HeldKey:
-    """A valid key with its buckets."""
+    """A valid key with its rates; None is any rate."""
 
     key: ApiKey
     requests: Bucket | None
     tokens: Bucket | None
 
     def admit(self, now_s: float) -> TooFast | None:
-        """Count a request; return why it is refused if the key has used up a rate, when nothing is counted.
+        """Count a request. If the key has used up a rate, count nothing and return that rate.
 
-        Tokens are known when a request is over, so a request is taken while any are left.
+        The tokens of a request are known when it is over, so a request is taken while any are left.
         """
         if self.requests is not None and (wait_s := self.requests.wait_s(now_s, 1.0)) > 0:
             return TooFast("requests_per_minute", self.requests.used(now_s) + 1, self.requests.per_minute, wait_s)
@@ -45,12 +45,15 @@ class HeldKey:
 
 @define
 class TooFast:
-    """A rate that is used up: its name, what would be used, and when there is room."""
+    """A rate that is used up."""
 
     name: str
+    """Field of the key."""
     value: float
+    """What the request would have used."""
     threshold: float
     wait_s: float
+    """Seconds until there is room."""
 
     @property
     def exceeded(self) -> ExceededLimit:
@@ -58,30 +61,30 @@ class TooFast:
 
     @property
     def retry_after_s(self) -> int:
-        """Whole seconds, never too early."""
+        """`wait_s` rounded up to whole seconds."""
         return ceil(self.wait_s)
 
 
 class KeyRing:
-    """Finds keys by what clients send. Not for several threads at a time."""
+    """Finds the valid key that a client sent. Not thread-safe."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._held: dict[bytes, HeldKey] = {}
         self.replace(keys)
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
-        """Have these keys valid and no others; a key that keeps its name keeps what it has used of its rates.
+        """Make these keys the only valid ones. A key that keeps its name keeps the used part of its rates.
 
-        Requests that run go on with the key they began with.
+        Running requests go on with the key they began with.
         """
         former = {held.key.name: held for held in self._held.values()}
         self._held = {key.digest: _held(key, former.get(key.name)) for key in keys}
 
     def find(self, sent: bytes) -> HeldKey | None:
-        """Return the valid key that a client sent; empty where it sent none.
+        """Return the valid key that a client sent, None for a wrong one. `sent` is empty if it sent none.
 
-        No key and a wrong one take the same steps. The look-up goes by the hash, which a client cannot choose, so the
-        time it takes tells nothing of the valid keys.
+        No key and a wrong one take the same steps. The look-up uses the hash, which a client cannot choose, so its
+        duration reveals nothing about the valid keys.
         """
         digest = digest_of(sent[:LONGEST_KEY])
         held = self._held.get(digest)
@@ -100,5 +103,5 @@ def _bucket(per_minute: float | None, former: Bucket | None) -> Bucket | None:
         return None
     if former is None:
         return Bucket(per_minute)
-    former.set_rate(per_minute)  # the same bucket: requests that run still spend from it
+    former.set_rate(per_minute)  # the same bucket: running requests still spend from it
     return former

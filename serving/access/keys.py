@@ -1,8 +1,8 @@
-"""API keys: made at random, known by their hash, and what each may do.
+"""API keys: random, stored as hashes, each with its models, rates and privileges.
 
-A key is 256 random bits, so one round of SHA-256 hides it: guessing the key from its hash takes 2^255 tries, and the
-slow hashes that passwords need would cost every request milliseconds for nothing. That holds for random keys only, so a
-key that is too short to be one is refused.
+A key is 256 random bits, so one round of SHA-256 hides it: guessing the key from its hash takes 2^255 tries. The slow
+hashes that passwords need would only cost every request milliseconds. That holds for random keys only, so a key that is
+too short to be random is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pipeline import InvalidArgument
 from pipeline.protocols.field_rules import I32, InvalidRecord
 
 Privilege = Literal["pin", "priority", "tenant", "admin"]
-"""What a request may do only with a key that has it.
+"""A right that a request needs a key for.
 
-`pin`: name the worker, rank or taints it goes to, and have the choice made without an answer. `priority`: go before
-others. `tenant`: choose whose cache it shares. `admin`: read metrics and the state of workers.
+`pin`: name the worker, rank or taints of the request, or get the choice without an answer. `priority`: overtake other
+requests. `tenant`: choose the tenant whose cache the request shares. `admin`: read metrics and the state of workers.
 """
 
 ALL_PRIVILEGES: frozenset[Privilege] = frozenset(get_args(Privilege))
@@ -41,23 +41,24 @@ _KEY = re.compile(rf"[!-+\--~]{{{SHORTEST_KEY},{LONGEST_KEY}}}")
 
 @frozen(kw_only=True)
 class ApiKey:
-    """One key, as a table `[[key]]` of the file has it; the key itself is not kept, only its hash.
-
-    `name` stands for the key in logs and counts. `models` are those it may use; None: all. `requests_per_minute` and
-    `tokens_per_minute` are its rates; None: any. `priority` is that of its requests that name none, and the highest
-    they may name without the privilege. `tenant` separates the cached prompts of the key's requests from those of
-    keys with another one, or none. Raises InvalidRecord for a value that cannot be.
-    """
+    """One key, as a table `[[key]]` of the file. Raise InvalidRecord for an invalid value."""
 
     wire_closed: ClassVar[bool] = True
 
     name: str
+    """Stands for the key in logs and counts."""
     hash: str
+    """Hash of the key, which itself is not kept."""
     models: list[str] | None = None
+    """Models it may use; None: all."""
     requests_per_minute: float | None = None
+    """None: any number."""
     tokens_per_minute: float | None = None
+    """Of prompts and answers; None: any number."""
     priority: I32 | None = None
+    """Priority of its requests that have none, and the highest they may set without the privilege."""
     tenant: str | None = None
+    """Keeps the cached prompts of its requests apart from those of other tenants and of keys without one."""
     privileges: list[Privilege] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -79,15 +80,12 @@ class ApiKey:
 
 
 def new_key() -> str:
-    """Return a fresh key of 256 random bits."""
+    """Return a new key of 256 random bits."""
     return f"penstock-{secrets.token_urlsafe(32)}"
 
 
 def hash_of(key: str) -> str:
-    """Return the hash of a key as the file has it. Raise InvalidArgument for a text that is no safe key.
-
-    The error never shows the key.
-    """
+    """Return the hash of a key in the form of the file. Raise InvalidArgument, without the key, for an unsafe key."""
     if _KEY.fullmatch(key) is None:
         text = f"a key must be {SHORTEST_KEY} to {LONGEST_KEY} visible ASCII characters without a comma, made at random"
         raise InvalidArgument(f"{text}: `penstock key new` makes one")
@@ -95,12 +93,12 @@ def hash_of(key: str) -> str:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the SHA-256 of a key as it came."""
+    """Return the SHA-256 of a key."""
     return sha256(key).digest()
 
 
 def check_distinct(keys: Sequence[ApiKey]) -> None:
-    """Raise InvalidArgument for two keys of one name or one hash."""
+    """Raise InvalidArgument for two keys with the same name or hash."""
     for what in ("name", "hash"):
         counts = Counter(getattr(key, what) for key in keys)
         if twice := [key.name for key in keys if counts[getattr(key, what)] > 1]:

@@ -12,10 +12,10 @@ FIELD = "trusted_proxy"
 
 
 class TrustedProxies:
-    """Networks of proxies that set X-Forwarded-For and X-Forwarded-Proto; the headers of all others are ignored.
+    """Networks of proxies that set X-Forwarded-For and X-Forwarded-Proto; the headers of other peers are ignored.
 
-    Raise InvalidArgument for a text that is no network or address, and for one that holds every address: then each
-    client could choose its own.
+    Raise InvalidArgument for a text that is not a network or address, and for a network of all addresses: every client
+    could choose its own address.
     """
 
     def __init__(self, networks: Sequence[str] = ()) -> None:
@@ -26,20 +26,20 @@ class TrustedProxies:
         return bool(self._networks)
 
     def trusted(self, address: str) -> bool:
-        """Whether connections from this address are a proxy's."""
+        """Return whether this address is a trusted proxy's."""
         return address in self._known
 
     def around(self, application: Any) -> Any:
-        """The application with the client's own address and scheme in each scope that comes by a trusted proxy.
+        """Return the application behind a middleware that sets the client's own address and scheme.
 
-        Of the addresses in X-Forwarded-For the last one that is no trusted proxy's counts: what a client put into the
-        header itself stands before it.
+        In X-Forwarded-For the last address that is not a trusted proxy's counts: addresses that the client itself put
+        into the header stand before it.
         """
         return _headers_of(application, self._networks)
 
 
 def _networks(text: str) -> list[str]:
-    """The network, and for IPv4 also its form on a socket that takes both families."""
+    """Return the network, and for IPv4 also its form on a socket for both families."""
     try:
         network: IPv4Network | IPv6Network = ip_network(text)
     except ValueError as error:
@@ -52,6 +52,6 @@ def _networks(text: str) -> list[str]:
 
 
 def _headers_of(application: Any, networks: list[str]) -> Any:
-    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware  # not needed by an app without proxies
+    from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware  # unused by an app without proxies
 
     return ProxyHeadersMiddleware(application, networks)

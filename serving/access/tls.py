@@ -17,17 +17,17 @@ CERT_FIELD, KEY_FIELD = "tls_cert_path", "tls_key_path"
 class Tls:
     """TLS 1.2 or later with the certificate chain and the key in two PEM files.
 
-    `context` is for a listener. When the files in `watched` have changed, new connections get the new certificate and
-    open ones go on; a pair that does not work is logged and the former one stays. Raise InvalidArgument that names the
-    option for files that cannot be used at start.
+    `context` is for a listener. After a change of the files in `watched`, new connections use the new certificate and
+    open ones go on; a pair that does not work is logged, and the former one stays in use. Raise InvalidArgument that
+    names the option for files that cannot be used at the start.
     """
 
     def __init__(self, cert_path: Path, key_path: Path) -> None:
         self._paths = cert_path, key_path
         self.watched = WatchedFiles("TLS certificate", self._paths, self._load)
         self.context = self._current = _context(cert_path, key_path)
-        # Loading a pair into a context in use can leave it with a certificate and the key of another. So each pair has
-        # a context of its own, which a connection is given when its handshake begins.
+        # Loading a pair into a context in use can leave it with the certificate of one pair and the key of another. So
+        # each pair has a context of its own, which a connection gets when its handshake begins.
         self.context.sni_callback = self._choose
 
     def _load(self) -> Callable[[], object]:
@@ -35,12 +35,12 @@ class Tls:
         return lambda: setattr(self, "_current", changed)
 
     def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        """Called in each handshake, also of a client that names no host."""
+        """Called in each handshake, even if the client names no host."""
         connection.context = self._current
 
 
 def tls_of(cert_path: Path | None, key_path: Path | None) -> Tls | None:
-    """Return what the two options come to, None where neither is given. Raise InvalidArgument for one alone."""
+    """Return the TLS of the two options, None if neither is set. Raise InvalidArgument for only one of them."""
     if cert_path is None and key_path is None:
         return None
     if cert_path is None:

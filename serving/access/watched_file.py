@@ -1,4 +1,4 @@
-"""WatchedFiles: something made of files, made again when one of them changes."""
+"""WatchedFiles: reload an object when one of its files changes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import anyio.to_thread
 
 _log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
-"""How often the files are looked at: that needs no signal, and works on every file system."""
+CHECK_EVERY_S = 2.0
+"""Seconds between two checks of the files. Polling needs no signal, and works on every file system."""
 
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles:
-    """Calls `load` when a file has changed since it was called last.
+    """Calls `load` when a file has changed since the last call.
 
-    `load` reads the files, in a worker thread, and returns a function that the event loop then calls to put the result
-    to use. An error of it is logged and what was loaded before stays in use; it is called again when a file changes
-    again. `what` names the thing in the log.
+    `load` reads the files in a worker thread, and returns a function that the event loop calls to use the result. Its
+    error is logged, and the former result stays in use until a file changes again. `what` names the object in the log.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], Callable[[], object]]) -> None:
@@ -34,19 +33,19 @@ class WatchedFiles:
     def _stamp_now(self) -> Stamp:
         return tuple(_stamp(path) for path in self._paths)
 
-    async def look(self) -> None:
-        """Load the files if they have changed."""
+    async def check(self) -> None:
+        """Reload the files if they have changed."""
         if (use := await anyio.to_thread.run_sync(self._changed, abandon_on_cancel=True)) is not None:
             use()
 
     def _changed(self) -> Callable[[], object] | None:
-        stamp = self._stamp_now()  # before they are read: a change meanwhile is found the next time
+        stamp = self._stamp_now()  # taken before the files are read: a change meanwhile is found by the next check
         if stamp == self._stamp:
             return None
         self._stamp = stamp
         try:
             use = self._load()
-        except Exception as error:  # whatever is wrong with the files, the server goes on with what it has
+        except Exception as error:  # whatever is wrong with the files, the server keeps the former result
             _log.error("%s: not loaded again, the former ones stay in use: %s", self._what, error)
             return None
         _log.warning("%s: loaded again", self._what)
@@ -54,7 +53,7 @@ class WatchedFiles:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes with the file, through links; None if it cannot be seen."""
+    """Return a value that changes with the file, links followed; None if the file cannot be read."""
     try:
         seen = path.stat()
     except OSError:
@@ -63,9 +62,9 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 async def follow(watched: Iterable[WatchedFiles]) -> None:
-    """Look at all of them every `LOOK_EVERY_S` until cancelled; return at once if there are none."""
+    """Check all of them every `CHECK_EVERY_S` until cancelled; return at once if there are none."""
     all_of_them = list(watched)
     while all_of_them:
-        await anyio.sleep(LOOK_EVERY_S)
+        await anyio.sleep(CHECK_EVERY_S)
         for each in all_of_them:
-            await each.look()
+            await each.check()

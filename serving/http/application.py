@@ -45,13 +45,13 @@ def app(
     tracer: Tracer | None = None,
     access: Access | None = None,
 ) -> Edge:
-    """The app of one graph, or of several by the model name clients ask for.
+    """Return the app of one graph, or of several by model name.
 
-    It owns nothing but its counters: graphs are neither opened nor closed, and it needs no lifespan. A program that
-    drains passes the `availability` it will drain; metrics go to `telemetry`, by default to one of the app's own. With
-    a `tracer` each generation has a span, below which hang those of a graph that is `traced`. `access` is who may use
-    it, by default every client.
-    Raises ValueError for a single graph without a model in it: give that one a name.
+    It owns nothing but its counters: it neither opens nor closes graphs, and needs no lifespan. A program that drains
+    passes its `availability`; metrics go to `telemetry`, by default one of the app's own. With a `tracer` each
+    generation has a span, the parent of the spans of a `traced` graph. `access` decides who may use the app, by
+    default every client.
+    Raise ValueError for a single graph without a model in it: pass it with a name.
     """
     service = Service(
         models=served(graph),
@@ -68,7 +68,7 @@ def app(
 def admin_app(
     graph: Graph | Mapping[str, Graph], options: HttpOptions, availability: Availability, telemetry: Telemetry
 ) -> Edge:
-    """The app of the admin address: metrics and the state of the workers behind the graph, for every client of it."""
+    """Return the app of the admin address: metrics and the state of the graph's workers, for every client of it."""
     service = Service(served(graph), evolve(options, shows_internals=True), availability, telemetry)
     return _application(service, _state_routes(_Pages(service), service.options), [])
 
@@ -97,13 +97,13 @@ def _routes(service: Service, tracer: Tracer | None) -> list[Route]:
 
 
 def _state_routes(pages: _Pages, options: HttpOptions) -> list[Route]:
-    """What tells of the server itself; metrics only where its internals are shown."""
+    """Return the routes of the server's own state; metrics only where its internals are shown."""
     routes = [Route(options.health_path, pages.health), Route(options.live_path, pages.live)]
     return [*routes, Route(options.metrics_path, pages.metrics)] if options.shows_internals else routes
 
 
 class _Pages:
-    """The small answers around the two APIs."""
+    """The pages around the two generation APIs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -111,13 +111,13 @@ class _Pages:
         self._docs: bytes | None = None
 
     async def openapi(self, request: Request) -> Response:
-        """The description of the app, made when it is first asked for."""
+        """The description of the app, made for the first request."""
         if self._description is None:
             self._description = encode(describe(self._service.options))
         return _json(self._description)
 
     async def docs(self, request: Request) -> Response:
-        """The same to read."""
+        """The description as a page."""
         options = self._service.options
         if self._docs is None:
             self._docs = page(describe(options), options.openapi_path)
@@ -130,17 +130,17 @@ class _Pages:
         return _json(to_json(ModelList(infos)))
 
     async def model(self, request: Request) -> Response:
-        """One model; names may contain slashes. An exact name wins over the question whether one is ready."""
+        """One model; with `/ready` behind its name, whether it is ready. Names may have slashes; an exact name wins."""
         name, caller = request.path_params["id"], caller_of(request.scope)
         if (model := self._service.models.get(name)) is not None and caller.may_use(name):
             return _json(to_json(model.info(self._service.options)))
-        asked = name.removesuffix("/ready")
-        if asked != name and asked in self._service.models and caller.may_use(asked):
-            return _json(encode({"model": asked, "namespaces": {}}))
+        model_name = name.removesuffix("/ready")
+        if model_name != name and model_name in self._service.models and caller.may_use(model_name):
+            return _json(encode({"model": model_name, "namespaces": {}}))
         raise Refusal(404, "Model not found")
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken, also without workers; 503 while draining. Workers where they are shown."""
+        """200 while requests are taken, even without workers, which it lists if they are shown; 503 while draining."""
         phase = self._service.availability.phase
         if phase is Phase.READY:
             if not (self._service.options.shows_internals and caller_of(request.scope).may("admin")):
@@ -152,12 +152,12 @@ class _Pages:
         return _json(encode(body), 503)
 
     async def live(self, request: Request) -> Response:
-        """200 until the program stops, also while it drains."""
+        """200 until the program stops, even while it drains."""
         stopping = self._service.availability.phase is Phase.STOPPING
         return _json(encode({"status": "stopping" if stopping else "live"}), 503 if stopping else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """All metrics as Prometheus text. Raises Refusal (403) for a key without the privilege `admin`."""
+        """All metrics as Prometheus text. Raise Refusal (403) for a key without the privilege `admin`."""
         if not caller_of(request.scope).may("admin"):
             raise Refusal(403, "metrics need a key with the privilege `admin`")
         telemetry = self._service.telemetry
@@ -177,7 +177,7 @@ def _problem(request: Request, problem: Problem) -> Response:
 
 
 async def _unroutable(request: Request, error: Exception) -> Response:
-    """No such path, or not with this method; the methods there are come along."""
+    """Answer a path that does not exist, or does not have this method; a header lists its methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _problem(request, Problem(404, f"Route not found: {request.method} {request.url.path}", "not_found"))

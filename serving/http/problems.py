@@ -1,7 +1,9 @@
-"""From an error to what its client may see: an HTTP status, a message, a class for the metrics.
+"""From an error to the part of it that a client may see: an HTTP status, a message, and a class for the metrics.
 
-Only this module decides it. The status is that of the error's facts; the message is the error's own only where it was
-written for the client.
+    explain(error)  ──►  Problem  ──►  body() and headers() of an error answer, or frame() in a stream
+
+Only this module decides it. The status is in the error's facts; the message is the error's own only if it was written
+for the client.
 
 Source: dynamo lib/llm/src/http/service/openai.rs, ErrorMessage, and error.rs. Other than there, one table serves
 whole answers, streams and metrics.
@@ -52,14 +54,12 @@ _SENDABLE = range(200, 600)
 _INTERNAL = "Internal server error"
 _CANCELLED = "Request cancelled"
 _VALIDATION = "Validation: "
-
-
 _MESSAGE_BYTES_MAX = 3_072
-"""Of a message as JSON: with it every error body stays below 4 KiB, whatever text of a client's it repeats."""
+"""Longest message as JSON: with it every error body stays below 4 KiB, whatever text of the client it repeats."""
 
 
 def bounded(message: str) -> str:
-    """The message, shortened so that it takes at most `_MESSAGE_BYTES_MAX` as JSON, without halves of characters."""
+    """Return the message, cut to at most `_MESSAGE_BYTES_MAX` as JSON, with no half of a character."""
     shown = message[:_MESSAGE_BYTES_MAX]
     if not shown.isascii():
         shown = shown.encode("utf-8", "replace").decode()
@@ -72,24 +72,24 @@ def bounded(message: str) -> str:
 
 @frozen
 class Problem:
-    """What a client is told: status, message, and perhaps details; `kind` is for the metrics.
-
-    A message that is too long is shortened. `retry_after_s` are the whole seconds after which it makes sense to ask
-    again, where that is known. `type` replaces the words of the status. `exceeded` is the limit that refused the
-    request; the body and a header name it.
-    """
+    """An error as its client sees it."""
 
     status: int
     message: str = field(converter=bounded)
+    """Shortened if it is too long."""
     kind: ErrorKind
+    """Its class in the metrics."""
     details: dict[str, Any] | None = None
     retry_after_s: int | None = None
+    """Whole seconds after which to try again; None if unknown."""
     type: str | None = None
+    """Replaces the status in words."""
     exceeded: ExceededLimit | None = None
+    """The limit that refused the request; the body and a header name it."""
 
     @property
     def reason(self) -> str:
-        """What kind of problem it is: the status in words, unless `type` is set."""
+        """`type`, else the status in words."""
         if self.type is not None:
             return self.type
         if (known := _REASONS.get(self.status)) is not None:
@@ -100,7 +100,7 @@ class Problem:
             return "Error"
 
     def body(self, request_id: str | None = None) -> bytes:
-        """The JSON body of an error response to the request with this id."""
+        """Return the JSON body of the error answer to the request with this id."""
         plain: dict[str, Any] = {"message": self.message, "type": self.reason, "code": self.status}
         if self.details is not None:
             plain["details"] = self.details
@@ -111,7 +111,7 @@ class Problem:
         return encode(plain)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of an error response that are not those of every answer."""
+        """Return the headers of the error answer, beside those of every answer."""
         headers: list[tuple[bytes, bytes]] = []
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
@@ -123,7 +123,7 @@ class Problem:
         return headers
 
     def frame(self) -> bytes:
-        """The event that shows it in the middle of a stream, whose header and chunks have the request's id."""
+        """Return the event for a stream that has begun; the stream's header and chunks have the request's id."""
         reason = self.reason.lower().replace(" ", "_").replace("-", "_")
         error: dict[str, Any] = {"message": self.message, "type": reason, "code": self.status}
         if self.exceeded is not None:
@@ -135,14 +135,14 @@ LIMIT_HEADER = b"x-penstock-limit"
 """Header of a refusal by a limit: `name; value=N; threshold=M`."""
 
 INTERNAL = Problem(500, _INTERNAL, "internal")
-"""Whatever a client is told nothing of."""
+"""The problem of every error that is hidden from the client."""
 
 CLIENT_GONE = Problem(CLIENT_CLOSED_REQUEST, _CANCELLED, "cancelled")
-"""Nobody is there any more to be told."""
+"""The problem of a request whose client left; it is never sent."""
 
 
 class Refusal(PenstockError):
-    """The HTTP side itself refuses a request; `problem` is the whole answer."""
+    """Raised where the HTTP side itself refuses a request; `problem` is the whole answer."""
 
     def __init__(
         self, status: int, message: str, kind: ErrorKind | None = None, *, exceeded: ExceededLimit | None = None
@@ -153,7 +153,7 @@ class Refusal(PenstockError):
 
 
 def kind_of(status: int, message: str, overload_status: int = OVERLOADED) -> ErrorKind:
-    """The class of a status that comes without one."""
+    """Return the class of a status without one of its own."""
     if status == overload_status:
         return "overload"
     if status == 400:
@@ -174,7 +174,7 @@ _KINDS: dict[int, ErrorKind] = {
 
 
 def explain(error: BaseException, overload_status: int = OVERLOADED) -> Problem:
-    """What the client is told of this error and its causes: the first row of the table that holds for any of them."""
+    """Return the problem of an error and its causes: the first row of `_PRECEDENCE` that matches any of them."""
     links = [link for link in chain(to_error(error)) if isinstance(link, PenstockError)]
     for errors, describe in _PRECEDENCE:
         if found := [link for link in links if isinstance(link, errors)]:
@@ -185,7 +185,7 @@ def explain(error: BaseException, overload_status: int = OVERLOADED) -> Problem:
 
 
 def _retry_after_s(links: Sequence[PenstockError]) -> int | None:
-    """When the first of them that knows says to come back, in whole seconds, never too early."""
+    """Return the first `retry_after_s` among the errors, rounded up to whole seconds."""
     for link in links:
         known_s = getattr(link, "retry_after_s", None)
         if isinstance(known_s, int | float) and isfinite(known_s) and known_s >= 0:  # it may have come by the wire
@@ -194,7 +194,7 @@ def _retry_after_s(links: Sequence[PenstockError]) -> int | None:
 
 
 def _fixed(kind: ErrorKind, message: str, type: str | None = None) -> Callable[[PenstockError, int], Problem]:
-    """The status of the error's facts with always the same text, and with the same type whatever status is set."""
+    """Return a row for errors with a fixed text: the status of the error's facts, the same type with every status."""
 
     def describe(error: PenstockError, overload_status: int) -> Problem:
         status = error.facts.status
@@ -209,7 +209,7 @@ def _own_text(error: PenstockError, _: int) -> Problem:
 
 
 def _asserted(error: PenstockError, overload_status: int) -> Problem:
-    """A status an engine asks for: shown with its text only where the client is to blame."""
+    """Return the problem of a status that an engine set: with its text only if the client is to blame."""
     assert isinstance(error, StatusError)
     status, kind = error.status, kind_of(error.status, error.message, overload_status)
     if 400 <= status < CLIENT_CLOSED_REQUEST:
@@ -240,19 +240,19 @@ _PRECEDENCE: tuple[tuple[tuple[type[PenstockError], ...], Callable[[PenstockErro
 
 
 def error_of(item: Annotated[Any]) -> PenstockError | None:
-    """The error of an error item; one that has only a comment may name its status there, as JSON."""
+    """Return the error of an error item; an item with only a comment may have its status there, as JSON."""
     error = item.extract_error()
     if error is None or item.error is not None:
         return error
-    return _said("".join(item.comment or ())) or error
+    return _status_error("".join(item.comment or ())) or error
 
 
-def _said(comment: str) -> StatusError | None:
-    """The error in a comment of the form `{"message": text, "code": status}`."""
+def _status_error(comment: str) -> StatusError | None:
+    """Return the error in a comment of the form `{"message": text, "code": status}`."""
     try:
-        said = json.loads(comment)
+        plain = json.loads(comment)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or not isinstance(said.get("code"), int):
+    if not isinstance(plain, dict) or not isinstance(plain.get("code"), int):
         return None
-    return StatusError(str(said.get("message", "")), status=said["code"])
+    return StatusError(str(plain.get("message", "")), status=plain["code"])

@@ -1,6 +1,6 @@
-"""The description of an app in OpenAPI 3.1, made of what validates: records, the table of rules, limits, paths.
+"""The description of an app in OpenAPI 3.1, made from what validates: records, the table of rules, limits, paths.
 
-No line of it repeats a field or a range: a field that a record gains is in the description, and so is a rule or limit.
+Nothing here repeats a field or a range: a new field, rule or limit is in the description by itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ REFUSALS: Mapping[int, str] = {
     501: "The request asks for something that is not supported.",
     503: "The service is not ready, or no worker is there.",
 }
-"""Answers of the two generation APIs beside the good one and the status of overload."""
+"""Error answers of the two generation APIs, except the status of overload."""
 
 _STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
 
@@ -81,7 +81,7 @@ class _Api:
 
 
 def describe(options: HttpOptions) -> Schema:
-    """The whole description of an app with these options, as plain values."""
+    """Return the whole description of an app with these options, as plain values."""
     kinds = (ChatCompletionRequest, CompletionRequest)
     read = Schemas("read", {kind: _keywords(kind, options) for kind in kinds})
     for kind in kinds:
@@ -105,7 +105,7 @@ def describe(options: HttpOptions) -> Schema:
 
 
 def _keywords(kind: type[Any], options: HttpOptions) -> dict[str, dict[str, object]]:
-    """What the rules and limits of a request add to its fields."""
+    """Return what the rules and limits of a request add to the schemas of its fields."""
     found = keywords_of(kind)
     if kind is ChatCompletionRequest:
         found |= {name: {"enum": [None]} for name in NOT_IMPLEMENTED}
@@ -115,7 +115,7 @@ def _keywords(kind: type[Any], options: HttpOptions) -> dict[str, dict[str, obje
 
 
 def _limits(options: HttpOptions) -> Schema:
-    """Each limit, its value and its meaning."""
+    """Return each limit with its value and meaning."""
     return {
         name: {"value": asdict(record)[name], "description": known.help}
         for record in (options.limits, options.request_limits)
@@ -129,7 +129,7 @@ def _generation(api: _Api, options: HttpOptions, read: Schemas, write: Schemas) 
         "headers": _answer_headers(),
         "content": {
             _JSON: {"schema": write.of(api.answer)},
-            # Without a type: by 3.1 this is a text, and tools that know events take it for the schema of each of them.
+            # Without a type: by 3.1 this is a text, and tools that know events use it as the schema of each event.
             _EVENTS: {"schema": {"description": _EVENT_STREAM}, "x-event-data": write.of(api.chunk)},
         },
     }
@@ -143,7 +143,7 @@ def _generation(api: _Api, options: HttpOptions, read: Schemas, write: Schemas) 
 
 
 def _pages(options: HttpOptions, write: Schemas) -> Schema:
-    """The small pages around the two APIs."""
+    """Return the paths of the pages around the two generation APIs."""
     ready = {"type": "object", "properties": {"model": {"type": "string"}, "namespaces": {"type": "object"}}}
     name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     model = {"anyOf": [write.of(ModelInfo), ready]}
@@ -176,7 +176,7 @@ def _good(text: str, schema: Schema, media_type: str = _JSON) -> Schema:
 
 
 def error(text: str) -> Schema:
-    """An answer that is an error."""
+    """Return the schema of an error answer."""
     limit = {"description": "`name; value=N; threshold=M` of the limit that refused it.", "schema": {"type": "string"}}
     later = {"description": "Seconds after which to ask again.", "schema": {"type": "integer"}}
     return {
@@ -195,7 +195,7 @@ def _id_header() -> list[Schema]:
 
 
 def _request_headers() -> list[Schema]:
-    """The headers that change what is done; those of metadata are any with their prefix."""
+    """Return the headers that change how a request is handled; every header with the metadata prefix is one."""
     entry = f"{METADATA_PREFIX}*"
     return [
         *_id_header(),

@@ -1,4 +1,4 @@
-"""The description of an app as a page to read: plain HTML without a script, so that it is complete offline."""
+"""The description of an app as a page: plain HTML without a script, complete offline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANGES = {
 
 
 def page(document: Schema, document_path: str) -> bytes:
-    """The page of a description that is found at that path."""
+    """Return the page of a description, with a link to its path."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
@@ -68,7 +68,7 @@ def _limits(document: Schema) -> Iterator[str]:
 
 
 def _kind(schema: Schema) -> str:
-    """The kind of a value in words."""
+    """Return the kind of a value in words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_kind(each) for each in schema["anyOf"]))
     if "$ref" in schema:
@@ -81,7 +81,7 @@ def _kind(schema: Schema) -> str:
 
 
 def _range(schema: Schema) -> str:
-    """The range of a value in words, but for that of its kind of number."""
+    """Return the range of a value in words, without bounds that only its number type sets."""
     shown = ((words, schema[key]) for key, words in _RANGES.items() if key in schema)
     return ", ".join(f"{words} {value}" for words, value in shown if abs(value) < 2**31 - 1)
 

@@ -1,4 +1,4 @@
-"""The JSON schemas of wire records, by the same declarations that the codec reads and writes them by.
+"""The JSON schemas of wire records, from the declarations that the codec uses.
 
 schemas = Schemas("read")
 schemas.of(ChatCompletionRequest)   ──►  {"$ref": "#/components/schemas/ChatCompletionRequest"}
@@ -31,20 +31,19 @@ _PLAIN: Mapping[Any, Schema] = {
 
 @define
 class Schemas:
-    """Collects the schemas of records and of all that they hold.
-
-    `mode` is how the records are used: what the server reads needs the fields without a default, what it writes has the
-    fields that are always written. `keywords` adds to the fields of a record, by its class. Records with a name that is
-    among `taken` are called answers.
-    """
+    """Collects the schemas of records and of all that they hold."""
 
     mode: Literal["read", "write"]
+    """A record to read requires its fields without a default; a written record has its fields that are always there."""
     keywords: Mapping[type[Any], Mapping[str, Mapping[str, object]]] = field(factory=dict)
+    """Additions to the fields of a record, by its class."""
     taken: Collection[str] = ()
+    """Names in use: a record with one of them gets `Answer` behind its own."""
     components: dict[str, Schema] = field(factory=dict)
+    """The schemas of all records so far, by name."""
 
     def of(self, kind: Any) -> Schema:
-        """The schema of a type: records by reference, all others in full."""
+        """Return the schema of a type: a record by reference, any other in full."""
         if _is_plain(kind):
             return dict(_PLAIN[kind])
         for mark in getattr(kind, "__metadata__", ()):
@@ -104,12 +103,12 @@ class Schemas:
 def _is_plain(kind: Any) -> bool:
     try:
         return kind in _PLAIN
-    except TypeError:  # a type that has no hash, which is none of them
+    except TypeError:  # a type without a hash is not among them
         return False
 
 
 def _either(schemas: list[Schema]) -> Schema:
-    """One of them; a single type that may be null keeps its form."""
+    """Return the schema of a union; a single type that may be null keeps its form."""
     null = _PLAIN[type(None)]
     others = [schema for schema in schemas if schema != null]
     if len(others) == len(schemas):

@@ -1,4 +1,4 @@
-"""Files are looked at in turn, for as long as the server runs."""
+"""Files are checked one after the other, for as long as the server runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.anyio
 
 
 class Watched:
-    """Counts the looks at it; one takes `takes_s`."""
+    """Counts its checks; each takes `takes_s`."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.takes_s = takes_s
-        self.looks = 0
+        self.checks = 0
         self.open = 0
 
-    async def look(self) -> None:
-        self.looks += 1
+    async def check(self) -> None:
+        self.checks += 1
         self.open += 1
         assert self.open == 1
         try:
@@ -30,18 +30,18 @@ class Watched:
             self.open -= 1
 
 
-async def test_each_is_looked_at_every_two_seconds_until_the_server_ends() -> None:
+async def test_each_is_checked_every_two_seconds_until_the_server_ends() -> None:
     watched: list[Any] = [Watched(), Watched()]
     with anyio.move_on_after(9):
         await follow(watched)
-    assert [each.looks for each in watched] == [4, 4]
+    assert [each.checks for each in watched] == [4, 4]
 
 
-async def test_a_slow_look_is_not_overtaken_and_ends_with_the_server() -> None:
+async def test_a_slow_check_is_not_overtaken_and_ends_with_the_server() -> None:
     slow: Any = Watched(takes_s=100)
     with anyio.move_on_after(150):
         await follow([slow])
-    assert (slow.looks, slow.open) == (2, 0)
+    assert (slow.checks, slow.open) == (2, 0)
 
 
 async def test_without_files_there_is_nothing_to_follow() -> None:

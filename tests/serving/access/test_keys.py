@@ -252,15 +252,15 @@ def test_a_changed_file_changes_the_keys_and_a_broken_one_leaves_them(
         return lambda: ring.replace(changed)
 
     watched = WatchedFiles("API keys", [file], load)  # type: ignore[arg-type]
-    anyio.run(watched.look)
+    anyio.run(watched.check)
     other = new_key()
     for content, valid in ((table("b", other), other), ("", other), ("key = []", other), (table("a"), KEY)):
         _write(file, content)
-        anyio.run(watched.look)
+        anyio.run(watched.check)
         assert [key for key in (KEY, other) if ring.find(key.encode())] == [valid]
     file.unlink()
-    anyio.run(watched.look)
-    anyio.run(watched.look)
+    anyio.run(watched.check)
+    anyio.run(watched.check)
     assert ring.find(KEY.encode()) is not None
     levels = [record.levelname for record in caplog.records]
     assert levels == ["WARNING", "ERROR", "ERROR", "WARNING", "ERROR"]

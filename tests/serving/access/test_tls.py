@@ -111,13 +111,13 @@ async def test_new_connections_get_a_changed_certificate_and_open_ones_go_on(
             for host in ("127.0.0.1", "localhost"):  # without a server name in the handshake, and with one
                 before = await serial_of(url, context, host)
                 certificates.issue()
-                await tls.watched.look()
+                await tls.watched.check()
                 assert await serial_of(url, context, host) != before
             now = await serial_of(url, context)
             certificates.write(certificates.key, certificates.folder.joinpath("cert.pem").read_bytes())
-            await tls.watched.look()
+            await tls.watched.check()
             certificates.ca.issue_cert("x").private_key_pem.write_to_path(certificates.key)  # of another certificate
-            await tls.watched.look()
+            await tls.watched.check()
             assert await serial_of(url, context) == now
             assert (await client.get("/live")).status_code == 200
 
