@@ -16,6 +16,8 @@ from typing import Any
 
 from attrs import define, field
 
+from tests.serving.worlds import program
+
 ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("live_probe.py")
 START_S = 30.0
@@ -126,26 +128,14 @@ class LiveProbe:
 
 
 @contextmanager
-def edge_server(variables: Mapping[str, str], *options: str) -> Iterator[EdgeServer]:
+def edge_server(variables: Mapping[str, Any], *options: str) -> Iterator[EdgeServer]:
     """A server with these environment variables, and options such as `MOCK`."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "serving", "serve", "--port", "0", "--host", "127.0.0.1", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | variables,
-        cwd=ROOT,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert "http://" in line, line
-            host, _, port = line.split("http://")[1].partition(";")[0].strip().rpartition(":")
-            server = EdgeServer(process, host, int(port))
-            _warm_up(server)
-            yield server
-        finally:
-            process.kill()
+    here = ("--host", "127.0.0.1")
+    with program(*here, *options, cwd=ROOT, stderr=subprocess.DEVNULL, **variables) as (process, address):
+        host, _, port = address.rpartition(":")
+        server = EdgeServer(process, host, int(port))
+        _warm_up(server)
+        yield server
 
 
 def _warm_up(server: EdgeServer) -> None:

@@ -21,7 +21,7 @@ from pipeline.testing import watch_streams
 from serving.deployment import GraphConfig, standard_graph
 from serving.http import app
 from tests.edge.fuzz import Case, cases
-from tests.serving.conftest import Exchange
+from tests.serving.worlds import Exchange
 
 pytestmark = pytest.mark.anyio
 

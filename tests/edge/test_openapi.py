@@ -31,7 +31,7 @@ from pipeline.testing import ScriptedEngine
 from serving.http import HttpOptions, app
 from serving.http.openapi.description import describe
 from serving.http.openapi.json_schema import Schemas
-from tests.serving.conftest import Exchange
+from tests.serving.worlds import Exchange
 
 KINDS = (ChatCompletionRequest, CompletionRequest)
 

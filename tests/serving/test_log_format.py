@@ -22,6 +22,7 @@ from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import HttpOptions, app
 from serving.log_format import FIELDS, JsonLines, RequestFields, TextLines, current_fields, with_fields
 from serving.terminal import log_to_stderr
+from tests.serving.worlds import chat, last, program, request_to, token
 
 DOCS = Path(__file__).parents[2] / "docs" / "observability.md"
 HOSTILE = st.text(
@@ -160,9 +161,7 @@ ACCESS = HttpOptions(access_log=True)
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_is_one_line_when_its_answer_has_ended(
-    chat: Any, lines: Any, token: Any, last: Any, stream: bool
-) -> None:
+async def test_a_request_is_one_line_when_its_answer_has_ended(lines: Any, stream: bool) -> None:
     engine = ScriptedEngine([Wait(2), token("a"), Wait(1), token("b"), last(FinishReason.LENGTH), Wait(1)])
     exchange = chat(app({"m": engine}, options=ACCESS), stream=stream)
     async with anyio.create_task_group() as tasks:
@@ -190,7 +189,7 @@ async def test_a_request_is_one_line_when_its_answer_has_ended(
 
 
 @pytest.mark.anyio
-async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(request_to: Any, lines: Any) -> None:
+async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(lines: Any) -> None:
     service = app({"m": ScriptedEngine([])}, options=ACCESS)
     for path in ("/live", "/nope\nERROR x: forged caller=1"):
         await request_to(service, path, method="GET").run()
@@ -202,19 +201,19 @@ async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(re
 
 
 @pytest.mark.anyio
-async def test_without_the_option_nothing_is_written(request_to: Any, lines: Any) -> None:
+async def test_without_the_option_nothing_is_written(lines: Any) -> None:
     await request_to(app({"m": ScriptedEngine([])}), "/live", method="GET").run()
     assert lines() == []
 
 
 @pytest.mark.anyio
-async def test_the_access_log_names_the_worker(chat: Any, lines: Any) -> None:
+async def test_the_access_log_names_the_worker(lines: Any) -> None:
     async with hosted_graph(GraphConfig(workers=2, model_name="m"), Hosting()) as opened:
         await chat(app(opened.graph, options=ACCESS)).run()
         assert lines()[0]["worker"] in [f"{worker.worker_id:x}" for worker in opened.workers]
 
 
-def test_a_program_writes_every_line_as_json(program: Any, tmp_path: Path) -> None:
+def test_a_program_writes_every_line_as_json(tmp_path: Path) -> None:
     """Also those of the server library, whose own access log stays silent."""
     with program("--log-format", "json", "--log-level", "info", "--access-log") as (process, address):
         connection = HTTPConnection(address)

@@ -17,6 +17,7 @@ from pipeline import InvalidArgument, ResourceExhausted
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import Availability, app
 from serving.server import HttpServer, listen, url_of
+from tests.serving.worlds import last, token
 
 pytestmark = pytest.mark.anyio
 
@@ -50,7 +51,7 @@ def client_of(url: str) -> openai.AsyncOpenAI:
 
 
 @pytest.fixture
-def hello(token: Any, last: Any) -> ScriptedEngine:
+def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
@@ -95,7 +96,7 @@ async def test_errors_become_exceptions_of_the_openai_client(
     await serving(engine, use)
 
 
-async def test_an_error_in_the_middle_is_raised_by_the_openai_client(serving: Any, token: Any) -> None:
+async def test_an_error_in_the_middle_is_raised_by_the_openai_client(serving: Any) -> None:
     async def use(url: str) -> None:
         async with client_of(url) as client:
             stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
@@ -108,8 +109,8 @@ async def test_an_error_in_the_middle_is_raised_by_the_openai_client(serving: An
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("said", [0, 1])
-async def test_a_connection_that_is_cut_ends_the_request(serving: Any, token: Any, stream: bool, said: int) -> None:
-    """FE-55, FE-56: also while the first item is waited for."""
+async def test_a_connection_that_is_cut_ends_the_request(serving: Any, stream: bool, said: int) -> None:
+    """Also while the first item is waited for."""
     engine = ScriptedEngine([*[token("a")] * said, Stall()])
 
     async def use(url: str) -> None:
@@ -161,7 +162,7 @@ async def test_tokens_do_not_wait_for_a_full_packet() -> None:
     assert all(seen)
 
 
-async def test_a_drained_server_lets_its_answers_finish(token: Any, last: Any) -> None:
+async def test_a_drained_server_lets_its_answers_finish() -> None:
     availability = Availability()
     engine = ScriptedEngine([token("a"), Wait(0.3), token("b"), last()])
     server = HttpServer(app({"m": engine}, availability=availability), listen("127.0.0.1", 0))

@@ -17,6 +17,7 @@ from serving.access import ALL_PRIVILEGES, ApiKey, KeyRing, Privilege, TrustedPr
 from serving.http import Access, Availability, HttpOptions, app
 from serving.http.caller import caller_of
 from serving.http.guard import sent_key
+from tests.serving.worlds import chat, last, request_to, token
 
 pytestmark = pytest.mark.anyio
 
@@ -51,12 +52,12 @@ def watched(service: Any, seen: list[Any]) -> Any:
 
 
 @pytest.fixture
-def hello(token: Any, last: Any) -> ScriptedEngine:
+def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
 @pytest.fixture
-def page(request_to: Make) -> Make:
+def page() -> Make:
     """GET of a path with these headers, answered."""
 
     async def get(service: Any, path: str, headers: Any = None, method: str = "GET") -> Any:
@@ -96,7 +97,7 @@ async def answered(service: Any, headers: list[tuple[bytes, bytes]], path: str =
 
 
 @pytest.mark.parametrize("headers", [bearer(), {"authorization": f"bearer  {KEY} "}, {"x-api-key": KEY}])
-async def test_a_valid_key_gets_in(hello: Any, chat: Make, page: Make, headers: dict[str, str]) -> None:
+async def test_a_valid_key_gets_in(hello: Any, page: Make, headers: dict[str, str]) -> None:
     service = guarded(hello, ring())
     assert (await chat(service, headers=headers).run()).status == 200
     assert (await page(service, "/v1/models", headers)).status == 200
@@ -194,9 +195,12 @@ async def test_internals_that_are_not_shown_here_are_not_there(hello: Any, page:
     assert (await page(service, "/health")).json == {"status": "healthy"}
 
 
-async def test_without_keys_all_is_open_as_ever(hello: Any, chat: Make, page: Make) -> None:
+async def test_without_keys_all_is_open_as_ever(hello: Any, page: Make) -> None:
     service = app({"m": hello}, access=Access())
-    body = {"nvext": {"backend_instance_id": 7, "agent_hints": {"strict_priority": 3}}, "cache_salt": "t"}
+    body: dict[str, Any] = {
+        "nvext": {"backend_instance_id": 7, "agent_hints": {"strict_priority": 3}},
+        "cache_salt": "t",
+    }
     assert (await chat(service, **body).run()).status == 200
     assert (await page(service, "/metrics")).status == 200
     assert "instances" in (await page(service, "/health")).json
@@ -212,7 +216,7 @@ async def test_the_caller_is_the_name_of_the_key(hello: Any) -> None:
     assert seen[1].privileges == frozenset()
 
 
-async def test_a_key_that_is_taken_away_ends_no_stream_and_gets_no_other(token: Any, last: Any, chat: Make) -> None:
+async def test_a_key_that_is_taken_away_ends_no_stream_and_gets_no_other() -> None:
     keys = ring()
     service = guarded(ScriptedEngine([token("a"), Wait(5), token("b"), last()]), keys)
     running = chat(service, headers=bearer(), stream=True)
@@ -227,7 +231,7 @@ async def test_a_key_that_is_taken_away_ends_no_stream_and_gets_no_other(token: 
 # -- models
 
 
-async def test_a_model_that_a_key_may_not_use_is_not_there_for_it(hello: Any, chat: Make, page: Make) -> None:
+async def test_a_model_that_a_key_may_not_use_is_not_there_for_it(hello: Any, page: Make) -> None:
     service = guarded(hello, ring(models=["m"]))
     listed = await page(service, "/v1/models", bearer())
     assert [model["id"] for model in listed.json["data"]] == ["m"]
@@ -243,7 +247,7 @@ async def test_a_model_that_a_key_may_not_use_is_not_there_for_it(hello: Any, ch
 # -- rates
 
 
-async def test_a_rate_holds_for_requests_at_the_same_time(hello: Any, chat: Make) -> None:
+async def test_a_rate_holds_for_requests_at_the_same_time(hello: Any) -> None:
     service = guarded(hello, ring(requests_per_minute=10))
     requests = [chat(service, headers=bearer()) for _ in range(50)]
     async with anyio.create_task_group() as tasks:
@@ -259,7 +263,7 @@ async def test_a_rate_holds_for_requests_at_the_same_time(hello: Any, chat: Make
     assert (await chat(service, headers=bearer()).run()).status == 429
 
 
-async def test_the_rate_of_one_key_leaves_another_alone_and_wrong_keys_use_none(hello: Any, chat: Make) -> None:
+async def test_the_rate_of_one_key_leaves_another_alone_and_wrong_keys_use_none(hello: Any) -> None:
     keys = KeyRing(
         [ApiKey(name=name, hash=hash_of(key), requests_per_minute=1) for name, key in (("a", KEY), ("b", OTHER))]
     )
@@ -269,7 +273,7 @@ async def test_the_rate_of_one_key_leaves_another_alone_and_wrong_keys_use_none(
     assert (await chat(service, headers=bearer(OTHER)).run()).status == 200
 
 
-async def test_a_key_that_used_up_its_tokens_waits_for_the_debt_to_be_filled(hello: Any, chat: Make) -> None:
+async def test_a_key_that_used_up_its_tokens_waits_for_the_debt_to_be_filled(hello: Any) -> None:
     """An answer is 5 tokens of prompt and 2 of text; the bucket holds 6."""
     service = guarded(hello, ring(tokens_per_minute=6))
     assert (await chat(service, headers=bearer()).run()).status == 200
@@ -279,7 +283,7 @@ async def test_a_key_that_used_up_its_tokens_waits_for_the_debt_to_be_filled(hel
     assert (await chat(service, headers=bearer()).run()).status == 200
 
 
-async def test_tokens_of_a_request_that_was_given_up_count_too(token: Any, chat: Make) -> None:
+async def test_tokens_of_a_request_that_was_given_up_count_too() -> None:
     service = guarded(ScriptedEngine([*[token("a")] * 3, Wait(1000)]), ring(tokens_per_minute=2))
     leaving = chat(service, headers=bearer(), stream=True)
     async with anyio.create_task_group() as tasks:
@@ -289,7 +293,7 @@ async def test_tokens_of_a_request_that_was_given_up_count_too(token: Any, chat:
     assert (await chat(service, headers=bearer()).run()).status == 429
 
 
-async def test_probes_use_no_rate(hello: Any, chat: Make, page: Make) -> None:
+async def test_probes_use_no_rate(hello: Any, page: Make) -> None:
     service = guarded(hello, ring(requests_per_minute=1))
     for _ in range(5):
         assert (await page(service, "/live", bearer())).status == 200
@@ -326,7 +330,7 @@ HEADERS: list[tuple[Privilege, str]] = [
 
 @pytest.mark.parametrize(("privilege", "field", "body"), FIELDS, ids=[field for _, field, _ in FIELDS])
 async def test_a_field_for_the_privileged_is_refused_by_name_without_the_privilege(
-    hello: Any, chat: Make, privilege: Privilege, field: str, body: dict[str, Any]
+    hello: Any, privilege: Privilege, field: str, body: dict[str, Any]
 ) -> None:
     others = [each for each in ALL_PRIVILEGES if each != privilege]
     refused = await chat(guarded(hello, ring(privileges=others)), headers=bearer(), **body).run()
@@ -338,7 +342,7 @@ async def test_a_field_for_the_privileged_is_refused_by_name_without_the_privile
 
 @pytest.mark.parametrize(("privilege", "header"), sorted(set(HEADERS)), ids=lambda value: value)
 async def test_a_header_for_the_privileged_is_refused_by_name_without_the_privilege(
-    hello: Any, chat: Make, privilege: Privilege, header: str
+    hello: Any, privilege: Privilege, header: str
 ) -> None:
     others = [each for each in ALL_PRIVILEGES if each != privilege]
     headers = bearer() | {header: "1"}
@@ -352,7 +356,7 @@ async def test_a_header_for_the_privileged_is_refused_by_name_without_the_privil
     ("asked", "status", "got"), [(None, 200, 5), (5, 200, 5), (-3, 200, -3), (0, 200, 0), (6, 403, None)]
 )
 async def test_the_priority_of_a_key_is_set_and_is_the_highest(
-    hello: Any, chat: Make, asked: int | None, status: int, got: int | None
+    hello: Any, asked: int | None, status: int, got: int | None
 ) -> None:
     body = {} if asked is None else {"nvext": {"agent_hints": {"priority": asked}}}
     answer = await chat(guarded(hello, ring(priority=5)), headers=bearer(), **body).run()
@@ -360,12 +364,12 @@ async def test_the_priority_of_a_key_is_set_and_is_the_highest(
     assert [request.payload.nvext.agent_hints.priority for request in hello.requests] == [got] * (status == 200)
 
 
-async def test_a_key_of_low_priority_cannot_raise_it(hello: Any, chat: Make) -> None:
+async def test_a_key_of_low_priority_cannot_raise_it(hello: Any) -> None:
     service = guarded(hello, ring(priority=-5))
     assert (await chat(service, headers=bearer() | {"x-dynamo-request-priority": "0"}).run()).status == 403
 
 
-async def test_the_tenant_of_a_key_separates_its_cache_unless_it_may_choose(hello: Any, chat: Make) -> None:
+async def test_the_tenant_of_a_key_separates_its_cache_unless_it_may_choose(hello: Any) -> None:
     for options in (HttpOptions(), HttpOptions(nvext=False)):
         service = guarded(hello, ring(tenant="mine", privileges=["tenant"]), options=options)
         await chat(service, headers=bearer(), cache_salt="chosen").run()
@@ -374,12 +378,12 @@ async def test_the_tenant_of_a_key_separates_its_cache_unless_it_may_choose(hell
     assert [request.payload.cache_salt for request in hello.requests] == ["chosen", "mine", "mine"] * 2
 
 
-async def test_the_workers_that_answered_may_be_read_without_a_privilege(hello: Any, chat: Make) -> None:
+async def test_the_workers_that_answered_may_be_read_without_a_privilege(hello: Any) -> None:
     body = {"nvext": {"extra_fields": ["worker_id", "timing"]}}
     assert (await chat(guarded(hello, ring()), headers=bearer(), **body).run()).status == 200
 
 
-async def test_a_key_reaches_neither_metadata_nor_the_engine(hello: Any, chat: Make) -> None:
+async def test_a_key_reaches_neither_metadata_nor_the_engine(hello: Any) -> None:
     headers = bearer() | {f"x-dynamo-meta-{name}": KEY for name in ("authorization", "x-api-key", "api-key", "cookie")}
     assert (await chat(guarded(hello, ring()), headers=headers).run()).status == 200
     assert KEY not in str((hello.requests[0].metadata, hello.requests[0].payload))
@@ -395,7 +399,7 @@ PREFLIGHT = {
 }
 
 
-async def test_a_page_of_an_allowed_origin_may_ask_and_read_our_headers(hello: Any, chat: Make, page: Make) -> None:
+async def test_a_page_of_an_allowed_origin_may_ask_and_read_our_headers(hello: Any, page: Make) -> None:
     service = app({"m": hello}, access=Access(ring(requests_per_minute=1), cors_origins=(ORIGIN,)))
     allowed = await page(service, "/v1/chat/completions", PREFLIGHT, "OPTIONS")
     assert (allowed.status, allowed.response_headers["access-control-allow-origin"]) == (200, ORIGIN)

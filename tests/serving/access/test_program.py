@@ -10,14 +10,15 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serving.access import hash_of, new_key
+from tests.serving.worlds import served_urls
 
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
 COMMAND = [sys.executable, "-m", "serving"]
@@ -38,26 +39,7 @@ def ask(
             return error.code, error.read()
 
 
-@contextmanager
-def program(*options: str, command: tuple[str, ...] = ("serve",), **variables: str) -> Iterator[tuple[Any, list[str]]]:
-    """Run a program that serves; gives the process and the URLs it prints."""
-    with subprocess.Popen(
-        [*COMMAND, *command, "--port", "0", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | variables,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert "://" in line, line + str(process.stderr and process.stderr.read())
-            yield process, [word.rstrip(";") for word in line.split() if "://" in word]
-        finally:
-            process.kill()
-
-
-def ended(process: Any) -> str:
+def ended(process: subprocess.Popen[str]) -> str:
     """What the program wrote to standard error, after an orderly end."""
     process.terminate()
     _, errors = process.communicate(timeout=15)
@@ -67,7 +49,8 @@ def ended(process: Any) -> str:
 
 def test_a_key_is_in_nothing_that_the_program_writes() -> None:
     """Not in the log of every request at the lowest level, in errors, in metrics, nor in the list of processes."""
-    with program("--access-log", "--log-level", "debug", "--admin-port", "0", PENSTOCK_API_KEY=KEY) as (process, urls):
+    options = ("--access-log", "--log-level", "debug", "--admin-port", "0")
+    with served_urls(*options, PENSTOCK_API_KEY=KEY) as (process, urls):
         url, admin = urls
         for key in (KEY, KEY + "wrong", "wrong" * 10):
             ask(f"{url}/v1/chat/completions", key, BODY)
@@ -81,7 +64,7 @@ def test_a_key_is_in_nothing_that_the_program_writes() -> None:
 
 
 def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
-    with program("--admin-port", "0") as (process, (url, admin)):
+    with served_urls("--admin-port", "0") as (process, (url, admin)):
         assert ask(f"{url}/v1/chat/completions", body=BODY)[0] == 200
         assert (ask(f"{url}/metrics")[0], json.loads(ask(f"{url}/health")[1])) == (404, {"status": "healthy"})
         assert b"dynamo_frontend_requests_total" in ask(f"{admin}/metrics")[1]
@@ -97,7 +80,7 @@ def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
 @pytest.mark.slow
 def test_a_worker_has_an_admin_address_too() -> None:
     command = ("worker", "echo")
-    with program("--admin-port", "0", command=command, DYN_SYSTEM_PORT="0") as (process, (url, status, admin)):
+    with served_urls("--admin-port", "0", command=command, DYN_SYSTEM_PORT="0") as (process, (url, status, admin)):
         assert ask(f"{url}/metrics")[0] == 404
         assert b"dynamo_" in ask(f"{admin}/metrics")[1]
         assert json.loads(ask(f"{status}/health")[1])["status"] == "ready"
@@ -106,7 +89,7 @@ def test_a_worker_has_an_admin_address_too() -> None:
 
 @pytest.mark.slow
 def test_a_public_address_without_keys_is_warned_of_and_shows_no_metrics() -> None:
-    with program("--host", "0.0.0.0") as (process, (url,)):
+    with served_urls("--host", "0.0.0.0") as (process, (url,)):
         assert ask(f"{url}/metrics")[0] == 404
         assert ask(f"{url}/v1/models")[0] == 200
         assert "no API keys are set" in ended(process)
@@ -119,7 +102,7 @@ def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificate
     keys.write_text(f'[[key]]\nname = "a"\nhash = "{hash_of(KEY)}"\n', encoding="utf-8")
     context = ssl.create_default_context(cafile=certificates.ca_file)
     options = ("--api-keys", str(keys), "--tls-cert-path", str(certificates.cert))
-    with program(*options, "--tls-key-path", str(certificates.key)) as (process, (url,)):
+    with served_urls(*options, "--tls-key-path", str(certificates.key)) as (process, (url,)):
         assert url.startswith("https://")
         assert ask(f"{url}/v1/chat/completions", KEY, BODY, context)[0] == 200
         assert ask(f"{url}/v1/models", other, None, context)[0] == 401

@@ -26,6 +26,7 @@ from serving.access import ApiKey, KeyRing, Tls, hash_of, tls_of
 from serving.http import Access, app
 from serving.limits import HttpLimits
 from serving.server import HttpServer, listen
+from tests.serving.worlds import last, token
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +72,7 @@ async def serial_of(url: str, context: ssl.SSLContext, host: str = "127.0.0.1") 
 
 
 @pytest.fixture
-def hello(token: Any, last: Any) -> ScriptedEngine:
+def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
@@ -101,7 +102,7 @@ async def test_the_openai_client_talks_to_it_with_its_key(certificates: Any, hel
 
 
 async def test_new_connections_get_a_changed_certificate_and_open_ones_go_on(
-    certificates: Any, token: Any, last: Any, caplog: pytest.LogCaptureFixture
+    certificates: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls, context = Tls(certificates.cert, certificates.key), trusting(certificates)
 

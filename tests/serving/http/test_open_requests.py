@@ -14,6 +14,7 @@ from pipeline.testing import Fail, ScriptedEngine, Stall
 from serving.http import Availability, HttpOptions, app
 from serving.http.open_requests import OpenRequests, TooManyOfClient, TooManyOpen
 from serving.limits import HttpLimits
+from tests.serving.worlds import chat, last, program, request_to, token
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +23,7 @@ def limited(engine: Any, availability: Availability | None = None, **limits: Any
     return app({"m": engine}, options=HttpOptions(limits=HttpLimits(**limits)), availability=availability)
 
 
-async def test_one_more_than_the_limit_is_refused_and_the_limit_named(chat: Any, token: Any) -> None:
+async def test_one_more_than_the_limit_is_refused_and_the_limit_named() -> None:
     service = limited(ScriptedEngine([token("a"), Stall()]), max_open_requests=2)
     running = [chat(service, stream=stream) for stream in (True, False)]
     refused = chat(service)
@@ -40,7 +41,7 @@ async def test_one_more_than_the_limit_is_refused_and_the_limit_named(chat: Any,
     assert refused.response_headers["x-penstock-limit"] == "max_open_requests; value=3; threshold=2"
 
 
-async def test_the_status_of_overload_is_that_of_the_options(chat: Any) -> None:
+async def test_the_status_of_overload_is_that_of_the_options() -> None:
     options = HttpOptions(overload_status=503, limits=HttpLimits(max_open_requests=1))
     service = app({"m": ScriptedEngine([Stall()])}, options=options)
     running = chat(service)
@@ -51,7 +52,7 @@ async def test_the_status_of_overload_is_that_of_the_options(chat: Any) -> None:
         running.leave()
 
 
-async def test_the_requests_of_one_client_leave_room_for_others(chat: Any) -> None:
+async def test_the_requests_of_one_client_leave_room_for_others() -> None:
     stalled = limited(ScriptedEngine([Stall()]), max_open_requests_per_client=1)
     running, refused = chat(stalled), chat(stalled)
     async with anyio.create_task_group() as tasks:
@@ -79,10 +80,10 @@ class FromElsewhere:
         await self._service(scope | {"client": ("10.0.0.2", 1)}, receive, send)
 
 
-async def test_a_body_that_is_still_read_counts(chat: Any, request_to: Any) -> None:
+async def test_a_body_that_is_still_read_counts() -> None:
     service = limited(ScriptedEngine([]), max_open_requests=1)
     sending = request_to(service, "/v1/chat/completions", b"")
-    sending._asked = True  # its body never comes
+    sending.body_delivered = True  # its body never comes
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sending.run)
         await anyio.sleep(1)
@@ -95,11 +96,13 @@ async def test_a_body_that_is_still_read_counts(chat: Any, request_to: Any) -> N
     "ending", ["answered", "refused", "wrong", "failed first", "failed later", "left", "stopped", "killed", "drained"]
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_gives_its_place_back_however_it_ends(
-    chat: Any, token: Any, last: Any, ending: str, stream: bool
-) -> None:
+async def test_a_request_gives_its_place_back_however_it_ends(ending: str, stream: bool) -> None:
     failure = Fail(RuntimeError("broken"))
-    script = {"answered": [token("a"), last()], "failed first": [failure], "failed later": [token("a"), failure]}
+    script: dict[str, Any] = {
+        "answered": [token("a"), last()],
+        "failed first": [failure],
+        "failed later": [token("a"), failure],
+    }
     availability, engine = Availability(), ScriptedEngine(script.get(ending, [token("a"), Stall()]))
     service = limited(engine, availability, max_open_requests=1)
     wrong: dict[str, dict[str, Any]] = {"refused": {"model": "unknown"}, "wrong": {"messages": 1}}
@@ -139,7 +142,7 @@ def test_nothing_is_kept_of_clients_without_a_request() -> None:
     assert (len(requests), requests._of_client) == (0, {})
 
 
-def test_a_refused_client_that_still_sends_its_body_reads_the_answer(program: Any, post: Any) -> None:
+def test_a_refused_client_that_still_sends_its_body_reads_the_answer() -> None:
     """The rest of its body is read and dropped, so the connection is not reset and takes the next request."""
     body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "x" * 5_000_000}]})
     headers = {"Content-Type": "application/json"}

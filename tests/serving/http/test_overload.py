@@ -15,6 +15,7 @@ from pipeline.testing import OpenStreams, ScriptedEngine
 from pipeline.wire import error_from_plain, error_to_plain
 from serving.deployment import GraphConfig, Hosting, OpenGraph, busy_thresholds, hosted_graph
 from serving.http import HttpOptions, app
+from tests.serving.worlds import chat
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +46,7 @@ async def fill(tasks: Any, make: Any, application: Any) -> list[Any]:
     ("variables", "status"), [({}, 529), ({"DYN_HTTP_OVERLOAD_STATUS_CODE": "503"}, 503)], ids=["529", "503"]
 )
 async def test_when_all_are_busy_the_answer_says_so_until_the_load_falls(
-    chat: Any, stream: bool, variables: dict[str, str], status: int, open_streams: OpenStreams
+    stream: bool, variables: dict[str, str], status: int, open_streams: OpenStreams
 ) -> None:
     async with serving(QUARTER | variables) as (_, application), anyio.create_task_group() as tasks:
         assert (await chat(application, stream=stream, max_tokens=2).run()).status == 200
@@ -61,7 +62,7 @@ async def test_when_all_are_busy_the_answer_says_so_until_the_load_falls(
         assert (again.status, "retry-after" in again.response_headers) == (200, False)
 
 
-async def test_one_that_is_not_busy_gets_all(chat: Any, open_streams: OpenStreams) -> None:
+async def test_one_that_is_not_busy_gets_all(open_streams: OpenStreams) -> None:
     async with serving(QUARTER) as (opened, application), anyio.create_task_group() as tasks:
         busy, other = await fill(tasks, chat, application)
         other.leave()
@@ -73,16 +74,14 @@ async def test_one_that_is_not_busy_gets_all(chat: Any, open_streams: OpenStream
         assert str(opened.graph).startswith("Rejection("), "a refusal comes before all work"
 
 
-async def test_without_a_threshold_nobody_is_refused(chat: Any, open_streams: OpenStreams) -> None:
+async def test_without_a_threshold_nobody_is_refused(open_streams: OpenStreams) -> None:
     async with serving({}) as (opened, application), anyio.create_task_group() as tasks:
         await fill(tasks, chat, application)
         assert (await chat(application, max_tokens=1).run()).status == 200
         assert "Rejection" not in str(opened.graph)
 
 
-async def test_a_threshold_of_the_config_goes_before_that_of_the_environment(
-    chat: Any, open_streams: OpenStreams
-) -> None:
+async def test_a_threshold_of_the_config_goes_before_that_of_the_environment(open_streams: OpenStreams) -> None:
     lax = BusyThresholds(active_decode_blocks_threshold=1.0)
     async with serving(QUARTER, busy=lax) as (_, application), anyio.create_task_group() as tasks:
         await fill(tasks, chat, application)
@@ -129,7 +128,7 @@ def test_a_threshold_that_cannot_be_is_not_set(value: str, fraction: Any, tokens
     ],
 )
 async def test_retry_after_is_in_whole_seconds_and_never_too_early(
-    chat: Any, error: PenstockError, status: int, header: str | None, is_item: bool, stream: bool
+    error: PenstockError, status: int, header: str | None, is_item: bool, stream: bool
 ) -> None:
     engine = ScriptedEngine([Annotated[Any].from_error(error)]) if is_item else ScriptedEngine([], fails=error)
     answer = await chat(app({"m": engine}), stream=stream).run()

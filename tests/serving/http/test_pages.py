@@ -14,6 +14,7 @@ from operators import Detokenize, Model, Preprocess
 from pipeline.telemetry import traced
 from pipeline.testing import ScriptedEngine
 from serving.http import HttpOptions, app
+from tests.serving.worlds import Exchange, last, request_to, token
 
 pytestmark = pytest.mark.anyio
 
@@ -23,22 +24,21 @@ def service() -> Any:
     return app({"foo": ScriptedEngine([]), "shadow/ready": ScriptedEngine([])})
 
 
-async def page(request_to: Any, service: Any, path: str, method: str = "GET") -> Any:
+async def page(service: Any, path: str, method: str = "GET") -> Exchange:
     return await request_to(service, path, method=method, headers={}).run()
 
 
-async def test_all_models_are_listed(request_to: Any, service: Any) -> None:
-    answer = await page(request_to, service, "/v1/models")
+async def test_all_models_are_listed(service: Any) -> None:
+    answer = await page(service, "/v1/models")
     assert answer.json["object"] == "list"
     assert [model["id"] for model in answer.json["data"]] == ["foo", "shadow/ready"]
     assert {(model["object"], model["owned_by"]) for model in answer.json["data"]} == {("model", "penstock")}
     assert not {"context_window", "max_output_tokens"} & answer.json["data"][0].keys()
 
 
-async def test_sizes_of_models_can_be_overridden(request_to: Any) -> None:
-    """FE-118."""
+async def test_sizes_of_models_can_be_overridden() -> None:
     options = HttpOptions(context_window_tokens=123, max_output_tokens=45)
-    answer = await page(request_to, app({"m": ScriptedEngine([])}, options=options), "/v1/models/m")
+    answer = await page(app({"m": ScriptedEngine([])}, options=options), "/v1/models/m")
     assert (answer.json["context_window"], answer.json["max_output_tokens"]) == (123, 45)
 
 
@@ -54,17 +54,15 @@ async def test_sizes_of_models_can_be_overridden(request_to: Any) -> None:
         ("/live", 200, {"status": "live"}),
     ],
 )
-async def test_pages(request_to: Any, service: Any, path: str, status: int, body: dict[str, Any]) -> None:
-    """FE-115, FE-116."""
-    answer = await page(request_to, service, path)
+async def test_pages(service: Any, path: str, status: int, body: dict[str, Any]) -> None:
+    answer = await page(service, path)
     assert answer.status == status
     assert body.items() <= answer.json.items()
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/foo/", "/health/", "/", "/v1/files", "/busy_threshold"])
-async def test_there_are_no_other_pages(request_to: Any, service: Any, path: str) -> None:
-    """FE-121, FE-124."""
-    answer = await page(request_to, service, path)
+async def test_there_are_no_other_pages(service: Any, path: str) -> None:
+    answer = await page(service, path)
     assert (answer.status, answer.json["type"]) == (404, "Not Found")
 
 
@@ -73,7 +71,7 @@ class Pool(ScriptedEngine):
         return ["ns/b/ep/2", "ns/a/ep/1", "ns/b/ep/1"]
 
 
-async def test_paths_can_be_chosen(request_to: Any) -> None:
+async def test_paths_can_be_chosen() -> None:
     variables = {"CHAT": "/c", "CMP": "/t", "MODELS": "/m", "HEALTH": "/h", "LIVE": "/l", "METRICS": "/s"}
     environment = {f"DYN_HTTP_SVC_{name}_PATH": path for name, path in variables.items()}
     moved = app({"m": ScriptedEngine([])}, options=HttpOptions.from_environment(environment))
@@ -86,8 +84,8 @@ async def test_paths_can_be_chosen(request_to: Any) -> None:
     assert (await request_to(moved, "/v1/models", method="GET").run()).status == 404
 
 
-async def test_health_names_the_instances_there_are(request_to: Any) -> None:
-    answer = await page(request_to, app({"m": Pool([]), "n": Pool([])}), "/health")
+async def test_health_names_the_instances_there_are() -> None:
+    answer = await page(app({"m": Pool([]), "n": Pool([])}), "/health")
     assert answer.json == {
         "status": "healthy",
         "endpoints": ["ns/a/ep", "ns/b/ep"],
@@ -96,7 +94,7 @@ async def test_health_names_the_instances_there_are(request_to: Any) -> None:
 
 
 @pytest.mark.parametrize("outer", ["starlette", "fastapi"])
-async def test_the_app_can_be_mounted_under_a_prefix(request_to: Any, token: Any, last: Any, outer: str) -> None:
+async def test_the_app_can_be_mounted_under_a_prefix(outer: str) -> None:
     inner = app({"m": ScriptedEngine([token("a"), last()])})
     if outer == "fastapi":
         mounted: Any = FastAPI()
@@ -106,16 +104,16 @@ async def test_the_app_can_be_mounted_under_a_prefix(request_to: Any, token: Any
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
     answer = await request_to(mounted, "/llm/v1/chat/completions", body).run()
     assert answer.text == "a"
-    assert (await page(request_to, mounted, "/llm/v1/chat/completions")).status == 405
-    unknown = await page(request_to, mounted, "/llm/nope")
+    assert (await page(mounted, "/llm/v1/chat/completions")).status == 405
+    unknown = await page(mounted, "/llm/nope")
     assert unknown.json["message"] == "Route not found: GET /llm/nope"
 
 
-async def test_a_single_graph_serves_under_the_name_of_its_model(request_to: Any) -> None:
+async def test_a_single_graph_serves_under_the_name_of_its_model() -> None:
     model = Model.byte_level("tiny", context_length=77)
     graph = Preprocess(model) >> Detokenize(model) >> ScriptedEngine([])
     for served in (graph, traced(graph)):
-        answer = await page(request_to, app(served), "/v1/models")
+        answer = await page(app(served), "/v1/models")
         assert [(each["id"], each["context_window"]) for each in answer.json["data"]] == [("tiny", 77)]
 
 
@@ -124,7 +122,7 @@ def test_a_single_graph_without_a_model_needs_a_name() -> None:
         app(ScriptedEngine([]))
 
 
-async def test_a_bug_of_ours_shows_nothing_of_itself(request_to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_of_ours_shows_nothing_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     service = app({"m": ScriptedEngine([])})
     monkeypatch.setattr("serving.http.application.to_json", lambda _: 1 / 0)
     exchange = request_to(service, "/v1/models", method="GET")

@@ -103,7 +103,6 @@ def test_the_whole_chain_is_looked_at_in_order_of_precedence(chain: list[Any], s
 def test_an_asserted_status_is_believed_where_it_blames_the_client(
     asked: int, status: int, message: str, details: Any
 ) -> None:
-    """FE-44."""
     problem = explain(StatusError("own", status=asked))
     assert (problem.status, problem.message, problem.details) == (status, message, details)
 
@@ -125,7 +124,6 @@ def test_an_asserted_status_is_believed_where_it_blames_the_client(
     ],
 )
 def test_a_status_alone_has_a_class(status: int, message: str, kind: str) -> None:
-    """FE-47."""
     assert kind_of(status, message) == kind
     assert Refusal(status, message).problem.kind == kind
 

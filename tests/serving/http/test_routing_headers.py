@@ -15,6 +15,7 @@ from pipeline import Annotated, Disconnected
 from pipeline.testing import ScriptedEngine
 from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import HttpOptions, Telemetry, app
+from tests.serving.worlds import chat, complete, last
 
 pytestmark = pytest.mark.anyio
 
@@ -40,9 +41,9 @@ def nvext_of(exchange: Any, stream: bool) -> Any:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_the_kv_routers_choice_is_in_headers_and_nvext(chat: Any, stream: bool) -> None:
+async def test_the_kv_routers_choice_is_in_headers_and_nvext(stream: bool) -> None:
     async with serving(KV) as (service, opened):
-        text = {"messages": [{"role": "user", "content": "hello " * 100}], "max_tokens": 3}
+        text: dict[str, Any] = {"messages": [{"role": "user", "content": "hello " * 100}], "max_tokens": 3}
         await chat(service, **text).run()
         exchange = await chat(service, stream=stream, nvext=ASKED, **text).run()
         headers, nvext = exchange.response_headers, nvext_of(exchange, stream)
@@ -59,14 +60,14 @@ async def test_the_kv_routers_choice_is_in_headers_and_nvext(chat: Any, stream: 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("router", ["round-robin", "least-loaded"])
-async def test_a_router_without_cost_names_its_mode(chat: Any, stream: bool, router: Any) -> None:
+async def test_a_router_without_cost_names_its_mode(stream: bool, router: Any) -> None:
     async with serving(evolve(CONFIG, router=router)) as (service, _):
         exchange = await chat(service, stream=stream, nvext=ASKED, max_tokens=2).run()
     assert choice(exchange.response_headers[ROUTER]) == {"rule": router.replace("-", "_")}
     assert nvext_of(exchange, stream)["router_decision"]["worker"] == {"rule": router.replace("-", "_")}
 
 
-async def test_the_prefill_worker_has_headers_of_its_own(chat: Any) -> None:
+async def test_the_prefill_worker_has_headers_of_its_own() -> None:
     async with serving(evolve(KV, prefill_workers=1)) as (service, opened):
         exchange = await chat(service, stream=True, nvext=ASKED, max_tokens=4).run()
         headers = exchange.response_headers
@@ -78,7 +79,7 @@ async def test_the_prefill_worker_has_headers_of_its_own(chat: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_was_sent_again_has_its_attempts(chat: Any, stream: bool) -> None:
+async def test_a_request_that_was_sent_again_has_its_attempts(stream: bool) -> None:
     async with serving(CONFIG) as (service, opened):
         first, second = opened.workers
 
@@ -91,7 +92,7 @@ async def test_a_request_that_was_sent_again_has_its_attempts(chat: Any, stream:
     assert sorted(exchange.response_headers["x-penstock-attempts"] for exchange in exchanges) == ["1", "2"]
 
 
-async def test_a_list_of_prompts_names_every_worker_once(complete: Any) -> None:
+async def test_a_list_of_prompts_names_every_worker_once() -> None:
     async with serving(CONFIG) as (service, opened):
         exchange = await complete(service, prompt=["a", "b", "c"], max_tokens=2).run()
         shown = exchange.response_headers[WORKER].split(",")
@@ -99,7 +100,7 @@ async def test_a_list_of_prompts_names_every_worker_once(complete: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_server_that_hides_its_workers_shows_none_of_it(chat: Any, stream: bool) -> None:
+async def test_a_server_that_hides_its_workers_shows_none_of_it(stream: bool) -> None:
     async with serving(KV, shows_workers=False) as (service, opened):
         nvext = {"extra_fields": ["worker_id", "router_decision", "timing"], "annotations": ["router_decision"]}
         exchange = await chat(service, stream=stream, nvext=nvext, max_tokens=2).run()
@@ -119,7 +120,7 @@ async def test_the_environment_can_hide_the_workers() -> None:
     assert not HttpOptions.from_environment({"PENSTOCK_HIDE_WORKERS": "1"}).shows_workers
 
 
-async def test_an_answer_that_began_before_its_worker_was_known_has_no_such_header(chat: Any, last: Any) -> None:
+async def test_an_answer_that_began_before_its_worker_was_known_has_no_such_header() -> None:
     class Slow(ScriptedEngine):
         async def generate(self, request: Any) -> Any:
             await sleep(5)
@@ -131,6 +132,6 @@ async def test_an_answer_that_began_before_its_worker_was_known_has_no_such_head
     assert not set(ALL) & exchange.response_headers.keys()
 
 
-async def test_a_graph_without_a_tracker_has_no_such_headers(chat: Any, last: Any) -> None:
+async def test_a_graph_without_a_tracker_has_no_such_headers() -> None:
     exchange = await chat(app({"m": ScriptedEngine([Annotated(last().data)])})).run()
     assert not set(ALL) & exchange.response_headers.keys()

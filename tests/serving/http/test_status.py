@@ -10,14 +10,14 @@ import pytest
 
 from engines import SystemHealth
 from serving.http import Telemetry, status_app, status_port
+from tests.serving.worlds import request_to
 
 pytestmark = pytest.mark.anyio
 
 RequestTo = Callable[..., Any]
 
 
-async def test_readiness_flips_between_200_and_503(request_to: RequestTo) -> None:
-    """HLT-09."""
+async def test_readiness_flips_between_200_and_503() -> None:
     health = SystemHealth()
     health.register("ns/c/e/1", is_target=True, is_probed=True)
     health.register("ns/c/other/2", is_probed=True)
@@ -39,21 +39,20 @@ async def test_readiness_flips_between_200_and_503(request_to: RequestTo) -> Non
         ("POST", "/health", 405),
     ],
 )
-async def test_what_is_not_there_is_said_as_text(method: str, path: str, status: int, request_to: RequestTo) -> None:
-    """HLT-09."""
+async def test_what_is_not_there_is_said_as_text(method: str, path: str, status: int) -> None:
     answer = await request_to(status_app(SystemHealth(), Telemetry(), {}), path, method=method).run()
     text = b"Route not found" if status == 404 else b"Method Not Allowed"
     assert (answer.status, answer.content) == (status, text)
 
 
-async def test_its_paths_may_be_others(request_to: RequestTo) -> None:
+async def test_its_paths_may_be_others() -> None:
     environment = {"DYN_SYSTEM_HEALTH_PATH": "/fit", "DYN_SYSTEM_LIVE_PATH": "no path"}
     app = status_app(SystemHealth(process_ready=True), Telemetry(), environment)
     statuses = [(await request_to(app, path, method="GET").run()).status for path in ("/fit", "/health", "/live")]
     assert statuses == [200, 404, 200]
 
 
-async def test_the_metrics_are_those_of_the_program(request_to: RequestTo) -> None:
+async def test_the_metrics_are_those_of_the_program() -> None:
     telemetry = Telemetry()
     telemetry.component_metrics.set("total_blocks", 7, dp_rank="0", **dict.fromkeys(LABELS, "x"))
     telemetry.add_text(lambda: "native 1\n")
@@ -75,5 +74,4 @@ LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id"
     ],
 )
 def test_a_server_is_wanted_where_the_port_is_one(text: str | None, port: int | None) -> None:
-    """HLT-11."""
     assert status_port({} if text is None else {"DYN_SYSTEM_PORT": text}) == port

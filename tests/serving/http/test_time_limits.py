@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from math import inf
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import AsyncEngine, Context, ResponseStream
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.generation.generation import KILL_GRACE_S
 from serving.http.generation.writer import BUFFER_BYTES
 from serving.http.time_limits import RequestClock, TimeLimits
 from serving.limits import HttpLimits
+from tests.serving.worlds import Stubborn, chat, complete, last, token
 
 pytestmark = pytest.mark.anyio
 
@@ -34,31 +33,11 @@ def counts(telemetry: Telemetry, name: str) -> list[str]:
     return [line for line in lines if line.startswith(f"dynamo_frontend_{name}{{")]
 
 
-class Stubborn(AsyncEngine[Any, Any]):
-    """Hears neither stop nor kill; only cancelling its task ends it."""
-
-    def __init__(self, before: list[Any]) -> None:
-        self.before = before
-        self.open = 0
-
-    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-        return ResponseStream(self._items(), request)
-
-    async def _items(self) -> AsyncGenerator[Any, None]:
-        self.open += 1
-        try:
-            for item in self.before:
-                yield item
-            await anyio.sleep_forever()
-        finally:
-            self.open -= 1
-
-
 # -- a reader that stopped
 
 
 @pytest.mark.parametrize("engine_type", [ScriptedEngine, Stubborn])
-async def test_a_reader_that_stopped_gives_its_engine_back(chat: Any, token: Any, engine_type: Any) -> None:
+async def test_a_reader_that_stopped_gives_its_engine_back(engine_type: Any) -> None:
     tokens = [token("x" * 1000)] * 1000
     engine = ScriptedEngine([*tokens, Stall()]) if engine_type is ScriptedEngine else Stubborn(tokens)
     telemetry = Telemetry()
@@ -74,7 +53,7 @@ async def test_a_reader_that_stopped_gives_its_engine_back(chat: Any, token: Any
     assert ended.endswith(" 1.0")
 
 
-async def test_a_reader_that_stopped_after_some_tokens_gives_its_engine_back(chat: Any, token: Any) -> None:
+async def test_a_reader_that_stopped_after_some_tokens_gives_its_engine_back() -> None:
     engine = ScriptedEngine([token("a"), Wait(1), *[token("x" * 1000)] * 1000, Stall()])
     exchange = chat(limited(engine, write_timeout_s=8), stream=True)
     async with anyio.create_task_group() as tasks:
@@ -85,7 +64,7 @@ async def test_a_reader_that_stopped_after_some_tokens_gives_its_engine_back(cha
     assert engine.open == 0
 
 
-async def test_without_the_limit_a_reader_that_stopped_keeps_its_engine(chat: Any, token: Any) -> None:
+async def test_without_the_limit_a_reader_that_stopped_keeps_its_engine() -> None:
     engine = ScriptedEngine([token("x" * 1000)] * 1000)
     exchange = chat(limited(engine), stream=True)
     exchange.stop_reading()
@@ -97,7 +76,7 @@ async def test_without_the_limit_a_reader_that_stopped_keeps_its_engine(chat: An
     assert engine.open == 0
 
 
-async def test_a_slow_reader_that_reads_is_served_to_the_end(chat: Any, token: Any, last: Any) -> None:
+async def test_a_slow_reader_that_reads_is_served_to_the_end() -> None:
     engine = ScriptedEngine([*[token("x" * 1000)] * 200, last()])
     exchange = chat(limited(engine, write_timeout_s=8), stream=True)
     async with anyio.create_task_group() as tasks:
@@ -111,14 +90,14 @@ async def test_a_slow_reader_that_reads_is_served_to_the_end(chat: Any, token: A
     assert exchange.text == "x" * 200_000
 
 
-async def test_a_stream_without_anything_to_read_is_no_stalled_write(chat: Any, token: Any, last: Any) -> None:
+async def test_a_stream_without_anything_to_read_is_no_stalled_write() -> None:
     engine = ScriptedEngine([token("a"), Wait(1000), last()])
     exchange = await chat(limited(engine, write_timeout_s=8), stream=True).run()
     assert exchange.text == "a"
     assert "error" not in exchange.chunks[-1]
 
 
-async def test_a_whole_answer_that_is_not_read_ends_too(chat: Any, token: Any, last: Any) -> None:
+async def test_a_whole_answer_that_is_not_read_ends_too() -> None:
     telemetry = Telemetry()
     engine = ScriptedEngine([token("x" * 500_000), last()])
     exchange = chat(limited(engine, telemetry, write_timeout_s=8, max_open_requests=1))
@@ -129,7 +108,7 @@ async def test_a_whole_answer_that_is_not_read_ends_too(chat: Any, token: Any, l
     assert 'error_type="cancelled"' in counts(telemetry, "requests_total")[0]
 
 
-async def test_an_error_that_is_not_read_ends_too(chat: Any, token: Any) -> None:
+async def test_an_error_that_is_not_read_ends_too() -> None:
     service = limited(ScriptedEngine([Fail(RuntimeError("broken"))]), write_timeout_s=8, max_open_requests=1)
     for fields in ({"model": "unknown"}, {"messages": 1}, {}):
         exchange = chat(service, **fields)
@@ -140,7 +119,7 @@ async def test_an_error_that_is_not_read_ends_too(chat: Any, token: Any) -> None
 
 
 @pytest.mark.parametrize("prompts", [1, 8])
-async def test_what_is_held_for_a_reader_that_stopped_is_bounded(complete: Any, token: Any, prompts: int) -> None:
+async def test_what_is_held_for_a_reader_that_stopped_is_bounded(prompts: int) -> None:
     frame_bytes = 1200
     engine = ScriptedEngine([token("x" * 1000)] * 1000)
     exchange = complete(limited(engine), prompt=["p"] * prompts, stream=True)
@@ -155,7 +134,7 @@ async def test_what_is_held_for_a_reader_that_stopped_is_bounded(complete: Any, 
 # -- silence and whole requests
 
 
-async def test_silence_ends_a_request_and_names_the_limit(chat: Any, token: Any) -> None:
+async def test_silence_ends_a_request_and_names_the_limit() -> None:
     engine = ScriptedEngine([token("a"), Stall()])
     began = anyio.current_time()
     exchange = await chat(limited(engine, silence_timeout_s=10), stream=True).run()
@@ -173,7 +152,7 @@ def test_silence_is_limited_by_default_and_the_older_variable_comes_first() -> N
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_takes_too_long_is_a_504_before_its_first_item(chat: Any, stream: bool) -> None:
+async def test_a_request_that_takes_too_long_is_a_504_before_its_first_item(stream: bool) -> None:
     telemetry, engine = Telemetry(), ScriptedEngine([Stall()])
     exchange = await chat(limited(engine, telemetry, request_timeout_s=10), stream=stream).run()
     assert (exchange.status, exchange.json["type"]) == (504, "Gateway Timeout")
@@ -185,7 +164,7 @@ async def test_a_request_that_takes_too_long_is_a_504_before_its_first_item(chat
 
 
 @pytest.mark.parametrize("engine_type", [ScriptedEngine, Stubborn])
-async def test_a_stream_that_takes_too_long_ends_in_order(chat: Any, token: Any, engine_type: Any) -> None:
+async def test_a_stream_that_takes_too_long_ends_in_order(engine_type: Any) -> None:
     telemetry = Telemetry()
     scripted = ScriptedEngine([*[token("a"), Wait(4)] * 5, Stall()])
     engine: Any = scripted if engine_type is ScriptedEngine else Stubborn([token("a")] * 3)
@@ -200,7 +179,7 @@ async def test_a_stream_that_takes_too_long_ends_in_order(chat: Any, token: Any,
     assert engine.open == 0
 
 
-async def test_an_end_that_is_read_too_slowly_does_not_outlast_the_limit(chat: Any, token: Any, last: Any) -> None:
+async def test_an_end_that_is_read_too_slowly_does_not_outlast_the_limit() -> None:
     engine = ScriptedEngine([token("x" * 500_000), last()])
     exchange = chat(limited(engine, request_timeout_s=10))
     exchange.stop_reading()
@@ -209,7 +188,7 @@ async def test_an_end_that_is_read_too_slowly_does_not_outlast_the_limit(chat: A
     assert 10 <= anyio.current_time() - began <= 12.5
 
 
-async def test_no_timer_runs_while_no_request_is_open(chat: Any, token: Any, last: Any) -> None:
+async def test_no_timer_runs_while_no_request_is_open() -> None:
     service = limited(ScriptedEngine([token("a"), last()]), silence_timeout_s=10)
     await chat(service).run()
     began = anyio.current_time()

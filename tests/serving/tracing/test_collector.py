@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.serving.worlds import program
+
 CHAT = "POST /v1/chat/completions"
 STAGES = """
   Preprocess
@@ -114,9 +116,12 @@ def ended(process: Any) -> tuple[int, str, float]:
     return process.returncode, errors, time.monotonic() - began_s
 
 
-def test_a_collector_receives_one_complete_tree_for_each_request(program: Any, node: Any, as_one_tree: Any) -> None:
+def test_a_collector_receives_one_complete_tree_for_each_request(node: Any, as_one_tree: Any) -> None:
     with Collector().running() as collector:
-        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_RESOURCE_ATTRIBUTES": "deployment=test"}
+        variables: dict[str, Any] = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment=test",
+        }
         with program("--workers", "2", **variables) as (process, address):
             statuses = [
                 ask(address, stream=True),
@@ -143,10 +148,13 @@ def test_a_collector_receives_one_complete_tree_for_each_request(program: Any, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", ["refuses", "hangs"])
-def test_a_collector_that_does_not_answer_slows_neither_requests_nor_the_end(answers: str, program: Any) -> None:
+def test_a_collector_that_does_not_answer_slows_neither_requests_nor_the_end(answers: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1] if answers == "hangs" else 9
-        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_BSP_SCHEDULE_DELAY": "10"}
+        variables: dict[str, Any] = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+            "OTEL_BSP_SCHEDULE_DELAY": "10",
+        }
         with program(**variables) as (process, address):
             began_s = time.monotonic()
             assert [ask(address) for _ in range(50)] == [200] * 50

@@ -18,6 +18,7 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.telemetry import RequestSpan, inject
 from serving.http import Availability, HttpOptions, app
 from serving.limits import HttpLimits
+from tests.serving.worlds import chat, complete, request_to
 
 pytestmark = pytest.mark.anyio
 
@@ -79,9 +80,7 @@ def test_the_documentation_draws_the_tree() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_streaming_and_unary_requests_have_the_same_tree(
-    stream: bool, serving: Any, chat: Any, recorded: Any
-) -> None:
+async def test_streaming_and_unary_requests_have_the_same_tree(stream: bool, serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker") as it:
         await chat(it.app, stream=stream, max_tokens=3, temperature=0.5, top_p=0.9, seed=7).run()
     tree = recorded.tree()
@@ -101,7 +100,7 @@ async def test_streaming_and_unary_requests_have_the_same_tree(
     assert {node.attributes.get("penstock.ending") for node in tree.nodes} == {"ended", None}
 
 
-async def test_the_router_writes_its_decision_into_its_span(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_the_router_writes_its_decision_into_its_span(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=2, router="kv") as it:
         await chat(it.app, max_tokens=3).run()
         workers = {worker.worker_id for worker in it.opened.workers}
@@ -114,7 +113,7 @@ async def test_the_router_writes_its_decision_into_its_span(serving: Any, chat: 
     assert tree.one("PushRouter").attributes["penstock.worker_id"] == chosen
 
 
-async def test_each_prompt_of_a_batch_has_a_subtree(serving: Any, complete: Any, recorded: Any) -> None:
+async def test_each_prompt_of_a_batch_has_a_subtree(serving: Any, recorded: Any) -> None:
     async with serving() as it:
         await complete(it.app, prompt=["one", "two", "three"], max_tokens=2).run()
     tree = recorded.tree()
@@ -126,7 +125,7 @@ async def test_each_prompt_of_a_batch_has_a_subtree(serving: Any, complete: Any,
 
 
 @pytest.mark.parametrize("router", ["round-robin", "kv"])
-async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: Any, chat: Any, recorded: Any) -> None:
+async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=2, prefill_workers=2, router=router) as it:
         await chat(it.app, max_tokens=4, stream=True).run()
     tree = recorded.tree()
@@ -138,7 +137,7 @@ async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: An
     assert decoding.links == (prefilling.span_id,)
 
 
-async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=2) as it:
         asked = chat(it.app, max_tokens=6, stream=True)
         async with anyio.create_task_group() as tasks:
@@ -155,9 +154,7 @@ async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving:
     assert len(set(ids)) == 2
 
 
-async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_router(
-    serving: Any, chat: Any, recorded: Any
-) -> None:
+async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_router(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=2) as it, anyio.create_task_group() as tasks:
         tasks.start_soon(chat(it.app, max_tokens=6, stream=True).run)
         await anyio.sleep(0.0001)
@@ -171,9 +168,7 @@ async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_route
 # -- refused
 
 
-async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limit(
-    serving: Any, chat: Any, recorded: Any
-) -> None:
+async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limit(serving: Any, recorded: Any) -> None:
     async with serving(options=HttpOptions(limits=HttpLimits(max_metadata_entries=1))) as it:
         await chat(it.app, headers={"x-dynamo-meta-a": "1", "x-dynamo-meta-b": "2"}).run()
     tree = recorded.tree()
@@ -188,9 +183,7 @@ async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limi
 @pytest.mark.parametrize(
     ("body", "status"), [(b"{", 400), (b'{"model": "m", "messages": []}', 400), (b'{"model": "x"}', 400)]
 )
-async def test_a_bad_request_is_a_server_span(
-    body: bytes, status: int, serving: Any, request_to: Any, recorded: Any
-) -> None:
+async def test_a_bad_request_is_a_server_span(body: bytes, status: int, serving: Any, recorded: Any) -> None:
     async with serving() as it:
         answered = await request_to(it.app, "/v1/chat/completions", body).run()
     tree = recorded.tree()
@@ -199,7 +192,7 @@ async def test_a_bad_request_is_a_server_span(
     assert tree.root.status == "UNSET"
 
 
-async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any, recorded: Any) -> None:
     async with serving() as it:
         availability = Availability()
         availability.stop()
@@ -238,7 +231,7 @@ async def test_a_request_stopped_or_killed_amid_its_answer_ends_every_span(
     assert {node.status for node in tree.nodes} == {"UNSET"}
 
 
-async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: Any, recorded: Any) -> None:
     async with serving(engine_args={"delay_s": "1"}) as it:
         availability = Availability()
         ending = app({"m": it.opened.graph}, tracer=recorded.tracer, availability=availability)
@@ -257,7 +250,7 @@ async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: An
 @pytest.mark.parametrize("prefill_workers", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0001, 0.05])
 async def test_a_client_that_leaves_ends_every_span(
-    stream: bool, prefill_workers: int, after_s: float, serving: Any, chat: Any, recorded: Any
+    stream: bool, prefill_workers: int, after_s: float, serving: Any, recorded: Any
 ) -> None:
     async with serving(engine="mocker", prefill_workers=prefill_workers) as it:
         asked = chat(it.app, stream=stream, max_tokens=50)
@@ -273,7 +266,7 @@ async def test_a_client_that_leaves_ends_every_span(
     assert (said["penstock.ending"], said["penstock.problem"], tree.root.status) == ("closed", "cancelled", "UNSET")
 
 
-async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=1, migration_limit=0) as it:
         asked = chat(it.app, max_tokens=50, stream=True)
         async with anyio.create_task_group() as tasks:
@@ -285,7 +278,7 @@ async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving:
     assert {tree.one(name).status for name in ("Preprocess", "Detokenize", "PushRouter")} == {"ERROR"}
 
 
-async def test_a_request_that_no_worker_takes_has_an_error_in_its_tree(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_a_request_that_no_worker_takes_has_an_error_in_its_tree(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=1) as it:
         await it.opened.fleet.die(it.opened.workers[0])
         answered = await chat(it.app).run()
@@ -317,7 +310,7 @@ async def test_a_stream_that_is_left_ends_every_span(how: str, reads: int, servi
     assert tree.one("Preprocess").attributes["penstock.ending"] == ("closed" if reads else "unread")
 
 
-async def test_a_cancelled_server_task_ends_every_span(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_a_cancelled_server_task_ends_every_span(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker") as it:
         with anyio.move_on_after(0.05):
             await chat(it.app, max_tokens=500, stream=True).run()
@@ -325,7 +318,7 @@ async def test_a_cancelled_server_task_ends_every_span(serving: Any, chat: Any, 
     assert (str(tree), tree.root.attributes["penstock.ending"]) == (ALONE + STAGES, "closed")
 
 
-async def test_concurrent_requests_are_a_tree_each(serving: Any, chat: Any, recorded: Any, as_one_tree: Any) -> None:
+async def test_concurrent_requests_are_a_tree_each(serving: Any, recorded: Any, as_one_tree: Any) -> None:
     async with serving(engine="mocker", workers=2) as it, anyio.create_task_group() as tasks:
         for number in range(10):
             tasks.start_soon(chat(it.app, stream=bool(number % 2), max_tokens=4).run)
@@ -351,7 +344,6 @@ async def test_whatever_happens_when_there_is_one_tree(
     stream: bool,
     prompts: int,
     serving: Any,
-    complete: Any,
     recorded: Any,
 ) -> None:
     fields = {"router": "kv"} if shape in ("kv", "both") else {}
@@ -396,7 +388,7 @@ async def test_a_client_that_leaves_amid_its_body_is_a_server_span(serving: Any,
 # -- what is, and what is never, recorded
 
 
-async def test_prompts_and_answers_are_never_recorded(serving: Any, chat: Any, complete: Any, recorded: Any) -> None:
+async def test_prompts_and_answers_are_never_recorded(serving: Any, recorded: Any) -> None:
     say = {"role": "user", "content": SECRET}
     async with serving() as it:
         for stream in (True, False):
@@ -410,7 +402,7 @@ async def test_prompts_and_answers_are_never_recorded(serving: Any, chat: Any, c
     assert SECRET not in recorded.texts
 
 
-async def test_what_a_client_may_write_is_cut(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_what_a_client_may_write_is_cut(serving: Any, recorded: Any) -> None:
     async with serving() as it:
         await chat(it.app, model="m" * 100_000, headers={"user-agent": "a" * 50_000}).run()
     assert len(recorded.texts) < 5_000
@@ -421,7 +413,7 @@ async def test_what_a_client_may_write_is_cut(serving: Any, chat: Any, recorded:
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-async def test_the_tree_hangs_below_the_callers_span(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_the_tree_hangs_below_the_callers_span(serving: Any, recorded: Any) -> None:
     async with serving() as it:
         await chat(it.app, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"}).run()
     tree = recorded.tree()
@@ -430,7 +422,7 @@ async def test_the_tree_hangs_below_the_callers_span(serving: Any, chat: Any, re
     assert f"{root.parent.span_id:016x}" == SPAN
 
 
-async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, chat: Any, recorded: Any) -> None:
+async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, recorded: Any) -> None:
     """The ids go on all the same, so that what is asked further on knows the decision."""
     seen: list[Any] = []
 
@@ -455,7 +447,7 @@ async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, chat:
     assert header.endswith("-00")
 
 
-async def test_without_a_tracer_there_is_no_span_and_no_wrapper(chat: Any, recorded: Any) -> None:
+async def test_without_a_tracer_there_is_no_span_and_no_wrapper(recorded: Any) -> None:
     from serving.deployment import GraphConfig, Hosting, hosted_graph
 
     async with hosted_graph(GraphConfig(model_name="m"), Hosting()) as opened:
@@ -485,7 +477,7 @@ async def test_without_a_tracer_there_is_no_span_and_no_wrapper(chat: Any, recor
     ids=["missing leaf", "missing root", "doubled", "two roots", "orphan", "other trace", "late", "early"],
 )
 async def test_a_wrong_tree_is_noticed(
-    spoil: Callable[..., Any], serving: Any, chat: Any, recorded: Any, as_one_tree: Any, node: Any
+    spoil: Callable[..., Any], serving: Any, recorded: Any, as_one_tree: Any, node: Any
 ) -> None:
     async with serving() as it:
         await chat(it.app).run()

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import anyio
 import pytest
 
-from pipeline import Annotated, AnyContext, AsyncEngine, Context, Disconnected, ResponseStream
+from pipeline import Annotated, AnyContext, Disconnected, ResponseStream
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import Availability, HttpOptions, Phase, Telemetry, app
 from serving.http.generation.generation import KILL_GRACE_S
+from tests.serving.worlds import Stubborn, chat, complete, last, request_to, token
 
 pytestmark = pytest.mark.anyio
 
 
-class Stubborn(AsyncEngine[Any, Any]):
-    """Hears neither stop nor kill; only cancelling its task ends it."""
-
-    def __init__(self, before: list[Any], *, in_generate: bool = False) -> None:
-        self.before = before
-        self.in_generate = in_generate
-        self.open = 0
-
-    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-        if self.in_generate:
-            self.open += 1
-            try:
-                await anyio.sleep_forever()
-            finally:
-                self.open -= 1
-        return ResponseStream(self._say(), request)
-
-    async def _say(self) -> AsyncGenerator[Any, None]:
-        self.open += 1
-        try:
-            for item in self.before:
-                yield item
-            await anyio.sleep_forever()
-        finally:
-            self.open -= 1
-
-
-def engines(token: Any) -> list[Any]:
+def engines() -> list[Any]:
     return [
         ScriptedEngine([Stall()]),
         ScriptedEngine([token("a"), Stall()]),
@@ -55,9 +28,9 @@ def engines(token: Any) -> list[Any]:
 
 @pytest.mark.parametrize("which", range(5), ids=["first", "middle", "stubborn first", "stubborn", "generate"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
-async def test_a_client_that_goes_away_ends_its_request(chat: Any, token: Any, which: int, stream: bool) -> None:
-    """FE-55, FE-56, FE-58: also while the first item is waited for, and with an engine that ignores kill."""
-    engine = engines(token)[which]
+async def test_a_client_that_goes_away_ends_its_request(which: int, stream: bool) -> None:
+    """Also while the first item is waited for, and with an engine that ignores kill."""
+    engine = engines()[which]
     exchange = chat(app({"m": engine}), stream=stream)
     with watch_streams() as streams, anyio.fail_after(KILL_GRACE_S + 1):
         async with anyio.create_task_group() as tasks:
@@ -72,7 +45,7 @@ async def test_a_client_that_goes_away_ends_its_request(chat: Any, token: Any, w
     assert b"[DONE]" not in exchange.content
 
 
-async def test_a_kill_reaches_the_context_at_once(chat: Any, token: Any) -> None:
+async def test_a_kill_reaches_the_context_at_once() -> None:
     engine = ScriptedEngine([token("a"), Stall()])
     exchange, left = chat(app({"m": engine}), stream=True), -1.0
     async with anyio.create_task_group() as tasks:
@@ -84,7 +57,7 @@ async def test_a_kill_reaches_the_context_at_once(chat: Any, token: Any) -> None
     assert anyio.current_time() == left
 
 
-async def test_every_prompt_of_a_batch_ends_with_its_client(complete: Any, token: Any) -> None:
+async def test_every_prompt_of_a_batch_ends_with_its_client() -> None:
     engine = ScriptedEngine([token("a"), Stall()])
     exchange = complete(app({"m": engine}), prompt=["a", "b", "c"], stream=True)
     async with anyio.create_task_group() as tasks:
@@ -95,7 +68,7 @@ async def test_every_prompt_of_a_batch_ends_with_its_client(complete: Any, token
     assert engine.open == 0
 
 
-async def test_a_server_may_say_with_an_error_that_the_client_is_gone(chat: Any, token: Any) -> None:
+async def test_a_server_may_say_with_an_error_that_the_client_is_gone() -> None:
     engine = ScriptedEngine(lambda _: [token("a"), Wait(1), *[token("b")] * 5, Stall()])
     exchange = chat(app({"m": engine}), stream=True)
     exchange.breaks_on_send = True
@@ -107,14 +80,14 @@ async def test_a_server_may_say_with_an_error_that_the_client_is_gone(chat: Any,
     assert exchange.returned
 
 
-async def test_a_client_that_leaves_after_its_answer_is_no_disconnect(chat: Any, token: Any, last: Any) -> None:
+async def test_a_client_that_leaves_after_its_answer_is_no_disconnect() -> None:
     engine = ScriptedEngine([token("a"), last()])
     for stream in (True, False):
         await chat(app({"m": engine}), stream=stream).run()
         assert not engine.requests[-1].is_stopped
 
 
-async def test_a_slow_client_holds_its_engine_back(chat: Any, token: Any, last: Any) -> None:
+async def test_a_slow_client_holds_its_engine_back() -> None:
     engine = ScriptedEngine([*[token("x" * 1000)] * 1000, last()])
     exchange = chat(app({"m": engine}), stream=True)
     exchange.stop_reading()
@@ -127,7 +100,7 @@ async def test_a_slow_client_holds_its_engine_back(chat: Any, token: Any, last: 
     assert exchange.text == "x" * 1_000_000
 
 
-async def test_a_client_that_leaves_while_it_reads_nothing_frees_the_engine(chat: Any, token: Any) -> None:
+async def test_a_client_that_leaves_while_it_reads_nothing_frees_the_engine() -> None:
     engine = ScriptedEngine([token("x" * 1000)] * 1000)
     exchange = chat(app({"m": engine}), stream=True)
     exchange.stop_reading()
@@ -171,10 +144,8 @@ class CallsBack:
 
 @pytest.mark.parametrize("which", range(5), ids=["first", "middle", "stubborn first", "stubborn", "generate"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "unary"])
-async def test_a_client_that_goes_away_may_be_noticed_by_a_callback(
-    chat: Any, token: Any, which: int, stream: bool
-) -> None:
-    engine, telemetry = engines(token)[which], Telemetry()
+async def test_a_client_that_goes_away_may_be_noticed_by_a_callback(which: int, stream: bool) -> None:
+    engine, telemetry = engines()[which], Telemetry()
     server = CallsBack(app({"m": engine}, telemetry=telemetry))
     exchange = chat(server, stream=stream)
     with watch_streams() as streams, anyio.fail_after(KILL_GRACE_S + 1):
@@ -188,9 +159,7 @@ async def test_a_client_that_goes_away_may_be_noticed_by_a_callback(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_callback_is_taken_back_when_the_request_is_over(
-    chat: Any, token: Any, last: Any, stream: bool
-) -> None:
+async def test_a_callback_is_taken_back_when_the_request_is_over(stream: bool) -> None:
     server = CallsBack(app({"m": ScriptedEngine([token("a"), last()])}))
     assert (await chat(server, stream=stream).run()).status == 200
     assert (len(server.callbacks), server.forgotten) == (1, 1)
@@ -200,7 +169,7 @@ async def test_a_callback_is_taken_back_when_the_request_is_over(
 
 
 @pytest.mark.parametrize("engine_type", [ScriptedEngine, Stubborn])
-async def test_a_silent_engine_is_given_up(chat: Any, token: Any, engine_type: Any) -> None:
+async def test_a_silent_engine_is_given_up(engine_type: Any) -> None:
     steps = [token("a"), Stall()] if engine_type is ScriptedEngine else [token("a")]
     engine = engine_type(steps)
     exchange = chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True)
@@ -211,20 +180,20 @@ async def test_a_silent_engine_is_given_up(chat: Any, token: Any, engine_type: A
     assert engine.open == 0
 
 
-async def test_a_silent_engine_before_the_first_item_is_a_status(chat: Any) -> None:
+async def test_a_silent_engine_before_the_first_item_is_a_status() -> None:
     engine = ScriptedEngine([Stall()])
     exchange = await chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True).run()
     assert (exchange.status, exchange.json["message"]) == (500, "Internal server error")
 
 
-async def test_an_engine_that_speaks_now_and_then_is_not_silent(chat: Any, token: Any, last: Any) -> None:
+async def test_an_engine_that_speaks_now_and_then_is_not_silent() -> None:
     engine = ScriptedEngine([*[token("a"), Wait(9)] * 5, last()])
     exchange = await chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True).run()
     assert exchange.text == "aaaaa"
     assert "error" not in exchange.chunks[-1]
 
 
-async def test_a_silent_prompt_is_given_up_though_others_are_full(complete: Any, token: Any) -> None:
+async def test_a_silent_prompt_is_given_up_though_others_are_full() -> None:
     """Nothing leaves before every prompt has begun, so the first one waits for the second, not for the client."""
 
     class Second(ScriptedEngine):
@@ -239,7 +208,7 @@ async def test_a_silent_prompt_is_given_up_though_others_are_full(complete: Any,
     assert (full.open, silent.open) == (0, 0)
 
 
-async def test_annotations_wait_for_a_slow_client_too(chat: Any, token: Any, last: Any) -> None:
+async def test_annotations_wait_for_a_slow_client_too() -> None:
     note = Annotated[Any].from_annotation("note", "x" * 1000)
     engine = ScriptedEngine([token("a"), *[note] * 1000, last()])
     exchange = chat(app({"m": engine}), stream=True)
@@ -252,14 +221,14 @@ async def test_annotations_wait_for_a_slow_client_too(chat: Any, token: Any, las
     assert len(exchange.chunks) == 2
 
 
-async def test_annotations_before_the_first_item_never_wait(chat: Any, last: Any) -> None:
+async def test_annotations_before_the_first_item_never_wait() -> None:
     """They may be long, and nothing leaves before the first item."""
     note = Annotated[Any].from_annotation("note", "x" * 100_000)
     engine = ScriptedEngine([note, note, last()])
     assert (await chat(app({"m": engine}), stream=True).run()).status == 200
 
 
-async def test_a_slow_client_is_not_the_engines_silence(chat: Any, token: Any, last: Any) -> None:
+async def test_a_slow_client_is_not_the_engines_silence() -> None:
     engine = ScriptedEngine([*[token("x" * 1000)] * 1000, last()])
     exchange = chat(app({"m": engine}, options=HttpOptions(silence_timeout_s=10)), stream=True)
     exchange.stop_reading()
@@ -270,8 +239,7 @@ async def test_a_slow_client_is_not_the_engines_silence(chat: Any, token: Any, l
     assert "error" not in exchange.chunks[-1]
 
 
-async def test_a_waiting_client_gets_comments(chat: Any, token: Any, last: Any) -> None:
-    """FE-61."""
+async def test_a_waiting_client_gets_comments() -> None:
     engine = ScriptedEngine([Wait(1), token("a"), Wait(1), last()])
     exchange = await chat(app({"m": engine}, options=HttpOptions(keep_alive_s=0.4)), stream=True).run()
     assert exchange.content.startswith(b":\n\n:\n\ndata: {")
@@ -279,8 +247,7 @@ async def test_a_waiting_client_gets_comments(chat: Any, token: Any, last: Any) 
     assert len(exchange.chunks) == 2
 
 
-async def test_a_waiting_client_gets_nothing_unless_wished(chat: Any, token: Any, last: Any) -> None:
-    """FE-62."""
+async def test_a_waiting_client_gets_nothing_unless_wished() -> None:
     exchange = chat(app({"m": ScriptedEngine([Wait(100), token("a"), last()])}), stream=True)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(exchange.run)
@@ -288,7 +255,7 @@ async def test_a_waiting_client_gets_nothing_unless_wished(chat: Any, token: Any
         assert (exchange.status, exchange.writes) == (0, [])
 
 
-async def test_an_error_after_a_comment_is_a_frame(chat: Any) -> None:
+async def test_an_error_after_a_comment_is_a_frame() -> None:
     engine = ScriptedEngine([Wait(1)])
     exchange = await chat(app({"m": engine}, options=HttpOptions(keep_alive_s=0.4)), stream=True).run()
     assert exchange.status == 200
@@ -309,7 +276,7 @@ def killing(context: AnyContext) -> None:
 
 
 @pytest.mark.parametrize("end", [stopping, killing])
-async def test_a_stopped_request_ends_with_an_orderly_tail(chat: Any, token: Any, end: Any) -> None:
+async def test_a_stopped_request_ends_with_an_orderly_tail(end: Any) -> None:
     engine = ScriptedEngine([token("a"), Stall()])
     exchange = chat(app({"m": engine}), stream=True)
     async with anyio.create_task_group() as tasks:
@@ -320,17 +287,14 @@ async def test_a_stopped_request_ends_with_an_orderly_tail(chat: Any, token: Any
     assert exchange.chunks[-1] == {"error": error}
 
 
-async def test_a_stop_that_the_engine_answers_is_a_normal_end(chat: Any, token: Any, last: Any) -> None:
+async def test_a_stop_that_the_engine_answers_is_a_normal_end() -> None:
     engine = ScriptedEngine(lambda _: [token("a"), last()])
     exchange = chat(app({"m": engine}), stream=True)
     await exchange.run()
     assert "error" not in exchange.chunks[-1]
 
 
-async def test_draining_refuses_what_is_new_and_finishes_what_runs(
-    chat: Any, request_to: Any, token: Any, last: Any
-) -> None:
-    """FE-10, FE-11."""
+async def test_draining_refuses_what_is_new_and_finishes_what_runs() -> None:
     availability = Availability()
     service = app({"m": ScriptedEngine([token("a"), Wait(3), last()])}, availability=availability)
     running = chat(service, stream=True)
@@ -350,7 +314,7 @@ async def test_draining_refuses_what_is_new_and_finishes_what_runs(
     assert (await request_to(service, "/live", method="GET").run()).status == 503
 
 
-async def test_draining_ends_what_takes_too_long(chat: Any, token: Any) -> None:
+async def test_draining_ends_what_takes_too_long() -> None:
     availability, engine = Availability(), ScriptedEngine([token("a"), Stall()])
     running = chat(app({"m": engine}, availability=availability), stream=True)
     async with anyio.create_task_group() as tasks:
@@ -365,7 +329,7 @@ async def test_draining_ends_what_takes_too_long(chat: Any, token: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("script", [[Stall()], [Wait(7), Fail(Disconnected("cut"))]], ids=["killed", "lost"])
-async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(chat: Any, stream: bool, script: list[Any]) -> None:
+async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(stream: bool, script: list[Any]) -> None:
     """Issue 12, point 9: it was told that its client had closed it."""
     availability, telemetry = Availability(), Telemetry()
     running = chat(app({"m": ScriptedEngine(script)}, availability=availability, telemetry=telemetry), stream=stream)
@@ -379,7 +343,7 @@ async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(chat: Any, s
     assert 'error_type="cancelled"' not in telemetry.text().decode()
 
 
-async def test_a_client_that_leaves_while_the_server_drains_is_a_client_that_left(chat: Any, token: Any) -> None:
+async def test_a_client_that_leaves_while_the_server_drains_is_a_client_that_left() -> None:
     availability, telemetry = Availability(), Telemetry()
     running = chat(app({"m": ScriptedEngine([token("a"), Stall()])}, availability=availability, telemetry=telemetry))
     async with anyio.create_task_group() as tasks:

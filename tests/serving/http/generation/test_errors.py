@@ -22,6 +22,7 @@ from pipeline.errors import chain
 from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.testing import Fail, ScriptedEngine, Wait, watch_streams
 from serving.http import HttpOptions, app
+from tests.serving.worlds import chat, complete, last, request_to, token
 
 pytestmark = pytest.mark.anyio
 
@@ -67,9 +68,8 @@ def early(error: BaseException) -> list[tuple[str, ScriptedEngine]]:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 async def test_an_error_before_the_first_item_is_a_status(
-    chat: Any, place: int, stream: bool, error: Exception, status: int, message: str
+    place: int, stream: bool, error: Exception, status: int, message: str
 ) -> None:
-    """FE-43, FE-50."""
     _, engine = early(error)[place]
     with watch_streams() as streams:
         answer = await chat(app({"m": engine}), stream=stream).run()
@@ -79,7 +79,7 @@ async def test_an_error_before_the_first_item_is_a_status(
     assert engine.open == 0
 
 
-async def test_after_many_annotations_the_answer_has_begun(chat: Any) -> None:
+async def test_after_many_annotations_the_answer_has_begun() -> None:
     engine = ScriptedEngine([*[ANNOTATION] * 17, Wait(1), Fail(InvalidArgument("late"))])
     answer = await chat(app({"m": engine}), stream=True).run()
     assert answer.status == 200
@@ -96,7 +96,7 @@ async def test_after_many_annotations_the_answer_has_begun(chat: Any) -> None:
     ],
     ids=["raise", "error item", "finish reason", "comment only"],
 )
-async def test_an_error_in_the_middle_is_one_frame_and_done(chat: Any, token: Any, failing: list[Any]) -> None:
+async def test_an_error_in_the_middle_is_one_frame_and_done(failing: list[Any]) -> None:
     engine = ScriptedEngine([token("a"), Wait(1), *failing, token("never")])
     answer = await chat(app({"m": engine}), stream=True).run()
     assert answer.status == 200
@@ -108,14 +108,13 @@ async def test_an_error_in_the_middle_is_one_frame_and_done(chat: Any, token: An
     assert engine.open == 0
 
 
-async def test_an_error_in_the_middle_of_a_whole_answer_is_a_status(chat: Any, token: Any) -> None:
+async def test_an_error_in_the_middle_of_a_whole_answer_is_a_status() -> None:
     engine = ScriptedEngine([token("a"), Fail(RuntimeError(SECRET))])
     answer = await chat(app({"m": engine})).run()
     assert (answer.status, told(answer)) == (500, INTERNAL)
 
 
-async def test_an_error_item_may_name_its_status_in_its_comment(chat: Any) -> None:
-    """FE-49, FE-53."""
+async def test_an_error_item_may_name_its_status_in_its_comment() -> None:
     cases = [('{"code": 499}', 499, "Request cancelled"), ('{"code": 422, "message": "x"}', 422, "x"), ("y", 500, None)]
     for comment, status, message in cases:
         engine = ScriptedEngine([Annotated[Any](None, None, "error", [comment], None)])
@@ -123,8 +122,7 @@ async def test_an_error_item_may_name_its_status_in_its_comment(chat: Any) -> No
         assert (answer.status, answer.json["message"]) == (status, message or "Internal server error")
 
 
-async def test_an_error_of_any_prompt_of_a_batch_is_a_status(complete: Any, token: Any, last: Any) -> None:
-    """FE-52."""
+async def test_an_error_of_any_prompt_of_a_batch_is_a_status() -> None:
 
     def script(request: Any) -> list[Any]:
         if request.prompt == "bad":
@@ -158,15 +156,7 @@ def caused(cause: Exception) -> PenstockError:
     ids=lambda value: type(value.__cause__).__name__ if isinstance(value, Exception) else "",
 )
 async def test_an_error_means_the_same_in_a_batch_as_alone(
-    complete: Any,
-    token: Any,
-    last: Any,
-    prompts: list[str],
-    stream: bool,
-    error: PenstockError,
-    status: int,
-    type: str,
-    retry_after: str | None,
+    prompts: list[str], stream: bool, error: PenstockError, status: int, type: str, retry_after: str | None
 ) -> None:
     """Issue 12, point 24: the causes of an error were lost in a batch."""
     causes = list(chain(error))
@@ -183,20 +173,19 @@ async def test_an_error_means_the_same_in_a_batch_as_alone(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_stream_without_an_item_is_no_answer(chat: Any, stream: bool) -> None:
+async def test_a_stream_without_an_item_is_no_answer(stream: bool) -> None:
     answer = await chat(app({"m": ScriptedEngine([])}), stream=stream).run()
     assert (answer.status, told(answer)) == (500, INTERNAL)
 
 
-async def test_the_status_of_overload_can_be_chosen(chat: Any) -> None:
+async def test_the_status_of_overload_can_be_chosen() -> None:
     engine = ScriptedEngine([], fails=ResourceExhausted(SECRET))
     answer = await chat(app({"m": engine}, options=HttpOptions(overload_status=503))).run()
     assert (answer.status, answer.json["message"]) == (503, "Service temporarily overloaded")
     assert answer.json["type"] == "Overloaded"
 
 
-async def test_an_unknown_model_is_not_found(chat: Any) -> None:
-    """FE-07."""
+async def test_an_unknown_model_is_not_found() -> None:
     answer = await chat(app({"m": ScriptedEngine([])}), model="bar").run()
     assert (answer.status, told(answer)) == (404, {"message": "Model not found", "type": "Not Found", "code": 404})
 
@@ -214,14 +203,13 @@ async def test_an_unknown_model_is_not_found(chat: Any) -> None:
         (b'{"model": "m", "messages": [], "nvext": {"unheard_of": 1}}', "nvext.unheard_of"),
     ],
 )
-async def test_a_body_that_is_no_request_is_refused_with_the_place(request_to: Any, body: bytes, place: str) -> None:
-    """FE-05, FE-68."""
+async def test_a_body_that_is_no_request_is_refused_with_the_place(body: bytes, place: str) -> None:
     answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/chat/completions", body).run()
     assert answer.status == 400
     assert place in answer.json["message"]
 
 
-async def test_json_that_is_nearly_right_is_repaired(request_to: Any, token: Any, last: Any) -> None:
+async def test_json_that_is_nearly_right_is_repaired() -> None:
     engine = ScriptedEngine([token("a"), last()])
     body = b'{"model": "m", "messages": [{"role": "user", "content": "a\nb\t\xff \\"c"}]}'
     answer = await request_to(app({"m": engine}), "/v1/chat/completions", body).run()
@@ -240,8 +228,7 @@ async def test_json_that_is_nearly_right_is_repaired(request_to: Any, token: Any
         ("Application/vnd.api+JSON", 404),
     ],
 )
-async def test_the_body_must_be_said_to_be_json(request_to: Any, content_type: str | None, status: int) -> None:
-    """FE-16, FE-17."""
+async def test_the_body_must_be_said_to_be_json(content_type: str | None, status: int) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
     body = {"model": "unknown", "messages": [{"role": "user", "content": "x"}]}
     answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/chat/completions", body, headers=headers).run()
@@ -249,7 +236,7 @@ async def test_the_body_must_be_said_to_be_json(request_to: Any, content_type: s
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_long_body_is_refused(request_to: Any, announced: bool) -> None:
+async def test_a_long_body_is_refused(announced: bool) -> None:
     headers = {"content-type": "application/json"} | ({"content-length": str(2**21)} if announced else {})
     body = b"" if announced else b" " * 2**21
     small = app({"m": ScriptedEngine([])}, options=HttpOptions(body_limit_mb=1))
@@ -259,7 +246,7 @@ async def test_a_long_body_is_refused(request_to: Any, announced: bool) -> None:
 
 
 @pytest.mark.parametrize("length", ["²", "-1", "9" * 5000, "x"])
-async def test_an_announced_length_that_is_no_number_says_nothing(request_to: Any, length: str) -> None:
+async def test_an_announced_length_that_is_no_number_says_nothing(length: str) -> None:
     headers = {"content-type": "application/json", "content-length": length}
     answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/completions", b"", headers=headers).run()
     assert answer.status == 400
@@ -268,29 +255,29 @@ async def test_an_announced_length_that_is_no_number_says_nothing(request_to: An
 @pytest.mark.parametrize(
     ("prompt", "place"), [(["a", ""], "Prompt[1]"), ([[]], "Prompt[0]"), ([""], "Prompt[0]"), ([], "Prompt array")]
 )
-async def test_an_empty_prompt_is_named_by_its_place_in_the_list(complete: Any, prompt: Any, place: str) -> None:
-    """FE-32: also in a list of one."""
+async def test_an_empty_prompt_is_named_by_its_place_in_the_list(prompt: Any, place: str) -> None:
+    """Also in a list of one."""
     graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([])
     answer = await complete(app({"m": graph}), prompt=prompt).run()
     assert (answer.status, answer.json["message"]) == (400, f"Validation: {place} cannot be empty")
 
 
 @pytest.mark.parametrize("count", [64, 65])
-async def test_too_much_metadata_is_refused(chat: Any, token: Any, last: Any, count: int) -> None:
+async def test_too_much_metadata_is_refused(count: int) -> None:
     headers = {f"x-dynamo-meta-{number}": "v" for number in range(count)}
     answer = await chat(app({"m": ScriptedEngine([token("a"), last()])}), headers=headers).run()
     assert answer.status == (200 if count == 64 else 431)
 
 
-async def test_deprecated_function_fields_are_not_implemented(chat: Any) -> None:
+async def test_deprecated_function_fields_are_not_implemented() -> None:
     for field in ("functions", "function_call"):
-        answer = await chat(app({"m": ScriptedEngine([])}), **{field: []}).run()
+        fields: dict[str, Any] = {field: []}
+        answer = await chat(app({"m": ScriptedEngine([])}), **fields).run()
         assert answer.status == 501
         assert field in answer.json["message"]
 
 
-async def test_unknown_routes_and_wrong_methods_say_so(request_to: Any) -> None:
-    """FE-13, FE-14."""
+async def test_unknown_routes_and_wrong_methods_say_so() -> None:
     service = app({"m": ScriptedEngine([])})
     unknown = await request_to(service, "/v1/responses/resp_missing", method="GET").run()
     assert (unknown.status, unknown.json["message"]) == (404, "Route not found: GET /v1/responses/resp_missing")
@@ -298,7 +285,7 @@ async def test_unknown_routes_and_wrong_methods_say_so(request_to: Any) -> None:
     assert (wrong.status, wrong.response_headers["allow"], wrong.json["code"]) == (405, "POST", 405)
 
 
-async def test_errors_repeat_the_clients_request_id_too(request_to: Any, chat: Any) -> None:
+async def test_errors_repeat_the_clients_request_id_too() -> None:
     service, headers = app({"m": ScriptedEngine([])}), {"x-request-id": "r"}
     for exchange in (
         chat(service, model="bar", headers=headers),
@@ -311,12 +298,12 @@ async def test_errors_repeat_the_clients_request_id_too(request_to: Any, chat: A
         assert answer.response_headers["x-request-id"] == "r"
 
 
-async def test_a_short_end_is_no_error_unless_the_request_was_stopped(chat: Any, token: Any) -> None:
+async def test_a_short_end_is_no_error_unless_the_request_was_stopped() -> None:
     engine = ScriptedEngine([token("a")])
     assert "error" not in (await chat(app({"m": engine}), stream=True).run()).chunks[-1]
 
 
-async def test_a_broken_worker_is_not_a_short_answer(chat: Any, token: Any) -> None:
+async def test_a_broken_worker_is_not_a_short_answer() -> None:
     for error in (StreamIncomplete(SECRET), Disconnected(SECRET)):
         engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
         answer = await chat(app({"m": engine}), stream=True).run()
@@ -337,7 +324,7 @@ async def test_a_broken_worker_is_not_a_short_answer(chat: Any, token: Any) -> N
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(
-    chat: Any, complete: Any, api: str, fields: dict[str, Any], field: str, stream: bool
+    api: str, fields: dict[str, Any], field: str, stream: bool
 ) -> None:
     """Issue 12, point 8."""
     graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([])
@@ -353,7 +340,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("place", range(5), ids=[name for name, _ in early(ValueError())])
 async def test_whatever_is_raised_before_the_first_item_is_a_status(
-    chat: Any, place: int, stream: bool, error: BaseException
+    place: int, stream: bool, error: BaseException
 ) -> None:
     """Issue 12, point 23: of a graph whose stages translate nothing."""
     _, engine = early(error)[place]
@@ -367,7 +354,7 @@ async def test_whatever_is_raised_before_the_first_item_is_a_status(
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)], ids=repr
 )
-async def test_whatever_is_raised_in_the_middle_is_an_error_frame(chat: Any, token: Any, error: BaseException) -> None:
+async def test_whatever_is_raised_in_the_middle_is_an_error_frame(error: BaseException) -> None:
     """Issue 12, point 23."""
     engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
     exchange = await chat(app({"m": engine}), stream=True).run()
@@ -377,7 +364,7 @@ async def test_whatever_is_raised_in_the_middle_is_an_error_frame(chat: Any, tok
     assert engine.open == 0
 
 
-async def test_whatever_one_prompt_of_many_raises_is_a_status(complete: Any, token: Any, last: Any) -> None:
+async def test_whatever_one_prompt_of_many_raises_is_a_status() -> None:
     """Issue 12, point 23: a task of its own would end the loop."""
     engine = ScriptedEngine(lambda request: [Fail(SystemExit(3))] if request.prompt == "b" else [token("a"), last()])
     exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()
@@ -387,16 +374,14 @@ async def test_whatever_one_prompt_of_many_raises_is_a_status(complete: Any, tok
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", [[1, 2, 999_999], [[1], [2, 3, 999_999]]])
-async def test_an_unknown_token_id_is_named_with_its_index(
-    complete: Any, token: Any, last: Any, prompt: Any, stream: bool
-) -> None:
+async def test_an_unknown_token_id_is_named_with_its_index(prompt: Any, stream: bool) -> None:
     """Issue 12, point 25: it was 500."""
     graph = Preprocess(Model.byte_level("m")) >> ScriptedEngine([Wait(1), token("a"), last()])
     answer = await complete(app({"m": graph}), stream=stream, prompt=prompt).run()
     assert (answer.status, answer.json["message"]) == (400, "prompt: 999999 at index 2 is no token id of model m")
 
 
-async def test_a_name_of_the_chat_template_cannot_be_replaced(chat: Any) -> None:
+async def test_a_name_of_the_chat_template_cannot_be_replaced() -> None:
     """Issue 12, point 25: it was 500."""
     graph = Preprocess(Model.byte_level("m", chat_template=WHOLE_CHAT)) >> ScriptedEngine([])
     answer = await chat(app({"m": graph}), chat_template_args={"namespace": 1}).run()

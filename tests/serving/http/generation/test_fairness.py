@@ -14,6 +14,7 @@ from pipeline import Annotated, function_engine
 from pipeline.protocols import BackendOutput
 from pipeline.testing import ScriptedEngine, Stall, watch_streams
 from serving.http import app
+from tests.serving.worlds import chat, complete, last, request_to, token
 
 pytestmark = pytest.mark.anyio
 
@@ -21,9 +22,7 @@ TOKENS = 20_000
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_others_are_answered_while_a_long_answer_is_made(
-    chat: Any, request_to: Any, token: Any, last: Any, stream: bool
-) -> None:
+async def test_others_are_answered_while_a_long_answer_is_made(stream: bool) -> None:
     """Issue 12, point 20: `/live` waited until the last token of a whole answer was made."""
     at_once, end, begun, made = token("a"), last(), anyio.Event(), 0
     made_until_live = 0
@@ -55,9 +54,7 @@ async def test_others_are_answered_while_a_long_answer_is_made(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_prompts_of_a_batch_are_begun_a_few_at_a_time(
-    complete: Any, token: Any, last: Any, stream: bool
-) -> None:
+async def test_the_prompts_of_a_batch_are_begun_a_few_at_a_time(stream: bool) -> None:
     """Issue 13: 128 of 8 kB took 50 ms of the loop in two turns of it."""
     engine, begun = ScriptedEngine([token("a"), last()]), [0]
 
@@ -75,7 +72,7 @@ async def test_the_prompts_of_a_batch_are_begun_a_few_at_a_time(
     assert engine.open == 0
 
 
-async def test_a_batch_whose_client_leaves_while_it_begins_begins_no_more(complete: Any, token: Any) -> None:
+async def test_a_batch_whose_client_leaves_while_it_begins_begins_no_more() -> None:
     engine = ScriptedEngine([token("a"), Stall()])
     asked = complete(app({"m": engine}), prompt=["x"] * 128)
     with watch_streams() as streams:

@@ -16,6 +16,7 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
 from serving.deployment import GraphConfig, standard_graph
 from serving.http import app
+from tests.serving.worlds import chat, complete, token
 
 pytestmark = pytest.mark.anyio
 
@@ -58,7 +59,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_a_request_is_let_go_with_its_answer(held: Callable[[], list[Any]], chat: Any, ending: str) -> None:
+async def test_a_request_is_let_go_with_its_answer(held: Callable[[], list[Any]], ending: str) -> None:
     fields, status = ENDINGS[ending]
     async with standard_graph(
         GraphConfig(engine="mocker", engine_args={"num_gpu_blocks": "64"}, model_name="m")
@@ -69,7 +70,7 @@ async def test_a_request_is_let_go_with_its_answer(held: Callable[[], list[Any]]
         assert nothing_is(held)
 
 
-async def test_a_batch_is_let_go_with_its_answer(held: Callable[[], list[Any]], complete: Any) -> None:
+async def test_a_batch_is_let_go_with_its_answer(held: Callable[[], list[Any]]) -> None:
     async with standard_graph(GraphConfig(engine="echo", model_name="m")) as graph:
         service = app({"m": graph})
         assert (await complete(service, prompt=["a", "b", "c"], max_tokens=2).run()).status == 200
@@ -79,9 +80,7 @@ async def test_a_batch_is_let_go_with_its_answer(held: Callable[[], list[Any]], 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_let_go_when_its_client_leaves(
-    held: Callable[[], list[Any]], chat: Any, stream: bool
-) -> None:
+async def test_a_request_is_let_go_when_its_client_leaves(held: Callable[[], list[Any]], stream: bool) -> None:
     async with standard_graph(GraphConfig(engine="echo", engine_args={"delay_s": "1"}, model_name="m")) as graph:
         asked = chat(app({"m": graph}), stream=stream)
         async with anyio.create_task_group() as tasks:
@@ -95,9 +94,7 @@ async def test_a_request_is_let_go_when_its_client_leaves(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_let_go_when_its_engine_fails(
-    held: Callable[[], list[Any]], chat: Any, token: Any, stream: bool
-) -> None:
+async def test_a_request_is_let_go_when_its_engine_fails(held: Callable[[], list[Any]], stream: bool) -> None:
     engine = ScriptedEngine([token("a"), Annotated(None, error=InvalidArgument("no"))])
     assert (await chat(app({"m": engine}), stream=stream).run()).returned
     await anyio.sleep(1)

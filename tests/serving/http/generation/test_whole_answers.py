@@ -10,6 +10,7 @@ from pipeline.protocols.output import TopLogprob
 from pipeline.testing import ScriptedEngine, watch_streams
 from serving.http import HttpOptions, Telemetry, app
 from serving.limits import HttpLimits
+from tests.serving.worlds import chat, last, token
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +20,7 @@ def limited(engine: Any, limit_bytes: int, telemetry: Telemetry | None = None) -
     return app({"m": engine}, options=options, telemetry=telemetry)
 
 
-async def test_an_answer_that_is_too_long_is_refused_and_its_engine_ended(chat: Any, token: Any, last: Any) -> None:
+async def test_an_answer_that_is_too_long_is_refused_and_its_engine_ended() -> None:
     engine, telemetry = ScriptedEngine(lambda _: [*[token("x" * 100)] * 1000, last()]), Telemetry()
     service = limited(engine, 10_000, telemetry)
     with watch_streams() as streams:
@@ -32,15 +33,15 @@ async def test_an_answer_that_is_too_long_is_refused_and_its_engine_ended(chat: 
     assert (await chat(service, stream=True).run()).text == "x" * 100_000
 
 
-async def test_log_probabilities_count_for_what_they_take(chat: Any, token: Any, last: Any) -> None:
+async def test_log_probabilities_count_for_what_they_take() -> None:
     top = [[TopLogprob(rank, rank, -1.0, "x") for rank in range(20)]]
     engine = ScriptedEngine(lambda _: [*[token("x", log_probs=[-1.0], top_logprobs=top)] * 100, last()])
-    asked = {"logprobs": True, "top_logprobs": 20}
-    assert (await chat(limited(engine, 100 * 20 * 128), **asked).run()).status == 400
-    assert (await chat(limited(engine, 100 * 30 * 128), **asked).run()).status == 200
+    wanted: dict[str, Any] = {"logprobs": True, "top_logprobs": 20}
+    assert (await chat(limited(engine, 100 * 20 * 128), **wanted).run()).status == 400
+    assert (await chat(limited(engine, 100 * 30 * 128), **wanted).run()).status == 200
 
 
-async def test_zero_turns_the_limit_off(chat: Any, token: Any, last: Any) -> None:
+async def test_zero_turns_the_limit_off() -> None:
     engine = ScriptedEngine([*[token("x" * 1000)] * 1000, last()])
     answer = await chat(limited(engine, 0)).run()
     assert len(answer.json["choices"][0]["message"]["content"]) == 1_000_000

@@ -17,6 +17,7 @@ from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.request_meter import RequestMeter
 from serving.http.metrics.telemetry import TokenGaps
 from serving.http.problems import Problem
+from tests.serving.worlds import chat, last, request_to, token
 
 pytestmark = pytest.mark.anyio
 
@@ -44,9 +45,7 @@ def _labels(labels: dict[str, str]) -> str:
     return "{" + ",".join(f'{name}="{labels[name]}"' for name in sorted(labels)) + "}" if labels else ""
 
 
-async def test_a_successful_request_is_counted_from_start_to_end(
-    chat: Any, token: Any, last: Any, telemetry: Telemetry
-) -> None:
+async def test_a_successful_request_is_counted_from_start_to_end(telemetry: Telemetry) -> None:
     service = app({"m": ScriptedEngine([Wait(2), token("a"), token("b"), last()])}, telemetry=telemetry)
     await chat(service, stream=True).run()
     seen = samples(telemetry)
@@ -65,9 +64,7 @@ async def test_a_successful_request_is_counted_from_start_to_end(
     assert not [name for name in seen if name.startswith(("inflight", "active", "queued", "disconnected"))]
 
 
-async def test_requests_are_queued_until_they_begin_and_active_until_they_end(
-    chat: Any, token: Any, last: Any, telemetry: Telemetry
-) -> None:
+async def test_requests_are_queued_until_they_begin_and_active_until_they_end(telemetry: Telemetry) -> None:
     service = app({"m": ScriptedEngine([Wait(2), token("a"), Wait(2), last()])}, telemetry=telemetry)
 
     def gauges() -> list[float | None]:
@@ -97,7 +94,7 @@ async def test_requests_are_queued_until_they_begin_and_active_until_they_end(
 )
 @pytest.mark.parametrize("begun", [True, False])
 async def test_every_failure_has_its_class(
-    chat: Any, token: Any, telemetry: Telemetry, script: list[Any], error_type: str, begun: bool
+    telemetry: Telemetry, script: list[Any], error_type: str, begun: bool
 ) -> None:
     steps = [token("a"), Wait(1), *(script or [Fail(RuntimeError())])] if begun else script
     options = HttpOptions(silence_timeout_s=5)
@@ -108,10 +105,7 @@ async def test_every_failure_has_its_class(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("said", [0, 1])
-async def test_a_client_that_leaves_is_counted(
-    chat: Any, token: Any, telemetry: Telemetry, stream: bool, said: int
-) -> None:
-    """FE-56, FE-58."""
+async def test_a_client_that_leaves_is_counted(telemetry: Telemetry, stream: bool, said: int) -> None:
     service = app({"m": ScriptedEngine([*[token("a")] * said, Stall()])}, telemetry=telemetry)
     exchange = chat(service, stream=stream)
     async with anyio.create_task_group() as tasks:
@@ -125,8 +119,7 @@ async def test_a_client_that_leaves_is_counted(
     assert seen[f"requests_total{{{labels}}}"] == 1
 
 
-async def test_names_nobody_serves_never_become_labels(chat: Any, telemetry: Telemetry) -> None:
-    """FE-109."""
+async def test_names_nobody_serves_never_become_labels(telemetry: Telemetry) -> None:
     service = app({"m": ScriptedEngine([])}, telemetry=telemetry)
     for name in ("nonexistent-model-1", "Foo"):
         await chat(service, model=name).run()
@@ -137,7 +130,7 @@ async def test_names_nobody_serves_never_become_labels(chat: Any, telemetry: Tel
     assert samples(telemetry)[f'requests_total{{{labels},status="error"}}'] == 2
 
 
-async def test_cached_tokens_are_recorded_once_a_request(chat: Any, token: Any, telemetry: Telemetry) -> None:
+async def test_cached_tokens_are_recorded_once_a_request(telemetry: Telemetry) -> None:
     usage = CompletionUsage(9, 1, 10, PromptTokensDetails(cached_tokens=4))
     items = [Annotated(BackendOutput([1], ["a"], "a", completion_usage=usage)) for _ in range(2)]
     end = Annotated(BackendOutput([], [], None, finish_reason=FinishReason.STOP))
@@ -146,7 +139,6 @@ async def test_cached_tokens_are_recorded_once_a_request(chat: Any, token: Any, 
 
 
 async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: Telemetry) -> None:
-    """FE-112."""
     with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
         meter.add_tokens(5)
     seen = samples(telemetry)
@@ -155,7 +147,6 @@ async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: T
 
 
 async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemetry) -> None:
-    """FE-113."""
     with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
         meter.add_tokens(1)
         await anyio.sleep(0.2)
@@ -167,7 +158,6 @@ async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemet
 
 
 async def test_a_request_without_a_verdict_is_an_internal_error(telemetry: Telemetry) -> None:
-    """FE-107."""
     with RequestMeter(telemetry, "m", "completions", streams=False):
         pass
     labels = 'endpoint="completions",error_type="internal",model="m",request_type="unary",status="error"'
@@ -188,10 +178,7 @@ async def test_a_verdict_is_the_kind_of_its_problem(telemetry: Telemetry) -> Non
         ("nv-llm/http service", "nv_llm_http_service_"),
     ],
 )
-async def test_all_names_have_the_chosen_prefix(
-    chat: Any, token: Any, last: Any, prefix: str | None, expected: str
-) -> None:
-    """FE-106."""
+async def test_all_names_have_the_chosen_prefix(prefix: str | None, expected: str) -> None:
     telemetry = Telemetry(prefix=prefix)
     await chat(app({"m": ScriptedEngine([token("a"), token("b"), last()])}, telemetry=telemetry)).run()
     names = {line.split()[2] for line in telemetry.text().decode().splitlines() if line.startswith("# TYPE")}
@@ -199,8 +186,7 @@ async def test_all_names_have_the_chosen_prefix(
     assert all(name.startswith(expected) for name in names)
 
 
-async def test_buckets_are_those_of_the_table(chat: Any, token: Any, last: Any) -> None:
-    """FE-110."""
+async def test_buckets_are_those_of_the_table() -> None:
     telemetry = Telemetry(environment={"DYN_METRICS_INTER_TOKEN_LATENCY_SECONDS_COUNT": "2"})
     await chat(app({"m": ScriptedEngine([token("a"), token("b"), last()])}, telemetry=telemetry)).run()
     lines = telemetry.text().decode().splitlines()
@@ -221,7 +207,7 @@ def test_gaps_are_counted_in_the_bucket_that_holds_them() -> None:
     assert gaps.of("m").sum_s == pytest.approx(0 + 1 + 4 + 12 + 144)
 
 
-async def test_each_app_shows_its_own_requests_only(chat: Any, request_to: Any, token: Any, last: Any) -> None:
+async def test_each_app_shows_its_own_requests_only() -> None:
     first, second = (app({"m": ScriptedEngine([token("a"), last()])}) for _ in range(2))
     await chat(first).run()
     pages = [await request_to(each, "/metrics", method="GET").run() for each in (first, second)]
@@ -229,7 +215,7 @@ async def test_each_app_shows_its_own_requests_only(chat: Any, request_to: Any, 
     assert pages[0].response_headers["content-type"].startswith("text/plain")
 
 
-async def test_the_callers_span_goes_with_the_request(chat: Any, token: Any, last: Any) -> None:
+async def test_the_callers_span_goes_with_the_request() -> None:
     engine = ScriptedEngine([token("a"), last()])
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     await chat(app({"m": engine}), headers={"traceparent": parent}).run()
@@ -264,7 +250,7 @@ def test_series_that_are_gone_leave_room_for_others(telemetry: Telemetry) -> Non
 
 
 def test_a_routers_metrics_are_shown_under_the_names_of_the_original(telemetry: Telemetry) -> None:
-    """KV-181. A name is shown as it stands in the table: neither a unit nor `_total` is added to it."""
+    """A name is shown as it stands in the table: neither a unit nor `_total` is added to it."""
     metrics = RouterMetrics(telemetry.meter)
     metrics.steps(lambda: 0.0, Context("r")).end()
     names = {line.split()[2] for line in telemetry.text().decode().splitlines() if line.startswith("# TYPE")}

@@ -19,6 +19,7 @@ from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.refusals import LIMITS_MAX, Refusals
 from serving.http.problems import Problem
 from serving.log_format import JsonLines
+from tests.serving.worlds import chat, token
 
 PROBLEM = Problem(400, "m", "validation", exceeded=ExceededLimit("max_tools", 2000, 1536))
 
@@ -96,9 +97,7 @@ def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Any) -> None
 
 
 @pytest.mark.anyio
-async def test_a_refused_request_is_counted_and_logged_with_its_id(
-    chat: Any, telemetry: Telemetry, written: Any
-) -> None:
+async def test_a_refused_request_is_counted_and_logged_with_its_id(telemetry: Telemetry, written: Any) -> None:
     tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(3)]
     failing = ScriptedEngine([Fail(InvalidArgument("too many", exceeded=ExceededLimit("max_tools", 3, 2)))])
     options = HttpOptions(request_limits=RequestLimits(max_tools=2))
@@ -112,7 +111,7 @@ async def test_a_refused_request_is_counted_and_logged_with_its_id(
 
 
 @pytest.mark.anyio
-async def test_a_refusal_before_there_is_a_model_is_counted_too(chat: Any, telemetry: Telemetry, written: Any) -> None:
+async def test_a_refusal_before_there_is_a_model_is_counted_too(telemetry: Telemetry, written: Any) -> None:
     headers = {f"x-dynamo-meta-{n}": "a" for n in range(65)}
     answer = await chat(app({"m": ScriptedEngine([])}, telemetry=telemetry), headers=headers).run()
     assert (answer.status, counted(telemetry)) == (431, {"max_metadata_entries": 1})
@@ -121,7 +120,7 @@ async def test_a_refusal_before_there_is_a_model_is_counted_too(chat: Any, telem
 
 @pytest.mark.anyio
 async def test_a_refusal_in_the_middle_of_a_stream_names_its_limit_in_the_frame(
-    chat: Any, token: Any, telemetry: Telemetry, written: Any
+    telemetry: Telemetry, written: Any
 ) -> None:
     """Also one that came from another process."""
     error = error_from_plain(error_to_plain(InvalidArgument("late", exceeded=ExceededLimit("max_tools", 3, 2))))
@@ -133,7 +132,7 @@ async def test_a_refusal_in_the_middle_of_a_stream_names_its_limit_in_the_frame(
 
 
 @pytest.mark.anyio
-async def test_a_full_queue_of_the_router_is_a_limit_too(chat: Any, telemetry: Telemetry) -> None:
+async def test_a_full_queue_of_the_router_is_a_limit_too(telemetry: Telemetry) -> None:
     error = QueueRejected(policy_class="default", limit_kind="cached_tokens", current=11, limit=10)
     engine = ScriptedEngine([], fails=error)
     answer = await chat(app({"m": engine}, telemetry=telemetry)).run()

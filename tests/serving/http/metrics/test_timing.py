@@ -19,6 +19,7 @@ from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
 from serving.deployment import GraphConfig, standard_graph, wall_ms
 from serving.http import Telemetry, app
 from serving.http.metrics.gauges import WorkerGauges
+from tests.serving.worlds import chat, complete
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +58,7 @@ def of_chunks(exchange: Any) -> list[Any]:
 # -- what a client sees
 
 
-async def test_a_stream_names_the_workers_first_and_tells_the_times_last(chat: Any, telemetry: Telemetry) -> None:
+async def test_a_stream_names_the_workers_first_and_tells_the_times_last(telemetry: Telemetry) -> None:
     async with service(telemetry) as served:
         before_ms = wall_ms()
         messages = [{"role": "user", "content": "four"}]
@@ -84,7 +85,7 @@ async def test_a_stream_names_the_workers_first_and_tells_the_times_last(chat: A
     }
 
 
-async def test_a_whole_answer_has_them_once(chat: Any, telemetry: Telemetry) -> None:
+async def test_a_whole_answer_has_them_once(telemetry: Telemetry) -> None:
     async with service(telemetry) as served:
         nvext = (await chat(served, nvext=BOTH).run()).json["nvext"]
     assert list(nvext) == ["worker_id", "timing"]
@@ -92,7 +93,7 @@ async def test_a_whole_answer_has_them_once(chat: Any, telemetry: Telemetry) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_router_without_cost_says_its_worker_too(chat: Any, telemetry: Telemetry, stream: bool) -> None:
+async def test_a_router_without_cost_says_its_worker_too(telemetry: Telemetry, stream: bool) -> None:
     async with service(telemetry, "round-robin") as served:
         exchange = await chat(served, stream=stream, nvext=BOTH).run()
     nvext = of_chunks(exchange)[-1] if stream else exchange.json["nvext"]
@@ -106,15 +107,13 @@ async def test_a_router_without_cost_says_its_worker_too(chat: Any, telemetry: T
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("router", ["kv", "round-robin"])
 @pytest.mark.parametrize("nvext", [None, {}, {"extra_fields": []}])
-async def test_who_does_not_ask_is_told_nothing(
-    chat: Any, telemetry: Telemetry, nvext: Any, router: str, stream: bool
-) -> None:
+async def test_who_does_not_ask_is_told_nothing(telemetry: Telemetry, nvext: Any, router: str, stream: bool) -> None:
     async with service(telemetry, router) as served:
         assert b"nvext" not in (await chat(served, stream=stream, nvext=nvext).run()).content
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_query_tells_worker_and_tokens(chat: Any, telemetry: Telemetry, stream: bool) -> None:
+async def test_a_query_tells_worker_and_tokens(telemetry: Telemetry, stream: bool) -> None:
     async with service(telemetry) as served:
         exchange = await chat(served, stream=stream, nvext=QUERY).run()
     assert exchange.status == 200
@@ -127,7 +126,7 @@ async def test_a_query_tells_worker_and_tokens(chat: Any, telemetry: Telemetry, 
     assert gauges(telemetry) == {}
 
 
-async def test_each_prompt_of_a_batch_is_timed_and_the_last_word_holds(complete: Any, telemetry: Telemetry) -> None:
+async def test_each_prompt_of_a_batch_is_timed_and_the_last_word_holds(telemetry: Telemetry) -> None:
     async with service(telemetry) as served:
         answer = await complete(served, prompt=["a", "abcd"], nvext=BOTH).run()
     assert answer.json["nvext"]["timing"]["total_time_ms"] == 4000
@@ -136,7 +135,7 @@ async def test_each_prompt_of_a_batch_is_timed_and_the_last_word_holds(complete:
 # -- what the metrics show
 
 
-async def test_the_last_request_of_a_worker_is_shown(chat: Any, telemetry: Telemetry) -> None:
+async def test_the_last_request_of_a_worker_is_shown(telemetry: Telemetry) -> None:
     async with service(telemetry, workers=1) as served:
         seen = []
         for text in ("abc", "abcdef"):
@@ -150,7 +149,7 @@ async def test_the_last_request_of_a_worker_is_shown(chat: Any, telemetry: Telem
         assert shown["inter_token_latency_seconds"] == {labels: pytest.approx(1)}
 
 
-async def test_a_request_that_is_given_up_is_a_workers_last_too(chat: Any, telemetry: Telemetry) -> None:
+async def test_a_request_that_is_given_up_is_a_workers_last_too(telemetry: Telemetry) -> None:
     async with service(telemetry, workers=1) as served:
         text = "abcdefgh"
         exchange = chat(served, stream=True, messages=[{"role": "user", "content": text}])
@@ -162,7 +161,7 @@ async def test_a_request_that_is_given_up_is_a_workers_last_too(chat: Any, telem
     assert list(gauges(telemetry)["input_sequence_tokens"].values()) == [8]
 
 
-async def test_a_request_without_a_token_is_no_workers_last(chat: Any, telemetry: Telemetry) -> None:
+async def test_a_request_without_a_token_is_no_workers_last(telemetry: Telemetry) -> None:
     async with service(telemetry, workers=1) as served:
         exchange = chat(served, stream=True)
         async with anyio.create_task_group() as tasks:
@@ -172,7 +171,7 @@ async def test_a_request_without_a_token_is_no_workers_last(chat: Any, telemetry
     assert gauges(telemetry) == {}
 
 
-async def test_the_gauges_have_the_prefix_of_all_others(chat: Any) -> None:
+async def test_the_gauges_have_the_prefix_of_all_others() -> None:
     telemetry = Telemetry(prefix="my_front")
     async with service(telemetry) as served:
         await chat(served).run()
@@ -203,7 +202,7 @@ async def test_the_worker_heard_of_last_is_the_last_to_go(
 
 
 @pytest.mark.parametrize("nvext", [None, BOTH])
-async def test_a_client_that_leaves_closes_everything(chat: Any, telemetry: Telemetry, nvext: Any) -> None:
+async def test_a_client_that_leaves_closes_everything(telemetry: Telemetry, nvext: Any) -> None:
     said: Any = LLMEngineOutput(list(b"a"))
     model = Model.byte_level("m")
     push: Any = PushRouter(static_workers({1: ScriptedEngine([Wait(1), said, Stall()])}))

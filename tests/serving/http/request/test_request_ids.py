@@ -21,6 +21,7 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import Availability, HttpOptions, Telemetry, app, status_app
 from serving.http.request.headers import RequestHeaders
 from serving.log_format import RequestFields
+from tests.serving.worlds import chat, complete, request_to
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +65,7 @@ BROKEN: Any = Failing()
     ],
 )
 async def test_every_answer_has_an_id_and_every_error_body_the_same(
-    request_to: Any, method: str, path: str, body: Any, headers: dict[str, str], status: int
+    method: str, path: str, body: Any, headers: dict[str, str], status: int
 ) -> None:
     invalid = ScriptedEngine([Fail(InvalidArgument("no"))]) if path.endswith("chat/completions") else engine()
     service = app({"m": invalid}, options=HttpOptions(body_limit_mb=1))
@@ -77,14 +78,14 @@ async def test_every_answer_has_an_id_and_every_error_body_the_same(
         assert first.json["request_id"] == first.response_headers[ID]
 
 
-async def test_an_error_of_our_own_has_an_id_too(request_to: Any) -> None:
+async def test_an_error_of_our_own_has_an_id_too() -> None:
     exchange = request_to(app({"m": engine()}, availability=BROKEN), "/health", method="GET")
     with pytest.raises(ZeroDivisionError):  # the server logs it
         await exchange.run()
     assert (exchange.status, exchange.json["request_id"]) == (500, exchange.response_headers[ID])
 
 
-async def test_the_status_port_of_a_worker_has_ids_too(request_to: Any) -> None:
+async def test_the_status_port_of_a_worker_has_ids_too() -> None:
     service = status_app(SystemHealth(), Telemetry(), {})
     for path in ("/health", "/metrics", "/nope"):
         answer = await request_to(service, path, method="GET").run()
@@ -92,7 +93,7 @@ async def test_the_status_port_of_a_worker_has_ids_too(request_to: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_uuid_of_the_client_is_the_id_and_comes_back_as_it_came(chat: Any, stream: bool) -> None:
+async def test_a_uuid_of_the_client_is_the_id_and_comes_back_as_it_came(stream: bool) -> None:
     seen: list[str] = []
 
     class Noting(ScriptedEngine):
@@ -110,7 +111,7 @@ async def test_a_uuid_of_the_client_is_the_id_and_comes_back_as_it_came(chat: An
     assert seen == [str(known)] * 2
 
 
-async def test_another_text_comes_back_beside_the_id(chat: Any) -> None:
+async def test_another_text_comes_back_beside_the_id() -> None:
     answer = await chat(app({"m": engine()}), model="x", headers={ID: "my id/7"}).run()
     assert answer.response_headers[ID] == "my id/7"
     assert is_uuid(answer.response_headers[OWN_ID])
@@ -118,7 +119,7 @@ async def test_another_text_comes_back_beside_the_id(chat: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["a" * 257, "a" * 100_000, "", "a\r\nset-cookie: b", "a\x00b", "é", " a", "a\x7f"])
-async def test_a_text_that_is_no_id_is_not_repeated(chat: Any, text: str) -> None:
+async def test_a_text_that_is_no_id_is_not_repeated(text: str) -> None:
     answer = await chat(app({"m": engine()}), headers={ID: text}).run()
     assert is_uuid(answer.response_headers[ID])
 
@@ -169,7 +170,7 @@ class Talking(ScriptedEngine):
         return ResponseStream(said(), request, stream)
 
 
-async def test_messages_of_requests_that_run_together_name_each_its_own(chat: Any, seen: list[dict[str, Any]]) -> None:
+async def test_messages_of_requests_that_run_together_name_each_its_own(seen: list[dict[str, Any]]) -> None:
     service = app({"m": Talking([Wait(1), *ANSWER])})
     ids = [str(uuid4()) for _ in range(3)]
     trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
@@ -186,7 +187,7 @@ async def test_messages_of_requests_that_run_together_name_each_its_own(chat: An
     )
 
 
-async def test_messages_of_a_list_of_prompts_name_the_prompt(complete: Any, seen: list[dict[str, Any]]) -> None:
+async def test_messages_of_a_list_of_prompts_name_the_prompt(seen: list[dict[str, Any]]) -> None:
     answer = await complete(app({"m": Talking(ANSWER)}), prompt=["a", "b"]).run()
     request_id = answer.response_headers[ID]
     asked = [record for record in seen if record["message"].startswith("asked")]
@@ -194,7 +195,7 @@ async def test_messages_of_a_list_of_prompts_name_the_prompt(complete: Any, seen
     assert all(record["message"] == f"asked {record['request']}" for record in asked)
 
 
-async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(chat: Any, caplog: Any) -> None:
+async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(caplog: Any) -> None:
     options = HttpOptions(access_log=True)
     exchange = chat(app({"m": ScriptedEngine([Stall()])}, options=options, availability=Availability()), stream=True)
     with caplog.at_level(logging.INFO, "serving.access"):

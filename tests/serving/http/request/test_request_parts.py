@@ -23,7 +23,6 @@ from serving.openai.form import PLACE, UsageCount, around, encode, event
     [(None, 529), ("abc", 529), ("99", 529), ("150", 529), (" 503 ", 503), ("599", 599), ("600", 529), ("-503", 529)],
 )
 def test_the_status_of_overload_comes_from_the_environment(text: str | None, status: int) -> None:
-    """FE-46."""
     environment = {} if text is None else {"DYN_HTTP_OVERLOAD_STATUS_CODE": text}
     assert HttpOptions.from_environment(environment).overload_status == status
 
