@@ -1,4 +1,4 @@
-"""Attacks by requests that are allowed: each asks for as much as it may."""
+"""Attacks by requests that are allowed: each uses as much as it may."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _prompts(size: int) -> str:
 
 
 def _annotated() -> bytes:
-    """A stream with everything beside its text that can be asked for."""
+    """A stream with everything beside its text that a request can have."""
     annotations = '"annotations":["formatted_prompt","token_ids","request_id"]'
     fields = '"extra_fields":["worker_id","timing","completion_token_ids"]'
     return raw_chat(f'"stream":true,"nvext":{{{annotations},{fields}}}', content='"' + "x" * 50_000 + '"')

@@ -2,7 +2,7 @@
 
     Attack("quotes", post(b'"' * 4_000_000), statuses={400})
 
-An attack is carried out beside a probe that asks for `/live`. It has failed if the server gave a clear answer or cut
+An attack is carried out beside a probe that requests `/live`. It has failed if the server gave a clear answer or cut
 the connection, others were not kept waiting, memory stayed below the bound, and nothing is left of it.
 """
 

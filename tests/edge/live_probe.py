@@ -1,4 +1,4 @@
-"""Asks a server for `/live` every 20 ms and notes how long each answer takes.
+"""Requests `/live` from a server every 20 ms and records how long each answer takes.
 
     python -I -S live_probe.py HOST PORT
 

@@ -55,7 +55,7 @@ def silent(count: int, first: bytes = b"") -> Act:
 
 
 def idle_behind_an_answer(count: int) -> Act:
-    """Connections that are kept after an answer and ask for nothing more; the server gives them up."""
+    """Connections that stay open after an answer without another request; the server closes them."""
 
     def act(client: Client) -> list[Answer]:
         connections = client.connect_many(count)
@@ -136,7 +136,7 @@ def left(count: int, leave: Callable[[Connection], None], data: bytes, wait_s: f
 
 
 def idle(count: int) -> Act:
-    """Many connections that ask once and then keep their connection; a new client is served beside them."""
+    """Many connections that send one request and then stay open; a new client is served beside them."""
 
     def act(client: Client) -> list[Answer]:
         connections = client.connect_many(count)

@@ -109,7 +109,7 @@ def _names(message: str, name: str) -> bool:
 
 
 def _check_answer(case: Case, exchange: Exchange, left: bool) -> None:
-    """What OpenAI's own client reads, in whichever form was asked for."""
+    """Check the answer as OpenAI's own client reads it, streamed or whole."""
     is_chat = case.path.endswith("chat/completions")
     if not case.body.get("stream"):
         kind: Any = openai.types.chat.ChatCompletion if is_chat else openai.types.Completion

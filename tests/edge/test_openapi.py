@@ -113,7 +113,7 @@ async def says_hi(request: PreprocessedRequest) -> AsyncIterator[Annotated[LLMEn
 
 
 def operations(change: Callable[[dict[str, Any]], object] = bool) -> list[Any]:
-    """What the description of an app offers, once it is changed like this; asked of the app itself."""
+    """The description that the app itself gives, after this change."""
     model = Model.byte_level("echo")
     service = app({"echo": Preprocess(model) >> Detokenize(model) >> says_hi})
     document = describe(HttpOptions())

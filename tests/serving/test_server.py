@@ -1,4 +1,4 @@
-"""The app behind a real server, asked by real clients over real sockets; real time, on asyncio only."""
+"""The app behind a real server, used by real clients over real sockets; real time, on asyncio only."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ async def test_an_error_in_the_middle_is_raised_by_the_openai_client(serving: An
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("said", [0, 1])
-async def test_a_connection_that_is_cut_ends_the_request(serving: Any, stream: bool, said: int) -> None:
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_connection_that_is_cut_ends_the_request(serving: Any, stream: bool, tokens: int) -> None:
     """Also while the first item is waited for."""
-    engine = ScriptedEngine([*[token("a")] * said, Stall()])
+    engine = ScriptedEngine([*[token("a")] * tokens, Stall()])
 
     async def use(url: str) -> None:
         async with httpx2.AsyncClient(base_url=url) as client:

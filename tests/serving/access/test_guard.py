@@ -353,12 +353,12 @@ async def test_a_header_for_the_privileged_is_refused_by_name_without_the_privil
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "got"), [(None, 200, 5), (5, 200, 5), (-3, 200, -3), (0, 200, 0), (6, 403, None)]
+    ("wanted", "status", "got"), [(None, 200, 5), (5, 200, 5), (-3, 200, -3), (0, 200, 0), (6, 403, None)]
 )
 async def test_the_priority_of_a_key_is_set_and_is_the_highest(
-    hello: Any, asked: int | None, status: int, got: int | None
+    hello: Any, wanted: int | None, status: int, got: int | None
 ) -> None:
-    body = {} if asked is None else {"nvext": {"agent_hints": {"priority": asked}}}
+    body = {} if wanted is None else {"nvext": {"agent_hints": {"priority": wanted}}}
     answer = await chat(guarded(hello, ring(priority=5)), headers=bearer(), **body).run()
     assert answer.status == status
     assert [request.payload.nvext.agent_hints.priority for request in hello.requests] == [got] * (status == 200)

@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-m", "serving"]
 BODY = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
-def ask(
+def fetch(
     url: str, key: str | None = None, body: bytes | None = None, context: ssl.SSLContext | None = None
 ) -> tuple[int, bytes]:
     """Status and body of the answer."""
@@ -53,11 +53,11 @@ def test_a_key_is_in_nothing_that_the_program_writes() -> None:
     with served_urls(*options, PENSTOCK_API_KEY=KEY) as (process, urls):
         url, admin = urls
         for key in (KEY, KEY + "wrong", "wrong" * 10):
-            ask(f"{url}/v1/chat/completions", key, BODY)
-            ask(f"{url}/v1/chat/completions", key, b"{")
-        assert ask(f"{url}/v1/models", KEY)[0] == 200
+            fetch(f"{url}/v1/chat/completions", key, BODY)
+            fetch(f"{url}/v1/chat/completions", key, b"{")
+        assert fetch(f"{url}/v1/models", KEY)[0] == 200
         command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        metrics = ask(f"{admin}/metrics")[1]
+        metrics = fetch(f"{admin}/metrics")[1]
         written = ended(process)
     assert "401" in written
     assert not any(KEY in text for text in (written, command_line.decode(), metrics.decode()))
@@ -65,12 +65,12 @@ def test_a_key_is_in_nothing_that_the_program_writes() -> None:
 
 def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
     with served_urls("--admin-port", "0") as (process, (url, admin)):
-        assert ask(f"{url}/v1/chat/completions", body=BODY)[0] == 200
-        assert (ask(f"{url}/metrics")[0], json.loads(ask(f"{url}/health")[1])) == (404, {"status": "healthy"})
-        assert b"dynamo_frontend_requests_total" in ask(f"{admin}/metrics")[1]
-        assert len(json.loads(ask(f"{admin}/health")[1])["instances"]) == 1
-        assert ask(f"{admin}/live")[0] == 200
-        assert ask(f"{admin}/v1/models")[0] == 404
+        assert fetch(f"{url}/v1/chat/completions", body=BODY)[0] == 200
+        assert (fetch(f"{url}/metrics")[0], json.loads(fetch(f"{url}/health")[1])) == (404, {"status": "healthy"})
+        assert b"dynamo_frontend_requests_total" in fetch(f"{admin}/metrics")[1]
+        assert len(json.loads(fetch(f"{admin}/health")[1])["instances"]) == 1
+        assert fetch(f"{admin}/live")[0] == 200
+        assert fetch(f"{admin}/v1/models")[0] == 404
         with closing(http.client.HTTPConnection(admin.removeprefix("http://"), timeout=10)) as scraper:
             scraper.request("GET", "/metrics")
             scraper.getresponse().read()  # its connection stays open
@@ -81,17 +81,17 @@ def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
 def test_a_worker_has_an_admin_address_too() -> None:
     command = ("worker", "echo")
     with served_urls("--admin-port", "0", command=command, DYN_SYSTEM_PORT="0") as (process, (url, status, admin)):
-        assert ask(f"{url}/metrics")[0] == 404
-        assert b"dynamo_" in ask(f"{admin}/metrics")[1]
-        assert json.loads(ask(f"{status}/health")[1])["status"] == "ready"
+        assert fetch(f"{url}/metrics")[0] == 404
+        assert b"dynamo_" in fetch(f"{admin}/metrics")[1]
+        assert json.loads(fetch(f"{status}/health")[1])["status"] == "ready"
         process.kill()
 
 
 @pytest.mark.slow
 def test_a_public_address_without_keys_is_warned_of_and_shows_no_metrics() -> None:
     with served_urls("--host", "0.0.0.0") as (process, (url,)):
-        assert ask(f"{url}/metrics")[0] == 404
-        assert ask(f"{url}/v1/models")[0] == 200
+        assert fetch(f"{url}/metrics")[0] == 404
+        assert fetch(f"{url}/v1/models")[0] == 200
         assert "no API keys are set" in ended(process)
 
 
@@ -104,13 +104,13 @@ def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificate
     options = ("--api-keys", str(keys), "--tls-cert-path", str(certificates.cert))
     with served_urls(*options, "--tls-key-path", str(certificates.key)) as (process, (url,)):
         assert url.startswith("https://")
-        assert ask(f"{url}/v1/chat/completions", KEY, BODY, context)[0] == 200
-        assert ask(f"{url}/v1/models", other, None, context)[0] == 401
+        assert fetch(f"{url}/v1/chat/completions", KEY, BODY, context)[0] == 200
+        assert fetch(f"{url}/v1/models", other, None, context)[0] == 401
         certificates.issue()
         certificates.write(keys, f'[[key]]\nname = "b"\nhash = "{hash_of(other)}"\n'.encode())
-        while ask(f"{url}/v1/models", other, None, context)[0] == 401:
+        while fetch(f"{url}/v1/models", other, None, context)[0] == 401:
             pass
-        assert ask(f"{url}/v1/models", KEY, None, context)[0] == 401
+        assert fetch(f"{url}/v1/models", KEY, None, context)[0] == 401
         errors = ended(process)
     assert "API keys: loaded again" in errors
     assert "TLS certificate: loaded again" in errors

@@ -1,4 +1,4 @@
-"""A server whose workers are all busy refuses with a status and says when to come back, until they are not."""
+"""A server whose workers are all busy refuses with a status and the time to try again, until they are not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_when_all_are_busy_the_answer_says_so_until_the_load_falls(
         assert refused.json["message"] == "Service temporarily overloaded"
         running[0].leave()
         await running[0].until(lambda exchange: exchange.returned)
-        await anyio.sleep(0.05)  # until its worker has said so
+        await anyio.sleep(0.05)  # until its worker has reported it
         again = await chat(application, stream=stream, max_tokens=2).run()
         assert (again.status, "retry-after" in again.response_headers) == (200, False)
 
@@ -67,7 +67,7 @@ async def test_one_that_is_not_busy_gets_all(open_streams: OpenStreams) -> None:
         busy, other = await fill(tasks, chat, application)
         other.leave()
         await other.until(lambda exchange: exchange.returned)
-        await anyio.sleep(0.05)  # until its worker has said so
+        await anyio.sleep(0.05)  # until its worker has reported it
         answers = [await chat(application, max_tokens=1).run() for _ in range(4)]
         assert [answer.status for answer in answers] == [200] * 4
         assert not busy.returned

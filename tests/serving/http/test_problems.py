@@ -84,7 +84,7 @@ def test_the_whole_chain_is_looked_at_in_order_of_precedence(chain: list[Any], s
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "message", "details"),
+    ("own_status", "status", "message", "details"),
     [
         (400, 400, "own", None),
         (404, 404, "own", None),
@@ -101,9 +101,9 @@ def test_the_whole_chain_is_looked_at_in_order_of_precedence(chain: list[Any], s
     ],
 )
 def test_an_asserted_status_is_believed_where_it_blames_the_client(
-    asked: int, status: int, message: str, details: Any
+    own_status: int, status: int, message: str, details: Any
 ) -> None:
-    problem = explain(StatusError("own", status=asked))
+    problem = explain(StatusError("own", status=own_status))
     assert (problem.status, problem.message, problem.details) == (status, message, details)
 
 
@@ -153,7 +153,7 @@ def test_the_type_of_an_error_is_its_status_in_words(status: int, reason: str) -
 @pytest.mark.parametrize("cls", [errors.ResourceExhausted, errors.WorkerOverloaded])
 @pytest.mark.parametrize("status", [429, 503, 529, 599])
 def test_the_type_of_overload_is_the_same_under_every_status(cls: type[PenstockError], status: int) -> None:
-    """Issue 12, point 9: a client that tells overload from an outage reads the type."""
+    """Issue 12, point 9: a client distinguishes overload from an outage by the type."""
     problem = explain(cls("text"), overload_status=status)
     assert json.loads(problem.body())["type"] == "Overloaded"
     assert json.loads(problem.frame().removeprefix(b"data: "))["error"]["type"] == "overloaded"

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 WORKER, PREFILL, ROUTER = "x-penstock-worker", "x-penstock-prefill-worker", "x-penstock-router"
 ALL = (WORKER, PREFILL, ROUTER, "x-penstock-prefill-router", "x-penstock-attempts")
-ASKED = {"extra_fields": ["worker_id", "router_decision"]}
+EXTRA_FIELDS = {"extra_fields": ["worker_id", "router_decision"]}
 CONFIG = GraphConfig(engine="mocker", model_name="m", workers=2, seed=1)
 KV = evolve(CONFIG, router="kv", kv_router=KvRouterConfig(use_kv_events=False))
 
@@ -45,16 +45,18 @@ async def test_the_kv_routers_choice_is_in_headers_and_nvext(stream: bool) -> No
     async with serving(KV) as (service, opened):
         text: dict[str, Any] = {"messages": [{"role": "user", "content": "hello " * 100}], "max_tokens": 3}
         await chat(service, **text).run()
-        exchange = await chat(service, stream=stream, nvext=ASKED, **text).run()
+        exchange = await chat(service, stream=stream, nvext=EXTRA_FIELDS, **text).run()
         headers, nvext = exchange.response_headers, nvext_of(exchange, stream)
         assert headers[WORKER] in [f"{worker.worker_id:x}" for worker in opened.workers]
     assert int(headers[WORKER], 16) == nvext["worker_id"]["decode_worker_id"]
     assert headers["x-penstock-attempts"] == "1"
     assert PREFILL not in headers
-    said, told = choice(headers[ROUTER]), nvext["router_decision"]["worker"]
-    assert (said["rule"], said["candidates"]) == ("cost", "2")
-    assert float(said["overlap_blocks"]) == told["overlap_blocks"] > 0, "the first request left its prompt there"
-    assert int(said["prompt_blocks"]) == told["prompt_blocks"] >= told["overlap_blocks"]
+    in_header, in_body = choice(headers[ROUTER]), nvext["router_decision"]["worker"]
+    assert (in_header["rule"], in_header["candidates"]) == ("cost", "2")
+    assert float(in_header["overlap_blocks"]) == in_body["overlap_blocks"] > 0, (
+        "the first request left its prompt there"
+    )
+    assert int(in_header["prompt_blocks"]) == in_body["prompt_blocks"] >= in_body["overlap_blocks"]
     assert nvext["router_decision"]["attempts"] == 1
 
 
@@ -62,14 +64,14 @@ async def test_the_kv_routers_choice_is_in_headers_and_nvext(stream: bool) -> No
 @pytest.mark.parametrize("router", ["round-robin", "least-loaded"])
 async def test_a_router_without_cost_names_its_mode(stream: bool, router: Any) -> None:
     async with serving(evolve(CONFIG, router=router)) as (service, _):
-        exchange = await chat(service, stream=stream, nvext=ASKED, max_tokens=2).run()
+        exchange = await chat(service, stream=stream, nvext=EXTRA_FIELDS, max_tokens=2).run()
     assert choice(exchange.response_headers[ROUTER]) == {"rule": router.replace("-", "_")}
     assert nvext_of(exchange, stream)["router_decision"]["worker"] == {"rule": router.replace("-", "_")}
 
 
 async def test_the_prefill_worker_has_headers_of_its_own() -> None:
     async with serving(evolve(KV, prefill_workers=1)) as (service, opened):
-        exchange = await chat(service, stream=True, nvext=ASKED, max_tokens=4).run()
+        exchange = await chat(service, stream=True, nvext=EXTRA_FIELDS, max_tokens=4).run()
         headers = exchange.response_headers
         assert headers[PREFILL] == f"{opened.prefill_workers[0].worker_id:x}"
         assert headers[WORKER] in [f"{worker.worker_id:x}" for worker in opened.workers]
@@ -110,7 +112,7 @@ async def test_a_server_that_hides_its_workers_shows_none_of_it(stream: bool) ->
             assert f"{worker.worker_id}".encode() not in shown
             assert f"{worker.worker_id:x}".encode() not in shown
     assert exchange.status == 200
-    assert b"timing" in exchange.content, "all else that was asked for is there"
+    assert b"timing" in exchange.content, "the other requested fields are there"
     assert not set(ALL) & exchange.response_headers.keys()
     assert asking.status == 403
 

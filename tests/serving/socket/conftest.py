@@ -102,7 +102,7 @@ class Served:
         self._opened.append(raw)
         return raw
 
-    async def ask(self, data: bytes, **how: Any) -> Answer:
+    async def request(self, data: bytes, **how: Any) -> Answer:
         """The answer to these bytes on a connection of their own."""
         raw = await self.connect(**how)
         await raw.send(data)

@@ -106,7 +106,7 @@ async def test_connections_beyond_the_limit_get_503_and_a_place_is_free_when_one
         for raw in opened:
             await raw.send(GET)
             assert (await raw.answer()).status == 200
-        answer = await served.ask(GET)
+        answer = await served.request(GET)
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.json["limit"] == {"name": "max_connections", "value": 4, "threshold": 3}
         await opened[0].send(GET)
@@ -114,7 +114,7 @@ async def test_connections_beyond_the_limit_get_503_and_a_place_is_free_when_one
         await opened[0].close()
         while len(served.server._connections.open) > 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert (await served.ask(GET)).status == 200
+        assert (await served.request(GET)).status == 200
 
 
 async def test_one_client_gets_429_beyond_its_own_limit(serve: Any) -> None:
@@ -122,7 +122,7 @@ async def test_one_client_gets_429_beyond_its_own_limit(serve: Any) -> None:
         opened = [await served.connect() for _ in range(2)]
         await opened[0].send(GET)
         await opened[0].answer()
-        answer = await served.ask(GET)
+        answer = await served.request(GET)
         assert (answer.status, answer.json["limit"]["name"]) == (429, "max_connections_per_client")
         other = await served.connect(local_addr=("127.0.0.2", 0))
         await other.send(GET)
@@ -252,7 +252,7 @@ async def test_bodies_beyond_the_budget_of_all_get_503_and_the_others_go_on(serv
         assert refused.json["limit"]["name"] == "max_body_bytes_in_flight"
         await first.send(data[600_000:])
         assert (await first.answer()).status == 200
-        assert (await served.ask(data)).status == 200
+        assert (await served.request(data)).status == 200
         while app.running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -273,10 +273,10 @@ async def test_a_body_counts_until_its_request_is_answered(serve: Any) -> None:
         await first.send(post(bytes(600_000)))
         while served.server._connections._body_bytes < 600_000:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert (await served.ask(post(bytes(600_000)))).status == 503
+        assert (await served.request(post(bytes(600_000)))).status == 503
         may_answer.set()
         assert (await first.answer()).status == 204
-        assert (await served.ask(post(bytes(600_000)))).status == 204
+        assert (await served.request(post(bytes(600_000)))).status == 204
 
 
 async def test_an_app_is_called_back_once_when_its_client_has_left(serve: Any) -> None:
@@ -319,7 +319,7 @@ async def test_an_app_is_not_called_back_after_its_answer(serve: Any) -> None:
         await send({"type": "http.response.body"})
 
     async with serve(app) as served:
-        assert (await served.ask(post(b"{}"))).status == 204
+        assert (await served.request(post(b"{}"))).status == 204
     assert calls == []
     assert ON_GONE not in scopes[0], "the scope would keep its request alive"
 
@@ -388,7 +388,7 @@ async def test_a_body_that_will_not_be_taken_is_refused_before_it_is_sent(serve:
 
 async def test_another_expectation_gets_417(serve: Any) -> None:
     async with serve() as served:
-        assert (await served.ask(post(b"a", "Expect: 200-ok"))).status == 417
+        assert (await served.request(post(b"a", "Expect: 200-ok"))).status == 417
 
 
 # -- one side closed

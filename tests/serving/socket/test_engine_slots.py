@@ -37,6 +37,6 @@ async def test_the_only_place_of_an_engine_is_free_again_when_its_reader_stopped
                 await loop.sock_sendall(stopped, long)
                 await loop.sock_recv(stopped, 100)
                 with anyio.fail_after(15):
-                    answer = await served.ask(chat(model="m", max_tokens=2, ignore_eos=True))
+                    answer = await served.request(chat(model="m", max_tokens=2, ignore_eos=True))
                 assert (answer.status, answer.json["usage"]["completion_tokens"]) == (200, 2)
             assert served.limits_hit == ["write_timeout_s"]

@@ -138,7 +138,7 @@ ODD = {
 @pytest.mark.parametrize(("data", "seen"), ODD.values(), ids=ODD.keys())
 async def test_what_is_odd_but_valid_reaches_the_app(serve: Any, data: bytes, seen: bytes) -> None:
     async with serve() as served:
-        answer = await served.ask(data)
+        answer = await served.request(data)
         assert (answer.status, answer.body) == (200, seen)
 
 
@@ -165,6 +165,6 @@ async def test_an_app_cannot_split_its_answer_by_a_header(
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x", value), (b"y", b"z")]})
 
     async with serve(app) as served:
-        answer = await served.ask(GET + b"\r\n")
+        answer = await served.request(GET + b"\r\n")
         assert (answer.status, answer.json["message"]) == (500, "Internal server error")
     assert "Invalid HTTP header value." in caplog.text

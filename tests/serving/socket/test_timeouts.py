@@ -107,7 +107,7 @@ async def test_the_apps_own_time_is_not_the_clients(serve: Any) -> None:
 
     async with serve(app, **QUICK) as served:
         size = 1_000_000
-        answer = await served.ask(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+        answer = await served.request(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
         assert answer.status == 200
     assert sum(seen) == size
     assert max(seen) <= 64 * 1024 + 256 * 1024  # the buffer, and one read of the transport beyond it
@@ -124,7 +124,7 @@ async def test_a_long_answer_and_a_long_wait_for_it_are_no_idle_connection(serve
         await send({"type": "http.response.body"})
 
     async with serve(app, **QUICK, write_timeout_s=0.2) as served:
-        assert (await served.ask(GET)).body == b"aaaa"
+        assert (await served.request(GET)).body == b"aaaa"
     assert served.refused == []
 
 
@@ -154,7 +154,7 @@ class Endless:
 
 
 async def stopped_reader(port: int) -> socket.socket:
-    """A client that asks and reads nothing, with as little room as the system gives."""
+    """A client that sends a request and reads nothing, with as little room as the system gives."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)

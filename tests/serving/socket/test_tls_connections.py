@@ -58,7 +58,7 @@ async def test_requests_are_served_and_kept_within_limits_under_tls(serve: Any, 
 
 async def test_plain_http_at_a_port_with_tls_gets_400(serve: Any, certificates: Any) -> None:
     async with serve(tls=certificates[0]) as served:
-        answer = await served.ask(GET)
+        answer = await served.request(GET)
         assert (answer.status, answer.json["message"]) == (
             400,
             "The request is not valid HTTP: this port speaks TLS",
@@ -89,7 +89,7 @@ async def test_handshakes_count_as_connections(serve: Any, certificates: Any) ->
         await opened[0].close()
         while len(served.server._connections.open) > 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert (await served.ask(GET, ssl=client)).status == 200
+        assert (await served.request(GET, ssl=client)).status == 200
 
 
 async def test_silence_half_heads_and_readers_that_stop_are_cut_under_tls(serve: Any, certificates: Any) -> None:

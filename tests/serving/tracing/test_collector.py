@@ -97,10 +97,10 @@ def _said(attributes: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
 
 
-def ask(address: str, path: str = "/v1/chat/completions", headers: Any = None, **fields: Any) -> int:
+def post_chat(address: str, path: str = "/v1/chat/completions", headers: Any = None, **fields: Any) -> int:
     """Sends a request and reads its answer; the status."""
-    asked = {} if "prompt" in fields else {"messages": [{"role": "user", "content": "hello"}]}
-    body = {"model": "echo"} | asked | fields
+    messages = {} if "prompt" in fields else {"messages": [{"role": "user", "content": "hello"}]}
+    body = {"model": "echo"} | messages | fields
     with closing(HTTPConnection(address, timeout=10)) as connection:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"} | (headers or {}))
         with connection.getresponse() as response:
@@ -124,12 +124,12 @@ def test_a_collector_receives_one_complete_tree_for_each_request(node: Any, as_o
         }
         with program("--workers", "2", **variables) as (process, address):
             statuses = [
-                ask(address, stream=True),
-                ask(address, stream=False, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"}),
-                ask(address, headers={"traceparent": f"00-{'2' * 32}-{SPAN}-00"}),
-                ask(address, model="unknown"),
-                ask(address, max_tokens=-1),
-                ask(address, path="/v1/completions", prompt=["a", "b"]),
+                post_chat(address, stream=True),
+                post_chat(address, stream=False, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"}),
+                post_chat(address, headers={"traceparent": f"00-{'2' * 32}-{SPAN}-00"}),
+                post_chat(address, model="unknown"),
+                post_chat(address, max_tokens=-1),
+                post_chat(address, path="/v1/completions", prompt=["a", "b"]),
             ]
             code, errors, _ = ended(process)
     assert statuses == [200, 200, 200, 404, 400, 200]
@@ -157,7 +157,7 @@ def test_a_collector_that_does_not_answer_slows_neither_requests_nor_the_end(ans
         }
         with program(**variables) as (process, address):
             began_s = time.monotonic()
-            assert [ask(address) for _ in range(50)] == [200] * 50
+            assert [post_chat(address) for _ in range(50)] == [200] * 50
             assert time.monotonic() - began_s < 5
             code, errors, took_s = ended(process)
     assert code == 0

@@ -110,10 +110,10 @@ def test_spans_are_sent_when_the_block_is_left(
     with exporting({"OTEL_TRACES_EXPORTER": "console"}) as tracer:
         assert tracer is not None
         tracer.start_span("first").end()
-    said = json.loads(capfd.readouterr().out)
-    assert said["name"] == "first"
-    assert said["resource"]["attributes"]["service.name"] == "penstock"
-    assert said["resource"]["attributes"]["service.version"]
+    span = json.loads(capfd.readouterr().out)
+    assert span["name"] == "first"
+    assert span["resource"]["attributes"]["service.name"] == "penstock"
+    assert span["resource"]["attributes"]["service.version"]
 
 
 def _defaults_to_stdout() -> tuple[Any, ...]:

@@ -85,18 +85,20 @@ async def test_streaming_and_unary_requests_have_the_same_tree(stream: bool, ser
         await chat(it.app, stream=stream, max_tokens=3, temperature=0.5, top_p=0.9, seed=7).run()
     tree = recorded.tree()
     assert str(tree) == ALONE + STAGES
-    said = tree.root.attributes
-    assert (tree.root.kind, tree.root.status, said["http.response.status_code"]) == ("SERVER", "UNSET", 200)
-    asked = {name: said[f"gen_ai.request.{name}"] for name in ("model", "max_tokens", "temperature", "top_p", "seed")}
-    assert asked == {"model": "m", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 7}
-    assert said["gen_ai.request.stream"] is stream
-    assert (said["gen_ai.operation.name"], said["gen_ai.provider.name"]) == ("chat", "penstock")
-    assert said["gen_ai.usage.output_tokens"] == 3
-    assert said["gen_ai.usage.input_tokens"] > 3
-    assert said["gen_ai.response.finish_reasons"] == ("length",)
-    assert said["gen_ai.response.id"] == "chatcmpl-" + said["penstock.request_id"]
-    assert said["gen_ai.response.time_to_first_chunk"] >= 0
-    assert {node.attributes["penstock.request_id"] for node in tree.nodes} == {said["penstock.request_id"]}
+    attributes = tree.root.attributes
+    assert (tree.root.kind, tree.root.status, attributes["http.response.status_code"]) == ("SERVER", "UNSET", 200)
+    fields = {
+        name: attributes[f"gen_ai.request.{name}"] for name in ("model", "max_tokens", "temperature", "top_p", "seed")
+    }
+    assert fields == {"model": "m", "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 7}
+    assert attributes["gen_ai.request.stream"] is stream
+    assert (attributes["gen_ai.operation.name"], attributes["gen_ai.provider.name"]) == ("chat", "penstock")
+    assert attributes["gen_ai.usage.output_tokens"] == 3
+    assert attributes["gen_ai.usage.input_tokens"] > 3
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["gen_ai.response.id"] == "chatcmpl-" + attributes["penstock.request_id"]
+    assert attributes["gen_ai.response.time_to_first_chunk"] >= 0
+    assert {node.attributes["penstock.request_id"] for node in tree.nodes} == {attributes["penstock.request_id"]}
     assert {node.attributes.get("penstock.ending") for node in tree.nodes} == {"ended", None}
 
 
@@ -106,10 +108,10 @@ async def test_the_router_writes_its_decision_into_its_span(serving: Any, record
         workers = {worker.worker_id for worker in it.opened.workers}
     tree = recorded.tree()
     assert str(tree) == ALONE + KV
-    said = tree.one("KvPushRouter").attributes
-    chosen = said["kv_router.worker_id"]
+    attributes = tree.one("KvPushRouter").attributes
+    chosen = attributes["kv_router.worker_id"]
     assert chosen in workers
-    assert {"kv_router.dp_rank", "kv_router.overlap_blocks", "kv_router.cost"} <= said.keys()
+    assert {"kv_router.dp_rank", "kv_router.overlap_blocks", "kv_router.cost"} <= attributes.keys()
     assert tree.one("PushRouter").attributes["penstock.worker_id"] == chosen
 
 
@@ -139,10 +141,10 @@ async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: An
 
 async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=2) as it:
-        asked = chat(it.app, max_tokens=6, stream=True)
+        exchange = chat(it.app, max_tokens=6, stream=True)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
-            await asked.until(lambda seen: len(seen.data) > 1)
+            tasks.start_soon(exchange.run)
+            await exchange.until(lambda seen: len(seen.data) > 1)
             await it.opened.fleet.die(next(worker for worker in it.opened.workers if worker.served.running))
     tree = recorded.tree()
     assert str(tree) == ALONE + MIGRATED
@@ -173,10 +175,10 @@ async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limi
         await chat(it.app, headers={"x-dynamo-meta-a": "1", "x-dynamo-meta-b": "2"}).run()
     tree = recorded.tree()
     assert str(tree) == ALONE
-    said = tree.root.attributes
-    assert (said["http.response.status_code"], tree.root.status) == (431, "UNSET")
-    assert "error.type" not in said
-    limit = (said["penstock.limit"], said["penstock.limit.value"], said["penstock.limit.threshold"])
+    attributes = tree.root.attributes
+    assert (attributes["http.response.status_code"], tree.root.status) == (431, "UNSET")
+    assert "error.type" not in attributes
+    limit = (attributes["penstock.limit"], attributes["penstock.limit.value"], attributes["penstock.limit.threshold"])
     assert limit == ("max_metadata_entries", 2, 1)
 
 
@@ -235,10 +237,10 @@ async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: An
     async with serving(engine_args={"delay_s": "1"}) as it:
         availability = Availability()
         ending = app({"m": it.opened.graph}, tracer=recorded.tracer, availability=availability)
-        asked = chat(ending, stream=True)
+        exchange = chat(ending, stream=True)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
-            await asked.until(lambda seen: seen.data)
+            tasks.start_soon(exchange.run)
+            await exchange.until(lambda seen: seen.data)
             availability.stop()
     tree = recorded.tree()
     assert str(tree) == ALONE + STAGES
@@ -253,25 +255,29 @@ async def test_a_client_that_leaves_ends_every_span(
     stream: bool, prefill_workers: int, after_s: float, serving: Any, recorded: Any
 ) -> None:
     async with serving(engine="mocker", prefill_workers=prefill_workers) as it:
-        asked = chat(it.app, stream=stream, max_tokens=50)
+        exchange = chat(it.app, stream=stream, max_tokens=50)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
+            tasks.start_soon(exchange.run)
             await anyio.sleep(after_s)
-            asked.leave()
+            exchange.leave()
         await anyio.sleep(60)
     # What has been handed to a prefill worker is computed to its end, and its blocks are taken.
     afterwards = ("prefill", "decode", "PushRouter", "engine.generate") if prefill_workers else ()
     tree = recorded.tree(outlives=afterwards)
-    said = tree.root.attributes
-    assert (said["penstock.ending"], said["penstock.problem"], tree.root.status) == ("closed", "cancelled", "UNSET")
+    attributes = tree.root.attributes
+    assert (attributes["penstock.ending"], attributes["penstock.problem"], tree.root.status) == (
+        "closed",
+        "cancelled",
+        "UNSET",
+    )
 
 
 async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving: Any, recorded: Any) -> None:
     async with serving(engine="mocker", workers=1, migration_limit=0) as it:
-        asked = chat(it.app, max_tokens=50, stream=True)
+        exchange = chat(it.app, max_tokens=50, stream=True)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
-            await asked.until(lambda seen: len(seen.data) > 1)
+            tasks.start_soon(exchange.run)
+            await exchange.until(lambda seen: len(seen.data) > 1)
             await it.opened.fleet.die(it.opened.workers[0])
     tree = recorded.tree()
     assert (tree.root.status, tree.root.attributes["http.response.status_code"]) == ("ERROR", 200)
@@ -350,18 +356,18 @@ async def test_whatever_happens_when_there_is_one_tree(
     halves = {"prefill_workers": 2} if shape in ("disaggregated", "both") else {}
     recorded.ended.clear()
     async with serving(engine="mocker", workers=2, **fields, **halves) as it:
-        asked = complete(it.app, prompt=["p" * 50] * prompts, max_tokens=8, stream=stream)
+        exchange = complete(it.app, prompt=["p" * 50] * prompts, max_tokens=8, stream=stream)
 
         async def leave(after_ms: int) -> None:
             await anyio.sleep(after_ms / 1000)
-            asked.leave()
+            exchange.leave()
 
         async def die(after_ms: int) -> None:
             await anyio.sleep(after_ms / 1000)
             await it.opened.fleet.die(it.opened.workers[0])
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
+            tasks.start_soon(exchange.run)
             for act, after_ms in ((leave, leaves_after_ms), (die, dies_after_ms)):
                 if after_ms is not None:
                     tasks.start_soon(act, after_ms)
@@ -389,14 +395,14 @@ async def test_a_client_that_leaves_amid_its_body_is_a_server_span(serving: Any,
 
 
 async def test_prompts_and_answers_are_never_recorded(serving: Any, recorded: Any) -> None:
-    say = {"role": "user", "content": SECRET}
+    message = {"role": "user", "content": SECRET}
     async with serving() as it:
         for stream in (True, False):
-            await chat(it.app, messages=[say], stream=stream, stop=[SECRET]).run()
+            await chat(it.app, messages=[message], stream=stream, stop=[SECRET]).run()
             await complete(it.app, prompt=[SECRET, SECRET], stream=stream, echo=False).run()
         await chat(it.app, messages=[{"role": "user", "content": {"text": SECRET}}]).run()
-        await chat(it.app, messages=[say | {"role": 7}]).run()
-        await chat(it.app, messages=[say], max_tokens=-1).run()
+        await chat(it.app, messages=[message | {"role": 7}]).run()
+        await chat(it.app, messages=[message], max_tokens=-1).run()
         await chat(it.app, messages=SECRET).run()
     assert len(recorded.ended) > 20
     assert SECRET not in recorded.texts
@@ -423,7 +429,7 @@ async def test_the_tree_hangs_below_the_callers_span(serving: Any, recorded: Any
 
 
 async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, recorded: Any) -> None:
-    """The ids go on all the same, so that what is asked further on knows the decision."""
+    """The ids go on all the same, so that later requests carry the decision."""
     seen: list[Any] = []
 
     class Watched:

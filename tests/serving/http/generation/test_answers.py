@@ -193,8 +193,8 @@ async def test_metric_events_never_reach_the_client() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_extension_fields_are_sent_to_who_asks(stream: bool) -> None:
     engine = ScriptedEngine([token("a", engine_data={"k": 1}), last()])
-    asked = await chat(app({"m": engine}), stream=stream, nvext={"extra_fields": ["engine_data"]}).run()
-    first = asked.chunks[0] if stream else asked.json
+    answer = await chat(app({"m": engine}), stream=stream, nvext={"extra_fields": ["engine_data"]}).run()
+    first = answer.chunks[0] if stream else answer.json
     assert first["nvext"] == {"engine_data": {"k": 1}}
     unasked = await chat(app({"m": engine}), stream=stream).run()
     assert b"nvext" not in unasked.content

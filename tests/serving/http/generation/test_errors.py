@@ -34,7 +34,7 @@ INTERNAL = {"message": "Internal server error", "type": "Internal Server Error",
 WRECKS = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)]
 
 
-def told(answer: Any) -> dict[str, Any]:
+def error_of(answer: Any) -> dict[str, Any]:
     """The body of an error without the id of the request, which is that of the answer's header."""
     body: dict[str, Any] = answer.json
     assert body.pop("request_id") == answer.response_headers["x-request-id"]
@@ -74,7 +74,7 @@ async def test_an_error_before_the_first_item_is_a_status(
     with watch_streams() as streams:
         answer = await chat(app({"m": engine}), stream=stream).run()
     assert (answer.status, answer.json["code"], answer.json["message"]) == (status, status, message)
-    assert set(told(answer)) == {"message", "type", "code"}
+    assert set(error_of(answer)) == {"message", "type", "code"}
     assert streams.open == []
     assert engine.open == 0
 
@@ -111,7 +111,7 @@ async def test_an_error_in_the_middle_is_one_frame_and_done(failing: list[Any]) 
 async def test_an_error_in_the_middle_of_a_whole_answer_is_a_status() -> None:
     engine = ScriptedEngine([token("a"), Fail(RuntimeError(SECRET))])
     answer = await chat(app({"m": engine})).run()
-    assert (answer.status, told(answer)) == (500, INTERNAL)
+    assert (answer.status, error_of(answer)) == (500, INTERNAL)
 
 
 async def test_an_error_item_may_name_its_status_in_its_comment() -> None:
@@ -137,7 +137,7 @@ async def test_an_error_of_any_prompt_of_a_batch_is_a_status() -> None:
 
 
 def caused(cause: Exception) -> PenstockError:
-    """An error of which only the cause says what it means to a client."""
+    """An error whose cause alone has a status for the client."""
     error = PenstockError("the attempt failed")
     error.__cause__ = cause
     return error
@@ -175,7 +175,7 @@ async def test_an_error_means_the_same_in_a_batch_as_alone(
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_stream_without_an_item_is_no_answer(stream: bool) -> None:
     answer = await chat(app({"m": ScriptedEngine([])}), stream=stream).run()
-    assert (answer.status, told(answer)) == (500, INTERNAL)
+    assert (answer.status, error_of(answer)) == (500, INTERNAL)
 
 
 async def test_the_status_of_overload_can_be_chosen() -> None:
@@ -187,7 +187,7 @@ async def test_the_status_of_overload_can_be_chosen() -> None:
 
 async def test_an_unknown_model_is_not_found() -> None:
     answer = await chat(app({"m": ScriptedEngine([])}), model="bar").run()
-    assert (answer.status, told(answer)) == (404, {"message": "Model not found", "type": "Not Found", "code": 404})
+    assert (answer.status, error_of(answer)) == (404, {"message": "Model not found", "type": "Not Found", "code": 404})
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ async def test_whatever_is_raised_before_the_first_item_is_a_status(
     _, engine = early(error)[place]
     with watch_streams() as streams:
         exchange = await chat(app({"m": engine}), stream=stream).run()
-    assert (exchange.status, told(exchange)) == (500, INTERNAL)
+    assert (exchange.status, error_of(exchange)) == (500, INTERNAL)
     assert not streams.open
     assert engine.open == 0
 
@@ -358,9 +358,9 @@ async def test_whatever_is_raised_in_the_middle_is_an_error_frame(error: BaseExc
     """Issue 12, point 23."""
     engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
     exchange = await chat(app({"m": engine}), stream=True).run()
-    *_, said = exchange.chunks
+    *_, last_chunk = exchange.chunks
     assert exchange.status == 200
-    assert said == {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
+    assert last_chunk == {"error": {"message": "Internal server error", "type": "internal_server_error", "code": 500}}
     assert engine.open == 0
 
 
@@ -368,7 +368,7 @@ async def test_whatever_one_prompt_of_many_raises_is_a_status() -> None:
     """Issue 12, point 23: a task of its own would end the loop."""
     engine = ScriptedEngine(lambda request: [Fail(SystemExit(3))] if request.prompt == "b" else [token("a"), last()])
     exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()
-    assert (exchange.status, told(exchange)) == (500, INTERNAL)
+    assert (exchange.status, error_of(exchange)) == (500, INTERNAL)
     assert engine.open == 0
 
 

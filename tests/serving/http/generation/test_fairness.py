@@ -74,12 +74,12 @@ async def test_the_prompts_of_a_batch_are_begun_a_few_at_a_time(stream: bool) ->
 
 async def test_a_batch_whose_client_leaves_while_it_begins_begins_no_more() -> None:
     engine = ScriptedEngine([token("a"), Stall()])
-    asked = complete(app({"m": engine}), prompt=["x"] * 128)
+    exchange = complete(app({"m": engine}), prompt=["x"] * 128)
     with watch_streams() as streams:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
+            tasks.start_soon(exchange.run)
             while not engine.started:
                 await checkpoint()
-            asked.leave()
+            exchange.leave()
     assert 0 < engine.started < 128
     assert (engine.open, streams.open) == (0, [])

@@ -82,13 +82,13 @@ async def test_a_batch_is_let_go_with_its_answer(held: Callable[[], list[Any]]) 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_let_go_when_its_client_leaves(held: Callable[[], list[Any]], stream: bool) -> None:
     async with standard_graph(GraphConfig(engine="echo", engine_args={"delay_s": "1"}, model_name="m")) as graph:
-        asked = chat(app({"m": graph}), stream=stream)
+        exchange = chat(app({"m": graph}), stream=stream)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(asked.run)
+            tasks.start_soon(exchange.run)
             await anyio.sleep(1.5)
             assert held()
-            asked.leave()
-        del asked
+            exchange.leave()
+        del exchange
         await anyio.sleep(10)
         assert nothing_is(held)
 

@@ -104,9 +104,9 @@ async def test_every_failure_has_its_class(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("said", [0, 1])
-async def test_a_client_that_leaves_is_counted(telemetry: Telemetry, stream: bool, said: int) -> None:
-    service = app({"m": ScriptedEngine([*[token("a")] * said, Stall()])}, telemetry=telemetry)
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_client_that_leaves_is_counted(telemetry: Telemetry, stream: bool, tokens: int) -> None:
+    service = app({"m": ScriptedEngine([*[token("a")] * tokens, Stall()])}, telemetry=telemetry)
     exchange = chat(service, stream=stream)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(exchange.run)

@@ -80,8 +80,8 @@ def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Tel
         clock.now_s = 100 + tick / 1000
         refusals.report(PROBLEM)
         refusals.report(other)
-    said = [(line["limit"], line.get("left_out")) for line in written()]
-    assert said == [(name, left) for left in (None, 999, 999) for name in ("max_tools", "max_connections")]
+    logged = [(line["limit"], line.get("left_out")) for line in written()]
+    assert logged == [(name, left) for left in (None, 999, 999) for name in ("max_tools", "max_connections")]
     assert counted(telemetry) == {"max_tools": 2500, "max_connections": 2500}
 
 

@@ -34,7 +34,7 @@ def telemetry() -> Telemetry:
 
 @asynccontextmanager
 async def service(telemetry: Telemetry, router: Any = "kv", **fields: Any) -> AsyncIterator[Any]:
-    """The standard graph with two workers that say a letter a second, over HTTP."""
+    """The standard graph with two workers that generate a letter a second, over HTTP."""
     config = GraphConfig(workers=2, router=router, engine_args={"delay_s": "1"}, seed=1)
     async with standard_graph(evolve(config, **fields)) as graph:
         yield app({"m": graph}, telemetry=telemetry)
@@ -203,9 +203,9 @@ async def test_the_worker_heard_of_last_is_the_last_to_go(
 
 @pytest.mark.parametrize("nvext", [None, BOTH])
 async def test_a_client_that_leaves_closes_everything(telemetry: Telemetry, nvext: Any) -> None:
-    said: Any = LLMEngineOutput(list(b"a"))
+    output: Any = LLMEngineOutput(list(b"a"))
     model = Model.byte_level("m")
-    push: Any = PushRouter(static_workers({1: ScriptedEngine([Wait(1), said, Stall()])}))
+    push: Any = PushRouter(static_workers({1: ScriptedEngine([Wait(1), output, Stall()])}))
     graph = Preprocess(model, wall_ms=wall_ms) >> Detokenize(model) >> push
     with watch_streams() as streams:
         exchange = chat(app({"m": graph}), stream=True, nvext=nvext)

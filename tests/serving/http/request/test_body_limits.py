@@ -132,7 +132,7 @@ async def test_what_the_json_holds_is_limited_while_it_arrives(limit: str, body:
     assert least - 1 < exceeded.value <= least
 
 
-SAY = {"role": "user", "content": "hi"}
+MESSAGE = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "i", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
@@ -140,10 +140,10 @@ CALL = {"id": "i", "function": {"name": "f", "arguments": '{"a": 1}'}}
 @pytest.mark.parametrize(
     ("limit", "fields", "value"),
     [
-        ("max_messages", {"messages": [SAY] * 3}, 3),
-        ("max_content_parts", {"messages": [SAY | {"content": [{"type": "text", "text": "a"}] * 2}] * 2}, 4),
-        ("max_tools", {"messages": [SAY], "tools": [TOOL] * 3}, 3),
-        ("max_prompt_characters", {"messages": [SAY, SAY | {"content": [{"type": "text", "text": "abc"}]}]}, 5),
+        ("max_messages", {"messages": [MESSAGE] * 3}, 3),
+        ("max_content_parts", {"messages": [MESSAGE | {"content": [{"type": "text", "text": "a"}] * 2}] * 2}, 4),
+        ("max_tools", {"messages": [MESSAGE], "tools": [TOOL] * 3}, 3),
+        ("max_prompt_characters", {"messages": [MESSAGE, MESSAGE | {"content": [{"type": "text", "text": "abc"}]}]}, 5),
         ("max_prompt_characters", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 2}]}, 16),
         ("max_prompt_characters", {"prompt": "abcd"}, 4),
         ("max_prompt_characters", {"prompt": ["ab", "c"]}, 3),
@@ -155,8 +155,8 @@ CALL = {"id": "i", "function": {"name": "f", "arguments": '{"a": 1}'}}
         ("max_field_entries", {"prompt": "a", "guided_choice": ["a", "b"]}, 2),
         ("max_field_entries", {"prompt": "a", "nvext": {"annotations": ["a", "b"]}}, 2),
         ("max_field_entries", {"prompt": "a", "nvext": {"extra_fields": ["a", "b"]}}, 2),
-        ("max_field_entries", {"messages": [SAY], "functions": [1, 2]}, 2),
-        ("max_field_entries", {"messages": [SAY], "modalities": ["text", "text"]}, 2),
+        ("max_field_entries", {"messages": [MESSAGE], "functions": [1, 2]}, 2),
+        ("max_field_entries", {"messages": [MESSAGE], "modalities": ["text", "text"]}, 2),
     ],
 )
 def test_a_request_beyond_a_limit_is_refused_with_the_limit(limit: str, fields: dict[str, Any], value: int) -> None:
@@ -343,12 +343,12 @@ def test_bodies_that_wait_to_be_parsed_are_bounded_also_when_their_clients_have_
 @pytest.mark.parametrize(
     ("path", "field"),
     [
-        (CHAT, {"messages": [SAY], "tools": [{"function": {"name": "!" * 300_000}}]}),
-        (CHAT, {"messages": [SAY], "tool_choice": {"function": {"name": "x" * 300_000}}}),
-        (CHAT, {"messages": [SAY], "modalities": ["x" * 300_000]}),
-        (CHAT, {"messages": [SAY], "service_tier": "x" * 300_000}),
+        (CHAT, {"messages": [MESSAGE], "tools": [{"function": {"name": "!" * 300_000}}]}),
+        (CHAT, {"messages": [MESSAGE], "tool_choice": {"function": {"name": "x" * 300_000}}}),
+        (CHAT, {"messages": [MESSAGE], "modalities": ["x" * 300_000]}),
+        (CHAT, {"messages": [MESSAGE], "service_tier": "x" * 300_000}),
         (CHAT, {"messages": [{"role": "x" * 300_000}]}),
-        (CHAT, {"messages": [SAY | {"content": [{"type": "x" * 300_000}]}]}),
+        (CHAT, {"messages": [MESSAGE | {"content": [{"type": "x" * 300_000}]}]}),
         (COMPLETION, {"prompt": "x", "logit_bias": {"x" * 300_000: 1000}}),
         (COMPLETION, {"prompt": "x", "logit_bias": {"x" * 300_000: "x"}}),
         (COMPLETION, {"prompt": "x", "nvext": {"x" * 300_000: 1}}),

@@ -153,21 +153,21 @@ def seen() -> Any:
 
 
 class Talking(ScriptedEngine):
-    """Writes messages where a request of its own runs: when it is asked, in its stream, and in a thread."""
+    """Writes messages where a request of its own runs: when it is called, in its stream, and in a thread."""
 
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
         log = logging.getLogger("tests.engine")
-        log.info("asked %s", request.id)
+        log.info("requested %s", request.id)
         stream = await super().generate(request)
 
-        async def said() -> AsyncIterator[Any]:
+        async def items() -> AsyncIterator[Any]:
             async with stream:
                 async for item in stream:
                     log.info("item")
                     await anyio.to_thread.run_sync(log.info, "thread")
                     yield item
 
-        return ResponseStream(said(), request, stream)
+        return ResponseStream(items(), request, stream)
 
 
 async def test_messages_of_requests_that_run_together_name_each_its_own(seen: list[dict[str, Any]]) -> None:
@@ -179,7 +179,7 @@ async def test_messages_of_requests_that_run_together_name_each_its_own(seen: li
             tasks.start_soon(chat(service, stream=bool(number), headers=trace | {ID: each}).run)
     for each in ids:
         of_it = [record for record in seen if record["request"] == each]
-        assert {record["message"] for record in of_it} == {f"asked {each}", "item", "thread"}
+        assert {record["message"] for record in of_it} == {f"requested {each}", "item", "thread"}
         assert {(record["model"], record["trace"]) for record in of_it} == {("m", "a" * 32)}
     logging.getLogger("tests.engine").info("outside")
     assert seen[-1] == {"message": "outside", "request": None, "client_request": None} | dict.fromkeys(
@@ -190,9 +190,9 @@ async def test_messages_of_requests_that_run_together_name_each_its_own(seen: li
 async def test_messages_of_a_list_of_prompts_name_the_prompt(seen: list[dict[str, Any]]) -> None:
     answer = await complete(app({"m": Talking(ANSWER)}), prompt=["a", "b"]).run()
     request_id = answer.response_headers[ID]
-    asked = [record for record in seen if record["message"].startswith("asked")]
-    assert {record["request"] for record in asked} == {f"{request_id}-0", f"{request_id}-1"}
-    assert all(record["message"] == f"asked {record['request']}" for record in asked)
+    requested = [record for record in seen if record["message"].startswith("requested")]
+    assert {record["request"] for record in requested} == {f"{request_id}-0", f"{request_id}-1"}
+    assert all(record["message"] == f"requested {record['request']}" for record in requested)
 
 
 async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(caplog: Any) -> None:
