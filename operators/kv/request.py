@@ -19,8 +19,9 @@ from pipeline import AnyContext, InvalidArgument, WorkerOverloaded
 from pipeline.foreign import foreign_errors
 from pipeline.protocols import PreprocessedRequest, RouterConfigOverride, RoutingConstraints, RoutingHints
 from pipeline.protocols.timing import RequestPhase
+from pipeline.threads import GiveUp
 
-from ..text import GiveUp, offered_threads
+from ..text import offered_threads
 from .pool import Adapters, RoutingRules, WorkerPool, narrowed_to_adapter
 from .prompt import PromptBlocks
 from .selection import Prompt

@@ -8,7 +8,7 @@ from .model import LAST_USER_MESSAGE, WHOLE_CHAT, Model
 from .options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from .preprocess import PROMPT_TOKENS, Preprocess, preprocess, prompt_of
 from .prompt_size import prompt_characters
-from .prompt_threads import GiveUp, PromptThreads, TooManyPrompts, offer_threads, offered_threads
+from .prompt_threads import PromptThreads, TooManyPrompts, offer_threads, offered_threads
 from .request_size import check_counts
 from .routing_report import filled
 from .split_pattern import UnknownPattern, passes, separates
@@ -25,7 +25,6 @@ __all__ = [
     "ChatTemplate",
     "ChoiceDecoder",
     "Detokenize",
-    "GiveUp",
     "HuggingFaceTokenizer",
     "Model",
     "Preprocess",

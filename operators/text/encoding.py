@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from pipeline import InvalidArgument
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits
+from pipeline.threads import GiveUp
 
 from .chat_template import never
 from .model import Model
-from .prompt_threads import GiveUp
 from .tokenizer import CutsText, checked_unicode
 
 _IDS_AT_ONCE = 16_384

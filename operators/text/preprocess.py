@@ -19,6 +19,7 @@ from pipeline.llm import TRACKER, track_request
 from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
+from pipeline.threads import GiveUp
 from pipeline.wire import plain_from_json, to_plain
 
 from .chat_template import Message, never
@@ -26,7 +27,7 @@ from .encoding import beyond_context, encoded, json_of_ids, json_of_text
 from .model import Model
 from .options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from .prompt_size import prompt_characters
-from .prompt_threads import GiveUp, PromptThreads, offer_threads
+from .prompt_threads import PromptThreads, offer_threads
 from .routing_report import with_routing
 from .validation import DEFAULT_LIMITS, validate
 

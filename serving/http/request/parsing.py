@@ -10,15 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import anyio
-from anyio import CapacityLimiter, from_thread
 from anyio.lowlevel import RunVar
 
 from operators import check_counts
 from pipeline import InvalidArgument, ResourceExhausted
 from pipeline.errors import ExceededLimit
-from pipeline.loop import time_held
 from pipeline.protocols.limits import RequestLimits
+from pipeline.threads import GiveUp, WorkThreads
 from pipeline.wire import from_plain, plain_from_json, plain_from_long_json
 
 from ...limits import HttpLimits
@@ -32,19 +30,20 @@ _ONE_PIECE_BYTES = 256 * 1024
 _UNCOUNTED_BYTES = 4 * 1024
 """A body up to this size costs less to convert than to count. The checks of its record count it."""
 _WORK_S, _REST_S = 0.002, 0.0002
+"""How long a thread parses before it rests, and for how long, so that the loop's thread can run."""
 
 DEFAULT_LIMITS, DEFAULT_REQUEST_LIMITS = HttpLimits(), RequestLimits()
 
 
-class _Threads:
+class _Parser:
     """The threads of one loop, and the bytes of the bodies in them and before them."""
 
-    def __init__(self, count: int) -> None:
-        self.places = CapacityLimiter(count)
+    def __init__(self, threads: int) -> None:
+        self.threads = WorkThreads(threads)
         self.size_bytes = 0
 
 
-_threads: RunVar[_Threads] = RunVar("penstock.parser_threads")
+_parser: RunVar[_Parser] = RunVar("penstock.parser")
 
 
 class TooMuchToParse(ResourceExhausted):
@@ -63,43 +62,39 @@ async def parse_body(body: Body, kind: type[T], options: HttpOptions) -> T:
     work = partial(parse, body.content, kind, limits, options.request_limits)
     if body.is_short:
         return work()
-    threads, size_bytes = _threads_of_loop(limits.parser_threads), len(body.content)
-    if 0 < limits.max_body_bytes_in_flight < threads.size_bytes + size_bytes:
+    parser, size_bytes = _parser_of_loop(limits.parser_threads), len(body.content)
+    if 0 < limits.max_body_bytes_in_flight < parser.size_bytes + size_bytes:
         name, limit = "max_body_bytes_in_flight", limits.max_body_bytes_in_flight
         raise TooMuchToParse(
-            "too much waits to be parsed", exceeded=ExceededLimit(name, threads.size_bytes + size_bytes, limit)
+            "too much waits to be parsed", exceeded=ExceededLimit(name, parser.size_bytes + size_bytes, limit)
         )
-    threads.size_bytes += size_bytes
+    parser.size_bytes += size_bytes
     try:
-        run = partial(work, pause=_Pause())
-        with time_held():
-            return await anyio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=threads.places)
+        return await parser.threads.run(lambda give_up: work(pause=_Pause(give_up)))
     finally:
-        threads.size_bytes -= size_bytes
+        parser.size_bytes -= size_bytes
 
 
-def _threads_of_loop(count: int) -> _Threads:
+def _parser_of_loop(threads: int) -> _Parser:
     try:
-        return _threads.get()
+        return _parser.get()
     except LookupError:
-        threads = _Threads(count)
-        _threads.set(threads)
-        return threads
+        parser = _Parser(threads)
+        _parser.set(parser)
+        return parser
 
 
 class _Pause:
-    """Called between pieces of work in a thread. Lets the loop's thread run every few milliseconds.
+    """Called between pieces of work in a thread. Every few milliseconds it lets the loop's thread run, or gives up."""
 
-    Raise what ends the thread's work if the task that waits for it was cancelled.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, give_up: GiveUp) -> None:
+        self._give_up = give_up
         self._rests_at_s = 0.0
 
     def __call__(self) -> None:
         if time.monotonic() >= self._rests_at_s:
-            from_thread.check_cancelled()
-            time.sleep(_REST_S)  # Python would let the thread that waits run only after 5 ms
+            self._give_up()
+            time.sleep(_REST_S)  # Python would let the waiting thread run only after 5 ms
             self._rests_at_s = time.monotonic() + _WORK_S
 
 

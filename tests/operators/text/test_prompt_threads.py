@@ -12,10 +12,11 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from operators.text import GiveUp, PromptThreads, TooManyPrompts
+from operators.text import PromptThreads, TooManyPrompts
 from pipeline import Cancelled, Control
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import PromptWork
+from pipeline.threads import GiveUp
 
 pytestmark = pytest.mark.anyio
 
