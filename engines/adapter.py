@@ -26,7 +26,6 @@ from contextlib import aclosing
 from inspect import isasyncgen, isawaitable, iscoroutine
 from typing import Any, cast
 
-from anyio.lowlevel import current_token
 from attrs import evolve
 
 from pipeline import (
@@ -42,6 +41,7 @@ from pipeline import (
     until_killed,
 )
 from pipeline.foreign import raise_if_ours
+from pipeline.loop import clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import OpenSpan, Tracer, annotate, link_to, trace_link
 
@@ -190,9 +190,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         """What collects the details of one request, if they are wanted."""
         if not self._details:
             return None
-        # A dropped stream ends its call outside of any task, where anyio itself does not find the clock.
-        clock = current_token().backend_class.current_time
-        return GenerateRecord(payload, self.mode.display, self.model, clock)
+        return GenerateRecord(payload, self.mode.display, self.model, clock())
 
     def abort_watch(self, first_token: FirstToken | None, context: GenerateContext) -> AbortWatch | None:
         """What calls abort for one request, if the engine wants it called."""

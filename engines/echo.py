@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from attrs import frozen
 
 from pipeline import Control, InvalidArgument
-from pipeline.loop import Alarm, loop_clock
+from pipeline.loop import Alarm, clock
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 
 from .llm import EngineConfig, GenerateContext, LLMEngine
@@ -77,7 +77,7 @@ class _Pauses:
 
     def __init__(self, control: Control, delay_s: float) -> None:
         self._delay_s = delay_s
-        self._now, self._alarm = loop_clock(), Alarm()
+        self._now, self._alarm = clock(), Alarm()
         self.forget = control.on_stop(self._alarm.ring)
 
     def next(self) -> Awaitable[None]:

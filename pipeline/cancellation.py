@@ -47,8 +47,8 @@ if not _cuts_tasks:
     from importlib.metadata import version
 
     _log.warning(
-        "anyio %s lacks private names that pipeline.cancellation reads: each item that is raced against a kill on asyncio "
-        "costs a cancel scope now, some 4 microseconds; please report it to penstock",
+        "anyio %s lacks private names that pipeline.cancellation reads: each item that is raced against a kill on "
+        "asyncio costs a cancel scope now, some 4 microseconds; please report it to penstock",
         version("anyio"),
     )
 

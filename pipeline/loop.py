@@ -123,10 +123,12 @@ def _nothing() -> None:
     """What a loop is called with to wake it."""
 
 
-def loop_clock() -> Callable[[], float]:
-    """The clock of the loop that runs here, in seconds: for those who look at it once an item.
+def clock() -> Callable[[], float]:
+    """Return the clock of the running loop: each call of it returns the loop's time in seconds.
 
-    As `anyio.current_time`, which finds out anew each time which library it is. Raises NoEventLoopError without a loop.
+    Take it once and keep it wherever time is read in a plain callback of the loop, such as the release after a dropped
+    stream: `anyio.current_time` finds no loop there. It is also faster, because `anyio.current_time` detects the async
+    library at each call: measured on asyncio, a tenth of the cost. Raise NoEventLoopError if no loop runs.
     """
     token = current_token()
     return getattr(token.native_token, "time", None) or token.backend_class.current_time

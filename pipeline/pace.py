@@ -17,7 +17,7 @@ from anyio import NoEventLoopError
 from anyio.lowlevel import checkpoint
 
 from .errors import StreamBusy
-from .loop import loop_clock, running_loop
+from .loop import clock, running_loop
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class _Budget:
         self.loop = loop
         # An asyncio loop has the first, a trio token the second.
         self._soon: Callable[[Callable[[], None]], object] = getattr(loop, "call_soon", None) or loop.run_sync_soon
-        self._clock = loop_clock()
+        self._clock = clock()
         self._is_running = False
         self._looks = 0
         self._began_s = 0.0

@@ -26,7 +26,7 @@ from anyio.lowlevel import checkpoint
 
 from pipeline import EngineShutdown, PenstockError
 from pipeline.errors import BackendUnknown
-from pipeline.loop import Alarm, Bell, loop_clock
+from pipeline.loop import Alarm, Bell, clock
 
 from ..kv_events import KvEventPublisher
 from ..metrics import ComponentSnapshot, SnapshotPublisher
@@ -253,7 +253,7 @@ class Rank:
             self._wake_reservations()
 
     async def _run(self) -> None:
-        due_s, clock, alarm = 0.0, loop_clock(), Alarm()
+        due_s, now, alarm = 0.0, clock(), Alarm()
         least_s = 0.0 if alarm.is_exact else MIN_SLEEP_S
         while True:
             if self.scheduler.is_idle:
@@ -264,13 +264,13 @@ class Rank:
             if done.did_nothing:
                 await self._wait_for_work()
                 continue
-            now_s = clock()
+            now_s = now()
             due_s = max(due_s, now_s) + done.duration_ms / 1000
             if due_s - now_s >= least_s:
                 await alarm.wait(due_s)
             else:
                 await checkpoint()
-            self._deliver(done, clock())
+            self._deliver(done, now())
 
     async def _wait_for_work(self) -> None:
         self._show()

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import anyio
-from anyio.lowlevel import current_token
 from attrs import frozen
 
 from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, ResponseStream
 from pipeline.errors import BackendUnknown
 from pipeline.foreign import raise_if_ours
+from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import UNTRACED
 from pipeline.wire import from_json, from_plain
@@ -179,8 +179,7 @@ class Canary:
         self._engine, self._payload, self._settings, self._say = engine, dict(payload), settings, say
         self._is_ready: bool | None = None
         self._is_over = False
-        # Streams may end outside of any task, where anyio itself does not find the clock.
-        self._clock = current_token().backend_class.current_time
+        self._clock = clock()
         self._heard_s = self._clock()
 
     def heard(self) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from anyio.lowlevel import current_token
+from pipeline.loop import clock
 
 
 class LoopClock:
     """Seconds of the loop that ran when it was first asked.
 
-    A reservation of a stream that was dropped is released in a plain callback, where `anyio.current_time` fails; the
-    backend itself can be asked there. Without any loop, or before there is one, it is the time last told.
+    Without any loop, or before there is one, it is the time last returned.
     """
 
     def __init__(self) -> None:
@@ -22,7 +21,7 @@ class LoopClock:
         """The time; does not go back."""
         try:
             if self._read is None:
-                self._read = current_token().backend_class.current_time
+                self._read = clock()
             if (now_s := self._read()) > self._last_s:
                 self._last_s = now_s
         except RuntimeError:  # both backends: no loop runs here

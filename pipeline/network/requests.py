@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from anyio.lowlevel import current_token
 from attrs import define
 
 from pipeline import AsyncEngine, CannotConnect
+from pipeline.loop import clock
 from pipeline.protocols import worker_label
 
 from .names import Instance
@@ -105,8 +105,7 @@ class CallMeter:
     """
 
     def __init__(self, metrics: Metrics, instance: Instance) -> None:
-        # A dropped stream ends its call outside of any task, where anyio itself does not find the clock.
-        self._clock = current_token().backend_class.current_time
+        self._clock = clock()
         self._labels = labels = {
             "dynamo_namespace": instance.namespace,
             "dynamo_component": instance.component,

@@ -19,7 +19,7 @@ from reactivex.scheduler.periodicscheduler import PeriodicScheduler
 from reactivex.typing import AbsoluteTime, RelativeTime
 
 from ..errors import StreamClosed
-from ..loop import Home
+from ..loop import Home, clock
 
 State = TypeVar("State")
 Work = Callable[[anyio.CancelScope], Coroutine[Any, Any, None]]
@@ -51,8 +51,7 @@ class AnyIOScheduler(PeriodicScheduler):
 
     async def __aenter__(self) -> Self:
         self._home, self._token, self._thread = Home(), current_token(), get_ident()
-        # The backend itself is asked, because callbacks from other threads run where anyio finds no loop.
-        self._clock = self._token.backend_class.current_time
+        self._clock = clock()
         self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._run, self._tasks, name="AnyIOScheduler")
         return self

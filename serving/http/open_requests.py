@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 from pipeline import ResourceExhausted
 from pipeline.errors import ExceededLimit
-from pipeline.loop import loop_clock
+from pipeline.loop import clock
 
 from ..limits import HttpLimits
 from .problems import Refusal
@@ -105,7 +105,7 @@ class OpenRequests:
         self._requests.add(request)
         self._of_client[client] = self._of_client.get(client, 0) + 1
         if self._cancel_timer is None and isfinite(self._period_s):
-            self._now = loop_clock()
+            self._now = clock()
             self._cancel_timer = call_later(self._period_s, self._check_all)
 
     def _remove(self, request: OpenRequest, client: str) -> None:

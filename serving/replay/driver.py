@@ -18,7 +18,7 @@ from attrs import define, field
 from engines.mocker import RecordedOutputs
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown, Refused
-from pipeline.loop import loop_clock
+from pipeline.loop import clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.openai import AgentHints
 
@@ -95,7 +95,7 @@ class Drive:
     async def run(self) -> None:
         """Returns when every request that can be sent has ended. What a graph raises that is no error of ours is
         raised, once all that is open is closed; cancelled, it closes that too and leaves it unfinished."""
-        self._clock = loop_clock()
+        self._clock = clock()
         self._began_s = self._clock()
         async with anyio.create_task_group() as tasks:
             while not self.schedule.finished and self._failure is None:

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline.loop import Alarm, Bell, Home, loop_clock, time_held
+from pipeline.loop import Alarm, Bell, Home, clock, time_held
 from pipeline.testing import run_in_virtual_time
 
 pytestmark = pytest.mark.anyio
@@ -89,31 +89,31 @@ async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_else
 
 
 async def test_an_alarm_wakes_at_its_time_again_and_again() -> None:
-    alarm, clock = Alarm(), loop_clock()
-    for deadline_s in (clock() + 1.5, clock() + 4.0):
+    alarm, now = Alarm(), clock()
+    for deadline_s in (now() + 1.5, now() + 4.0):
         await alarm.wait(deadline_s)
-        assert clock() == pytest.approx(deadline_s)
+        assert now() == pytest.approx(deadline_s)
 
 
 async def test_an_alarm_for_a_time_that_is_past_wakes_at_once() -> None:
-    began_s = loop_clock()()
+    began_s = clock()()
     await Alarm().wait(began_s - 1.0)
-    assert loop_clock()() == began_s
+    assert clock()() == began_s
 
 
 async def test_a_cancelled_alarm_can_be_set_again() -> None:
-    alarm, clock = Alarm(), loop_clock()
+    alarm, now = Alarm(), clock()
     with anyio.move_on_after(1.0) as scope:
-        await alarm.wait(clock() + 3600.0)
+        await alarm.wait(now() + 3600.0)
     assert scope.cancelled_caught
-    began_s = clock()
+    began_s = now()
     await alarm.wait(began_s + 2.0)
-    assert clock() == pytest.approx(began_s + 2.0)
+    assert now() == pytest.approx(began_s + 2.0)
 
 
 async def test_an_alarm_and_a_cancellation_at_once_do_not_fail() -> None:
-    clock = loop_clock()
-    deadline_s = clock() + 1.0
+    now = clock()
+    deadline_s = now() + 1.0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(Alarm().wait, deadline_s)
         await anyio.sleep_until(deadline_s)
@@ -127,7 +127,7 @@ def test_who_settles_goes_on_after_all_else_of_the_moment_and_before_time_does()
         alarm = Alarm()
         await alarm.wait(at_s)
         await alarm.settle()
-        order.append(f"settled at {loop_clock()():g}")
+        order.append(f"settled at {clock()():g}")
 
     async def takes_its_turns(at_s: float, turns: int) -> None:
         await anyio.sleep_until(at_s)
@@ -185,10 +185,10 @@ def test_in_real_time_nobody_can_tell_when_a_moment_is_over() -> None:
 
 
 async def test_the_clock_of_the_loop_is_that_of_anyio() -> None:
-    clock = loop_clock()
-    assert clock() == pytest.approx(anyio.current_time(), abs=0.1)
+    now = clock()
+    assert now() == pytest.approx(anyio.current_time(), abs=0.1)
     await anyio.sleep(1.0)
-    assert clock() == pytest.approx(anyio.current_time(), abs=0.1)
+    assert now() == pytest.approx(anyio.current_time(), abs=0.1)
 
 
 async def test_a_deadline_that_is_now_comes_although_a_task_never_waits() -> None:

@@ -289,7 +289,7 @@ async def test_items_that_take_long_to_make_let_other_tasks_run_sooner(monkeypat
             await checkpoint()
             turns_at.append(read)
 
-    monkeypatch.setattr(pace_module, "loop_clock", lambda: lambda: now_s)
+    monkeypatch.setattr(pace_module, "clock", lambda: lambda: now_s)
     read = 0
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(another)

@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 
-from pipeline.loop import Bell, loop_clock
+from pipeline.loop import Bell, clock
 
 from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
 
@@ -237,7 +237,7 @@ class _KeepAlive:
     def __init__(self, writer: ReplyWriter, period_s: float) -> None:
         self._writer = writer
         self._period_s = period_s
-        self._now = loop_clock()
+        self._now = clock()
         self._due_s = self._now() + period_s
         self.cancel = call_later(period_s, self._on_timer)
 

@@ -5,13 +5,10 @@ Source: dynamo lib/llm/src/http/service/metrics.rs, InflightGuard and ResponseMe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import anyio
-from anyio.lowlevel import current_token
-
+from pipeline.loop import clock
 from pipeline.protocols import FinishReason, RequestTracker
 
 from ...openai import UsageCount
@@ -58,8 +55,7 @@ class RequestMeter:
         """Why each choice ended, in that order."""
         self.input_tokens = self.output_tokens = 0
         self._status, self._error_type = "error", "internal"
-        # The loop's own clock where there is one: it costs a tenth, and every token reads it.
-        self._now: Callable[[], float] = getattr(current_token().native_token, "time", anyio.current_time)
+        self._now = clock()
         self._started = self._last = self._now()
         self._has_begun = False
         self.first_tokens_s: float | None = None
