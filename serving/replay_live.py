@@ -39,7 +39,7 @@ _REQUESTS_SUFFIX = ".requests.jsonl"
 
 @frozen
 class Live:
-    """The options of a replay against a server. `vocabulary` are the token ids that prompts are spelled in.
+    """The options of a replay against a server. `vocabulary` are the token ids that prompts are made of.
 
     Raises InvalidArgument for a time limit that is none.
     """
@@ -92,9 +92,9 @@ def replayed_live(live: Live, trace: Trace, json: Path | None, settings: Mapping
     from .replay_progress import progress
 
     _raise_limit_of_files()
-    spelled = trace.spelled(live.vocabulary)
+    load = trace.with_vocabulary(live.vocabulary)
     with progress(trace.requests, sys.stderr) as heard:
-        main = partial(_replay, live, spelled, json, settings, heard=heard, **how)
+        main = partial(_replay, live, load, json, settings, heard=heard, **how)
         return anyio.run(main, backend_options=_fastest_loop())
 
 

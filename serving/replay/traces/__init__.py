@@ -4,7 +4,7 @@ from .dynamo import DynamoRecords
 from .mooncake import AGENTIC_FIELDS, read_row
 from .reading import first_requests, read_trace
 from .synthetic import SyntheticLoad
-from .trace import BadLine, Prompt, Session, Trace, TraceFormat, Turn, spell
+from .trace import BadLine, Prompt, Session, Trace, TraceFormat, Turn, hash_tokens
 
 __all__ = [
     "AGENTIC_FIELDS",
@@ -17,7 +17,7 @@ __all__ = [
     "TraceFormat",
     "Turn",
     "first_requests",
+    "hash_tokens",
     "read_row",
     "read_trace",
-    "spell",
 ]

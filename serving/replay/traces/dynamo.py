@@ -1,31 +1,26 @@
-"""DynamoRecords: request traces of Dynamo's front end to sessions, each request one of its own.
-
-Requests without agent context arrive as they did. Those with one wait for each other as it seems they had to, see
-`dynamo_agents`, and come as long after that as they came. A trace has one kind of them, and one block size.
-
-Source: dynamo lib/data-gen/src/request_trace/mooncake.rs, lower_mooncake_rows. Other than there, a request keeps its
-id where it has no agent too.
-
-One line of a request trace of Dynamo's front end: a request that ended, a tool that did, or nothing for a replay.
+"""Request traces of Dynamo's front end: records of requests and tools to sessions, each request a session of its own.
 
     {"schema": "dynamo.request.trace.v1", "event_type": "request_end", "event_time_unix_ms": 1100,
      "agent_context": {"session_id": "a"},
      "request": {"request_id": "r", "request_received_ms": 1000, "output_tokens": 4,
                  "replay": {"trace_block_size": 2, "input_length": 3, "input_sequence_hashes": [11, 22]}}}
 
-Source: dynamo lib/data-gen/src/request_trace/load.rs. Other than there, all that is wrong with a line is said at once,
-and a line that is no object, a prompt without tokens and a negative duration are refused.
-
-Which requests of agents waited for which, as far as a trace shows it.
+Requests without agent context keep their recorded arrivals. Requests with agent context wait for each other, and are
+sent with the recorded delay after the last one they wait for:
 
     session     r1 ──► r2 ──► r3           each waits for the one before
     child       r1 ──► c1 ... c2 ──► r3    its first for the parent's latest before it began, and the parent's next
-                                           behind its end for the one of them that ended last
+                                           after its end for the child's last to end
 
-Where a tool says which request called it and which had its result, it is these two.
+A tool record that names its calling and its consuming request replaces these two. All requests of a trace have an agent
+context, or none has; all have one block size.
 
-Source: dynamo lib/data-gen/src/request_trace/agentic.rs, lower_agentic_mooncake_rows. Other than there, what tools took
-is not told apart from other time between two requests: a replay waits for the sum of both.
+Source: dynamo lib/data-gen/src/request_trace/load.rs. Other than there, all problems of a line are reported at once,
+and a line that is not an object, a prompt without tokens and a negative duration are refused.
+Source: dynamo lib/data-gen/src/request_trace/mooncake.rs, lower_mooncake_rows. Other than there, a request without
+agent keeps its id.
+Source: dynamo lib/data-gen/src/request_trace/agentic.rs, lower_agentic_mooncake_rows. Other than there, the time of
+tools is not separate from other time between two requests: a replay waits for the sum of both.
 """
 
 from __future__ import annotations
@@ -55,43 +50,50 @@ _U64_MAX = 2**64 - 1
 
 @frozen
 class RequestEnd:
-    """A request, by the index of its line. Times are of the day, in ms.
-
-    `hashes` say which blocks of `block_size_tokens` its prompt has, each by all up to its end; `completion` the same of
-    prompt and answer, where the trace has it. Without agent context it has no session.
-    """
+    """The record of a request that ended."""
 
     index: int
+    """Of its line, from 0."""
     request_id: str
     start_ms: int
+    """Unix time."""
     end_ms: int
+    """Unix time."""
     input_tokens: int
     output_tokens: int
     block_size_tokens: int
     hashes: array[int]
+    """Of the blocks of its prompt, each of all tokens up to the block's end."""
     completion: array[int] | None = None
+    """The same of prompt and answer; None if the trace lacks it."""
     session_id: str | None = None
+    """None without agent context."""
     parent_session_id: str | None = None
+    """The session that called this one."""
 
 
 @frozen
 class ToolEnd:
-    """A tool that says what it began: it was called by one request, and another one had its result."""
+    """The record of a tool that names its requests."""
 
     index: int
+    """Of its line, from 0."""
     session_id: str
     source_request_id: str
+    """The request that called it."""
     consumer_request_id: str | None
+    """The request that got its result."""
     child_session_id: str | None
+    """The session it began."""
 
 
 def read_record(value: Any, index: int) -> RequestEnd | ToolEnd | None:
-    """What a JSON value says; None for what a replay has no use for. Raises InvalidArgument for a bad one."""
+    """Return the record of a JSON value; None for a kind that a replay ignores. Raise InvalidArgument if invalid."""
     fields = Fields(value if isinstance(value, dict) else {})
     if not isinstance(value, dict):
         fields.problem(f"it is {shown(value)}, not an object")
         fields.check()
-    if (event := fields.values.get("event")) is not None:  # wrapped, as some sinks do
+    if (event := fields.values.get("event")) is not None:  # some sinks wrap the record
         if not isinstance(event, dict):
             return None
         fields = Fields(event)
@@ -134,7 +136,7 @@ def _request(fields: Fields, index: int) -> RequestEnd:
 
 
 def _check_hashes(fields: Fields, found: RequestEnd) -> None:
-    """There is a hash for each block, begun ones too, and the answer comes behind the prompt."""
+    """Note a problem unless each block has a hash, the last partial one too, and the answer follows the prompt."""
     size = found.block_size_tokens
     blocks = -(-found.input_tokens // size)
     if len(found.hashes) != blocks:
@@ -154,7 +156,7 @@ def _check_hashes(fields: Fields, found: RequestEnd) -> None:
 
 
 def _tool(fields: Fields, index: int) -> ToolEnd | None:
-    """A tool that says nothing of requests is in the times between them already."""
+    """Return the record; None for a tool that names no requests: the times between requests contain it."""
     tool = fields.values.get("tool")
     claude = tool.get("claude") if isinstance(tool, dict) else None
     session_id, _ = _session(fields)
@@ -176,7 +178,7 @@ def _tool(fields: Fields, index: int) -> ToolEnd | None:
 
 
 def _session(fields: Fields) -> tuple[str | None, str | None]:
-    """The session of the agent, and of who called it."""
+    """Return the session of the agent, and the session that called it."""
     if fields.values.get("agent_context") is None:
         return None, None
     context = _part(fields, "agent_context")
@@ -184,7 +186,7 @@ def _session(fields: Fields) -> tuple[str | None, str | None]:
 
 
 def _part(fields: Fields, name: str) -> Fields:
-    """An object inside; what is wrong with it is wrong with all."""
+    """Return the fields of an object inside; it shares the list of problems."""
     value = fields.values.get(name)
     if not isinstance(value, dict):
         fields.problem(f"{name} is missing" if value is None else f"{name} is {shown(value)}, not an object")
@@ -206,7 +208,7 @@ def _name(fields: Fields, name: str) -> str:
 
 
 def _hashes(fields: Fields, name: str, *, is_needed: bool = True) -> array[int] | None:
-    """Whole numbers of 64 bits."""
+    """Return a list of u64 numbers; None with a problem noted if it is invalid."""
     value = fields.values.get(name)
     if isinstance(value, list) and all(type(one) is int and 0 <= one <= _U64_MAX for one in value):
         return array("Q", value)
@@ -223,8 +225,10 @@ _BySession = Mapping[str, Sequence[RequestEnd]]
 def dependencies(
     requests: Sequence[RequestEnd], tools: Iterable[ToolEnd], parents: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, ...]], list[BadLine]]:
-    """The names that each request waits for, and the tools that cannot be. Requests come in order; `parents` has the
-    session that called a session."""
+    """Return the names that each request waits for, and the invalid tools.
+
+    `requests` are in order of time. `parents` maps a session to the one that called it.
+    """
     by_session: defaultdict[str, list[RequestEnd]] = defaultdict(list)
     for one in requests:
         if one.session_id is not None:
@@ -236,7 +240,7 @@ def dependencies(
             waits[one.request_id].append(before.request_id)
     for child, parent in parents.items():
         if child in by_session and parent in by_session:
-            spawn, join = launches.get(child) or _seen(by_session[child], by_session[parent])
+            spawn, join = launches.get(child) or _from_times(by_session[child], by_session[parent])
             if spawn is not None:
                 waits[by_session[child][0].request_id].append(spawn)
             if join is not None:
@@ -247,7 +251,7 @@ def dependencies(
 def _launches(
     requests: Sequence[RequestEnd], tools: Iterable[ToolEnd], by_session: _BySession, parents: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str | None, str | None]], list[BadLine]]:
-    """The two requests that tools name for each child session, and the tools with which something is wrong."""
+    """Return the calling and consuming request that tools name for each child session, and the invalid tools."""
     sessions = {one.request_id: one.session_id for one in requests}
     found: dict[str, tuple[str | None, str | None]] = {}
     bad = []
@@ -272,8 +276,8 @@ def _problem(tool: ToolEnd, sessions: Mapping[str, str | None], parents: Mapping
     return "" if parent == tool.session_id else f"session {tool.child_session_id!r} is of {parent!r}"
 
 
-def _seen(child: Sequence[RequestEnd], parent: Sequence[RequestEnd]) -> tuple[str | None, str | None]:
-    """The two requests of the parent as their times show them."""
+def _from_times(child: Sequence[RequestEnd], parent: Sequence[RequestEnd]) -> tuple[str | None, str | None]:
+    """Return the calling and consuming request of the parent, derived from their times."""
     end_ms = _last_to_end(child).end_ms
     before = [one.request_id for one in parent if one.start_ms <= child[0].start_ms]
     behind = [one.request_id for one in parent if one.start_ms >= end_ms]
@@ -286,7 +290,7 @@ def _last_to_end(requests: Sequence[RequestEnd]) -> RequestEnd:
 
 @define
 class DynamoRecords:
-    """The lines of all shards. `block_size_tokens` is that of the trace, if somebody says so."""
+    """Sessions from the records of all files. `block_size_tokens` is the expected one, None for that of the trace."""
 
     block_size_tokens: int | None = None
     _requests: dict[str, RequestEnd] = field(factory=dict)
@@ -304,7 +308,7 @@ class DynamoRecords:
                 self._parents[record.session_id] = record.parent_session_id
 
     def _check(self, record: RequestEnd) -> None:
-        """Raises InvalidArgument for what does not go with the lines before."""
+        """Raise InvalidArgument if the record contradicts the lines before."""
         if record.request_id in self._requests:
             raise InvalidArgument(f"there is a request {record.request_id!r} already")
         if self.block_size_tokens not in (None, record.block_size_tokens):
@@ -323,11 +327,11 @@ class DynamoRecords:
         self.block_size_tokens = record.block_size_tokens
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
-        """All sessions, in the order in which their requests came."""
+        """Return all sessions in the order of their requests' starts, and the invalid lines."""
         requests = sorted(self._requests.values(), key=lambda one: (one.start_ms, one.end_ms, one.request_id))
         waits, bad = dependencies(requests, self._tools, self._parents)
         ends_ms = {one.request_id: one.end_ms for one in requests}
-        ids = _Ids(requests)
+        ids = _SmallIds(requests)
         turns = [_turn(one, ids, waits.get(one.request_id, ()), ends_ms) for one in requests]
         stuck = {one.line for one in never_begin(turns)}
         first_ms = requests[0].start_ms if requests else 0
@@ -343,8 +347,8 @@ class DynamoRecords:
         ], [*bad, *(BadLine(line, "it waits in a circle, or for one that does") for line in stuck)]
 
 
-class _Ids:
-    """Small ids for hashes: those of prompts in the order of the requests, then those of answers as they are asked."""
+class _SmallIds:
+    """Small ids for hashes: first those of prompts in the order of requests, then those of answers on demand."""
 
     def __init__(self, requests: Iterable[RequestEnd]) -> None:
         self._known: dict[int, int] = {}
@@ -356,7 +360,7 @@ class _Ids:
         return array("I", [known.setdefault(one, len(known)) for one in hashes])
 
 
-def _turn(one: RequestEnd, ids: _Ids, wait_for: Iterable[str], ends_ms: dict[str, int]) -> Turn:
+def _turn(one: RequestEnd, ids: _SmallIds, wait_for: Iterable[str], ends_ms: dict[str, int]) -> Turn:
     wait_for = tuple(wait_for)
     prompt, recorded = _tokens(one, ids)
     delay_ms = max(0, one.start_ms - max(ends_ms[name] for name in wait_for)) if wait_for else 0
@@ -371,12 +375,12 @@ def _turn(one: RequestEnd, ids: _Ids, wait_for: Iterable[str], ends_ms: dict[str
     )
 
 
-def _tokens(one: RequestEnd, ids: _Ids) -> tuple[Prompt, array[int] | None]:
-    """The prompt, and the answer where it is known: with it a block that the prompt only began is another one."""
+def _tokens(one: RequestEnd, ids: _SmallIds) -> tuple[Prompt, array[int] | None]:
+    """Return the prompt, and the answer if recorded: then the block that both share gets the id from the answer."""
     size, blocks = one.block_size_tokens, ids.of(one.hashes)
     if one.completion is None or not one.output_tokens:
         return Prompt.of(blocks, size, one.input_tokens), None
-    all_blocks, begun = ids.of(one.completion), one.input_tokens // size
-    blocks[begun:] = all_blocks[begun : len(blocks)]
+    all_blocks, whole = ids.of(one.completion), one.input_tokens // size
+    blocks[whole:] = all_blocks[whole : len(blocks)]
     positions = range(one.input_tokens, one.input_tokens + one.output_tokens)
     return Prompt.of(blocks, size, one.input_tokens), array("I", [all_blocks[at // size] for at in positions])

@@ -1,4 +1,4 @@
-"""Reading the fields of a JSON object one by one, and remembering everything that is wrong with it."""
+"""Fields of a JSON object, checked one by one; all problems are collected and raised at once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from pipeline import InvalidArgument
 
 U32_MAX = 2**32 - 1
 _NUMBER_MAX = 1e15
-"""Above it a millisecond is lost."""
+"""Beyond it a float cannot represent each millisecond."""
 _SHOWN_CHARACTERS = 40
 
 
 @define
 class Fields:
-    """The fields of one object. Each reader gives the value, or None for one that is absent, null or wrong.
-
-    What is wrong is added to `problems`; `check` raises them all at once.
-    """
+    """The fields of one object. Each reader returns the value, or None if it is absent, null or invalid."""
 
     values: Mapping[str, Any]
     problems: list[str] = field(factory=list)
+    """What is invalid so far; `check` raises them all at once."""
 
     def check(self) -> None:
-        """Raises InvalidArgument with all problems so far, if there are any."""
+        """Raise InvalidArgument with all problems so far, if any."""
         if self.problems:
             raise InvalidArgument("; ".join(self.problems))
 
@@ -35,11 +33,11 @@ class Fields:
         self.problems.append(text)
 
     def is_given(self, name: str) -> bool:
-        """Whether there is something that says more than nothing: neither null, false nor empty."""
+        """Return whether the field has a value: neither null, false, 0 nor empty."""
         return self.values.get(name) not in (None, False, "", [], 0)
 
     def raw(self, name: str, alias: str | None = None) -> Any:
-        """The value under either name; both at once is a problem."""
+        """Return the value under either name; both at once is a problem."""
         value = self.values.get(name)
         other = None if alias is None else self.values.get(alias)
         if value is not None and other is not None:
@@ -47,7 +45,7 @@ class Fields:
         return other if value is None else value
 
     def number(self, name: str, alias: str | None = None) -> float | None:
-        """A number from 0 on, in which a millisecond still counts."""
+        """Return a number from 0 to `_NUMBER_MAX`."""
         value = self.raw(name, alias)
         if value is None:
             return None
@@ -57,7 +55,7 @@ class Fields:
         return None
 
     def whole(self, name: str, alias: str | None = None, *, low: int = 0, high: int = U32_MAX) -> int | None:
-        """A whole number between two limits, both included."""
+        """Return a whole number between two limits, both included."""
         value = self.raw(name, alias)
         if value is None:
             return None
@@ -74,7 +72,7 @@ class Fields:
         return None
 
     def text(self, name: str) -> str | None:
-        """A text without the white space around it; an empty one is absent."""
+        """Return a text without surrounding white space; None if it is empty."""
         value = self.raw(name)
         if value is None or isinstance(value, str):
             return (value or "").strip() or None
@@ -91,7 +89,7 @@ class Fields:
         return ()
 
     def numbers(self, name: str) -> list[float]:
-        """A list of such numbers; absent counts as wrong."""
+        """Return a list of numbers as `number` takes; an absent one is a problem."""
         value = self.raw(name)
         if isinstance(value, list) and all(map(_is_number, value)):
             return [float(item) for item in value]
@@ -99,7 +97,7 @@ class Fields:
         return []
 
     def ids(self, name: str) -> array[int] | None:
-        """A list of whole numbers of 32 bits, such as token ids."""
+        """Return a list of u32 numbers, such as token ids."""
         value = self.raw(name)
         if value is None:
             return None
@@ -116,7 +114,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A wrong value as it is shown: short."""
+    """Return an invalid value as text, shortened."""
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -130,6 +128,6 @@ def _in_range(values: list[int]) -> bool:
 
 
 def _wrong_ids(values: Iterable[Any]) -> tuple[int, int]:
-    """Index of the first wrong one, and how many there are."""
+    """Return the index of the first invalid value, and how many are invalid."""
     wrong = [at for at, value in enumerate(values) if type(value) is not int or not 0 <= value <= U32_MAX]
     return wrong[0], len(wrong)

@@ -1,17 +1,13 @@
-"""TraceRow: what one line of a Mooncake trace says, in our names and units.
+"""Mooncake traces: a request a line, plain or agentic.
 
     {"timestamp": 27000, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
 
-Source: dynamo lib/data-gen/src/mooncake.rs, MooncakeRow and AgenticMooncakeRow. Other than there, all that is wrong
-with a line is said at once, hash ids above 32 bits are refused instead of cut, and a plain row that says what only
-agentic ones may is refused instead of replayed without it.
+In a plain trace the lines of a session are its turns. In an agentic trace a line names the requests it waits for, and
+is a session of its own.
 
-Names of turns and sessions: one of a kind, and the same that recorded outputs are found by.
-
-SessionRows: rows of plain Mooncake traces to sessions.
-
-AgenticRows: rows that wait for each other, each a session of one turn.
-
+Source: dynamo lib/data-gen/src/mooncake.rs, MooncakeRow and AgenticMooncakeRow. Other than there, all problems of a
+line are reported at once, hash ids above 32 bits are refused instead of cut, and a plain row with fields of agentic
+ones is refused instead of replayed without them.
 Source: dynamo lib/mocker/src/loadgen/trace.rs, AgenticTrace::from_agentic_mooncake. Other than there, a prompt longer
 than its hash ids cover is cut as in every other format, and all rows that wait in a circle are named.
 """
@@ -28,35 +24,39 @@ from .fields import Fields, shown
 from .trace import BadLine, Prompt, Session, Turn
 
 AGENTIC_FIELDS = ("wait_for", "branches", "tool_wait_ms", "prefix_reset")
-"""What only rows of the format agentic_mooncake say."""
+"""Fields of the format agentic_mooncake only."""
 
 
 @frozen
 class TraceRow:
-    """One request of a trace. Times are in milliseconds; None is what the line does not say.
-
-    `branches` and `prefix_reset` describe what the hash ids show as well; a replay does not look at them.
-    """
+    """One line of a trace, in our names and units. A field is None if the line lacks it."""
 
     hash_ids: array[int]
+    """One for each block of the prompt."""
     output_tokens: int
     input_tokens: int | None = None
     timestamp_ms: float | None = None
+    """The arrival."""
     request_id: str | None = None
     session_id: str | None = None
     delay_ms: float | None = None
+    """Time after the turn before."""
     priority: int | None = None
     strict_priority: int | None = None
     policy_class: str | None = None
     output_token_ids: array[int] | None = None
     wait_for: tuple[str, ...] = ()
+    """Ids of the requests that end before this one begins."""
     branches: tuple[str, ...] = ()
+    """Not used by a replay: the hash ids contain it."""
     tool_wait_ms: float | None = None
+    """Time of tools after the last request it waits for."""
     prefix_reset: bool = False
+    """Not used by a replay: the hash ids contain it."""
 
 
 def read_row(value: Any, *, agentic: bool = False) -> TraceRow:
-    """The row a JSON value stands for. Raises InvalidArgument that says all that is wrong with it."""
+    """Return the row of a JSON value. Raise InvalidArgument with all problems."""
     fields = Fields(value if isinstance(value, dict) else {})
     if not isinstance(value, dict):
         fields.problem(f"it is {shown(value)}, not an object")
@@ -85,7 +85,7 @@ def read_row(value: Any, *, agentic: bool = False) -> TraceRow:
 
 
 def _required(fields: Fields) -> tuple[array[int], int | None]:
-    """What every row says: its hash ids and the length of its answer."""
+    """Return the fields of every row: its hash ids and the length of its answer."""
     hash_ids = fields.ids("hash_ids")
     if fields.raw("hash_ids") is None:
         fields.problem("hash_ids is missing")
@@ -98,7 +98,7 @@ def _required(fields: Fields) -> tuple[array[int], int | None]:
 
 
 def _recorded(fields: Fields, output_tokens: int | None) -> array[int] | None:
-    """The recorded output, which has as many tokens as the line says and at least one."""
+    """Return the recorded output: at least one token, and as many as `output_length`."""
     tokens = fields.ids("output_token_ids")
     if tokens is None:
         return None
@@ -110,7 +110,7 @@ def _recorded(fields: Fields, output_tokens: int | None) -> array[int] | None:
 
 
 def _check_kind(fields: Fields, row: TraceRow, agentic: bool) -> None:
-    """What a row of one format must say and one of the other must not."""
+    """Note problems with fields that the format requires or forbids."""
     if not agentic:
         for name in AGENTIC_FIELDS:
             if fields.is_given(name):
@@ -125,8 +125,8 @@ def _check_kind(fields: Fields, row: TraceRow, agentic: bool) -> None:
 
 
 @define
-class Names:
-    """Gives out the names of a trace's turns, line by line.
+class TurnNames:
+    """Unique names for the turns of a trace, line by line; recorded outputs are found by them.
 
     Source: dynamo lib/mocker/src/loadgen/types.rs, effective_replay_key.
     """
@@ -135,27 +135,27 @@ class Names:
     _lines: dict[str, int] = field(factory=dict)
 
     def count_turn(self, value: Any) -> int:
-        """How many lines of this one's session came before it; bad lines count too, as long as they name one."""
+        """Return how many lines of the same session came before; invalid lines with a session count too."""
         session = value.get("session_id") if isinstance(value, dict) else None
         if not isinstance(session, str) or not session.strip():
             return 0
         self._turns[session.strip()] += 1
         return self._turns[session.strip()] - 1
 
-    def give(self, row: TraceRow, index: int, turn: int, problems: Fields) -> str:
-        """The name of a row; one that is taken is a problem."""
+    def name_of(self, row: TraceRow, index: int, turn: int, problems: Fields) -> str:
+        """Return the name of a row; a name that is in use is a problem."""
         name = row.request_id or (f"{row.session_id}:{turn}" if row.session_id else f"line:{index}")
         if name in self._lines:
             problems.problem(f"{name!r} is the name of line {self._lines[name]} already")
         return name
 
-    def take(self, name: str, index: int) -> None:
-        """Nobody else gets this name."""
+    def reserve(self, name: str, index: int) -> None:
+        """Mark a name as in use by the line with that index."""
         self._lines[name] = index + 1
 
 
 def unnamed_session(line: int, taken: set[str]) -> str:
-    """The name of a session that has none, of the line that is all of it; `taken` are given by the trace itself."""
+    """Return a name for the session of a line without one, other than those in `taken`."""
     name = f"request_{line}"
     while name in taken:
         name += "_"
@@ -163,17 +163,19 @@ def unnamed_session(line: int, taken: set[str]) -> str:
 
 
 @define
-class _Growing:
-    """A session while its lines come. `last_timestamp_ms` is the newest one that was given."""
+class _SessionBuilder:
+    """A session while its lines are read."""
 
     session_id: str | None
     line: int
+    """The first one, from 1."""
     arrival_ms: float | None
     last_timestamp_ms: float | None
+    """Of its last line with a timestamp."""
     turns: list[Turn] = field(factory=list)
 
     def think_ms(self, row: TraceRow, problems: Fields) -> float:
-        """The time between the turn before and this row."""
+        """Return the time between the turn before and this row."""
         if not self.turns:
             if row.delay_ms:
                 problems.problem("delay is not allowed on the first turn of a session")
@@ -192,24 +194,24 @@ class _Growing:
 
 @define
 class SessionRows:
-    """Lines with the same `session_id` are turns of one session; a line without one is a session of its own."""
+    """Sessions of a plain trace: a `session_id` names one, a line without it is a session of its own."""
 
     block_size_tokens: int
-    _names: Names = field(factory=Names)
-    _named: dict[str, _Growing] = field(factory=dict)
-    _all: list[_Growing] = field(factory=list)
+    _names: TurnNames = field(factory=TurnNames)
+    _named: dict[str, _SessionBuilder] = field(factory=dict)
+    _all: list[_SessionBuilder] = field(factory=list)
 
     def add(self, value: Any, index: int) -> None:
-        """Takes a line. Raises InvalidArgument for a bad one, which then leaves no trace but its turn's number."""
+        """Add a line. Raise InvalidArgument if it is invalid; then it counts only for the numbers of later turns."""
         turn_index = self._names.count_turn(value)
         row = read_row(value)
         known = None if row.session_id is None else self._named.get(row.session_id)
-        session = known or _Growing(row.session_id, index + 1, row.timestamp_ms, row.timestamp_ms)
+        session = known or _SessionBuilder(row.session_id, index + 1, row.timestamp_ms, row.timestamp_ms)
         problems = Fields({})
         delay_ms = session.think_ms(row, problems)
-        name = self._names.give(row, index, turn_index, problems)
+        name = self._names.name_of(row, index, turn_index, problems)
         problems.check()
-        self._names.take(name, index)
+        self._names.reserve(name, index)
         session.turns.append(make_turn(row, name, index, self.block_size_tokens, delay_ms))
         if row.timestamp_ms is not None:
             session.last_timestamp_ms = row.timestamp_ms
@@ -232,7 +234,6 @@ class SessionRows:
 
 
 def make_turn(row: TraceRow, name: str, index: int, block_size_tokens: int, delay_ms: float) -> Turn:
-    """The turn of a row."""
     return Turn(
         name=name,
         line=index + 1,
@@ -249,26 +250,27 @@ def make_turn(row: TraceRow, name: str, index: int, block_size_tokens: int, dela
 
 @define
 class AgenticRows:
-    """A row begins at its timestamp, or `delay` and `tool_wait_ms` after the last of those it waits for has ended.
+    """Sessions of an agentic trace, of one turn each.
 
-    Rows may wait for later ones. A row without either begins with the trace.
+    A row begins at its timestamp, or `delay` and `tool_wait_ms` after the end of the last row it waits for, which may
+    stand further below. A row with neither begins with the trace.
     """
 
     block_size_tokens: int
-    _names: Names = field(factory=Names)
+    _names: TurnNames = field(factory=TurnNames)
     _rows: list[tuple[TraceRow, Turn]] = field(factory=list)
 
     def add(self, value: Any, index: int) -> None:
         row = read_row(value, agentic=True)
         delay_ms = (row.delay_ms or 0.0) + (row.tool_wait_ms or 0.0)
         problems = Fields({})
-        name = self._names.give(row, index, 0, problems)
+        name = self._names.name_of(row, index, 0, problems)
         problems.check()
-        self._names.take(name, index)
+        self._names.reserve(name, index)
         self._rows.append((row, make_turn(row, name, index, self.block_size_tokens, delay_ms)))
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
-        """All sessions that can ever begin; the others are bad lines."""
+        """Return all sessions that can begin, and the lines of the others."""
         taken = {row.session_id for row, _ in self._rows if row.session_id is not None}
         bad = {one.line: one for one in never_begin([turn for _, turn in self._rows])}
         return [
@@ -284,7 +286,7 @@ class AgenticRows:
 
 
 def never_begin(turns: list[Turn]) -> list[BadLine]:
-    """The turns that wait for one that is not there, for each other, or for one of these."""
+    """Return the turns that wait for an unknown turn, for each other, or for one that does."""
     by_name = {turn.name: turn for turn in turns}
     left = {turn.name: len(turn.wait_for) for turn in turns}
     waiting: dict[str, list[str]] = {}
@@ -292,7 +294,7 @@ def never_begin(turns: list[Turn]) -> list[BadLine]:
         for name in turn.wait_for:
             waiting.setdefault(name, []).append(turn.name)
     ended = [name for name, count in left.items() if count == 0]
-    for name in ended:  # which grows while it is gone through
+    for name in ended:  # the loop appends to it
         for other in waiting.get(name, ()):
             left[other] -= 1
             if left[other] == 0:

@@ -1,9 +1,7 @@
-"""Reading trace files: lines to rows to sessions, and every bad line by its number.
+"""Reading trace files, compressed ones too: lines to sessions, and each invalid line by its number.
 
 Source: dynamo lib/mocker/src/loadgen/trace.rs, Trace::from_mooncake. Other than there, a file is read to its end before
-what is wrong with it is said, bad lines can be left out, and a session that has no name is never one with a name.
-
-The lines of trace files, compressed ones too.
+its problems are reported, invalid lines can be skipped, and a session without a name never gets that of another one.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from attrs import evolve
 
 from pipeline import InvalidArgument, wire
 
-from .applied import SessionLines
+from .applied_compute import SessionLines
 from .dynamo import DynamoRecords
 from .mooncake import AgenticRows, SessionRows, never_begin
 from .trace import BLOCK_TOKENS, BadLine, Session, Trace, TraceFormat, check_block_size
@@ -28,9 +26,9 @@ _FIELD = "trace"
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that have something on them, by their number from 1; of a path that ends in `.gz` what is inside.
+    """Yield the lines that are not blank with their numbers from 1; a file `.gz` is decompressed.
 
-    Raises InvalidArgument for a file that cannot be read to its end.
+    Raise InvalidArgument if the file cannot be read to its end.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -50,14 +48,14 @@ _SHOWN_LINES = 20
 
 
 class Reader(Protocol):
-    """What makes sessions of the lines of one format."""
+    """Makes sessions from the lines of one format."""
 
     def add(self, value: Any, index: int) -> None:
-        """Takes the value of the line with that index from 0. Raises InvalidArgument for a bad one."""
+        """Add the value of the line with that index, from 0. Raise InvalidArgument if it is invalid."""
         ...
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
-        """All sessions, and the lines that turned out to be bad after all."""
+        """Return all sessions, and the lines that are invalid in view of the whole trace."""
         ...
 
 
@@ -70,12 +68,12 @@ def read_trace(
     shared_prefix_ratio: float = 0.0,
     num_prefix_groups: int = 0,
 ) -> Trace:
-    """All sessions of a file; of the format dynamo there may be several, and what ends in `.gz` is compressed.
+    """Return the trace of a file, or of several of the format dynamo; a file `.gz` is decompressed.
 
-    A trace block has 512 tokens unless told; a dynamo trace says it itself. The last two settings are for
-    applied_compute_agentic only. Raises InvalidArgument for a file that cannot be read or has no request, for a format
-    that is not known, and for bad lines: each with its number and all that is wrong with it. With `skip_bad` those are
-    left out.
+    `trace_block_size` is the number of tokens of a hash id, default 512, or that of a dynamo trace. `skip_bad` skips
+    invalid lines. `shared_prefix_ratio` and `num_prefix_groups` are for applied_compute_agentic only: see
+    `SessionLines`. Raise InvalidArgument if a file cannot be read or has no request, for an unknown format, and for
+    invalid lines: each with its number and all its problems.
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     if trace_block_size is not None:
@@ -94,9 +92,9 @@ def read_trace(
 
 
 def _read(paths: Sequence[Path], reader: Reader) -> tuple[list[Session], list[BadLine]]:
-    """All sessions, and all bad lines in order."""
+    """Return all sessions, and all invalid lines in order."""
     bad: list[BadLine] = []
-    begins = [0]  # of each file: so many lines came before
+    begins = [0]  # by file: how many lines precede it
     for path in paths:
         lines = 0
         for line, text in lines_of(path):
@@ -112,7 +110,7 @@ def _read(paths: Sequence[Path], reader: Reader) -> tuple[list[Session], list[Ba
 
 
 def _placed(bad: BadLine, paths: Sequence[Path], begins: Sequence[int]) -> BadLine:
-    """The same by its file, and its number there."""
+    """Return the line with its file, and its number there."""
     at = bisect_left(begins, bad.line) - 1
     return evolve(bad, line=bad.line - begins[at], file=paths[at].name)
 
@@ -144,9 +142,9 @@ def _all_bad(path: str, bad: list[BadLine]) -> str:
 
 
 def first_requests(trace: Trace, count: int) -> Trace:
-    """The sessions that hold the first `count` requests, in the order of sessions; the last one is cut.
+    """Return the trace of the first `count` requests, in the order of sessions; the last session is cut.
 
-    What waits for a request that is cut is left out with it.
+    Sessions that wait for a request that is left out are left out too.
     """
     kept: list[Session] = []
     for session in trace.sessions:

@@ -1,4 +1,4 @@
-"""Made up load: requests of one length that arrive evenly, at random or all at once.
+"""Synthetic load: requests of one length that arrive evenly, at random or all at once.
 
 Source: dynamo lib/mocker/src/loadgen/trace.rs, Trace::synthetic. Other than there, ids of shared blocks are not cut to
 32 bits, so two groups never share a block.
@@ -18,25 +18,32 @@ from .trace import Prompt, Session, SharedPrefixes, Trace, Turn, check_block_siz
 
 @frozen
 class SyntheticLoad:
-    """`request_count` sessions of `turns` requests each, all of the same lengths.
+    """Sessions of requests that all have the same lengths. Raise InvalidArgument for an invalid setting.
 
-    Each prompt is new, but for its shared part: `shared_prefix_ratio` of its blocks, the same for all requests of a
-    session's group, which is drawn from `num_prefix_groups`. First turns come every `arrival_interval_ms`, or at
-    random with `request_rate` of them a second on average; with neither all at once. Later ones come
-    `inter_turn_delay_ms` after the turn before. Raises InvalidArgument for what cannot be.
+    Without `arrival_interval_ms` and `request_rate` all sessions begin at once.
     """
 
     input_tokens: int
+    """Of each prompt; its blocks are new but for the shared ones."""
     output_tokens: int
+    """Of each answer."""
     request_count: int
+    """Sessions."""
     turns: int = 1
+    """Requests of a session."""
     shared_prefix_ratio: float = 0.0
+    """Part of the blocks of a prompt that all requests of a group share, 0 to 1."""
     num_prefix_groups: int = 0
+    """Groups, from which each session draws one. 0: nothing is shared."""
     inter_turn_delay_ms: float = 0.0
+    """Between the end of a turn and the next one."""
     arrival_interval_ms: float | None = None
+    """Between the first turns of sessions."""
     request_rate: float | None = None
+    """First turns a second on average, at random times."""
     seed: int = 42
     trace_block_size: int = 512
+    """Tokens of a hash id."""
 
     def __attrs_post_init__(self) -> None:
         for name, low in (("input_tokens", 1), ("output_tokens", 0), ("request_count", 1), ("turns", 1)):
@@ -54,7 +61,7 @@ class SyntheticLoad:
         SharedPrefixes(self.shared_prefix_ratio, self.num_prefix_groups)
 
     def make(self) -> Trace:
-        """The trace; the same for the same settings."""
+        """Return the trace; equal settings give equal traces."""
         rng = Random(self.seed)
         prefixes = SharedPrefixes(self.shared_prefix_ratio, self.num_prefix_groups)
         sessions, arrival_ms = [], 0.0

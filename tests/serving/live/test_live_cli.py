@@ -57,7 +57,7 @@ def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
         assert [one["worker"] for one in report["workers"]] == [0, 1]
         replay(*LOAD, "--json", tmp_path / "graph.json")
         of_graph = json.loads((tmp_path / "graph.json").read_bytes())["settings"]
-        assert report["settings"].pop("load_digest") == of_graph["load_digest"], "the same load, however spelled"
+        assert report["settings"].pop("load_digest") == of_graph["load_digest"], "the same load, whatever its tokens"
         ids = report["settings"].pop("worker_ids")
         assert (len(ids["decode"]), ids["prefill"]) == (2, [])
         assert report["settings"] == {

@@ -24,7 +24,7 @@ def load(count: int = 24, output_tokens: int = 12, **more: Any) -> Trace:
     given: dict[str, Any] = {"shared_prefix_ratio": 0.5, "num_prefix_groups": 3, "trace_block_size": 64}
     given |= {"arrival_interval_ms": 5_000.0} | more
     made = SyntheticLoad(input_tokens=256, output_tokens=output_tokens, request_count=count, **given).make()
-    return made.spelled(range(1000, 32_000))
+    return made.with_vocabulary(range(1000, 32_000))
 
 
 def counts(report: Report) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""SessionLines: a whole agentic session a line, given by its lengths, as Applied Compute's traces are.
+"""Traces of Applied Compute: a whole agentic session a line, given by the lengths of its parts.
 
     {"num_turns": 1, "input_prompt_length": 900, "assistant_response_length": [40], "tool_call_output_length": [200],
      "tool_call_latency": [1.5], "final_assistant_response_length": 60}
@@ -25,15 +25,16 @@ _LISTS = ("assistant_response_length", "tool_call_output_length", "tool_call_lat
 
 @define
 class SessionLines:
-    """Each prompt is the one before, the answer to it and the output of the tool; the tool's seconds are the delay.
+    """Sessions of these lines, without arrivals.
 
-    Sessions have no arrivals. With `shared_prefix_ratio` and `num_prefix_groups` that part of each first prompt is
-    shared by every so-many-th session.
+    Each prompt consists of the one before, its answer and the output of a tool; the tool's latency is the delay.
     """
 
     block_size_tokens: int
     shared_prefix_ratio: float = 0.0
+    """Part of each first prompt that the sessions of a group share, 0 to 1."""
     num_prefix_groups: int = 0
+    """Groups; sessions join them in turn. 0: nothing is shared."""
     _prefixes: SharedPrefixes = field(init=False)
     _sessions: list[Session] = field(factory=list, init=False)
 
@@ -58,7 +59,7 @@ class SessionLines:
 
 
 def _lengths(value: Any) -> Iterator[tuple[int, int, float]]:
-    """Tokens of each prompt and of its answer, and the milliseconds before it. Raises InvalidArgument for no such."""
+    """Yield the tokens of each prompt and its answer, and the delay before it in ms. Raise InvalidArgument."""
     if not isinstance(value, dict):
         raise InvalidArgument(f"it is {shown(value)}, not an object")
     fields = Fields(value)
