@@ -1,0 +1,156 @@
+"""KV events and load snapshots of a worker's engine on the event plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines import (
+    ComponentSnapshot,
+    DisaggregationMode,
+    EngineConfig,
+    KvEventPublisher,
+    MetricsBindings,
+    PushSource,
+    SnapshotPublisher,
+    Worker,
+    WorkerConfig,
+)
+from engines.mocker import MockEngine, MockEngineArgs
+from pipeline import (
+    CannotConnect,
+    Context,
+    InvalidArgument,
+    PenstockError,
+)
+from pipeline.errors import BackendUnknown
+from pipeline.network import Event, Runtime, Scope
+from pipeline.protocols import PreprocessedRequest, StopConditions
+from pipeline.protocols.kv import (
+    KV_EVENTS_TOPIC,
+    KV_METRICS_TOPIC,
+    ActiveLoad,
+    KvCleared,
+    KvEvent,
+    KvRemoved,
+    RouterEvent,
+)
+from tests.engines.worker.worlds import BROKEN, ScriptedSteps, collect, hosted
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def changes() -> list[Any]:
+    """Publishers the engine was given, in order."""
+    return []
+
+
+async def listening(runtime: Runtime, topic: str, kind: type[Any], heard: list[Event[Any]]) -> None:
+    runtime.events.subscribe(Scope("dynamo", "backend"), topic, kind).subscribe(heard.append)
+
+
+async def test_kv_events_of_each_rank_reach_the_component(changes: list[KvEventPublisher]) -> None:
+    engine = ScriptedSteps(config=EngineConfig(model="m", kv_cache_block_size=16))
+    engine.sources = [PushSource(changes.append, dp_rank=rank) for rank in (3, 0)]
+    heard: list[Event[RouterEvent]] = []
+    async with Runtime.in_process() as runtime:
+        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, heard)
+        async with hosted(engine, runtime, worker_id=7):
+            assert [publisher.dp_rank for publisher in changes] == [3, 0]
+            changes[0].publish(KvCleared())
+            changes[1].publish(KvRemoved([1]))
+            changes[0].publish(KvRemoved([2]))
+    assert [event.payload for event in heard] == [
+        RouterEvent(7, KvEvent(1, KvCleared(), 3)),
+        RouterEvent(7, KvEvent(1, KvRemoved([1]), 0)),
+        RouterEvent(7, KvEvent(2, KvRemoved([2]), 3)),
+    ]
+    assert [event.sequence for event in heard] == [0, 1, 2], "one publisher, so the order of ranks is kept"
+
+
+async def test_a_decode_worker_that_may_prefill_serves_whoever_asks_and_tells_no_router_of_its_cache() -> None:
+    heard: list[Event[Any]] = []
+    payload = PreprocessedRequest(list(range(200)), stop_conditions=StopConditions(max_tokens=2))
+    engine = MockEngine(MockEngineArgs(worker_type="decode"))
+    config = WorkerConfig(disaggregation_mode=DisaggregationMode.DECODE, may_prefill=True)
+    async with Runtime.in_process() as runtime:
+        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, heard)
+        async with hosted(engine, runtime, config=config) as worker:
+            assert [len(tokens) for tokens in await collect(worker, Context(payload))] == [1, 1, 0]
+            assert engine.ranks[0].scheduler.pool.names()
+    assert heard == []
+
+
+async def test_without_a_block_size_kv_events_are_left_out_with_a_warning(
+    changes: list[KvEventPublisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedSteps()
+    async with hosted(engine):
+        assert not caplog.records
+    engine = ScriptedSteps()
+    engine.sources = [PushSource(changes.append)]
+    async with hosted(engine):
+        assert changes == []
+    assert "KV block size" in caplog.text
+
+
+async def test_without_kv_routing_only_the_metrics_are_set_up(changes: list[Any]) -> None:
+    engine = ScriptedSteps(config=EngineConfig(model="m", kv_cache_block_size=16))
+    engine.sources = [PushSource(changes.append)]
+    engine.bindings = MetricsBindings(dp_ranks=[0], on_publisher_ready=changes.append)
+    async with hosted(engine, config=WorkerConfig(enable_kv_routing=False)):
+        assert engine.calls == ["start", "setup_metrics"]
+    assert changes == []
+
+
+async def test_snapshots_are_sent_without_kv_events_too(changes: list[SnapshotPublisher]) -> None:
+    """BE-88, BE-89."""
+    engine = ScriptedSteps()
+    engine.bindings = MetricsBindings(dp_ranks=[0, 3], on_publisher_ready=changes.append)
+    heard: list[Event[ActiveLoad]] = []
+    async with Runtime.in_process() as runtime:
+        await listening(runtime, KV_METRICS_TOPIC, ActiveLoad, heard)
+        async with hosted(engine, runtime, worker_id=7):
+            (publisher,) = changes
+            assert publisher.dp_ranks == [0, 3]
+            for rank in (3, 9):
+                publisher.publish(rank, ComponentSnapshot(5, 10, 0.5))
+    assert [event.payload for event in heard] == [ActiveLoad(7, 3, kv_used_blocks=5)]
+
+
+def broken_source(_: object) -> None:
+    raise BROKEN
+
+
+@pytest.mark.parametrize(
+    ("sources", "bindings", "raised"),
+    [
+        ([PushSource(broken_source)], MetricsBindings(), BackendUnknown),
+        ([], MetricsBindings(dp_ranks=[0], on_publisher_ready=broken_source), BackendUnknown),
+        ([PushSource(lambda _: None), PushSource(lambda _: None)], MetricsBindings(), InvalidArgument),
+        ([], MetricsBindings(dp_ranks=[1, 1]), InvalidArgument),
+    ],
+)
+async def test_publishers_that_cannot_be_attached_end_the_worker(
+    sources: list[PushSource], bindings: MetricsBindings, raised: type[PenstockError]
+) -> None:
+    engine = ScriptedSteps(config=EngineConfig(model="m", kv_cache_block_size=16))
+    engine.sources, engine.bindings = sources, bindings
+    with pytest.raises(raised):
+        await Worker(engine, environment={}).__aenter__()
+    assert engine.calls == ["start", "setup_metrics", "kv_event_sources", "cleanup"]
+
+
+async def test_an_event_plane_that_refuses_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def publisher(*_: object) -> Any:
+        raise OSError("no broker")
+
+    engine = ScriptedSteps()
+    engine.bindings = MetricsBindings(dp_ranks=[0])
+    async with Runtime.in_process() as runtime:
+        monkeypatch.setattr(runtime.events, "publisher", publisher)
+        with pytest.raises(CannotConnect, match="no broker"):
+            await Worker(engine, runtime=runtime, environment={}).__aenter__()
+    assert engine.calls[-1] == "cleanup"
