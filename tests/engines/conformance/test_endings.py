@@ -2,81 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import anyio
 import pytest
 
-from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
-from pipeline import InvalidArgument
-from pipeline.protocols import CompletionUsage, LLMEngineOutput, StopConditions
+from engines import EngineConfig, GenerateContext
+from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest, StopConditions
+from tests.engines.conformance.worlds import (
+    TOKEN_S,
+    BrokenEngine,
+    BrokenEngines,
+    Chunks,
+    Generate,
+    Sevens,
+    expect_its_failures,
+    refuse_more,
+    sevens,
+)
 
 pytestmark = pytest.mark.anyio
 
-TOKEN_S = 0.01
-Tokens = AsyncGenerator[LLMEngineOutput, None]
-Saying = Callable[[Any, Any], Any]
-
-BROKEN: list[tuple[str, Callable[[], LLMEngine]]] = []
-"""Name of the failure -> an engine that has it."""
-
-
-def breaks(name: str, *, hears_kill: bool = False) -> Callable[[Any], Any]:
-    """Notes a class, or a function that takes the place of `generate`, as broken in this one way."""
-
-    def note(broken: Any) -> Any:
-        made = broken
-        if not isinstance(broken, type):
-            made = type(broken.__name__, (Good,), {"generate": staticmethod(broken), "hears_kill": hears_kill})
-        BROKEN.append((name, made))
-        return broken
-
-    return note
-
-
-def refuse_more(request: Any, tokens: int) -> None:
-    """What an engine does that has so many tokens to say, and one choice of them."""
-    stop = request.stop_conditions
-    least = stop.max_tokens if stop.ignore_eos else stop.min_tokens
-    if (least or 0) > tokens or (request.sampling_options.n or 1) > 1:
-        raise InvalidArgument("there is nothing more to say")
-
-
-async def sevens(request: Any, context: Any) -> Tokens:
-    """Says 7 until there are `max_tokens`, four without."""
-    refuse_more(request, 10_000)
-    count = request.stop_conditions.max_tokens or 4
-    for said in range(count):
-        await anyio.sleep(TOKEN_S)
-        if context.is_stopped:
-            yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), said))
-            return
-        yield LLMEngineOutput.token(7)
-    yield LLMEngineOutput.length().with_usage(CompletionUsage.of(len(request.token_ids), count))
-
-
-class Good(LLMEngine):
-    """Every engine below changes it in one place."""
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="sevens")
-
-    def generate(self, request: Any, context: Any) -> Any:
-        return sevens(request, context)
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
+BROKEN = BrokenEngines()
+breaks = BROKEN.breaks
 
 
 # -- stop
 
 
-def when_stopped(then: Any) -> Saying:
+def when_stopped(then: Any) -> Generate:
     """Says sevens, and once it is stopped what `then` gives instead."""
 
-    async def generate(request: Any, context: Any) -> Tokens:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(sevens(request, context)) as chunks:
             async for chunk in chunks:
                 if not context.is_stopped:
@@ -93,7 +51,7 @@ def when_stopped(then: Any) -> Saying:
 
 @breaks("CancellationNotObserved")
 @when_stopped
-async def hangs_after_stop() -> Tokens:
+async def hangs_after_stop() -> Chunks:
     """BE-101."""
     await anyio.sleep_forever()
     yield LLMEngineOutput.cancelled()
@@ -101,14 +59,14 @@ async def hangs_after_stop() -> Tokens:
 
 @breaks("CancellationNotObserved")
 @when_stopped
-async def takes_long_to_stop() -> Tokens:
+async def takes_long_to_stop() -> Chunks:
     await anyio.sleep(2.1)
     yield LLMEngineOutput.cancelled()
 
 
 @breaks("CancellationNotObserved")
 @when_stopped
-async def drips_after_stop() -> Tokens:
+async def drips_after_stop() -> Chunks:
     """Each chunk comes in time, their end does not."""
     for _ in range(5):
         await anyio.sleep(0.5)
@@ -118,20 +76,20 @@ async def drips_after_stop() -> Tokens:
 
 @breaks("CancellationNotObserved")
 @when_stopped
-async def runs_on_after_stop() -> Tokens:
+async def runs_on_after_stop() -> Chunks:
     while True:
         yield LLMEngineOutput.token(1)
 
 
 @breaks("CancellationIgnored")
 @when_stopped
-async def calls_a_stop_a_limit() -> Tokens:
+async def calls_a_stop_a_limit() -> Chunks:
     yield LLMEngineOutput.token(1)
     yield LLMEngineOutput.length()
 
 
 @breaks("CancellationIgnored")
-async def never_looks(request: Any, context: Any) -> Tokens:
+async def never_looks(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     """BE-100: reaches its limit in time."""
     refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
@@ -140,7 +98,7 @@ async def never_looks(request: Any, context: Any) -> Tokens:
 
 
 @breaks("CancellationIgnored")
-async def looks_once(request: Any, context: Any) -> Tokens:
+async def looks_once(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 4)
     if context.is_stopped:
         yield LLMEngineOutput.cancelled()
@@ -151,7 +109,7 @@ async def looks_once(request: Any, context: Any) -> Tokens:
 
 
 @breaks("CancellationIgnored")
-async def ends_silently_when_stopped(request: Any, context: Any) -> Tokens:
+async def ends_silently_when_stopped(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 1)
     yield LLMEngineOutput.token(7)
     if not context.is_stopped:
@@ -159,7 +117,7 @@ async def ends_silently_when_stopped(request: Any, context: Any) -> Tokens:
 
 
 @breaks("CancellationIgnored")
-async def ends_silently_when_stopped_between(request: Any, context: Any) -> Tokens:
+async def ends_silently_when_stopped_between(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 1)
     if context.is_stopped:
         yield LLMEngineOutput.cancelled()
@@ -170,24 +128,24 @@ async def ends_silently_when_stopped_between(request: Any, context: Any) -> Toke
 
 
 @breaks("AbortFailed")
-class AbortRaises(Good):
-    async def abort(self, context: Any) -> None:
+class AbortRaises(Sevens):
+    async def abort(self, context: GenerateContext) -> None:
         raise KeyError(context.id)
 
 
 @breaks("AbortFailed")
-class AbortHangs(Good):
-    async def abort(self, context: Any) -> None:
+class AbortHangs(Sevens):
+    async def abort(self, context: GenerateContext) -> None:
         await anyio.sleep_forever()
 
 
 # -- a stop in a wait
 
 
-def in_wait(then: Any) -> Saying:
+def in_wait(then: Any) -> Generate:
     """Looks between its tokens, and does what `then` does where the stop comes while it waits for one."""
 
-    async def generate(request: Any, context: Any) -> Tokens:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
         count = request.stop_conditions.max_tokens or 4
         for said in range(count):
@@ -210,44 +168,44 @@ def in_wait(then: Any) -> Saying:
 
 @breaks("StopInWaitIgnored")
 @in_wait
-async def calls_a_stop_in_its_wait_a_limit(said: int) -> Tokens:
+async def calls_a_stop_in_its_wait_a_limit(said: int) -> Chunks:
     yield LLMEngineOutput.length()
 
 
 @breaks("StopInWaitIgnored")
 @in_wait
-async def calls_a_stop_in_its_wait_an_end(said: int) -> Tokens:
+async def calls_a_stop_in_its_wait_an_end(said: int) -> Chunks:
     yield LLMEngineOutput.token(said)
     yield LLMEngineOutput.stop()
 
 
 @breaks("StopInWaitUnanswered")
 @in_wait
-async def ends_silently_in_its_wait(said: int) -> Tokens:
+async def ends_silently_in_its_wait(said: int) -> Chunks:
     if said < 0:
         yield LLMEngineOutput.cancelled()
 
 
 @breaks("StopInWaitUnanswered")
 @in_wait
-async def ends_behind_a_token_in_its_wait(said: int) -> Tokens:
+async def ends_behind_a_token_in_its_wait(said: int) -> Chunks:
     yield LLMEngineOutput.token(said)
 
 
 @breaks("StopUsageMismatch")
 @in_wait
-async def counts_the_token_it_waited_for(said: int) -> Tokens:
+async def counts_the_token_it_waited_for(said: int) -> Chunks:
     yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, said + 1))
 
 
 @breaks("TokenRepeatedAfterStop")
 @in_wait
-async def says_its_last_token_again_in_its_wait(said: int) -> Tokens:
+async def says_its_last_token_again_in_its_wait(said: int) -> Chunks:
     yield LLMEngineOutput.cancelled().with_tokens([said - 1] if said else [])
 
 
 @breaks("E3")
-async def takes_many_chunks_to_stop(request: Any, context: Any) -> Tokens:
+async def takes_many_chunks_to_stop(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     async with aclosing(sevens(request, context)) as chunks:
         begun = False
         async for chunk in chunks:
@@ -259,10 +217,10 @@ async def takes_many_chunks_to_stop(request: Any, context: Any) -> Tokens:
 
 
 @breaks("AbortNotHeard")
-class AbortWakesNothing(Good):
+class AbortWakesNothing(Sevens):
     """It looks only between its tokens, which are far apart."""
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
         for said in range(request.stop_conditions.max_tokens or 4):
             if context.is_stopped:
@@ -272,7 +230,7 @@ class AbortWakesNothing(Good):
             await anyio.sleep(3)
         yield LLMEngineOutput.length()
 
-    async def abort(self, context: Any) -> None:
+    async def abort(self, context: GenerateContext) -> None:
         """It should end the wait."""
 
 
@@ -280,7 +238,7 @@ class AbortWakesNothing(Good):
 
 
 @breaks("KillNotHeard", hears_kill=True)
-async def looks_every_second(request: Any, context: Any) -> Tokens:
+async def looks_every_second(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 4)
     for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
         await anyio.sleep(1)
@@ -292,7 +250,7 @@ async def looks_every_second(request: Any, context: Any) -> Tokens:
 
 
 @breaks("KillNotHeard", hears_kill=True)
-async def hears_kill_only_at_first(request: Any, context: Any) -> Tokens:
+async def hears_kill_only_at_first(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 1)
     with anyio.move_on_after(1):
         await context.stopped()
@@ -303,7 +261,7 @@ async def hears_kill_only_at_first(request: Any, context: Any) -> Tokens:
 
 
 @breaks("KillNotHeard", hears_kill=True)
-async def tells_kill_from_stop(request: Any, context: Any) -> Tokens:
+async def tells_kill_from_stop(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     """Never waits, and goes on after a kill."""
     refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
@@ -315,7 +273,7 @@ async def tells_kill_from_stop(request: Any, context: Any) -> Tokens:
 
 
 @breaks("KillNotHeard")
-async def shields_its_waits(request: Any, context: Any) -> Tokens:
+async def shields_its_waits(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 4)
     for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
         if context.is_stopped:
@@ -329,10 +287,10 @@ async def shields_its_waits(request: Any, context: Any) -> Tokens:
     yield LLMEngineOutput.length()
 
 
-def when_closed(then: Any) -> Saying:
+def when_closed(then: Any) -> Generate:
     """Says sevens, and does what `then` does when it is closed among them."""
 
-    async def generate(request: Any, context: Any) -> Tokens:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(sevens(request, context)) as chunks:
             try:
                 async for chunk in chunks:
@@ -357,7 +315,7 @@ async def close_hangs() -> None:
 
 
 @breaks("CloseFailed")
-async def cannot_be_closed(request: Any, context: Any) -> Tokens:
+async def cannot_be_closed(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     async with aclosing(sevens(request, context)) as chunks:
         try:
             async for chunk in chunks:
@@ -367,10 +325,10 @@ async def cannot_be_closed(request: Any, context: Any) -> Tokens:
 
 
 @breaks("CancellationSwallowed")
-class WaitsOutItsCancellation(Good):
+class WaitsOutItsCancellation(Sevens):
     """Waits again where it is cancelled; unless the wait was short, so that a kill is heard."""
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
         for said in range(request.stop_conditions.max_tokens or 4):
             while not context.is_stopped:
@@ -389,13 +347,14 @@ class WaitsOutItsCancellation(Good):
 # -- afterwards
 
 
-class Leaks(Good):
+class Leaks(Sevens):
     """A request that does not come to its own end keeps its slot."""
 
     def __init__(self, slots: int) -> None:
+        super().__init__()
         self.slots = anyio.Semaphore(slots)
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         await self.slots.acquire()
         async with aclosing(sevens(request, context)) as chunks:
             async for chunk in chunks:
@@ -418,13 +377,14 @@ class LeaksItsOnlySlot(Leaks):
         return EngineConfig(model="sevens", max_num_seqs=1)
 
 
-class LeaksOneOfEightWhen(Good):
+class LeaksOneOfEightWhen(Sevens):
     """Keeps its slot where its end is of one kind."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.slots = anyio.Semaphore(8)
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         await self.slots.acquire()
         how = "ended"
         try:
@@ -458,12 +418,12 @@ class LeaksOneOfEightWhenCancelled(LeaksOneOfEightWhen):
 
 
 @breaks("NotServedAfterwards")
-class FailsOnceClosed(Good):
+class FailsOnceClosed(Sevens):
     """Forgets that another request may come."""
 
     is_closed = False
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         if self.is_closed and request.stop_conditions == StopConditions():
             raise RuntimeError("closed")
         try:
@@ -475,21 +435,16 @@ class FailsOnceClosed(Good):
             raise
 
 
-@pytest.mark.parametrize(("name", "factory"), BROKEN, ids=lambda part: getattr(part, "__name__", None))
+@pytest.mark.parametrize("broken", BROKEN, ids=str)
 async def test_a_broken_engine_fails_its_check_and_no_other(
-    name: str, factory: Callable[[], LLMEngine], monkeypatch: pytest.MonkeyPatch
+    broken: BrokenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engines.conformance.answer.MOST_CHUNKS", 12_000)  # still above the long request
-    with pytest.raises(ExceptionGroup) as caught:
-        await run_conformance(factory)
-    (failure,) = caught.value.exceptions
-    assert isinstance(failure, ConformanceFailure)
-    assert failure.name == name
-    assert str(failure).startswith(f"{name}: ")
+    await expect_its_failures(broken)
 
 
 def test_every_ending_has_an_engine_that_fails_it() -> None:
-    assert {name for name, _ in BROKEN} == {
+    assert BROKEN.names == {
         "CancellationNotObserved",
         "CancellationIgnored",
         "StopInWaitIgnored",

@@ -18,58 +18,22 @@ import pytest
 import trio
 from anyio.lowlevel import current_token
 
-from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
-from engines.conformance import MEANINGS
-from pipeline import InvalidArgument
-from pipeline.protocols import CompletionUsage, LLMEngineOutput
+from engines import EngineConfig, GenerateContext, run_conformance
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from tests.engines.conformance.worlds import (
+    TOKEN_S,
+    BrokenEngine,
+    BrokenEngines,
+    Chunks,
+    Toy,
+    expect_its_failures,
+    names_of,
+)
 
 pytestmark = pytest.mark.anyio
 
-Tokens = AsyncGenerator[LLMEngineOutput, None]
-Chunk = LLMEngineOutput
-TOKEN_S = 0.01
-
-BROKEN: list[tuple[set[str], Callable[[], LLMEngine]]] = []
-"""Names of the failures -> an engine that has them."""
-
-
-def breaks(*names: str) -> Callable[[Any], Any]:
-    def note(broken: Any) -> Any:
-        BROKEN.append((set(names), broken))
-        return broken
-
-    return note
-
-
-class Toy(LLMEngine):
-    """Says six tokens, or as many as are wanted; each engine below breaks it in one place."""
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="toy", context_length=4096)
-
-    async def generate(self, request: Any, context: Any) -> Tokens:
-        if (request.sampling_options.n or 1) > 1:
-            raise InvalidArgument("one choice at a time", field="n")
-        prompt, stop = list(request.token_ids), request.stop_conditions
-        length = max(6, stop.min_tokens or 0)
-        if stop.max_tokens is not None:
-            length = stop.max_tokens if stop.ignore_eos else min(length, stop.max_tokens)
-        for said in range(length):
-            if not context.is_stopped:
-                await self.wait(context)
-            if context.is_stopped:
-                yield Chunk.cancelled().with_usage(CompletionUsage.of(len(prompt), said))
-                return
-            yield Chunk.token(sum(prompt) * 7 + said * said)
-        last = Chunk.length() if length == stop.max_tokens else Chunk.stop()
-        yield last.with_usage(CompletionUsage.of(len(prompt), length))
-
-    async def wait(self, context: Any) -> None:
-        with anyio.move_on_after(TOKEN_S):
-            await context.stopped()
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
+BROKEN = BrokenEngines()
+breaks = BROKEN.breaks
 
 
 def spawn(work: Callable[[], Any]) -> Any:
@@ -87,7 +51,7 @@ def within(name: str, enter: Callable[[Any], Any]) -> None:
     """Notes an engine that yields inside of what `enter` gives."""
 
     class Within(Toy):
-        async def generate(self, request: Any, context: Any) -> Tokens:
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             manager = enter(self)
             if hasattr(manager, "__aenter__"):
                 async with manager, aclosing(super().generate(request, context)) as chunks:
@@ -141,7 +105,7 @@ class AcquiresAndReleases(Toy):
     def __init__(self) -> None:
         self.lock = anyio.Lock()
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         await self.lock.acquire()
         try:
             async with aclosing(super().generate(request, context)) as chunks:
@@ -153,7 +117,7 @@ class AcquiresAndReleases(Toy):
 
 @breaks("TaskGroupHeldOverYield")
 class HandsOverFromATaskOfItsOwn(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         send, receive = anyio.create_memory_object_stream[LLMEngineOutput](0)
         make = super().generate
 
@@ -173,12 +137,12 @@ class HandsOverFromATaskOfItsOwn(Toy):
 class KeepsAScopeBetweenItems(Toy):
     """No generator, whose frame could be looked into."""
 
-    def generate(self, request: Any, context: Any) -> Any:
+    def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
         return _Scoped(super().generate(request, context))
 
 
 class _Scoped:
-    def __init__(self, chunks: Tokens) -> None:
+    def __init__(self, chunks: Chunks) -> None:
         self.chunks, self.scope = chunks, anyio.CancelScope()
         self.is_begun = False
 
@@ -226,7 +190,7 @@ class ForgetsItsPool(Toy):
 
 @breaks("TasksLeftByStream", "TasksLeftByCleanup")
 class LeavesATaskBehindEachStream(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         spawn(anyio.sleep_forever)
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
@@ -235,7 +199,7 @@ class LeavesATaskBehindEachStream(Toy):
 
 @breaks("ThreadsLeftByStream", "ThreadsLeftByCleanup")
 class LeavesAThreadBehindAStreamThatIsCut(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         is_over = threading.Event()
         RELEASED.append(is_over)
         threading.Thread(target=is_over.wait, daemon=True).start()
@@ -277,19 +241,19 @@ class Scheduled(Toy):
     async def step(self) -> None:
         await anyio.sleep(TOKEN_S)
 
-    async def wait(self, context: Any) -> None:
+    async def wait(self, context: GenerateContext) -> None:
         self.waiting[context.id] = event = anyio.Event()
         self.news.set()
         await event.wait()
 
-    async def abort(self, context: Any) -> None:
+    async def abort(self, context: GenerateContext) -> None:
         self.done(context)
 
-    def done(self, context: Any) -> None:
+    def done(self, context: GenerateContext) -> None:
         if (event := self.waiting.pop(context.id, None)) is not None:
             event.set()
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         try:
             async with aclosing(super().generate(request, context)) as chunks:
                 async for chunk in chunks:
@@ -297,7 +261,7 @@ class Scheduled(Toy):
         finally:
             self.closed(context)
 
-    def closed(self, context: Any) -> None:
+    def closed(self, context: GenerateContext) -> None:
         self.done(context)
 
 
@@ -305,10 +269,10 @@ class Scheduled(Toy):
 class GoesOnBehindAnAbort(Scheduled):
     """Only a close takes a request off."""
 
-    async def abort(self, context: Any) -> None:
+    async def abort(self, context: GenerateContext) -> None:
         """Notes it, no more."""
 
-    def closed(self, context: Any) -> None:
+    def closed(self, context: GenerateContext) -> None:
         if not context.is_stopped:
             self.done(context)
 
@@ -317,7 +281,7 @@ class GoesOnBehindAnAbort(Scheduled):
 class GoesOnBehindAClose(Scheduled):
     """Only an abort takes a request off."""
 
-    def closed(self, context: Any) -> None:
+    def closed(self, context: GenerateContext) -> None:
         if context.is_stopped:
             self.done(context)
 
@@ -327,7 +291,7 @@ class GoesOnBehindAClose(Scheduled):
 
 @breaks("LoopBlocked")
 class SleepsBeforeItsFirstToken(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         time.sleep(0.3)  # noqa: ASYNC251  (that is its fault)
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
@@ -336,13 +300,13 @@ class SleepsBeforeItsFirstToken(Toy):
 
 @breaks("LoopBlocked")
 class SleepsBeforeEachToken(Toy):
-    async def wait(self, context: Any) -> None:
+    async def wait(self, context: GenerateContext) -> None:
         time.sleep(0.01)  # noqa: ASYNC251  (that is its fault)
 
 
 @breaks("LoopBlocked")
 class ComputesBeforeEachToken(Toy):
-    async def wait(self, context: Any) -> None:
+    async def wait(self, context: GenerateContext) -> None:
         end_s = time.perf_counter() + 0.01
         while time.perf_counter() < end_s:
             pass
@@ -360,17 +324,9 @@ async def test_a_right_engine_passes(factory: Any) -> None:
     await run_conformance(factory)
 
 
-async def names_of(factory: Any) -> set[str]:
-    with pytest.raises(ExceptionGroup) as caught:
-        await run_conformance(factory)
-    failures = [failure for failure in caught.value.exceptions if isinstance(failure, ConformanceFailure)]
-    assert all(failure.rule == MEANINGS[failure.name][0] for failure in failures)
-    return {failure.name for failure in failures}
-
-
-@pytest.mark.parametrize(("names", "factory"), BROKEN, ids=lambda part: getattr(part, "__name__", None))
-async def test_a_broken_engine_fails_its_check_and_no_other(names: set[str], factory: Callable[[], LLMEngine]) -> None:
-    assert await names_of(factory) == names
+@pytest.mark.parametrize("broken", BROKEN, ids=str)
+async def test_a_broken_engine_fails_its_check_and_no_other(broken: BrokenEngine) -> None:
+    await expect_its_failures(broken)
 
 
 @pytest.mark.slow
@@ -378,7 +334,7 @@ async def test_a_loop_blocked_for_two_seconds_is_found_by_the_second_look() -> N
     looks = 0
 
     class Loads(Toy):
-        async def generate(self, request: Any, context: Any) -> Tokens:
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             nonlocal looks
             looks += 1
             time.sleep(2)  # noqa: ASYNC251  (that is its fault)
@@ -386,7 +342,7 @@ async def test_a_loop_blocked_for_two_seconds_is_found_by_the_second_look() -> N
                 async for chunk in chunks:
                     yield chunk
 
-    assert await names_of(Loads) == {"LoopBlocked"}
+    assert await names_of(Loads) == ["LoopBlocked"]
     assert looks == 2
 
 
@@ -396,7 +352,7 @@ async def test_one_long_turn_is_no_blocked_loop() -> None:
     class LoadsOnce(Toy):
         is_loaded = False
 
-        async def wait(self, context: Any) -> None:
+        async def wait(self, context: GenerateContext) -> None:
             if not self.is_loaded:
                 self.is_loaded = True
                 time.sleep(0.3)  # noqa: ASYNC251  (once)
@@ -413,8 +369,8 @@ async def test_means_of_asyncio_over_a_yield_are_found_too(anyio_backend: Any) -
     within("CancelScopeHeldOverYield", lambda engine: asyncio.timeout(3600))
     within("TaskGroupHeldOverYield", lambda engine: asyncio.TaskGroup())
     added, BROKEN[before:] = BROKEN[before:], []
-    for names, factory in added:
-        assert await names_of(factory) == names
+    for broken in added:
+        await expect_its_failures(broken)
 
 
 async def test_means_of_trio_over_a_yield_are_found_too(anyio_backend: Any) -> None:
@@ -425,5 +381,5 @@ async def test_means_of_trio_over_a_yield_are_found_too(anyio_backend: Any) -> N
     within("CancelScopeHeldOverYield", lambda engine: trio.move_on_after(3600))
     within("TaskGroupHeldOverYield", lambda engine: trio.open_nursery())
     added, BROKEN[before:] = BROKEN[before:], []
-    for names, factory in added:
-        assert await names_of(factory) == names
+    for broken in added:
+        await expect_its_failures(broken)

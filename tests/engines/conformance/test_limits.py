@@ -5,87 +5,32 @@ Issue 12, point 3: the kit let nearly all of these pass.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-import anyio
 import pytest
 from attrs import evolve
 
-from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
-from engines.conformance import MEANINGS
-from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, SamplingOptions, StopConditions
+from engines import GenerateContext, run_conformance
+from pipeline.protocols import (
+    FinishReason,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+)
+from tests.engines.conformance.worlds import (
+    BrokenEngine,
+    BrokenEngines,
+    Chunks,
+    Toy,
+    expect_its_failures,
+)
 
 pytestmark = pytest.mark.anyio
 
-Tokens = AsyncGenerator[LLMEngineOutput, None]
-Chunk = LLMEngineOutput
-TOKEN_S = 0.01
-
-BROKEN: list[tuple[str, Callable[[], LLMEngine]]] = []
-"""Name of the failure -> an engine that has it."""
-
-
-def breaks(name: str) -> Callable[[Any], Any]:
-    def note(broken: Any) -> Any:
-        BROKEN.append((name, broken))
-        return broken
-
-    return note
-
-
-class Toy(LLMEngine):
-    """Says six tokens of its own for each prompt, in the choices and within the limits asked for.
-
-    Each engine below breaks it in one place.
-    """
-
-    own_end = 6
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="toy", context_length=4096)
-
-    async def generate(self, request: Any, context: Any) -> Tokens:
-        prompt, choices = list(request.token_ids), request.sampling_options.n or 1
-        length, said = self.length(request.stop_conditions), 0
-        for place in range(length):
-            for choice in range(choices):
-                if not context.is_stopped:
-                    await self.wait(context)
-                if context.is_stopped:
-                    yield self.cancelled(request, said)
-                    return
-                said += 1
-                yield Chunk([self.token(prompt, place) + choice], index=choice or None)
-        for choice in range(choices):
-            last = Chunk([], index=choice or None, finish_reason=self.finish(request.stop_conditions, length))
-            yield last.with_usage(self.usage(request, said)) if choice == choices - 1 else last
-
-    def length(self, stop: StopConditions) -> int:
-        length = max(self.own_end, stop.min_tokens or 0)
-        if stop.max_tokens is None:
-            return length
-        return stop.max_tokens if stop.ignore_eos else min(length, stop.max_tokens)
-
-    def finish(self, stop: StopConditions, length: int) -> FinishReason:
-        return FinishReason.LENGTH if length == stop.max_tokens else FinishReason.STOP
-
-    async def wait(self, context: Any) -> None:
-        with anyio.move_on_after(TOKEN_S):
-            await context.stopped()
-
-    def token(self, prompt: list[int], place: int) -> int:
-        return (sum(prompt) * 7 + prompt[-1] * 13 + place * place * 3 + place) % 50_000
-
-    def usage(self, request: Any, said: int) -> CompletionUsage:
-        return CompletionUsage.of(len(request.token_ids), said)
-
-    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
-        return Chunk.cancelled().with_usage(self.usage(request, said))
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
+BROKEN = BrokenEngines()
+breaks = BROKEN.breaks
 
 
 class HasALimitOfItsOwn(Toy):
@@ -101,7 +46,7 @@ class HasALimitOfItsOwn(Toy):
 class SaysThreeAtOnce(Toy):
     """As one that guesses ahead, and cuts what is too much."""
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         kept: list[int] = []
         if (request.sampling_options.n or 1) > 1:
             raise ValueError("one choice")
@@ -111,7 +56,7 @@ class SaysThreeAtOnce(Toy):
                 if chunk.finish_reason is not None:
                     yield evolve(chunk, token_ids=kept)
                 elif len(kept) == 3:
-                    yield Chunk(kept)
+                    yield LLMEngineOutput(kept)
                     kept = []
 
 
@@ -196,7 +141,7 @@ class AlwaysEndsAtItsEnd(Toy):
 
 @breaks("ChoicesIgnored")
 class KnowsOneChoice(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(self.heard(request), context)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -207,7 +152,7 @@ class KnowsOneChoice(Toy):
 
 @breaks("ChoicesIgnored")
 class CallsEveryChoiceTheFirst(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 yield evolve(chunk, index=None)
@@ -215,9 +160,9 @@ class CallsEveryChoiceTheFirst(Toy):
 
 @breaks("ChoicesIgnored")
 class EndsTheSecondAtOnce(KnowsOneChoice):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         if (request.sampling_options.n or 1) == 2:
-            yield Chunk([], index=1, finish_reason=FinishReason.STOP)
+            yield LLMEngineOutput([], index=1, finish_reason=FinishReason.STOP)
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 yield evolve(chunk, completion_usage=None)
@@ -225,7 +170,7 @@ class EndsTheSecondAtOnce(KnowsOneChoice):
 
 @breaks("MaxTokensIgnored")
 class DividesItsLimitAmongItsChoices(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         stop, choices = request.stop_conditions, request.sampling_options.n or 1
         if stop.max_tokens is not None and choices > 1:
             request = evolve(request, stop_conditions=evolve(stop, max_tokens=stop.max_tokens // choices))
@@ -238,30 +183,26 @@ class DividesItsLimitAmongItsChoices(Toy):
 class SharesItsLimit(Toy):
     most: int | None = None
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         self.most, said = request.stop_conditions.max_tokens, 0
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 said += len(chunk.token_ids)
                 if self.most is not None and said > self.most * (request.sampling_options.n or 1):
-                    yield Chunk.length()
+                    yield LLMEngineOutput.length()
                     return
                 yield chunk
 
 
 @breaks("NotAChunk")
 class CountsItsChoicesFromOne(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 is_one = (request.sampling_options.n or 1) == 1
                 yield chunk if is_one else evolve(chunk, index=(chunk.index or 0) + 1)
 
 
-@pytest.mark.parametrize(("name", "factory"), BROKEN, ids=lambda part: getattr(part, "__name__", None))
-async def test_a_broken_engine_fails_its_check_and_no_other(name: str, factory: Callable[[], LLMEngine]) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        await run_conformance(factory)
-    (failure,) = caught.value.exceptions
-    assert isinstance(failure, ConformanceFailure)
-    assert (failure.name, failure.rule) == (name, MEANINGS[name][0])
+@pytest.mark.parametrize("broken", BROKEN, ids=str)
+async def test_a_broken_engine_fails_its_check_and_no_other(broken: BrokenEngine) -> None:
+    await expect_its_failures(broken)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 import pytest
@@ -20,94 +20,35 @@ from engines import (
     PushSource,
     run_conformance,
 )
-from pipeline import ContractViolation, Disconnected, InvalidArgument
+from pipeline import ContractViolation, Disconnected
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.wire import error_from_plain, error_to_plain
+from tests.engines.conformance.worlds import RECORDED, TOKEN_S, Chunks, Sevens, Unhurried, failures_of, names_of
 
 pytestmark = pytest.mark.anyio
 
-Tokens = AsyncGenerator[LLMEngineOutput, None]
-TOKEN_S = 0.01
 
-
-class Good(LLMEngine):
-    """Says 7 until there are `max_tokens`, four without, and notes its life."""
-
-    made: ClassVar[list[Good]] = []
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.asked: list[PreprocessedRequest] = []
-        Good.made.append(self)
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        self.calls.append("start")
-        return EngineConfig(model="sevens")
-
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
-        self.asked.append(request)
-        if (request.sampling_options.n or 1) > 1:
-            raise InvalidArgument("one choice at a time", field="n")
-        count = request.stop_conditions.max_tokens or 4
-        for said in range(count):
-            await anyio.sleep(TOKEN_S)
-            if context.is_stopped:
-                yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), said))
-                return
-            yield LLMEngineOutput.token(7)
-        yield LLMEngineOutput.length().with_usage(CompletionUsage.of(len(request.token_ids), count))
-
-    async def cleanup(self) -> None:
-        self.calls.append("cleanup")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    Good.made.clear()
-
-
-class Unhurried(Good):
-    """Ends within the deadline after a stop, though not at once."""
-
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
-        async with aclosing(super().generate(request, context)) as chunks:
-            async for chunk in chunks:
-                if context.is_stopped:
-                    await anyio.sleep(1.9)
-                yield chunk
-
-
-class GoesOn(Good):
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+class GoesOn(Sevens):
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
         yield LLMEngineOutput.token(1)
 
 
-class Miscounts(Good):
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+class Miscounts(Sevens):
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 is_wrong = chunk.finish_reason == FinishReason.LENGTH and request.stop_conditions.max_tokens is None
                 yield chunk.with_usage(CompletionUsage.of(len(request.token_ids), 5)) if is_wrong else chunk
 
 
-async def group_of(factory: Any, **settings: Any) -> list[ConformanceFailure]:
-    with pytest.raises(ExceptionGroup) as caught:
-        await run_conformance(factory, **settings)
-    return [failure for failure in caught.value.exceptions if isinstance(failure, ConformanceFailure)]
-
-
-async def names_of(factory: Any, **settings: Any) -> list[str]:
-    return [failure.name for failure in await group_of(factory, **settings)]
-
-
 async def test_a_wrong_count_is_reported_with_both_figures() -> None:
-    (failure,) = await group_of(Miscounts)
+    (failure,) = await failures_of(Miscounts)
     assert (failure.counted_tokens, failure.reported_tokens, failure.rule) == (4, 5, "L4")
 
 
 async def test_a_missed_deadline_is_reported_with_its_length() -> None:
-    (failure,) = await group_of(Unhurried, deadline_s=1.0)
+    (failure,) = await failures_of(Unhurried, deadline_s=1.0)
     assert (failure.name, failure.after_s, failure.rule) == ("CancellationNotObserved", 1.0, "L2")
 
 
@@ -128,30 +69,30 @@ async def test_an_engine_that_breaks_several_rules_is_told_of_all() -> None:
 
 
 async def test_the_engines_own_error_is_the_cause() -> None:
-    class Raises(Good):
+    class Raises(Sevens):
         async def cleanup(self) -> None:
             raise Disconnected("lost the device")
 
-    first, second = await group_of(Raises)
+    first, second = await failures_of(Raises)
     assert (first.name, second.name) == ("CleanupFailed", "CleanupWithoutStartFailed")
     assert isinstance(first, ContractViolation)
     assert isinstance(first.__cause__, Disconnected)
 
 
 async def test_after_a_failed_start_the_engine_is_cleaned_up_and_asked_nothing() -> None:
-    class StartRaises(Good):
+    class StartRaises(Sevens):
         async def start(self, worker_id: int) -> EngineConfig:
             await super().start(worker_id)
             raise RuntimeError
 
     assert await names_of(StartRaises) == ["StartFailed"]
-    assert [engine.calls for engine in Good.made] == [["start", "cleanup", "cleanup"], ["cleanup"]]
-    assert Good.made[0].asked == []
+    assert [engine.calls for engine in RECORDED] == [["start", "cleanup", "cleanup"], ["cleanup"]]
+    assert RECORDED[0].requests == []
 
 
 async def test_an_engine_that_cannot_be_asked_costs_the_bound_once() -> None:
-    class GenerateHangs(Good):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
+    class GenerateHangs(Sevens):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
             await anyio.sleep_forever()
 
     began = anyio.current_time()
@@ -160,65 +101,65 @@ async def test_an_engine_that_cannot_be_asked_costs_the_bound_once() -> None:
 
 
 async def test_a_wait_that_swallows_its_cancellation_is_dropped_and_named() -> None:
-    class NeverGivesUp(Good):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    class NeverGivesUp(Sevens):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             while True:
                 with suppress(BaseException):
                     await anyio.sleep(1)
             yield LLMEngineOutput.stop()
 
     began = anyio.current_time()
-    (failure,) = await group_of(NeverGivesUp)
+    (failure,) = await failures_of(NeverGivesUp)
     assert failure.name == "GenerateFailed"
     assert "the first chunk took more than 30 s" in str(failure)
     assert 30 <= anyio.current_time() - began < 35
 
 
 async def test_a_cleanup_that_swallows_its_cancellation_is_dropped_and_named() -> None:
-    class NeverEnds(Good):
+    class NeverEnds(Sevens):
         async def cleanup(self) -> None:
             while self.calls:
                 with suppress(BaseException):
                     await anyio.sleep(1)
 
-    (failure,) = await group_of(NeverEnds)
+    (failure,) = await failures_of(NeverEnds)
     assert failure.name == "CleanupFailed"
     assert "cleanup took more than 30 s" in str(failure)
 
 
 @pytest.mark.slow
 async def test_a_turn_without_end_is_ended_by_the_clock_on_the_wall() -> None:
-    class Spins(Good):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    class Spins(Sevens):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             yield LLMEngineOutput.token(1)
             while not context.is_stopped:
                 pass
             yield LLMEngineOutput.cancelled()
 
-    (failure,) = await group_of(Spins, within_s=0.5)
+    (failure,) = await failures_of(Spins, within_s=0.5)
     assert failure.name == "LoopBlocked"
     assert "the next chunk" in str(failure)
 
 
 @pytest.mark.slow
 async def test_a_wait_in_which_no_virtual_time_passes_is_ended_by_the_clock_on_the_wall() -> None:
-    class Polls(Good):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    class Polls(Sevens):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             while not context.is_stopped:
                 await checkpoint()
             yield LLMEngineOutput.cancelled()
 
-    (failure,) = await group_of(Polls, within_s=0.5)
+    (failure,) = await failures_of(Polls, within_s=0.5)
     assert (failure.name, failure.after_s) == ("GenerateFailed", 0.5)
 
 
 async def test_an_engine_that_exits_is_reported_and_ends_nothing_else() -> None:
-    class Exits(Good):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    class Exits(Sevens):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             yield LLMEngineOutput.token(1)
             raise SystemExit(3)
 
-    (failure,) = await group_of(Exits)
+    (failure,) = await failures_of(Exits)
     assert isinstance(failure.__cause__, SystemExit)
 
 
@@ -226,7 +167,7 @@ async def test_every_stream_is_closed_also_after_a_failure() -> None:
     open_now = 0
 
     class Counted(GoesOn):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             nonlocal open_now
             open_now += 1
             try:
@@ -236,18 +177,18 @@ async def test_every_stream_is_closed_also_after_a_failure() -> None:
             finally:
                 open_now -= 1
 
-    await group_of(Counted)
+    await failures_of(Counted)
     assert open_now == 0
 
 
 async def test_a_cancelled_kit_still_cleans_up() -> None:
     with anyio.move_on_after(TOKEN_S * 1.5):
-        await run_conformance(Good)
-    assert [engine.calls for engine in Good.made] == [["start", "cleanup"]]
+        await run_conformance(Sevens)
+    assert [engine.calls for engine in RECORDED] == [["start", "cleanup"]]
 
 
 async def test_a_failure_travels_with_its_class_and_rule() -> None:
-    (failure,) = await group_of(GoesOn)
+    (failure,) = await failures_of(GoesOn)
     back = error_from_plain(error_to_plain(failure))
     assert isinstance(back, ConformanceFailure)
     assert (str(back), back.rule) == (str(failure), "L1")
@@ -258,12 +199,12 @@ async def test_a_failure_travels_with_its_class_and_rule() -> None:
 
 async def test_one_engine_is_started_and_cleaned_up_twice_and_a_fresh_one_only_cleaned_up() -> None:
     """BE-97."""
-    await run_conformance(Good)
-    assert [engine.calls for engine in Good.made] == [["start", "cleanup", "cleanup"], ["cleanup"]]
+    await run_conformance(Sevens)
+    assert [engine.calls for engine in RECORDED] == [["start", "cleanup", "cleanup"], ["cleanup"]]
 
 
 async def test_what_an_engine_runs_beside_its_requests_runs_from_its_start_until_its_cleanup() -> None:
-    class Scheduled(Good):
+    class Scheduled(Sevens):
         async def background(self) -> None:
             self.calls.append("background")
             try:
@@ -276,22 +217,22 @@ async def test_what_an_engine_runs_beside_its_requests_runs_from_its_start_until
             return MetricsBindings()
 
     await run_conformance(Scheduled)
-    assert Good.made[0].calls == ["start", "background", "cleanup", "cleanup", "cancelled"]
-    assert Good.made[1].calls == ["cleanup"]
+    assert RECORDED[0].calls == ["start", "background", "cleanup", "cleanup", "cancelled"]
+    assert RECORDED[1].calls == ["cleanup"]
 
 
 async def test_a_factory_may_be_a_coroutine() -> None:
     async def make() -> LLMEngine:
         await checkpoint()
-        return Good()
+        return Sevens()
 
     await run_conformance(make)
 
 
 async def test_the_engine_is_asked_what_the_test_wants_asked_and_never_given_the_record_itself() -> None:
     mine = PreprocessedRequest([4, 5], model="mine")
-    await run_conformance(Good, request=mine)
-    asked = Good.made[0].asked
+    await run_conformance(Sevens, request=mine)
+    asked = RECORDED[0].requests
     assert {(tuple(request.token_ids), request.model) for request in asked} == {((4, 5), "mine")}
     assert {None, 1, 10_000} <= {request.stop_conditions.max_tokens for request in asked}
     assert id(mine.token_ids) not in {id(request.token_ids) for request in asked}
@@ -299,5 +240,5 @@ async def test_the_engine_is_asked_what_the_test_wants_asked_and_never_given_the
 
 
 async def test_without_a_request_the_prompt_is_one_two_three_for_the_engines_model() -> None:
-    await run_conformance(Good)
-    assert Good.made[0].asked[0] == PreprocessedRequest([1, 2, 3], model="sevens")
+    await run_conformance(Sevens)
+    assert RECORDED[0].requests[0] == PreprocessedRequest([1, 2, 3], model="sevens")

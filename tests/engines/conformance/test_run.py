@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 import pytest
@@ -23,57 +23,10 @@ from engines import (
 )
 from engines.mocker import MockEngine, MockEngineArgs
 from pipeline import Disconnected, InvalidArgument
-from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest, SamplingOptions
+from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, SamplingOptions
+from tests.engines.conformance.worlds import RECORDED, TOKEN_S, Chunks, Sevens, Unhurried, names_of, refuse_more
 
 pytestmark = pytest.mark.anyio
-
-Tokens = AsyncGenerator[LLMEngineOutput, None]
-TOKEN_S = 0.01
-
-
-def refuse_more(request: PreprocessedRequest, tokens: int) -> None:
-    """What an engine does that has so many tokens to say, and one choice of them."""
-    stop = request.stop_conditions
-    least = stop.max_tokens if stop.ignore_eos else stop.min_tokens
-    if (least or 0) > tokens or (request.sampling_options.n or 1) > 1:
-        raise InvalidArgument("there is nothing more to say")
-
-
-class Good(LLMEngine):
-    """Says 7 until there are `max_tokens`, four without, and notes its life."""
-
-    made: ClassVar[list[Good]] = []
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.asked: list[PreprocessedRequest] = []
-        Good.made.append(self)
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        self.calls.append("start")
-        return EngineConfig(model="sevens")
-
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
-        self.asked.append(request)
-        if (request.sampling_options.n or 1) > 1:
-            raise InvalidArgument("one choice at a time", field="n")
-        count = request.stop_conditions.max_tokens or 4
-        for said in range(count):
-            await anyio.sleep(TOKEN_S)
-            if context.is_stopped:
-                yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(len(request.token_ids), said))
-                return
-            yield LLMEngineOutput.token(7)
-        yield LLMEngineOutput.length().with_usage(CompletionUsage.of(len(request.token_ids), count))
-
-    async def cleanup(self) -> None:
-        self.calls.append("cleanup")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    Good.made.clear()
-
 
 # -- good engines
 
@@ -89,14 +42,14 @@ class Minimal(LLMEngine):
         refuse_more(request, 0)
         return self._chunks(context)
 
-    async def _chunks(self, context: GenerateContext) -> Tokens:
+    async def _chunks(self, context: GenerateContext) -> Chunks:
         yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
 
     async def cleanup(self) -> None:
         """There is nothing to release."""
 
 
-class Ranked(Good):
+class Ranked(Sevens):
     """With sources and metrics of three ranks."""
 
     async def kv_event_sources(self) -> Sequence[PushSource]:
@@ -108,7 +61,7 @@ class Ranked(Good):
         return MetricsBindings([2, 0, 1])
 
 
-class OptsOut(Good):
+class OptsOut(Sevens):
     """BE-104."""
 
     async def kv_event_sources(self) -> Sequence[PushSource]:
@@ -118,21 +71,10 @@ class OptsOut(Good):
         return MetricsBindings([])
 
 
-class Unhurried(Good):
-    """Ends within the deadline after a stop, though not at once."""
-
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
-        async with aclosing(super().generate(request, context)) as chunks:
-            async for chunk in chunks:
-                if context.is_stopped:
-                    await anyio.sleep(1.9)
-                yield chunk
-
-
-class DoneWhenStopped(Good):
+class DoneWhenStopped(Sevens):
     """Was done when the stop came behind its first chunk."""
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 1)
         if context.is_stopped:
             yield LLMEngineOutput.cancelled()
@@ -141,21 +83,21 @@ class DoneWhenStopped(Good):
             yield LLMEngineOutput.stop()
 
 
-class DoneBeforeStopped(Good):
+class DoneBeforeStopped(Sevens):
     """Its first chunk is its last."""
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 0)
         yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
 
 
-class HearsKill(Good):
+class HearsKill(Sevens):
     """Waits long, and for nothing after a stop or kill."""
 
     hears_kill = True
     token_s = 8.0
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 3)
         for said in range(3):
             if said == request.stop_conditions.max_tokens:
@@ -173,7 +115,7 @@ class HearsKill(Good):
 class RaisesWhenKilled(HearsKill):
     """To raise is to end."""
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 if context.is_killed:
@@ -181,7 +123,7 @@ class RaisesWhenKilled(HearsKill):
                 yield chunk
 
 
-class PlainIterator(Good):
+class PlainIterator(Sevens):
     """Its stream is no generator and cannot be closed."""
 
     def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
@@ -201,10 +143,10 @@ class _Once:
         return LLMEngineOutput.cancelled() if self.context.is_stopped else LLMEngineOutput.stop()
 
 
-class Choices(Good):
+class Choices(Sevens):
     """Two choices that take turns, whatever the request says."""
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         count = request.stop_conditions.max_tokens or 4
         for step in range(count):
             for index in range(2):
@@ -217,14 +159,14 @@ class Choices(Good):
                 )
 
 
-class WokenByAbort(Good):
+class WokenByAbort(Sevens):
     """Looks at the stop between its chunks, which are far apart; `abort` wakes it in time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.woken: dict[str, anyio.Event] = {}
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         self.woken[context.id] = woken = anyio.Event()
         refuse_more(request, 3)
         for said in range(3):
@@ -243,14 +185,14 @@ class WokenByAbort(Good):
         self.woken[context.id].set()
 
 
-class HasSlots(Good):
+class HasSlots(Sevens):
     """Serves eight at a time; each frees its slot unhurriedly, shielded, however it ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slots = anyio.Semaphore(8)
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         await self.slots.acquire()
         try:
             async with aclosing(super().generate(request, context)) as chunks:
@@ -262,7 +204,7 @@ class HasSlots(Good):
                 self.slots.release()
 
 
-class HasATaskForEach(Good):
+class HasATaskForEach(Sevens):
     """Its background does the work and hands each chunk over; a cleanup ends it in order."""
 
     send: Any = None
@@ -283,7 +225,7 @@ class HasATaskForEach(Good):
                     async for chunk in chunks:
                         await to.send(chunk)
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
         to, chunks = anyio.create_memory_object_stream[LLMEngineOutput](0)
         self.send.send_nowait((request, context, to))
@@ -297,23 +239,23 @@ class HasATaskForEach(Good):
             self.send.close()
 
 
-class SaysNothingMeanwhile(Good):
+class SaysNothingMeanwhile(Sevens):
     """Chunks without tokens come between the others, as signs of life."""
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 yield LLMEngineOutput([])
                 yield chunk
 
 
-class HasLittleRoom(Good):
+class HasLittleRoom(Sevens):
     """Refuses what its context cannot hold."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         return evolve(await super().start(worker_id), context_length=50)
 
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         if len(request.token_ids) + (request.stop_conditions.max_tokens or 0) > 50:
             raise InvalidArgument("too long", field="max_tokens")
         async with aclosing(super().generate(request, context)) as chunks:
@@ -324,7 +266,7 @@ class HasLittleRoom(Good):
 GOOD = [
     EchoEngine,
     lambda: EchoEngine(0.5),
-    Good,
+    Sevens,
     Minimal,
     Ranked,
     OptsOut,
@@ -351,12 +293,6 @@ async def test_a_good_engine_passes(factory: Any) -> None:
     await run_conformance(factory)
 
 
-async def names_of(factory: Any, **settings: Any) -> list[str]:
-    with pytest.raises(ExceptionGroup) as caught:
-        await run_conformance(factory, **settings)
-    return [getattr(failure, "name", "") for failure in caught.value.exceptions]
-
-
 async def test_each_choice_may_end_by_itself() -> None:
     request = PreprocessedRequest([1], sampling_options=SamplingOptions(n=2))
     await run_conformance(Choices, request=request)
@@ -365,8 +301,8 @@ async def test_each_choice_may_end_by_itself() -> None:
 
 
 async def test_choices_that_were_all_done_when_the_stop_came_may_say_so_one_by_one() -> None:
-    class AllAtOnce(Good):
-        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Tokens:
+    class AllAtOnce(Sevens):
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             refuse_more(evolve(request, sampling_options=SamplingOptions()), 1)
             finish = FinishReason.CANCELLED if context.is_stopped else FinishReason.STOP
             for index in range(request.sampling_options.n or 1):
@@ -380,7 +316,7 @@ async def test_a_request_that_cannot_be_served_is_refused_before_its_first_chunk
     bad = PreprocessedRequest([1] * 51)
     await run_conformance(HasLittleRoom, bad_request=bad)
     await run_conformance(EchoEngine, bad_request=PreprocessedRequest([], prompt_embeds="AAAA"))
-    assert await names_of(Good, bad_request=bad) == ["BadRequestServed"]
+    assert await names_of(Sevens, bad_request=bad) == ["BadRequestServed"]
 
 
 @pytest.mark.slow
@@ -400,4 +336,4 @@ async def test_the_fixture_is_the_kit(run_conformance: Any) -> None:
 
 async def test_the_long_request_is_no_longer_than_the_context() -> None:
     await run_conformance(HasLittleRoom, request=PreprocessedRequest([4, 5]))
-    assert max(request.stop_conditions.max_tokens or 0 for request in Good.made[0].asked) == 48
+    assert max(request.stop_conditions.max_tokens or 0 for request in RECORDED[0].requests) == 48

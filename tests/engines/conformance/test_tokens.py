@@ -5,88 +5,28 @@ Issue 12, point 3: the kit let nearly all of these pass.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from random import Random
 from typing import Any
 
-import anyio
 import pytest
 from attrs import evolve
 
-from engines import ConformanceFailure, EngineConfig, LLMEngine, run_conformance
-from engines.conformance import MEANINGS
-from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, StopConditions
+from engines import ConformanceFailure, GenerateContext, run_conformance
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
+from tests.engines.conformance.worlds import (
+    BrokenEngine,
+    BrokenEngines,
+    Chunks,
+    Toy,
+    expect_its_failures,
+)
 
 pytestmark = pytest.mark.anyio
 
-Tokens = AsyncGenerator[LLMEngineOutput, None]
-Chunk = LLMEngineOutput
-TOKEN_S = 0.01
-
-BROKEN: list[tuple[str, Callable[[], LLMEngine]]] = []
-"""Name of the failure -> an engine that has it."""
-
-
-def breaks(name: str) -> Callable[[Any], Any]:
-    def note(broken: Any) -> Any:
-        BROKEN.append((name, broken))
-        return broken
-
-    return note
-
-
-class Toy(LLMEngine):
-    """Says six tokens of its own for each prompt, in the choices and within the limits asked for.
-
-    Each engine below breaks it in one place.
-    """
-
-    own_end = 6
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="toy", context_length=4096)
-
-    async def generate(self, request: Any, context: Any) -> Tokens:
-        prompt, choices = list(request.token_ids), request.sampling_options.n or 1
-        length, said = self.length(request.stop_conditions), 0
-        for place in range(length):
-            for choice in range(choices):
-                if not context.is_stopped:
-                    await self.wait(context)
-                if context.is_stopped:
-                    yield self.cancelled(request, said)
-                    return
-                said += 1
-                yield Chunk([self.token(prompt, place) + choice], index=choice or None)
-        for choice in range(choices):
-            last = Chunk([], index=choice or None, finish_reason=self.finish(request.stop_conditions, length))
-            yield last.with_usage(self.usage(request, said)) if choice == choices - 1 else last
-
-    def length(self, stop: StopConditions) -> int:
-        length = max(self.own_end, stop.min_tokens or 0)
-        if stop.max_tokens is None:
-            return length
-        return stop.max_tokens if stop.ignore_eos else min(length, stop.max_tokens)
-
-    def finish(self, stop: StopConditions, length: int) -> FinishReason:
-        return FinishReason.LENGTH if length == stop.max_tokens else FinishReason.STOP
-
-    async def wait(self, context: Any) -> None:
-        with anyio.move_on_after(TOKEN_S):
-            await context.stopped()
-
-    def token(self, prompt: list[int], place: int) -> int:
-        return (sum(prompt) * 7 + prompt[-1] * 13 + place * place * 3 + place) % 50_000
-
-    def usage(self, request: Any, said: int) -> CompletionUsage:
-        return CompletionUsage.of(len(request.token_ids), said)
-
-    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
-        return Chunk.cancelled().with_usage(self.usage(request, said))
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
+BROKEN = BrokenEngines()
+breaks = BROKEN.breaks
 
 
 class Dice(Toy):
@@ -100,7 +40,7 @@ class Dice(Toy):
 
 
 class WithoutUsage(Toy):
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 yield evolve(chunk, completion_usage=None)
@@ -124,7 +64,7 @@ async def test_a_right_engine_passes(factory: Any) -> None:
 class Repeats(Toy):
     """Says its last token again where it is stopped, with a usage that counts it."""
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         last: list[int] = []
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
@@ -135,7 +75,7 @@ class Repeats(Toy):
                 last = chunk.token_ids or last
                 yield chunk
 
-    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Tokens:
+    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Chunks:
         said = chunk.completion_usage.completion_tokens
         yield evolve(chunk, token_ids=last, completion_usage=self.usage(request, said + 1))
 
@@ -145,14 +85,14 @@ breaks("TokenRepeatedAfterStop")(Repeats)
 
 @breaks("TokenRepeatedAfterStop")
 class RepeatsWithoutUsage(Repeats):
-    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Tokens:
+    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Chunks:
         yield evolve(chunk, token_ids=last, completion_usage=None)
 
 
 @breaks("TokenRepeatedAfterStop")
 class RepeatsBeforeItEnds(Repeats):
-    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Tokens:
-        yield Chunk(last)
+    async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Chunks:
+        yield LLMEngineOutput(last)
         yield evolve(chunk, completion_usage=None)
 
 
@@ -169,7 +109,7 @@ class Hands(Toy):
 
     left: tuple[int, ...] = ()
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         mine, self.left, reason = list(self.left), (), None
         try:
             async with aclosing(super().generate(request, context)) as chunks:
@@ -207,7 +147,7 @@ class HandsOnAfterALimit(Hands):
 class HandsOnAfterAKill(Hands):
     is_killed = False
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             try:
                 async for chunk in chunks:
@@ -224,7 +164,7 @@ class HandsOnAfterAKill(Hands):
 class SharesItsPrompt(Toy):
     prompt: Any = ()
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         self.prompt = list(request.token_ids)
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
@@ -238,7 +178,7 @@ class SharesItsPrompt(Toy):
 class SharesItsPlace(Toy):
     place = 0
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         self.place = 0
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
@@ -255,7 +195,7 @@ class SharesThePromptItCounts(Dice):
 
     prompt_tokens = 0
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         self.prompt_tokens = len(request.token_ids)
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
@@ -283,7 +223,7 @@ class CountsOneLessWhenStopped(Toy):
 class MiscountsAtALimit(Toy):
     by = 0
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 usage = chunk.completion_usage
@@ -324,7 +264,7 @@ counting(lambda length, said: length + said, lambda length, said: length + said 
 @breaks("PromptTokensMismatch")
 class ForgetsThePromptWhenStopped(Toy):
     def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
-        return Chunk.cancelled().with_usage(CompletionUsage.of(0, said))
+        return LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(0, said))
 
 
 # -- the request itself, and the chunks
@@ -334,7 +274,7 @@ def changing(change: Callable[[Any, Any], object]) -> Any:
     """An engine that changes its request with every chunk."""
 
     class Changes(Toy):
-        async def generate(self, request: Any, context: Any) -> Tokens:
+        async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             async with aclosing(super().generate(request, context)) as chunks:
                 async for chunk in chunks:
                     change(request, chunk)
@@ -353,10 +293,10 @@ changing(lambda request, chunk: chunk.finish_reason == FinishReason.CANCELLED an
 class SaysAllInOneChunk(Toy):
     """Fills the same chunk again for each token."""
 
-    async def generate(self, request: Any, context: Any) -> Tokens:
+    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         if (request.sampling_options.n or 1) > 1:
             raise ValueError("one choice")
-        only = Chunk.token(0)
+        only = LLMEngineOutput.token(0)
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason is None:
@@ -364,13 +304,9 @@ class SaysAllInOneChunk(Toy):
                 yield only if chunk.finish_reason is None else chunk
 
 
-@pytest.mark.parametrize(("name", "factory"), BROKEN, ids=lambda part: getattr(part, "__name__", None))
-async def test_a_broken_engine_fails_its_check_and_no_other(name: str, factory: Callable[[], LLMEngine]) -> None:
-    with pytest.raises(ExceptionGroup) as caught:
-        await run_conformance(factory)
-    (failure,) = caught.value.exceptions
-    assert isinstance(failure, ConformanceFailure)
-    assert (failure.name, failure.rule) == (name, MEANINGS[name][0])
+@pytest.mark.parametrize("broken", BROKEN, ids=str)
+async def test_a_broken_engine_fails_its_check_and_no_other(broken: BrokenEngine) -> None:
+    await expect_its_failures(broken)
 
 
 async def test_a_wrong_count_at_a_limit_has_both_figures() -> None:
