@@ -58,6 +58,10 @@ class Stage:
         """Names of the instances behind this stage, if it is a pool; drawn as they are at that moment."""
         return ()
 
+    def parts(self) -> Sequence[Stage]:
+        """Return the stages that this one consists of, without spans around them; a single stage is its only part."""
+        return (self,)
+
     def __str__(self) -> str:
         args, kwargs = self._written
         return f"{self.name}({', '.join(argument_texts(type(self), args, kwargs, self.shown_texts, Stage))})"

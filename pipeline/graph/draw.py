@@ -32,7 +32,7 @@ def _nodes(stages: Sequence[Stage]) -> _Node:
     """The first node of the line; each leads to the next and to the first node of each branch."""
     node: _Node | None = None
     for stage in reversed(stages):
-        branches = [(label, _nodes(getattr(side, "stages", (side,)))) for label, side in stage.branches().items()]
+        branches = [(label, _nodes(side.parts())) for label, side in stage.branches().items()]
         node = _Node(str(stage), stage.members(), node, branches)
     assert node is not None
     return node

@@ -80,6 +80,9 @@ class _Line(Stage):
         """The graph as text of that form, with its side branches and the instances of its pools."""
         return render(self.stages, form)
 
+    def parts(self) -> Sequence[Stage]:
+        return [part for stage in self.stages for part in stage.parts()]
+
     def __str__(self) -> str:
         return " >> ".join(str(stage) for stage in self.stages)
 

@@ -106,6 +106,9 @@ class _Traced(Stage):
     def members(self) -> Sequence[str]:
         return self.stage.members()
 
+    def parts(self) -> Sequence[Stage]:
+        return self.stage.parts()
+
     def __str__(self) -> str:
         return str(self.stage)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from attrs import Factory, field, frozen
 
 from operators import Preprocess
-from pipeline import Annotated, AsyncEngine, Segment, Stage
+from pipeline import Annotated, AsyncEngine
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
 
@@ -66,7 +66,7 @@ class Service:
 
     def instances(self) -> list[str]:
         """Return the present instances of the graphs' worker pools, each once."""
-        stages = [stage for model in self.models.values() for stage in _stages(model.graph)]
+        stages = [stage for model in self.models.values() for stage in model.graph.parts()]
         return sorted({member for stage in stages for member in stage.members()})
 
 
@@ -87,10 +87,5 @@ def _context_length(graph: Graph) -> int | None:
 
 
 def _preprocess(graph: Graph) -> Preprocess | None:
-    """Return the stage of the graph that knows its model, also from inside a traced stage."""
-    stages = [getattr(stage, "stage", stage) for stage in _stages(graph)]
-    return next((stage for stage in stages if isinstance(stage, Preprocess)), None)
-
-
-def _stages(graph: Graph) -> Sequence[Stage]:
-    return graph.stages if isinstance(graph, Segment) else (graph,)
+    """Return the stage of the graph that knows its model."""
+    return next((stage for stage in graph.parts() if isinstance(stage, Preprocess)), None)

@@ -95,6 +95,13 @@ def test_a_traced_graph_looks_like_the_graph(spans: Spans) -> None:
     assert graph.draw("mermaid") == plain.draw("mermaid")
 
 
+def test_the_parts_of_a_graph_are_its_stages_without_spans(spans: Spans) -> None:
+    probe, engine = Probe(), ScriptedEngine([1])
+    plain = link(probe, engine)
+    assert list(plain.parts()) == list(spans.of(probe, engine).parts()) == [probe, engine]
+    assert list(engine.parts()) == [engine]
+
+
 async def test_stages_of_a_traced_graph_are_found_by_name(spans: Spans, open_streams: OpenStreams) -> None:
     graph = spans.of(Probe(), ScriptedEngine([1]).named("engine"))
     assert await (await graph.replace("engine", ScriptedEngine([2])).generate(Context(None))).collect() == [2]
