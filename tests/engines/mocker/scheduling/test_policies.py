@@ -21,22 +21,11 @@ from engines.mocker import (
 )
 from engines.mocker.scheduling import LONGEST_PREFIX_WAITING
 from pipeline import ContractViolation
-
-BLOCK = 4
-
-
-def asked(tokens: int, max_output_tokens: int = 1, *, of: int = 0) -> Sequence:
-    return Sequence(range(of * 1000, of * 1000 + tokens), max_output_tokens, block_size=BLOCK)
-
-
-def submitted(to: Scheduler, *sequences: Sequence) -> tuple[Sequence, ...]:
-    for sequence in sequences:
-        to.submit(sequence)
-    return sequences
+from tests.engines.mocker.scheduling.worlds import BLOCK, scheduler, sequence_of, submitted
 
 
 def no_evict(capacity: int, **options: Any) -> Scheduler:
-    return Scheduler(BlockPool(capacity), block_size=BLOCK, policy=NoEvictPolicy(), **options)
+    return scheduler(capacity, policy=NoEvictPolicy(), **options)
 
 
 def finish(core: Scheduler, passes: int = 500) -> list[Sequence]:
@@ -51,21 +40,21 @@ def finish(core: Scheduler, passes: int = 500) -> list[Sequence]:
 
 def test_no_evict_admits_what_fits_to_its_end_only() -> None:
     core = no_evict(6)
-    first, second = submitted(core, asked(8, 8, of=1), asked(8, 8, of=2))
+    first, second = submitted(core, sequence_of(8, 8, of=1), sequence_of(8, 8, of=2))
     core.run_pass()
     assert (core.running, core.waiting) == ((first,), (second,))
 
 
 def test_vllm_admits_what_fits_now() -> None:
-    core = Scheduler(BlockPool(6), block_size=BLOCK)
-    both = submitted(core, asked(8, 8, of=1), asked(8, 8, of=2))
+    core = scheduler(6)
+    both = submitted(core, sequence_of(8, 8, of=1), sequence_of(8, 8, of=2))
     core.run_pass()
     assert core.running == both
 
 
 def test_no_evict_never_preempts() -> None:
     core = no_evict(4)
-    sequences = submitted(core, asked(4, 12, of=1), asked(4, 12, of=2), asked(2, 3, of=3))
+    sequences = submitted(core, sequence_of(4, 12, of=1), sequence_of(4, 12, of=2), sequence_of(2, 3, of=3))
     assert finish(core) == list(sequences)
     assert core.preemptions == 0
 
@@ -89,7 +78,7 @@ def test_no_evict_admits_as_many_as_the_hardware_does() -> None:
 
 def test_no_evict_cuts_an_output_to_the_cache() -> None:
     core = no_evict(4)
-    (sequence,) = submitted(core, asked(4, 40))
+    (sequence,) = submitted(core, sequence_of(4, 40))
     assert finish(core) == [sequence]
     assert sequence.emitted == 12
 
@@ -97,13 +86,13 @@ def test_no_evict_cuts_an_output_to_the_cache() -> None:
 @pytest.mark.parametrize("tokens", [16, 17])
 def test_no_evict_rejects_a_prompt_that_leaves_no_room_for_output(tokens: int) -> None:
     core = no_evict(4)
-    (sequence,) = submitted(core, asked(tokens))
+    (sequence,) = submitted(core, sequence_of(tokens))
     assert core.run_pass().rejected == [sequence]
 
 
 def test_no_evict_counts_only_cached_blocks_that_somebody_holds() -> None:
     core = no_evict(8)
-    holder, seeder, again = submitted(core, asked(4, 12, of=1), asked(8, 4, of=2), asked(8, 12, of=2))
+    holder, seeder, again = submitted(core, sequence_of(4, 12, of=1), sequence_of(8, 4, of=2), sequence_of(8, 12, of=2))
     while seeder.emitted < 4:
         core.run_pass()
     core.run_pass()
@@ -114,8 +103,8 @@ def test_no_evict_counts_only_cached_blocks_that_somebody_holds() -> None:
 
 def test_no_evict_keeps_room_for_reserved_outputs_too() -> None:
     core = no_evict(6)
-    assert core.reserve(asked(4, 12, of=1))
-    (other,) = submitted(core, asked(4, 8, of=2))
+    assert core.reserve(sequence_of(4, 12, of=1))
+    (other,) = submitted(core, sequence_of(4, 8, of=2))
     core.run_pass()
     assert core.waiting == (other,)
 
@@ -125,39 +114,39 @@ def test_a_promise_that_is_broken_is_an_error_of_the_program() -> None:
         def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
             return True
 
-    core = Scheduler(BlockPool(2), block_size=BLOCK, policy=Careless())
-    submitted(core, asked(4, 4, of=1), asked(4, 4, of=2))
+    core = scheduler(2, policy=Careless())
+    submitted(core, sequence_of(4, 4, of=1), sequence_of(4, 4, of=2))
     with pytest.raises(ContractViolation):
         finish(core)
 
 
 def test_two_that_preempt_each_other_by_turns_both_end() -> None:
     """With fifo, each restarts from its prompt; admitting it as soon as that fits would go on forever."""
-    core = Scheduler(BlockPool(10), block_size=BLOCK, policy=VllmPolicy("fifo"))
-    both = submitted(core, asked(16, 17, of=1), asked(16, 17, of=2))
+    core = scheduler(10, policy=VllmPolicy("fifo"))
+    both = submitted(core, sequence_of(16, 17, of=1), sequence_of(16, 17, of=2))
     assert set(finish(core)) == set(both)
     assert core.preemptions >= 1
 
 
 def sglang(capacity: int = 100, max_seqs: int | None = None, **options: Any) -> Scheduler:
     policy = SglangPolicy(page_size=BLOCK, **options)
-    return Scheduler(BlockPool(capacity), block_size=BLOCK, policy=policy, max_seqs=max_seqs)
+    return scheduler(capacity, policy=policy, max_seqs=max_seqs)
 
 
 def test_sglang_computes_prompts_before_outputs() -> None:
     core = sglang()
-    (first,) = submitted(core, asked(8, 5, of=1))
+    (first,) = submitted(core, sequence_of(8, 5, of=1))
     core.run_pass()
-    (second,) = submitted(core, asked(8, 5, of=2))
+    (second,) = submitted(core, sequence_of(8, 5, of=2))
     assert core.run_pass().emitted == [second]
     assert core.run_pass().emitted == [first, second]
 
 
 def test_sglang_lets_a_long_prompt_starve_outputs() -> None:
     core = sglang(chunked_prefill_size=8)
-    (first,) = submitted(core, asked(8, 9, of=1))
+    (first,) = submitted(core, sequence_of(8, 9, of=1))
     core.run_pass()
-    (long,) = submitted(core, asked(20, 5, of=2))
+    (long,) = submitted(core, sequence_of(20, 5, of=2))
     passes = [core.run_pass() for _ in range(4)]
     assert [done.scheduled_tokens for done in passes] == [8, 8, 4, 2]
     assert [done.emitted for done in passes] == [[], [], [long], [first, long]]
@@ -165,68 +154,68 @@ def test_sglang_lets_a_long_prompt_starve_outputs() -> None:
 
 def test_sglang_has_a_cap_of_its_own_on_prompt_tokens() -> None:
     core = sglang(max_prefill_tokens=12)
-    submitted(core, asked(8, of=1), asked(8, of=2))
+    submitted(core, sequence_of(8, of=1), sequence_of(8, of=2))
     assert [core.run_pass().scheduled_tokens for _ in range(2)] == [8, 8], "a prompt that fits a chunk is not split"
 
 
 def test_sglang_splits_at_page_boundaries() -> None:
     core = sglang(max_prefill_tokens=10)
-    submitted(core, asked(25))
+    submitted(core, sequence_of(25))
     assert [core.run_pass().scheduled_tokens for _ in range(3)] == [8, 8, 9]
 
 
 def test_sglang_reuses_whole_pages() -> None:
     core = sglang()
-    submitted(core, asked(9))
+    submitted(core, sequence_of(9))
     finish(core)
-    (longer,) = submitted(core, asked(12))
+    (longer,) = submitted(core, sequence_of(12))
     finish(core)
     assert longer.cached_tokens == 8
 
 
 def test_lpm_admits_the_longest_cached_prefix_first() -> None:
     core = sglang(schedule_policy="lpm", max_seqs=1)
-    submitted(core, asked(20, of=1))
-    submitted(core, asked(10, of=2))
+    submitted(core, sequence_of(20, of=1))
+    submitted(core, sequence_of(10, of=2))
     finish(core)
-    none, some, most = submitted(core, asked(8, of=3), asked(10, of=2), asked(20, of=1))
+    none, some, most = submitted(core, sequence_of(8, of=3), sequence_of(10, of=2), sequence_of(20, of=1))
     assert finish(core) == [most, some, none]
 
 
 def test_fifo_and_a_long_queue_keep_their_order() -> None:
     fifo = sglang(schedule_policy="fcfs", max_seqs=1)
-    submitted(fifo, asked(20, of=1))
+    submitted(fifo, sequence_of(20, of=1))
     finish(fifo)
-    none, most = submitted(fifo, asked(8, of=3), asked(20, of=1))
+    none, most = submitted(fifo, sequence_of(8, of=3), sequence_of(20, of=1))
     assert finish(fifo) == [none, most]
     crowded = sglang(schedule_policy="lpm", max_seqs=1)
-    submitted(crowded, asked(20, of=1))
+    submitted(crowded, sequence_of(20, of=1))
     finish(crowded)
-    queue = [asked(4, of=n) for n in range(2, 2 + LONGEST_PREFIX_WAITING)]
-    submitted(crowded, *queue, asked(20, of=1))
+    queue = [sequence_of(4, of=n) for n in range(2, 2 + LONGEST_PREFIX_WAITING)]
+    submitted(crowded, *queue, sequence_of(20, of=1))
     assert crowded.run_pass().finished == [queue[0]]
 
 
 @pytest.mark.parametrize(("clip", "admitted"), [(4096, 1), (8, 2)])
 def test_sglang_keeps_room_for_outputs_up_to_a_length(clip: int, admitted: int) -> None:
     core = sglang(20, clip_max_new_tokens=clip)
-    submitted(core, asked(8, 60, of=1))
+    submitted(core, sequence_of(8, 60, of=1))
     core.run_pass()
-    submitted(core, asked(8, 60, of=2))
+    submitted(core, sequence_of(8, 60, of=2))
     core.run_pass()
     assert core.running_count == admitted
 
 
 def test_sglang_alone_admits_what_its_cache_can_hold() -> None:
     core = sglang(4)
-    (sequence,) = submitted(core, asked(12, 5))
+    (sequence,) = submitted(core, sequence_of(12, 5))
     assert finish(core) == [sequence]
     assert sequence.emitted == 5
 
 
 def test_sglang_preempts_who_has_said_least() -> None:
     core = sglang(6, clip_max_new_tokens=1)
-    first, second = submitted(core, asked(8, 9, of=1), asked(8, 9, of=2))
+    first, second = submitted(core, sequence_of(8, 9, of=1), sequence_of(8, 9, of=2))
     core.run_pass()
     core.run_pass()
     assert core.pool.active == 6
@@ -240,9 +229,9 @@ def test_sglang_preempts_who_has_said_least() -> None:
 
 def test_who_is_activated_and_gives_way_in_one_pass_gives_no_token_back() -> None:
     core = sglang(6, clip_max_new_tokens=1)
-    (running,) = submitted(core, asked(7, 9, of=1))
+    (running,) = submitted(core, sequence_of(7, 9, of=1))
     core.run_pass()
-    reserved = asked(12, 5, of=2)
+    reserved = sequence_of(12, 5, of=2)
     assert core.reserve(reserved)
     while running.length < 13:
         core.run_pass()
@@ -254,9 +243,9 @@ def test_who_is_activated_and_gives_way_in_one_pass_gives_no_token_back() -> Non
 @pytest.mark.parametrize("policy", [VllmPolicy("lifo"), VllmPolicy("fifo"), SglangPolicy(page_size=BLOCK)])
 def test_who_gave_way_to_reserved_blocks_waits_for_room_for_all_it_said(policy: Policy) -> None:
     """With room for its prompt only it would start over in every pass; and where time stands still, forever."""
-    core = Scheduler(BlockPool(4), block_size=BLOCK, policy=policy)
-    (running,) = submitted(core, asked(4, 12, of=1))
-    reserved = asked(4, 1, of=2)
+    core = scheduler(4, policy=policy)
+    (running,) = submitted(core, sequence_of(4, 12, of=1))
+    reserved = sequence_of(4, 1, of=2)
     assert core.reserve(reserved)
     while not core.run_pass().preempted:
         pass
@@ -274,11 +263,11 @@ def test_who_gave_way_to_a_prompt_gets_no_part_of_that_pass() -> None:
         def part(self, remaining_tokens: int, left_tokens: int) -> int:
             return min(remaining_tokens, BLOCK)
 
-    core = Scheduler(BlockPool(5), block_size=BLOCK, policy=PromptsFirst())
-    first, second = submitted(core, asked(16, of=1), asked(8, of=2))
+    core = scheduler(5, policy=PromptsFirst())
+    first, second = submitted(core, sequence_of(16, of=1), sequence_of(8, of=2))
     core.run_pass()
     assert core.running_count == 2
-    assert core.reserve(asked(12, of=3))
+    assert core.reserve(sequence_of(12, of=3))
     done = core.run_pass()
     assert (done.preempted, core.running, core.waiting) == ([second], (first,), (second,))
     assert (second.blocks, second.computed, done.scheduled_tokens) == ([], 0, BLOCK)
@@ -286,13 +275,13 @@ def test_who_gave_way_to_a_prompt_gets_no_part_of_that_pass() -> None:
 
 def test_sglang_admits_nobody_in_a_pass_in_which_a_prompt_gave_way() -> None:
     core = sglang(14, schedule_policy="lpm", chunked_prefill_size=8, clip_max_new_tokens=1)
-    submitted(core, asked(13, 50, of=1))
+    submitted(core, sequence_of(13, 50, of=1))
     for _ in range(2):
         core.run_pass()
-    (long,) = submitted(core, asked(20, of=2))
+    (long,) = submitted(core, sequence_of(20, of=2))
     core.run_pass()
-    assert core.reserve(asked(28, of=3))
-    (cached,) = submitted(core, asked(13, of=1))
+    assert core.reserve(sequence_of(28, of=3))
+    (cached,) = submitted(core, sequence_of(13, of=1))
     done = core.run_pass()
     assert (done.preempted, done.admitted) == ([long], [])
     assert core.run_pass().admitted == [cached]
@@ -316,5 +305,5 @@ def test_the_arguments_of_sglang_reach_its_policy() -> None:
         engine_type="sglang", sglang=SglangArgs(page_size=4, chunked_prefill_size=8), max_num_batched_tokens=1
     )
     core = make_scheduler(args)
-    submitted(core, asked(20))
+    submitted(core, sequence_of(20))
     assert [core.run_pass().scheduled_tokens for _ in range(3)] == [8, 8, 4]

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-from typing import Any
-
 import pytest
 
-from engines.mocker import BlockPool, PolynomialTiming, Scheduler, Sequence, Stage
+from engines.mocker import BlockPool, Scheduler, Sequence, Stage
 from pipeline import ContractViolation
 from pipeline.protocols.kv import KvEventData, KvRemoved, KvStored
-
-BLOCK = 4
-MODEL = PolynomialTiming()
-
-
-def scheduler(capacity: int = 100, **options: Any) -> Scheduler:
-    return Scheduler(BlockPool(capacity), block_size=BLOCK, **options)
-
-
-def asked(tokens: int | Items[int], max_output_tokens: int = 1, *, of: int = 0) -> Sequence:
-    """A request; `of` makes prompts of numbers differ from the first token on."""
-    prompt = range(of * 1000, of * 1000 + tokens) if isinstance(tokens, int) else tokens
-    return Sequence(prompt, max_output_tokens, block_size=BLOCK)
-
-
-def submitted(to: Scheduler, *sequences: Sequence) -> tuple[Sequence, ...]:
-    for sequence in sequences:
-        to.submit(sequence)
-    return sequences
-
-
-def run(core: Scheduler, passes: int = 1000) -> list[int]:
-    """Runs until nothing is left to do; the tokens said in order."""
-    said: list[int] = []
-    for _ in range(passes):
-        if core.is_idle:
-            return said
-        for sequence in core.run_pass().emitted:
-            said += sequence.new_token_ids()
-        core.pool.check()
-    raise AssertionError("it does not end")
+from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, run, scheduler, sequence_of, submitted
 
 
 def test_the_pass_that_computes_a_prompt_says_the_first_token() -> None:
     core = scheduler()
-    (sequence,) = submitted(core, asked(6, 3))
+    (sequence,) = submitted(core, sequence_of(6, 3))
     done = core.run_pass()
     assert (done.admitted, done.emitted, done.finished) == ([sequence], [sequence], [])
     assert (sequence.new_tokens, sequence.emitted, done.scheduled_tokens) == (1, 1, 6)
@@ -54,7 +21,7 @@ def test_the_pass_that_computes_a_prompt_says_the_first_token() -> None:
 
 def test_each_pass_says_one_token_until_the_limit() -> None:
     core = scheduler()
-    (sequence,) = submitted(core, asked(6, 3))
+    (sequence,) = submitted(core, sequence_of(6, 3))
     passes = [core.run_pass() for _ in range(3)]
     assert [len(done.emitted) for done in passes] == [1, 1, 1]
     assert [done.finished for done in passes] == [[], [], [sequence]]
@@ -65,7 +32,7 @@ def test_each_pass_says_one_token_until_the_limit() -> None:
 def test_a_finished_request_leaves_nothing_active() -> None:
     """MOCK-28"""
     core = scheduler()
-    submitted(core, asked(6, 9))
+    submitted(core, sequence_of(6, 9))
     run(core)
     assert core.pool.active == 0
     assert core.running_count == 0
@@ -75,7 +42,7 @@ def test_a_finished_request_leaves_nothing_active() -> None:
 def test_a_cancelled_request_gives_its_blocks_back(passes: int) -> None:
     """MOCK-29"""
     core = scheduler()
-    sequence, other = submitted(core, asked(6, 9), asked(6, 9, of=1))
+    sequence, other = submitted(core, sequence_of(6, 9), sequence_of(6, 9, of=1))
     for _ in range(passes):
         core.run_pass()
     core.cancel(sequence)
@@ -89,7 +56,7 @@ def test_a_cancelled_request_gives_its_blocks_back(passes: int) -> None:
 def test_no_more_sequences_run_than_allowed() -> None:
     """MOCK-31"""
     core = scheduler(max_seqs=2)
-    sequences = submitted(core, *(asked(6, 3, of=n) for n in range(5)))
+    sequences = submitted(core, *(sequence_of(6, 3, of=n) for n in range(5)))
     counts, finished = [], []
     while not core.is_idle:
         done = core.run_pass()
@@ -102,7 +69,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
 def test_a_long_prompt_is_computed_over_several_passes() -> None:
     """MOCK-32"""
     core = scheduler(max_batched_tokens=16)
-    (sequence,) = submitted(core, asked(40))
+    (sequence,) = submitted(core, sequence_of(40))
     passes = [core.run_pass() for _ in range(3)]
     assert [done.scheduled_tokens for done in passes] == [16, 16, 8]
     assert [done.emitted for done in passes] == [[], [], [sequence]]
@@ -110,13 +77,13 @@ def test_a_long_prompt_is_computed_over_several_passes() -> None:
 
 def test_without_chunks_a_prompt_waits_for_a_pass_it_fits_in() -> None:
     core = scheduler(max_batched_tokens=16, chunked_prefill=False)
-    submitted(core, asked(10, of=1), asked(10, of=2))
+    submitted(core, sequence_of(10, of=1), sequence_of(10, of=2))
     assert [core.run_pass().scheduled_tokens for _ in range(2)] == [10, 10]
 
 
 def test_without_chunks_a_prompt_that_fits_no_pass_is_rejected() -> None:
     core = scheduler(max_batched_tokens=16, chunked_prefill=False)
-    first, long, last = submitted(core, asked(8, 2, of=1), asked(17, of=2), asked(8, of=3))
+    first, long, last = submitted(core, sequence_of(8, 2, of=1), sequence_of(17, of=2), sequence_of(8, of=3))
     assert core.run_pass().rejected == []
     run_second = core.run_pass()
     assert (run_second.finished, run_second.rejected) == ([first], [])
@@ -127,7 +94,7 @@ def test_without_chunks_a_prompt_that_fits_no_pass_is_rejected() -> None:
 def test_nobody_overtakes_the_head_that_does_not_fit() -> None:
     """MOCK-34"""
     core = scheduler(5)
-    _, large, small = submitted(core, asked(12, 9, of=1), asked(12, of=2), asked(4, of=3))
+    _, large, small = submitted(core, sequence_of(12, 9, of=1), sequence_of(12, of=2), sequence_of(4, of=3))
     done = core.run_pass()
     assert large not in done.admitted
     assert small not in done.admitted
@@ -137,9 +104,9 @@ def test_nobody_overtakes_the_head_that_does_not_fit() -> None:
 def test_a_prompt_gets_the_tokens_that_outputs_leave() -> None:
     """MOCK-35"""
     core = scheduler(max_batched_tokens=16)
-    submitted(core, *(asked(4, 9, of=n) for n in range(3)))
+    submitted(core, *(sequence_of(4, 9, of=n) for n in range(3)))
     core.run_pass()
-    submitted(core, asked(40, of=9))
+    submitted(core, sequence_of(40, of=9))
     done = core.run_pass()
     assert done.scheduled_tokens == 16
     assert core.running[-1].computed == 13
@@ -147,7 +114,7 @@ def test_a_prompt_gets_the_tokens_that_outputs_leave() -> None:
 
 def test_a_budget_spent_on_outputs_admits_nobody() -> None:
     core = scheduler(max_batched_tokens=4)
-    first, second = submitted(core, asked(4, 9, of=1), asked(4, 9, of=2))
+    first, second = submitted(core, sequence_of(4, 9, of=1), sequence_of(4, 9, of=2))
     core.run_pass()
     assert list(core.running) == [first]
     core.run_pass()
@@ -157,9 +124,9 @@ def test_a_budget_spent_on_outputs_admits_nobody() -> None:
 
 def test_who_can_never_be_served_is_told_so_though_the_budget_is_spent() -> None:
     core = scheduler(max_batched_tokens=1, max_model_len=32)
-    (busy,) = submitted(core, asked(1, 9, of=1))
+    (busy,) = submitted(core, sequence_of(1, 9, of=1))
     core.run_pass()
-    (hopeless,) = submitted(core, asked(32))
+    (hopeless,) = submitted(core, sequence_of(32))
     done = core.run_pass()
     assert (done.emitted, done.rejected) == ([busy], [hopeless])
 
@@ -168,36 +135,36 @@ def test_who_can_never_be_served_is_told_so_though_the_budget_is_spent() -> None
 def test_a_prompt_as_long_as_the_model_allows_is_rejected(prompt_tokens: int) -> None:
     """MOCK-43"""
     core = scheduler(max_model_len=32)
-    sequence, other = submitted(core, asked(prompt_tokens, 3), asked(4, of=1))
+    sequence, other = submitted(core, sequence_of(prompt_tokens, 3), sequence_of(4, of=1))
     done = core.run_pass()
     assert (done.rejected, done.emitted) == ([sequence], [other])
-    assert core.rejects(asked(32))
+    assert core.rejects(sequence_of(32))
 
 
 def test_without_a_model_length_a_long_prompt_that_fits_is_accepted() -> None:
     """MOCK-44"""
     core = scheduler(100)
-    submitted(core, asked(400))
+    submitted(core, sequence_of(400))
     assert len(run(core)) == 1
 
 
 def test_a_prompt_larger_than_the_cache_is_rejected() -> None:
     core = scheduler(3)
-    fits, too_long = submitted(core, asked(12), asked(13))
+    fits, too_long = submitted(core, sequence_of(12), sequence_of(13))
     done = core.run_pass()
     assert (done.finished, done.rejected) == ([fits], [too_long])
 
 
 def test_an_output_ends_at_the_length_of_the_model() -> None:
     core = scheduler(max_model_len=10)
-    (sequence,) = submitted(core, asked(6, 99))
+    (sequence,) = submitted(core, sequence_of(6, 99))
     assert len(run(core)) == 4
     assert sequence.max_output_tokens == 4
 
 
 def test_an_output_ends_where_the_cache_could_not_hold_it() -> None:
     core = scheduler(3)
-    (sequence,) = submitted(core, asked(6, 99))
+    (sequence,) = submitted(core, sequence_of(6, 99))
     assert len(run(core)) == sequence.max_output_tokens == 7, "the last token needs no room"
     assert core.preemptions == 0
 
@@ -205,7 +172,7 @@ def test_an_output_ends_where_the_cache_could_not_hold_it() -> None:
 def test_the_cached_tokens_are_known_from_the_first_admission_on() -> None:
     """MOCK-46"""
     core = scheduler()
-    first, second = asked(12, 2), asked(14, 2)
+    first, second = sequence_of(12, 2), sequence_of(14, 2)
     assert [first.cached_tokens] == [None]
     submitted(core, first)
     assert core.run_pass().admitted == [first]
@@ -217,7 +184,7 @@ def test_the_cached_tokens_are_known_from_the_first_admission_on() -> None:
 def test_a_request_for_no_output_completes_without_a_token() -> None:
     """MOCK-47"""
     core = scheduler()
-    (sequence,) = submitted(core, asked(6, 0))
+    (sequence,) = submitted(core, sequence_of(6, 0))
     done = core.run_pass()
     assert (done.completed_empty, done.emitted, done.finished) == ([sequence], [], [])
     assert done.duration_ms == pytest.approx(MODEL.prefill_ms(1, 6, 0)), "no decode step"
@@ -227,9 +194,9 @@ def test_a_request_for_no_output_completes_without_a_token() -> None:
 
 def test_a_fully_cached_prompt_recomputes_its_last_block() -> None:
     core = scheduler()
-    submitted(core, asked(12))
+    submitted(core, sequence_of(12))
     run(core)
-    (again,) = submitted(core, asked(12))
+    (again,) = submitted(core, sequence_of(12))
     assert core.run_pass().scheduled_tokens == 4
     assert again.cached_tokens == 8
 
@@ -237,9 +204,9 @@ def test_a_fully_cached_prompt_recomputes_its_last_block() -> None:
 def test_a_recomputed_block_is_a_second_copy_that_nobody_hears_of() -> None:
     events: list[KvEventData] = []
     core = Scheduler(BlockPool(9, events.append), block_size=BLOCK)
-    submitted(core, asked(12))
+    submitted(core, sequence_of(12))
     run(core)
-    submitted(core, asked(12))
+    submitted(core, sequence_of(12))
     run(core)
     assert [len(event.blocks) for event in events if isinstance(event, KvStored)] == [3]
     assert core.pool.inactive == 4
@@ -247,7 +214,7 @@ def test_a_recomputed_block_is_a_second_copy_that_nobody_hears_of() -> None:
 
 def test_blocks_are_shared_with_requests_later_in_the_same_pass() -> None:
     core = scheduler()
-    first, second = submitted(core, asked(13, 9), asked(13, 9))
+    first, second = submitted(core, sequence_of(13, 9), sequence_of(13, 9))
     done = core.run_pass()
     assert (second.cached_tokens, done.scheduled_tokens) == (12, 14)
     assert first.blocks[:3] == second.blocks[:3]
@@ -257,7 +224,7 @@ def test_blocks_are_shared_with_requests_later_in_the_same_pass() -> None:
 def test_without_a_prefix_cache_nothing_is_shared() -> None:
     """MOCK-14"""
     core = scheduler(prefix_caching=False)
-    first, second = submitted(core, asked(13, 9), asked(13, 9))
+    first, second = submitted(core, sequence_of(13, 9), sequence_of(13, 9))
     core.run_pass()
     assert not set(first.blocks) & set(second.blocks)
     assert second.cached_tokens == 0
@@ -267,14 +234,14 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
 
 def test_only_cached_blocks_that_somebody_holds_count_as_room() -> None:
     core = scheduler(6)
-    submitted(core, asked(8, of=1))
+    submitted(core, sequence_of(8, of=1))
     run(core)
-    (holder,) = submitted(core, asked(12, 9, of=2))
+    (holder,) = submitted(core, sequence_of(12, 9, of=2))
     core.run_pass()
-    (again,) = submitted(core, asked(16, of=1))
+    (again,) = submitted(core, sequence_of(16, of=1))
     core.run_pass()
     assert core.waiting == (again,), "two of its four blocks are cached, but in the room it asks for"
-    (sharer,) = submitted(core, asked(16, of=2))
+    (sharer,) = submitted(core, sequence_of(16, of=2))
     core.cancel(again)
     core.run_pass()
     assert sharer.cached_tokens == 12
@@ -283,7 +250,7 @@ def test_only_cached_blocks_that_somebody_holds_count_as_room() -> None:
 
 def test_the_block_of_a_token_is_taken_when_it_is_computed() -> None:
     core = scheduler()
-    (sequence,) = submitted(core, asked(4, 3))
+    (sequence,) = submitted(core, sequence_of(4, 3))
     core.run_pass()
     assert (sequence.length, core.pool.active) == (5, 1)
     core.run_pass()
@@ -292,7 +259,7 @@ def test_the_block_of_a_token_is_taken_when_it_is_computed() -> None:
 
 def test_the_last_token_of_an_output_never_takes_a_block() -> None:
     core = scheduler(2)
-    submitted(core, asked(4, 5))
+    submitted(core, sequence_of(4, 5))
     assert len(run(core)) == 5
     assert core.preemptions == 0
 
@@ -300,12 +267,12 @@ def test_the_last_token_of_an_output_never_takes_a_block() -> None:
 def test_full_blocks_of_output_are_stored_below_those_of_the_prompt() -> None:
     events: list[KvEventData] = []
     core = Scheduler(BlockPool(9, events.append), block_size=BLOCK)
-    (sequence,) = submitted(core, asked(6, 4))
+    (sequence,) = submitted(core, sequence_of(6, 4))
     run(core)
     names = sequence.names(2)
     stored = [(event.parent_hash, event.blocks[0].block_hash) for event in events if isinstance(event, KvStored)]
     assert stored == [(None, names[0]), (names[0], names[1])]
-    (longer,) = submitted(core, asked([*range(6), *sequence.output_tokens()], 1))
+    (longer,) = submitted(core, sequence_of([*range(6), *sequence.output_tokens()], 1))
     core.run_pass()
     assert longer.cached_tokens == 8
 
@@ -318,7 +285,7 @@ def test_a_pass_over_nothing_does_nothing() -> None:
 
 def test_a_sequence_is_submitted_once_and_to_blocks_of_its_size() -> None:
     core = scheduler()
-    (sequence,) = submitted(core, asked(4))
+    (sequence,) = submitted(core, sequence_of(4))
     with pytest.raises(ContractViolation):
         core.submit(sequence)
     with pytest.raises(ContractViolation):
@@ -327,8 +294,8 @@ def test_a_sequence_is_submitted_once_and_to_blocks_of_its_size() -> None:
 
 def test_figures_for_metrics_count_who_runs_and_who_waits() -> None:
     core = scheduler(max_seqs=1)
-    submitted(core, asked(4, 3, of=1), asked(4, 3, of=2))
-    assert core.reserve(asked(4, 3, of=3))
+    submitted(core, sequence_of(4, 3, of=1), sequence_of(4, 3, of=2))
+    assert core.reserve(sequence_of(4, 3, of=3))
     core.run_pass()
     assert (core.running_count, core.waiting_count, core.pool.active, core.pool.capacity) == (1, 2, 2, 100)
 
@@ -336,7 +303,7 @@ def test_figures_for_metrics_count_who_runs_and_who_waits() -> None:
 def test_evictions_are_said_before_what_takes_their_place() -> None:
     events: list[KvEventData] = []
     core = Scheduler(BlockPool(3, events.append), block_size=BLOCK)
-    first, second = asked(12, of=1), asked(12, of=2)
+    first, second = sequence_of(12, of=1), sequence_of(12, of=2)
     submitted(core, first)
     run(core)
     submitted(core, second)

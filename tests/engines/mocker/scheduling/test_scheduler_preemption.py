@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
 from typing import Any
 
-from engines.mocker import BlockPool, PolynomialTiming, Scheduler, Sequence, VllmPolicy
-
-BLOCK = 4
-MODEL = PolynomialTiming()
-
-
-def scheduler(capacity: int = 100, **options: Any) -> Scheduler:
-    return Scheduler(BlockPool(capacity), block_size=BLOCK, **options)
-
-
-def asked(tokens: int | Items[int], max_output_tokens: int = 1, *, of: int = 0) -> Sequence:
-    """A request; `of` makes prompts of numbers differ from the first token on."""
-    prompt = range(of * 1000, of * 1000 + tokens) if isinstance(tokens, int) else tokens
-    return Sequence(prompt, max_output_tokens, block_size=BLOCK)
-
-
-def submitted(to: Scheduler, *sequences: Sequence) -> tuple[Sequence, ...]:
-    for sequence in sequences:
-        to.submit(sequence)
-    return sequences
+from engines.mocker import Scheduler, Sequence, VllmPolicy
+from tests.engines.mocker.scheduling.worlds import scheduler, sequence_of, submitted
 
 
 def crowded(preemption_mode: Any = "lifo") -> tuple[Scheduler, tuple[Sequence, ...]]:
     """Three sequences of two blocks each, in a cache of seven, about to need their third ones."""
     core = scheduler(7, policy=VllmPolicy(preemption_mode))
-    sequences = submitted(core, *(asked(7, 5, of=n) for n in range(1, 4)))
+    sequences = submitted(core, *(sequence_of(7, 5, of=n) for n in range(1, 4)))
     for _ in range(2):
         core.run_pass()
     assert core.pool.active == 6
@@ -54,7 +35,7 @@ def test_fifo_preempts_who_came_first() -> None:
 def test_a_preempted_request_waits_at_the_front() -> None:
     """MOCK-40"""
     core, (_, _, third) = crowded()
-    (newcomer,) = submitted(core, asked(4, of=9))
+    (newcomer,) = submitted(core, sequence_of(4, of=9))
     core.run_pass()
     assert core.waiting == (third, newcomer)
     assert third.computed == 0
@@ -65,7 +46,7 @@ def test_a_preempted_request_waits_at_the_front() -> None:
 def test_a_pass_that_preempts_admits_nobody() -> None:
     """MOCK-41"""
     core = scheduler(6)
-    first, second = submitted(core, asked(4, 12, of=1), asked(1, 12, of=2))
+    first, second = submitted(core, sequence_of(4, 12, of=1), sequence_of(1, 12, of=2))
     while not (done := core.run_pass()).preempted:
         pass
     assert (done.preempted, done.admitted) == ([second], [])
