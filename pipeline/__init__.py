@@ -5,7 +5,7 @@ are in `pipeline.errors`.
 """
 
 from .annotated import Annotated
-from .cancellation import until_killed
+from .cancellation import unless_killed, until_killed
 from .context import AnyContext, Context, Registry
 from .control import Control, Once, State
 from .engine import AsyncEngine, ErasedEngine, function_engine
@@ -88,5 +88,6 @@ __all__ = [
     "map_request",
     "map_response",
     "to_error",
+    "unless_killed",
     "until_killed",
 ]

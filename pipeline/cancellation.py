@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from inspect import iscoroutine
 from math import inf
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from anyio._backends import _asyncio as anyio_on_asyncio
 from anyio.lowlevel import current_token
 
 from .context import Context
-from .errors import BackendCancelled
+from .errors import BackendCancelled, Cancelled
 
 T = TypeVar("T")
 
@@ -66,9 +67,31 @@ def until_killed(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerat
     return _in_task(items, context) if native and _cuts_tasks else _in_scope(items, context)
 
 
+async def unless_killed(
+    awaitable: Awaitable[T], context: Context[Any], message: str = "killed before there was an answer"
+) -> T:
+    """Return the result, unless the context is killed before; then cancel the wait at once and raise Cancelled.
+
+    A request killed beforehand is not awaited at all. A result that was ready when the kill came is dropped, and closed
+    if it has an `aclose`, as a stream has. What the awaitable shields by a cancel scope of its own is waited for; what
+    it raises goes to the caller, on asyncio with BackendCancelled as in `until_killed`.
+    """
+    if context.is_killed:
+        if iscoroutine(awaitable):
+            awaitable.close()
+        raise Cancelled(message)
+    native = isinstance(current_token().native_token, asyncio.AbstractEventLoop)
+    results = await (_one_in_task if native and _cuts_tasks else _one_in_scope)(awaitable, context)
+    if not context.is_killed:
+        return results.pop()
+    for result in results:
+        await _close(result)
+    raise Cancelled(message)
+
+
 async def _in_task(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
     loop, control, read = asyncio.get_running_loop(), context.control, items.__anext__
-    current_task, cut = asyncio.current_task, _Cut(loop)
+    current_task, cut = asyncio.current_task, _ReadCanceller(loop)
     reader: Any = None
     state: Any = None
     forget = control.on_kill(cut)
@@ -98,7 +121,30 @@ async def _in_task(items: AsyncIterator[T], context: Context[Any]) -> AsyncGener
         await _close(items)
 
 
-class _Cut:
+async def _one_in_task(awaitable: Awaitable[T], context: Context[Any]) -> list[T]:
+    """Return the result in a list, which is empty if a kill cancelled the wait."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.current_task(loop)
+    assert reader is not None, "a coroutine runs in a task"
+    state, cut = _states.get(reader), _ReadCanceller(loop)
+    cut.outer = None if state is None else state.cancel_scope
+    cut.cancelled_before = reader.cancelling()
+    cut.task = reader
+    forget = context.control.on_kill(cut)
+    try:
+        return [await awaitable]
+    except asyncio.CancelledError as error:
+        if context.is_killed and not cut.is_due_to_others:
+            return []
+        if not reader.cancelling():
+            raise BackendCancelled("what the awaitable waited for was cancelled") from error
+        raise
+    finally:
+        forget()
+        cut.ends()
+
+
+class _ReadCanceller:
     """Called on a kill, cancels the task that reads, and again where that was in vain, until it has left the read."""
 
     __slots__ = ("_again", "_looks", "_loop", "cancelled_before", "outer", "task", "times")
@@ -190,6 +236,24 @@ async def _in_scope(items: AsyncIterator[T], context: Context[Any]) -> AsyncGene
         await _close(items)
 
 
-async def _close(items: AsyncIterator[Any]) -> None:
-    if (aclose := getattr(items, "aclose", None)) is not None:
+async def _one_in_scope(awaitable: Awaitable[T], context: Context[Any]) -> list[T]:
+    results: list[T] = []
+    try:
+        with CancelScope() as scope:
+            forget = context.control.on_kill(scope.cancel)
+            try:
+                results.append(await awaitable)
+            finally:
+                forget()
+    except asyncio.CancelledError as error:  # on asyncio, where this stands in for `_one_in_task`
+        reader = asyncio.current_task()
+        if reader is None or reader.cancelling():
+            raise
+        raise BackendCancelled("what the awaitable waited for was cancelled") from error
+    return results
+
+
+async def _close(source: object) -> None:
+    """Close an iterator, or a result that is dropped, if it can be closed."""
+    if (aclose := getattr(source, "aclose", None)) is not None:
         await aclose()

@@ -142,10 +142,10 @@ class ResponseStream(Generic[T_co]):
                 stacklevel=2,
             )
 
-    # -- shaping: each gives a stream that closes this one
+    # -- shaping: each returns a new stream with this one's context, which reads and closes this one
 
     def map(self, change: Callable[[T_co], U]) -> ResponseStream[U]:
-        """The stream of `change(item)`; if that raises, the stream ends with the error."""
+        """Return the stream of `change(item)`. What `change` raises ends the stream, after this one is closed."""
 
         async def changed() -> AsyncGenerator[U, None]:
             async with self:
@@ -153,6 +153,56 @@ class ResponseStream(Generic[T_co]):
                     yield change(item)
 
         return ResponseStream(changed(), self.context, self)
+
+    def tap(self, on_item: Callable[[T_co], object]) -> ResponseStream[T_co]:
+        """Return the same items; `on_item` is called with each, just before its reader gets it.
+
+        It is not called for an item that is never read, nor at the end. What it raises ends the stream, after this one
+        is closed.
+        """
+
+        async def observed() -> AsyncGenerator[T_co, None]:
+            async with self:
+                async for item in self:
+                    on_item(item)
+                    yield item
+
+        return ResponseStream(observed(), self.context, self)
+
+    def prepend(self, *items: U) -> ResponseStream[T_co | U]:
+        """Return these items, then those of this stream, which is first read after the last of them.
+
+        A kill ends the stream before the next item. A stop leaves the items: they were made before it.
+        """
+
+        async def joined() -> AsyncGenerator[T_co | U, None]:
+            async with self:
+                for first in items:
+                    if self.context.is_killed:
+                        return
+                    yield first
+                async for item in self:
+                    yield item
+
+        return ResponseStream(joined(), self.context, self)
+
+    def holding(self, reservation: Once) -> ResponseStream[T_co]:
+        """Return the same items, and release the reservation, once, on every way out of the stream.
+
+        It is released after this stream is closed, and before the reader sees the end or the error; if the new stream
+        is closed or dropped, also unread, then as everything it owns. A reservation released earlier stays so. What the
+        release raises goes to the reader or to the caller of `aclose`.
+        """
+
+        async def held() -> AsyncGenerator[T_co, None]:
+            try:
+                async with self:
+                    async for item in self:
+                        yield item
+            finally:
+                reservation.release()
+
+        return ResponseStream(held(), self.context, self, reservation)
 
     @overload
     def rx(self) -> ResponseStream[T_co]: ...

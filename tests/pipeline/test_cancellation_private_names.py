@@ -64,7 +64,7 @@ async def test_the_names_lead_from_a_task_to_all_its_scopes() -> None:
 @ON_ASYNCIO
 @pytest.mark.anyio
 async def test_a_shield_in_another_task_is_seen() -> None:
-    cut = racing._Cut(asyncio.get_running_loop())
+    cut = racing._ReadCanceller(asyncio.get_running_loop())
     cut.task = asyncio.current_task()
     assert not cut._is_shielded()
     with anyio.CancelScope(), anyio.CancelScope(shield=True), anyio.CancelScope():
