@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 _EXTRA = {
-    *("httptools", "httpx2", "opentelemetry", "prometheus_client", "rich", "starlette", "tokenizers", "typer"),
+    *("cyclopts", "httptools", "httpx2", "opentelemetry", "prometheus_client", "rich", "starlette", "tokenizers"),
     *("uvicorn", "uvloop", "yaml"),
 }
 """The libraries of the extra `serve`."""
@@ -16,7 +16,7 @@ _OTHER_EXTRAS = {"plotly": "report"}
 def main() -> None:
     """Run the command line; end with one line if a library that it needs is not installed.
 
-    That may come late: other packages bring typer, which is all that the command line itself needs.
+    That may come late: other packages bring cyclopts, which is all that the command line itself needs.
     """
     try:
         from .cli import main as run

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from attrs import frozen
 
-from pipeline.protocols.settings import setting
+from pipeline.settings import PORT, setting
 
 
 @frozen
 class AccessOptions:
     """What is off by default is off because a server on a loopback address needs none of it. No field is a secret."""
+
+    group: ClassVar[str] = "Access"
 
     api_keys: Path | None = setting(
         None,
@@ -24,7 +27,11 @@ class AccessOptions:
     tls_key_path: Path | None = setting(
         None, "Private key of the certificate as PEM, without a passphrase.", variable="DYN_TLS_KEY_PATH"
     )
-    cors_origin: tuple[str, ...] = setting((), "Origin whose pages may call the server from a browser; repeatable.")
-    trusted_proxy: tuple[str, ...] = setting((), "Address or network of a proxy that sets X-Forwarded-For; repeatable.")
+    cors_origin: tuple[str, ...] = setting(
+        (), "Origin whose pages may call the server from a browser; repeatable.", separator=","
+    )
+    trusted_proxy: tuple[str, ...] = setting(
+        (), "Address or network of a proxy that sets X-Forwarded-For; repeatable.", separator=","
+    )
     admin_host: str = setting("127.0.0.1", "Address where metrics and the state of workers are shown.")
-    admin_port: int | None = setting(None, "Port there; the server's own address shows them on it.")
+    admin_port: int | None = setting(None, "Port there; the server's own address shows them on it.", PORT)

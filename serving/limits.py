@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from attrs import frozen
 
-from pipeline.protocols.settings import setting
+from pipeline.settings import at_least, setting
 
 
 @frozen
 class HttpLimits:
     """Bounds that the HTTP side holds; 0 turns a bound off."""
+
+    group: ClassVar[str] = "Limits"
 
     max_metadata_entries: int = setting(64, "Headers `x-dynamo-meta-*` of a request; more are refused with 431.")
     max_metadata_bytes: int = setting(65_536, "Bytes in the names and values of these headers.")
@@ -19,9 +23,9 @@ class HttpLimits:
     )
     max_json_depth: int = setting(100, "Levels of lists and objects in the JSON of a body.")
     max_repaired_bytes: int = setting(1_048_576, "Bytes of a body of broken JSON up to which its repair is attempted.")
-    parser_threads: int = setting(2, "Threads that parse long bodies.", minimum=1)
+    parser_threads: int = setting(2, "Threads that parse long bodies.", at_least(1))
     tls_handshake_timeout_s: float = setting(
-        10.0, "Seconds that a client has for its TLS handshake; its connection is cut then.", minimum=0.1
+        10.0, "Seconds that a client has for its TLS handshake; its connection is cut then.", at_least(0.1)
     )
     max_connections: int = setting(10_000, "Connections open at a time; the next ones get 503.")
     max_connections_per_client: int = setting(

@@ -1,8 +1,9 @@
-"""What goes to the terminal: texts that cannot steer it, in tables that fit. A door of typer."""
+"""What goes to the terminal: texts that cannot steer it, in tables that fit."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from shutil import get_terminal_size
 from typing import Literal
 
@@ -17,9 +18,9 @@ _WIDEST = 120
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print the text, which may come from a file, a name or an error; every command prints with this alone."""
-    import typer
-
-    typer.echo(printable(text), err=err, nl=nl)
+    stream = sys.stderr if err else sys.stdout
+    stream.write(printable(text) + ("\n" if nl else ""))
+    stream.flush()
 
 
 def rendered(text: str) -> str:

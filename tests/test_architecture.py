@@ -33,7 +33,7 @@ MAY_IMPORT = {
 """Folder of the product, or its pytest plugin -> the folders of this repository it may import."""
 
 CORE = (
-    *("errors", "loop", "pace", "written", "stage", "signatures", "graph.draw"),
+    *("errors", "settings", "loop", "pace", "written", "stage", "signatures", "graph.draw"),
     *("control", "context", "cancellation", "foreign"),
     *("annotated", "stream", "engine", "operator", "graph.segment"),
 )
@@ -44,17 +44,17 @@ CALL_TIME = {("stream", "rx"), ("operator", "graph")}
 
 FACES = {
     "pipeline",
-    *(f"pipeline.{part}" for part in ("errors", "extras", "foreign", "loop", "threads", "virtual_time")),
+    *(f"pipeline.{part}" for part in ("errors", "extras", "foreign", "loop", "settings", "threads", "virtual_time")),
     *(f"pipeline.{folder}" for folder in ("llm", "network", "protocols", "rx", "telemetry", "testing", "wire")),
     *(
         f"pipeline.protocols.{group}"
-        for group in ("card", "field_rules", "kv", "limits", "openai", "runtime_config", "settings", "timing")
+        for group in ("card", "field_rules", "kv", "limits", "openai", "runtime_config", "timing")
     ),
     *("operators", *(f"operators.{folder}" for folder in ("kv", "migration", "pool", "prefill", "text"))),
     *("engines", *(f"engines.{folder}" for folder in ("conformance", "mocker", "worker"))),
     *(
         "serving",
-        *(f"serving.{part}" for part in ("access", "deployment", "http", "live", "openai", "replay", "socket")),
+        *(f"serving.{part}" for part in ("access", "cli", "deployment", "http", "live", "openai", "replay", "socket")),
         "serving.replay.page",
         *(f"serving.http.{part}" for part in ("generation", "metrics", "openapi", "request")),
     ),
@@ -68,6 +68,7 @@ DOORS = {
     "blake3": {"pipeline/llm/model_folder.py"},
     "cattrs": {"pipeline/wire/codec.py"},
     "json5": {"pipeline/llm/model_folder.py"},
+    "cyclopts": {f"serving/cli/{name}.py" for name in ("app", "effective", "help", "keys", "parsing", "replay")},
     "httptools": {f"serving/socket/{name}.py" for name in ("__init__", "chunked", "head")},
     "httpx2": {f"serving/live/{name}.py" for name in ("client", "stream")},
     "jinja2": {"operators/text/chat_template.py"},
@@ -92,7 +93,7 @@ DOORS = {
     "prometheus_client": {"serving/http/metrics/telemetry.py"},
     "pytest": {PLUGIN},
     "reactivex": {"pipeline/rx/*.py"},
-    "rich": {f"serving/{name}.py" for name in ("replay/report/tables", "replay_progress")},
+    "rich": {f"serving/{name}.py" for name in ("cli/help", "cli/progress", "replay/report/tables")},
     "starlette": {
         f"serving/http/{name}.py"
         for name in (
@@ -109,20 +110,7 @@ DOORS = {
     },
     "tokenizers": {"operators/text/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
-    "typer": {
-        f"serving/{name}.py"
-        for name in (
-            "cli",
-            "key_cli",
-            "options",
-            "record_options",
-            "replay_cli",
-            "replay_options",
-            "sweep_cli",
-            "terminal",
-        )
-    },
-    "uvicorn": {"serving/access/proxies.py", "serving/cli.py", "serving/server.py"},
+    "uvicorn": {"serving/access/proxies.py", "serving/server.py"},
     "zmq": {"engines/mocker/kv_events/zmq.py", "operators/kv/events/zmq.py"},
     "xxhash": {"pipeline/llm/block_hash.py", "pipeline/wire/frames.py"},
     "yaml": {"serving/settings_file.py"},
@@ -284,13 +272,14 @@ def core_is_generic(path: str, source: str) -> list[str]:
 
 
 def protocols_are_data(path: str, source: str) -> list[str]:
-    """Protocols import the standard library, attrs and each other."""
+    """Protocols import the standard library, attrs, each other, and what declares settings."""
     if not path.startswith("pipeline/protocols/"):
         return []
     return [
         f"{path}:{i.line}: imports {i.module}"
         for i in imports(path, source)
-        if i.top not in sys.stdlib_module_names | {"attrs"} and not i.module.startswith("pipeline.protocols")
+        if i.top not in sys.stdlib_module_names | {"attrs"}
+        and not i.module.startswith(("pipeline.protocols", "pipeline.settings"))
     ]
 
 

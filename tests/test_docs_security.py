@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
-import typer
 
-from pipeline.protocols.settings import settings_of
-from serving import cli
+from pipeline.settings import Setting, settings_of
 from serving.access import ALL_PRIVILEGES, ApiKey
 from serving.access_options import AccessOptions
+from serving.cli import commands
 
 PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
@@ -22,10 +20,9 @@ OF_OTHERS = {"--name"}
 """Options of `penstock key`."""
 
 
-def options_of(command: str) -> dict[str, Any]:
-    """The parameters of a command by option."""
-    group: Any = typer.main.get_command(cli._cli)
-    return {option: each for each in group.commands[command].params for option in each.opts}
+def options_of(command: str) -> dict[str, Setting]:
+    """The settings of a command by option."""
+    return {option: known for known in commands[command].settings().values() for option in known.options}
 
 
 def section(title: str) -> str:
@@ -53,7 +50,7 @@ def test_the_defaults_are_those_of_the_program() -> None:
     for option, default, variable in rows:
         value = known[option].default
         assert default.partition(":")[0] == ("none" if value in (None, [], ()) else str(value)), option
-        assert variable == (known[option].envvar or ""), option
+        assert variable == (known[option].variable), option
     wanted = {"--" + name.replace("_", "-") for name in settings_of(AccessOptions)}
     assert {option for option, _, _ in rows} == wanted | {"--host", "--tls-handshake-timeout-s"}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from attrs import frozen
 
-from .settings import setting
+from pipeline.settings import at_least, setting
 
 
 @frozen
@@ -13,6 +15,8 @@ class RequestLimits:
 
     A request beyond one of them is refused before its prompt is rendered or tokenized.
     """
+
+    group: ClassVar[str] = "Limits"
 
     max_tools: int = setting(1536, "Tools that a chat may declare.")
     max_messages: int = setting(4_096, "Messages of a chat.")
@@ -35,10 +39,12 @@ class RequestLimits:
 class PromptWork:
     """How the prompts of all requests are rendered, tokenized and hashed: the short ones at once, others in threads."""
 
+    group: ClassVar[str] = "Limits"
+
     inline_prompt_characters: int = setting(
         8_192, "Characters, or token ids, up to which a prompt is prepared at once; a longer one is in a thread."
     )
-    tokenizer_threads: int = setting(2, "Threads that prepare long prompts.", minimum=1)
+    tokenizer_threads: int = setting(2, "Threads that prepare long prompts.", at_least(1))
     max_waiting_prompts: int = setting(
         2_048, "Long prompts that may wait for such a thread; more are refused as an overload."
     )

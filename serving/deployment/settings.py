@@ -27,26 +27,28 @@ FIELD = "router_config"
 
 
 def kv_router_config(
-    path: Path | None, environment: Mapping[str, str], use_kv_events: bool | None = None
+    written: Path | Mapping[str, Any] | None, environment: Mapping[str, str], use_kv_events: bool | None = None
 ) -> KvRouterConfig:
-    """The settings in the TOML file at `path`, over those of the environment, over the defaults.
+    """Return the settings of the router from a file and the environment.
 
-    `use_kv_events`, where it is given, goes before both. The environment must make sense on its own. Raises
-    InvalidArgument for a file that cannot be read or is no TOML, with `router_config` as the field; and for settings
+    Those of a TOML file at a path come before the environment's, those of a table of the program's own settings file
+    after them; `use_kv_events`, where given, comes before both. The environment must make sense on its own. Raise
+    InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for settings
     that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins with the
     path, with the first one as the field.
     """
-    values: dict[str, Any] = asdict(config_from_environment(environment))
-    if path is not None:
-        values |= read_toml(path, FIELD)
+    if isinstance(written, Path):
+        values: dict[str, Any] = asdict(config_from_environment(environment)) | read_toml(written, FIELD)
+    else:
+        values = asdict(config_from_environment(environment, written))
     if use_kv_events is not None:
         values["use_kv_events"] = use_kv_events
     try:
         return KvRouterConfig.from_plain(values)
     except InvalidArgument as error:
-        if path is None:
+        if not isinstance(written, Path):
             raise
-        raise wrong(path, str(error), error.field, error) from error
+        raise wrong(written, str(error), error.field, error) from error
 
 
 POLICY_FIELD = "router_policy_config"

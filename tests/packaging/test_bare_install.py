@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 NEEDS: dict[str, str] = {
+    "serving.cli": "serving.cli needs cyclopts: pip install 'penstock[serve]'",
     "serving.http": "serving.http needs starlette: pip install 'penstock[serve]'",
     "serving.live": "serving.live needs httpx2: pip install 'penstock[serve]'",
     "serving.replay.page": "serving.replay.page needs plotly: pip install 'penstock[report]'",
@@ -116,7 +117,7 @@ def test_the_engine_of_the_docs_is_proved_and_used(bare: Run, tmp_path: Path) ->
 def test_the_program_ends_with_one_line_that_names_the_extra(arguments: list[str], bare: Run, tmp_path: Path) -> None:
     ran = bare("-m", "serving", *arguments, cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == "penstock: typer is missing; install the program with: pip install 'penstock[serve]'\n"
+    assert ran.stderr == "penstock: cyclopts is missing; install the program with: pip install 'penstock[serve]'\n"
 
 
 def test_the_installed_command_is_the_program(bare: Run, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_the_installed_command_is_the_program(bare: Run, tmp_path: Path) -> None
     )
     ran = bare("-c", code, cwd=tmp_path)
     assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)
-    assert ran.stderr.startswith("penstock: typer is missing")
+    assert ran.stderr.startswith("penstock: cyclopts is missing")
 
 
 @pytest.mark.parametrize(

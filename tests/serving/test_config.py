@@ -13,8 +13,8 @@ from engines.mocker import MockEngine
 from operators import Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
+from serving.cli.options import Router
 from serving.deployment import GraphConfig, RouterName
-from serving.options import Router
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_cannot_be_served_is_refused_at_once(fields: dict[str, Any], place:
 
 
 def test_the_program_takes_every_router_a_config_may_name() -> None:
-    assert [router.value for router in Router] == list(get_args(RouterName))
+    assert get_args(Router) == get_args(RouterName)
 
 
 def test_each_worker_gets_an_engine_of_its_own() -> None:

@@ -22,7 +22,7 @@ from pipeline.protocols.openai import (
     ModelInfo,
     ModelList,
 )
-from pipeline.protocols.settings import settings_of
+from pipeline.settings import settings_of
 
 from ..generation import NOT_IMPLEMENTED
 from ..options import HttpOptions

@@ -16,8 +16,8 @@ from typing import Any
 import anyio
 import pytest
 
-from serving import replay_progress
 from serving.cli import main
+from serving.cli import progress as progress_bars
 from serving.live.client import network
 
 Replay = Callable[..., tuple[int, str, str]]
@@ -80,7 +80,7 @@ def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
         def interrupting(total: int, to: Any) -> Iterator[Callable[[int], None]]:
             yield lambda ended: os.kill(os.getpid(), signal.SIGINT) if ended == 4 else None
 
-        monkeypatch.setattr(replay_progress, "progress", interrupting)
+        monkeypatch.setattr(progress_bars, "progress", interrupting)
         code, out, err = replay(*LOAD, "--live", f"http://{address}", "--arrival-interval-ms", 40, "--json", file)
         assert (code, err) == (130, "")
         assert "INTERRUPTED" in out

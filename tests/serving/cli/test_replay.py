@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import InvalidArgument
-from serving import replay_progress
+from serving.cli import progress as progress_bars
+from serving.cli.progress import progress
 from serving.replay import Report, Samples, comparison_text, make_report
 from serving.replay.report import difference
-from serving.replay_progress import progress
 
 Replay = Callable[..., tuple[int, str, str]]
 
@@ -41,7 +41,7 @@ def test_in_real_time_an_interrupt_leaves_a_report_of_what_was_done(
     def interrupting(total: int, to: object) -> Iterator[Callable[[int], None]]:
         yield lambda ended: os.kill(os.getpid(), signal.SIGINT) if ended == 4 else None
 
-    monkeypatch.setattr(replay_progress, "progress", interrupting)
+    monkeypatch.setattr(progress_bars, "progress", interrupting)
     load = ("--input-tokens", 64, "--output-tokens", 4, "--requests", 12, "--arrival-interval-ms", 40)
     file = tmp_path / "report.json"
     code, out, err = replay(*load, "--real-time", "--engine-arg", "speedup_ratio=100", "--json", file)

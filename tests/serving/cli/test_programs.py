@@ -164,9 +164,9 @@ def test_help_is_cheap() -> None:
     assert ended.stdout.strip().splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("library", ["typer", "uvicorn"])
+@pytest.mark.parametrize("library", ["cyclopts", "uvicorn"])
 def test_a_program_without_its_libraries_says_what_to_install(library: str) -> None:
-    """Also if the command line itself starts, since another package has brought typer."""
+    """Also if the command line itself starts, since another package has brought cyclopts."""
     hide = f"import sys; sys.modules[{library!r}] = None; sys.argv = ['penstock', 'serve']; "
     start = "from serving.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", hide + start], capture_output=True, text=True, check=False)

@@ -1,7 +1,12 @@
-"""What `penstock replay sweep` does: the values that vary, the runs, and what is written of them."""
+"""`penstock replay sweep`: routers, fleets and settings in all combinations, on all cores.
+
+    penstock replay sweep TRACE --router round-robin --router kv --workers 4 --workers 8 \\
+        --vary overlap_score_credit=0.5,1,2 --reports reports --html sweep.html
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,15 +16,71 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .replay_work import INTERRUPTED_EXIT, check_no_trace, check_page, check_place, load_to_make, read_load, trace_name
-from .terminal import echo
+from ..environment import of_graphs
+from ..terminal import echo, log_to_stderr
+from .loads import (
+    INTERRUPTED_EXIT,
+    check_no_trace,
+    check_page,
+    check_place,
+    limits_of,
+    read_load,
+    synthetic_load,
+    trace_name,
+)
+from .options import MockerOptions, QuietLogOption, RoutingOptions, SweepPool
+from .replay_options import GoodputOptions, LoadOptions, RunOptions, SweepReportOptions
 
 if TYPE_CHECKING:
-    from .replay import Sweep, SyntheticLoad, Trace
+    from ..replay import Sweep, SyntheticLoad, Trace
+
+SWEEP_EXAMPLE = (
+    "Example: penstock replay sweep TRACE --router kv --workers 4 --workers 8 --vary router_temperature=0,0.5"
+)
 
 _CALLED = {"requests": "request_count"}
 """Options that are not called like what they set."""
 _DEFAULTS: dict[str, Sequence[Any]] = {"router": ["round-robin"], "workers": [1]}
+
+
+def sweep(
+    load: LoadOptions,
+    pool: SweepPool,
+    engine: MockerOptions,
+    routing: RoutingOptions,
+    run: RunOptions,
+    goodput: GoodputOptions,
+    report: SweepReportOptions,
+    log: QuietLogOption,
+) -> int:
+    """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
+    log_to_stderr(log.log_level.upper())
+    files = SweepFiles(report.json, report.html, report.reports)
+    files.check(per_request=report.per_request)
+    axes = _axes_of(pool.router, pool.workers, pool.vary)
+    main = "kv" if "kv" in axes["router"] else "round-robin"
+    base = routing.graph_fields(main, os.environ)
+    base |= {
+        "router": axes["router"][0],
+        "workers": 1,
+        "seed": pool.seed,
+        "engine": engine.engine,
+        "engine_args": engine.engine_args,
+    }
+    return _run_sweep(
+        base,
+        axes,
+        _load_of(load, pool.seed, axes),
+        {"speed_up": load.speed_up, "concurrency": load.concurrency},
+        files,
+        jobs=pool.jobs,
+        environment=of_graphs(os.environ),
+        faults=list(run.fault),
+        limits=limits_of(goodput),
+        per_request=report.per_request,
+        gpus_per_worker=run.gpus_per_worker,
+        gpus_per_prefill_worker=run.gpus_per_prefill_worker,
+    )
 
 
 @frozen
@@ -43,11 +104,11 @@ class SweepFiles:
 
     def write(self, done: Sweep) -> None:
         if self.json is not None:
-            from .replay import sweep_json
+            from ..replay import sweep_json
 
             self.json.write_bytes(sweep_json(done))
         if self.html is not None:
-            from .replay.page import sweep_page
+            from ..replay.page import sweep_page
 
             self.html.write_text(sweep_page(done), encoding="utf-8")
 
@@ -61,7 +122,7 @@ class SweepLoad:
     made_up: SyntheticLoad | None = None
 
 
-def axes_of(routers: Sequence[str], workers: Sequence[int], vary: Sequence[str]) -> dict[str, Sequence[Any]]:
+def _axes_of(routers: Sequence[str], workers: Sequence[int], vary: Sequence[str]) -> dict[str, Sequence[Any]]:
     """The values that vary, by name: routers first, then workers, then what else in the order it was given.
 
     Raises InvalidArgument for a text that is not NAME=VALUE,VALUE and for a name that is given twice.
@@ -84,29 +145,17 @@ def axes_of(routers: Sequence[str], workers: Sequence[int], vary: Sequence[str])
     }
 
 
-def load_of(
-    paths: list[Path] | None,
-    format: str,
-    block_size: int | None,
-    skip_bad: bool,
-    requests: int | None,
-    seed: int,
-    made_up: dict[str, Any],
-    prefixes: dict[str, Any],
-    axes: Mapping[str, Sequence[Any]],
-) -> SweepLoad:
-    """The trace, or the load to make up: what varies of that needs no option of its own. Raises InvalidArgument."""
-    if paths:
-        trace = read_load(paths, format, block_size, skip_bad, requests, made_up, prefixes)
-        return SweepLoad(trace, trace_name(paths))
-    check_no_trace(format, skip_bad)
-    from .deployment import converted
-    from .replay import SyntheticLoad
+def _load_of(options: LoadOptions, seed: int, axes: Mapping[str, Sequence[Any]]) -> SweepLoad:
+    """Return the trace, or the synthetic load; its size may be among the axes. Raise InvalidArgument."""
+    if options.trace:
+        return SweepLoad(read_load(options), trace_name(options.trace))
+    check_no_trace(options)
+    from ..deployment import converted
+    from ..replay import SyntheticLoad
 
-    texts = {name: values[0] for name, values in axes.items() if name in (*made_up, *prefixes, "request_count")}
-    given = made_up | prefixes | _placed(converted, SyntheticLoad, texts)
-    count = given.pop("request_count", requests)
-    return SweepLoad(made_up=load_to_make(given, count, seed, block_size))
+    given = options.synthetic | options.prefixes
+    texts = {name: values[0] for name, values in axes.items() if name in (*given, "request_count")}
+    return SweepLoad(made_up=synthetic_load(given | _placed(converted, SyntheticLoad, texts), options, seed))
 
 
 def _placed(converted: Any, make: Any, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -116,7 +165,7 @@ def _placed(converted: Any, make: Any, texts: Mapping[str, str]) -> dict[str, An
         raise InvalidArgument(str(error), field=f"vary.{error.field}") from error
 
 
-def run_sweep(
+def _run_sweep(
     base: Mapping[str, Any],
     axes: Mapping[str, Sequence[Any]],
     load: SweepLoad,
@@ -130,8 +179,9 @@ def run_sweep(
 
     That is 1 if a run failed, which is said when it does. An interrupt ends what runs, and what is done is shown.
     """
-    from .replay import Sweep, sweep, sweep_runs
-    from .replay_progress import sweep_progress
+    from ..replay import Sweep, sweep_runs
+    from ..replay import sweep as run_all
+    from .progress import sweep_progress
 
     runs = sweep_runs(base, axes, load=load.made_up, **how)
     results: list[Any] = []
@@ -146,14 +196,14 @@ def run_sweep(
 
         told: dict[str, Any] = {"heard": heard, "ended": ended, "trace_name": load.name}
         try:
-            sweep(runs, load.trace, jobs=jobs, folder=files.reports, **given, **told)
+            run_all(runs, load.trace, jobs=jobs, folder=files.reports, **given, **told)
         except KeyboardInterrupt:
             code = INTERRUPTED_EXIT
             echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
     done = Sweep.of(runs, results)
     if found := sum(result.is_found for result in results):
         echo(f"{found} of {len(runs)} runs were in {files.reports}", err=True)
-    from .replay import sweep_text
+    from ..replay import sweep_text
 
     echo(sweep_text(done), nl=False)
     files.write(done)

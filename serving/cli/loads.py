@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -16,8 +16,9 @@ from attrs import evolve
 from pipeline import InvalidArgument
 
 if TYPE_CHECKING:
-    from .deployment import GraphConfig
-    from .replay import Fault, Limits, Report, RollingRestart, SyntheticLoad, Trace
+    from ..deployment import GraphConfig
+    from ..replay import Fault, Limits, Report, RollingRestart, SyntheticLoad, Trace
+    from .replay_options import GoodputOptions, LoadOptions
 
 INTERRUPTED_EXIT = 130
 """As of a program that a shell's user interrupts."""
@@ -38,112 +39,89 @@ def check_page(path: Path | None, field: str) -> None:
 
 
 def write_page(path: Path, reports: dict[str, Report]) -> None:
-    from .replay.page import report_page
+    from ..replay.page import report_page
 
     path.write_text(report_page(reports), encoding="utf-8")
 
 
 def write_pareto(path: Path, reports: dict[str, Report]) -> None:
-    from .replay.page import pareto_page
+    from ..replay.page import pareto_page
 
     path.write_text(pareto_page(reports), encoding="utf-8")
 
 
-def script_of(faults: list[str], config: GraphConfig) -> list[Fault | RollingRestart]:
+def script_of(faults: Sequence[str], config: GraphConfig) -> list[Fault | RollingRestart]:
     """The faults as written, once they are known to fit the workers."""
-    from .replay import parse_faults, plan_faults
+    from ..replay import parse_faults, plan_faults
 
-    script = parse_faults(faults)
+    script = parse_faults(list(faults))
     plan_faults(script, workers=config.workers, prefill_workers=config.prefill_workers)
     return script
 
 
-def made_up_load(given: dict[str, Any], requests: int | None, seed: int, block_size: int | None) -> Trace:
-    return load_to_make(given, requests, seed, block_size).make()
+def load_of(options: LoadOptions, seed: int) -> Trace:
+    """Return the requests of the trace files, or synthetic ones. Raise InvalidArgument for options that do not fit."""
+    if options.trace:
+        return read_load(options)
+    check_no_trace(options)
+    return synthetic_load(options.synthetic | options.prefixes, options, seed).make()
 
 
-def load_to_make(given: dict[str, Any], requests: int | None, seed: int, block_size: int | None) -> SyntheticLoad:
-    """Raises InvalidArgument for load that cannot be, and where something is missing."""
-    from .replay import SyntheticLoad
+def synthetic_load(given: Mapping[str, Any], options: LoadOptions, seed: int) -> SyntheticLoad:
+    """Return the synthetic load of this shape. Raise InvalidArgument for load that cannot be, or lacks its size."""
+    from ..replay import SyntheticLoad
 
-    for name, value in (("input_tokens", given["input_tokens"]), ("output_tokens", given["output_tokens"])):
-        if value is None:
-            raise InvalidArgument("is needed to make up load; or give a TRACE", field=name)
-    if requests is None:
-        raise InvalidArgument("is needed to make up load; or give a TRACE", field="requests")
-    said = {name: value for name, value in (given | {"trace_block_size": block_size}).items() if value is not None}
-    return SyntheticLoad(request_count=requests, seed=seed, **said)
+    shape = {"request_count": options.requests, "trace_block_size": options.trace_block_size, **given}
+    for name, field in (("input_tokens",) * 2, ("output_tokens",) * 2, ("request_count", "requests")):
+        if shape[name] is None:
+            raise InvalidArgument("is needed to make up load; or give a TRACE", field=field)
+    return SyntheticLoad(seed=seed, **{name: value for name, value in shape.items() if value is not None})
 
 
-def check_no_trace(format: str, skip_bad: bool) -> None:
-    """Raises InvalidArgument for what says how a trace is read, where there is none."""
-    for name, is_given in (("format", format != "mooncake"), ("skip_bad", skip_bad)):
+def check_no_trace(options: LoadOptions) -> None:
+    """Raise InvalidArgument for options that shape how a trace is read."""
+    for name, is_given in (("format", options.format != "mooncake"), ("skip_bad", options.skip_bad)):
         if is_given:
             raise InvalidArgument("is for a TRACE, and there is none", field=name)
 
 
-def read_load(
-    paths: list[Path],
-    format: str,
-    block_size: int | None,
-    skip_bad: bool,
-    requests: int | None,
-    made_up: dict[str, Any],
-    prefixes: dict[str, Any],
-) -> Trace:
-    from .replay import first_requests, read_trace
+def read_load(options: LoadOptions) -> Trace:
+    """Return the first requests of the trace files. Raise InvalidArgument for options that shape synthetic load."""
+    from ..replay import first_requests, read_trace
 
-    for name, value in made_up.items():
+    for name, value in options.synthetic.items():
         if value is not None:
             raise InvalidArgument("is for made up load, and there is a trace", field=name)
-    if requests is not None and requests < 1:
-        raise InvalidArgument(f"must be at least 1, got {requests}", field="requests")
-    said = {name: value for name, value in prefixes.items() if value is not None}
-    trace = read_trace(paths, format, trace_block_size=block_size, skip_bad=skip_bad, **said)
-    return trace if requests is None else first_requests(trace, requests)
+    shared = {name: value for name, value in options.prefixes.items() if value is not None}
+    paths = list(options.trace)
+    trace = read_trace(
+        paths, options.format, trace_block_size=options.trace_block_size, skip_bad=options.skip_bad, **shared
+    )
+    return trace if options.requests is None else first_requests(trace, options.requests)
 
 
-def limits_of(ttft_ms: float | None, itl_ms: float | None, e2e_ms: float | None) -> Limits:
-    from .replay import Limits
+def limits_of(options: GoodputOptions) -> Limits:
+    """Return the limits that good requests keep."""
+    from ..replay import Limits
 
-    return Limits(ttft_ms=ttft_ms, itl_ms=itl_ms, e2e_ms=e2e_ms)
-
-
-def settings_of(
-    config: GraphConfig,
-    paths: list[Path] | None,
-    load: Trace,
-    faults: list[str],
-    speed_up: float,
-    concurrency: int | None,
-    limits: Limits,
-    gpus: tuple[int, int | None],
-    environment: Mapping[str, str],
-) -> dict[str, Any]:
-    """What the report says of itself; the same as that of the same run of a sweep."""
-    from .replay import SweepRun
-
-    run = SweepRun(config.router, {}, config, speed_up, concurrency)
-    return run.settings(load, trace=trace_name(paths), faults=faults, limits=limits, gpus=gpus, environment=environment)
+    return Limits(ttft_ms=options.sla_ttft_ms, itl_ms=options.sla_itl_ms, e2e_ms=options.sla_e2e_ms)
 
 
-def trace_name(paths: list[Path] | None) -> str | None:
+def trace_name(paths: Sequence[Path]) -> str | None:
     """What a report calls the files of a trace; None for load that was made up."""
     return ", ".join(path.name for path in paths) if paths else None
 
 
-def load_settings(
-    paths: list[Path] | None, load: Trace, seed: int | None, speed_up: float, concurrency: int | None
-) -> dict[str, Any]:
-    """The part that says what load it was, of a replay to a server as of any other."""
-    from .replay import LoadFacts
+def load_settings(options: LoadOptions, load: Trace, seed: int | None) -> dict[str, Any]:
+    """Return the settings of the load for the report of a replay to a server; they are those of any other replay."""
+    from ..replay import LoadFacts
 
     return {
-        "trace": trace_name(paths),
+        "trace": trace_name(options.trace),
         "format": load.format.value,
         "seed": seed,
-        "speed_up": speed_up,
-        "concurrency": concurrency,
+        "speed_up": options.speed_up,
+        "concurrency": options.concurrency,
         "load_digest": LoadFacts.of(load).digest,
     }
 
@@ -153,10 +131,10 @@ def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> 
     it is of what was done."""
     import anyio
 
-    from pipeline.testing import run_in_virtual_time
+    from pipeline.virtual_time import run_in_virtual_time
 
-    from .replay import run_config
-    from .replay_progress import progress
+    from ..replay import run_config
+    from .progress import progress
 
     began_s = perf_counter()
     with progress(trace.requests, sys.stderr) as heard:
@@ -175,7 +153,7 @@ async def told_to_end() -> None:
         await anext(aiter(signals))
 
 
-def named_reports(paths: list[Path]) -> dict[str, Report]:
+def named_reports(paths: Sequence[Path]) -> dict[str, Report]:
     """The reports of the files by their short names. Raises InvalidArgument for less than two, or one given twice."""
     named = {short_name(path, paths): read_report(path) for path in paths}
     if len(named) < max(2, len(paths)):
@@ -184,14 +162,14 @@ def named_reports(paths: list[Path]) -> dict[str, Report]:
     return named
 
 
-def short_name(path: Path, paths: list[Path]) -> str:
+def short_name(path: Path, paths: Sequence[Path]) -> str:
     """Its name without folder and suffix, unless another one is called the same."""
     return path.stem if [other.stem for other in paths].count(path.stem) == 1 else str(path)
 
 
 def read_report(path: Path) -> Report:
     """Raises InvalidArgument for a file that cannot be read or is no report, named by its path."""
-    from .replay import Report
+    from ..replay import Report
 
     try:
         return Report.from_json(path.read_bytes())

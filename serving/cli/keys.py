@@ -6,46 +6,43 @@ penstock key hash --name search < key.txt
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
 
-import typer
+from cyclopts import App
 
 from pipeline import InvalidArgument
 
-from .options import fail
-from .terminal import echo
+from ..terminal import echo
+from .options import KeyOptions
+from .parsing import command
 
-key = typer.Typer(help="Make API keys for --api-keys.", no_args_is_help=True)
-
-Name = Annotated[str, typer.Option(help="Name of the key in logs and counts.")]
+keys = App(name="key", help="Make API keys for --api-keys.")
 
 
-@key.command()
-def new(name: Name = "client") -> None:
+@command(keys)
+def new(key: KeyOptions) -> None:
     """Print the table of a fresh key for the file; the key itself goes to standard error, this once."""
-    from .access import new_key
+    from ..access import new_key
 
     made = new_key()
-    echo(_table(name, made))
+    echo(_table(key.name, made))
     echo(made, err=True)
 
 
-@key.command(name="hash")
-def hash_key(name: Name = "client") -> None:
+@command(keys, "hash")
+def hash_key(key: KeyOptions) -> None:
     """Print the table of a key of your own, read from standard input: a list of processes would show an option."""
-    echo(_table(name, typer.get_text_stream("stdin").readline().strip()))
+    echo(_table(key.name, sys.stdin.readline().strip()))
 
 
 def _table(name: str, made: str) -> str:
-    """The table of the file. A name or key that cannot be ends the program with an error."""
+    """Return the table for the file. Raise InvalidArgument for a name or key that cannot be."""
     from pipeline.protocols.field_rules import InvalidRecord
 
-    from .access import ApiKey, hash_of
+    from ..access import ApiKey, hash_of
 
     try:
         checked = ApiKey(name=name, hash=hash_of(made))
     except InvalidRecord as error:
-        fail(InvalidArgument(str(error), field="--name"))
-    except InvalidArgument as error:
-        fail(error)
+        raise InvalidArgument(str(error), field="name") from error
     return f'[[key]]\nname = "{checked.name}"\nhash = "{checked.hash}"'

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from pipeline.testing import run_in_virtual_time
+from serving.cli.progress import sweep_progress
 from serving.replay.sweeping import run as sweeping
-from serving.replay_progress import sweep_progress
 
 Sweep = Callable[..., tuple[int, str, str]]
 LOAD = ("--input-tokens", "600", "--output-tokens", "4", "--requests", "5", "--request-rate", "20")
@@ -108,7 +108,7 @@ def test_what_is_made_up_may_vary_without_an_option_of_its_own(sweep: Sweep, tmp
         (["--json", "/nowhere/sweep.json"], ["--json", "/nowhere/sweep.json"]),
         (["--reports", "/nowhere/reports"], ["--reports", "/nowhere/reports"]),
         (["--reports", __file__], ["--reports", "no folder"]),
-        (["--jobs", "0"], ["--jobs", "greater than"]),
+        (["--jobs", "0"], ["--jobs", "at least 1"]),
         (["--per-request"], ["--per-request", "--reports"]),
         (["--per-request", "--json", "sweep.json"], ["--per-request", "--reports"]),
         (["--skip-bad"], ["--skip-bad", "TRACE"]),

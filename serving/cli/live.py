@@ -16,11 +16,11 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .replay_work import told_to_end
+from .loads import told_to_end
 
 if TYPE_CHECKING:
-    from .live import LiveServer
-    from .replay import Report, RequestReport, Role, Trace
+    from ..live import LiveServer
+    from ..replay import Report, RequestReport, Role, Trace
 
 OF_THE_GRAPH = (
     *("router", "workers", "prefill_workers", "enforce_disagg", "engine", "engine_arg", "router_config", "kv_events"),
@@ -89,7 +89,7 @@ def replayed_live(live: Live, trace: Trace, json: Path | None, settings: Mapping
     """
     import anyio
 
-    from .replay_progress import progress
+    from .progress import progress
 
     _raise_limit_of_files()
     load = trace.with_vocabulary(live.vocabulary)
@@ -99,8 +99,8 @@ def replayed_live(live: Live, trace: Trace, json: Path | None, settings: Mapping
 
 
 async def _replay(live: Live, trace: Trace, json: Path | None, settings: Mapping[str, Any], **how: Any) -> Report:
-    from .live import find_server, live_graph
-    from .replay import run
+    from ..live import find_server, live_graph
+    from ..replay import run
 
     key = os.environ.get("OPENAI_API_KEY") or None
     server = await find_server(live.url, model=live.model, api_key=key)

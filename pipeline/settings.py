@@ -1,0 +1,321 @@
+"""Settings: attrs fields that carry range, meaning, environment variable and option of what a user may set.
+
+    @frozen
+    class HttpLimits:
+        group: ClassVar[str] = "Limits"
+
+        max_connections: int = setting(10_000, "Connections that may be open at a time.", at_least(0))
+
+That one line gives the option `--max-connections`, the variable `PENSTOCK_MAX_CONNECTIONS`, the key `max_connections`
+of a settings file, the check of its range, its line in the help and its row in the docs. An object with fields that are
+out of range cannot be made: InvalidArgument names all of them.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+
+import attrs
+
+from .errors import InvalidArgument
+
+T = TypeVar("T")
+
+Problem: TypeAlias = tuple[str, str]
+"""A setting, and what is wrong with its value."""
+
+_KEY = "penstock.setting"
+_SETTINGS: dict[Any, dict[str, Setting]] = {}
+"""What `settings_of` has found, by class."""
+
+
+@attrs.frozen
+class Check:
+    """What a value must be."""
+
+    text: str
+    """Completes the sentence "must be ..."."""
+    holds: Callable[[Any], bool]
+    """Return whether a value is right. Not called for None."""
+
+
+def at_least(low: float) -> Check:
+    """Return the check for a number from `low` on."""
+    return Check(f"at least {low:g}", lambda value: bool(value >= low))
+
+
+def above(low: float) -> Check:
+    """Return the check for a number above `low`."""
+    return Check(f"above {low:g}", lambda value: bool(value > low))
+
+
+def between(low: float, high: float) -> Check:
+    """Return the check for a number from `low` to `high`."""
+    return Check(f"between {low:.15g} and {high:.15g}", lambda value: bool(low <= value <= high))
+
+
+def share() -> Check:
+    """Return the check for a part of a whole, from 0 to 1."""
+    return between(0, 1)
+
+
+def finite(low: float) -> Check:
+    """Return the check for a finite number from `low` on."""
+    return Check(f"a finite number not below {low:g}", lambda value: is_finite(value) and bool(value >= low))
+
+
+def one_of(*known: str) -> Check:
+    """Return the check for one of these texts."""
+    return Check(f"one of {', '.join(known)}", lambda value: value in known)
+
+
+ANY = Check("anything", lambda value: True)
+"""The check that any value passes."""
+
+
+def not_blank() -> Check:
+    """Return the check for a text that is more than blanks."""
+    return Check("more than blanks", lambda value: bool(value.strip()))
+
+
+def is_finite(value: float) -> bool:
+    """Return whether a number is finite; an integer larger than any float is not."""
+    try:
+        return isfinite(value)
+    except OverflowError:
+        return False
+
+
+PORT = between(0, 65535)
+"""The check for a TCP port; 0 takes a free one."""
+
+
+@attrs.frozen
+class Setting:
+    """What is known of one field of a record of settings."""
+
+    name: str
+    kind: Any
+    """Its type: what a text is turned into."""
+    default: Any
+    """`attrs.NOTHING` where a value must be given."""
+    help: str
+    """One plain sentence."""
+    check: Check | None
+    variable: str
+    """The environment variable that sets it; empty: none does."""
+    options: tuple[str, ...]
+    """Its names on the command line; empty: an argument without a name."""
+    metavar: str
+    """What stands for the value in the help; empty: what follows from the type."""
+    group: str
+    """The heading above it in the help."""
+    has_negative: bool
+    """Whether a switch has a `--no-` form."""
+    is_read_below: bool
+    """Whether the stage that uses the value reads the variable by itself."""
+    separator: str
+    """What separates the items of a list within one text; empty: each text is one item."""
+
+    @property
+    def label(self) -> str:
+        """What errors call it: its first option, or what stands for it."""
+        return self.options[0] if self.options else self.metavar or self.name
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it may be given several times."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts it may be; empty: any that its type allows."""
+        return next((get_args(kind) for kind in kinds_of(self.kind) if get_origin(kind) is Literal), ())
+
+
+@attrs.frozen
+class _Declared:
+    """The part of a Setting that is written at the field."""
+
+    help: str
+    check: Check | None
+    variable: str | None
+    option: str | Sequence[str] | None
+    metavar: str
+    has_negative: bool
+    is_read_below: bool
+    separator: str
+
+
+def setting(
+    default: T,
+    help: str,
+    check: Check | None = None,
+    *,
+    variable: str | None = None,
+    option: str | Sequence[str] | None = None,
+    metavar: str = "",
+    has_negative: bool = True,
+    is_read_below: bool = False,
+    separator: str = "",
+) -> T:
+    """Return an attrs field that is a setting, with this default; `required(...)` makes one that has none.
+
+    Without a `check` numbers are at least 0 if the default is one, and any if it is None. `variable` is by default the
+    prefix of its record and the name in upper case, and none for "". `option` is by default the name with hyphens;
+    `()` makes it an argument. The other parameters are those of `Setting`.
+    """
+    if check is None and isinstance(default, int | float) and not isinstance(default, bool):
+        check = at_least(0)
+    declared = _Declared(help, check, variable, option, metavar, has_negative, is_read_below, separator)
+    return attrs.field(default=default, metadata={_KEY: declared}, validator=_validate)
+
+
+def required(help: str, *, metavar: str) -> Any:
+    """Return an attrs field that is an argument of a command, and must be given."""
+    return setting(attrs.NOTHING, help, variable="", option=(), metavar=metavar)
+
+
+def settings_of(record: type[Any]) -> Mapping[str, Setting]:
+    """Return the settings of an attrs class by field name, in their order; other fields are left out.
+
+    The class may set `group`, the heading of its options, and `variable_prefix`, `PENSTOCK_` by default; with an empty
+    prefix only those settings have a variable that name one.
+    """
+    if (known := _SETTINGS.get(record)) is not None:
+        return known
+    hints, group = typing.get_type_hints(record), getattr(record, "group", "Options")
+    prefix = getattr(record, "variable_prefix", "PENSTOCK_")
+    found = _SETTINGS[record] = {}
+    for each in attrs.fields(record):
+        declared = each.metadata.get(_KEY)
+        if not isinstance(declared, _Declared):
+            continue
+        variable, option = declared.variable, declared.option
+        found[each.name] = Setting(
+            each.name,
+            hints[each.name],
+            each.default,
+            declared.help,
+            declared.check,
+            (prefix and prefix + each.name.upper()) if variable is None else variable,
+            (option,) if isinstance(option, str) else (dashed(each.name),) if option is None else tuple(option),
+            declared.metavar,
+            group,
+            declared.has_negative,
+            declared.is_read_below,
+            declared.separator,
+        )
+    return found
+
+
+def dashed(name: str) -> str:
+    """Return the option of a field: `max_tools` is `--max-tools`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def range_problems(record: type[Any], values: Mapping[str, Any]) -> list[Problem]:
+    """Return what is out of range among values of the right types; None is right wherever it can be."""
+    return [
+        (name, f"must be {known.check.text}, got {shown(value)}")
+        for name, known in settings_of(record).items()
+        if known.check is not None
+        and (value := values.get(name)) is not None
+        and not all(known.check.holds(each) for each in (value if known.is_list else (value,)))
+    ]
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise InvalidArgument if there are any: all of them in its text, the first one's setting as its field."""
+    if len(problems) == 1:
+        raise InvalidArgument(problems[0][1], field=problems[0][0])
+    if problems:
+        raise InvalidArgument("; ".join(f"{name}: {what}" for name, what in problems), field=problems[0][0])
+
+
+def _validate(record: Any, attribute: attrs.Attribute[Any], _: Any) -> None:
+    """Check the whole object once, when its first setting is set."""
+    known = settings_of(type(record))
+    if attribute.name == next(iter(known)):
+        raise_problems(range_problems(type(record), {name: getattr(record, name) for name in known}))
+
+
+def shown(value: Any) -> str:
+    """Return a value as errors show it: texts in quotes."""
+    return repr(value) if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def kinds_of(kind: Any) -> Sequence[Any]:
+    """Return the types a value may have: those of a union, that of each item of a tuple, or the type itself."""
+    if isinstance(kind, types.UnionType) or get_origin(kind) is typing.Union:
+        return [each for one in get_args(kind) for each in kinds_of(one)]
+    return kinds_of(get_args(kind)[0]) if get_origin(kind) is tuple else [kind]
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """Return the value of this type that a text stands for. Raise ValueError that names the types."""
+    kinds = kinds_of(kind)
+    # The narrowest first: any text is a text, and `none` is not a number.
+    for each in sorted(kinds, key=lambda each: each is str):
+        if get_origin(each) is Literal:
+            if text in get_args(each):
+                return text
+        elif each in _READERS:
+            try:
+                return _READERS[each](text)
+            except (ValueError, KeyError):
+                continue
+    raise ValueError(f"must be {expected(kinds)}, got {text!r}")
+
+
+def from_plain(value: Any, kind: Any) -> Any:
+    """Return the value of this type that a value of a TOML file stands for. Raise ValueError that names the types."""
+    kinds = kinds_of(kind)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(from_plain(each, kinds[0]) for each in value)
+    for each in kinds:
+        if get_origin(each) is Literal:
+            if value in get_args(each):
+                return value
+        elif each is Path and isinstance(value, str):
+            return Path(value)
+        elif each is float and type(value) is int:
+            return float(value)
+        elif type(value) is (get_origin(each) or each):
+            return (value,) if get_origin(kind) is tuple else value
+    raise ValueError(f"must be {expected(kinds)}, got {shown(value)}")
+
+
+def expected(kinds: Iterable[Any]) -> str:
+    """Return the types in words: "an integer or none"."""
+    return " or ".join(dict.fromkeys(map(_in_words, kinds)))
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return _WORDS.get(kind, "something that no text can set")
+
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: lambda text: _BOOLEANS[text.strip().lower()],
+    str: str,
+    Path: Path,
+}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    type(None): "none",
+}

@@ -1,0 +1,166 @@
+"""The commands `penstock serve`, `worker` and `graph`, and the program of all commands.
+
+What a command needs is imported when it runs, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve
+from cyclopts import App
+
+from pipeline.protocols.limits import PromptWork, RequestLimits
+
+from ..access_options import AccessOptions
+from ..limits import HttpLimits
+from ..server_options import ServerOptions
+from ..terminal import echo, log_to_stderr
+from .help import PlainHelp
+from .keys import keys
+from .options import (
+    DrawOptions,
+    EngineOptions,
+    HostedEngine,
+    ListenOptions,
+    LogLevelOption,
+    LogOptions,
+    ModelOptions,
+    PoolOptions,
+    RoutingOptions,
+    WorkerOptions,
+    engine_args_named,
+    graph_config,
+)
+from .parsing import command, run_program
+from .replay import replay
+
+if TYPE_CHECKING:
+    from engines import ProcessWatch
+
+    from ..deployment import GraphConfig
+
+program = App(
+    name="penstock",
+    help="Typed, composable request pipelines in front of an inference engine.",
+    help_format="plaintext",
+    help_formatter=PlainHelp(),
+    version=lambda: _version(),
+)
+
+
+@command(program)
+def serve(
+    listen: ListenOptions,
+    engine: EngineOptions,
+    model: ModelOptions,
+    pool: PoolOptions,
+    routing: RoutingOptions,
+    log: LogOptions,
+    limits: HttpLimits,
+    request_limits: RequestLimits,
+    prompt_work: PromptWork,
+    access: AccessOptions,
+) -> None:
+    """Serve a model over the OpenAI API until interrupted."""
+    log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
+    others = {"request_limits": request_limits, "prompt_work": prompt_work}
+    config = _served(model, engine, pool, routing, **others)
+    from ..program import serve_graph, serve_watch
+
+    _run_server(serve_graph, serve_watch, config, listen, ServerOptions(limits, log.access_log, access))
+
+
+@command(program)
+def worker(
+    engine: HostedEngine,
+    listen: ListenOptions,
+    model: ModelOptions,
+    registered: WorkerOptions,
+    log: LogOptions,
+    limits: HttpLimits,
+    request_limits: RequestLimits,
+    prompt_work: PromptWork,
+    access: AccessOptions,
+) -> None:
+    """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
+    log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
+    from engines import DisaggregationMode, WorkerConfig
+
+    mode = DisaggregationMode.parse(registered.disaggregation_mode)
+    hosted = WorkerConfig(disaggregation_mode=mode, **registered.worker_fields())
+    others = {"request_limits": request_limits, "prompt_work": prompt_work}
+    config = graph_config(model, engine, os.environ, worker=hosted, **others)
+    from ..program import host_worker, worker_watch
+
+    _run_server(host_worker, worker_watch, config, listen, ServerOptions(limits, log.access_log, access))
+
+
+@command(program)
+def graph(
+    draw: DrawOptions,
+    engine: EngineOptions,
+    model: ModelOptions,
+    pool: PoolOptions,
+    routing: RoutingOptions,
+    log: LogLevelOption,
+) -> None:
+    """Draw the graph that `serve` would run with the same options."""
+    log_to_stderr(log.log_level.upper())
+    config = _served(model, engine, pool, routing)
+    from ..program import draw_graph
+    from ..server import run
+
+    run(partial(draw_graph, config, draw.form, os.environ, echo))
+
+
+def _served(
+    model: ModelOptions, engine: EngineOptions, pool: PoolOptions, routing: RoutingOptions, **others: Any
+) -> GraphConfig:
+    routed = routing.graph_fields(pool.router, os.environ)
+    return graph_config(model, engine, os.environ, workers=pool.workers, seed=pool.seed, **routed, **others)
+
+
+def _run_server(
+    main: Callable[..., Coroutine[Any, Any, None]],
+    watch_of: Callable[[Mapping[str, str]], ProcessWatch],
+    config: GraphConfig,
+    listen: ListenOptions,
+    options: ServerOptions,
+) -> None:
+    """Run a program that serves on the address, watched to its end. Raise what keeps it from serving."""
+    from ..server import listen as listening
+    from ..server import run
+    from ..trace_export import exporting
+
+    with ExitStack() as opening:
+        options = evolve(options, tracer=opening.enter_context(exporting(os.environ)))
+        listener = opening.enter_context(listening(listen.host, listen.port))
+        opened = opening.pop_all()
+    watch = watch_of(os.environ)
+    watch.start()
+    try:
+        with opened, engine_args_named(config):
+            run(partial(main, config, listener, os.environ, echo, watch, options))
+    finally:
+        watch.over()  # a thread that an engine left behind may still hold up the end
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("penstock")
+
+
+program.command(replay)
+program.command(keys)
+
+
+def main() -> None:
+    """Run the program on the arguments of the process, and end it with the exit code."""
+    sys.exit(run_program(program, sys.argv[1:]))

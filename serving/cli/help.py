@@ -1,0 +1,49 @@
+"""The pages of `--help`: plain text in two columns, which a terminal, a pager and grep can read alike."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+_WIDEST = 120
+"""Characters of a line, at most."""
+_COLUMN = 34
+"""Where descriptions begin."""
+
+
+class PlainHelp:
+    """Prints the pages; cyclopts calls it for each part."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one part of a page: each option, and beside or below it what it means."""
+        if not panel.entries:
+            return
+        width = min(console.width, _WIDEST)
+        lines = [f"{panel.title}:"]
+        for entry in panel.entries:
+            name = f"  {', '.join(entry.display_labels_with_metavar)}"
+            text = str(getattr(entry.description, "primary_renderable", entry.description or ""))
+            described = wrap(text, max(width - _COLUMN, 20), break_on_hyphens=False) or [""]
+            if len(name) + 2 > _COLUMN:
+                lines.append(name)
+                name = ""
+            lines += [f"{name:{_COLUMN}}{described[0]}", *(f"{'':{_COLUMN}}{line}" for line in described[1:])]
+        self._print(console, "\n".join(line.rstrip() for line in lines))
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        """Print how the command is called."""
+        if usage:
+            self._print(console, f"Usage: {str(usage).removeprefix('Usage: ')}")
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """Print what the command does, or another paragraph of the page."""
+        text = str(getattr(description, "primary_renderable", description or ""))
+        if text.strip():
+            self._print(console, "\n".join(wrap(text, min(console.width, _WIDEST))))
+
+    def _print(self, console: Console, text: str) -> None:
+        console.print(f"{text}\n", highlight=False, markup=False, soft_wrap=True)

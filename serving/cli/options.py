@@ -1,0 +1,320 @@
+"""The options of all commands as records: each field is one setting, and each record is shared by several commands.
+
+A command takes the records it needs as parameters; `parsing` makes its options of them. This module stays light: help
+and mistakes are answered before anything that serves is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from attrs import asdict, fields, frozen
+
+from pipeline import InvalidArgument
+from pipeline.settings import ANY, PORT, at_least, between, finite, required, setting, share
+
+if TYPE_CHECKING:
+    from operators import BusyThresholds
+
+    from ..deployment import GraphConfig
+
+Router = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@frozen
+class ListenOptions:
+    """Where a server listens."""
+
+    group: ClassVar[str] = "Server"
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", PORT)
+
+
+@frozen
+class LogOptions:
+    """What a program that serves logs, and how."""
+
+    group: ClassVar[str] = "Logging"
+
+    log_level: LogLevel = setting("warning", "Least serious messages shown.")
+    log_format: Literal["text", "json"] = setting("text", "Form of messages: text, or JSON, an object a line.")
+    access_log: bool = setting(False, "Log every request when its answer ends; costs speed.")
+
+
+@frozen
+class LogLevelOption:
+    """What a short command logs."""
+
+    group: ClassVar[str] = "Logging"
+
+    log_level: LogLevel = setting("warning", "Least serious messages shown.")
+
+
+@frozen
+class QuietLogOption:
+    """The same for a command that shows a report."""
+
+    group: ClassVar[str] = "Logging"
+
+    log_level: LogLevel = setting("error", "Least serious messages shown.")
+
+
+@frozen
+class ModelOptions:
+    """The model that is served."""
+
+    group: ClassVar[str] = "Engine"
+
+    model_path: Path | None = setting(None, "Model folder; without it a built-in byte-level model is served.")
+    model_name: str | None = setting(None, "Name of the model for clients. [default: the folder's name, or echo]")
+
+
+_ENGINE = "Engine behind the graph: echo, mocker, or module:factory."
+
+
+@frozen
+class EngineArgOption:
+    """Arguments of the engine, as texts by name; the engine's own parameters say what they mean."""
+
+    group: ClassVar[str] = "Engine"
+
+    engine_arg: tuple[str, ...] = setting((), "Argument of the engine; repeatable.", variable="", metavar="NAME=VALUE")
+
+    @property
+    def engine_args(self) -> dict[str, str]:
+        """The texts by name. Raise InvalidArgument for one that is not NAME=VALUE, or a name given twice."""
+        named: dict[str, str] = {}
+        for text in self.engine_arg:
+            name, equals, value = text.partition("=")
+            if not (name and equals):
+                raise InvalidArgument(f"expected NAME=VALUE, got {text!r}", field="engine_arg")
+            name = name.replace("-", "_")
+            if name in named:
+                raise InvalidArgument(f"{name} is given twice", field="engine_arg")
+            named[name] = value
+        return named
+
+
+@frozen
+class EngineOptions(EngineArgOption):
+    """The engine behind a graph."""
+
+    engine: str = setting("echo", _ENGINE)
+
+
+@frozen
+class MockerOptions(EngineArgOption):
+    """The engine behind a graph that is replayed."""
+
+    engine: str = setting("mocker", _ENGINE)
+
+
+@frozen(kw_only=True)
+class HostedEngine(EngineArgOption):
+    """The engine that a worker hosts."""
+
+    engine: str = required("Engine to host: echo, mocker, or module:factory.", metavar="ENGINE")
+
+
+@frozen
+class PoolOptions:
+    """How many workers a graph has and how one is chosen."""
+
+    group: ClassVar[str] = "Graph"
+
+    workers: int = setting(1, "Number of engine instances.", at_least(1))
+    router: Router = setting("round-robin", "How a worker is chosen for a request.")
+    seed: int | None = setting(None, "Makes repeatable what a router leaves to chance.")
+
+
+@frozen
+class ReplayPool(PoolOptions):
+    """The same for a graph that is replayed, where all chance has a seed."""
+
+    seed: int = setting(42, "The same seed gives the same report.", ANY)
+
+
+@frozen
+class SweepPool:
+    """The routers and numbers of workers of the runs of a sweep."""
+
+    group: ClassVar[str] = "Sweep"
+    variable_prefix: ClassVar[str] = ""
+
+    router: tuple[Router, ...] = setting((), "How a worker is chosen; repeatable. [default: round-robin]")
+    workers: tuple[int, ...] = setting((), "Number of engine instances; repeatable. [default: 1]", metavar="N")
+    vary: tuple[str, ...] = setting(
+        (),
+        "Values of a setting of the router kv, an argument of the engine, or an option such as speed-up; repeatable.",
+        metavar="NAME=VALUE,VALUE",
+    )
+    seed: int = setting(42, "The same seed gives the same reports.", ANY)
+    jobs: int | None = setting(None, "Runs at a time. [default: one for each core]", at_least(1), metavar="N")
+
+
+@frozen
+class RoutingOptions:
+    """What a graph does with requests on their way to a worker."""
+
+    group: ClassVar[str] = "Graph"
+
+    prefill_workers: int = setting(0, "Number of engine instances that compute prompts only.")
+    enforce_disagg: bool = setting(False, "Refuse requests while there are no prefill workers.")
+    migration_limit: int = setting(
+        3,
+        "Number of other workers on which a request may continue after a failure; 0 switches migration off.",
+        variable="DYN_MIGRATION_LIMIT",
+    )
+    migration_max_seq_len_tokens: int | None = setting(
+        None,
+        "Tokens beyond which a request does not continue on another worker.",
+        at_least(1),
+        variable="DYN_MIGRATION_MAX_SEQ_LEN",
+        metavar="TOKENS",
+    )
+    router_config: Path | dict[str, Any] | None = setting(
+        None,
+        "Settings of the router kv, as TOML; they come before those of DYN_ROUTER_*.",
+        variable="",
+        metavar="FILE",
+    )
+    kv_events: bool | None = setting(
+        None,
+        "Whether the router kv follows the cache events of engines, or predicts caches from what it sent.",
+        variable="DYN_USE_KV_EVENTS",
+        is_read_below=True,
+    )
+    active_decode_blocks_threshold: float | None = setting(
+        None,
+        "A worker is busy with more than this part of its KV blocks in use.",
+        share(),
+        variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+        metavar="FRACTION",
+        is_read_below=True,
+    )
+    active_prefill_tokens_threshold: int | None = setting(
+        None,
+        "A worker is busy with more tokens than this in prefill.",
+        between(0, 2**64 - 1),
+        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+        metavar="TOKENS",
+        is_read_below=True,
+    )
+    active_prefill_tokens_threshold_frac: float | None = setting(
+        None,
+        "The same as a part of the tokens of its largest batch.",
+        finite(0),
+        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+        metavar="FRACTION",
+        is_read_below=True,
+    )
+
+    @property
+    def busy(self) -> BusyThresholds:
+        """The thresholds above which a worker is busy."""
+        from operators import BusyThresholds
+
+        return BusyThresholds(**{one.name: getattr(self, one.name) for one in fields(BusyThresholds)})
+
+    def graph_fields(self, router: str, environment: Any) -> dict[str, Any]:
+        """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit."""
+        given = {
+            "router": router,
+            "prefill_workers": self.prefill_workers,
+            "enforce_disagg": self.enforce_disagg,
+            "migration_limit": self.migration_limit,
+            "migration_max_seq_len_tokens": self.migration_max_seq_len_tokens,
+            "busy": self.busy,
+        }
+        if router == "kv":
+            from ..deployment import kv_router_config
+
+            return given | {"kv_router": kv_router_config(self.router_config, environment, self.kv_events)}
+        if self.router_config is not None or self.kv_events is not None:
+            field = "router_config" if self.router_config else "kv_events"
+            raise InvalidArgument("is for the router kv only", field=field)
+        return given
+
+
+@frozen
+class WorkerOptions:
+    """Where a worker is registered, and what is published with its model."""
+
+    group: ClassVar[str] = "Worker"
+
+    namespace: str = setting("dynamo", "Namespace where it is registered.", variable="DYN_NAMESPACE")
+    component: str | None = setting(
+        None, "Component; by default prefill for prefill workers, else backend.", variable="DYN_COMPONENT"
+    )
+    endpoint: str = setting("generate", "Name of its endpoint.", variable="DYN_ENDPOINT")
+    endpoint_types: str = setting(
+        "chat,completions", "Surfaces that its model is published for.", variable="DYN_ENDPOINT_TYPES"
+    )
+    custom_jinja_template: Path | None = setting(
+        None, "Chat template in the place of the model's.", variable="DYN_CUSTOM_JINJA_TEMPLATE"
+    )
+    dyn_tool_call_parser: str | None = setting(
+        None, "Name of the tool call parser, published with the model.", variable="DYN_TOOL_CALL_PARSER"
+    )
+    dyn_reasoning_parser: str | None = setting(
+        None, "Name of the reasoning parser, published with the model.", variable="DYN_REASONING_PARSER"
+    )
+    exclude_tools_when_tool_choice_none: bool = setting(
+        True,
+        "Whether tools are left out of prompts with `tool_choice` none, published with the model.",
+        variable="DYN_EXCLUDE_TOOLS_WHEN_TOOL_CHOICE_NONE",
+    )
+    disaggregation_mode: str = setting("agg", "What the worker computes: agg, prefill, decode or encode.")
+
+    def worker_fields(self) -> dict[str, Any]:
+        """Return the fields of a WorkerConfig but for the mode."""
+        given = asdict(self)
+        del given["disaggregation_mode"]
+        given |= {name: given.pop(f"dyn_{name}") for name in ("tool_call_parser", "reasoning_parser")}
+        return given if self.component is not None else {name: given[name] for name in given if name != "component"}
+
+
+def graph_config(
+    model: ModelOptions | None, engine: EngineOptions | MockerOptions | HostedEngine, environment: Any, **others: Any
+) -> GraphConfig:
+    """Return the checked config of a graph. Raise InvalidArgument that names the field."""
+    from ..deployment import GraphConfig
+    from ..environment import is_true
+
+    return GraphConfig(
+        **({} if model is None else asdict(model)),
+        engine=engine.engine,
+        engine_args=engine.engine_args,
+        ignore_unsupported=is_true(environment.get("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS")),
+        **others,
+    )
+
+
+@frozen
+class DrawOptions:
+    """How a graph is drawn."""
+
+    form: Literal["text", "mermaid", "dot"] = setting("text", "Form of the drawing.", variable="")
+
+
+@frozen
+class KeyOptions:
+    """An API key of the file of keys."""
+
+    name: str = setting("client", "Name of the key in logs and counts.", variable="")
+
+
+@contextmanager
+def engine_args_named(config: GraphConfig) -> Iterator[None]:
+    """Name the engine's argument in errors of the block that an engine raised for one of them when it started."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field.partition(".")[0] not in config.engine_args:
+            raise
+        raise InvalidArgument(str(error), field=f"engine_args.{error.field}") from error.__cause__
