@@ -16,9 +16,9 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import attrs
 
@@ -110,7 +110,7 @@ class Setting:
     variable: str
     """The environment variable that sets it; empty: none does."""
     options: tuple[str, ...]
-    """Its names on the command line; empty: an argument without a name."""
+    """Its names on the command line; empty: an argument without a name, or with no metavar none at all."""
     metavar: str
     """What stands for the value in the help; empty: what follows from the type."""
     group: str
@@ -121,11 +121,27 @@ class Setting:
     """Whether the stage that uses the value reads the variable by itself."""
     separator: str
     """What separates the items of a list within one text; empty: each text is one item."""
+    read: Callable[[str], Any] | None
+    """Turns the text of the variable into a value, or raises ValueError; None: as any text of the type."""
 
     @property
     def label(self) -> str:
         """What errors call it: its first option, or what stands for it."""
         return self.options[0] if self.options else self.metavar or self.name
+
+    def value_of(self, text: str) -> Any:
+        """Return the value that a text of the variable stands for. Raise ValueError that names what is allowed."""
+        if self.read is not None:
+            return self.read(text)
+        if self.is_list:
+            return tuple(from_text(part, self.kind) for part in self.parts(text))
+        return from_text(text, self.kind)
+
+    def parts(self, text: str) -> list[str]:
+        """Return the items of a list that a text stands for."""
+        if not self.separator:
+            return [text]
+        return [part.strip() for part in text.split(self.separator) if part.strip()]
 
     @property
     def is_list(self) -> bool:
@@ -150,6 +166,7 @@ class _Declared:
     has_negative: bool
     is_read_below: bool
     separator: str
+    read: Callable[[str], Any] | None
 
 
 def setting(
@@ -163,6 +180,7 @@ def setting(
     has_negative: bool = True,
     is_read_below: bool = False,
     separator: str = "",
+    read: Callable[[str], Any] | None = None,
 ) -> T:
     """Return an attrs field that is a setting, with this default; `required(...)` makes one that has none.
 
@@ -172,7 +190,7 @@ def setting(
     """
     if check is None and isinstance(default, int | float) and not isinstance(default, bool):
         check = at_least(0)
-    declared = _Declared(help, check, variable, option, metavar, has_negative, is_read_below, separator)
+    declared = _Declared(help, check, variable, option, metavar, has_negative, is_read_below, separator, read)
     return attrs.field(default=default, metadata={_KEY: declared}, validator=_validate)
 
 
@@ -210,8 +228,125 @@ def settings_of(record: type[Any]) -> Mapping[str, Setting]:
             declared.has_negative,
             declared.is_read_below,
             declared.separator,
+            declared.read,
         )
     return found
+
+
+def from_environment(
+    record: type[Any], environment: Mapping[str, str], problems: list[Problem] | None = None
+) -> dict[str, Any]:
+    """Return the values of the fields that the environment sets, by name.
+
+    A variable that is blank, or whose text cannot be a value of the field, counts as not set; the latter are added to
+    `problems` under the variable's name.
+    """
+    found = {}
+    for name, known in settings_of(record).items():
+        text = environment.get(known.variable, "").strip() if known.variable else ""
+        if not text:
+            continue
+        try:
+            value = known.value_of(text)
+            raise_value_error(known, value)
+        except ValueError as error:
+            if problems is not None:
+                problems.append((known.variable, str(error)))
+        else:
+            found[name] = value
+    return found
+
+
+def raise_value_error(known: Setting, value: Any) -> None:
+    """Raise ValueError that names what is allowed if the value is out of the setting's range."""
+    if known.check is not None and value is not None and not known.check.holds(value):
+        raise ValueError(f"must be {known.check.text}, got {shown(value)}")
+
+
+@attrs.frozen
+class Variable(Generic[T]):
+    """An environment variable that is no field of a record."""
+
+    name: str
+    default: T
+    """Its value where it is not set, or its text cannot be read."""
+    help: str
+    read: Callable[[str], T]
+    """Turns the text, without blanks around it, into the value. Raises ValueError that names what is allowed."""
+
+    def of(self, environment: Mapping[str, str]) -> T:
+        """Return the value that the environment sets."""
+        text = environment.get(self.name, "").strip()
+        try:
+            return self.read(text) if text else self.default
+        except ValueError:
+            return self.default
+
+    def problem(self, environment: Mapping[str, str]) -> Problem | None:
+        """Return what is wrong with its text, if anything is."""
+        text = environment.get(self.name, "").strip()
+        try:
+            if text:
+                self.read(text)
+        except ValueError as error:
+            return self.name, str(error)
+        return None
+
+
+def whole(low: int = 0, high: int = 2**64 - 1, unit: float | None = None) -> Callable[[str], Any]:
+    """Return a reader of numbers written in digits only, from `low` to `high`; with a `unit` times that, as a float."""
+
+    def read(text: str) -> Any:
+        if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST and low <= int(text) <= high):
+            raise ValueError(f"must be a whole number from {low} to {high}, got {_cut(text)}")
+        return int(text) if unit is None else int(text) * unit
+
+    return read
+
+
+def number(low: float = 0, high: float = inf) -> Callable[[str], float]:
+    """Return a reader of finite decimal numbers from `low` to `high`."""
+
+    def read(text: str) -> float:
+        try:
+            value = decimal(text)
+        except ValueError:
+            value = nan
+        if not (isfinite(value) and low <= value <= high):
+            most = "" if high == inf else f" and at most {high:g}"
+            raise ValueError(f"must be a number of at least {low:g}{most}, got {_cut(text)}")
+        return value
+
+    return read
+
+
+def decimal(text: str) -> float:
+    """Return the number of a text. Raise ValueError also for digits in groups and for those of other scripts."""
+    if "_" in text or not text.isascii():
+        raise ValueError(f"must be a number, got {_cut(text)}")
+    return float(text)
+
+
+def switch(text: str) -> bool:
+    """Return whether a text is a word for yes. Raise ValueError for a text that is no word for no either."""
+    return bool(from_text(text, bool))
+
+
+def url_path(text: str) -> str:
+    """Return the path of a URL. Raise ValueError for one that does not begin with a slash, or has placeholders."""
+    if not text.startswith("/") or {"{", "}"} & set(text):
+        raise ValueError(f"must be a path that begins with / and has no braces, got {_cut(text)}")
+    return text
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}...")
+
+
+_LONGEST = 20
+"""Digits of the longest number that a variable may have: those of 2**64."""
+_SHOWN_MAX = 64
+"""Characters of a text that an error repeats."""
 
 
 def dashed(name: str) -> str:

@@ -5,7 +5,6 @@ What a command needs is imported when it runs, so that help and mistakes are ans
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from ..access_options import AccessOptions
 from ..limits import HttpLimits
 from ..server_options import ServerOptions
 from ..terminal import echo, log_to_stderr
+from .effective import config_app
 from .help import PlainHelp
 from .keys import keys
 from .options import (
@@ -39,6 +39,7 @@ from .options import (
 )
 from .parsing import command, run_program
 from .replay import replay
+from .sources import Settled
 
 if TYPE_CHECKING:
     from engines import ProcessWatch
@@ -66,14 +67,17 @@ def serve(
     request_limits: RequestLimits,
     prompt_work: PromptWork,
     access: AccessOptions,
+    settled: Settled,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
     log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
     others = {"request_limits": request_limits, "prompt_work": prompt_work}
-    config = _served(model, engine, pool, routing, **others)
+    config = _served(model, engine, pool, routing, settled.environment, **others)
     from ..program import serve_graph, serve_watch
 
-    _run_server(serve_graph, serve_watch, config, listen, ServerOptions(limits, log.access_log, access))
+    _run_server(
+        serve_graph, serve_watch, config, listen, ServerOptions(limits, log.access_log, access), settled.environment
+    )
 
 
 @command(program)
@@ -87,6 +91,7 @@ def worker(
     request_limits: RequestLimits,
     prompt_work: PromptWork,
     access: AccessOptions,
+    settled: Settled,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
     log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
@@ -95,10 +100,12 @@ def worker(
     mode = DisaggregationMode.parse(registered.disaggregation_mode)
     hosted = WorkerConfig(disaggregation_mode=mode, **registered.worker_fields())
     others = {"request_limits": request_limits, "prompt_work": prompt_work}
-    config = graph_config(model, engine, os.environ, worker=hosted, **others)
+    config = graph_config(model, engine, settled.environment, worker=hosted, **others)
     from ..program import host_worker, worker_watch
 
-    _run_server(host_worker, worker_watch, config, listen, ServerOptions(limits, log.access_log, access))
+    _run_server(
+        host_worker, worker_watch, config, listen, ServerOptions(limits, log.access_log, access), settled.environment
+    )
 
 
 @command(program)
@@ -109,21 +116,27 @@ def graph(
     pool: PoolOptions,
     routing: RoutingOptions,
     log: LogLevelOption,
+    settled: Settled,
 ) -> None:
     """Draw the graph that `serve` would run with the same options."""
     log_to_stderr(log.log_level.upper())
-    config = _served(model, engine, pool, routing)
+    config = _served(model, engine, pool, routing, settled.environment)
     from ..program import draw_graph
     from ..server import run
 
-    run(partial(draw_graph, config, draw.form, os.environ, echo))
+    run(partial(draw_graph, config, draw.form, settled.environment, echo))
 
 
 def _served(
-    model: ModelOptions, engine: EngineOptions, pool: PoolOptions, routing: RoutingOptions, **others: Any
+    model: ModelOptions,
+    engine: EngineOptions,
+    pool: PoolOptions,
+    routing: RoutingOptions,
+    environment: Mapping[str, str],
+    **others: Any,
 ) -> GraphConfig:
-    routed = routing.graph_fields(pool.router, os.environ)
-    return graph_config(model, engine, os.environ, workers=pool.workers, seed=pool.seed, **routed, **others)
+    routed = routing.graph_fields(pool.router, environment)
+    return graph_config(model, engine, environment, workers=pool.workers, seed=pool.seed, **routed, **others)
 
 
 def _run_server(
@@ -132,6 +145,7 @@ def _run_server(
     config: GraphConfig,
     listen: ListenOptions,
     options: ServerOptions,
+    environment: Mapping[str, str],
 ) -> None:
     """Run a program that serves on the address, watched to its end. Raise what keeps it from serving."""
     from ..server import listen as listening
@@ -139,14 +153,14 @@ def _run_server(
     from ..trace_export import exporting
 
     with ExitStack() as opening:
-        options = evolve(options, tracer=opening.enter_context(exporting(os.environ)))
+        options = evolve(options, tracer=opening.enter_context(exporting(environment)))
         listener = opening.enter_context(listening(listen.host, listen.port))
         opened = opening.pop_all()
-    watch = watch_of(os.environ)
+    watch = watch_of(environment)
     watch.start()
     try:
         with opened, engine_args_named(config):
-            run(partial(main, config, listener, os.environ, echo, watch, options))
+            run(partial(main, config, listener, environment, echo, watch, options))
     finally:
         watch.over()  # a thread that an engine left behind may still hold up the end
 
@@ -159,6 +173,7 @@ def _version() -> str:
 
 program.command(replay)
 program.command(keys)
+program.command(config_app())
 
 
 def main() -> None:

@@ -84,8 +84,8 @@ class Command:
         """Run the function with the records that the options and other sources give."""
         settled = self.settle(options, os.environ)
         made = {name: settled.made(record) for name, record in self.records.items()}
-        if "given" in inspect.signature(self.function).parameters:
-            made["given"] = settled.options
+        if "settled" in inspect.signature(self.function).parameters:
+            made["settled"] = settled
         return self.function(**made)
 
     def labels(self) -> dict[str, str]:
@@ -104,15 +104,16 @@ commands: dict[str, Command] = {}
 def command(app: App, name: str | None = None, **how: Any) -> Callable[[Function], Function]:
     """Make the decorated function a command of the app; an empty name makes it what the app does by default.
 
-    Parameters that are records of settings become options; `given: set[str]` gets the names of the settings that were
-    given as options. Raise TypeError if two records have a setting in common.
+    Parameters that are records of settings become options; `settled: Settled` gets the environment and
+    where each value is from. Raise TypeError if two records have a setting in common.
     """
 
     def add(function: Function) -> Function:
         hints = get_type_hints(function)
-        records = {n: hints[n] for n in inspect.signature(function).parameters if attrs.has(hints[n])}
+        parameters = inspect.signature(function).parameters
+        records = {n: hints[n] for n in parameters if hints[n] is not Settled}
         made = Command(function, records)
-        flat = _flattened(made)
+        flat = flattened(made, made.run)
         if name == "":
             app.default(flat, **how)
             commands[_own_name(app)] = made
@@ -124,15 +125,15 @@ def command(app: App, name: str | None = None, **how: Any) -> Callable[[Function
     return add
 
 
-def _flattened(made: Command) -> Callable[..., int | None]:
-    """Return a function that cyclopts can read: a parameter for each setting of the records."""
+def flattened(made: Command, act: Callable[[dict[str, Any]], int | None]) -> Callable[..., int | None]:
+    """Return a function that cyclopts can read, with a parameter for each setting; it passes what is given to `act`."""
     known = made.settings()
     arguments = [one for one in known.values() if not one.options]
 
     def run(*values: Any, **options: Any) -> int | None:
         given = {one.name: value for one, value in zip(arguments, values, strict=False) if value not in ((), None)}
         try:
-            return made.run(given | options)
+            return act(given | options)
         except (PenstockError, OSError) as error:
             fail(error, made.labels())
 

@@ -10,7 +10,7 @@ The first is the command `run`, whose name may be left out.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -36,6 +36,7 @@ from .loads import (
 from .options import MockerOptions, QuietLogOption, ReplayPool, RoutingOptions, engine_args_named, graph_config
 from .parsing import command
 from .replay_options import CompareOptions, GoodputOptions, LiveOptions, LoadOptions, ReportOptions, RunOptions
+from .sources import Settled
 from .sweep import SWEEP_EXAMPLE, sweep
 
 if TYPE_CHECKING:
@@ -63,19 +64,19 @@ def run(
     report: ReportOptions,
     server: LiveOptions,
     log: QuietLogOption,
-    given: set[str],
+    settled: Settled,
 ) -> int:
     """Replay a trace, or made up load, through the graph that `serve` would run or to a server; report what it cost."""
-    check_options(given, server.live, per_request=report.per_request, has_json=report.json is not None)
+    check_options(settled.options, server.live, per_request=report.per_request, has_json=report.json is not None)
     log_to_stderr(log.log_level.upper())
     check_place(report.json, "json")
     check_page(report.html, "html")
     how = {"speed_up": load.speed_up, "sessions_at_a_time": load.concurrency, "limits": limits_of(goodput)}
     if server.live is None:
-        routed = routing.graph_fields(pool.router, os.environ)
-        config = graph_config(None, engine, os.environ, workers=pool.workers, seed=pool.seed, **routed)
+        routed = routing.graph_fields(pool.router, settled.environment)
+        config = graph_config(None, engine, settled.environment, workers=pool.workers, seed=pool.seed, **routed)
         with engine_args_named(config):
-            made = _of_graph(config, load, faults, report, server.real_time, how)
+            made = _of_graph(config, load, faults, report, server.real_time, of_graphs(settled.environment), how)
     else:
         made = _of_server(server, load, pool.seed, report, how)
     from ..replay import report_text
@@ -96,12 +97,13 @@ def _of_graph(
     faults: RunOptions,
     report: ReportOptions,
     real_time: bool,
+    environment: Mapping[str, str],
     how: dict[str, Any],
 ) -> Report:
     """Return the report of the load through the graph, with the settings that the same run of a sweep has."""
     from ..replay import SweepRun
 
-    script, trace, environment = script_of(faults.fault, config), load_of(load, config.seed or 0), of_graphs(os.environ)
+    script, trace = script_of(faults.fault, config), load_of(load, config.seed or 0)
     settings = SweepRun(config.router, {}, config, load.speed_up, load.concurrency).settings(
         trace,
         trace=trace_name(load.trace),

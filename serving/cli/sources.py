@@ -51,6 +51,8 @@ class Sources:
     """The keys of the settings file."""
     path: Path | None = None
     """The settings file."""
+    problems: tuple[str, ...] = ()
+    """What is wrong with the settings file as a whole."""
 
     @classmethod
     def read(
@@ -63,7 +65,7 @@ class Sources:
         """Return the sources with the settings file at `path`, where there is one.
 
         Its table `environment` gives variables that the environment does not set. Raise InvalidArgument for a file that
-        cannot be read, and WrongSettings for keys that are not among the `known`.
+        cannot be read; keys that are not among the `known` are problems for `settle` to report.
         """
         if path is None:
             return cls(options, environment)
@@ -75,10 +77,9 @@ class Sources:
         if not isinstance(variables, dict):
             problems.append(f"{path}: {ENVIRONMENT_TABLE}: must be a table of variables")
             variables = {}
-        if problems:
-            raise WrongSettings(problems)
         texts = {name: as_text(value) for name, value in variables.items()}
-        return cls(options, texts | {n: text for n, text in environment.items() if text.strip()}, values, path)
+        texts |= {name: text for name, text in environment.items() if text.strip()}
+        return cls(options, texts, values, path, tuple(problems))
 
     def value_of(self, known: Setting) -> Value:
         """Return the value of a setting. Raise ValueError, whose text is the problem with its place."""
@@ -86,7 +87,7 @@ class Sources:
         if name in self.options:
             return self._read(known, self.options[name], "option", known.label, _from_option)
         if variable and (text := self.environment.get(variable, "").strip()):
-            return self._read(known, text, "environment", variable, _from_variable)
+            return self._read(known, text, "environment", variable, Setting.value_of)
         if name in self.file:
             return self._read(known, self.file[name], "file", f"{self.path}: {name}", _from_file)
         if known.default is attrs.NOTHING:
@@ -107,6 +108,10 @@ class Settled:
     """The values of the settings of some records, by record and by name."""
 
     values: Mapping[type[Any], Mapping[str, Value]]
+    environment: Mapping[str, str]
+    """The variables, also those that the settings file gives."""
+    variables: Mapping[str, Value] = field(factory=dict)
+    """The variables that have no option and are set."""
 
     def made(self, record: type[Any]) -> Any:
         """Return the record. A value of the environment that a stage below reads by itself is left to that stage."""
@@ -127,7 +132,7 @@ class Settled:
 
 def settle(records: Iterable[type[Any]], sources: Sources) -> Settled:
     """Return the values of all settings of the records. Raise WrongSettings with every problem of all of them."""
-    problems: list[str] = []
+    problems = list(sources.problems)
     settled: dict[type[Any], dict[str, Value]] = {}
     for record in records:
         values = settled[record] = {}
@@ -140,7 +145,7 @@ def settle(records: Iterable[type[Any]], sources: Sources) -> Settled:
         problems += [f"{values[name].place}: {what}" for name, what in range_problems(record, plain)]
     if problems:
         raise WrongSettings(problems)
-    return Settled(settled)
+    return Settled(settled, sources.environment)
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
@@ -151,28 +156,14 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 def _from_option(known: Setting, raw: Any) -> Any:
     if known.is_list:
-        return tuple(from_text(part, known.kind) for text in raw for part in _parts(known, text))
+        return tuple(from_text(part, known.kind) for text in raw for part in known.parts(text))
     return raw if isinstance(raw, bool) else from_text(raw, known.kind)
-
-
-def _from_variable(known: Setting, text: str) -> Any:
-    return tuple(from_text(part, known.kind) for part in _parts(known, text)) if known.is_list else _text(known, text)
-
-
-def _text(known: Setting, text: str) -> Any:
-    return from_text(text, known.kind)
 
 
 def _from_file(known: Setting, value: Any) -> Any:
     if known.is_list and isinstance(value, dict):  # NAME=VALUE, as a table
         return tuple(f"{name}={as_text(each)}" for name, each in value.items())
     return from_plain(value, known.kind)
-
-
-def _parts(known: Setting, text: str) -> list[str]:
-    if not known.separator:
-        return [text]
-    return [part.strip() for part in text.split(known.separator) if part.strip()]
 
 
 def as_text(value: Any) -> str:

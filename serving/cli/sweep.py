@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from .loads import (
 )
 from .options import MockerOptions, QuietLogOption, RoutingOptions, SweepPool
 from .replay_options import GoodputOptions, LoadOptions, RunOptions, SweepReportOptions
+from .sources import Settled
 
 if TYPE_CHECKING:
     from ..replay import Sweep, SyntheticLoad, Trace
@@ -52,6 +52,7 @@ def sweep(
     goodput: GoodputOptions,
     report: SweepReportOptions,
     log: QuietLogOption,
+    settled: Settled,
 ) -> int:
     """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
     log_to_stderr(log.log_level.upper())
@@ -59,7 +60,7 @@ def sweep(
     files.check(per_request=report.per_request)
     axes = _axes_of(pool.router, pool.workers, pool.vary)
     main = "kv" if "kv" in axes["router"] else "round-robin"
-    base = routing.graph_fields(main, os.environ)
+    base = routing.graph_fields(main, settled.environment)
     base |= {
         "router": axes["router"][0],
         "workers": 1,
@@ -74,7 +75,7 @@ def sweep(
         {"speed_up": load.speed_up, "concurrency": load.concurrency},
         files,
         jobs=pool.jobs,
-        environment=of_graphs(os.environ),
+        environment=of_graphs(settled.environment),
         faults=list(run.fault),
         limits=limits_of(goodput),
         per_request=report.per_request,

@@ -15,6 +15,7 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import at_least, setting, settings_of
 from serving.cli.parsing import command, run_program
+from serving.cli.sources import Settled
 from serving.limits import HttpLimits
 
 DOCS = Path(__file__).parents[3] / "docs" / "server.md"
@@ -49,8 +50,8 @@ class Program:
         self.app = App(name="doors")
 
         @command(self.app)
-        def serve(bounds: Bounds, places: Places, given: set[str]) -> None:
-            self.made, self.given = (bounds, places), given
+        def serve(bounds: Bounds, places: Places, settled: Settled) -> None:
+            self.made, self.given = (bounds, places), settled.options
 
     def run(self, *options: str, **variables: str) -> str:
         """Run the command with the variables set; return what it wrote to standard error."""

@@ -1,0 +1,83 @@
+"""`penstock config`: the settings that a command would run with, and where each comes from.
+
+penstock config serve --workers 4 > penstock.toml
+penstock serve --config penstock.toml
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cyclopts import App
+
+from pipeline.settings import settings_of
+
+from ..terminal import echo
+from .parsing import Command, commands, flattened
+from .sources import ENVIRONMENT_TABLE, Settled, Value
+
+_SHOWN = ("serve", "worker", "graph", "replay", "replay sweep")
+
+
+def config_app() -> App:
+    """Return the commands of `penstock config`: one for each command that runs something; `serve` is the default."""
+    app = App(name="config", help="Print the settings a command would run with, as TOML, and where each comes from.")
+    for name in _SHOWN:
+        made = commands[name]
+        shows = flattened(made, lambda options, made=made: _show(made, options))  # type: ignore[misc]
+        shows.__doc__ = f"Print the settings of `penstock {name}` with the same options."
+        app.command(shows, name=name.rpartition(" ")[2])
+        if name == "serve":
+            app.default(shows)
+    return app
+
+
+def _show(made: Command, options: dict[str, Any]) -> None:
+    echo("\n".join(lines_of(made.settle(options, os.environ))))
+
+
+def lines_of(settled: Settled) -> Iterator[str]:
+    """Yield the lines of a settings file with these values; each ends with a comment that names the origin."""
+    group = ""
+    for record, values in settled.values.items():
+        known = settings_of(record)
+        for name, each in values.items():
+            if known[name].group != group:
+                group = known[name].group
+                yield f"\n# {group}"
+            value = _shown_arguments(values, each) if name == "engine_arg" else each.value
+            if value is None:
+                yield f"# {name} is not set"
+            else:
+                yield f"{f'{name} = {as_toml(value)}':40}  # {origin_of(each)}"
+    if settled.variables:
+        yield f"\n[{ENVIRONMENT_TABLE}]"
+        for name, each in settled.variables.items():
+            yield f"{f'{name} = {as_toml(each.value)}':40}  # {origin_of(each)}"
+
+
+def origin_of(value: Value) -> str:
+    """Return where a value comes from, in words."""
+    return value.origin if value.origin == "default" else f"{value.origin}: {value.place}"
+
+
+def as_toml(value: Any) -> str:
+    """Return a value in TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(name)} = {as_toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+
+
+def _shown_arguments(values: Mapping[str, Value], given: Value) -> list[str]:
+    """Return the arguments of the engine, without those that may be secrets: the output is often passed on."""
+    from ..secrets import shown_engine_args
+    from .options import EngineArgOption
+
+    texts = EngineArgOption(given.value).engine_args
+    return [f"{name}={text}" for name, text in shown_engine_args(values["engine"].value, texts).items()]
