@@ -1,4 +1,4 @@
-"""Items of a stream in the forms of the OpenAI API: whole answers, chunks, usage, log probabilities. Pure."""
+"""The forms of the OpenAI API: prompts of a request, whole answers, chunks, usage, log probabilities. No I/O."""
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .chunks import ChatChunks, Chunks, CompletionChunks

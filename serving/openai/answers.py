@@ -1,7 +1,7 @@
 """Items of a stream -> one whole OpenAI answer.
 
-What an item adds is encoded when it comes: the end of an answer of a million tokens, or of thousands with their log
-probabilities, would otherwise be one long pause for every other stream.
+Each item is encoded when it arrives: encoding an answer of a million tokens, or of thousands with their log
+probabilities, at its end would be one long pause for every other stream.
 
 Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions}/aggregator.rs.
 """
@@ -28,7 +28,7 @@ from .json_parts import JsonList, JsonParts, JsonText, filled
 
 
 class _Choice(ABC):
-    """What has come of one choice."""
+    """The items of one choice so far."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -37,7 +37,7 @@ class _Choice(ABC):
         self._finish_reason: FinishReason | None = None
 
     def add(self, output: BackendOutput, logprobs: LogprobForm | None) -> None:
-        """Takes one item, and its log probabilities in the form that is asked for."""
+        """Add one item, with its log probabilities in that form."""
         if output.finish_reason is not None:
             self._finish_reason = output.finish_reason
         if logprobs is not None:
@@ -48,11 +48,11 @@ class _Choice(ABC):
 
     @abstractmethod
     def json_parts(self) -> list[bytes]:
-        """The choice as JSON, in parts."""
+        """Return the choice as JSON, in parts."""
 
     @abstractmethod
     def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
-        """Takes the item's log probabilities; its text is not there yet."""
+        """Add the item's log probabilities. Called before its text is added."""
 
 
 class _ChatChoice(_Choice):
@@ -118,7 +118,7 @@ class Answer(ABC):
         self._token_ids: list[int] = []
 
     def add(self, output: BackendOutput, prompt: int = 0) -> None:
-        """Takes one item of the stream of that prompt. Raises CodecError if it has no JSON form."""
+        """Add one item of that prompt's stream. Raise CodecError if it has no JSON form."""
         index = self.form.index(output, prompt)
         if (choice := self._choices.get(index)) is None:
             choice = self._choices[index] = self._choice(index)
@@ -127,13 +127,13 @@ class Answer(ABC):
             self._add_nvext(nvext)
 
     def _add_nvext(self, nvext: NvExtResponse) -> None:
-        """Takes what an item has beside its choice; to join the ids anew with each item would take ever longer."""
+        """Add the extension fields of an item. Token ids are collected apart: each join would take longer."""
         self._token_ids += nvext.completion_token_ids or ()
         nvext.completion_token_ids = None
         self._nvext = nvext if self._nvext is None else self._nvext.merge(nvext)
 
     def json_parts(self) -> list[bytes]:
-        """The whole answer, choices by index, in parts. Raises CodecError for a text that has no JSON form."""
+        """Return the whole answer in parts, choices by index. Raise CodecError for a text that has no JSON form."""
         choices = JsonParts()
         for at, (_, choice) in enumerate(sorted(self._choices.items())):
             if at:
@@ -147,7 +147,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _frame(self) -> ChatCompletion | Completion:
-        """The record without its choices."""
+        """Return the record without its choices."""
 
 
 class ChatAnswer(Answer):

@@ -1,6 +1,6 @@
 """Items of a stream -> OpenAI chunks, as the bytes of server-sent events.
 
-Per token only the text is encoded: what stands around it in the event is rendered once per choice.
+Only the text is encoded per token: the bytes around it in the event are rendered once per choice.
 
 Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions}/delta.rs.
 """
@@ -24,21 +24,21 @@ from .form import PLACE, AnswerForm, UsageCount, around, encode, event
 
 
 class Chunks(ABC):
-    """Renders the items of one answer; remembers which choices have begun."""
+    """Renders the items of one answer."""
 
     __slots__ = ("_around", "_choices_per_prompt", "_plain", "_usage", "form")
 
     def __init__(self, form: AnswerForm, usage: UsageCount) -> None:
         self.form = form
         self._usage = usage
-        # Only a form without these has chunks that differ in nothing but their text.
+        # Only without these do chunks differ in nothing but their text.
         self._plain = not (form.continuous_usage or form.logprobs or form.extra_fields)
         self._choices_per_prompt = form.choices_per_prompt
         self._around: dict[int, tuple[bytes, bytes] | None] = {}
-        """Of each choice that has begun what stands around its text; None where that changes."""
+        """By choice that has begun: the bytes around its text; None if they change."""
 
     def frame(self, output: BackendOutput, prompt: int = 0) -> bytes | None:
-        """The event of one item; None where the item shows nothing, such as half a character."""
+        """Return the event of one item, None if there is nothing to show, as for half a character."""
         index = prompt * self._choices_per_prompt + (output.index or 0)
         if self._plain and output.finish_reason is None:
             if not (text := output.text):
@@ -48,11 +48,11 @@ class Chunks(ABC):
         return self._whole(output, index)
 
     def usage_frame(self) -> bytes:
-        """The event after the last chunk, with the usage and no choices."""
+        """Return the event after the last chunk, with the usage and no choices."""
         return event(to_plain(self._chunk([])) | {"usage": to_plain(self._usage.total())})
 
     def _whole(self, output: BackendOutput, index: int) -> bytes | None:
-        """The event made from the whole record: a choice's first and last chunk, and all that show more than text."""
+        """Return the event of the whole record: a choice's first and last chunk, and chunks with more than text."""
         nvext = self.form.nvext(output)
         shows_logprobs = self.form.logprobs is not None and bool(output.log_probs)
         if not (output.text or output.finish_reason or nvext or shows_logprobs):
@@ -65,7 +65,7 @@ class Chunks(ABC):
         return event(plain if nvext is None else plain | {"nvext": to_plain(nvext)})
 
     def _finished(self, chunk: ChatCompletionChunk | Completion) -> dict[str, Any]:
-        """The chunk as a plain value, with the usage key only for those who asked for usage."""
+        """Return the chunk as a plain value, with the key `usage` only if the request wants usage."""
         plain: dict[str, Any] = to_plain(chunk)
         if not self.form.include_usage:
             del plain["usage"]
@@ -75,15 +75,15 @@ class Chunks(ABC):
 
     @abstractmethod
     def _chunk(self, choices: list[Any]) -> ChatCompletionChunk | Completion:
-        """A chunk of these choices."""
+        """Return a chunk of these choices."""
 
     @abstractmethod
     def _text_choice(self, index: int) -> ChatChunkChoice | CompletionChoice:
-        """A later choice with `PLACE` as its text and nothing else."""
+        """Return a later choice with only `PLACE` as its text."""
 
     @abstractmethod
     def _choice(self, output: BackendOutput, index: int, *, first: bool) -> ChatChunkChoice | CompletionChoice:
-        """The item's part of its choice."""
+        """Return the item as a choice."""
 
 
 class ChatChunks(Chunks):

@@ -1,10 +1,9 @@
-"""AnswerForm: what a client asked of the form of its answer; the same for whole answers and chunks.
+"""What whole answers and chunks have in common: the form that a request wants, log probabilities, usage, and events.
 
-Log probabilities in the two OpenAI forms.
-
-JSON for the wire: plain values, and the one text that changes from token to token.
-
-UsageCount: the tokens of one answer, counted as they pass.
+AnswerForm       ids, choices, usage and extension fields that a request wants
+LogprobForm      log probabilities in the forms of chats and completions
+UsageCount       tokens, counted while items pass
+event, around    a server-sent event; its bytes around the one text that changes from token to token
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class _Position:
 
 
 def _positions(output: BackendOutput) -> Iterator[_Position]:
-    """The tokens for which the engine gave a log probability."""
+    """Yield the tokens with a log probability."""
     tops = output.top_logprobs or [[] for _ in output.token_ids]
     for text, token_id, logprob, top in zip(
         output.tokens, output.token_ids, output.log_probs or [], tops, strict=False
@@ -47,19 +46,21 @@ def _positions(output: BackendOutput) -> Iterator[_Position]:
 
 @define(slots=True)
 class LogprobForm:
-    """What a client wants to see: so many likely tokens beside the chosen one, texts or `token_id:<id>`."""
+    """The log probabilities that a client wants."""
 
     top: int = 0
+    """How many of the likeliest tokens to show beside the chosen one."""
     as_token_ids: bool = False
+    """Show tokens as `token_id:<id>` instead of their texts."""
 
     def chat(self, output: BackendOutput) -> ChatLogprobs | None:
-        """The form of chat; None if the engine gave none."""
+        """Return them in the form of chats, None if the engine gave none."""
         if output.log_probs is None:
             return None
         return ChatLogprobs([self._chosen(position) for position in _positions(output)])
 
     def completion(self, output: BackendOutput, offset: int) -> CompletionLogprobs | None:
-        """The form of completions, the text beginning at `offset` characters; None if the engine gave none."""
+        """Return them in the form of completions from the offset in characters, None if the engine gave none."""
         if output.log_probs is None:
             return None
         logprobs = CompletionLogprobs()
@@ -76,7 +77,7 @@ class LogprobForm:
         return ChosenLogprob(own.token, own.logprob, own.bytes, self._likely(position))
 
     def _likely(self, position: _Position) -> list[TokenLogprob]:
-        """The likeliest tokens as many as wanted, and the chosen one if it is not among them."""
+        """Return the wanted number of likeliest tokens, and the chosen one if it is not among them."""
         if not self.top:
             return []
         top = position.top[: self.top]
@@ -98,20 +99,23 @@ _NO_FIELDS: frozenset[str] = frozenset()
 
 @frozen
 class AnswerForm:
-    """The parts of a request its answer depends on. `created` is in seconds since the epoch.
-
-    Choice k of prompt i has index `i * choices_per_prompt + k`.
-    """
+    """The parts of a request that shape its answer. Choice k of prompt i has the index `i * choices_per_prompt + k`."""
 
     id: str
+    """Id of the answer."""
     created: int
+    """Seconds since the epoch."""
     model: str
     prompts: int = 1
     choices_per_prompt: int = 1
     include_usage: bool = False
+    """Whether a stream ends with its usage."""
     continuous_usage: bool = False
+    """Whether every chunk has the usage so far."""
     logprobs: LogprobForm | None = None
+    """None: no log probabilities."""
     extra_fields: frozenset[str] = frozenset()
+    """Fields of `nvext` in the answer."""
 
     @classmethod
     def of(
@@ -123,32 +127,34 @@ class AnswerForm:
         prompts: int = 1,
         force_usage: bool = False,
     ) -> AnswerForm:
-        """The form the request asks for; `force_usage` adds usage to every stream."""
+        """Return the form that the request wants; `force_usage` adds usage to every stream."""
         options = request.stream_options
-        asked = options is not None and bool(options.include_usage)
+        wants_usage = options is not None and bool(options.include_usage)
         return cls(
             id=id,
             created=created,
             model=request.model,
             prompts=prompts,
             choices_per_prompt=request.n or 1,
-            include_usage=asked or force_usage,
-            continuous_usage=options is not None and bool(options.continuous_usage_stats) and (asked or force_usage),
+            include_usage=wants_usage or force_usage,
+            continuous_usage=options is not None
+            and bool(options.continuous_usage_stats)
+            and (wants_usage or force_usage),
             logprobs=_logprobs(request),
             extra_fields=_NO_FIELDS if request.nvext is None else request.nvext.wanted_response_fields(),
         )
 
     @property
     def choices(self) -> int:
-        """How many choices the whole answer has."""
+        """Number of choices of the whole answer."""
         return self.prompts * self.choices_per_prompt
 
     def index(self, output: BackendOutput, prompt: int) -> int:
-        """The index of the item's choice in the whole answer."""
+        """Return the index of the item's choice in the whole answer."""
         return prompt * self.choices_per_prompt + (output.index or 0)
 
     def nvext(self, output: BackendOutput) -> NvExtResponse | None:
-        """The extension fields that were asked for and that the item has."""
+        """Return the wanted extension fields that the item has, None without any."""
         if not self.extra_fields:
             return None
         routing = output.routing_data
@@ -165,37 +171,34 @@ class AnswerForm:
 
 
 def _logprobs(request: ChatCompletionRequest | CompletionRequest) -> LogprobForm | None:
-    """The wanted log probabilities."""
+    """Return the wanted log probabilities."""
     top = request.wanted_logprobs()
     return None if top is None else LogprobForm(top, bool(request.return_tokens_as_token_ids))
 
 
 encode = Encoder().encode
-"""The JSON of a plain value; a text comes out quoted and escaped."""
+"""Return the JSON of a plain value; a text is quoted and escaped."""
 
 PLACE = "\x00text\x00"
 """Stands for the text in `around`."""
 
 
 def event(plain: Any) -> bytes:
-    """The server-sent event whose data is this plain value."""
+    """Return the server-sent event with this plain value as its data."""
     return b"data: " + encode(plain) + b"\n\n"
 
 
 def around(plain: Any) -> tuple[bytes, bytes]:
-    """The event's bytes before and after the text, in a plain value that has `PLACE` in its stead.
+    """Return the bytes of the event before and after a text; `PLACE` stands for that text in the plain value.
 
-    `before + encode(text) + after` is then the event of any text, for a fraction of encoding the whole value.
+    `before + encode(text) + after` is the event of any text, at a fraction of the cost of encoding the whole value.
     """
     before, _, after = event(plain).rpartition(encode(PLACE))
     return before, after
 
 
 class UsageCount:
-    """Counts the tokens of every prompt's stream; what a worker reports of its prompt is believed.
-
-    Prompts sent together are summed.
-    """
+    """The tokens of one answer so far: the sum over its prompts. A worker's own report of a prompt takes precedence."""
 
     __slots__ = ("_cached_tokens", "_prompt_tokens", "_reported", "completion_tokens")
 
@@ -206,14 +209,14 @@ class UsageCount:
         self._reported: CompletionUsage | None = None
 
     def add(self, output: BackendOutput, prompt: int) -> None:
-        """Counts one item of the stream of that prompt."""
+        """Count one item of that prompt's stream."""
         self.completion_tokens += len(output.token_ids)
         if (usage := output.completion_usage) is not None:
             self._reported = usage
             self.prompt(prompt, usage.prompt_tokens, usage.prompt_tokens_details)
 
     def prompt(self, prompt: int, tokens: int, details: PromptTokensDetails | None = None) -> None:
-        """That prompt has so many tokens; the last report holds."""
+        """Set the number of tokens of that prompt; the last call holds."""
         self._prompt_tokens[prompt] = tokens
         if details is not None and details.cached_tokens is not None:
             self._cached_tokens[prompt] = details.cached_tokens
@@ -224,12 +227,12 @@ class UsageCount:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that workers had in their caches; None if no worker said."""
+        """Prompt tokens that workers had in their caches; None if no worker reported any number."""
         known = [count for count in self._cached_tokens if count is not None]
         return sum(known) if known else None
 
     def total(self) -> CompletionUsage:
-        """The counts up to now."""
+        """Return the usage so far."""
         usage = CompletionUsage.of(self.prompt_tokens, self.completion_tokens)
         if (cached := self.cached_tokens) is not None:
             usage.prompt_tokens_details = PromptTokensDetails(cached)

@@ -1,4 +1,4 @@
-"""JSON that grows with an answer: tokens are encoded when they come, so that a long answer costs little at its end."""
+"""JSON that grows with an answer: each token is encoded when it arrives, so the end of a long answer costs little."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _TEXTS_AT_ONCE = 256
 
 @define
 class JsonParts:
-    """Bytes in parts of some kilobytes: nothing has to copy them all at once."""
+    """Bytes in parts of some kilobytes: they are never copied all at once."""
 
     _parts: list[bytes] = field(factory=list)
     _recent: bytearray = field(factory=bytearray)
 
     def add(self, data: bytes) -> None:
-        """Adds bytes at the end."""
+        """Append bytes."""
         self._recent += data
         if len(self._recent) >= PART_BYTES:
             self._close()
 
     def extend(self, parts: Iterable[bytes]) -> None:
-        """Adds all of them at the end; long ones are not copied."""
+        """Append all parts; long ones are not copied."""
         for part in parts:
             if len(part) < PART_BYTES:
                 self.add(part)
@@ -36,7 +36,7 @@ class JsonParts:
                 self._parts.append(part)
 
     def all(self) -> list[bytes]:
-        """All bytes, in order; the list is not to be changed."""
+        """Return all bytes, in order. The caller must not change the list."""
         self._close()
         return self._parts
 
@@ -54,13 +54,13 @@ class JsonText:
     _recent: list[str] = field(factory=list)
 
     def add(self, text: str) -> None:
-        """Adds a text at the end. Raises CodecError, now or later, if it has no JSON form."""
+        """Append a text. Raise CodecError, now or later, if it has no JSON form."""
         self._recent.append(text)
         if len(self._recent) >= _TEXTS_AT_ONCE:
             self._encode()
 
     def all(self) -> list[bytes]:
-        """The string so far, as `JsonParts.all`. Raises CodecError if a text has no JSON form."""
+        """Return the string so far, as `JsonParts.all`. Raise CodecError if a text has no JSON form."""
         self._encode()
         return self._parts.all()
 
@@ -78,21 +78,21 @@ class JsonList:
     is_empty: bool = True
 
     def add(self, entries: Sequence[Any]) -> None:
-        """Adds entries at the end. Raises CodecError if one has no JSON form."""
+        """Append entries. Raise CodecError if one has no JSON form."""
         if entries:
             encoded = to_json(entries)[1:-1]
             self._parts.add(encoded if self.is_empty else b"," + encoded)
             self.is_empty = False
 
     def all(self) -> list[bytes]:
-        """The list so far, as `JsonParts.all`."""
+        """Return the list so far, as `JsonParts.all`."""
         return self._parts.all()
 
 
 def filled(frame: bytes, places: Iterable[tuple[bytes, bytes, Iterable[bytes]]]) -> list[bytes]:
-    """The JSON with parts put into it, one place after the other: what is before it, what is behind it, and the parts.
+    """Return the JSON with parts inserted at places, in order. A place is the texts around it, and the parts.
 
-    Each place is the first of its kind behind the one before. Quotes in them keep them from being found in a string.
+    Each place is the first match behind the former one. The quotes in these texts keep them from matching in a string.
     """
     whole = JsonParts()
     for before, behind, parts in places:
