@@ -13,7 +13,8 @@ needed (nothing is hashed without an index and without tracking) is not observed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -305,3 +306,21 @@ class RouterMetrics:
 def shown_type(worker_type: WorkerType) -> str:
     """The label for a type of worker: one that does both is shown as one that decodes."""
     return "prefill" if worker_type == "prefill" else "decode"
+
+
+@contextmanager
+def span_below(
+    request: Context[Any], name: str, tracer: Any, attributes: Mapping[str, Any] | None = None
+) -> Iterator[Context[Any]]:
+    """Put a span around the block, if the request is traced; yield the request as it is below the span."""
+    if request.trace is None:
+        yield request
+        return
+    span = OpenSpan(request, name, tracer=tracer, attributes=attributes)
+    try:
+        yield span.context
+    except BaseException as error:
+        span.fails(error)
+        raise
+    finally:
+        span.end()

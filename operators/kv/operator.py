@@ -33,10 +33,10 @@ from pipeline.protocols import (
 from pipeline.protocols.openai import QUERY_INSTANCE_ID
 from pipeline.telemetry import annotate
 
-from ..pool import Next, Output, send_to, span_below
+from ..pool import Next, Output, assign_worker
 from ..records import copied
 from .errors import QueueRejected
-from .metrics import RouterMetrics
+from .metrics import RouterMetrics, span_below
 from .request import RouteRequest, hash_beside_the_loop, with_shared_hashes
 from .reservation import Placement, RequestAccount, ends_badly
 from .router import KvRouter
@@ -53,10 +53,10 @@ ROUTER_DECISION = "router_decision"
 class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):
     """Sends each request to the worker that is best for it, and keeps the chooser's account of it.
 
-        request ──► worker chosen, booked; routing.dp_rank set ──► that worker, by PushRouter.direct
+        request ──► worker chosen, booked; routing.dp_rank set ──► that worker, by PushRouter
         stream  ◄── items unchanged, counted                   ◄──
 
-    Stands right above PushRouter; with another stage between them PushRouter must be in mode `direct`. Three ways:
+    Stands above PushRouter, which sends the request to the worker assigned to it in every mode. Three ways:
 
     1. annotation `query_instance_id:`: one item that says where the request would go; nothing is booked, sent, counted
     2. `routing` names a worker for this phase: there, if it may take the request
@@ -66,7 +66,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     attributes of this stage's span. Where the chooser keeps sessions, requests of one session (`X-Dynamo-Session-ID` in
     the metadata) go where the first went.
 
-    Raises what `KvRouter.find_best_match` and `PushRouter.direct` raise. A stop or kill while the request waits for
+    Raises what `KvRouter.find_best_match` and `PushRouter` raise. A stop or kill while the request waits for
     room raises Cancelled, and so does a prefill that is stopped when its turn comes; later both are the worker's
     business, and what a stop leaves is delivered. What is booked is released once, on every way out, before an error or
     an item that says the answer failed is shown.
@@ -170,9 +170,10 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         self, request: Context[PreprocessedRequest], placement: Placement, next: Next
     ) -> ResponseStream[Output]:
         rank, phase = placement.rank, _phase(request.payload.tracker)
-        ranked = _with_rank(request.payload, rank, phase)
+        ranked = request.with_payload(_with_rank(request.payload, rank, phase))
+        assign_worker(ranked, rank.worker_id)
         if request.trace is None:
-            return await send_to(request.with_payload(ranked), rank.worker_id, next)
+            return await next.generate(ranked)
         attributes = {
             "request_id": request.id,
             "worker_id": rank.worker_id,
@@ -183,7 +184,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         }
         # The stages below hang below this stage's span, not below this one, which ends before their streams.
         with span_below(request, "kv_router.route_request", self._tracer, attributes):
-            return await send_to(request.with_payload(ranked), rank.worker_id, next)
+            return await next.generate(ranked)
 
     # -- sessions
 

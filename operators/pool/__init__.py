@@ -1,8 +1,8 @@
 """A pool of workers: which are healthy, how loaded they are, and which one gets a request."""
 
+from .assigned import DirectRouter, Next, Output, assign_worker
 from .busy import BusyThresholds, BusyWatch, Capacity, capacities_of, is_rank_busy, is_worker_busy, latch
-from .direct import DirectRouter, Next, Output, send_to, span_below
-from .errors import AllBusy, AllExcluded, InstanceExcluded
+from .errors import AllBusy, AllExcluded
 from .health import Exclusions, exclusion_s, note_failure, without_failed
 from .load import DeviceType, LoadChange, RankLoad, WorkerLoad, WorkerLoads, is_idle, load_reports
 from .pickers import (
@@ -29,7 +29,6 @@ __all__ = [
     "DeviceType",
     "DirectRouter",
     "Exclusions",
-    "InstanceExcluded",
     "LoadChange",
     "Loads",
     "Next",
@@ -43,6 +42,7 @@ __all__ = [
     "Uncharged",
     "WorkerLoad",
     "WorkerLoads",
+    "assign_worker",
     "capacities_of",
     "cuda_to_cpu_ratio",
     "exclusion_s",
@@ -56,7 +56,5 @@ __all__ = [
     "overload_status",
     "power_of_two",
     "random_pick",
-    "send_to",
-    "span_below",
     "without_failed",
 ]

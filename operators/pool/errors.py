@@ -5,8 +5,7 @@
     ResourceExhausted
     └── AllBusy             there are instances, and every one that may be asked is busy
     Unavailable             there is no instance at all, or none that this router admits
-    ├── AllExcluded         there are instances, and every one was at fault a moment ago
-    └── InstanceExcluded    the one that was asked for was at fault a moment ago
+    └── AllExcluded         there are instances, and every one was at fault a moment ago
 
 An instance that was asked for and is not there is CannotConnect; one that is there and busy, WorkerOverloaded.
 """
@@ -51,10 +50,6 @@ class AllExcluded(Unavailable):
     ) -> None:
         super().__init__(message, cause=cause)
         self.retry_after_s = retry_after_s
-
-
-class InstanceExcluded(Unavailable):
-    """The one worker that may be asked was at fault a moment ago."""
 
 
 class Gate(Protocol):

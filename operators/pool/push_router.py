@@ -12,7 +12,7 @@ Silence: gives up on a stream that brings nothing for too long.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import isfinite
 from random import Random
@@ -37,7 +37,7 @@ from pipeline.errors import Refused
 from pipeline.protocols import RouterChoice
 from pipeline.telemetry import annotate, trace_link
 
-from .errors import InstanceExcluded
+from .assigned import take_assigned_worker
 from .health import EXCLUSION_S, Standing, all_failed, note_failure, without_failed
 from .load import UNCOUNTED, WorkerLoads
 from .pickers import DeviceAware, Picker, RoundRobin, Uncharged, least_loaded, power_of_two, random_pick
@@ -73,14 +73,15 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 RouterMode = Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted", "direct"]
-Prepare = Callable[[Context[In], int], Context[In]]
-"""What is done to a request once its instance is known."""
-
 _HINT = "routing.backend_instance_id"
 
 
 class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     """Ends a graph at a pool of workers: picks one for each request and hands on its stream.
+
+    A request goes to the worker that a stage above has assigned to it (see `assign_worker`), in every mode and for this
+    one dispatch; also while that worker cools down. CannotConnect is raised if it is not there, WorkerOverloaded if it
+    is busy; no other worker takes its place. Any other request goes where the mode has it.
 
     `mode` is one of the names, or `pick` a picker of one's own (see `operators.pool`). `rng` is for what is left to
     chance; give a seeded one to repeat a run. In mode `direct` the request names its instance in
@@ -126,69 +127,38 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             admits=admits,
             skips_excluded=self._pick is not None,
         )
-        self._selects = isinstance(self._pick, RoundRobin) or self._pick is random_pick
         self._rng = rng or Random()
         self._silence_timeout_s = silence_timeout_s
 
     # -- sending
 
-    def generate(self, request: Context[In]) -> Coroutine[Any, Any, ResponseStream[Out]]:
-        return self.route(request)
-
-    async def route(self, request: Context[In], prepare: Prepare[In] | None = None) -> ResponseStream[Out]:
-        """`generate`, with the request changed by `prepare` once it is known who gets it.
-
-        It is called again if that instance has vanished meanwhile; what it raises goes to the caller
-        and is no fault of the instance.
-        """
+    async def generate(self, request: Context[In]) -> ResponseStream[Out]:
+        if (assigned := take_assigned_worker(request)) is not None:
+            return await self._send_to(request, assigned)
         if self._pick is None:
-            return await self.direct(request, _named_instance(request.payload), prepare=prepare)
+            return await self._send_to(request, _named_instance(request.payload))
         chosen = self._choose(request)
         try:
-            return await self._send(request, chosen, prepare)
+            return await self._send(request, chosen)
         except CannotConnect:
             if chosen in self._workers.instance_ids():
                 raise  # it is still there: what it could not reach is something else
         others = [instance_id for instance_id in self._free(request) if instance_id != chosen]
         if not others:
             raise self.standing.vanished(chosen)
-        return await self._send(request, self._picked(others, request), prepare)
+        return await self._send(request, self._picked(others, request))
 
-    async def direct(
-        self,
-        request: Context[In],
-        instance_id: int,
-        *,
-        within: Collection[int] = (),
-        prepare: Prepare[In] | None = None,
-    ) -> ResponseStream[Out]:
-        """The answer of that instance, also if it is left out at the moment.
+    async def _send_to(self, request: Context[In], instance_id: int) -> ResponseStream[Out]:
+        """Return the stream of that instance, also while it cools down.
 
-        Raises CannotConnect if it is not there, WorkerOverloaded if it is busy. If it vanishes before it is reached,
-        the first free one of `within` is asked in its place; without one that is Unavailable.
+        Raise CannotConnect if it is not there, WorkerOverloaded if it is busy.
         """
         name = self._workers.name
         if not self.standing.is_admitted(instance_id):
             raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
         if not self.standing.not_busy((instance_id,)):
             raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
-        try:
-            return await self._send(request, instance_id, prepare)
-        except CannotConnect:
-            if not within or instance_id in self._workers.instance_ids():
-                raise
-        others = [other for other in self._free(request) if other in within and other != instance_id]
-        if not others:
-            raise self.standing.vanished(instance_id)
-        return await self._send(request, others[0], prepare)
-
-    async def pinned(
-        self, request: Context[In], instance_id: int, *, prepare: Prepare[In] | None = None
-    ) -> ResponseStream[Out]:
-        """`direct`, for a request that may go there only: raises InstanceExcluded while the instance is left out."""
-        if self.standing.is_admitted(instance_id) and instance_id not in self.standing.routable():
-            raise InstanceExcluded(f"instance_id={instance_id} of endpoint {self._workers.name} failed a moment ago")
-        return await self.direct(request, instance_id, prepare=prepare)
+        return await self._send(request, instance_id)
 
     # -- choosing
 
@@ -196,30 +166,23 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         """The error a request would meet now because of the pool; None if it would be sent."""
         return self.standing.refusal()
 
-    def peek(self, request: Context[In]) -> int | None:
-        """Who would get the request now; changes nothing. None if nobody would, and where the request decides."""
-        ids = self._free(request)
-        if self._pick is None or not ids:
-            return None
-        if isinstance(self._pick, RoundRobin):  # leaves nothing to chance
-            return self._pick.peek(ids, {}, request, self._rng)
+    def select_worker(self, request: Context[In], *, advances: bool = True) -> int:
+        """Return the instance the request would go to now, for a stage that decides before it sends.
+
+        To have the request sent there, give it to `assign_worker`. `advances` moves the picker on, as a request does;
+        without it nothing changes. Raise what `generate` raises where no instance can take the request, InvalidArgument
+        in mode `direct` for a request that names none.
+        """
+        if self._pick is None:
+            return _named_instance(request.payload)
+        if advances:
+            return self._choose(request)
+        ids, pick = self._candidates(request), getattr(self._pick, "peek", self._pick)
         before = self._rng.getstate()
         try:
-            pick = getattr(self._pick, "peek", self._pick)
             return int(pick(ids, self.loads.current(), request, self._rng))
         finally:
             self._rng.setstate(before)
-
-    def select(self, request: Context[In]) -> int | None:
-        """Picks an instance for somebody who will ask it by `direct`, and moves on; raises what `generate` does.
-
-        None in modes that go by what is in flight, where a choice without a request would be made again, and in mode
-        `direct`. What such a mode draws is drawn all the same: the next `peek` is not the one before.
-        """
-        if self._pick is None:
-            return None
-        chosen = self._choose(request)
-        return chosen if self._selects else None
 
     @property
     def is_direct(self) -> bool:
@@ -230,11 +193,15 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         return [f"{self._workers.name}/{instance_id}" for instance_id in self._workers.instance_ids()]
 
     def _choose(self, request: Context[In]) -> int:
+        return self._picked(self._candidates(request), request)
+
+    def _candidates(self, request: Context[In]) -> Sequence[int]:
+        """Return the instances the request may be sent to now. Raise the reason if there is none."""
         if not (free := self.standing.free()):
             raise self.standing.nobody()
         if not (ids := without_failed(free, request.payload)):
             raise all_failed(self._workers.name, request.payload)
-        return self._picked(ids, request)
+        return ids
 
     def _free(self, request: Context[In]) -> Sequence[int]:
         """Those this request may be sent to now."""
@@ -246,18 +213,13 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     # -- acting
 
-    async def _send(self, request: Context[In], instance_id: int, prepare: Prepare[In] | None) -> ResponseStream[Out]:
+    async def _send(self, request: Context[In], instance_id: int) -> ResponseStream[Out]:
         counted = UNCOUNTED if type(instance_id) is Uncharged else self.loads.begin(instance_id)
         arrival = self._workers.arrival(instance_id)
         if request.trace is not None:
             annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
         try:
-            asked = request if prepare is None else prepare(request, instance_id)
-        except BaseException:
-            counted.release()
-            raise
-        try:
-            stream = await self._workers.engine(instance_id).generate(asked)
+            stream = await self._workers.engine(instance_id).generate(request)
         except BaseException as error:
             counted.release()
             if isinstance(error, Exception):

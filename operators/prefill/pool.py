@@ -29,7 +29,7 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import CompositeDisposable, Observable
 
 from ..kv import KvRouter, RouteRequest, hash_beside_the_loop, with_shared_hashes
-from ..pool import Output, PushRouter, send_to
+from ..pool import Output, PushRouter, assign_worker
 from .resolve import Found, PrefillWorker
 
 PrefillEngine = AsyncEngine[PreprocessedRequest, Output]
@@ -111,7 +111,7 @@ class KvPrefill:
 
 @frozen
 class PushPrefill:
-    """A pool behind a PushRouter, or behind a graph that ends in it; `graph` then has it in mode `direct`."""
+    """A pool behind a PushRouter; `graph`, if given, is a graph that ends in that PushRouter."""
 
     router: PushRouter[PreprocessedRequest, Output]
     graph: PrefillEngine | None = None
@@ -125,12 +125,16 @@ class PushPrefill:
         return self.router.is_direct
 
     def find(self, request: Context[PreprocessedRequest]) -> Found:
-        if (found := self.router.peek(request)) is not None:
-            return PrefillWorker(found)
-        return None if self.is_direct else self.router.refusal()
+        if self.is_direct:
+            return None
+        try:
+            return PrefillWorker(self.router.select_worker(request, advances=False))
+        except PenstockError as error:
+            return error
 
     def take(self, request: Context[PreprocessedRequest]) -> None:
-        self.router.select(request)
+        if not self.is_direct:
+            self.router.select_worker(request)
 
     def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
         return None
@@ -143,9 +147,9 @@ class PushPrefill:
             tracker.record_prefill_start()
             if worker_id is not None:
                 tracker.record_worker(worker_id, None if hints is None else hints.prefill_dp_rank, "prefill")
-        if worker_id is None:
-            return await self.engine.generate(request)
-        return await send_to(request, worker_id, self.engine)
+        if worker_id is not None:
+            assign_worker(request, worker_id)
+        return await self.engine.generate(request)
 
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from operators.kv.operator import ROUTER_DECISION, KvPushRouter
 from operators.kv.reservation import Placement, output_weight
 from operators.kv.router import KvRouter
 from operators.kv.selection import Decision
-from operators.pool import DirectRouter
+from operators.pool import DirectRouter, RouterMode
 from pipeline import (
     Annotated,
     AsyncEngine,
@@ -185,15 +185,13 @@ async def test_a_named_worker_that_is_not_allowed_or_not_there_is_an_error() -> 
     assert (graph.asked, graph.booked) == ({}, 0)
 
 
-async def test_another_stage_in_between_is_told_the_worker() -> None:
+@pytest.mark.parametrize("mode", ["direct", "round_robin"])
+async def test_the_choice_reaches_the_pools_router_through_other_stages_in_every_mode(mode: RouterMode) -> None:
     graph = Graph()
-    engine = graph.stage >> identity() >> PushRouter(graph.workers, "direct")
-    await (await engine.generate(Context(prompt()))).collect()
-    assert len(graph.asked) == 1
-    below = ScriptedEngine(tokens(1))
-    await (await (graph.stage >> below).generate(Context(prompt()))).collect()
-    hints = below.requests[0].payload.routing
-    assert hints.backend_instance_id in (1, 2, 3)
+    engine = graph.stage >> identity() >> PushRouter(graph.workers, mode)
+    for _ in range(3):
+        await (await engine.generate(Context(named(backend_instance_id=3)))).collect()
+    assert graph.asked.keys() == {3}
 
 
 # -- the account

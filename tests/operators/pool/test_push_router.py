@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
 from operators import PushRouter
-from operators.pool import Loads, RouterMode
+from operators.pool import Loads, RouterMode, assign_worker
 from pipeline import (
     Annotated,
     AnyContext,
-    AsyncEngine,
     CannotConnect,
     Context,
-    Disconnected,
     GraphError,
     InvalidArgument,
     Unavailable,
@@ -26,46 +24,11 @@ from pipeline.network import Runtime, Workers, static_workers
 from pipeline.network.workers import Absence
 from pipeline.protocols import PreprocessedRequest, RoutingHints
 from pipeline.rx import Observable
-from pipeline.testing import ScriptedEngine, check_engine, watch_streams
+from pipeline.testing import ScriptedEngine, check_engine
+
+from .worlds import NAME, PICKING_MODES, Engine, answerer, answering, assigned, in_flight, lowest, pool, router, send_to
 
 pytestmark = pytest.mark.anyio
-
-NAME = "ns/comp/ep"
-
-
-Engine = AsyncEngine[Any, Any]
-
-
-def answering(*instance_ids: int) -> dict[int, ScriptedEngine]:
-    """Instances that answer with their own id."""
-    return {instance_id: ScriptedEngine([Annotated(instance_id)]) for instance_id in instance_ids}
-
-
-def pool(engines: Mapping[int, Engine]) -> Workers[Any, Any]:
-    return static_workers(engines, name=NAME)
-
-
-def router(*instance_ids: int, mode: RouterMode = "round_robin", rng: Random | None = None) -> PushRouter[Any, Any]:
-    return PushRouter(pool(answering(*instance_ids)), mode, rng)
-
-
-def lowest(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
-    """A picker of one's own."""
-    return candidates[0]
-
-
-def in_flight(engine: PushRouter[Any, Any]) -> int:
-    return sum(load.in_flight for load in engine.loads.current().values())
-
-
-CHARGING: list[RouterMode] = [
-    "round_robin",
-    "random",
-    "power_of_two_choices",
-    "least_loaded",
-    "device_aware_weighted",
-]
-"""The modes in which the router chooses."""
 
 
 class ShrinkingPool:
@@ -102,30 +65,22 @@ class ShrinkingPool:
         return await self._pool.wait_for_instances(count)
 
 
-async def ask(engine: AsyncEngine[Any, Any], payload: object = None) -> Any:
-    """The id of the instance that answered."""
-    with watch_streams() as streams:
-        (item,) = await (await engine.generate(Context(payload))).collect()
-    assert streams.open == []
-    return item.data
-
-
 async def test_round_robin_asks_one_after_the_other() -> None:
     engine = router(1, 2, 3)
-    assert [await ask(engine) for _ in range(4)] == [1, 2, 3, 1]
+    assert [await answerer(engine) for _ in range(4)] == [1, 2, 3, 1]
 
 
 async def test_random_asks_as_its_rng_says() -> None:
     engine, expected = router(1, 2, 3, mode="random", rng=Random(7)), Random(7)
-    assert [await ask(engine) for _ in range(40)] == [expected.choice([1, 2, 3]) for _ in range(40)]
-    assert await ask(router(1, 2, 3, mode="random")) in {1, 2, 3}
+    assert [await answerer(engine) for _ in range(40)] == [expected.choice([1, 2, 3]) for _ in range(40)]
+    assert await answerer(router(1, 2, 3, mode="random")) in {1, 2, 3}
 
 
 async def test_a_picker_of_ones_own_decides() -> None:
     def highest(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
         return candidates[-1]
 
-    assert await ask(PushRouter(pool(answering(1, 2, 3)), pick=highest)) == 3
+    assert await answerer(PushRouter(pool(answering(1, 2, 3)), pick=highest)) == 3
 
 
 async def test_a_picker_is_told_the_loads_and_the_request() -> None:
@@ -137,7 +92,7 @@ async def test_a_picker_is_told_the_loads_and_the_request() -> None:
 
     engine = PushRouter(pool(answering(1, 2)), rng=Random(5), pick=looking)
     async with await engine.generate(Context("a")):
-        assert await ask(engine, "b") == 2
+        assert await answerer(engine, "b") == 2
     expected = Random(5)
     assert seen == [([1, 2], {1: 0, 2: 0}, "a", expected.random()), ([1, 2], {1: 0, 2: 1}, "b", expected.random())]
 
@@ -174,7 +129,7 @@ def test_times_that_cannot_be_are_refused_at_declaration(wrong: dict[str, float]
 
 async def test_a_request_names_its_instance_in_direct_mode() -> None:
     request = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=2))
-    assert await ask(router(1, 2, 3, mode="direct"), request) == 2
+    assert await answerer(router(1, 2, 3, mode="direct"), request) == 2
 
 
 @pytest.mark.parametrize("payload", [None, PreprocessedRequest([1]), PreprocessedRequest([1], routing=RoutingHints())])
@@ -188,75 +143,62 @@ async def test_an_unknown_instance_is_named_and_no_other_one_is_asked() -> None:
     """RT-20."""
     engines = answering(1)
     with pytest.raises(CannotConnect, match=f"instance_id=9 not found for endpoint {NAME}"):
-        await PushRouter(pool(engines)).direct(Context(None), 9)
+        await send_to(PushRouter(pool(engines)), 9)
     request = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=9))
     with pytest.raises(CannotConnect, match="instance_id=9 not found"):
         await PushRouter(pool(engines), "direct").generate(Context(request))
     assert engines[1].requests == []
 
 
-async def test_any_instance_can_be_asked_directly_in_every_mode() -> None:
-    stream = await router(1, 2).direct(Context(None), 2)
-    assert [item.data for item in await stream.collect()] == [2]
+@pytest.mark.parametrize("mode", [*PICKING_MODES, "direct"])
+async def test_an_assigned_worker_gets_the_request_in_every_mode(mode: RouterMode) -> None:
+    """Also where the request itself names another one."""
+    engine = router(1, 2, 3, mode=mode)
+    elsewhere = PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=3))
+    for payload in (None, elsewhere):
+        assert [item.data for item in await (await engine.generate(assigned(2, payload))).collect()] == [2]
+
+
+async def test_a_worker_is_assigned_for_one_dispatch() -> None:
+    engine, request = router(1, 2), assigned(2)
+    answers = [(await (await engine.generate(request)).collect())[0].data for _ in range(3)]
+    assert answers == [2, 1, 2], "the turns of the mode begin behind it"
+
+
+async def test_the_mark_holds_for_the_request_with_another_payload_and_not_for_its_children() -> None:
+    engine, request = router(1, 2), assigned(2)
+    assert [item.data for item in await (await engine.generate(request.child(None))).collect()] == [1]
+    assert [item.data for item in await (await engine.generate(request.with_payload("other"))).collect()] == [2]
+
+
+async def test_sub_requests_that_run_at_once_keep_their_own_workers() -> None:
+    """As a prefill and the decode that waits for it: they share the registry the mark is in."""
+    engine, request = router(1, 2), Context(None)
+    parts = [request.child(None, linked=False), request.child(None)]
+    for part, worker_id in zip(parts, (2, 1), strict=True):
+        assign_worker(part, worker_id)
+    assert [(await (await engine.generate(part)).collect())[0].data for part in parts] == [2, 1]
 
 
 async def test_an_instance_that_vanishes_before_the_dispatch_is_replaced() -> None:
     """RT-23."""
-    assert await ask(PushRouter(ShrinkingPool([1, 2, 3], leaving=[1]), pick=lowest)) == 2
+    assert await answerer(PushRouter(ShrinkingPool([1, 2, 3], leaving=[1]), pick=lowest)) == 2
 
 
-async def test_what_prepares_a_request_learns_who_gets_it_in_the_end() -> None:
-    """RT-23: and the load is where the request is."""
+async def test_the_load_of_a_request_moves_to_the_instance_that_takes_the_place() -> None:
     shrinking = ShrinkingPool([1, 2, 3], leaving=[1])
-    engine, seen = PushRouter[Any, Any](shrinking, pick=lowest), list[int]()
-
-    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
-        seen.append(instance_id)
-        return request.with_payload(f"for {instance_id}")
-
-    async with await engine.route(Context(None), prepare):
-        assert seen == [1, 2]
-        assert [request.payload for request in shrinking.engines[2].requests] == ["for 2"]
+    engine = PushRouter[Any, Any](shrinking, pick=lowest)
+    async with await engine.generate(Context("a")):
+        assert [request.payload for request in shrinking.engines[2].requests] == ["a"]
         assert {i: load.in_flight for i, load in engine.loads.current().items()} == {2: 1, 3: 0}
     assert in_flight(engine) == 0
 
 
-async def test_what_fails_to_prepare_a_request_leaves_nothing_in_flight() -> None:
-    """RT-08."""
-    engines = answering(1)
-    engine = PushRouter(pool(engines))
-
-    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
-        raise InvalidArgument("no rank")
-
-    with pytest.raises(InvalidArgument, match="no rank"):
-        await engine.route(Context(None), prepare)
-    assert (in_flight(engine), engines[1].requests) == (0, [])
-
-
-async def test_what_fails_to_prepare_a_request_is_no_fault_of_the_instance() -> None:
-    engine = PushRouter(pool(answering(1)))
-
-    def prepare(request: Context[Any], instance_id: int) -> Context[Any]:
-        raise Disconnected("what it asks")
-
-    with pytest.raises(Disconnected, match="what it asks"):
-        await engine.route(Context(None), prepare)
-    assert list(engine.standing.routable()) == [1]
-
-
-async def test_a_direct_request_may_name_who_takes_the_place_of_a_vanished_instance() -> None:
-    engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
-    stream = await engine.direct(Context(None), 1, within={1, 3})
-    assert [item.data for item in await stream.collect()] == [3]
-    engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
-    with pytest.raises(Unavailable, match=r"instance_id=1 not found .*no other instances available"):
-        await engine.direct(Context(None), 1, within={1})
-    with pytest.raises(CannotConnect, match="instance_id=1 not found"):
-        await engine.direct(Context(None), 1, within={1, 3})
+async def test_nothing_takes_the_place_of_an_assigned_worker_that_vanishes() -> None:
     engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
     with pytest.raises(CannotConnect, match="instance_id=1 not found"):
-        await engine.direct(Context(None), 1)
+        await send_to(engine, 1)
+    assert in_flight(engine) == 0
 
 
 async def test_the_last_instance_that_vanishes_is_no_connection_trouble() -> None:
@@ -275,43 +217,44 @@ async def test_what_an_instance_cannot_reach_itself_goes_to_the_caller() -> None
     with pytest.raises(CannotConnect, match="its own trouble"):
         await PushRouter(pool(engines)).generate(Context(None))
     with pytest.raises(CannotConnect, match="its own trouble"):
-        await PushRouter(pool(engines)).direct(Context(None), 1, within={1, 2})
+        await send_to(PushRouter(pool(engines)), 1)
     assert engines[2].requests == []
 
 
 # -- choosing for others
 
 
-def test_peeking_changes_nothing() -> None:
-    """RT-01: and tells what the next request will meet, in every mode."""
+@pytest.mark.parametrize("mode", PICKING_MODES)
+async def test_a_selection_that_does_not_advance_changes_nothing(mode: RouterMode) -> None:
+    """The next request goes to the worker it names."""
+    engine = router(1, 2, 3, 4, mode=mode, rng=Random(3))
+    (foretold,) = {engine.select_worker(Context(None), advances=False) for _ in range(16)}
+    assert in_flight(engine) == 0
+    assert await answerer(engine) == foretold
+
+
+def test_a_selection_takes_the_turn_of_a_request() -> None:
     engine = router(10, 20, 30, 40)
-    assert {engine.peek(Context(None)) for _ in range(16)} == {10}
-    assert [engine.select(Context(None)) for _ in range(4)] == [10, 20, 30, 40]
-    for mode in CHARGING:
-        engine = router(1, 2, 3, 4, mode=mode, rng=Random(3))
-        foretold = [engine.peek(Context(None)) for _ in range(5)]
-        assert len(set(foretold)) == 1
-        assert engine._choose(Context(None)) == foretold[0]
+    assert [engine.select_worker(Context(None)) for _ in range(4)] == [10, 20, 30, 40]
+    assert in_flight(engine) == 0
 
 
-def test_only_modes_that_do_not_count_select_for_others() -> None:
-    """RT-18."""
-    for mode in CHARGING:
-        engine = router(1, mode=mode)
-        assert engine.select(Context(None)) == (1 if mode in ("round_robin", "random") else None)
-        assert engine.peek(Context(None)) == 1
-    assert router(1, mode="direct").peek(Context(None)) is None
-    assert router(1, mode="direct").select(Context(None)) is None
+def test_in_direct_mode_the_request_names_the_selection() -> None:
+    engine = router(1, mode="direct")
+    named = Context(PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=1)))
+    assert engine.select_worker(named) == engine.select_worker(named, advances=False) == 1
+    with pytest.raises(InvalidArgument):
+        engine.select_worker(Context(None))
 
 
-@pytest.mark.parametrize("mode", CHARGING)
-def test_what_is_peeked_at_and_taken_is_not_found_again(mode: Any) -> None:
-    """What chance decides is decided anew for each request, also where the instance is asked by `direct`."""
+@pytest.mark.parametrize("mode", PICKING_MODES)
+def test_what_chance_decides_is_decided_anew_for_each_selection(mode: RouterMode) -> None:
     engine = router(*range(1, 9), mode=mode, rng=Random(3))
     found = set()
     for _ in range(64):
-        found.add(engine.peek(Context(None)))
-        engine.select(Context(None))
+        foretold = engine.select_worker(Context(None), advances=False)
+        assert engine.select_worker(Context(None)) == foretold
+        found.add(foretold)
     assert len(found) >= 7
 
 
@@ -338,12 +281,12 @@ async def test_a_pool_that_follows_discovery_is_followed() -> None:
         first = await runtime.serve(NAME, ScriptedEngine([Annotated("first")]), instance_id=1)
         await runtime.serve(NAME, ScriptedEngine([Annotated("second")]), instance_id=2)
         await workers.wait_for_instances(2)
-        assert [await ask(engine) for _ in range(2)] == ["first", "second"]
+        assert [await answerer(engine) for _ in range(2)] == ["first", "second"]
         await first.close()
-        assert {await ask(engine) for _ in range(3)} == {"second"}
+        assert {await answerer(engine) for _ in range(3)} == {"second"}
 
 
-@pytest.mark.parametrize("mode", CHARGING)
+@pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_the_engine_contract_holds(mode: RouterMode) -> None:
     talkative = pool({i: ScriptedEngine([Annotated(n) for n in range(60)]) for i in (1, 2)})
     await check_engine(lambda: PushRouter(talkative, mode), request=None, open_count=in_flight)

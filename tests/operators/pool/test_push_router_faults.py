@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 import anyio
 import pytest
 
-from operators import AllBusy, AllExcluded, InstanceExcluded, PushRouter
-from operators.pool import Loads, RouterMode
+from operators import AllBusy, AllExcluded, PushRouter
+from operators.pool import RouterMode
 from pipeline import (
     Annotated,
-    AnyContext,
     AsyncEngine,
     Cancelled,
     CannotConnect,
@@ -30,15 +29,15 @@ from pipeline import (
     WorkerOverloaded,
 )
 from pipeline.errors import BackendUnknown
-from pipeline.network import Runtime, Workers, static_workers
+from pipeline.network import Runtime
 from pipeline.protocols import PreprocessedRequest, RoutingHints
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 
+from .worlds import NAME, PICKING_MODES, answerer, answering, assigned, in_flight, lowest, meet, pool, send_to
+
 pytestmark = pytest.mark.anyio
 
-NAME = "ns/comp/ep"
-MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 FAULTS: list[PenstockError] = [
     CannotConnect("a fault"),
     Disconnected("a fault"),
@@ -47,41 +46,9 @@ FAULTS: list[PenstockError] = [
 ]
 
 
-def answering(*instance_ids: int) -> dict[int, ScriptedEngine]:
-    return {instance_id: ScriptedEngine([Annotated(instance_id)]) for instance_id in instance_ids}
-
-
-def pool(engines: Mapping[int, AsyncEngine[Any, Any]]) -> Workers[Any, Any]:
-    return static_workers(engines, name=NAME)
-
-
-def lowest(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
-    return candidates[0]
-
-
-def in_flight(engine: PushRouter[Any, Any]) -> int:
-    return sum(load.in_flight for load in engine.loads.current().values())
-
-
-async def ask(engine: AsyncEngine[Any, Any]) -> Any:
-    """The id of the instance that answered."""
-    (item,) = await (await engine.generate(Context(None))).collect()
-    return item.data
-
-
-async def meet(engine: PushRouter[Any, Any], instance_id: int, error: PenstockError) -> None:
-    """Asks that instance and gets the error, raised or as an item."""
-    got: list[Any] = []
-    try:
-        got = await (await engine.direct(Context(None), instance_id)).collect()
-    except PenstockError as raised:
-        got = [Annotated[Any].from_error(raised)]
-    assert got[-1].error is error
-
-
 @pytest.mark.parametrize("error", FAULTS, ids=lambda error: error.type_name)
 @pytest.mark.parametrize("where", ["dispatch", "read", "item"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_a_faulty_instance_is_left_out_until_its_own_time_is_over(
     mode: RouterMode, where: str, error: PenstockError
 ) -> None:
@@ -91,7 +58,7 @@ async def test_a_faulty_instance_is_left_out_until_its_own_time_is_over(
     engine = PushRouter(pool({1: faulty, **answering(2)}), mode, Random(1), exclusion_s=5)
     await meet(engine, 1, error)
     assert list(engine.standing.routable()) == [2]
-    assert [await ask(engine) for _ in range(4)] == [2] * 4
+    assert [await answerer(engine) for _ in range(4)] == [2] * 4
     await anyio.sleep(4.999)
     assert list(engine.standing.routable()) == [2]
     await anyio.sleep(0.001)
@@ -103,7 +70,7 @@ async def test_when_the_reader_learns_of_a_fault_the_instance_is_out_and_nothing
     error = Disconnected("lost")
     for steps in ([Annotated[Any].from_error(error)], [Fail(error)]):
         engine = PushRouter(pool({1: ScriptedEngine(steps), **answering(2)}))
-        async with await engine.direct(Context(None), 1) as stream:
+        async with await send_to(engine, 1) as stream:
             assert in_flight(engine) == 1
             with suppress(Disconnected):
                 assert (await anext(stream)).error is error
@@ -197,7 +164,7 @@ async def test_when_to_come_back_is_not_known_of_those_that_are_busy_by_somebody
     error, busy = Disconnected("lost"), set[int]()
     scripts = iter([WorkerOverloaded("no room"), error])
     engine = PushRouter(pool({1: ScriptedEngine(lambda _: [Fail(next(scripts))]), **answering(2)}), busy=lambda: busy)
-    at_once = [await engine.direct(Context(None), 1) for _ in range(2)]
+    at_once = [await send_to(engine, 1) for _ in range(2)]
     for stream in at_once:
         with pytest.raises(PenstockError):
             await stream.collect()
@@ -215,19 +182,18 @@ async def test_some_left_out_and_the_others_busy_is_busy() -> None:
         await engine.generate(Context(None))
 
 
-async def test_an_instance_that_is_left_out_is_asked_directly_but_not_pinned() -> None:
-    """RT-20."""
+async def test_an_instance_that_cools_down_still_gets_the_requests_that_name_it() -> None:
     error = Disconnected("lost")
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), "direct")
     await meet(engine, 1, error)
     named = Context(PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=1)))
     with pytest.raises(Disconnected):
         await (await engine.generate(named)).collect()
-    with pytest.raises(InstanceExcluded, match="instance_id=1"):
-        await engine.pinned(Context(None), 1)
+    assert list(engine.standing.routable()) == [2]
+    with pytest.raises(Disconnected):
+        await (await engine.generate(assigned(1))).collect()
     with pytest.raises(CannotConnect, match="instance_id=9 not found"):
-        await engine.pinned(Context(None), 9)
-    assert [item.data for item in await (await engine.pinned(Context(None), 2)).collect()] == [2]
+        await engine.generate(assigned(9))
 
 
 async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> None:
@@ -235,7 +201,7 @@ async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> Non
     async with Runtime.in_process() as runtime:
         engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME))
         served = await runtime.serve(NAME, ScriptedEngine([Wait(1), Fail(error)]), instance_id=1)
-        old = await engine.direct(Context(None), 1)
+        old = await send_to(engine, 1)
         await meet(engine, 1, error)
         assert list(engine.standing.routable()) == []
         await served.unpublish()
@@ -328,7 +294,7 @@ async def test_an_instance_that_says_it_is_busy_is_passed_over_for_a_while() -> 
     with pytest.raises(WorkerOverloaded, match="no room"):
         await engine.generate(Context(None))
     assert [list(engine.standing.routable()), list(engine.standing.free())] == [[1, 2], [2]]
-    assert await ask(engine) == 2
+    assert await answerer(engine) == 2
     await anyio.sleep(5)
     assert list(engine.standing.free()) == [1, 2]
 

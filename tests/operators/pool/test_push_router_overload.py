@@ -9,11 +9,13 @@ import pytest
 
 from operators import BusyThresholds, BusyWatch, Capacity, PushRouter, WorkerLoads
 from operators.pool import RankLoad, is_idle
-from pipeline import Context, WorkerOverloaded
+from pipeline import WorkerOverloaded
 from pipeline.network import Workers, static_workers
 from pipeline.protocols.kv import ActiveLoad
 from pipeline.rx import BehaviorSubject, Subject
 from pipeline.testing import ScriptedEngine
+
+from .worlds import send_to
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +41,7 @@ class Pool:
 
     async def refuse(self) -> None:
         with pytest.raises(WorkerOverloaded):
-            await self.router.direct(Context(None), 1)
+            await send_to(self.router, 1)
 
     def report(self, worker_id: int, used: int | None, dp_rank: int = 0) -> None:
         self.reports.on_next(ActiveLoad(worker_id, dp_rank, kv_used_blocks=used))

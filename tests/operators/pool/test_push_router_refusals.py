@@ -8,31 +8,16 @@ import pytest
 
 from operators import AllBusy, PushRouter
 from operators.pool import RouterMode
-from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Unavailable, WorkerOverloaded
-from pipeline.network import Runtime, Workers, static_workers
+from pipeline import CannotConnect, Context, Unavailable, WorkerOverloaded
+from pipeline.network import Runtime
 from pipeline.testing import ScriptedEngine
+
+from .worlds import NAME, PICKING_MODES, answerer, answering, pool, send_to
 
 pytestmark = pytest.mark.anyio
 
-NAME = "ns/comp/ep"
-MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
-
-def answering(*instance_ids: int) -> dict[int, ScriptedEngine]:
-    return {instance_id: ScriptedEngine([Annotated(instance_id)]) for instance_id in instance_ids}
-
-
-def pool(engines: dict[int, ScriptedEngine]) -> Workers[Any, Any]:
-    return static_workers(engines, name=NAME)
-
-
-async def ask(engine: AsyncEngine[Any, Any]) -> Any:
-    """The id of the instance that answered."""
-    (item,) = await (await engine.generate(Context(None))).collect()
-    return item.data
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_without_an_instance_there_is_an_error_at_once(mode: RouterMode) -> None:
     """RT-13."""
     with pytest.raises(Unavailable, match=f"no instances found for endpoint {NAME}: none has appeared yet"):
@@ -57,30 +42,32 @@ async def test_an_instance_that_is_not_admitted_is_never_asked() -> None:
     """CLI-12."""
     engines = answering(1, 2, 3)
     engine = PushRouter(pool(engines), admits=lambda instance_id: instance_id == 2)
-    assert [await ask(engine) for _ in range(3)] == [2, 2, 2]
+    assert [await answerer(engine) for _ in range(3)] == [2, 2, 2]
     with pytest.raises(CannotConnect, match="instance_id=1 not found"):
-        await engine.direct(Context(None), 1)
+        await send_to(engine, 1)
     with pytest.raises(Unavailable, match="is admitted"):
         await PushRouter(pool(engines), admits=lambda _: False).generate(Context(None))
     assert engines[1].requests == engines[3].requests == []
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_a_busy_instance_is_passed_over(mode: RouterMode) -> None:
     """RT-17: peeking included."""
     engine = PushRouter(pool(answering(1, 2)), mode, busy=lambda: {1})
-    assert [engine.peek(Context(None)) for _ in range(6)] == [2] * 6
-    assert [await ask(engine) for _ in range(3)] == [2, 2, 2]
+    assert [engine.select_worker(Context(None), advances=False) for _ in range(6)] == [2] * 6
+    assert [await answerer(engine) for _ in range(3)] == [2, 2, 2]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_all_busy_is_not_the_same_as_nobody_there(mode: RouterMode) -> None:
     engines = answering(1, 2)
     engine = PushRouter(pool(engines), mode, busy=lambda: {1, 2, 3})
     with pytest.raises(AllBusy, match=f"all workers are busy: 2 of endpoint {NAME}") as caught:
         await engine.generate(Context(None))
     assert (caught.value.retry_after_s, caught.value.status) == (None, 529)
-    assert engine.peek(Context(None)) is None
+    for advances in (True, False):
+        with pytest.raises(AllBusy):
+            engine.select_worker(Context(None), advances=advances)
     assert engines[1].requests == engines[2].requests == []
 
 
@@ -100,7 +87,7 @@ async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
     busy: set[int] = {2}
     engine = PushRouter(pool(engines), "direct", busy=lambda: busy)
     with pytest.raises(CannotConnect, match="down"):
-        await engine.direct(Context(None), 1)
+        await send_to(engine, 1)
     assert list(engine.standing.routable()) == [2]
     assert engine.refusal() is None
     busy.add(1)
@@ -108,16 +95,15 @@ async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
     busy.remove(2)
     engines[2]._fails = CannotConnect("down")
     with pytest.raises(CannotConnect, match="down"):
-        await engine.direct(Context(None), 2)
+        await send_to(engine, 2)
     busy.add(2)
     assert isinstance(engine.refusal(), AllBusy)
 
 
-@pytest.mark.parametrize("within", [(), (1,)])
-async def test_a_busy_instance_is_not_asked_directly(within: tuple[int, ...]) -> None:
+async def test_a_busy_instance_is_not_asked_directly() -> None:
     """RT-15."""
     engines = answering(1, 2)
     engine = PushRouter(pool(engines), busy=lambda: {1})
     with pytest.raises(WorkerOverloaded, match="the selected worker 1"):
-        await engine.direct(Context(None), 1, within=within)
+        await send_to(engine, 1)
     assert engines[1].requests == []

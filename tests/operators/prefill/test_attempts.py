@@ -143,13 +143,13 @@ async def test_a_scheduler_that_ends_too_holds_up_nothing(deployment: Any, made:
         with anyio.CancelScope() as everything, anyio.fail_after(60):
             async with deployment("round_robin", configs=configs) as it:
                 opened.append(it)
-                select = it.pool.router.select
+                select = it.pool.router.select_worker
 
-                def cancel(request: Any, select: Any = select, scope: Any = everything) -> Any:
+                def cancel(request: Any, select: Any = select, scope: Any = everything, **options: Any) -> Any:
                     scope.cancel()
-                    return select(request)
+                    return select(request, **options)
 
-                it.pool.router.select = cancel
+                it.pool.router.select_worker = cancel
                 await it.ask(made.prompt(tracker=tracker))
         assert everything.cancelled_caught
         opened[0].assert_idle()

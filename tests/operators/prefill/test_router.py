@@ -371,8 +371,8 @@ async def test_the_prefill_pool_is_drawn_at_its_side(deployment: Any) -> None:
 async def test_a_plain_pool_may_have_other_stages_above_its_router(made: Any) -> None:
     engines = {i: ScriptedEngine([made.prefilled()]) for i in (1, 2)}
     workers: Any = static_workers(engines)
-    turns, probe = PushRouter(workers), Probe()
-    side = PushPrefill(turns, probe >> PushRouter(workers, "direct"))
+    push, probe = PushRouter(workers), Probe()
+    side = PushPrefill(push, probe >> push)
     async with AnyIOScheduler() as scheduler, PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
         for _ in range(2):
             await (await (router >> ScriptedEngine(made.tokens(1))).generate(Context(made.prompt()))).collect()
