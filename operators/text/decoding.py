@@ -43,7 +43,7 @@ class TextDecoder(Protocol):
 
 
 class Pieces(dict[int, "str | bytes"]):
-    """Token id to text, or to bytes where a token begins or ends inside a character; filled as ids are asked for.
+    """Token id to text, or to bytes where a token begins or ends inside a character; filled as ids are looked up.
 
     `lookup` gives a token's bytes and raises CodecError for an id that is no token.
     """
@@ -93,7 +93,7 @@ class PieceDecoder:
 class WindowDecoder:
     """Decodes a short window of tokens again for each new one and gives the difference.
 
-    Needed where a token's text depends on its neighbours: a leading space that is dropped, bytes spelled as tokens.
+    Needed where a token's text depends on its neighbours: a leading space that is dropped, bytes written as tokens.
     `decode` turns ids into text, with U+FFFD where bytes are not a character; `check` raises CodecError for an id that
     is no token.
     """

@@ -48,7 +48,7 @@ class StopRules:
 
     @classmethod
     def of(cls, request: PreprocessedRequest) -> StopRules:
-        """The rules a request asks for."""
+        """Return the rules of a request."""
         conditions = request.stop_conditions
         model_ids = frozenset([*(conditions.stop_token_ids_hidden or ()), *request.eos_token_ids])
         hidden_ids = frozenset([*(conditions.stop_token_ids or ()), *(conditions.stop_token_ids_hidden or ())])
@@ -154,19 +154,19 @@ class ChoiceDecoder:
 class Detokenize(
     Operator[PreprocessedRequest, Annotated[BackendOutput], PreprocessedRequest, Annotated[LLMEngineOutput]]
 ):
-    """Turns the tokens of each choice into text and ends the choice where the request says.
+    """Turn the tokens of each choice into text, and end the choice at the request's stop conditions.
 
         PreprocessedRequest      ──► unchanged
         Annotated[BackendOutput] ◄── Annotated[LLMEngineOutput]
 
-    Stands below whatever retries a broken stream, so that a retry decodes anew behind all that was said so far. Events
+    Stands below the stage that retries a broken stream, so that a retry decodes behind all that was delivered. Events
     and items without data pass untouched, as does text the engine wrote itself. Text that may be the beginning of a
     stop string is held back; it is shown when it turns out not to be, and before an error or the end. Of a request that
     may go on with another worker it is left in its `migration_state` instead, where the next attempt takes it up.
 
     Once every choice has finished and one of them by our rules, the engine is stopped, the last item delivered, and the
-    engine's stream closed; the caller's context is not stopped by this. A token that is none finishes its choice with
-    the error "decode error: ...", an answer for a choice that was not asked for ends all with an error finish. The
+    engine's stream closed; the caller's context is not stopped by this. An id that is no token finishes its choice with
+    the error "decode error: ...", an item of a choice that does not exist ends all of them with an error finish. The
     number of tokens is the engine's business. An item of any other kind raises ContractViolation.
 
     Source: dynamo lib/llm/src/backend.rs, Backend.
@@ -270,8 +270,8 @@ class Decoding:
     def rest(self, is_broken: bool) -> list[Annotated[BackendOutput]]:
         """What unfinished choices still hold, as items without tokens.
 
-        Of a broken stream only text: an unfinished character can still be completed by whoever goes on with it. That
-        text is left for them too, unless it ends the choice.
+        Of a broken stream only text: the worker that goes on with it can still complete an unfinished character. That
+        text is left to that worker too, unless it ends the choice.
         """
         held = []
         heir = self._state if is_broken else None
@@ -289,7 +289,7 @@ class Decoding:
         return held
 
     def _unknown_choice(self, output: LLMEngineOutput) -> BackendOutput:
-        """Ends the request: whoever answers for a choice nobody asked for cannot be trusted with the others."""
+        """End the request: an engine that answers for an unknown choice cannot be trusted with the others."""
         self.is_over = True
         message = f"the engine answered for choice {output.index}, asked for were {len(self._choices)}"
         return BackendOutput([], [], index=output.index, finish_reason=FinishReason.error(message))
@@ -310,7 +310,7 @@ class Decoding:
             log_probs = log_probs and log_probs[:taken]
             top_logprobs = top_logprobs and top_logprobs[:taken]
         if top_logprobs is not None:
-            top_logprobs = [[self._spelled(candidate) for candidate in position] for position in top_logprobs]
+            top_logprobs = [[self._with_text(candidate) for candidate in position] for position in top_logprobs]
         # By position: this is made once per token.
         return BackendOutput(
             token_ids,
@@ -330,7 +330,7 @@ class Decoding:
             output.routing_data,
         )
 
-    def _spelled(self, candidate: TopLogprob) -> TopLogprob:
+    def _with_text(self, candidate: TopLogprob) -> TopLogprob:
         """The candidate with its text and bytes, where the engine left them out and the id is a token."""
         if candidate.token is not None and candidate.bytes is not None:
             return candidate

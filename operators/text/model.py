@@ -67,12 +67,12 @@ class ModelFolder:
                 if not all(_is_integer(token_id) and token_id >= 0 for token_id in ids):
                     raise self._wrong(file, "eos_token_id must be an integer or a list of integers")
                 break
-        spelled = self._token("eos_token")
-        own = tokenizer.token_id(spelled) if spelled is not None else None
+        eos_token = self._token("eos_token")
+        own = tokenizer.token_id(eos_token) if eos_token is not None else None
         return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
 
     def context_length(self) -> int | None:
-        """How many tokens the model's own files say it takes."""
+        """Return the context length that the model's files state, in tokens."""
         return architectural_context_length(self._path)
 
     def _template_source(self) -> tuple[str, Any]:
@@ -86,7 +86,7 @@ class ModelFolder:
         return "tokenizer_config.json", self._tokenizer_config.get("chat_template")
 
     def _token(self, key: str) -> str | None:
-        """The spelling of a special token, which is a text or an object that holds it."""
+        """Return the text of a special token, which the file has as a string or as an object."""
         token = self._tokenizer_config.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         return token if isinstance(token, str) else None
@@ -120,7 +120,7 @@ LAST_USER_MESSAGE = (
 )
 """The template of `Model.byte_level`: the prompt is the last user message as it stands.
 
-An engine that echoes its prompt so answers a chat with what the user just said, without any markup around it.
+An engine that echoes its prompt then answers a chat with the user's last message, without markup around it.
 """
 
 WHOLE_CHAT = (
@@ -186,7 +186,7 @@ class Model:
     def byte_level(
         cls, name: str = "echo", *, context_length: int | None = None, chat_template: str = LAST_USER_MESSAGE
     ) -> Model:
-        """A model of bytes: needs no files; its prompt for a chat is the last user message unless told otherwise."""
+        """Return a model of bytes, which needs no files. By default the prompt of a chat is its last user message."""
         return cls(
             name=name,
             tokenizer=ByteTokenizer(),

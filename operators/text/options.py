@@ -1,4 +1,4 @@
-"""What a chat or completion request asks of the engine, in the engine's own records. Pure.
+"""The options of a chat or completion request, in the engine's own records. Pure.
 
 Source: dynamo lib/llm/src/preprocessor.rs and lib/llm/src/protocols/openai.rs, the extract functions.
 """
@@ -116,7 +116,7 @@ def output_options(request: GenerationRequest) -> OutputOptions:
 
 
 def routing_hints(request: GenerationRequest) -> RoutingHints | None:
-    """Where the request should go and how urgent it is; None if it says nothing of it."""
+    """Where the request should go and how urgent it is; None if it has no hints."""
     nvext = request.nvext or NvExt()
     agent = nvext.agent_hints
     hints = RoutingHints(

@@ -37,7 +37,7 @@ def prompt_of(
 ) -> str | list[int]:
     """The text to tokenize, without NUL characters, or token ids that are used as they are.
 
-    A chat is rendered by the model's template unless `nvext.use_raw_prompt` asks for its texts alone. Raises
+    A chat is rendered by the model's template unless `nvext.use_raw_prompt` wants its texts alone. Raises
     InvalidArgument for several prompts in one request, and for what the template refuses.
     """
     found = _chat(request, model, give_up) if isinstance(request, ChatCompletionRequest) else _single(request)
@@ -123,7 +123,7 @@ def _template_args(request: ChatCompletionRequest) -> dict[str, Any]:
 
 
 PROMPT_TOKENS = "prompt_tokens"
-"""Registry entry where the length of the prompt is left, for whoever counts the tokens of the answer.
+"""Registry entry with the length of the prompt in tokens, for the stage that counts the tokens of the answer.
 
 An answer that ends at a stop string has no last word of its worker, and its usage only this.
 """
@@ -131,7 +131,7 @@ An answer that ends at a stop string has no last word of its worker, and its usa
 Encode = Callable[[str], list[int]]
 """Text -> token ids."""
 Made = tuple[PreprocessedRequest, list[Annotated[BackendOutput]]]
-"""The request in tokens, and the annotations asked for."""
+"""The request in tokens, and the annotations it wants."""
 
 REQUEST_ID = "request_id"
 FORMATTED_PROMPT = "formatted_prompt"
@@ -146,29 +146,29 @@ class Preprocess(
         Annotated[BackendOutput],
     ]
 ):
-    """Validates a request, renders and tokenizes its prompt, and says what it asks for in the engine's terms.
+    """Validate a request, render and tokenize its prompt, and translate its options to the engine's.
 
         ChatCompletionRequest | CompletionRequest ──► PreprocessedRequest
-        Annotated[BackendOutput]                  ◄── unchanged, or with what was asked for
+        Annotated[BackendOutput]                  ◄── unchanged, or with the annotations wanted
 
     Raises InvalidArgument that names the field for whatever is wrong with the request, and for more than one prompt:
-    who serves a batch splits it before. `ignore_unsupported` lets fields pass that have no meaning here. A request
+    the caller splits a batch before. `ignore_unsupported` lets fields pass that have no meaning here. A request
     beyond one of the `limits` is refused with that limit in the error's `exceeded`.
 
     A prompt longer than `inline_prompt_characters` is checked, rendered and tokenized in a thread, as `work` has it, so
     that the loop goes on with others. Raises TooManyPrompts if too many wait for a thread, and Cancelled, at once, if
     the request is stopped or killed meanwhile: the thread stops after the piece of text that it is at, and is not
-    waited for. What that asks of tokenizers is in `Tokenizer`.
+    waited for. `Tokenizer` states what that requires of tokenizers.
 
-    The stream is the next stage's own, unless the request asks for something: of the annotations (`nvext.annotations`)
+    The stream is the next stage's own, unless the request wants annotations: of them (`nvext.annotations`)
     `request_id`, `formatted_prompt` and `token_ids` then come first, as events, in this order. The length of the prompt
     in tokens is left in the registry, under `PROMPT_TOKENS`.
 
     With `wall_ms`, milliseconds since the epoch, each request has a tracker from the moment it comes, which all stages
-    below share and `pipeline.llm.tracker_of` finds. Who asks for its workers or its timing (`nvext.extra_fields`, or
-    a `query_instance_id:` annotation) has them in the `routing_data` of the first and the last item. `perf_s` is a
-    clock for what tokenizing takes, as `time.perf_counter`: without one that is the loop's, which may know milliseconds
-    only, and what is tokenized in a thread is not timed. Without `wall_ms` nothing is tracked.
+    below share and `pipeline.llm.tracker_of` finds. A request that wants its workers or its timing
+    (`nvext.extra_fields`, or a `query_instance_id:` annotation) has them in the `routing_data` of
+    the first and the last item. `perf_s` is a clock for the time that tokenizing takes, as `time.perf_counter`; without
+    one it is the loop's, which may count whole milliseconds only, and what is tokenized in a thread is not timed. Without `wall_ms` nothing is tracked.
 
     Source: dynamo lib/llm/src/preprocessor.rs, OpenAIPreprocessor.
     """
@@ -224,17 +224,17 @@ class Preprocess(
 
     def _make(
         self,
-        asked: ChatCompletionRequest | CompletionRequest,
+        request: ChatCompletionRequest | CompletionRequest,
         request_id: str,
         tracker: RequestTracker | None,
         now_s: Callable[[], float] | None,
         give_up: GiveUp,
     ) -> Made:
-        validate(asked, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
-        encode: Encode = partial(encoded, self.model, _place(asked), self._limits, give_up)
+        validate(request, ignore_unsupported=self._ignore_unsupported, limits=self._limits)
+        encode: Encode = partial(encoded, self.model, _place(request), self._limits, give_up)
         if tracker is not None and now_s is not None:
             encode = partial(_timed, encode, tracker, now_s)
-        return preprocess(asked, self.model, request_id, encode, give_up)
+        return preprocess(request, self.model, request_id, encode, give_up)
 
 
 def _timed(encode: Encode, tracker: RequestTracker, now_s: Callable[[], float], text: str) -> list[int]:
@@ -251,16 +251,16 @@ def preprocess(
     encode: Encode,
     give_up: GiveUp = never,
 ) -> Made:
-    """A valid request in tokens, and the annotations it asks for. Pure. Raises as `Preprocess`."""
+    """Return a valid request in tokens, and the annotations it wants. Pure. Raise as `Preprocess`."""
     nvext = request.nvext or NvExt()
     wanted = nvext.annotations or []
     given = nvext.token_data
     prompt = prompt_of(request, model, give_up) if given is None or FORMATTED_PROMPT in wanted else given
-    asked = prompt if given is None else given
-    if isinstance(asked, str):
-        token_ids = encode(asked)
+    source = prompt if given is None else given
+    if isinstance(source, str):
+        token_ids = encode(source)
     else:
-        token_ids = list(asked)
+        token_ids = list(source)
         _check_token_ids(token_ids, model, "prompt" if given is None else "nvext.token_data")
     values = {
         REQUEST_ID: json_of_text(request_id) if REQUEST_ID in wanted else None,
@@ -315,7 +315,7 @@ def in_tokens(
 
 
 def fit(model: Model, prompt_tokens: int, max_tokens: int | None, place: str) -> int | None:
-    """How many tokens the answer may have: as many as asked for, else all that are left; None leaves it to the engine.
+    """Return how many tokens the answer may have: the request's limit, else all that are left; None for no limit.
 
     Raises InvalidArgument if the prompt, which came in the field `place`, or prompt and answer together are more than
     the model takes, where the model wants that checked here.

@@ -1,4 +1,4 @@
-"""The checks behind the table of `validation`: each says what is wrong with one field's value.
+"""The checks behind the table of `validation`: each reports what is wrong with one field's value.
 
 A check yields (where below the field, what is wrong); an empty place is the field itself.
 """
@@ -166,7 +166,7 @@ def stop(stops: str | Sequence[str | int], _: GenerationRequest) -> Iterator[Fau
 
 @shown(maxItems=STOPS_MAX)
 def stop_token_ids(ids: Sequence[int], _: GenerationRequest) -> Iterator[Fault]:
-    """Not too many; none at all is how many clients say that they want none."""
+    """Not too many; an empty list is what many clients send for none."""
     if len(ids) > STOPS_MAX:
         yield "", f"Stop_token_ids must have at most {STOPS_MAX} entries, got {len(ids)}"
 
@@ -219,7 +219,7 @@ def not_supported(name: str) -> Check:
 
 @shown(items={"const": "text"})
 def text_only(modalities: Sequence[str], _: ChatCompletionRequest) -> Iterator[Fault]:
-    """No output but text is asked for."""
+    """Text is the only output."""
     for i, modality in enumerate(modalities):
         if modality != "text":
             yield f"[{i}]", f"Modalities other than text are not supported, got {shortened(modality)}"
@@ -233,7 +233,7 @@ def service_tier(tier: str, _: ChatCompletionRequest) -> Iterator[Fault]:
 
 
 def top_logprobs(count: int, request: ChatCompletionRequest) -> Iterator[Fault]:
-    """They are not asked for and forbidden at once."""
+    """Not together with `logprobs` set to false."""
     if count and request.logprobs is False:
         yield "", "Top_logprobs cannot be given when `logprobs` is false"
 

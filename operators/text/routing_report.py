@@ -2,8 +2,10 @@
 
     answer ──► first item: workers ──► ... ──► last item: workers, timing
 
-Only for those who ask. Source: dynamo lib/llm/src/protocols/openai/chat_completions/delta.rs. Other than there an
-answer of several choices has one last item, and what an item says of itself stays.
+Only for requests that want it (`nvext`).
+
+Source: dynamo lib/llm/src/protocols/openai/chat_completions/delta.rs. Other than
+there an answer of several choices has one last item, and what an item already holds stays.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _REPORTED = frozenset({"worker_id", "timing", "router_decision"})
 def with_routing(
     stream: ResponseStream[Item], request: Context[OpenAIRequest], tracker: RequestTracker
 ) -> ResponseStream[Item]:
-    """The stream with what its request asks of the tracker; itself where it asks nothing."""
+    """Return the stream with the tracker's facts that its request wants; the stream itself if it wants none."""
     nvext = request.payload.nvext
     if nvext is None:
         return stream
@@ -45,9 +47,9 @@ async def _reported(stream: ResponseStream[Item], report: RoutingReport) -> Asyn
 
 @define(eq=False)
 class RoutingReport:
-    """What the items of one answer tell of it. `wanted` are fields of the response's `nvext`.
+    """What the items of one answer report. `wanted` are fields of the response's `nvext`.
 
-    The answer is over when its last choice is: one that finishes before says nothing of the request's time. What no
+    The answer is over when its last choice is: one that finishes before has no figures of the whole request. What no
     router below has recorded, the first token and the length, is recorded here.
     """
 
@@ -58,7 +60,7 @@ class RoutingReport:
     _has_begun: bool = field(default=False, init=False)
 
     def of(self, item: Item) -> Item:
-        """The item, a copy if something is added. Events, and items without data, say nothing."""
+        """Return the item, or a copy with the facts added. Events, and items without data, stay as they are."""
         output = item.data
         if output is None or item.event is not None:
             return item
@@ -73,9 +75,9 @@ class RoutingReport:
         known = self._known(is_last)
         if known is None:
             return item
-        told = copy(output)
-        told.routing_data = known if told.routing_data is None else filled(told.routing_data, known)
-        return item.transfer(told)
+        report = copy(output)
+        report.routing_data = known if report.routing_data is None else filled(report.routing_data, known)
+        return item.transfer(report)
 
     def _count(self, tokens: int) -> None:
         if not self._tokens:
@@ -102,31 +104,31 @@ class RoutingReport:
         return None if known == RoutingData() else known
 
 
-def filled(said: RoutingData, known: RoutingData) -> RoutingData:
-    """What was said, its gaps filled from what is known. Pure."""
+def filled(own: RoutingData, known: RoutingData) -> RoutingData:
+    """Return the item's own data with its gaps filled from what is known. Pure."""
     return RoutingData(
-        _timing(said.timing, known.timing),
-        _workers(said.worker_id, known.worker_id),
-        known.token_ids if said.token_ids is None else said.token_ids,
-        said.decision or known.decision,
+        _timing(own.timing, known.timing),
+        _workers(own.worker_id, known.worker_id),
+        known.token_ids if own.token_ids is None else own.token_ids,
+        own.decision or known.decision,
     )
 
 
-def _timing(said: TimingInfo | None, known: TimingInfo | None) -> TimingInfo | None:
-    if said is None or known is None:
-        return said or known
-    whole = copy(said)
+def _timing(own: TimingInfo | None, known: TimingInfo | None) -> TimingInfo | None:
+    if own is None or known is None:
+        return own or known
+    whole = copy(own)
     whole.fill_gaps(known)
     return whole
 
 
-def _workers(said: WorkerIdInfo | None, known: WorkerIdInfo | None) -> WorkerIdInfo | None:
-    if said is None or known is None:
-        return said or known
-    whole = copy(said)
+def _workers(own: WorkerIdInfo | None, known: WorkerIdInfo | None) -> WorkerIdInfo | None:
+    if own is None or known is None:
+        return own or known
+    whole = copy(own)
     # A rank without its worker would be another worker's.
-    if said.prefill_worker_id in (None, known.prefill_worker_id) and said.prefill_dp_rank is None:
+    if own.prefill_worker_id in (None, known.prefill_worker_id) and own.prefill_dp_rank is None:
         whole = evolve(whole, prefill_worker_id=known.prefill_worker_id, prefill_dp_rank=known.prefill_dp_rank)
-    if said.decode_worker_id in (None, known.decode_worker_id) and said.decode_dp_rank is None:
+    if own.decode_worker_id in (None, known.decode_worker_id) and own.decode_dp_rank is None:
         whole = evolve(whole, decode_worker_id=known.decode_worker_id, decode_dp_rank=known.decode_dp_rank)
     return whole

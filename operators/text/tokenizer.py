@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. The one door of the `tokenizers` library, loaded by those who use it.
+"""Tokenizers: text to token ids and back. The one door of the `tokenizers` library, loaded on first use.
 
 Source: dynamo lib/llm/src/tokenizers.rs. Other than there, decoding does not use the library's `DecodeStream` (0.6 µs
 a token): it fails on bytes that are no character, repeats a prompt that ends inside one, skips unknown ids silently
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token alone stands for, special ones spelled out."""
+        """Return the bytes of one token alone; of a special token, those of its name."""
         ...
 
     def token_id(self, token: str) -> int | None:
@@ -91,7 +91,7 @@ def first_outside(known: Container[int], token_ids: Sequence[int]) -> int | None
 class HuggingFaceTokenizer:
     """A tokenizer of a `tokenizer.json`.
 
-    Truncation and padding that the file asks for are switched off: they are for training, would cut
+    Truncation and padding set in the file are switched off: they are for training, would cut
     long prompts in silence, and would count padding as tokens of the prompt.
     """
 
@@ -158,7 +158,7 @@ class HuggingFaceTokenizer:
             return self.decode([token_id], skip_special_tokens=False).encode()
         try:
             return bytes(map(_BYTE_OF.__getitem__, spelling))
-        except KeyError:  # an added token is spelled in plain text
+        except KeyError:  # an added token is plain text
             return spelling.encode()
 
     def token_id(self, token: str) -> int | None:

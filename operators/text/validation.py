@@ -1,4 +1,4 @@
-"""What a chat or completion request may ask for: one table of fields and rules.
+"""What a chat or completion request may hold: one table of fields and rules.
 
 The codec has checked the kinds of values before; here are ranges and combinations. The first broken rule, in the
 order of the table, is reported as InvalidArgument "Validation: ...", with the path of the place as its field.

@@ -1,4 +1,4 @@
-"""One choice: which rule ends it, what stays visible, and what is said about it. No loop."""
+"""One choice: which rule ends it, what stays visible, and what the caller gets of it. No loop."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DOT = ord(".")
 
 
 @define
-class Heard:
-    """What a choice said."""
+class Decoded:
+    """The text and the end of a choice."""
 
     text: str
     tokens: list[str | None]
@@ -27,10 +27,10 @@ class Heard:
     stop_reason: int | str | None
 
 
-def hear(
+def decode(
     answer: str | list[int], tokenizer: Tokenizer | None = None, *, include: bool = False, **conditions: Any
-) -> Heard:
-    """Feeds the answer at once, and flushes if nothing ended it."""
+) -> Decoded:
+    """Feed the answer at once, and flush if nothing ended it."""
     request = PreprocessedRequest(
         [],
         stop_conditions=StopConditions(**conditions),
@@ -43,77 +43,77 @@ def hear(
     text = choice.feed(tokenizer.encode(answer) if isinstance(answer, str) else answer, tokens)
     if choice.finish is None:
         text += choice.flush()
-    return Heard(text, tokens, choice.finish, choice.stop_reason)
+    return Decoded(text, tokens, choice.finish, choice.stop_reason)
 
 
 def test_without_a_rule_everything_is_visible_and_nothing_ends() -> None:
-    assert hear("ab") == Heard("ab", ["a", "b"], None, None)
+    assert decode("ab") == Decoded("ab", ["a", "b"], None, None)
 
 
 def test_a_hidden_id_ends_without_its_text_and_a_user_id_is_the_reason() -> None:
-    assert hear("a.b", stop_token_ids=[DOT]) == Heard("a", ["a", None], FinishReason.STOP, DOT)
+    assert decode("a.b", stop_token_ids=[DOT]) == Decoded("a", ["a", None], FinishReason.STOP, DOT)
 
 
 @pytest.mark.parametrize("conditions", [{"stop_token_ids_hidden": [EOS]}, {"stop_token_ids": [EOS]}])
 def test_the_models_own_id_ends_without_a_reason(conditions: dict[str, Any]) -> None:
-    assert hear([97, EOS, 98], **conditions) == Heard("a", ["a", None], FinishReason.STOP, None)
+    assert decode([97, EOS, 98], **conditions) == Decoded("a", ["a", None], FinishReason.STOP, None)
 
 
 def test_a_visible_id_ends_with_its_text() -> None:
-    assert hear("a.b", stop_token_ids_visible=[DOT]) == Heard("a.", ["a", "."], FinishReason.STOP, DOT)
+    assert decode("a.b", stop_token_ids_visible=[DOT]) == Decoded("a.", ["a", "."], FinishReason.STOP, DOT)
 
 
 def test_a_visible_id_counts_before_a_hidden_one() -> None:
-    heard = hear("a.", stop_token_ids_visible=[DOT], stop_token_ids_hidden=[DOT])
-    assert (heard.text, heard.finish) == ("a.", FinishReason.STOP)
+    decoded = decode("a.", stop_token_ids_visible=[DOT], stop_token_ids_hidden=[DOT])
+    assert (decoded.text, decoded.finish) == ("a.", FinishReason.STOP)
 
 
 def test_a_hidden_id_needs_no_text() -> None:
-    assert hear([97, 9999], stop_token_ids_hidden=[9999]).finish == FinishReason.STOP
+    assert decode([97, 9999], stop_token_ids_hidden=[9999]).finish == FinishReason.STOP
 
 
 def test_an_id_that_would_complete_a_stop_string_ends_as_an_id() -> None:
-    heard = hear("a#.", stop=["#."], stop_token_ids=[DOT])
-    assert (heard.text, heard.stop_reason) == ("a#", DOT)
+    decoded = decode("a#.", stop=["#."], stop_token_ids=[DOT])
+    assert (decoded.text, decoded.stop_reason) == ("a#", DOT)
 
 
 def test_a_stop_string_complete_before_the_id_is_the_reason() -> None:
-    heard = hear("abc.", stop=["abcd", "bc"], stop_token_ids=[DOT])
-    assert (heard.text, heard.stop_reason) == ("a", "bc")
+    decoded = decode("abc.", stop=["abcd", "bc"], stop_token_ids=[DOT])
+    assert (decoded.text, decoded.stop_reason) == ("a", "bc")
 
 
 @pytest.mark.parametrize(("include", "text", "last"), [(False, "a", None), (True, "aSTOP", "P")])
 def test_a_stop_string_is_the_reason_and_is_visible_if_wanted(include: bool, text: str, last: str | None) -> None:
-    heard = hear("aSTOPb", stop=["STOP"], include=include)
-    assert heard == Heard(text, ["a", "S", "T", "O", last], FinishReason.STOP, "STOP")
+    decoded = decode("aSTOPb", stop=["STOP"], include=include)
+    assert decoded == Decoded(text, ["a", "S", "T", "O", last], FinishReason.STOP, "STOP")
 
 
 def test_tokens_before_the_minimum_are_not_looked_at() -> None:
-    assert hear("a.b.c", min_tokens=3, stop_token_ids=[DOT]).text == "a.b"
-    assert hear("a.b.c", min_tokens=2, stop_token_ids=[DOT]).text == "a"
-    assert hear("xyxyxy", min_tokens=4, stop=["xy"]).text == "xyxy"
+    assert decode("a.b.c", min_tokens=3, stop_token_ids=[DOT]).text == "a.b"
+    assert decode("a.b.c", min_tokens=2, stop_token_ids=[DOT]).text == "a"
+    assert decode("xyxyxy", min_tokens=4, stop=["xy"]).text == "xyxy"
 
 
 def test_a_stop_string_that_began_before_the_minimum_does_not_count() -> None:
-    assert hear("xyz", min_tokens=2, stop=["xy"]).finish is None
+    assert decode("xyz", min_tokens=2, stop=["xy"]).finish is None
 
 
 def test_a_token_that_cannot_be_decoded_ends_with_an_error() -> None:
     """DET-02."""
-    heard = hear([97, 9999, 98])
-    assert heard.text == "a"
-    assert heard.finish is not None
-    assert str(heard.finish).startswith("error: decode error: token id 9999")
+    decoded = decode([97, 9999, 98])
+    assert decoded.text == "a"
+    assert decoded.finish is not None
+    assert str(decoded.finish).startswith("error: decode error: token id 9999")
 
 
 def test_text_held_before_an_error_is_still_shown() -> None:
-    assert hear([97, ord("S"), 9999], stop=["STOP"]).text == "aS"
+    assert decode([97, ord("S"), 9999], stop=["STOP"]).text == "aS"
 
 
 def test_an_unfinished_character_is_not_shown_before_the_end() -> None:
     cut_off = "日".encode()[:2]
-    assert hear(list(b"a" + cut_off)).text == "a\ufffd"
-    assert hear([*b"a" + cut_off, EOS], stop_token_ids_hidden=[EOS]).text == "a\ufffd"
+    assert decode(list(b"a" + cut_off)).text == "a\ufffd"
+    assert decode([*b"a" + cut_off, EOS], stop_token_ids_hidden=[EOS]).text == "a\ufffd"
 
 
 TEXTS = st.text("ab.é日🙂", max_size=16)

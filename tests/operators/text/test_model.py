@@ -1,4 +1,4 @@
-"""Models from folders and from nothing, and what is said about a folder that is wrong."""
+"""Models from folders and from nothing, and the errors for a folder that is wrong."""
 
 from __future__ import annotations
 

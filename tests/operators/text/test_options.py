@@ -1,4 +1,4 @@
-"""What a request asks for, in the engine's records."""
+"""The options of a request, in the engine's records."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ async def outcome(request: Any, work: PromptWork, model: Model, limits: RequestL
 
 
 class Recording(ByteTokenizer):
-    """Notes the threads it works in; waits in each if it is asked to, and fails with an error if it has one."""
+    """Note the threads it works in; wait in each if set to, and fails with an error if it has one."""
 
     def __init__(self, waits: bool = False, error: BaseException | None = None) -> None:
         super().__init__()

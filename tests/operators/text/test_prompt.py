@@ -22,8 +22,8 @@ def model(template: str | None = TEMPLATE) -> Model:
     return evolve(Model.byte_level("m"), chat_template=None if template is None else ChatTemplate(template))
 
 
-def chat(*said: str | dict[str, Any], template: str | None = TEMPLATE, **fields: Any) -> str | list[int]:
-    messages = [{"role": "user", "content": text} if isinstance(text, str) else text for text in said]
+def chat(*contents: str | dict[str, Any], template: str | None = TEMPLATE, **fields: Any) -> str | list[int]:
+    messages = [{"role": "user", "content": text} if isinstance(text, str) else text for text in contents]
     request = from_plain({"model": "m", "messages": messages, **fields}, ChatCompletionRequest)
     return prompt_of(request, model(template))
 

@@ -1,4 +1,4 @@
-"""PromptThreads: long work beside the loop; who ends early does not wait, and does not leave threads behind."""
+"""PromptThreads: long work beside the loop; a request that ends early does not wait, and leaves no thread behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.threads import GiveUp
 pytestmark = pytest.mark.anyio
 
 PATIENCE_S = 20.0
-"""Real seconds after which a thread that should have been told to end fails its test."""
+"""Real seconds after which a thread that should have been ended fails its test."""
 
 
 class Work:

@@ -1,4 +1,4 @@
-"""Who asks for its workers or its timing finds them on the first and the last item; nobody else pays for it."""
+"""A request that wants its workers or its timing finds them on the first and the last item; no other pays for it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def answer(request: Any, below: Any, **options: Any) -> list[Any]:
     return [item for item in await stream.collect() if item.data is not None]
 
 
-def told(items: list[Any]) -> list[RoutingData | None]:
+def routing_data_of(items: list[Any]) -> list[RoutingData | None]:
     return [item.data.routing_data for item in items]
 
 
@@ -119,7 +119,7 @@ async def test_tokenizing_is_timed_by_the_finer_clock() -> None:
     assert seen == [0.5, None]
 
 
-# -- who asks
+# -- requests that want it
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ async def test_who_does_not_ask_has_the_next_stages_own_stream(nvext: Any) -> No
     ],
 )
 async def test_each_gets_what_it_asks_for(nvext: Any, workers: bool, times: bool) -> None:
-    first, middle, end = told(await answer(chat(nvext=nvext), Worker(ITEMS)))
+    first, middle, end = routing_data_of(await answer(chat(nvext=nvext), Worker(ITEMS)))
     assert first == (RoutingData(worker_id=WORKERS) if workers else None)
     assert middle is None
     timing = TimingInfo(NOW_MS, ttft_ms=2000.0, total_time_ms=4000.0)
@@ -155,24 +155,27 @@ async def test_each_gets_what_it_asks_for(nvext: Any, workers: bool, times: bool
 
 
 async def test_where_no_worker_is_known_there_is_timing_only() -> None:
-    first, _, end = told(await answer(chat(nvext=BOTH), ScriptedEngine(ITEMS)))
+    first, _, end = routing_data_of(await answer(chat(nvext=BOTH), ScriptedEngine(ITEMS)))
     assert first is None
     assert end == RoutingData(TimingInfo(NOW_MS, ttft_ms=2000.0, total_time_ms=4000.0))
 
 
 async def test_an_answer_of_one_item_has_all_in_it() -> None:
-    (only,) = told(await answer(chat(nvext=BOTH), Worker([Wait(3), last()])))
+    (only,) = routing_data_of(await answer(chat(nvext=BOTH), Worker([Wait(3), last()])))
     assert only == RoutingData(TimingInfo(NOW_MS, ttft_ms=3000.0, total_time_ms=3000.0), WORKERS)
 
 
 async def test_an_answer_without_tokens_has_no_first_one() -> None:
     empty = Annotated(BackendOutput([], [], finish_reason=FinishReason.STOP))
-    (only,) = told(await answer(chat(nvext=BOTH), Worker([Wait(3), empty])))
+    (only,) = routing_data_of(await answer(chat(nvext=BOTH), Worker([Wait(3), empty])))
     assert only == RoutingData(TimingInfo(NOW_MS, total_time_ms=3000.0), WORKERS)
 
 
 async def test_an_answer_that_just_ends_has_no_timing() -> None:
-    assert told(await answer(chat(nvext=BOTH), Worker([token(), token()]))) == [RoutingData(worker_id=WORKERS), None]
+    assert routing_data_of(await answer(chat(nvext=BOTH), Worker([token(), token()]))) == [
+        RoutingData(worker_id=WORKERS),
+        None,
+    ]
 
 
 async def test_events_pass_untouched_and_are_no_first_item() -> None:
@@ -194,7 +197,7 @@ async def test_events_pass_untouched_and_are_no_first_item() -> None:
 async def test_the_time_is_that_of_the_request_and_comes_with_its_last_choice(early: int) -> None:
     late = 1 - early
     choices = [token(index=early), Wait(1), last(index=early), Wait(2), token(index=late), last(index=late)]
-    found = told(await answer(chat(nvext=BOTH, n=2), Worker(choices)))
+    found = routing_data_of(await answer(chat(nvext=BOTH, n=2), Worker(choices)))
     assert found[:-1] == [RoutingData(worker_id=WORKERS), None, None]
     assert found[-1] == RoutingData(TimingInfo(NOW_MS, ttft_ms=0.0, total_time_ms=3000.0), WORKERS)
 
@@ -209,7 +212,7 @@ async def test_an_end_noted_before_the_last_item_is_moved_there() -> None:
         tracker.record_finish()
         seen.append(tracker)
 
-    end = told(await answer(chat(nvext=BOTH), Worker(ITEMS, notes)))[-1]
+    end = routing_data_of(await answer(chat(nvext=BOTH), Worker(ITEMS, notes)))[-1]
     assert end is not None
     assert end.timing is not None
     assert (end.timing.total_time_ms, seen[0].osl_tokens) == (4000.0, 3)
@@ -221,7 +224,7 @@ async def test_a_decode_below_no_kv_router_has_its_transfer_estimated() -> None:
         tracker.record_prefill_complete()
         tracker.phase = RequestPhase.DECODE
 
-    end = told(await answer(chat(nvext=BOTH), Worker(ITEMS, prefilled)))[-1]
+    end = routing_data_of(await answer(chat(nvext=BOTH), Worker(ITEMS, prefilled)))[-1]
     assert end is not None
     timing = TimingInfo(NOW_MS, ttft_ms=0.0, total_time_ms=4000.0, kv_transfer_estimated_latency_ms=2000.0)
     assert end.timing == timing
@@ -244,22 +247,22 @@ async def test_the_answer_is_whole_though_several_workers_gave_it() -> None:
     assert tracker.osl_tokens == 5
 
 
-# -- what an item says of itself
+# -- what an item holds already
 
 
 async def test_what_an_item_says_stays_and_its_gaps_are_filled() -> None:
-    said = RoutingData(TimingInfo(5, ttft_ms=1.0), WorkerIdInfo(decode_worker_id=9), [1])
-    items = [token(routing_data=said), token(routing_data=said), last(routing_data=said)]
-    first, middle, end = told(await answer(chat(nvext=BOTH), Worker([Wait(2), *items])))
+    own = RoutingData(TimingInfo(5, ttft_ms=1.0), WorkerIdInfo(decode_worker_id=9), [1])
+    items = [token(routing_data=own), token(routing_data=own), last(routing_data=own)]
+    first, middle, end = routing_data_of(await answer(chat(nvext=BOTH), Worker([Wait(2), *items])))
     workers = WorkerIdInfo(7, 1, 9, None)
-    assert first == evolve(said, worker_id=workers)
-    assert middle is said
+    assert first == evolve(own, worker_id=workers)
+    assert middle is own
     assert end == RoutingData(TimingInfo(5, ttft_ms=1.0, total_time_ms=2000.0), workers, [1])
-    assert said == RoutingData(TimingInfo(5, ttft_ms=1.0), WorkerIdInfo(decode_worker_id=9), [1])
+    assert own == RoutingData(TimingInfo(5, ttft_ms=1.0), WorkerIdInfo(decode_worker_id=9), [1])
 
 
 @pytest.mark.parametrize(
-    ("said", "whole"),
+    ("own", "whole"),
     [
         (WorkerIdInfo(), WorkerIdInfo(1, 2, 3, 4)),
         (WorkerIdInfo(1, None, 3, None), WorkerIdInfo(1, 2, 3, 4)),
@@ -268,15 +271,15 @@ async def test_what_an_item_says_stays_and_its_gaps_are_filled() -> None:
         (WorkerIdInfo(None, None, 9, 9), WorkerIdInfo(1, 2, 9, 9)),
     ],
 )
-def test_a_rank_is_never_put_to_another_worker(said: WorkerIdInfo, whole: WorkerIdInfo) -> None:
-    assert filled(RoutingData(worker_id=said), RoutingData(worker_id=WorkerIdInfo(1, 2, 3, 4))).worker_id == whole
+def test_a_rank_is_never_put_to_another_worker(own: WorkerIdInfo, whole: WorkerIdInfo) -> None:
+    assert filled(RoutingData(worker_id=own), RoutingData(worker_id=WorkerIdInfo(1, 2, 3, 4))).worker_id == whole
 
 
 # -- below a KV router
 
 
 class Kv:
-    """Workers 1 and 2 behind a KV router, blocks of 4 tokens; both say two letters a second."""
+    """Workers 1 and 2 behind a KV router, blocks of 4 tokens; both generate two letters a second."""
 
     def __init__(self) -> None:
         letters = [Annotated(LLMEngineOutput(list(pair))) for pair in (b"ab", b"cd", b"ef")]
@@ -290,7 +293,7 @@ class Kv:
 
     async def ask(self, **nvext: Any) -> list[Any]:
         items = await (await self.graph.generate(Context(chat(nvext=nvext)))).collect()
-        return told([item for item in items if item.data is not None])
+        return routing_data_of([item for item in items if item.data is not None])
 
 
 async def test_a_kv_router_fills_in_whatever_there_is() -> None:

@@ -1,4 +1,4 @@
-"""The text stages together, on an engine that echoes: what a user says comes back as it was said."""
+"""The text stages together, on an engine that echoes: a message comes back as it was written."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ def steps(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None =
     return [*(decoder.step(token_id) for token_id in token_ids), decoder.flush()]
 
 
-def spelled(tokenizer: HuggingFaceTokenizer, *tokens: str) -> list[int]:
+def ids_of(tokenizer: HuggingFaceTokenizer, *tokens: str) -> list[int]:
     ids = [tokenizer.token_id(token) for token in tokens]
     assert None not in ids
     return [token_id for token_id in ids if token_id is not None]
 
 
 def as_bytes(tokenizer: HuggingFaceTokenizer, data: bytes) -> list[int]:
-    return spelled(tokenizer, *(f"<0x{byte:02X}>" for byte in data))
+    return ids_of(tokenizer, *(f"<0x{byte:02X}>" for byte in data))
 
 
 @pytest.fixture(params=["bytes", "byte_level"])
@@ -156,7 +156,7 @@ def test_an_added_token_is_spelled_in_plain_text(byte_level: HuggingFaceTokenize
 
 
 def test_the_first_word_of_an_answer_keeps_its_space_behind_a_prompt(word_pieces: HuggingFaceTokenizer) -> None:
-    hello, world, a = spelled(word_pieces, "▁Hello", "▁world", "a")
+    hello, world, a = ids_of(word_pieces, "▁Hello", "▁world", "a")
     assert steps(word_pieces, [hello, world]) == ["Hello", " world", ""]
     assert steps(word_pieces, [hello, world], [a]) == [" Hello", " world", ""]
 
@@ -165,7 +165,7 @@ def test_the_first_word_of_an_answer_keeps_its_space_behind_a_prompt(word_pieces
 def test_characters_spelled_in_byte_tokens_are_held_until_whole(
     word_pieces: HuggingFaceTokenizer, text: str, cut: int
 ) -> None:
-    (a,) = spelled(word_pieces, "a")
+    (a,) = ids_of(word_pieces, "a")
     prompt_bytes, answer_bytes = text.encode()[:cut], text.encode()[cut:]
     *shown, rest = steps(word_pieces, as_bytes(word_pieces, answer_bytes), [a, *as_bytes(word_pieces, prompt_bytes)])
     whole_before = prompt_bytes.decode(errors="ignore")
@@ -175,7 +175,7 @@ def test_characters_spelled_in_byte_tokens_are_held_until_whole(
 
 
 def test_bytes_that_never_become_a_character_do_not_block_the_text(word_pieces: HuggingFaceTokenizer) -> None:
-    (a,) = spelled(word_pieces, "a")
+    (a,) = ids_of(word_pieces, "a")
     after_one = [*as_bytes(word_pieces, "日".encode()), *as_bytes(word_pieces, b"\xff"), a]
     assert "".join(steps(word_pieces, after_one)) == "日\ufffda"
     after_many = [*as_bytes(word_pieces, b"\xff" * 8), *as_bytes(word_pieces, "日".encode()), a]
@@ -183,8 +183,8 @@ def test_bytes_that_never_become_a_character_do_not_block_the_text(word_pieces: 
 
 
 def test_a_long_run_of_invisible_tokens_holds_a_bounded_window(word_pieces: HuggingFaceTokenizer) -> None:
-    end, world = spelled(word_pieces, "</s>", "▁world")
-    decoder: Any = word_pieces.decoder(spelled(word_pieces, "a"))
+    end, world = ids_of(word_pieces, "</s>", "▁world")
+    decoder: Any = word_pieces.decoder(ids_of(word_pieces, "a"))
     for _ in range(1000):
         assert decoder.step(end) == ""
     assert len(decoder._context) + len(decoder._held) < 10
@@ -197,7 +197,7 @@ def test_token_bytes_are_those_of_the_token_alone(
     token_ids = byte_level.encode("日")
     assert len(token_ids) > 1
     assert b"".join(map(byte_level.token_bytes, token_ids)) == "日".encode()
-    assert word_pieces.token_bytes(spelled(word_pieces, "日")[0]) == "日".encode()
+    assert word_pieces.token_bytes(ids_of(word_pieces, "日")[0]) == "日".encode()
     assert ByteTokenizer().token_bytes(ByteTokenizer.bos_token_id) == b"<bos>"
 
 

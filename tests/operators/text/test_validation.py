@@ -241,7 +241,7 @@ def test_a_number_passes_exactly_if_it_is_in_its_range(
     ("value", "shown"), [(-3.0, "-3"), (2.5, "2.5"), (1e300, "1e+300"), (math.inf, "inf"), (math.nan, "nan")]
 )
 def test_a_number_is_shown_as_it_was_written(value: float, shown: str) -> None:
-    """JSON does not tell a whole number from a fraction, so a reader of records makes a float of both."""
+    """JSON has one kind of number, so a reader of records makes a float of both."""
     with pytest.raises(InvalidArgument, match=rf"got {re.escape(shown)}$"):
         validate(chat(temperature=value))
 
