@@ -1,9 +1,9 @@
-"""A server that is there already, as an engine: requests in tokens to an OpenAI-compatible API over HTTP.
+"""A running server as an engine: requests in tokens to an OpenAI-compatible API over HTTP.
 
     report = await run(live_graph("http://10.0.0.5:8000"), read_trace(path).with_vocabulary(range(1000, 32_000)))
 
-`LiveEngine` asks `POST /v1/completions`, `find_server` which model there is to ask; `live_graph` is both, as something
-that `serving.replay.run` opens.
+`LiveEngine` uses `POST /v1/completions`, `find_server` finds the model, and `live_graph` does both for
+`serving.replay.run`.
 """
 
 from pipeline.extras import brought_by

@@ -1,9 +1,7 @@
-"""A client of httpx2 for one server, and what it raises -> the errors of the tree.
+"""Client: an httpx2 client for one server, whose errors become those of the tree; and Address, the URL of a server.
 
-As many connections as there are requests at once, each kept for the next one; an answer is what the server says first:
-no redirect is followed, no proxy asked, no cookie kept, neither `.netrc` nor the environment looked at.
-
-Address: where a server is, read from its URL.
+Each concurrent request has a connection, which is kept for the next one. The first answer counts: the client follows no
+redirect, uses no proxy, keeps no cookie, and reads neither `.netrc` nor the environment.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from pipeline.errors import CannotConnect, ConnectionTimeout, Disconnected, Inva
 
 @frozen
 class Address:
-    """The scheme, host and port of a server, and the path that its API is below."""
+    """The scheme, host and port of a server, and the path above its API."""
 
     url: httpx2.URL
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address in a URL; `/v1` at its end may be there or not. Raises InvalidArgument for any other text."""
+        """Return the address in a URL, with or without `/v1` at its end. Raise InvalidArgument for any other text."""
         try:
             url = httpx2.URL(text)
         except httpx2.InvalidURL as error:
@@ -45,37 +43,39 @@ class Address:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether it can stand in the first line of a request as it is."""
+    """Return whether the text can stand in the first line of a request unchanged."""
     return text.isascii() and text.isprintable() and " " not in text
 
 
 Transport = httpx2.AsyncBaseTransport
 
 IDLE_S = 4.0
-"""How long a connection is kept for another request: less than servers do, which is 5 s for the most common."""
+"""How long a connection is kept for another request; the most common servers keep it for 5 s."""
 
 CONNECT_S = 10.0
 
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_S)
 _ENDS = ("Server disconnected", "peer closed connection")
-"""How the message begins where the server closed the connection; httpx2 has one class for this and for what is no HTTP.
-"""
+"""Beginnings of the message when the server closed the connection; httpx2 has the same class for invalid HTTP."""
 
 
 class Client:
-    """What asks one server. `silence_s` is the longest wait for a sign of life, and for a connection no more than
-    `CONNECT_S`; `transport` stands for the network. Closing it closes every connection."""
+    """The connections to one server. Closing it closes every connection.
+
+    `silence_s` is the longest wait for any byte, and for a connection no more than `CONNECT_S`. `transport` replaces
+    the network.
+    """
 
     def __init__(self, address: Address, silence_s: float, transport: Transport | None = None) -> None:
         self.address, self._silence_s = address, silence_s
         self._connect_s = min(CONNECT_S, silence_s)
         self.in_flight = 0
-        """How many requests are asked, or their answers read, now."""
+        """Number of requests that are sent, or whose answers are read, now."""
         self.http = httpx2.AsyncClient(
             transport=network() if transport is None else transport,
             base_url=address.url,
-            headers={"accept-encoding": "identity"},  # what is packed comes late
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one would tie all requests to one worker
+            headers={"accept-encoding": "identity"},  # compressed answers arrive late
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # a cookie would tie all requests to one worker
             timeout=httpx2.Timeout(silence_s, connect=self._connect_s, pool=None),
             trust_env=False,
         )
@@ -84,15 +84,15 @@ class Client:
         await self.http.aclose()
 
     def problem(self, error: httpx2.TransportError) -> PenstockError:
-        """The error of the tree: CannotConnect with what the system says, ConnectionTimeout, ResponseTimeout,
-        Disconnected, and InvalidMessage for what is no HTTP."""
+        """Return the error of the tree: CannotConnect with the system's reason, ConnectionTimeout, ResponseTimeout,
+        Disconnected, or InvalidMessage for invalid HTTP."""
         match error:
             case httpx2.ConnectTimeout():
                 return ConnectionTimeout(f"{self.address} took no connection within {self._connect_s:g} s")
             case httpx2.ConnectError():
                 return CannotConnect(f"no connection to {self.address}: {_reason(error)}")
             case httpx2.TimeoutException():
-                return ResponseTimeout(f"the server said nothing for {self._silence_s:g} s")
+                return ResponseTimeout(f"the server sent nothing for {self._silence_s:g} s")
             case httpx2.NetworkError():
                 return Disconnected("the connection broke")
             case _ if str(error).startswith(_ENDS):
@@ -101,12 +101,12 @@ class Client:
 
 
 def network() -> httpx2.AsyncHTTPTransport:
-    """Connections over TCP, which send every byte at once; with TLS for https, by the certificates of the system."""
+    """Return a transport over TCP, without delay of small writes; with TLS for https, by the system's certificates."""
     return httpx2.AsyncHTTPTransport(verify=ssl.create_default_context(), trust_env=False, limits=_LIMITS)
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said first, which libraries put below errors of their own."""
+    """Return the system's own reason, which libraries wrap into errors of their own."""
     inner: BaseException | None = error
     while inner is not None:
         error = inner
@@ -114,6 +114,6 @@ def _reason(error: BaseException) -> str:
         inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else below
     if not isinstance(error, OSError) or isinstance(error, ssl.SSLError):
         return str(error) or type(error).__name__
-    # Those of names have numbers of their own, below zero; a loop words the others differently.
+    # Errors of name resolution have numbers below zero; loops word the others differently.
     is_system = error.errno is not None and error.errno > 0
     return os.strerror(error.errno or 0) if is_system else error.strerror or str(error)

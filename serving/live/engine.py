@@ -1,9 +1,7 @@
-"""LiveEngine: an engine that is a server, asked over HTTP.
+"""LiveEngine: an engine whose work is done by a server over HTTP.
 
 request in tokens ──► POST /v1/completions ──► server
 items             ◄── server-sent events   ◄──
-
-A request in tokens -> the headers and the body of `POST /v1/completions`. Pure.
 """
 
 from __future__ import annotations
@@ -23,97 +21,21 @@ from .errors import of_status
 from .stream import UNKNOWN_TOKEN as UNKNOWN_TOKEN
 from .stream import AnswerReader, Exchange
 
-EXTRA_FIELDS = ("worker_id", "timing", "completion_token_ids")
-"""What a server that knows `nvext` is asked to say beside the text."""
-
-_STOP = ("max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids")
-_SAMPLING = (
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
-    *("use_beam_search", "length_penalty", "seed", "include_stop_str_in_output"),
-)
-_SESSION = "x-dynamo-session-id"
-_METADATA = "x-dynamo-meta-"
-_NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]+")
-_NO_NAME = re.compile(r"[^A-Za-z0-9!#$%&'*+.^_`|~-]+")
-
-
-def completion(request: PreprocessedRequest, model: str, *, nvext: bool) -> bytes:
-    """The body. Raises InvalidArgument for what a completion in token ids cannot say."""
-    _check(request)
-    stop, sampling = request.stop_conditions, request.sampling_options
-    body: dict[str, Any] = {"model": model, "prompt": request.token_ids, "stream": True}
-    for part, names in ((stop, _STOP), (sampling, _SAMPLING)):
-        body |= {name: value for name in names if (value := getattr(part, name)) is not None}
-    # Running totals say how many tokens a chunk holds where no ids do.
-    body["stream_options"] = {"include_usage": True} | ({} if nvext else {"continuous_usage_stats": True})
-    if nvext:
-        body["nvext"] = {"extra_fields": list(EXTRA_FIELDS)} | _extras(request)
-    return encode(body)
-
-
-def headers_of(request: AnyContext, api_key: str | None) -> dict[str, str]:
-    """The headers of one request: its id, session, metadata, its span if it is traced, and the key."""
-    headers = {"content-type": "application/json", "accept": "text/event-stream", "x-request-id": _value(request.id)}
-    for name, value in request.metadata.items():
-        name = _NO_NAME.sub("-", name.lower())
-        headers[name if name == _SESSION else _METADATA + name] = _value(value)
-    return headers | inject(request) | authorization(api_key)
-
-
-def authorization(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"authorization": _value(f"Bearer {api_key}")}
-
-
-def _value(text: str) -> str:
-    """As a header may have it."""
-    return _NOT_PRINTABLE.sub("?", text.strip())
-
-
-def _check(request: PreprocessedRequest) -> None:
-    """A completion that left these out would answer another request."""
-    said = {
-        "prompt_embeds": request.prompt_embeds,
-        "multi_modal_data": request.multi_modal_data,
-        "prefill_result": request.prefill_result,
-        "sampling_options.guided_decoding": request.sampling_options.guided_decoding,
-        "sampling_options.n": (request.sampling_options.n or 1) > 1,
-        "output_options.logprobs": request.output_options.logprobs,
-    }
-    for name, value in said.items():
-        if value is not None and value is not False:
-            raise InvalidArgument("is nothing that a live server can be asked for", field=name)
-
-
-def _extras(request: PreprocessedRequest) -> dict[str, Any]:
-    """What else it says of itself: its annotations, and how urgent it is."""
-    extras: dict[str, Any] = {"annotations": request.annotations} if request.annotations else {}
-    if (routing := request.routing) is not None:
-        known = {"priority": routing.priority, "strict_priority": routing.strict_priority}
-        said = {name: value for name, value in known.items() if value is not None}
-        extras |= {"agent_hints": said} if said else {}
-    return extras
-
-
 SILENCE_S = 600.0
-"""How long a server may say nothing, unless said otherwise."""
+"""Default of the longest wait for a server to send anything."""
 
 _EVENTS = "text/event-stream"
 
 
 class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
-    """A model behind an OpenAI-compatible server, asked in token ids.
+    """A model behind an OpenAI-compatible server. Prompts are sent as token ids, each request on its own connection.
 
-    `model` is asked for where a request names none. `nvext` says that the server knows that extension: then it tells
-    the id of every token, its workers and its times. Without it the items have the right number of tokens, but each is
-    `UNKNOWN_TOKEN`. No more than `silence_s` may pass between two signs of life. There are as many connections as there
-    are requests; `transport` takes the place of the network.
-
-    Errors come from the first read: CannotConnect and ConnectionTimeout; ResourceExhausted for the statuses 429 and
-    529, Unavailable for 503, StatusError for any other of 3xx and 4xx, a BackendError for 5xx and for an error amid an
+    The first read raises the errors: CannotConnect and ConnectionTimeout; ResourceExhausted for the statuses 429 and
+    529, Unavailable for 503, StatusError for any other 3xx and 4xx, a BackendError for 5xx and for an error within an
     answer; Disconnected and StreamIncomplete for an answer without its end, ResponseTimeout for silence, InvalidMessage
-    for what is no answer at all. Stop and kill close the connection, by which the server hears of them, and end a
-    wait at once; between two reads they do so with the next one. After a stop there is one more item, which says so.
-    `aclose` closes every connection.
+    for an answer of another form. Stop and kill close the connection, which shows the server that its client is gone;
+    they end a wait at once, and between two reads they take effect with the next one. After a stop one more item, which
+    is marked as cancelled, ends the stream. `aclose` closes every connection.
     """
 
     shown_texts = ("model",)
@@ -128,6 +50,12 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
         silence_s: float = SILENCE_S,
         transport: Transport | None = None,
     ) -> None:
+        """`model` is used for requests without one.
+
+        With `nvext` the server sends the id of every token, its workers and its times, because it knows that extension;
+        without it the items have the right number of tokens, each of them `UNKNOWN_TOKEN`. `silence_s` is the longest
+        wait for any byte. `transport` replaces the network.
+        """
         if not silence_s > 0:
             raise InvalidArgument(f"must be above 0, got {silence_s:g}", field="live_timeout")
         self.address, self.model, self._nvext, self._api_key = address, model, nvext, api_key
@@ -135,7 +63,7 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
 
     @property
     def in_flight(self) -> int:
-        """How many requests have a connection now, or wait for one."""
+        """Number of requests that have a connection, or wait for one."""
         return self._client.in_flight
 
     async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
@@ -144,7 +72,7 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
         return ResponseStream(self._items(request, body), request)
 
     async def aclose(self) -> None:
-        """Closes every connection: a request that is still open, or comes later, ends with Disconnected."""
+        """Close every connection. A request that is still open, or comes later, ends with Disconnected."""
         await self._client.aclose()
 
     async def _items(
@@ -167,10 +95,83 @@ class LiveEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
                 yield Annotated(LLMEngineOutput.cancelled())
 
     async def _begin(self, exchange: Exchange, request: Context[PreprocessedRequest], body: bytes) -> None:
-        """Until the answer begins; raises where none does."""
-        status = await exchange.ask("POST", "/v1/completions", headers_of(request, self._api_key), body)
+        """Return when the answer begins. Raise the error of a server that sends none."""
+        status = await exchange.send("POST", "/v1/completions", headers_of(request, self._api_key), body)
         if status != 200:
             raise of_status(status, await exchange.body())
         if exchange.content_type != _EVENTS:
             kind = exchange.content_type or "something without a content type"
             raise InvalidMessage(f"expected {_EVENTS}, the server sent {kind}")
+
+
+# -- the request: headers and body
+
+EXTRA_FIELDS = ("worker_id", "timing", "completion_token_ids")
+"""Fields of the answer that are requested of a server with `nvext`, beside the text."""
+
+_STOP = ("max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids")
+_SAMPLING = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
+    *("use_beam_search", "length_penalty", "seed", "include_stop_str_in_output"),
+)
+_SESSION = "x-dynamo-session-id"
+_METADATA = "x-dynamo-meta-"
+_NOT_PRINTABLE = re.compile(r"[^\x20-\x7e]+")
+_NO_NAME = re.compile(r"[^A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
+
+def completion(request: PreprocessedRequest, model: str, *, nvext: bool) -> bytes:
+    """Return the body. Raise InvalidArgument for a field that a completion in token ids does not have."""
+    _check(request)
+    stop, sampling = request.stop_conditions, request.sampling_options
+    body: dict[str, Any] = {"model": model, "prompt": request.token_ids, "stream": True}
+    for part, names in ((stop, _STOP), (sampling, _SAMPLING)):
+        body |= {name: value for name in names if (value := getattr(part, name)) is not None}
+    # Without ids, running totals show how many tokens a chunk holds.
+    body["stream_options"] = {"include_usage": True} | ({} if nvext else {"continuous_usage_stats": True})
+    if nvext:
+        body["nvext"] = {"extra_fields": list(EXTRA_FIELDS)} | _extras(request)
+    return encode(body)
+
+
+def headers_of(request: AnyContext, api_key: str | None) -> dict[str, str]:
+    """Return the headers of one request: its id, session, metadata, its span if it is traced, and the key."""
+    headers = {"content-type": "application/json", "accept": "text/event-stream", "x-request-id": _value(request.id)}
+    for name, value in request.metadata.items():
+        name = _NO_NAME.sub("-", name.lower())
+        headers[name if name == _SESSION else _METADATA + name] = _value(value)
+    return headers | inject(request) | authorization(api_key)
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": _value(f"Bearer {api_key}")}
+
+
+def _value(text: str) -> str:
+    """Return the text without characters that a header may not have."""
+    return _NOT_PRINTABLE.sub("?", text.strip())
+
+
+def _check(request: PreprocessedRequest) -> None:
+    """Raise InvalidArgument for a field without which the server would answer another request."""
+    not_sent = {
+        "prompt_embeds": request.prompt_embeds,
+        "multi_modal_data": request.multi_modal_data,
+        "prefill_result": request.prefill_result,
+        "sampling_options.guided_decoding": request.sampling_options.guided_decoding,
+        "sampling_options.n": (request.sampling_options.n or 1) > 1,
+        "output_options.logprobs": request.output_options.logprobs,
+    }
+    for name, value in not_sent.items():
+        if value is not None and value is not False:
+            raise InvalidArgument("cannot be sent to a live server", field=name)
+
+
+def _extras(request: PreprocessedRequest) -> dict[str, Any]:
+    """Return the other fields of `nvext`: annotations and priority."""
+    extras: dict[str, Any] = {"annotations": request.annotations} if request.annotations else {}
+    if (routing := request.routing) is not None:
+        known = {"priority": routing.priority, "strict_priority": routing.strict_priority}
+        hints = {name: value for name, value in known.items() if value is not None}
+        extras |= {"agent_hints": hints} if hints else {}
+    return extras

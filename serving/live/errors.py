@@ -1,4 +1,4 @@
-"""What a server says instead of an answer -> an error of the tree."""
+"""From a server's error answer, or an error event, to an error of the tree."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _OF_STATUS: dict[int, type[PenstockError]] = {
 
 
 def of_status(status: int, body: bytes) -> PenstockError:
-    """The error of an answer with a status other than 200.
+    """Return the error of an answer with a status other than 200.
 
-    Too many requests and overload are refusals, as is 503; what else is the request's fault keeps its status.
+    Too many requests, overload and 503 are refusals; any other 4xx keeps its status.
     """
     return _error(status, f"HTTP {status}: {_message(body)}")
 
 
 def of_frame(frame: Any, *, has_tokens: bool) -> PenstockError:
-    """The error of an error frame. Once there were tokens it broke, whatever status it names: nothing was refused."""
+    """Return the error of an error event. After tokens it is a failure, whatever its status: nothing was refused."""
     code = frame.get("code") if isinstance(frame, dict) else None
-    text = _text(frame) or "the answer ends with an error that does not say what it is"
+    text = _text(frame) or "the answer ends with an error without a message"
     is_status = isinstance(code, int) and 400 <= code < 600
     return _error(code, text) if is_status and not has_tokens and isinstance(code, int) else BackendUnknown(text)
 
@@ -50,20 +50,20 @@ def _error(status: int, text: str) -> PenstockError:
 
 
 def _message(body: bytes) -> str:
-    """What a body says: the message of the usual forms, else its text."""
+    """Return the message in a body of the usual forms, else its text."""
     try:
-        said = _text(from_json(body, dict[str, Any]))
+        text = _text(from_json(body, dict[str, Any]))
     except InvalidArgument:
-        said = ""
-    return said or _short(body.decode("utf-8", "replace")) or "no message"
+        text = ""
+    return text or _short(body.decode("utf-8", "replace")) or "no message"
 
 
-def _text(said: Any) -> str:
-    """The message in an object, or in the object that it has as its `error`."""
-    if isinstance(said, dict):
-        inner = said.get("error")
-        said = _text(inner) if inner else next((said[name] for name in ("message", "detail") if said.get(name)), "")
-    return _short(said if isinstance(said, str) else str(said or ""))
+def _text(plain: Any) -> str:
+    """Return the message in an object, or in the object that is its `error`."""
+    if isinstance(plain, dict):
+        inner = plain.get("error")
+        plain = _text(inner) if inner else next((plain[name] for name in ("message", "detail") if plain.get(name)), "")
+    return _short(plain if isinstance(plain, str) else str(plain or ""))
 
 
 def _short(text: str) -> str:

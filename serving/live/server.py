@@ -1,4 +1,4 @@
-"""A server as it is found: which model it has, and what it can tell."""
+"""Find a server's model, and open an engine for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN = 8
 
 @frozen
 class LiveServer:
-    """A server, the model to ask it for, and whether it knows `nvext`."""
+    """A server, its model, and whether it knows `nvext`."""
 
     address: Address
     model: str
@@ -37,10 +37,10 @@ class LiveServer:
 async def find_server(
     url: str, *, model: str | None = None, api_key: str | None = None, transport: Transport | None = None
 ) -> LiveServer:
-    """Asks `GET /v1/models`: for the first of them, or for the one that is named.
+    """Return the server at this URL with its first model, or with `model`, by `GET /v1/models`.
 
-    A server without that page is taken at its user's word. Raises InvalidArgument for a URL that is none and for a
-    model the server does not have, Unavailable where it has none at all, and as `LiveEngine` where it does not answer.
+    A server without that page is used with `model` as it is. Raise InvalidArgument for an invalid URL and for a model
+    that the server does not have, Unavailable if it has no model, and the errors of `LiveEngine` if it does not answer.
     """
     address = Address.parse(url)
     try:
@@ -51,7 +51,7 @@ async def find_server(
         raise
     if models is None:
         if model is None:
-            raise InvalidArgument(f"{address} does not say which models it has; name one", field="model")
+            raise InvalidArgument(f"{address} does not list its models; name one", field="model")
         return LiveServer(address, model)
     if not models:
         raise Unavailable(f"{address} has no model now")
@@ -69,7 +69,7 @@ def live_graph(
     silence_s: float = SILENCE_S,
     transport: Transport | None = None,
 ) -> Callable[[], AbstractAsyncContextManager[LiveEngine]]:
-    """What `serving.replay.run` opens: the engine of a server that was found, or of the first model at a URL."""
+    """Return the opener of an engine for `serving.replay.run`: of a server, or of the first model at a URL."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[LiveEngine]:
@@ -84,9 +84,9 @@ def live_graph(
 
 
 async def _models(address: Address, api_key: str | None, transport: Transport | None) -> dict[str, Any] | None:
-    """The owners of the models by name; None if there is no such page."""
+    """Return the owners of the models by name, None if the server has no such page."""
     async with aclosing(Client(address, _FIND_S, transport)) as client, Exchange(client, Control()) as exchange:
-        status = await exchange.ask("GET", "/v1/models", {"accept": "application/json"} | authorization(api_key))
+        status = await exchange.send("GET", "/v1/models", {"accept": "application/json"} | authorization(api_key))
         body = await exchange.body()
     if status in _NO_SUCH_PAGE:
         return None

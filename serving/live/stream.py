@@ -1,9 +1,7 @@
-"""Exchange: one request to a server, and its answer as it comes; a stop or a kill ends every wait.
+"""One request to a server and its answer: Exchange sends and reads bytes, AnswerReader makes items of them.
 
-The events of a streamed completion -> items of an engine, with the number of tokens each brought. Pure.
-
-How many tokens a chunk holds: as many as it has ids for; else as the running total grew; else one where it has text.
-What a total has beyond these, as that at the end may, comes where it is said.
+A chunk holds as many tokens as it has ids; without ids as many as the running total grew; without a total one if it has
+text. Tokens that only the total at the end has come with that total.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ T = TypeVar("T")
 
 _BODY_MAX_BYTES = 4 * 1024 * 1024
 _TAIL_S = 0.2
-"""How long the end of a body may take to follow the end of its answer, for the connection to be used again."""
+"""How long to wait for the end of a body after the end of its answer, so that the connection can be used again."""
 
 
 class Exchange:
     """One request and its answer.
 
-    Every wait raises Cancelled once the request is stopped or killed, and what `Client.problem` says. Leaving the block
-    closes the connection unless the answer was read to its end: so the server hears that nobody waits any more.
+    Every wait raises Cancelled once the request is stopped or killed, and the errors of `Client.problem`. Leaving the
+    block closes the connection, which shows the server that its client is gone, unless the answer was read to its end.
     """
 
     def __init__(self, client: Client, control: Control) -> None:
@@ -46,7 +44,7 @@ class Exchange:
         self._scope: anyio.CancelScope | None = None
         self._forget: Callable[[], None] | None = None
         self.content_type = ""
-        """Of the answer, without its parameters; in lower case."""
+        """Content type of the answer in lower case, without parameters."""
         self.is_whole = False
         """Whether the answer has been read to the end that its head promised."""
 
@@ -65,19 +63,19 @@ class Exchange:
         finally:
             self._client.in_flight -= 1
 
-    async def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> int:
-        """Sends the request; the status of the answer. One that a kept connection did not take goes out again.
+    async def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> int:
+        """Send the request and return the status of its answer. A request that a kept connection lost is sent again.
 
-        Raises Disconnected where the client is closed.
+        Raise Disconnected if the client is closed.
         """
         http = self._client.http
-        asked = http.build_request(method, path, headers=headers, content=body, extensions={"trace": self._trace})
+        request = http.build_request(method, path, headers=headers, content=body, extensions={"trace": self._trace})
         while True:
             if http.is_closed:
                 raise Disconnected("the connections to the server were closed")
             self._has_connected = self._has_sent = False
             try:
-                answer = await self._wait(lambda: http.send(asked, stream=True))
+                answer = await self._wait(lambda: http.send(request, stream=True))
             except Disconnected:
                 if self._has_connected or not self._has_sent:
                     raise
@@ -88,9 +86,9 @@ class Exchange:
         return answer.status_code
 
     async def read(self) -> bytes:
-        """What has come of the body; nothing once it has ended or the connection was closed."""
+        """Return the next part of the body; empty once it has ended or the connection is closed."""
         parts = self._parts
-        assert parts is not None, "nothing was asked"
+        assert parts is not None, "nothing was sent"
         try:
             return await self._wait(lambda: anext(parts))
         except StopAsyncIteration:
@@ -100,14 +98,14 @@ class Exchange:
         return b""
 
     async def body(self) -> bytes:
-        """The whole body, up to more than any message or list of models needs."""
+        """Return the whole body, up to a size that no message or list of models needs."""
         parts: list[bytes] = []
         while sum(map(len, parts)) < _BODY_MAX_BYTES and (data := await self.read()):
             parts.append(data)
         return b"".join(parts)
 
     async def finish(self) -> None:
-        """The answer is complete; reads what is still to come before the connection can be used again."""
+        """Read the rest of a complete answer, so that the connection can be used again."""
         if self._parts is None or self._control.is_stopped:
             return
         with suppress(httpx2.TransportError):  # there is nothing left to lose
@@ -125,8 +123,10 @@ class Exchange:
         raise Cancelled("the request was stopped")
 
     async def _close(self) -> None:
-        """Ends what is not read to its end by a read that is cancelled at once: that unwinds httpx2 from inside, and
-        leaves none of its generators to the garbage collector, which on trio would warn of them."""
+        """End an unfinished answer by a read that is cancelled at once.
+
+        That unwinds httpx2 from inside: its generators do not reach the garbage collector, which on trio would warn.
+        """
         parts, self._parts = self._parts, None
         if parts is None:
             return
@@ -140,20 +140,20 @@ class Exchange:
             self._scope.cancel()
 
     async def _trace(self, event: str, info: Any) -> None:
-        """httpx2 says what it does with the request: it went out, and on a new connection or on one that was kept."""
+        """Called by httpx2 when it connects, and when it sends the request."""
         self._has_connected |= event == "connection.connect_tcp.complete"
         self._has_sent |= event == "http11.send_request_headers.started"
 
 
 UNKNOWN_TOKEN = 0
-"""Stands for each token whose id the server does not say."""
+"""Stands for each token whose id the server does not send."""
 
 _ERROR_EVENT = "error"
 _EXCERPT = 80
 
 
 class AnswerReader:
-    """Reads one answer as its bytes arrive. The finish reason comes with the last item, however early it was said."""
+    """Makes the items of one answer while its bytes arrive. The finish reason comes with the last item."""
 
     def __init__(self) -> None:
         self._events = SSEDecoder()
@@ -164,14 +164,17 @@ class AnswerReader:
         """Whether `[DONE]` was read."""
 
     def feed(self, data: bytes) -> Iterator[LLMEngineOutput]:
-        """The items that are whole now. Raises what an error frame says, InvalidMessage for what is no chunk, and
-        StreamIncomplete for an answer that is said to be done without having been finished."""
+        """Yield the items that these bytes complete.
+
+        Raise the error of an error event, InvalidMessage for an invalid chunk, and StreamIncomplete for `[DONE]`
+        without a finish reason.
+        """
         yield from self._take(self._events.feed(data))
 
     def end(self, *, whole: bool) -> Iterator[LLMEngineOutput]:
-        """The items of what was begun, for nothing comes any more; raises unless it is done then, and as `feed`.
+        """Yield the items that the end of the body completes. Raise as `feed`, and unless the answer is done.
 
-        `whole` says whether HTTP agrees that this is the end.
+        `whole`: whether the body ended as HTTP announced.
         """
         yield from self._take(self._events.finish())
         if self.is_done:
@@ -203,7 +206,7 @@ class AnswerReader:
             yield output
 
     def _output(self, chunk: dict[str, Any]) -> LLMEngineOutput | None:
-        """The item of a chunk; None for one that says nothing."""
+        """Return the item of a chunk, None for an empty one."""
         choice: dict[str, Any] = next(iter(chunk.get("choices") or ()), {})
         nvext: dict[str, Any] = chunk.get("nvext") or {}
         text = choice.get("text") or ""
@@ -220,7 +223,7 @@ class AnswerReader:
         return LLMEngineOutput(token_ids, text=text or None, routing_data=routing)
 
     def _uncounted(self, has_text: bool, has_total: bool) -> list[int]:
-        """Tokens that a total has and no item had so far; without a total, or while it stays 0, one for a text."""
+        """Return tokens that a total has and no item had so far; without a total, or while it is 0, one for a text."""
         total = self._usage.completion_tokens if has_total and self._usage is not None else 0
         return [UNKNOWN_TOKEN] * (max(0, total - self._tokens) if total else has_text)
 
@@ -241,7 +244,7 @@ def _object(data: str) -> dict[str, Any]:
 
 
 def _plain(data: str | None, otherwise: Any) -> Any:
-    """What an error event says, wherever it says it."""
+    """Return the error in an event, which servers put into different places."""
     if data is None:
         return otherwise
     try:
@@ -252,7 +255,7 @@ def _plain(data: str | None, otherwise: Any) -> Any:
 
 
 def _reason(text: str) -> FinishReason:
-    """What engines say beyond the words we know, such as `tool_calls`, ends an answer like any stop."""
+    """Return the finish reason; an unknown word, such as `tool_calls`, counts as a stop."""
     if text == "error":
         return FinishReason.error("the server finished the answer with an error")
     try:
