@@ -35,8 +35,8 @@ from pipeline import (
     Context,
     ContractViolation,
     Control,
-    Once,
     PenstockError,
+    ReleaseOnce,
     ResponseStream,
     until_killed,
 )
@@ -138,7 +138,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             raised = call.refused(error)
             raise raised from raised.__cause__
         call.begin()
-        call.ended = Once(call.end)
+        call.ended = ReleaseOnce(call.end)
         return ResponseStream(self._items(chunks, call), request, call.ended)
 
     def _prepared(self, payload: PreprocessedRequest) -> PreprocessedRequest:
@@ -243,7 +243,7 @@ class _Call:
         "request",
     )
 
-    ended: Once
+    ended: ReleaseOnce
 
     def __init__(
         self, adapter: RequestAdapter, request: Context[PreprocessedRequest], payload: PreprocessedRequest

@@ -12,7 +12,7 @@ from anyio.lowlevel import checkpoint
 from attrs import frozen
 
 from pipeline import Control, InvalidArgument
-from pipeline.loop import Alarm, clock
+from pipeline.loop import Timer, clock
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 
 from .llm import EngineConfig, GenerateContext, LLMEngine
@@ -73,16 +73,16 @@ class EchoEngine(LLMEngine):
 class _Pauses:
     """Waits before each chunk that a stop ends. `forget` after the last one."""
 
-    __slots__ = ("_alarm", "_delay_s", "_now", "forget")
+    __slots__ = ("_delay_s", "_now", "_timer", "forget")
 
     def __init__(self, control: Control, delay_s: float) -> None:
         self._delay_s = delay_s
-        self._now, self._alarm = clock(), Alarm()
-        self.forget = control.on_stop(self._alarm.ring)
+        self._now, self._timer = clock(), Timer()
+        self.forget = control.on_stop(self._timer.wake)
 
     def next(self) -> Awaitable[None]:
         """Await the delay, which a stop or kill ends. One that has happened before is for the caller to see."""
-        return self._alarm.wait(self._now() + self._delay_s)
+        return self._timer.wait(self._now() + self._delay_s)
 
 
 @frozen

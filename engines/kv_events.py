@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from attrs import evolve, frozen
 
 from pipeline import AsyncEngine, InvalidArgument, function_engine
-from pipeline.loop import Home
+from pipeline.loop import LoopHandle
 from pipeline.protocols.kv import (
     KvEvent,
     KvEventData,
@@ -56,14 +56,14 @@ class KvEventPublisher:
         self.last_event_id = 0
         self._send = send
         self._kept_in = log
-        self._home = Home()
+        self._handle = LoopHandle()
 
     def publish(self, change: KvEventData) -> None:
         """Sends the change to whoever listens. Does not wait; call it on one thread, in the order of the changes."""
         if (log := self._kept_in) is None:
             self._publish(RouterEvent(self.worker_id, KvEvent(self.last_event_id + 1, change, self.dp_rank)))
         else:
-            self._home.run(lambda: self._record(log, change))  # where routers are answered from it
+            self._handle.run(lambda: self._record(log, change))  # where routers are answered from it
 
     def _record(self, log: KvEventLog, change: KvEventData) -> None:
         try:

@@ -7,7 +7,7 @@ are in `pipeline.errors`.
 from .annotated import Annotated
 from .cancellation import unless_killed, until_killed
 from .context import AnyContext, Context, Registry
-from .control import Control, Once, State
+from .control import Control, ReleaseOnce, State
 from .engine import AsyncEngine, ErasedEngine, function_engine
 from .errors import (
     BackendError,
@@ -63,11 +63,11 @@ __all__ = [
     "LateEngine",
     "LinkError",
     "NoEdge",
-    "Once",
     "Operator",
     "PenstockError",
     "Registry",
     "RegistryError",
+    "ReleaseOnce",
     "ResourceExhausted",
     "ResponseStream",
     "ResponseTimeout",

@@ -13,7 +13,7 @@ weakly, in the order they were linked.
 Source: dynamo lib/runtime/src/pipeline/context.rs, Controller. Other than there, a late child inherits the state, a
 stop never undoes a kill, dead children are forgotten, and a cycle of children ends.
 
-Once: a reservation's release, done exactly once whoever comes first.
+ReleaseOnce: the release of a reservation, run exactly once, by the first caller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weakref import ref
 
 from anyio.lowlevel import checkpoint
 
-from .loop import Bell, Home, call_soon, running_loop
+from .loop import LoopHandle, Wakeup, call_soon, running_loop
 
 _log = logging.getLogger(__name__)
 
@@ -196,16 +196,16 @@ class Control:
         if self._state >= level:
             await checkpoint()
             return
-        bell = Bell()  # an eighth of the memory of an event, and most engines wait here
-        forget = self._watch(level, bell.ring)
+        wakeup = Wakeup()  # an eighth of the memory of an event, and most engines wait here
+        forget = self._watch(level, wakeup.wake)
         try:
             while self._state < level:
-                await bell.wait()
+                await wakeup.wait()
         finally:
             forget()
 
 
-class _Watcher(Home):
+class _Watcher(LoopHandle):
     """A callback at home, with the level that makes it due. Calling this forgets it.
 
     Most requests have one or two as long as they are open: this is a third of what closures took.
@@ -219,7 +219,7 @@ class _Watcher(Home):
         self._callback = callback
         self._control = ref(control)  # which holds this one
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         self.run(self._callback)
 
     def __call__(self) -> None:
@@ -233,7 +233,7 @@ def _call_back(changed: list[Control]) -> None:
     for control in changed:
         for watcher in control._take_due():
             try:
-                watcher.ring()
+                watcher.notify()
             except (KeyboardInterrupt, SystemExit) as error:
                 interrupt = interrupt or error
             except BaseException:  # one listener's fault must reach neither the others nor the caller
@@ -245,7 +245,7 @@ def _call_back(changed: list[Control]) -> None:
 Arguments = TypeVarTuple("Arguments")
 
 
-class Once:
+class ReleaseOnce:
     """Runs its action, with these arguments, on the first `release()` and never again.
 
     Give one to the stream that keeps a reservation (`ResponseStream(items, context, once)`) and release it in the

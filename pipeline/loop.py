@@ -1,7 +1,7 @@
-"""Where a callback belongs: the event loop and thread it was made in; and cheap ways to wake one task.
+"""Callbacks that return to their event loop, cheap ways to wake one task, and the loop's clock.
 
-Control crosses threads (a signal handler, an engine's own thread), loops do not. A `Home` remembers the loop that ran
-when it was taken and brings a callback back to it, on asyncio and trio alike.
+A request may be stopped from any thread (a signal handler, an engine's own thread), but its callbacks belong to one
+event loop. A `LoopHandle` stores the loop that runs when it is made and runs callbacks there, on asyncio and on trio.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from anyio.lowlevel import current_token
 _log = logging.getLogger(__name__)
 
 _backend: type[AsyncBackend] | None = None
-"""The library of the loop that was asked for last: a program mostly has one."""
+"""The async library of the loop found last. Most programs have one only."""
 
 
-class Home:
-    """The loop and thread of the moment it was made; no loop at all counts as one."""
+class LoopHandle:
+    """The event loop and thread it was made in. Made outside of any loop, it runs callbacks directly."""
 
     __slots__ = ("_loop", "_thread")
 
@@ -33,11 +33,11 @@ class Home:
         self._loop, self._thread = running_loop(), get_ident()
 
     def run(self, callback: Callable[[], object]) -> None:
-        """Call back at once in the loop's own thread, else on the loop's next turn.
+        """Run the callback now if this is the loop's thread, else on the loop's next turn.
 
-        What the callback raises goes to the caller in the first case, and is logged in the second. A signal handler
-        runs in the loop's thread, maybe while the loop sleeps: the loop is woken then, and on trio the callback waits
-        for the loop's next turn.
+        An exception of the callback is raised here in the first case and logged in the second. A signal handler runs in
+        the loop's thread, possibly while the loop sleeps: the loop is woken then, and on trio the callback runs on its
+        next turn.
         """
         loop = self._loop
         if loop is None:
@@ -45,27 +45,27 @@ class Home:
         elif get_ident() != self._thread:
             call_soon(loop, callback)
         elif isinstance(loop, asyncio.AbstractEventLoop):
-            # Outside of any task: a callback of the loop, or a signal handler while the loop sleeps. What the callback
-            # makes ready does not wake it.
+            # Outside of any task: a callback of the loop, or a signal handler while the loop sleeps. A task that the
+            # callback makes ready would not wake a sleeping loop.
             if asyncio.current_task(loop) is None:
                 call_soon(loop, _nothing)
             callback()
         elif _is_in_trio_task():
             callback()
         else:
-            # In the middle of a turn: a task that is made ready now could be forgotten.
+            # A signal handler in the middle of a turn: a task that is made ready now could be lost.
             call_soon(loop, callback)
 
     def run_soon(self, callback: Callable[[], object]) -> None:
-        """Call back as `call_soon` does."""
+        """Run the callback as `call_soon` does."""
         call_soon(self._loop, callback)
 
 
 def running_loop() -> Any:
-    """The loop that runs here, for `call_soon`; None without one.
+    """Return the running event loop, as `call_soon` takes it; None if no loop runs.
 
-    As anyio's `current_token`, which finds out anew each time which library it is, for a third of its time. Where trio
-    is the guest of another loop it may be that one: both are of this thread, which is what counts for a callback.
+    It is the native token of anyio's `current_token`, for a third of the time: anyio detects the async library at each
+    call. If trio runs as the guest of another loop, either may be returned; both run in this thread.
     """
     global _backend
     if _backend is not None:
@@ -82,9 +82,9 @@ def running_loop() -> Any:
 
 
 def call_soon(loop: Any, callback: Callable[[], object]) -> None:
-    """Call back on the loop's next turn, from any thread; at once where there is no loop, or none any more.
+    """Run the callback on the loop's next turn, from any thread; now if `loop` is None or has finished.
 
-    What the callback raises is logged with its traceback and goes no further.
+    An exception of the callback is logged with its traceback and not raised.
     """
     if loop is not None:
         # An asyncio loop has the first, a trio token the second; both may be called from any thread.
@@ -98,11 +98,11 @@ def call_soon(loop: Any, callback: Callable[[], object]) -> None:
 
 
 def _run_logged(callback: Callable[[], object]) -> None:
-    """Call back, and log what that raises.
+    """Run the callback and log its exception, of whatever class.
 
-    Also what is no Exception. The loop belongs to every request, and one callback must not end it: trio would cancel
-    all tasks for any of them (`TrioInternalError`), asyncio would stop for KeyboardInterrupt and SystemExit. A Ctrl-C
-    is not lost by that: it does not interrupt such a callback on trio, and `asyncio.run` turns it into a cancellation.
+    The loop serves every request, and one callback must not end it: trio would cancel all tasks for any exception
+    (`TrioInternalError`), asyncio would stop for KeyboardInterrupt and SystemExit. A Ctrl-C is not lost by this: trio
+    does not interrupt such a callback, and `asyncio.run` turns it into a cancellation.
     """
     try:
         callback()
@@ -111,7 +111,7 @@ def _run_logged(callback: Callable[[], object]) -> None:
 
 
 def _is_in_trio_task() -> bool:
-    """Return whether a task of the trio loop of this thread runs now."""
+    """Return whether a task of this thread's trio loop is running now."""
     try:
         get_current_task()
     except RuntimeError:
@@ -120,7 +120,7 @@ def _is_in_trio_task() -> bool:
 
 
 def _nothing() -> None:
-    """What a loop is called with to wake it."""
+    """Scheduled on a loop only to wake it."""
 
 
 def clock() -> Callable[[], float]:
@@ -135,15 +135,15 @@ def clock() -> Callable[[], float]:
 
 
 virtual_clocks: MutableMapping[Any, Callable[[int], None]] = WeakKeyDictionary()
-"""Loop in virtual time -> what is called with 1 when a thread begins to work for it and with -1 when it has ended."""
+"""Loop in virtual time -> function called with 1 when a thread begins work for it, and with -1 at its end."""
 
 
 @contextmanager
 def time_held() -> Iterator[None]:
-    """Keep virtual time from passing inside the block; real time is left alone.
+    """Stop the virtual clock inside the block; a real clock is not affected.
 
-    For a task that waits for a thread. A virtual clock jumps whenever all tasks wait, and would otherwise be past every
-    deadline before the thread has done anything.
+    Used by a task that waits for a thread. A virtual clock jumps to the next deadline whenever all tasks wait, so it
+    would pass every deadline before the thread has done anything.
     """
     hold = virtual_clocks.get(running_loop()) if virtual_clocks else None
     if hold is None:
@@ -156,11 +156,11 @@ def time_held() -> Iterator[None]:
         hold(-1)
 
 
-class Bell:
-    """Wakes the one task that waits for it; made, rung and waited for in one loop and thread.
+class Wakeup:
+    """Wakes the one task that waits for it. All calls are made in one loop and thread.
 
-    What an `anyio.Event` of its own for each wait would do, on asyncio at a third of the cost: for those who wait once
-    an item. A ring that nobody waits for is lost, so look before you wait.
+    It replaces one `anyio.Event` for each wait, on asyncio at a third of the cost, for tasks that wait once an item. A
+    wake-up while no task waits is lost: check the condition before each wait.
     """
 
     __slots__ = ("_loop", "_waiting")
@@ -170,8 +170,8 @@ class Bell:
         self._loop: Any = loop if hasattr(loop, "create_future") else None
         self._waiting: Any = None
 
-    def ring(self) -> None:
-        """Wakes the task that waits, if one does."""
+    def wake(self) -> None:
+        """Wake the waiting task, if there is one."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -181,7 +181,7 @@ class Bell:
             waiting.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when it is rung."""
+        """Return at the next `wake`."""
         if self._loop is None:
             self._waiting = event = Event()
             await event.wait()
@@ -190,11 +190,11 @@ class Bell:
             await future
 
 
-class Alarm:
-    """Wakes the one task that waits for a time; made, rung and waited for in one loop.
+class Timer:
+    """Wakes the one task that waits for a time. All calls are made in one loop and thread.
 
-    What `anyio.sleep_until` does, on asyncio at half the cost: for those who sleep again and again. A ring wakes before
-    the time; one that nobody waits for is lost.
+    It replaces `anyio.sleep_until`, on asyncio at half the cost, for tasks that sleep again and again. `wake` ends a
+    wait early; without a waiting task it does nothing.
     """
 
     __slots__ = ("_loop", "_rest", "_timer", "_waiting")
@@ -208,11 +208,11 @@ class Alarm:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it wakes at the very time, for nothing: then the shortest wait is worth it, and `settle` waits."""
+        """Whether time is virtual: waits end at their exact time and cost nothing, and `settle` has an effect."""
         return self._rest is not None
 
     async def wait(self, deadline_s: float) -> None:
-        """Returns at that time of the loop's clock, or at once if it is past, or when it is rung before."""
+        """Return at that time of the loop's clock, now if it is past, or earlier at a `wake`."""
         if self._loop is None:
             with CancelScope() as self._waiting:
                 await sleep_until(deadline_s)
@@ -225,8 +225,8 @@ class Alarm:
             timer.cancel()
             raise
 
-    def ring(self) -> None:
-        """Wakes the task that waits, if one does."""
+    def wake(self) -> None:
+        """Wake the waiting task, if there is one."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -237,7 +237,7 @@ class Alarm:
             _wake(waiting)
 
     async def settle(self) -> None:
-        """Returns when all else that happens at this moment has; at once on a loop that cannot tell."""
+        """Return once every other task due at this virtual moment has run; immediately in real time."""
         if self._rest is not None:
             future = self._loop.create_future()
             self._rest(_wake, future)

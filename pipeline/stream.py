@@ -18,7 +18,7 @@ from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast, overload
 
 from .context import Context
-from .control import Once
+from .control import ReleaseOnce
 from .errors import StreamBusy, StreamClosed
 from .pace import Pace
 
@@ -42,34 +42,37 @@ _ANEXT = "__anext__"
 
 
 class ResponseStream(Generic[T_co]):
-    """Items on their way to one reader, with the request's context.
+    """An async iterator of items for one reader, with the request's context.
 
-    The caller that takes a stream closes it: `async with stream: async for item in stream: ...`. Closing, at any time
-    and any number of times, ends the source's generator at its `yield` and then closes what the stream owns; each owned
-    thing is a stream (closed) or a `Once` (released). Reading after a close raises `StreamClosed`; reading after the
-    end just ends again. One task reads at a time: closing during another task's read raises `StreamBusy` (a second
-    reader gets that, or Python's own RuntimeError); to end a stream that a task waits on, stop or kill its context.
+    The caller that takes a stream closes it: `async with stream: async for item in stream: ...`. Closing ends the
+    generator of the items at its `yield`, then closes the streams and releases the `ReleaseOnce` objects that the
+    stream owns. It may be done at any time and any number of times. Reading after a close raises `StreamClosed`;
+    reading after the end ends again. One task reads at a time: closing during another task's read raises `StreamBusy`,
+    and a second reader gets that or Python's own RuntimeError. To end a stream that a task waits on, stop or kill its
+    context.
 
-    A stream dropped without a close, though it has not ended, warns (`ResourceWarning`) and is released on the next
-    turn of the loop. A stream that ended by itself needs no close, but a close never hurts.
+    A stream that is dropped before its end without being closed emits a `ResourceWarning` and is released on the
+    loop's next turn. A stream that has ended needs no close; closing it does no harm.
 
-    `items` is best an async generator that closes its upstream on its own way out (`async with upstream:`). What is
-    also listed in `owned` is closed even if the generator was never started, when its `finally` would not run. Where
-    `items` is no generator, its `aclose`, if it has one, is awaited once on every way out, also unread.
+    `items`: preferably an async generator that closes its upstream when it ends (`async with upstream:`). Of any other
+    iterable, `aclose` is awaited once, if it has one, on every way out, also unread.
+    `owned`: closed or released on every way out, also if the generator was never started and its `finally` cannot run.
 
-    A stream that owns no other is a source: where its items are always ready it lets the loop turn now and then, see
-    `pipeline.pace`.
+    A stream that owns no other stream is a source. If its items are always ready, it yields to the loop at intervals:
+    see `pipeline.pace`.
     """
 
     # Reading an item costs no Python frame of the stream: the slot holds the generator's own bound method (measured: 15
-    # ns instead of 55), in a source that of its pace, and closing swaps it. Checkers are given a method.
+    # ns instead of 55), or in a source that of its pace; closing replaces it. Type checkers see a method.
     __slots__ = (_ANEXT, "__weakref__", "_closed", "_items", "_owned", "_pace", "context")
 
     if TYPE_CHECKING:
 
         def __anext__(self) -> Awaitable[T_co]: ...
 
-    def __init__(self, items: AsyncIterable[T_co], context: Context[Any], *owned: ResponseStream[Any] | Once) -> None:
+    def __init__(
+        self, items: AsyncIterable[T_co], context: Context[Any], *owned: ResponseStream[Any] | ReleaseOnce
+    ) -> None:
         generator = items if isasyncgen(items) else _begun(_iterate(items))
         self._items = cast("AsyncGeneratorType[T_co, None]", generator)
         self._owned = owned
@@ -86,7 +89,7 @@ class ResponseStream(Generic[T_co]):
 
     @classmethod
     def of(cls, items: Iterable[T_co], context: Context[Any]) -> ResponseStream[T_co]:
-        """A stream of items that are there already; ends early once the context is stopped."""
+        """Return a stream of items that exist already. It ends early once the context is stopped."""
         return cls(_replay(items, context), context)
 
     def __aiter__(self) -> Self:
@@ -94,15 +97,15 @@ class ResponseStream(Generic[T_co]):
 
     @property
     def is_open(self) -> bool:
-        """False once it has ended, failed or been closed."""
-        # An unstarted or suspended generator still has its frame; one that ended, or failed, has none.
+        """Whether the stream has neither ended, failed nor been closed."""
+        # An unstarted or suspended generator has a frame; one that ended or failed has none.
         return not self._closed and self._items.ag_frame is not None
 
     async def aclose(self) -> None:
-        """End the source and close all that is owned.
+        """Close the generator of the items, then everything the stream owns.
 
-        Raises what their own closing raises, after all are closed: the first failure, with the others as notes on it. A
-        cancellation, and what else is no Exception, goes before.
+        An exception raised by one of them is raised after all are closed. Of several the first is raised, with the
+        others as notes; a cancellation, or another BaseException that is not an Exception, takes precedence.
         """
         if self._closed:
             return
@@ -125,12 +128,12 @@ class ResponseStream(Generic[T_co]):
         return self.aclose()
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True):  # also one that was never made whole
+        if getattr(self, "_closed", True):  # closed, or its __init__ failed
             return
-        # A started generator is finalised by the loop's own hook, an owned stream by its own __del__. A release is
-        # foreign code: not here, in the middle of whatever is being collected.
+        # A started generator is finalised by the loop's own hook, an owned stream by its own __del__. A release runs
+        # foreign code, which must not run in the middle of a garbage collection.
         for owned in self._owned:
-            if isinstance(owned, Once):
+            if isinstance(owned, ReleaseOnce):
                 owned.release_soon()
         # In a reference cycle a generator that was never started may have been finalised before its stream.
         is_unread = self._pace is not None and not self._pace.was_read
@@ -186,7 +189,7 @@ class ResponseStream(Generic[T_co]):
 
         return ResponseStream(joined(), self.context, self)
 
-    def holding(self, reservation: Once) -> ResponseStream[T_co]:
+    def holding(self, reservation: ReleaseOnce) -> ResponseStream[T_co]:
         """Return the same items, and release the reservation, once, on every way out of the stream.
 
         It is released after this stream is closed, and before the reader sees the end or the error; if the new stream
@@ -236,28 +239,28 @@ class ResponseStream(Generic[T_co]):
         *more: Pipe[Any, Any],
     ) -> ResponseStream[Any]: ...
     def rx(self, *operators: Any) -> Any:
-        """The stream after synchronous reactivex operators, demand kept: see `pipeline.rx.bridge.apply`.
+        """Return the stream after synchronous reactivex operators, which read only on demand: see `pipeline.rx.apply`.
 
-        The items have the type that the last operator gives, up to six operators; behind more they are Any.
+        The items have the output type of the last operator, for up to six operators; for more it is Any.
         """
-        from .rx import apply  # reactivex is loaded by those who use it
+        from .rx import apply  # loads reactivex, which is optional
 
         return apply(self, *operators)
 
     def to_observable(self, scheduler: AnyIOScheduler) -> Observable[T_co]:
-        """The stream pushed by a task of the scheduler, to one subscriber: see `pipeline.rx.bridge.to_observable`."""
+        """Return an Observable for one subscriber, fed by a task of the scheduler: see `pipeline.rx.to_observable`."""
         from .rx import to_observable
 
         return to_observable(self, scheduler)
 
     async def collect(self) -> list[T_co]:
-        """All items, then closes."""
+        """Return all items as a list and close the stream."""
         async with self:
             return [item async for item in self]
 
 
-# Set by `pipeline.testing` to count streams.
 _opened: Callable[[ResponseStream[Any]], object] | None = None
+"""Called with each new stream; set by `pipeline.testing` to find streams that were never closed."""
 
 
 def _is_source(items: object, owned: Iterable[object]) -> bool:
@@ -268,18 +271,18 @@ def _is_source(items: object, owned: Iterable[object]) -> bool:
 
 
 async def _close_all(parts: Iterable[Any]) -> None:
-    """Close or release each, whatever the others raise. Raises as `ResponseStream.aclose` does."""
+    """Close or release each part, whatever the others raise; then raise as `ResponseStream.aclose` does."""
     failures: list[BaseException] = []
     for part in parts:
         try:
-            if isinstance(part, Once):
+            if isinstance(part, ReleaseOnce):
                 part.release()
             elif not (isinstance(part, ResponseStream) and part._closed):
                 await part.aclose()
         except BaseException as failure:
             failures.append(failure)
     if failures:
-        # A cancellation that is not raised would be lost.
+        # A cancellation must be raised, or it would be lost.
         first = next((failure for failure in failures if not isinstance(failure, Exception)), failures[0])
         for other in failures:
             if other is not first:
@@ -288,7 +291,7 @@ async def _close_all(parts: Iterable[Any]) -> None:
 
 
 async def _iterate(items: AsyncIterable[U]) -> AsyncGenerator[U, None]:
-    """What is no generator, as one: `_begun` takes the first `yield`, so that `finally` runs on every way out."""
+    """Iterate over an iterable that is not a generator. `_begun` takes the first `yield`, so `finally` always runs."""
     iterator: AsyncIterator[U] | None = None
     try:
         yield cast("U", None)
@@ -301,7 +304,7 @@ async def _iterate(items: AsyncIterable[U]) -> AsyncGenerator[U, None]:
 
 
 def _begun(generator: AsyncGenerator[U, None]) -> AsyncGenerator[U, None]:
-    """Take the generator to its first `yield`, where it does not wait before."""
+    """Run the generator to its first `yield`, before which it must not wait."""
     with suppress(StopIteration):
         generator.__anext__().send(None)
     return generator

@@ -440,7 +440,7 @@ def test_a_loaded_library_is_noticed(name: str) -> None:
         (one_door, "operators/a.py", "from reactivex.subject import Subject"),
         (one_door, "operators/a.py", "if TYPE_CHECKING:\n    from reactivex import Observable"),
         (one_door, "serving/deployment/graphs.py", "def f():\n    from starlette.responses import Response"),
-        (through_faces, "operators/a.py", "from pipeline.control import Once"),
+        (through_faces, "operators/a.py", "from pipeline.control import ReleaseOnce"),
         (through_faces, "operators/a.py", "from pipeline import control"),
         (through_faces, "serving/a.py", "import operators.migration.operator"),
         (through_faces, "examples/a.py", "from engines.echo import Echo"),

@@ -21,7 +21,7 @@ from types import FrameType
 
 from attrs import define
 
-from pipeline.loop import Home
+from pipeline.loop import LoopHandle
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Watchdog:
     """Watches one loop, from the thread it runs in, until it is closed."""
 
     def __init__(self) -> None:
-        self._home, self._loop_thread = Home(), threading.get_ident()
+        self._handle, self._loop_thread = LoopHandle(), threading.get_ident()
         self._waits: list[_Wait] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="conformance-watchdog", daemon=True)
@@ -75,7 +75,7 @@ class Watchdog:
                     self._raise_in_turn(wait)
                 else:
                     wait.is_called_back = True
-                    self._home.run_soon(wait.expire)
+                    self._handle.run_soon(wait.expire)
 
     def _raise_in_turn(self, wait: _Wait) -> None:
         where = "".join(traceback.format_stack(sys._current_frames()[self._loop_thread], limit=5))

@@ -48,7 +48,7 @@ class Answer:
         self._last_delay_s = last_delay_s
         self._said_tokens = 0
         self._finished: list[Sequence] = []
-        self._forget = self.control.on_stop(self.channel.news.ring)
+        self._forget = self.control.on_stop(self.channel.news.wake)
         if rank.latencies is not None:
             rank.latencies.begin(self.sequences, anyio.current_time())
 

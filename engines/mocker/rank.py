@@ -26,7 +26,7 @@ from anyio.lowlevel import checkpoint
 
 from pipeline import EngineShutdown, PenstockError
 from pipeline.errors import BackendUnknown
-from pipeline.loop import Alarm, Bell, clock
+from pipeline.loop import Timer, Wakeup, clock
 
 from ..kv_events import KvEventPublisher
 from ..metrics import ComponentSnapshot, SnapshotPublisher
@@ -50,22 +50,22 @@ class Channel:
         """For each pass that gave a sequence something: whose, its new tokens, and whether it is finished."""
         self.is_rejected = False
         self.error: PenstockError | None = None
-        self.news = Bell()
+        self.news = Wakeup()
         """Rung when there is something to look at; also for a request that was stopped."""
 
     def tell(self, sequence: Sequence, token_ids: list[int], is_finished: bool) -> None:
         self.passes.append((sequence, token_ids, is_finished))
-        self.news.ring()
+        self.news.wake()
 
     def reject(self) -> None:
         """The request can never be served."""
         self.is_rejected = True
-        self.news.ring()
+        self.news.wake()
 
     def fail(self, error: PenstockError) -> None:
         """The engine broke with the request in it."""
         self.error = error
-        self.news.ring()
+        self.news.wake()
 
 
 class Histogram:
@@ -253,13 +253,13 @@ class Rank:
             self._wake_reservations()
 
     async def _run(self) -> None:
-        due_s, now, alarm = 0.0, clock(), Alarm()
-        least_s = 0.0 if alarm.is_exact else MIN_SLEEP_S
+        due_s, now, timer = 0.0, clock(), Timer()
+        least_s = 0.0 if timer.is_exact else MIN_SLEEP_S
         while True:
             if self.scheduler.is_idle:
                 await self._wait_for_work()
-            if alarm.is_exact:
-                await alarm.settle()  # who comes at this very moment is in time for the pass
+            if timer.is_exact:
+                await timer.settle()  # who comes at this very moment is in time for the pass
             done = self._pass()
             if done.did_nothing:
                 await self._wait_for_work()
@@ -267,7 +267,7 @@ class Rank:
             now_s = now()
             due_s = max(due_s, now_s) + done.duration_ms / 1000
             if due_s - now_s >= least_s:
-                await alarm.wait(due_s)
+                await timer.wait(due_s)
             else:
                 await checkpoint()
             self._deliver(done, now())

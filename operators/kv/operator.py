@@ -15,9 +15,9 @@ from pipeline import (
     AsyncEngine,
     Cancelled,
     Context,
-    Once,
     Operator,
     PenstockError,
+    ReleaseOnce,
     ResponseStream,
     Unavailable,
 )
@@ -223,7 +223,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         else:
             stream, _ = await self._routed(request, _in_session_of(entry.rank, route), next)
             bound = entry
-        lease = Once(partial(sessions.leave, bound))
+        lease = ReleaseOnce(partial(sessions.leave, bound))
         return ResponseStream(_leased(stream, lease), request, stream, lease)
 
     # -- what is told
@@ -282,7 +282,7 @@ async def _counted(
         account.finish()
 
 
-async def _leased(stream: ResponseStream[Output], lease: Once) -> AsyncGenerator[Output, None]:
+async def _leased(stream: ResponseStream[Output], lease: ReleaseOnce) -> AsyncGenerator[Output, None]:
     try:
         async with stream:
             async for item in stream:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from attrs import define, field
 
-from pipeline import Annotated, Once
+from pipeline import Annotated, ReleaseOnce
 from pipeline.protocols import LLMEngineOutput, RequestPhase, RequestTracker
 
 from .clock import LoopClock
@@ -110,14 +110,14 @@ class RequestAccount:
     phase: RequestPhase = RequestPhase.AGGREGATED
     was_dispatched: bool = field(default=False, init=False)
     output_tokens: int = field(default=0, init=False)
-    held: Once = field(init=False)
+    held: ReleaseOnce = field(init=False)
     _is_finished: bool = field(default=False, init=False)
     _room_tokens: int = field(init=False)
     """How many output tokens go into the prompt's blocks and those the output has filled since."""
 
     def __attrs_post_init__(self) -> None:
         self._room_tokens = -self.input_tokens % self.block_size_tokens
-        self.held = Once(self._release)
+        self.held = ReleaseOnce(self._release)
 
     def count(self, tokens: int) -> None:
         """So many more tokens came, at least one."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from attrs import astuple, evolve, frozen
 
-from pipeline import Once
+from pipeline import ReleaseOnce
 from pipeline.network import EndpointId, Event, EventPlane, Ids, Scope, Workers
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.rx import CompositeDisposable, DisposableBase, Observable, ObserverBase, Subject, ops
@@ -47,7 +47,7 @@ def isolated(source: Observable[T]) -> Observable[T]:
 DeviceType = Literal["cpu", "cuda"]
 
 
-UNCOUNTED = Once(lambda: None)
+UNCOUNTED = ReleaseOnce(lambda: None)
 """In the place of a count, where nothing is counted."""
 
 
@@ -119,14 +119,14 @@ class WorkerLoads:
             self._reconcile(ids)
         return self._loads
 
-    def begin(self, instance_id: int) -> Once:
+    def begin(self, instance_id: int) -> ReleaseOnce:
         """Counts one request in flight there, until the result is released."""
         load = self.current().get(instance_id)
         if load is None:
             return UNCOUNTED
         arrival = self._arrivals[instance_id]
         self._set(instance_id, WorkerLoad(load.in_flight + 1, load.device_type, load.ranks))
-        return Once(self._ended, instance_id, arrival)
+        return ReleaseOnce(self._ended, instance_id, arrival)
 
     def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
         """Takes in what instances report, until disposed.

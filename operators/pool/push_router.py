@@ -28,7 +28,7 @@ from pipeline import (
     Context,
     GraphError,
     InvalidArgument,
-    Once,
+    ReleaseOnce,
     ResponseStream,
     ResponseTimeout,
     WorkerOverloaded,
@@ -234,7 +234,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         return ResponseStream(self._watched(stream, request, instance_id, arrival, counted), request, stream, counted)
 
     async def _watched(
-        self, stream: ResponseStream[Out], request: Context[In], instance_id: int, arrival: int, counted: Once
+        self, stream: ResponseStream[Out], request: Context[In], instance_id: int, arrival: int, counted: ReleaseOnce
     ) -> AsyncGenerator[Out, None]:
         """The stream as it is; its request stops counting, and its fault is noted, before the reader learns of it."""
         try:

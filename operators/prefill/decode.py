@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, Once, PenstockError, ResponseStream
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, PenstockError, ReleaseOnce, ResponseStream
 from pipeline.errors import Refused, chain, may_migrate
 from pipeline.protocols import PreprocessedRequest
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
@@ -39,7 +39,7 @@ async def fed(
         if reason is not None:
             raise reason from reason.__cause__
         raise
-    left = Once(handover.abandon)
+    left = ReleaseOnce(handover.abandon)
     return ResponseStream(_watched(stream, request, handover, left), request, stream, left)
 
 
@@ -53,7 +53,7 @@ async def decode_in_span(
 
 
 async def _watched(
-    stream: ResponseStream[Output], request: Context[Any], handover: Handover, left: Once
+    stream: ResponseStream[Output], request: Context[Any], handover: Handover, left: ReleaseOnce
 ) -> AsyncGenerator[Output, None]:
     reason: PenstockError | None = None
     has_failed = False

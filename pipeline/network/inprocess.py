@@ -15,11 +15,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 from attrs import frozen
 
-from pipeline import AsyncEngine, Context, Disconnected, InvalidArgument, Once, PenstockError, ResponseStream, to_error
+from pipeline import (
+    AsyncEngine,
+    Context,
+    Disconnected,
+    InvalidArgument,
+    PenstockError,
+    ReleaseOnce,
+    ResponseStream,
+    to_error,
+)
 from pipeline.foreign import raise_if_ours
 from pipeline.rx import AnyIOScheduler, CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase
 
-from ..loop import Home
+from ..loop import LoopHandle
 from .discovery import Change, Gone, Put, Store, Written
 from .events import Event, EventPlane, Fanout, Publisher, Scope
 from .names import MAX_ID, Instance, matches_prefix
@@ -102,7 +111,7 @@ class InProcessServing(Serving):
             self._idle = anyio.Event()
         self._calls[call] = None
         metered = None if self._meter is None else self._meter.begun(request.payload)
-        ended = Once(self._end, call, request, metered)
+        ended = ReleaseOnce(self._end, call, request, metered)
         try:
             stream = await self._ask(call, request)
         except BaseException:
@@ -119,7 +128,7 @@ class InProcessServing(Serving):
             raise
 
     async def _relay(
-        self, stream: ResponseStream[Any], request: Context[Any], ended: Once, metered: MeteredCall | None
+        self, stream: ResponseStream[Any], request: Context[Any], ended: ReleaseOnce, metered: MeteredCall | None
     ) -> AsyncGenerator[Any, None]:
         try:
             async with stream:
@@ -241,10 +250,10 @@ class _InProcessPublisher(Publisher):
         self.publisher_id = publisher_id
         self._topic, self._wall_ms, self._push = topic, wall_ms, push
         self._numbers = count()
-        self._home = Home()
+        self._handle = LoopHandle()
 
     def publish(self, payload: object) -> None:
-        self._home.run(lambda: self._publish(payload))
+        self._handle.run(lambda: self._publish(payload))
 
     def _publish(self, payload: object) -> None:
         # Numbered where it is delivered, so that events of several threads arrive in the order of their numbers.

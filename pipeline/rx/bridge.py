@@ -23,9 +23,9 @@ from reactivex.scheduler import CatchScheduler
 from reactivex.subject import BehaviorSubject, Subject
 
 from ..context import Context
-from ..control import Once
+from ..control import ReleaseOnce
 from ..errors import BufferOverflow, StreamBusy
-from ..loop import Home
+from ..loop import LoopHandle
 from ..stream import ResponseStream
 from .scheduler import AnyIOScheduler
 
@@ -173,7 +173,7 @@ class _Inbox:
         self.subscription = SingleAssignmentDisposable()
         self._limit_items = limit_items
         self._overflow = overflow
-        self._home = Home()
+        self._handle = LoopHandle()
         self._pushed: anyio.Event | None = None
 
     def on_next(self, item: Any) -> None:
@@ -199,7 +199,7 @@ class _Inbox:
 
     def wake(self) -> None:
         if (pushed := self._pushed) is not None:
-            self._home.run(pushed.set)
+            self._handle.run(pushed.set)
 
     async def pushed(self) -> None:
         """Waits for a push or the end."""
@@ -233,11 +233,11 @@ def from_observable(
         forget()
         inbox.subscription.dispose()
 
-    released = Once(release)
+    released = ReleaseOnce(release)
     return ResponseStream(_received(inbox, context, released), context, released)
 
 
-async def _received(inbox: _Inbox, context: Context[Any], released: Once) -> AsyncGenerator[Any, None]:
+async def _received(inbox: _Inbox, context: Context[Any], released: ReleaseOnce) -> AsyncGenerator[Any, None]:
     try:
         while not context.is_killed:
             ended = inbox.ended  # before the items: another thread may push one and then end

@@ -19,7 +19,7 @@ from reactivex.scheduler.periodicscheduler import PeriodicScheduler
 from reactivex.typing import AbsoluteTime, RelativeTime
 
 from ..errors import StreamClosed
-from ..loop import Home, clock
+from ..loop import LoopHandle, clock
 
 State = TypeVar("State")
 Work = Callable[[anyio.CancelScope], Coroutine[Any, Any, None]]
@@ -50,7 +50,7 @@ class AnyIOScheduler(PeriodicScheduler):
         self._changed = anyio.Event()
 
     async def __aenter__(self) -> Self:
-        self._home, self._token, self._thread = Home(), current_token(), get_ident()
+        self._handle, self._token, self._thread = LoopHandle(), current_token(), get_ident()
         self._clock = clock()
         self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._run, self._tasks, name="AnyIOScheduler")
@@ -105,14 +105,14 @@ class AnyIOScheduler(PeriodicScheduler):
         the function is given and enters where it may be cut short."""
         if self._tasks is None:
             raise _not_running()
-        scope, home = self._token.backend_class.create_cancel_scope(), self._home
+        scope, handle = self._token.backend_class.create_cancel_scope(), self._handle
 
         def enqueue() -> None:
             self._starting.append((work, scope))
             self._changed.set()
 
-        home.run(enqueue)
-        return Disposable(lambda: home.run(scope.cancel))
+        handle.run(enqueue)
+        return Disposable(lambda: handle.run(scope.cancel))
 
     def _at(
         self, due_s: Callable[[], float], action: ScheduledAction[State], state: State | None
@@ -124,7 +124,7 @@ class AnyIOScheduler(PeriodicScheduler):
         def invoke() -> None:
             disposable.disposable = self.invoke_action(action, state)
 
-        self._home.run(lambda: self._add(due_s(), invoke, disposable))
+        self._handle.run(lambda: self._add(due_s(), invoke, disposable))
         return disposable
 
     def _add(self, due_s: float, invoke: Callable[[], None], disposable: SingleAssignmentDisposable) -> None:

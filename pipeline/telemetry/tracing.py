@@ -25,7 +25,7 @@ from pipeline.protocols import TraceLink
 
 from ..annotated import Annotated
 from ..context import Context
-from ..control import Once
+from ..control import ReleaseOnce
 from ..engine import AsyncEngine
 from ..graph import Segment
 from ..operator import Operator
@@ -206,11 +206,11 @@ async def _until_ended(asked: Awaitable[ResponseStream[Any]], request: Context[A
         course.fails(error)
         course.end()
         raise
-    ended = Once(course.end)
+    ended = ReleaseOnce(course.end)
     return ResponseStream(_followed(stream, course, ended), request, stream, ended)
 
 
-async def _followed(stream: ResponseStream[Any], course: _Course, ended: Once) -> AsyncGenerator[Any, None]:
+async def _followed(stream: ResponseStream[Any], course: _Course, ended: ReleaseOnce) -> AsyncGenerator[Any, None]:
     course.ending = "closed"  # unless it turns out otherwise
     try:
         async with stream:

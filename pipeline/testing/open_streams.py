@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from .. import stream as _stream
-from ..control import Once
+from ..control import ReleaseOnce
 from ..stream import ResponseStream
 
 
@@ -71,7 +71,7 @@ class _Entry:
         return f"stream of request {self._id!r} ({state} behind {self.read} items)"
 
 
-class _OnClose(Once):
+class _OnClose(ReleaseOnce):
     """Runs its action when the stream that owns it is closed, and not when that is dropped."""
 
     def release_soon(self) -> None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..context import Context
-from ..control import Once
+from ..control import ReleaseOnce
 from ..engine import AsyncEngine
 from ..operator import PASSES_THROUGH, Operator
 from ..stream import ResponseStream
@@ -45,14 +45,14 @@ class Probe(Operator[Any, Any, Any, Any]):
             self.endings.append(Ending.REFUSED)
             raise
         self.open += 1
-        unread = Once(lambda: self._ended(Ending.UNREAD))
+        unread = ReleaseOnce(lambda: self._ended(Ending.UNREAD))
         return ResponseStream(self._count(stream, unread), request, stream, unread)
 
     def _ended(self, ending: Ending) -> None:
         self.open -= 1
         self.endings.append(ending)
 
-    async def _count(self, stream: ResponseStream[Any], unread: Once) -> AsyncGenerator[Any, None]:
+    async def _count(self, stream: ResponseStream[Any], unread: ReleaseOnce) -> AsyncGenerator[Any, None]:
         ending = Ending.ENDED
         try:
             async with stream:

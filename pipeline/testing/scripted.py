@@ -10,7 +10,7 @@ from attrs import frozen
 
 from ..cancellation import until_killed
 from ..context import Context
-from ..control import Once
+from ..control import ReleaseOnce
 from ..engine import AsyncEngine
 from ..stream import ResponseStream
 
@@ -60,13 +60,13 @@ class ScriptedEngine(AsyncEngine[Any, Any]):
         script = self._script(request.payload) if callable(self._script) else self._script
         self.started += 1
         self.open += 1
-        closed = Once(self._closed)
+        closed = ReleaseOnce(self._closed)
         return ResponseStream(until_killed(self._play(script, request, closed), request), request, closed)
 
     def _closed(self) -> None:
         self.open -= 1
 
-    async def _play(self, script: Script, request: Context[Any], closed: Once) -> AsyncGenerator[Any, None]:
+    async def _play(self, script: Script, request: Context[Any], closed: ReleaseOnce) -> AsyncGenerator[Any, None]:
         try:
             for step in script:
                 if request.is_stopped:

@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import Context, Control, Once, ResponseStream, State, until_killed
+from pipeline import Context, Control, ReleaseOnce, ResponseStream, State, until_killed
 
 
 class Panic(BaseException):
@@ -71,7 +71,7 @@ async def test_a_release_that_raises_after_a_drop_is_logged_and_ends_nothing(
 ) -> None:
     """Issue 12, point 18."""
     released: list[str] = []
-    stream = _owning(Once(_failing(error)), Once(lambda: released.append("second")))
+    stream = _owning(ReleaseOnce(_failing(error)), ReleaseOnce(lambda: released.append("second")))
     for _ in range(read):
         await anext(stream)
     with warnings.catch_warnings():
@@ -89,7 +89,9 @@ async def test_a_release_that_raises_in_a_cycle_collected_by_another_thread_is_l
     error, released = Panic("boom"), list[int]()
     gc.disable()  # so that it is the other thread that collects
     try:
-        cycle: dict[str, Any] = {"stream": _owning(Once(_failing(error)), Once(lambda: released.append(here())))}
+        cycle: dict[str, Any] = {
+            "stream": _owning(ReleaseOnce(_failing(error)), ReleaseOnce(lambda: released.append(here())))
+        }
         cycle["itself"] = cycle
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
@@ -135,8 +137,8 @@ async def test_a_finaliser_that_stops_a_request_in_another_thread_ends_nothing(
 def test_a_release_that_raises_when_its_loop_has_finished_is_logged(
     backend: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> Once:
-        return Once(_failing(error))
+    async def main() -> ReleaseOnce:
+        return ReleaseOnce(_failing(error))
 
     once = anyio.run(main, backend=backend)
     once.release_soon()
@@ -146,10 +148,10 @@ def test_a_release_that_raises_when_its_loop_has_finished_is_logged(
 
 def test_what_a_release_raises_goes_to_the_caller_of_release() -> None:
     with pytest.raises(ValueError, match="boom"):
-        Once(_failing(ValueError("boom"))).release()
+        ReleaseOnce(_failing(ValueError("boom"))).release()
 
 
-def _owning(*owned: Once) -> ResponseStream[int]:
+def _owning(*owned: ReleaseOnce) -> ResponseStream[int]:
     async def items() -> AsyncGenerator[int, None]:
         yield 1
         yield 2

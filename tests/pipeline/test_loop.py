@@ -1,4 +1,4 @@
-"""Home: where a callback belongs. Bell and Alarm: the cheap ways to wake one task. The loop's clock."""
+"""LoopHandle: callbacks brought back to their loop. Wakeup and Timer: cheap ways to wake one task. The clock."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline.loop import Alarm, Bell, Home, clock, time_held
+from pipeline.loop import LoopHandle, Timer, Wakeup, clock, time_held
 from pipeline.testing import run_in_virtual_time
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_ring_wakes_the_task_that_waits_each_time() -> None:
-    bell, woken = Bell(), 0
+    wakeup, woken = Wakeup(), 0
 
     async def listen() -> None:
         nonlocal woken
         while woken < 3:
-            await bell.wait()
+            await wakeup.wait()
             woken += 1
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(listen)
         for expected in (1, 2, 3):
             await anyio.wait_all_tasks_blocked()
-            bell.ring()
+            wakeup.wake()
             await anyio.wait_all_tasks_blocked()
             assert woken == expected
 
 
 async def test_a_ring_nobody_waits_for_is_lost() -> None:
-    bell = Bell()
-    bell.ring()
+    wakeup = Wakeup()
+    wakeup.wake()
     with anyio.move_on_after(1) as scope:
-        await bell.wait()
+        await wakeup.wait()
     assert scope.cancelled_caught
 
 
 async def test_a_wait_can_be_cancelled_and_a_ring_after_it_harms_nobody() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
     with anyio.move_on_after(1):
-        await bell.wait()
-    bell.ring()
+        await wakeup.wait()
+    wakeup.wake()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(bell.wait)
+        tasks.start_soon(wakeup.wait)
         await anyio.wait_all_tasks_blocked()
-        bell.ring()
+        wakeup.wake()
 
 
 async def test_a_ring_and_a_cancellation_at_once_do_not_fail() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(bell.wait)
+        tasks.start_soon(wakeup.wait)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
-        bell.ring()
+        wakeup.wake()
         await checkpoint()
 
 
 async def test_a_home_brings_a_callback_back_from_a_thread_whichever_library_ran_last() -> None:
-    home, threads = Home(), list[int]()
-    other = Thread(target=lambda: home.run(lambda: threads.append(get_ident())))
+    handle, threads = LoopHandle(), list[int]()
+    other = Thread(target=lambda: handle.run(lambda: threads.append(get_ident())))
     other.start()
     other.join()
     await anyio.wait_all_tasks_blocked()
@@ -75,11 +75,11 @@ async def test_a_home_brings_a_callback_back_from_a_thread_whichever_library_ran
 
 
 async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_elsewhere() -> None:
-    Home()  # so that this loop is the one that was asked for last
+    LoopHandle()  # so that this loop is the one that was asked for last
     order: list[str] = []
 
     def elsewhere() -> None:
-        Home().run_soon(lambda: order.append("called"))
+        LoopHandle().run_soon(lambda: order.append("called"))
         order.append("after")
 
     other = Thread(target=elsewhere)
@@ -89,25 +89,25 @@ async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_else
 
 
 async def test_an_alarm_wakes_at_its_time_again_and_again() -> None:
-    alarm, now = Alarm(), clock()
+    timer, now = Timer(), clock()
     for deadline_s in (now() + 1.5, now() + 4.0):
-        await alarm.wait(deadline_s)
+        await timer.wait(deadline_s)
         assert now() == pytest.approx(deadline_s)
 
 
 async def test_an_alarm_for_a_time_that_is_past_wakes_at_once() -> None:
     began_s = clock()()
-    await Alarm().wait(began_s - 1.0)
+    await Timer().wait(began_s - 1.0)
     assert clock()() == began_s
 
 
 async def test_a_cancelled_alarm_can_be_set_again() -> None:
-    alarm, now = Alarm(), clock()
+    timer, now = Timer(), clock()
     with anyio.move_on_after(1.0) as scope:
-        await alarm.wait(now() + 3600.0)
+        await timer.wait(now() + 3600.0)
     assert scope.cancelled_caught
     began_s = now()
-    await alarm.wait(began_s + 2.0)
+    await timer.wait(began_s + 2.0)
     assert now() == pytest.approx(began_s + 2.0)
 
 
@@ -115,7 +115,7 @@ async def test_an_alarm_and_a_cancellation_at_once_do_not_fail() -> None:
     now = clock()
     deadline_s = now() + 1.0
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(Alarm().wait, deadline_s)
+        tasks.start_soon(Timer().wait, deadline_s)
         await anyio.sleep_until(deadline_s)
         tasks.cancel_scope.cancel()
 
@@ -124,9 +124,9 @@ def test_who_settles_goes_on_after_all_else_of_the_moment_and_before_time_does()
     order: list[str] = []
 
     async def settles(at_s: float) -> None:
-        alarm = Alarm()
-        await alarm.wait(at_s)
-        await alarm.settle()
+        timer = Timer()
+        await timer.wait(at_s)
+        await timer.settle()
         order.append(f"settled at {clock()():g}")
 
     async def takes_its_turns(at_s: float, turns: int) -> None:
@@ -136,16 +136,16 @@ def test_who_settles_goes_on_after_all_else_of_the_moment_and_before_time_does()
         order.append("done")
 
     async def main() -> None:
-        assert Alarm().is_exact
+        assert Timer().is_exact
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(settles, 1.0)
             tasks.start_soon(takes_its_turns, 1.0, 20)
             tasks.start_soon(takes_its_turns, 1.5, 0)
             with anyio.CancelScope(deadline=0.5):
-                await Alarm().wait(9.0)
+                await Timer().wait(9.0)
             with anyio.CancelScope() as scope:
                 scope.cancel()
-                await Alarm().settle()
+                await Timer().settle()
 
     run_in_virtual_time(main, backend="asyncio")
     assert order == ["done", "settled at 1", "done"]
@@ -159,7 +159,7 @@ def test_a_timer_that_was_cancelled_does_not_make_who_settles_late() -> None:
         loop.call_at(loop.time() + 1.0, order.append, "later")
         loop.call_at(loop.time(), order.append, "never").cancel()
         loop.call_at(loop.time(), order.append, "now")
-        await Alarm().settle()
+        await Timer().settle()
         return loop.time()
 
     assert run_in_virtual_time(main, backend="asyncio") == 0.0
@@ -169,7 +169,7 @@ def test_a_timer_that_was_cancelled_does_not_make_who_settles_late() -> None:
         loop = asyncio.get_running_loop()
         loop.call_at(loop.time() + 1.0, order.append, "later")
         loop.call_at(loop.time(), order.append, "never").cancel()
-        await Alarm().settle()
+        await Timer().settle()
         return loop.time()
 
     assert run_in_virtual_time(cancelled_alone, backend="asyncio") == 0.0
@@ -177,9 +177,9 @@ def test_a_timer_that_was_cancelled_does_not_make_who_settles_late() -> None:
 
 def test_in_real_time_nobody_can_tell_when_a_moment_is_over() -> None:
     async def main() -> bool:
-        alarm = Alarm()
-        await alarm.settle()
-        return alarm.is_exact
+        timer = Timer()
+        await timer.settle()
+        return timer.is_exact
 
     assert not anyio.run(main, backend="asyncio")
 
@@ -225,14 +225,14 @@ async def test_virtual_time_hears_of_a_socket_although_a_task_never_waits() -> N
 
 
 async def test_a_ring_wakes_from_an_alarm_before_its_time_and_leaves_the_next_wait_alone() -> None:
-    alarm, began_s = Alarm(), anyio.current_time()
-    alarm.ring()  # nobody waits
+    timer, began_s = Timer(), anyio.current_time()
+    timer.wake()  # nobody waits
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(alarm.wait, began_s + 10)
+        tasks.start_soon(timer.wait, began_s + 10)
         await anyio.wait_all_tasks_blocked()
-        alarm.ring()
+        timer.wake()
     assert anyio.current_time() == began_s
-    await alarm.wait(began_s + 10)
+    await timer.wait(began_s + 10)
     assert anyio.current_time() == pytest.approx(began_s + 10)
 
 
@@ -244,13 +244,13 @@ async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:
 async def test_virtual_time_stands_still_while_a_task_waits_for_a_thread_that_works_for_it() -> None:
     rang: list[float] = []
 
-    async def alarm() -> None:
+    async def ring() -> None:
         await anyio.sleep(5)
         rang.append(anyio.current_time())
 
     began_s = anyio.current_time()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(alarm)
+        tasks.start_soon(ring)
         with time_held():
             await anyio.to_thread.run_sync(sleep, 0.05)
         assert (rang, anyio.current_time()) == ([], began_s)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import Context, Disconnected, Once, ResponseStream, StreamBusy, StreamClosed
+from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream, StreamBusy, StreamClosed
 from pipeline.testing import OpenStreams
 
 pytestmark = pytest.mark.anyio
@@ -93,7 +93,7 @@ async def test_closing_ends_the_source_and_all_that_is_owned(read: int, open_str
             async for item in upstream:
                 yield item
 
-    stream = ResponseStream(stage(), Context(None), upstream, Once(lambda: released.append(1)))
+    stream = ResponseStream(stage(), Context(None), upstream, ReleaseOnce(lambda: released.append(1)))
     for _ in range(read):
         await anext(stream, None)
     await stream.aclose()
@@ -150,7 +150,7 @@ async def test_what_closing_raises_is_raised_after_everything_is_closed_the_firs
         released.append("first")
         raise ValueError("cannot release")
 
-    owned = [Once(fail), Once(lambda: released.append("second"))]
+    owned = [ReleaseOnce(fail), ReleaseOnce(lambda: released.append("second"))]
     stream = ResponseStream(stubborn(), Context(None), *owned)
     await anext(stream)
     with pytest.raises(RuntimeError, match="cannot close") as caught:
@@ -188,7 +188,7 @@ async def test_a_cancellation_while_closing_goes_before_an_error() -> None:
 @pytest.mark.parametrize("read", [0, 1])
 async def test_a_dropped_stream_warns_and_is_released_on_the_next_turn(read: int) -> None:
     source, released = Source(1, 2), []
-    once = Once(lambda: released.append("released"))
+    once = ReleaseOnce(lambda: released.append("released"))
     upstream = ResponseStream(source(), Context(None))
 
     async def stage(upstream: ResponseStream[int]) -> AsyncGenerator[int, None]:
@@ -215,7 +215,7 @@ async def test_a_dropped_stream_warns_and_is_released_on_the_next_turn(read: int
 
 async def test_a_stream_that_ended_may_be_dropped_in_silence(open_streams: OpenStreams) -> None:
     released: list[int] = []
-    stream = ResponseStream(Source(1)(), Context(None), Once(lambda: released.append(1)))
+    stream = ResponseStream(Source(1)(), Context(None), ReleaseOnce(lambda: released.append(1)))
     assert [item async for item in stream] == [1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -277,7 +277,7 @@ def test_a_stream_made_wrongly_complains_once() -> None:
 
 def test_a_release_happens_once_and_a_cancelled_one_never() -> None:
     calls: list[int] = []
-    once, cancelled = Once(lambda: calls.append(1)), Once(lambda: calls.append(2))
+    once, cancelled = ReleaseOnce(lambda: calls.append(1)), ReleaseOnce(lambda: calls.append(2))
     once.release()
     once.release()
     assert once.is_released

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import Context, Disconnected, Once, ResponseStream
+from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream
 from pipeline.testing import OpenStreams
 
 pytestmark = pytest.mark.anyio
@@ -123,7 +123,7 @@ async def test_a_stream_of_another_stream_closes_it_also_unread(read: int, how: 
         for item in (1, 2, 3):
             yield item
 
-    inner = ResponseStream(items(), Context(None), Once(lambda: released.append(1)))
+    inner = ResponseStream(items(), Context(None), ReleaseOnce(lambda: released.append(1)))
     stream = ResponseStream(inner, Context(None))
     assert [await anext(stream, None) for _ in range(read)] == [1, 2, 3, None][:read]
     with warned():
@@ -170,7 +170,7 @@ async def test_a_stream_dropped_in_a_reference_cycle_warns_and_releases(source: 
     """Issue 12, point 21: dropped unread, it did not warn."""
     released: list[int] = []
     cycle: dict[str, Any] = {"stream": SOURCES[source](Context(None, id="lost"))}
-    cycle["stream"]._owned += (Once(lambda: released.append(1)),)
+    cycle["stream"]._owned += (ReleaseOnce(lambda: released.append(1)),)
     cycle["itself"] = cycle
     for _ in range(read):
         await anext(cycle["stream"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import Context, Disconnected, Once, ResponseStream
+from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream
 from pipeline.testing import OpenStreams
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +21,7 @@ SHAPES: dict[str, Shape] = {
     "map": lambda stream: stream.map(abs),
     "tap": lambda stream: stream.tap(abs),
     "prepend": lambda stream: stream.prepend(0),
-    "holding": lambda stream: stream.holding(Once(int)),
+    "holding": lambda stream: stream.holding(ReleaseOnce(int)),
 }
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -67,7 +67,7 @@ async def test_an_error_of_the_stream_below_goes_to_the_reader_and_closes_all(
 @pytest.mark.parametrize("read", [0, 1])
 async def test_a_dropped_stream_releases_what_the_one_below_owns(shape: Shape, read: int) -> None:
     released: list[str] = []
-    stream = shape(source(Context(None), 1, 2).holding(Once(released.append, "released")))
+    stream = shape(source(Context(None), 1, 2).holding(ReleaseOnce(released.append, "released")))
     for _ in range(read):
         await anext(stream)
     with warnings.catch_warnings():
@@ -125,7 +125,7 @@ async def test_a_stop_leaves_the_prepended_items_and_a_kill_takes_them(end: str,
 async def test_what_is_held_is_released_after_the_stream_below_and_before_its_end_is_seen(items: list[Any]) -> None:
     below = source(Context(None), *items)
     was_open: list[bool] = []
-    stream = below.holding(Once(lambda: was_open.append(below.is_open)))
+    stream = below.holding(ReleaseOnce(lambda: was_open.append(below.is_open)))
     await anext(stream)
     assert was_open == []
     with pytest.raises((StopAsyncIteration, Disconnected)):
@@ -139,7 +139,7 @@ async def test_what_is_held_is_released_after_the_stream_below_and_before_its_en
 @pytest.mark.parametrize("dropped", [False, True])
 async def test_what_is_held_is_released_once_when_the_stream_is_closed_or_dropped(read: int, dropped: bool) -> None:
     released: list[str] = []
-    stream = source(Context(None), 1, 2).holding(Once(released.append, "released"))
+    stream = source(Context(None), 1, 2).holding(ReleaseOnce(released.append, "released"))
     for _ in range(read):
         await anext(stream)
     if dropped:
@@ -156,7 +156,7 @@ async def test_what_is_held_is_released_once_when_the_stream_is_closed_or_droppe
 
 async def test_what_was_released_before_is_not_released_again() -> None:
     released: list[str] = []
-    reservation = Once(released.append, "released")
+    reservation = ReleaseOnce(released.append, "released")
     stream = source(Context(None), 1).holding(reservation)
     reservation.release()
     assert await stream.collect() == [1]
@@ -168,5 +168,5 @@ async def test_what_a_release_raises_goes_to_the_reader(open_streams: OpenStream
         raise ValueError("release")
 
     with pytest.raises(ValueError, match="release"):
-        await source(Context(None), 1).holding(Once(fail)).collect()
+        await source(Context(None), 1).holding(ReleaseOnce(fail)).collect()
     assert not open_streams.open

@@ -19,7 +19,7 @@ import anyio
 from attrs import define, frozen
 
 from pipeline import ContractViolation
-from pipeline.loop import Bell
+from pipeline.loop import Wakeup
 from pipeline.protocols.kv import DumpFailed, RecoveryReply, RouterEvent
 
 from ..index import KvIndex
@@ -95,7 +95,7 @@ class EventFeed:
         self._counted = counted
         self._ranks: dict[WorkerRank, RankFeed] = {}
         self._wanted: deque[RankFeed] = deque()
-        self._bell: Bell | None = None
+        self._wakeup: Wakeup | None = None
 
     @property
     def under_repair(self) -> list[WorkerRank]:
@@ -105,7 +105,7 @@ class EventFeed:
     @property
     def is_stalled(self) -> bool:
         """Whether workers are to be asked and `run` does not run: events of their ranks are kept and not applied."""
-        return self._bell is None and bool(self._wanted)
+        return self._wakeup is None and bool(self._wanted)
 
     def add_worker(self, worker_id: int, dp_ranks: Iterable[int] = (0,)) -> None:
         """Hears these ranks and asks what each holds; those heard already go on."""
@@ -146,18 +146,18 @@ class EventFeed:
 
     async def run(self) -> None:
         """Repairs what needs it, for ever. Cancelled, it leaves what it was at to the next run."""
-        if self._bell is not None:
+        if self._wakeup is not None:
             raise ContractViolation("the feed runs already")
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         room = anyio.Semaphore(self._limits.at_once)
         try:
             async with anyio.create_task_group() as tasks:
                 while True:
                     while self._wanted:
                         tasks.start_soon(self._repair, self._wanted.popleft(), room)
-                    await self._bell.wait()
+                    await self._wakeup.wait()
         finally:
-            self._bell = None
+            self._wakeup = None
             self._wanted = deque(feed for feed in self._ranks.values() if feed.in_repair)
 
     # -- inside
@@ -181,8 +181,8 @@ class EventFeed:
         if not feed.in_repair:
             feed.in_repair = True
             self._wanted.append(feed)
-            if self._bell is not None:
-                self._bell.ring()
+            if self._wakeup is not None:
+                self._wakeup.wake()
 
     async def _repair(self, feed: RankFeed, room: anyio.Semaphore) -> None:
         """Asks until nothing is left to ask about, the rank is dropped, or it has been asked often enough."""

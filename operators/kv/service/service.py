@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, Once, ResponseStream
+from pipeline import Annotated, AsyncEngine, Cancelled, Context, InvalidArgument, ReleaseOnce, ResponseStream
 from pipeline.protocols import BlockExtraInfo, RoutingConstraints
 from pipeline.wire import from_plain
 
@@ -80,7 +80,7 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
             return ResponseStream(_one(_rejection(rejected), request), request)
         self._sweep()
         self._placements[request.id] = placement
-        unheard = Once(placement.release)
+        unheard = ReleaseOnce(placement.release)
         return ResponseStream(_told(placement, unheard, request), request, unheard)
 
     def _route(self, request: Context[RouterRequest], asked: NewRequest) -> RouteRequest:
@@ -150,7 +150,7 @@ async def _one(answer: RouterResponse, request: Context[Any]) -> AsyncGenerator[
         yield Annotated(answer)
 
 
-async def _told(placement: Placement, unheard: Once, request: Context[Any]) -> AsyncGenerator[Answer, None]:
+async def _told(placement: Placement, unheard: ReleaseOnce, request: Context[Any]) -> AsyncGenerator[Answer, None]:
     """Where the request goes; what was not handed on ends the booking."""
     if request.is_killed:
         unheard.release()

@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 
-from pipeline.loop import Bell, clock
+from pipeline.loop import Wakeup, clock
 
 from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
 
@@ -87,7 +87,7 @@ class ReplyWriter:
         self._task: SideTask | None = None
         self._write: Message | None = None
         self._space: anyio.Event | None = None
-        self._ended: Bell | None = None
+        self._ended: Wakeup | None = None
         self._keep_alive = None if keep_alive_s is None else _KeepAlive(self, keep_alive_s)
 
     @property
@@ -146,7 +146,7 @@ class ReplyWriter:
         """Return once every frame is sent, after `finish`, or the client is gone."""
         while self._task is not None and not self._gone:
             if self._ended is None:
-                self._ended = Bell()
+                self._ended = Wakeup()
             await self._ended.wait()
 
     async def close(self) -> None:
@@ -184,7 +184,7 @@ class ReplyWriter:
         finally:
             self._task = None
             if self._ended is not None:
-                self._ended.ring()
+                self._ended.wake()
 
     async def _deliver(self, message: Message) -> None:
         self._write = message
@@ -228,7 +228,7 @@ class ReplyWriter:
             self._space.set()
             self._space = None
         if self._ended is not None:
-            self._ended.ring()
+            self._ended.wake()
 
 
 class _KeepAlive:

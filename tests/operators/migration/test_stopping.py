@@ -18,7 +18,7 @@ from pipeline import (
     CannotConnect,
     Context,
     Disconnected,
-    Once,
+    ReleaseOnce,
     ResponseStream,
     Unavailable,
     WorkerOverloaded,
@@ -249,7 +249,7 @@ async def test_a_close_that_fails_does_not_keep_the_request_from_moving_on(see: 
             def failing() -> None:
                 raise BackendUnknown("cannot close")
 
-            return ResponseStream(items(), request, Once(failing))
+            return ResponseStream(items(), request, ReleaseOnce(failing))
 
     assert (await see(Migration(3) >> Sticky(), Context(asking()))).tokens == ALL
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from operators import PushRouter, Uncharged, WorkerLoad, WorkerLoads, load_reports
 from operators.pool import LoadChange, RankLoad
-from pipeline import AnyContext, Context, Once
+from pipeline import AnyContext, Context, ReleaseOnce
 from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
 from pipeline.network.names import EndpointId
 from pipeline.network.workers import _Pool
@@ -209,7 +209,7 @@ def test_a_listeners_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> No
 
 def test_listeners_hear_what_another_listener_causes_after_what_caused_it() -> None:
     """Else the last that one hears would not be what holds."""
-    loads, heard, held = WorkerLoads(pool(1)), list[int](), list[Once]()
+    loads, heard, held = WorkerLoads(pool(1)), list[int](), list[ReleaseOnce]()
 
     def answer(change: LoadChange) -> None:
         if not held:
@@ -238,7 +238,7 @@ def test_snapshots_and_the_loads_themselves_agree(steps: list[tuple[str, int]]) 
     """And no snapshot changes after it was given."""
     loads, reports = WorkerLoads(pool(1, 2, 3)), Subject[ActiveLoad]()
     loads.follow(reports)
-    snapshots, held = list[tuple[Mapping[int, WorkerLoad], dict[int, WorkerLoad]]](), list[tuple[int, Once]]()
+    snapshots, held = list[tuple[Mapping[int, WorkerLoad], dict[int, WorkerLoad]]](), list[tuple[int, ReleaseOnce]]()
     loads.changes().subscribe(lambda snapshot: snapshots.append((snapshot, dict(snapshot))))
     for number, (what, instance_id) in enumerate(steps):
         if what == "begin":

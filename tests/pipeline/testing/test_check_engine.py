@@ -20,7 +20,7 @@ from pipeline import (
     Disconnected,
     GraphError,
     InvalidArgument,
-    Once,
+    ReleaseOnce,
     ResponseStream,
     Unknown,
     function_engine,
@@ -45,13 +45,13 @@ class Good(AsyncEngine[int, int]):
         if request.payload == BAD:
             raise InvalidArgument("negative", field="payload")
         self.open += 1
-        release = Once(self._closed)
+        release = ReleaseOnce(self._closed)
         return ResponseStream(self.items(request, release), request, release)
 
     def _closed(self) -> None:
         self.open -= 1
 
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         try:
             for i in range(request.payload):
                 if request.is_stopped:
@@ -76,7 +76,7 @@ class ForeignError(Good):
 
 
 class IgnoresStop(Good):
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         try:
             for i in range(request.payload):
                 if request.is_killed:
@@ -87,7 +87,7 @@ class IgnoresStop(Good):
 
 
 class RaisesOnStop(Good):
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         async for item in super().items(request, release):
             yield item
         if request.is_stopped and not request.is_killed:
@@ -95,7 +95,7 @@ class RaisesOnStop(Good):
 
 
 class DeliversAfterKill(Good):
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         async for item in super().items(request, release):
             yield item
         if request.is_killed:
@@ -103,7 +103,7 @@ class DeliversAfterKill(Good):
 
 
 class NeverWakesForKill(Good):
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         try:
             for i in range(request.payload):
                 if request.is_stopped:
@@ -119,7 +119,7 @@ class ReleasesOnlyWhenRead(Good):
         if request.payload == BAD:
             raise InvalidArgument("negative")
         self.open += 1
-        return ResponseStream(self.items(request, Once(self._closed)), request)
+        return ResponseStream(self.items(request, ReleaseOnce(self._closed)), request)
 
 
 class ReleasesOnlyOnClose(Good):
@@ -138,7 +138,7 @@ class ReleasesOnlyOnClose(Good):
 class SwapsItems(Good):
     calls = 0
 
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         self.calls += 1
         first = None
         async for item in super().items(request, release):
@@ -163,7 +163,7 @@ class LeavesATask(Good):
         super().__init__()
         self.tasks = tasks
 
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         async for item in super().items(request, release):
             yield item
         self.tasks.start_soon(anyio.sleep_forever)
@@ -181,7 +181,7 @@ class SharesItsCounter(Good):
         super().__init__()
         self.last = -1
 
-    async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+    async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
         self.last = -1
         try:
             while self.last + 1 < request.payload and not request.is_stopped:
@@ -225,11 +225,11 @@ class RepeatsWhatItTook(Good):
         if request.payload == BAD:
             raise InvalidArgument("negative")
         self.open += 1
-        taken, release = ResponseStream(_ones(), request), Once(self._closed)
+        taken, release = ResponseStream(_ones(), request), ReleaseOnce(self._closed)
         return ResponseStream(self.repeated(request, taken, release), request, taken, release)
 
     async def repeated(
-        self, request: Context[int], taken: ResponseStream[int], release: Once
+        self, request: Context[int], taken: ResponseStream[int], release: ReleaseOnce
     ) -> AsyncGenerator[int, None]:
         async with taken, aclosing(self.items(request, release)) as items:
             async for item in items:
@@ -290,7 +290,7 @@ async def test_other_ways_to_break_a_rule_are_caught(broken: type[Good], rule: s
 
 async def test_an_engine_that_lets_other_tasks_run_itself_holds_the_rule() -> None:
     class RepeatsAndRests(RepeatsWhatItTook):
-        async def items(self, request: Context[int], release: Once) -> AsyncGenerator[int, None]:
+        async def items(self, request: Context[int], release: ReleaseOnce) -> AsyncGenerator[int, None]:
             async with aclosing(super().items(request, release)) as items:
                 async for item in items:
                     yield item
