@@ -168,7 +168,8 @@ class Preprocess(
     below share and `pipeline.llm.tracker_of` finds. A request that wants its workers or its timing
     (`nvext.extra_fields`, or a `query_instance_id:` annotation) has them in the `routing_data` of
     the first and the last item. `perf_s` is a clock for the time that tokenizing takes, as `time.perf_counter`; without
-    one it is the loop's, which may count whole milliseconds only, and what is tokenized in a thread is not timed. Without `wall_ms` nothing is tracked.
+    one it is the loop's, which may count whole milliseconds only, and what is tokenized in a thread is not timed.
+    Without `wall_ms` nothing is tracked.
 
     Source: dynamo lib/llm/src/preprocessor.rs, OpenAIPreprocessor.
     """
