@@ -37,8 +37,8 @@ from serving.replay import (
     plan_faults,
     read_trace,
 )
-from serving.replay.driver import Drive
-from serving.replay.observe import Members
+from serving.replay.driver import LoadDriver
+from serving.replay.observe import FleetRecorder
 
 from .chaos_load import chaos_script, conversation_load
 from .chaos_watch import Death, Watch
@@ -92,16 +92,16 @@ async def chaos(config: GraphConfig, trace: Trace, faults: Iterable[Fault | Roll
     async with hosted_graph(config, Hosting()) as opened:
         exchange = cast(MockEngine, opened.workers[0].engine).exchange
         ledger = Ledger(config.deployment(config.modes[0]).token_ids or range(0))
-        members, watch = Members(opened.fleet, samples), Watch(opened, exchange)
-        drive = Drive(ledger >> opened.tokens, schedule, samples, number_of=members.number_of)
+        recorder, watch = FleetRecorder(opened.fleet, samples), Watch(opened, exchange)
+        driver = LoadDriver(ledger >> opened.tokens, schedule, samples, number_of=recorder.number_of)
         await anyio.sleep(SETTLES_S)
         before = _tasks()
         async with anyio.create_task_group() as beside:
             beside.start_soon(watch.run, script, anyio.current_time())
-            beside.start_soon(members.disturb, script, drive.now_ms)
-            await drive.run()
+            beside.start_soon(recorder.run_script, script, driver.now_ms)
+            await driver.run()
         await anyio.sleep(SETTLES_S)
-        members.note_preemptions()
+        recorder.record_preemptions()
         left = [*watch.left_over(), *_more(before, _tasks())]
     report = make_report(samples, unsent_requests=schedule.unsent_requests, series=False)
     return Outcome(report, ledger, [*_lost(trace, ledger), *_miscounted(report, ledger), *left], watch.deaths)

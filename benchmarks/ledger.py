@@ -1,6 +1,6 @@
 """Ledger: what each request of a replay was told, beside what it would have been told had nothing happened.
 
-    Drive ──► Ledger ──► graph          requests get a seed of their own, so that no two answers are alike
+    LoadDriver ──► Ledger ──► graph          requests get a seed of their own, so that no two answers are alike
       ▲────── items, noted ──┘
 
 What a mock engine says follows from the request alone. So the answer of an undisturbed engine can be computed, and an

@@ -93,8 +93,8 @@ def replayed_live(live: Live, trace: Trace, json: Path | None, settings: Mapping
 
     _raise_limit_of_files()
     load = trace.with_vocabulary(live.vocabulary)
-    with progress(trace.requests, sys.stderr) as heard:
-        main = partial(_replay, live, load, json, settings, heard=heard, **how)
+    with progress(trace.requests, sys.stderr) as on_progress:
+        main = partial(_replay, live, load, json, settings, on_progress=on_progress, **how)
         return anyio.run(main, backend_options=_fastest_loop())
 
 
@@ -107,14 +107,20 @@ async def _replay(live: Live, trace: Trace, json: Path | None, settings: Mapping
     graph = live_graph(server, api_key=key, silence_s=live.timeout_s)
     numbers = Numbers()
     said = live.settings(server, settings) | {"worker_ids": numbers.ids}
-    with _lines(json) as noted:
+    with _lines(json) as on_request:
         return await run(
-            graph, trace, settings=said, until=told_to_end, number_of=numbers.number_of, noted=noted, **how
+            graph,
+            trace,
+            settings=said,
+            stop_when=told_to_end,
+            number_of=numbers.number_of,
+            on_request=on_request,
+            **how,
         )
 
 
 class Numbers:
-    """Numbers the workers of each role as they are first heard of; `ids` are what the server calls them."""
+    """Numbers of the workers of each role, in the order of their first appearance; `ids` are the server's own."""
 
     def __init__(self) -> None:
         self.ids: dict[Role, list[int]] = {"decode": [], "prefill": []}

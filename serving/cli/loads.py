@@ -137,10 +137,12 @@ def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> 
     from .progress import progress
 
     began_s = perf_counter()
-    with progress(trace.requests, sys.stderr) as heard:
-        main = partial(run_config, config, trace, heard=heard, **how)
+    with progress(trace.requests, sys.stderr) as on_progress:
+        main = partial(run_config, config, trace, on_progress=on_progress, **how)
         report = (
-            anyio.run(partial(main, until=told_to_end)) if real_time else run_in_virtual_time(main, backend="asyncio")
+            anyio.run(partial(main, stop_when=told_to_end))
+            if real_time
+            else run_in_virtual_time(main, backend="asyncio")
         )
     return evolve(report, wall_time_ms=round(1000 * (perf_counter() - began_s), 3))
 

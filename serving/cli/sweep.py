@@ -187,15 +187,15 @@ def _run_sweep(
     runs = sweep_runs(base, axes, load=load.made_up, **how)
     results: list[Any] = []
     code = 0
-    with sweep_progress(len(runs), sys.stderr) as (heard, run_ended):
+    with sweep_progress(len(runs), sys.stderr) as (on_progress, run_ended):
 
-        def ended(result: Any) -> None:
+        def on_result(result: Any) -> None:
             results.append(result)
             run_ended()
             if result.problem is not None:
                 echo(f"Error: {result.run.name}: {result.problem}", err=True)
 
-        told: dict[str, Any] = {"heard": heard, "ended": ended, "trace_name": load.name}
+        told: dict[str, Any] = {"on_progress": on_progress, "on_result": on_result, "trace_name": load.name}
         try:
             run_all(runs, load.trace, jobs=jobs, folder=files.reports, **given, **told)
         except KeyboardInterrupt:

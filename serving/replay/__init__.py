@@ -1,9 +1,9 @@
-"""A trace through a graph, and what it would have cost: traces, load, faults and the report.
+"""Replays: the requests of a trace through a graph, in virtual or real time, with a report.
 
-`run` drives any graph, `run_config` a standard one with its workers and their faults. All else neither waits nor knows
-a graph: `read_trace` or `SyntheticLoad` says what is asked, `Schedule` when, `plan_faults` which workers fail
-meanwhile; `Samples` notes what happens and `make_report` sums it up. `sweep_runs` says what many runs are made with,
-`sweep` makes them on all cores.
+`run` drives any graph, `run_config` a standard one with its workers and their faults. The rest does not wait and is
+independent of graphs: `read_trace` and `SyntheticLoad` make the requests, `Schedule` decides when each is due,
+`plan_faults` which workers fail, `Samples` records events, and `make_report` computes the figures. `sweep` replays all
+`sweep_runs` on all cores. Pages with charts are in `serving.replay.page`.
 """
 
 from .driver import request_of
@@ -25,7 +25,7 @@ from .report import (
 )
 from .runner import GraphFactory, run, run_config
 from .samples import RequestSample, Role, Samples, Status
-from .schedule import Due, Schedule
+from .schedule import DueRequest, Schedule
 from .sweeping import Sweep, SweepRun, sweep, sweep_json, sweep_runs, sweep_text
 from .traces import BadLine, Prompt, Session, SyntheticLoad, Trace, TraceFormat, Turn, first_requests, read_trace
 
@@ -34,7 +34,7 @@ __all__ = [
     "BadLine",
     "Balance",
     "Distribution",
-    "Due",
+    "DueRequest",
     "Fault",
     "Goodput",
     "GraphFactory",

@@ -1,11 +1,9 @@
-"""Driving a graph through a trace: each request when it is due, each token noted as it comes.
+"""Driving a graph through a trace: each request is sent when it is due, each of its tokens recorded.
 
     Schedule ──due──► request_of ──► graph ──items──► RequestSample
        ▲──────────────ended───────────────────────────────┘
 
-The graph is any engine that takes requests in tokens. Time is the loop's: in virtual time nothing waits.
-
-A due request as a graph takes it.
+The graph is any engine of requests in tokens. Time is the loop's, real or virtual.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from pipeline.loop import clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.openai import AgentHints
 
-from .observe import Numbered, SampleTracker
+from .observe import SampleTracker, WorkerNumber
 from .samples import RequestSample, Samples, Status, to_nanosecond
-from .schedule import Due, Schedule
+from .schedule import DueRequest, Schedule
 from .traces import Trace
 
 _SESSION = "X-Dynamo-Session-ID"
@@ -32,11 +30,11 @@ _POLICY_CLASS = "policy-class"
 _RECORDED_OUTPUT = "output_replay_id"
 
 
-def request_of(due: Due, *, model: str = "") -> Context[PreprocessedRequest]:
-    """The request in tokens, under its name in the trace, with the trace's hints for the router.
+def request_of(due: DueRequest, *, model: str = "") -> Context[PreprocessedRequest]:
+    """Return the request in tokens, under its name in the trace, with the trace's hints for the router.
 
-    It asks for exactly as many tokens as the trace says, and for its recorded answer where there is one. Metadata name
-    its session, if the trace does, and its queue class.
+    It requires exactly the recorded number of tokens, and its recorded answer if the trace has one. Its metadata
+    contain the session, if the trace names it, and the policy class.
     """
     turn = due.turn
     metadata = {_SESSION: due.session.session_id} if due.session.is_named else {}
@@ -54,7 +52,7 @@ def request_of(due: Due, *, model: str = "") -> Context[PreprocessedRequest]:
 
 
 def recorded_outputs(trace: Trace) -> RecordedOutputs | None:
-    """The answers that a trace has, by the names its requests ask for them; None: it has none."""
+    """Return the answers of a trace by the names of its requests; None if it has none."""
     turns = [turn for session in trace.sessions for turn in session.turns]
     known = {turn.name: turn.recorded for turn in turns if turn.recorded is not None}
     return RecordedOutputs(known) if known else None
@@ -72,29 +70,34 @@ TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
 
 
 @define(eq=False)
-class Drive:
-    """One pass of a schedule through a graph. `number_of` names workers; without it they are what the graph says.
-
-    `heard` is called after every request that ended, with how many have; `noted` with what was noted of it.
-    """
+class LoadDriver:
+    """One pass of a schedule through a graph."""
 
     graph: TokenGraph
     schedule: Schedule
     samples: Samples
+    """Records the requests."""
     model: str = ""
-    number_of: Numbered = lambda worker_id, role: worker_id
-    heard: Callable[[int], object] = lambda ended: None
-    noted: Callable[[RequestSample], object] = lambda sample: None
+    """Of each request."""
+    number_of: WorkerNumber = lambda worker_id, role: worker_id
+    """The number of a worker in the samples; default: its id."""
+    on_progress: Callable[[int], object] = lambda ended: None
+    """Called after each request with the number of ended ones."""
+    on_request: Callable[[RequestSample], object] = lambda sample: None
+    """Called after each request with its sample."""
     _clock: Callable[[], float] = field(default=anyio.current_time, init=False)
     _began_s: float = field(default=0.0, init=False)
     _ended: int = field(default=0, init=False)
-    _news: anyio.Event = field(factory=anyio.Event, init=False)
+    _has_ended: anyio.Event = field(factory=anyio.Event, init=False)
     _failure: Exception | None = field(default=None, init=False)
-    """The first that was no error of ours."""
+    """The first error that is not a PenstockError."""
 
     async def run(self) -> None:
-        """Returns when every request that can be sent has ended. What a graph raises that is no error of ours is
-        raised, once all that is open is closed; cancelled, it closes that too and leaves it unfinished."""
+        """Return when all requests that can be sent have ended.
+
+        Raise the first error of the graph that is not a PenstockError, after all open streams are closed. Cancellation
+        closes them too and leaves their requests unfinished.
+        """
         self._clock = clock()
         self._began_s = self._clock()
         async with anyio.create_task_group() as tasks:
@@ -108,24 +111,24 @@ class Drive:
             raise self._failure
 
     def now_ms(self) -> float:
-        """Since the beginning."""
+        """Return the time since the start."""
         return (self._clock() - self._began_s) * 1000.0
 
-    def noted_ms(self) -> float:
-        """The same as a report has it; requests are sent by the exact time."""
+    def sample_ms(self) -> float:
+        """Return the same, rounded to the nanosecond as in reports; requests are sent at the exact time."""
         return to_nanosecond(self.now_ms())
 
     async def _until_next(self) -> None:
-        """Until a request is due, or one has ended, which may make another due."""
+        """Wait until a request is due, or one has ended, which may make another due."""
         next_ms = self.schedule.next_due_ms()
         deadline_s = float("inf") if next_ms is None else self._began_s + next_ms / 1000.0
         if self.schedule.finished:
             return
-        self._news = anyio.Event()
+        self._has_ended = anyio.Event()
         with anyio.CancelScope(deadline=deadline_s):
-            await self._news.wait()
+            await self._has_ended.wait()
 
-    async def _one(self, due: Due) -> None:
+    async def _one(self, due: DueRequest) -> None:
         turn = due.turn
         sample = self.samples.arrived(
             due.name,
@@ -136,35 +139,35 @@ class Drive:
             turn_index=due.turn_index,
         )
         request = request_of(due, model=self.model)
-        request.payload.tracker = tracker = SampleTracker.of(sample, self.noted_ms, self.number_of)
+        request.payload.tracker = tracker = SampleTracker.of(sample, self.sample_ms, self.number_of)
         status = Status.FAILED
-        said: list[int] = []
+        answer: list[int] = []
         try:
-            said, status = await self._answered(request, sample, tracker)
+            answer, status = await self._answered(request, sample, tracker)
         except PenstockError as error:
             status, sample.error = _status_of(error), error.render()
         except Exception as error:
             self._failure = self._failure or error
-        except BaseException:  # we are cancelled
+        except BaseException:  # the replay is cancelled
             status = Status.UNFINISHED
             raise
         finally:
             now_ms = self.now_ms()
-            tracker.note()
-            self.samples.ended(sample, self.noted_ms(), status)
+            tracker.complete_sample()
+            self.samples.ended(sample, self.sample_ms(), status)
             goes_on = status in (Status.COMPLETED, Status.REJECTED)
-            self.schedule.ended(due, now_ms, output_token_ids=said, goes_on=goes_on)
+            self.schedule.ended(due, now_ms, output_token_ids=answer, goes_on=goes_on)
             self._ended += 1
-            self._news.set()
-            self.heard(self._ended)
-            self.noted(sample)
+            self._has_ended.set()
+            self.on_progress(self._ended)
+            self.on_request(sample)
 
     async def _answered(
         self, request: Context[PreprocessedRequest], sample: RequestSample, tracker: SampleTracker
     ) -> tuple[list[int], Status]:
-        """Reads the answer to its end; its tokens, and how it says it ended. Raises the error it ends with."""
-        said: list[int] = []
-        status, noted_ms = Status.COMPLETED, self.noted_ms
+        """Return the tokens of the answer and its status, read to its end. Raise the error it ends with."""
+        tokens: list[int] = []
+        status, sample_ms = Status.COMPLETED, self.sample_ms
         async with await self.graph.generate(request) as stream:
             async for item in stream:
                 if item.event is not None and (error := item.extract_error()) is not None:
@@ -172,31 +175,31 @@ class Drive:
                 if (data := item.data) is None:
                     continue
                 if data.token_ids:
-                    if not said:
+                    if not tokens:
                         tracker.record_token()
-                    sample.tokens(noted_ms(), len(data.token_ids))
-                    said += data.token_ids
+                    sample.tokens(sample_ms(), len(data.token_ids))
+                    tokens += data.token_ids
                 if data.completion_usage is not None or data.routing_data is not None:
-                    _note(data, sample, tracker)
+                    _record_item(data, sample, tracker)
                 if data.finish_reason is not None:
                     status = _status(data.finish_reason)
                     if (message := data.error_message) is not None:
                         sample.error = BackendUnknown(message).render()
-        return said, status
+        return tokens, status
 
 
-def _note(data: LLMEngineOutput, sample: RequestSample, tracker: SampleTracker) -> None:
-    """What an item tells of its request beside tokens."""
+def _record_item(data: LLMEngineOutput, sample: RequestSample, tracker: SampleTracker) -> None:
+    """Record what an item contains beside tokens."""
     if (usage := data.completion_usage) is not None and usage.prompt_tokens_details is not None:
         sample.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
         if sample.first_cached_tokens is None:
             sample.first_cached_tokens = sample.cached_tokens
     if data.routing_data is not None:
-        tracker.heard(data.routing_data)
+        tracker.record_routing(data.routing_data)
 
 
 def _status_of(error: PenstockError) -> Status:
-    if isinstance(error, Refused | InvalidArgument):  # nobody has room for it, or ever will
+    if isinstance(error, Refused | InvalidArgument):  # no worker has room for it, or ever can
         return Status.REJECTED
     return Status.CANCELLED if isinstance(error, Cancelled) else Status.FAILED
 

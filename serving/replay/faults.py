@@ -1,19 +1,16 @@
-"""Faults: what happens to the workers of a replay, and when.
-
-A fault is a sentence, or a table of a TOML file that says the same:
+"""Faults: what happens to the workers of a replay, and when; and the sentences and files that describe it.
 
     worker 3 dies at 120 s, returns at 300 s          [[fault]]
     prefill 0 leaves at 60                            worker = 3
     all restart at 600 s, every 30 s, down 5 s        dies = 120
                                                       returns = 300
 
-Fault scripts as people write them, to records.
+A sentence has the grammar:
 
-    [prefill|decode] [worker] N  dies|leaves|returns|restarts [at] TIME, ...      clauses go on about the same worker
-    kill|drain|start [prefill] worker N at TIME
-    all [prefill] restart at TIME every TIME [down TIME]
+    [prefill|decode] [worker] N  dies|leaves|returns|restarts [at] TIME, ...      later clauses are about the same
+    worker kill|drain|start [prefill] worker N at TIME all [prefill] restart at TIME every TIME [down TIME]
 
-A TIME is a number with ms, s, m or h, without one in seconds. To restart is to leave and to return `down` later.
+A TIME is a number with ms, s, m or h, without a unit in seconds. To restart is to leave and to return `down` later.
 """
 
 from __future__ import annotations
@@ -38,22 +35,25 @@ class Action(StrEnum):
     """What happens to a worker."""
 
     DIES = "dies"
-    """At once, with all it is doing."""
+    """At once, with all its requests."""
     LEAVES = "leaves"
-    """It takes nothing new, finishes what it has and is gone."""
+    """It takes no new requests, finishes the running ones and leaves."""
     RETURNS = "returns"
-    """It is there again, and has cached nothing."""
+    """It joins again, with an empty cache."""
 
 
 @frozen
 class Fault:
-    """One thing that happens to one worker, by its number from 0 in its pool. `place` is where it was written."""
+    """One event of one worker."""
 
     at_ms: float
     worker: int
+    """Its number in its pool, from 0."""
     action: Action
     role: Role = "decode"
+    """Its pool."""
     place: str = field(default="", eq=False)
+    """Where it is written, for errors."""
 
 
 @frozen
@@ -61,13 +61,18 @@ class RollingRestart:
     """Every worker of a pool leaves and returns, one after the other."""
 
     at_ms: float
+    """When the first worker leaves."""
     every_ms: float
+    """Between the departures of two workers."""
     down_ms: float
+    """From a worker's departure to its return."""
     role: Role = "decode"
+    """The pool."""
     place: str = field(default="", eq=False)
+    """Where it is written, for errors."""
 
     def faults(self, workers: int) -> list[Fault]:
-        """Worker 0 leaves first, the next `every_ms` later; each returns `down_ms` after it was told to leave."""
+        """Return the events of a pool of that many workers, worker 0 first."""
         found = []
         for worker in range(workers):
             at_ms = self.at_ms + worker * self.every_ms
@@ -79,10 +84,10 @@ class RollingRestart:
 def plan_faults(
     script: Iterable[Fault | RollingRestart], *, workers: int, prefill_workers: int = 0
 ) -> tuple[Fault, ...]:
-    """All faults of a script in order, for so many workers. Those at the same time come as they were written.
+    """Return all faults of a script in order of time, then as written, for pools of these sizes.
 
-    Raises InvalidArgument that names the place of a worker that is not there, of one that goes twice, and of one that
-    returns before it went.
+    Raise InvalidArgument with the place of an unknown worker, of one that leaves twice, and of one that returns without
+    having left.
     """
     sizes: dict[Role, int] = {"decode": workers, "prefill": prefill_workers}
     faults: list[Fault] = []
@@ -113,7 +118,7 @@ def _check(fault: Fault, workers: int, is_gone: bool) -> None:
 
 _FIELD = "fault"
 _DOWN_MS = 10_000.0
-"""How long a restart takes if nothing is said."""
+"""Default time from leaving to returning."""
 _UNITS_MS = {"ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3, "m": 6e4, "min": 6e4, "h": 3.6e6}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
 _PARTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s+(ms|s|sec|seconds|m|min|h)(?!\w)")
@@ -129,7 +134,7 @@ _EXAMPLE = "'worker 3 dies at 120 s, returns at 300 s'"
 
 
 def parse_fault(text: str, place: str = "") -> list[Fault | RollingRestart]:
-    """What a sentence says. Raises InvalidArgument that begins with the place, else with the sentence itself."""
+    """Return the faults of a sentence. Raise InvalidArgument that begins with `place`, default the sentence."""
     place = place or repr(text)
     sentence = _Sentence(place)
     clauses = [clause for clause in re.split(r"[,;]", _PARTED.sub(r"\1\2", text.lower())) if clause.strip()]
@@ -141,9 +146,9 @@ def parse_fault(text: str, place: str = "") -> list[Fault | RollingRestart]:
 
 
 def read_faults(path: str | Path) -> list[Fault | RollingRestart]:
-    """What a file says: tables named `fault` where its name ends in `.toml`, else a sentence a line, `#` a comment.
+    """Return the faults of a file: tables named `fault` in a `.toml`, else a sentence a line, with `#` comments.
 
-    Raises InvalidArgument that names the file and the line or table.
+    Raise InvalidArgument that names the file and the line or table.
     """
     file = Path(path)
     if file.suffix.lower() == ".toml":
@@ -162,7 +167,7 @@ def read_faults(path: str | Path) -> list[Fault | RollingRestart]:
 
 @define
 class _Sentence:
-    """What the clauses of a sentence have said so far."""
+    """The faults of a sentence, clause by clause."""
 
     place: str
     worker: int | None = None
@@ -172,13 +177,13 @@ class _Sentence:
     down_ms: float | None = None
     found: list[Fault] = field(factory=list)
     restarts: list[Fault] = field(factory=list)
-    """Those of them that are followed by a return."""
+    """Those of `found` that a return follows."""
 
     def wrong(self, what: str) -> InvalidArgument:
         return InvalidArgument(f"{self.place}: {what}; write it as {_EXAMPLE}", field=_FIELD)
 
     def read(self, words: list[str]) -> None:
-        """One clause, word by word: a role, a worker, then what happens and when."""
+        """Read one clause, word by word: a role, a worker, then an action and its time."""
         action: str | None = None
         times: list[float] = []
         is_all = self.all_restart_ms is not None
@@ -218,10 +223,10 @@ class _Sentence:
                 raise self.wrong(f"all can only restart, not {action!r}")
             self.all_restart_ms = at_ms
         else:
-            self.happens(action, at_ms)
+            self.add(action, at_ms)
 
-    def happens(self, action: str, at_ms: float) -> None:
-        """Something happens to the worker."""
+    def add(self, action: str, at_ms: float) -> None:
+        """Add a fault of the worker."""
         if self.worker is None:
             raise self.wrong("no worker is named")
         fault = Fault(at_ms, self.worker, _ACTIONS.get(action, Action.LEAVES), self.role, self.place)
@@ -262,7 +267,7 @@ def _from_tables(file: Path) -> list[Fault | RollingRestart]:
 
 
 def _from_table(table: Any, place: str) -> list[Fault | RollingRestart]:
-    """A table is a sentence with its words as keys: worker and role first, then what happens."""
+    """Return the faults of a table: a sentence whose words are keys, worker and role before the actions."""
     if not isinstance(table, Mapping):
         raise InvalidArgument(f"{place}: is not a table", field=_FIELD)
     known = {"worker", "role", "dies", "leaves", "returns", "restarts", "every", "down"}
@@ -288,7 +293,7 @@ def _word(value: Any, place: str) -> str:
 
 
 def parse_faults(texts: Iterable[str]) -> list[Fault | RollingRestart]:
-    """Sentences, or files that hold them where a text is `@` and a path; the place of each is its number from 1."""
+    """Return the faults of sentences, or of files as `@PATH`; the place of each is its number from 1."""
     found: list[Fault | RollingRestart] = []
     for number, text in enumerate(texts, 1):
         found += read_faults(text[1:]) if text.startswith("@") else parse_fault(text, f"fault {number} ({text!r})")

@@ -1,7 +1,4 @@
-"""SampleTracker: what the stages of a graph tell of a request, noted the moment they tell it.
-
-Members: the workers of a fleet by number, and what happens to them in a replay.
-"""
+"""What a replay observes: the workers of each request, and when each worker of a fleet joins and leaves."""
 
 from __future__ import annotations
 
@@ -19,27 +16,27 @@ from ..deployment import Fleet
 from .faults import Action, Fault
 from .samples import RequestSample, Role, Samples, to_nanosecond
 
-Numbered = Callable[[int, Role], int]
-"""From the id of a worker and what it does to its number in the replay."""
+WorkerNumber = Callable[[int, Role], int]
+"""Returns the number of a worker in the replay from its id and role."""
 
 
 @define(slots=True, eq=False)
 class SampleTracker(RequestTracker):
-    """The tracker of one request of a replay; where it is sent goes into its sample."""
+    """The tracker of one request; it records in a sample where the request is sent."""
 
     sample: RequestSample = field(kw_only=True)
     now_ms: Callable[[], float] = field(kw_only=True)
-    number_of: Numbered = field(kw_only=True)
-    _told: TimingInfo | None = field(default=None, init=False)
+    number_of: WorkerNumber = field(kw_only=True)
+    _reported: TimingInfo | None = field(default=None, init=False)
     """Times that came with the answer."""
 
     @classmethod
-    def of(cls, sample: RequestSample, now_ms: Callable[[], float], number_of: Numbered) -> SampleTracker:
-        """For a request that is sent now. The day is none: a replay has only its own time."""
+    def of(cls, sample: RequestSample, now_ms: Callable[[], float], number_of: WorkerNumber) -> SampleTracker:
+        """Return the tracker of a request that is sent now. It has no wall time: a replay has only its own."""
         return cls(anyio.current_time, lambda: 0, _one_permit, sample=sample, now_ms=now_ms, number_of=number_of)
 
     def record_worker(self, worker_id: int, dp_rank: int | None = None, worker_type: str | None = None) -> None:
-        """The first to tell of a worker notes it; one that does both phases counts as decode."""
+        """Record a worker the first time it is reported; one for both phases counts as decode."""
         had_prefill, had_decode = self.prefill_worker.worker_id is not None, self.decode_worker.worker_id is not None
         RequestTracker.record_worker(self, worker_id, dp_rank, worker_type)
         if self.phase is RequestPhase.PREFILL:
@@ -51,21 +48,21 @@ class SampleTracker(RequestTracker):
             self.sample.routed(self.number_of(worker_id, "decode"), self.now_ms())
 
     def record_token(self) -> None:
-        """The first token is there."""
+        """Record the time of the first token."""
         self.record_first_token()
         if self.phase is RequestPhase.DECODE:
             self.record_decode_first_token()
 
-    def heard(self, routing: RoutingData) -> None:
-        """An answer tells of its workers and times. That counts where no stage of this process knows them."""
+    def record_routing(self, routing: RoutingData) -> None:
+        """Record workers and times from an answer, unless a stage of this process has recorded them."""
         if self.decode_worker.worker_id is not None or self.prefill_worker.worker_id is not None:
             return
-        self._told = routing.timing or self._told
+        self._reported = routing.timing or self._reported
         if routing.worker_id is not None:
-            self._heard_workers(routing.worker_id)
+            self._record_workers(routing.worker_id)
 
-    def _heard_workers(self, workers: WorkerIdInfo) -> None:
-        """The first had it from the beginning; when it went on to another, nobody says sooner than its answer."""
+    def _record_workers(self, workers: WorkerIdInfo) -> None:
+        """Record the workers of an answer: the first one since the arrival, a later one since now."""
         sample, decode_id, prefill_id = self.sample, workers.decode_worker_id, workers.prefill_worker_id
         is_first, sample.is_placed_by_answer = not sample.places, True
         if is_first and prefill_id is not None and decode_id is not None and prefill_id != decode_id:
@@ -77,17 +74,17 @@ class SampleTracker(RequestTracker):
         sample.migrations += sample.worker() is not None
         sample.routed(worker, sample.arrival_ms if is_first else self.now_ms())
 
-    def note(self) -> None:
-        """It is over: what only the stages, or its answer, know goes into the sample."""
+    def complete_sample(self) -> None:
+        """Copy the times that stages or the answer reported into the sample."""
         sample, transfer_s = self.sample, self.kv_transfer_estimated_latency_s
         sample.queue_depth = self.router_queue_depth
         sample.prefill_cached_tokens = self.prefill_cached_tokens
         sample.prefill_wait_ms, sample.prefill_ms = _to_ns(self.prefill_wait_time_ms), _to_ns(self.prefill_time_ms)
         sample.kv_transfer_ms = None if transfer_s is None else _to_ns(1000.0 * transfer_s)
-        if (told := self._told) is not None:
-            sample.queue_depth = told.router_queue_depth
-            sample.prefill_wait_ms, sample.prefill_ms = told.prefill_wait_time_ms, told.prefill_time_ms
-            sample.kv_transfer_ms = told.kv_transfer_estimated_latency_ms
+        if (reported := self._reported) is not None:
+            sample.queue_depth = reported.router_queue_depth
+            sample.prefill_wait_ms, sample.prefill_ms = reported.prefill_wait_time_ms, reported.prefill_time_ms
+            sample.kv_transfer_ms = reported.kv_transfer_estimated_latency_ms
 
 
 def _to_ns(duration_ms: float | None) -> float | None:
@@ -101,8 +98,8 @@ def _one_permit() -> anyio.Semaphore:
 _ROLES: tuple[Role, ...] = ("decode", "prefill")
 
 
-class Members:
-    """All that were ever in the fleet; when each was there is noted in the samples."""
+class FleetRecorder:
+    """Runs the fault script of a fleet, and records in the samples when each worker joins and leaves."""
 
     def __init__(self, fleet: Fleet, samples: Samples) -> None:
         self._fleet, self._samples = fleet, samples
@@ -114,14 +111,14 @@ class Members:
                 self._join(role, number, worker, 0.0)
 
     def number_of(self, worker_id: int, role: Role) -> int:
-        """Of a worker that is, or was, in the fleet. One may be asked before it is known to have started."""
+        """Return the number of a worker that is or was in the fleet, also before its start is recorded."""
         if worker_id not in self._numbers:
             for number, worker in enumerate(self._pool(role)):
                 self._numbers[worker.worker_id] = number
         return self._numbers[worker_id]
 
-    async def disturb(self, script: Sequence[Fault], now_ms: Callable[[], float]) -> None:
-        """Lets happen what the script says, worker by worker in its order. Raises what keeps one from coming back."""
+    async def run_script(self, script: Sequence[Fault], now_ms: Callable[[], float]) -> None:
+        """Run the fault script, in order for each worker. Raise the error of a worker that cannot return."""
         by_worker: dict[tuple[Role, int], list[Fault]] = {}
         for fault in script:
             by_worker.setdefault((fault.role, fault.worker), []).append(fault)
@@ -130,7 +127,7 @@ class Members:
                 tasks.start_soon(self._one, role, number, faults, now_ms)
 
     async def _one(self, role: Role, number: int, faults: list[Fault], now_ms: Callable[[], float]) -> None:
-        """What happens to one worker. It ends beside what comes next; a start is cut short by what comes next."""
+        """Run the faults of one worker. Its end may overlap the next fault; the next fault cuts its start short."""
         async with anyio.create_task_group() as ending:
             for fault, next_one in pairwise([*faults, None]):
                 assert fault is not None
@@ -144,7 +141,7 @@ class Members:
                     self._join(role, number, worker, now_ms())
 
     async def _end(self, role: Role, number: int, worker: Worker, action: Action, now_ms: Callable[[], float]) -> None:
-        """One that died is gone at once; one that leaves is there until it has finished what it has."""
+        """End a worker: one that dies has left at once, one that leaves when its requests have ended."""
         if action is Action.DIES:
             self._samples.worker_left(number, now_ms(), role)
             await self._fleet.die(worker)
@@ -153,8 +150,8 @@ class Members:
         if self._last[role, number] is worker:
             self._samples.worker_left(number, now_ms(), role)
 
-    def note_preemptions(self) -> None:
-        """Those of all, once the replay is over."""
+    def record_preemptions(self) -> None:
+        """Record the preemptions of all workers, at the end of the replay."""
         for worker, (role, number) in self._ever.items():
             if isinstance(worker.engine, MockEngine):
                 self._samples.preempted(number, worker.engine.preemptions, role)

@@ -1,4 +1,4 @@
-"""Replaying a trace: open a graph, drive it through, sum up.
+"""Replaying a trace: open a graph, drive it through the trace, make the report.
 
 report = await run(my_graph, read_trace(path))                    any graph, in the running loop's time
 report = await run_config(GraphConfig(...), trace, faults=...)    a standard graph with its workers, and their faults
@@ -14,9 +14,9 @@ from typing import Any
 import anyio
 
 from ..deployment import GraphConfig, Hosting, hosted_graph
-from .driver import Drive, TokenGraph, recorded_outputs
+from .driver import LoadDriver, TokenGraph, recorded_outputs
 from .faults import Fault, RollingRestart, plan_faults
-from .observe import Members, Numbered
+from .observe import FleetRecorder, WorkerNumber
 from .report import INTERRUPTED, Limits, Report, RequestReport, make_report, request_report
 from .samples import INTERVAL_MS, Samples
 from .schedule import Schedule
@@ -35,24 +35,29 @@ async def run(
     interval_ms: float = INTERVAL_MS,
     per_request: bool = False,
     settings: Mapping[str, Any] | None = None,
-    heard: Callable[[int], object] = lambda ended: None,
-    noted: Callable[[RequestReport], object] | None = None,
-    number_of: Numbered = lambda worker_id, role: worker_id,
-    until: Callable[[], Awaitable[object]] | None = None,
+    on_progress: Callable[[int], object] = lambda ended: None,
+    on_request: Callable[[RequestReport], object] | None = None,
+    number_of: WorkerNumber = lambda worker_id, role: worker_id,
+    stop_when: Callable[[], Awaitable[object]] | None = None,
 ) -> Report:
-    """The report of the trace through the graph that the factory opens; it is closed again.
+    """Return the report of a trace through the graph that the factory opens, and close the graph.
 
-    Arrivals are as recorded, `speed_up` times as fast; or so many sessions at a time, whatever was recorded. `heard` is
-    called after every request with how many have ended, `noted` with what there is to say of it; `number_of` numbers
-    the workers that the graph names. When `until` returns first, what is open is closed, and the report is of what was
-    done: it says so, and how much was never sent. Raises InvalidArgument for a load that cannot be, and what the graph
-    raises that is no PenstockError.
+    `speed_up` divides the times between recorded arrivals, and think times. `sessions_at_a_time` replaces the arrivals:
+    that many sessions run at a time. `limits` are those of goodput, `interval_ms` is that of the series, `per_request`
+    adds every request, and `settings` are those of the report. `on_progress` is called after each request with the
+    number of ended ones, `on_request` with its figures. `number_of` returns the number of a worker from its id in the
+    graph. If `stop_when` returns before the end, open streams are closed, and the report is marked as interrupted and
+    counts the requests that were never sent.
+
+    Raise InvalidArgument for an invalid load, and the first error of the graph that is not a PenstockError.
     """
     schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
-    told = (lambda sample: None) if noted is None else (lambda sample: noted(request_report(sample)))
+    report_one = (lambda sample: None) if on_request is None else (lambda sample: on_request(request_report(sample)))
     async with graph() as opened:
-        drive = Drive(opened, schedule, samples, number_of=number_of, heard=heard, noted=told)
-        is_interrupted = await _driven(drive, until)
+        driver = LoadDriver(
+            opened, schedule, samples, number_of=number_of, on_progress=on_progress, on_request=report_one
+        )
+        is_interrupted = await _run_driver(driver, stop_when)
     return _report(trace, schedule, samples, settings, is_interrupted, limits=limits, per_request=per_request)
 
 
@@ -68,23 +73,24 @@ async def run_config(
     interval_ms: float = INTERVAL_MS,
     per_request: bool = False,
     settings: Mapping[str, Any] | None = None,
-    heard: Callable[[int], object] = lambda ended: None,
+    on_progress: Callable[[int], object] = lambda ended: None,
     gpus_per_worker: int = 1,
     gpus_per_prefill_worker: int | None = None,
-    until: Callable[[], Awaitable[object]] | None = None,
+    stop_when: Callable[[], Awaitable[object]] | None = None,
 ) -> Report:
-    """The report of the trace through a standard graph; its workers fail and return as the script says. Mock engines
-    give the answers that the trace has.
+    """Return the report of a trace through a standard graph, whose workers fail and return by the fault script.
 
-    `until` is as in `run`. Raises as `run`, and InvalidArgument for a script that cannot be.
+    Mock engines generate the answers that the trace has. `environment` is that of the graph, default empty. GPUs are
+    for the costs; a prefill worker has as many as others by default. The other arguments are those of `run`. Raise as
+    `run` does, and InvalidArgument for an invalid script.
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
     async with hosted_graph(config, Hosting(environment or {}, recorded=recorded_outputs(trace))) as opened:
-        members = Members(opened.fleet, samples)
-        drive = Drive(opened.tokens, schedule, samples, number_of=members.number_of, heard=heard)
-        is_interrupted = await _driven(drive, until, partial(members.disturb, script, drive.now_ms))
-        members.note_preemptions()
+        fleet = FleetRecorder(opened.fleet, samples)
+        driver = LoadDriver(opened.tokens, schedule, samples, number_of=fleet.number_of, on_progress=on_progress)
+        is_interrupted = await _run_driver(driver, stop_when, partial(fleet.run_script, script, driver.now_ms))
+        fleet.record_preemptions()
     gpus = {"gpus_per_worker": gpus_per_worker, "gpus_per_prefill_worker": gpus_per_prefill_worker}
     return _report(trace, schedule, samples, settings, is_interrupted, limits=limits, per_request=per_request, **gpus)
 
@@ -106,11 +112,15 @@ def _report(
     )
 
 
-async def _driven(
-    drive: Drive, until: Callable[[], Awaitable[object]] | None, *others: Callable[[], Coroutine[Any, Any, None]]
+async def _run_driver(
+    driver: LoadDriver,
+    stop_when: Callable[[], Awaitable[object]] | None,
+    *others: Callable[[], Coroutine[Any, Any, None]],
 ) -> bool:
-    """Drives while the others happen, and whether `until` ended it early; what of the others would come after the last
-    request does not. Raises as `drive`, and what `until` and the others raise."""
+    """Run the driver beside the others, which end with it; return whether `stop_when` ended it early.
+
+    Raise the errors of all of them.
+    """
     is_interrupted = False
 
     async def interrupt(wait: Callable[[], Awaitable[object]]) -> None:
@@ -121,11 +131,11 @@ async def _driven(
 
     try:
         async with anyio.create_task_group() as beside:
-            if until is not None:
-                beside.start_soon(interrupt, until)
+            if stop_when is not None:
+                beside.start_soon(interrupt, stop_when)
             for other in others:
                 beside.start_soon(other)
-            await drive.run()
+            await driver.run()
             beside.cancel_scope.cancel()
     except ExceptionGroup as group:
         error = _first(group)
@@ -134,14 +144,14 @@ async def _driven(
 
 
 def _first(error: Exception) -> Exception:
-    """The first error in a group: the others were cancelled for its sake, or failed at the same moment."""
+    """Return the first error of a group: the others followed from it, or came at the same moment."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def check_load(trace: Trace, speed_up: float = 1.0, sessions_at_a_time: int | None = None) -> None:
-    """Raises InvalidArgument for a load that cannot be, as running it would."""
+    """Raise InvalidArgument for an invalid load, as `run` does."""
     _schedule(trace, speed_up, sessions_at_a_time)
 
 

@@ -1,11 +1,11 @@
-"""Schedule: which request is due when, and what the end of one makes due. It waits for nothing itself.
+"""Schedule: when each request is due, and which ones become due at the end of another. It never waits itself.
 
-    due = schedule.take_due(now_ms)        what to send now, in order
-    schedule.ended(one, now_ms)            it has ended: its session goes on, or its place is free
-    schedule.next_due_ms()                 sleep until then; None: nothing comes before another one ends
+    due = schedule.take_due(now_ms)        the requests to send now, in order
+    schedule.ended(one, now_ms)            its session continues, or another one begins
+    schedule.next_due_ms()                 sleep until then; None: until another request ends
 
-Source: dynamo lib/mocker/src/loadgen/driver.rs, WorkloadDriver. Other than there, what can never be sent because
-something before it failed is counted, and times may be off by what a clock in seconds loses.
+Source: dynamo lib/mocker/src/loadgen/driver.rs, WorkloadDriver. Other than there, requests that can never be sent
+because one before them failed are counted, and times differ by the rounding of a clock in seconds.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from pipeline import InvalidArgument
 from .traces import Session, Trace, TraceFormat, Turn
 
 SAME_MOMENT_MS = 1e-6
-"""Times this close are the same: a clock in seconds cannot give every millisecond back exactly."""
+"""Times this close are equal: a clock in seconds does not represent each millisecond exactly."""
 
 _Place: TypeAlias = tuple[int, int]
 """Index of a session, index of a turn in it."""
 
 
 @frozen(eq=False)
-class Due:
-    """A request to send. `due_ms` is its arrival, from which its latencies count."""
+class DueRequest:
+    """A request to send."""
 
     due_ms: float
+    """Its arrival; latencies count from here."""
     session_index: int
+    """In the trace."""
     turn_index: int
+    """In its session."""
     session: Session
     turn: Turn
     history: array[int] | None = None
-    """What comes before its own tokens, in a delta trace."""
+    """The tokens before its own ones, in a delta trace."""
 
     @property
     def name(self) -> str:
-        """What no other request of the trace is called."""
+        """Its name, unique in the trace."""
         return self.turn.name
 
     @property
@@ -55,14 +58,14 @@ class Due:
         return self.turn.prompt.tokens + (0 if self.history is None else len(self.history))
 
     def token_ids(self) -> list[int]:
-        """The whole prompt, new each time."""
+        """Return the whole prompt, a new list each time."""
         own = self.turn.prompt.token_ids()
         return [*self.history, *own] if self.history else own
 
 
 @define(eq=False)
 class _Open:
-    """A session that has begun and not ended: in flight, or thinking about its next turn."""
+    """A session that has begun and not ended: with a turn in flight, or before the next one."""
 
     session: Session
     history: array[int] | None
@@ -70,10 +73,10 @@ class _Open:
 
 @define(eq=False)
 class Schedule:
-    """The load of a trace: open loop (arrivals as they are) or closed loop (so many sessions at a time).
+    """The load of a trace: open loop (recorded arrivals) or closed loop (a number of sessions at a time).
 
-    Times are milliseconds since the start and never go back. Requests that are due at the same time come in the order
-    of their sessions, then of their turns.
+    Times are milliseconds since the start and never decrease. Requests due at the same time are ordered by session,
+    then by turn.
     """
 
     trace: Trace
@@ -86,14 +89,15 @@ class Schedule:
     _left_to_wait_for: dict[int, int] = field(factory=dict)
     _waiting: dict[str, list[int]] = field(factory=dict)
     unsent_requests: int = 0
-    """How many can never be sent, for what they would have followed failed."""
+    """Requests that can never be sent, because one before them failed."""
     sent_requests: int = 0
 
     @classmethod
     def open_loop(cls, trace: Trace, *, speed_up: float = 1.0) -> Schedule:
-        """Sessions begin as recorded, the first at 0; times between and think times are divided by the speed-up.
+        """Return a schedule in which sessions arrive as recorded, the first at 0.
 
-        Raises InvalidArgument for a session without arrival, and for a speed-up that is not finite and above 0.
+        `speed_up` divides times between arrivals, and think times. Raise InvalidArgument for a session without arrival,
+        and unless the speed-up is finite and above 0.
         """
         schedule = cls(trace, _checked(speed_up), None)
         arrivals = {}
@@ -117,9 +121,9 @@ class Schedule:
 
     @classmethod
     def closed_loop(cls, trace: Trace, sessions_at_a_time: int, *, speed_up: float = 1.0) -> Schedule:
-        """So many sessions at a time, each until its last turn has ended; arrivals do not count, think times do.
+        """Return a schedule with that many sessions at a time, without arrivals and with think times.
 
-        Raises InvalidArgument for less than one, and for a trace whose requests wait for those of other sessions.
+        Raise InvalidArgument for fewer than one, and for a trace whose requests wait for those of other sessions.
         """
         if sessions_at_a_time < 1:
             raise InvalidArgument(f"must be at least 1, got {sessions_at_a_time}", field="replay_concurrency")
@@ -131,35 +135,38 @@ class Schedule:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent and have not ended."""
+        """Number of requests that were sent and have not ended."""
         return len(self._in_flight)
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is in flight and nothing will ever be due."""
+        """Whether no request is in flight and none will be due."""
         return not self._in_flight and not self._heap
 
     def next_due_ms(self) -> float | None:
-        """When the next request is due, as far as is known now."""
+        """Return when the next request is due; None if that depends on a request in flight."""
         return self._heap[0][0] if self._heap else None
 
-    def take_due(self, now_ms: float) -> list[Due]:
-        """The requests that are due by now; each is given once and in flight from then on."""
+    def take_due(self, now_ms: float) -> list[DueRequest]:
+        """Return the requests that are due by now; they are in flight from here on."""
         due = []
         while self._heap and self._heap[0][0] <= now_ms + SAME_MOMENT_MS:
             due_ms, session_index, turn_index = heappop(self._heap)
             one = self._open[session_index]
             turn = one.session.turns[turn_index]
             self._in_flight.add((session_index, turn_index))
-            due.append(Due(due_ms, session_index, turn_index, one.session, turn, one.history))
+            due.append(DueRequest(due_ms, session_index, turn_index, one.session, turn, one.history))
         self.sent_requests += len(due)
         return due
 
-    def ended(self, due: Due, now_ms: float, *, output_token_ids: Sequence[int] = (), goes_on: bool = True) -> None:
-        """A request has ended. `output_token_ids` are its answer, which a delta trace builds its next prompt on.
+    def ended(
+        self, due: DueRequest, now_ms: float, *, output_token_ids: Sequence[int] = (), goes_on: bool = True
+    ) -> None:
+        """Record that a request has ended.
 
-        It `goes_on` after an answer and after a refusal; without, the turns after it and those that wait for it are
-        never sent. Raises InvalidArgument for a request that is not in flight.
+        `output_token_ids` are its answer, which precedes the next prompt in a delta trace. Unless the session
+        `goes_on`, as after an answer or a refusal, the turns after it and the sessions that wait for it are never sent.
+        Raise InvalidArgument if the request is not in flight.
         """
         place = due.session_index, due.turn_index
         if place not in self._in_flight:
@@ -187,7 +194,7 @@ class Schedule:
         heappush(self._heap, (at_ms, index, 0))
 
     def _fill(self, now_ms: float) -> None:
-        """Begins the next sessions of a closed loop where there are free places."""
+        """Begin the next sessions of a closed loop while there are free places."""
         if self._sessions_at_a_time is None:
             return
         while len(self._open) < self._sessions_at_a_time and self._next_session < len(self.trace.sessions):
@@ -200,7 +207,7 @@ class Schedule:
             self._waiting.setdefault(name, []).append(index)
 
     def _release(self, name: str, now_ms: float) -> None:
-        """Those that waited for the last time are due their delay from now."""
+        """Begin the sessions that waited for this request last, each after its delay."""
         for index in self._waiting.pop(name, ()):
             left = self._left_to_wait_for.get(index)
             if left is None:
@@ -211,7 +218,7 @@ class Schedule:
                 self._begin(index, now_ms + self.trace.sessions[index].turns[0].delay_ms / self.speed_up)
 
     def _abandon(self, name: str) -> None:
-        """Those that wait for it never come, nor those that wait for these."""
+        """Drop the sessions that wait for this request, and those that wait for them."""
         names = [name]
         while names:
             for index in self._waiting.pop(names.pop(), ()):

@@ -1,4 +1,4 @@
-"""Distribution: the figures a report gives of many samples, exact and the same in whatever order they came."""
+"""Distribution: statistics of many samples, exact and independent of their order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import floor, fsum, sqrt
 from attrs import field, frozen
 
 STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p95", "p99", "std")
-"""The figures, in the order a report gives them."""
+"""The statistics in the order of a report."""
 
 
 @frozen
 class Distribution:
-    """Figures of so many samples; all 0 where there are none. `std` is that of the population."""
+    """Statistics of that many samples, all 0 without samples. `std` is that of the population."""
 
     samples: int = 0
     mean: float = 0.0
@@ -27,17 +27,17 @@ class Distribution:
     p99: float = 0.0
     std: float = 0.0
     percentiles: list[float] = field(factory=list)
-    """From 0 to 100, one for each percent, to draw them by; empty where there are no samples."""
+    """One for each percent from 0 to 100, for charts; empty without samples."""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Distribution:
-        """Of samples in any order: the sums are exact before they are rounded, so the order leaves no mark."""
+        """Return the statistics of samples in any order: sums are exact before they are rounded."""
         ordered = sorted(samples)
         return cls._of(samples, len(ordered), ordered.__getitem__)
 
     @classmethod
     def _of(cls, samples: Iterable[float], count: int, at: Callable[[int], float]) -> Distribution:
-        """`at` gives them in order. The sums go through `samples`, for an array lies side by side in memory."""
+        """`at` returns the samples in order. Sums iterate over `samples`, whose array is contiguous in memory."""
         if not count:
             return cls()
         mean = fsum(samples) / count
@@ -58,12 +58,12 @@ class Distribution:
 
 
 def rank(count: int, percent: float) -> int:
-    """The index of a percentile among so many ordered samples: round((n - 1) * percent / 100), a half rounded up."""
+    """Return the index of a percentile in `count` ordered samples: (n - 1) * percent / 100, a half rounded up."""
     return min(count - 1, floor((count - 1) * percent / 100 + 0.5))
 
 
 def gaps_and_rates(gaps_ms: array[float]) -> tuple[Distribution, Distribution]:
-    """Of the gaps between tokens, and of tokens a second and user: one sample for each gap that is not zero.
+    """Return the statistics of gaps, and of rates in tokens a second: a sample for each gap that is not 0.
 
     A rate falls as its gap grows, so both need one sort.
     """

@@ -1,7 +1,7 @@
-"""Report: all figures of a replay, as values, as JSON and as a table.
+"""Report: all figures of a replay, as values and as JSON.
 
 In JSON the figures stand at the top level: `mean_ttft_ms`, `p99_ttft_ms`, `prefix_cache_reused_ratio`. The same replay
-gives the same bytes: fields have one order, and time on the wall is in it only if somebody put it there.
+gives the same bytes: fields have one order, and wall time is only in it if `wall_time_ms` is set.
 
 Source: dynamo lib/mocker/src/replay/collector.rs, TraceSimulationReport. Other than there, load balance, queue,
 migrations and a time series are part of it.
@@ -22,19 +22,21 @@ from .series import Series
 
 _UNIT = "unit"
 INTERRUPTED = "interrupted"
-"""The setting that says so of a replay that somebody ended early."""
+"""The setting of a replay that was ended before its load."""
 _NEWER: dict[str, Any] = {"wall_time_ms": None, "errors": []}
-"""What a report may lack, and what it then says."""
+"""Figures that older reports lack, with their values then."""
 _NOT_FIGURES = ("samples", "percentiles")
-"""What is written after the figures of a distribution, without a unit."""
+"""Parts of a distribution in JSON that have no unit."""
 
 
 @frozen
 class Balance:
-    """How evenly workers share: the greatest over the mean, and the deviation over the mean. Even is 1 and 0."""
+    """How evenly the workers share something."""
 
     max_over_mean: float = 1.0
+    """1 if they share evenly."""
     cv: float = 0.0
+    """Coefficient of variation: deviation over mean, 0 if they share evenly."""
 
     @classmethod
     def of(cls, shares: list[float]) -> Balance:
@@ -44,7 +46,7 @@ class Balance:
 
 @frozen
 class WorkerReport:
-    """One worker. Requests and tokens are those of requests that ended there; `hit_rate` is None without a prompt."""
+    """The figures of one worker. Requests and tokens are those of requests that completed there."""
 
     worker: int
     role: Role
@@ -53,23 +55,27 @@ class WorkerReport:
     cached_tokens: int
     output_tokens: int
     hit_rate: float | None
+    """Cached part of its prompts; None without a prompt."""
     mean_running: float
+    """Requests at a time, on average over the replay."""
     preemptions: int
     worker_seconds: float
+    """How long it existed; 0 if it is known from answers only."""
 
 
 @frozen
 class ErrorReport:
-    """Requests that ended with errors of one type, and what the first of them said."""
+    """Requests that ended with errors of one type."""
 
     type: str
     requests: int
     example: str
+    """The message of the first one."""
 
 
 @frozen
 class RequestReport:
-    """One request, as far as it came."""
+    """The figures of one request; None for what it did not reach. Times are since the start of the replay."""
 
     name: str
     session_id: str | None
@@ -97,13 +103,13 @@ class RequestReport:
     error: str | None = None
 
     def to_json(self) -> bytes:
-        """One line, without its end."""
+        """Return one line without a line break."""
         return wire.to_json(_written_out(self))
 
 
 @frozen
 class Goodput:
-    """What counts only requests that kept the limits they were given."""
+    """Figures of the requests within the limits."""
 
     completed_requests: int
     request_throughput_rps: float
@@ -116,10 +122,10 @@ def _figures(unit: str = "_ms") -> Any:
 
 @frozen(kw_only=True)
 class Report:
-    """The figures of a replay. Latencies are in ms and of completed requests; a rate is a second of replayed time."""
+    """The figures of a replay. Latencies are in ms and of completed requests; rates are per second of replayed time."""
 
     settings: dict[str, Any] = attrs.field(factory=dict)
-    """What was replayed and how, as whoever ran it says."""
+    """What was replayed and how, from the caller."""
     num_requests: int = 0
     completed_requests: int = 0
     rejected_requests: int = 0
@@ -127,10 +133,10 @@ class Report:
     cancelled_requests: int = 0
     unfinished_requests: int = 0
     unsent_requests: int = 0
-    """Never sent, for a turn before them failed."""
+    """Never sent, because a turn before them failed."""
     skipped_lines: int = 0
     errors: list[ErrorReport] = attrs.field(factory=list)
-    """What requests were rejected for or failed with, the most frequent first."""
+    """Errors of rejected and failed requests, the most frequent first."""
     total_input_tokens: int = 0
     total_output_tokens: int = 0
     processed_tokens: int = 0
@@ -152,7 +158,7 @@ class Report:
     queue_wait: Distribution = _figures()
     """Until the router chose a worker."""
     prefill_wait: Distribution = _figures()
-    """Until a worker began with the prompt, where workers say."""
+    """Until a worker began with the prompt, where workers report it."""
     prefill_time: Distribution = _figures()
     kv_transfer: Distribution = _figures()
     max_router_queue_depth: int = 0
@@ -164,11 +170,11 @@ class Report:
     decode_worker_seconds: float = 0.0
     gpu_hours: float = 0.0
     request_balance: Balance = attrs.field(factory=Balance)
-    """Of the requests each answering worker ended."""
+    """Of the completed requests of each decode worker."""
     token_balance: Balance = attrs.field(factory=Balance)
-    """Of the tokens each of them computed: prompts without what was cached, and answers."""
+    """Of the tokens that each of them computed: uncached prompt tokens and answers."""
     load_balance: Balance = attrs.field(factory=Balance)
-    """Of the requests each of them had on average."""
+    """Of the requests that each of them had at a time, on average."""
     goodput: Goodput | None = None
     workers: list[WorkerReport] = attrs.field(factory=list)
     series: Series | None = None
@@ -176,11 +182,11 @@ class Report:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether somebody ended the replay before its load: the figures are of what was done until then."""
+        """Whether the replay was ended before its load; the figures cover the requests until then."""
         return bool(self.settings.get(INTERRUPTED))
 
     def to_plain(self) -> dict[str, Any]:
-        """The figures by their names, as in JSON."""
+        """Return the figures by their names in JSON."""
         plain: dict[str, Any] = {}
         for attribute in attrs.fields(Report):
             value = getattr(self, attribute.name)
@@ -195,22 +201,22 @@ class Report:
         return plain
 
     def value(self, name: str) -> Any:
-        """One figure by its name in JSON, such as `p99_ttft_ms`. Raises InvalidArgument for one it does not have."""
+        """Return one figure by its name in JSON, such as `p99_ttft_ms`. Raise InvalidArgument for an unknown one."""
         plain = self.to_plain()
         if name not in plain:
             raise InvalidArgument(f"a report has no figure {name!r}", field=name)
         return plain[name]
 
     def to_json(self) -> bytes:
-        """A line for each figure, so that two reports can be compared by their lines."""
+        """Return JSON with a line for each figure, so that two reports can be compared line by line."""
         lines = [f"{wire.to_json(key).decode()}: {wire.to_json(value).decode()}" for key, value in self._named()]
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Report:
-        """The report of a JSON text. Unknown figures are passed over.
+        """Return the report of a JSON text. Unknown figures are ignored.
 
-        Raises InvalidArgument for what is no JSON object, and for a figure that is missing or of the wrong kind.
+        Raise InvalidArgument unless it is a JSON object, and for a figure that is missing or of the wrong type.
         """
         plain = wire.from_json(data, dict[str, Any])
         return cls(**{attribute.name: _read(attribute, plain) for attribute in attrs.fields(cls)})
@@ -220,7 +226,7 @@ class Report:
 
 
 def _written_out(value: Any) -> Any:
-    """As plain values, with what is None said to be."""
+    """Return plain values, with None where a field is None."""
     if attrs.has(type(value)):
         return {one.name: _written_out(getattr(value, one.name)) for one in attrs.fields(type(value))}
     if isinstance(value, list) and value and attrs.has(type(value[0])):

@@ -1,4 +1,4 @@
-"""Series: what happened in each interval of a replay."""
+"""Series: the figures of a replay by interval."""
 
 from __future__ import annotations
 
@@ -10,36 +10,33 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from ..samples import Amounts, Lasting, RequestSample, Role, Samples, Status, elapsed_ms
+from ..samples import IntervalMeans, IntervalSums, RequestSample, Role, Samples, Status, elapsed_ms
 from .distribution import rank
 
 
 @frozen
 class WorkerSeries:
-    """One worker by interval: requests it had on average, and the part of the prompts sent to it that was cached.
-
-    The part is None where nothing arrived that it completed.
-    """
+    """The series of one worker: a value for each interval."""
 
     worker: int
     role: Role
     load: list[float]
+    """Requests at a time, on average."""
     hit_rate: list[float | None]
+    """Cached part of the prompts that arrived in the interval; None if it completed none of them."""
 
 
 @frozen
 class Series:
-    """One value for each interval of `interval_ms`; the last one is shorter, unless only its first moment is reached.
-
-    `running` are requests in flight on average; times to first token belong to the interval of the arrival, and are
-    None where none came.
-    """
+    """A value for each interval; the last one ends with the replay."""
 
     interval_ms: float
     arrivals: list[int]
     completions: list[int]
     running: list[float]
+    """Requests in flight, on average."""
     mean_ttft_ms: list[float | None]
+    """Of the requests that arrived in the interval; None without one."""
     p99_ttft_ms: list[float | None]
     output_tok_s: list[float]
     workers: list[WorkerSeries]
@@ -50,11 +47,11 @@ class Series:
 
 
 def make_series(samples: Samples, end_ms: float) -> Series:
-    """The series of a replay that ended then."""
+    """Return the series of a replay that ended then."""
     width, requests = samples.interval_ms, samples.requests
     latest_ms = max([end_ms, *(sample.arrival_ms for sample in requests)], default=0.0)
     intervals = int(latest_ms // width) + 1 if requests else 0
-    arrivals, completions, running = Amounts(width), Amounts(width), Lasting(width)
+    arrivals, completions, running = IntervalSums(width), IntervalSums(width), IntervalMeans(width)
     ttfts: defaultdict[int, list[float]] = defaultdict(list)
     for sample in requests:
         arrivals.add(sample.arrival_ms)
@@ -83,7 +80,7 @@ def _end(sample: RequestSample, latest_ms: float) -> float:
 
 
 def stays(sample: RequestSample, end_ms: float) -> Iterator[tuple[tuple[Role, int], float, float]]:
-    """The workers that had a request, with when each began and ended; one ends where the next begins."""
+    """Yield the workers of a request with their begin and end; one ends where the next begins."""
     for at, (role, worker, begin_ms) in enumerate(sample.places):
         over_ms = sample.places[at + 1][2] if at + 1 < len(sample.places) else _end(sample, end_ms)
         yield (role, worker), begin_ms, max(begin_ms, over_ms)
@@ -91,9 +88,9 @@ def stays(sample: RequestSample, end_ms: float) -> Iterator[tuple[tuple[Role, in
 
 def _workers(samples: Samples, intervals: int, end_ms: float) -> Iterator[WorkerSeries]:
     width = samples.interval_ms
-    loads: defaultdict[tuple[Role, int], Lasting] = defaultdict(lambda: Lasting(width))
-    cached: defaultdict[tuple[Role, int], Amounts] = defaultdict(lambda: Amounts(width))
-    prompts: defaultdict[tuple[Role, int], Amounts] = defaultdict(lambda: Amounts(width))
+    loads: defaultdict[tuple[Role, int], IntervalMeans] = defaultdict(lambda: IntervalMeans(width))
+    cached: defaultdict[tuple[Role, int], IntervalSums] = defaultdict(lambda: IntervalSums(width))
+    prompts: defaultdict[tuple[Role, int], IntervalSums] = defaultdict(lambda: IntervalSums(width))
     for sample in samples.requests:
         for place, begin_ms, over_ms in stays(sample, end_ms):
             loads[place].add(begin_ms, over_ms)
@@ -109,7 +106,7 @@ def _workers(samples: Samples, intervals: int, end_ms: float) -> Iterator[Worker
 
 
 def computed_at(sample: RequestSample) -> tuple[Role, int] | None:
-    """The worker whose cache a prompt met: the last that prefilled it, else the last that had it."""
+    """Return the worker that computed the prompt: the last prefill worker, else the last decode worker."""
     prefill = sample.worker("prefill")
     if prefill is not None:
         return "prefill", prefill

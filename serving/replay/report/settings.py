@@ -1,6 +1,6 @@
-"""What a report says it is of: equal settings are the same replay, and give the same bytes.
+"""The settings in a report: replays with equal settings give the same bytes.
 
-Nothing of the machine or the day is in it. What is left to its default is not said, but for what everybody asks first.
+They contain nothing of the machine or the date. Defaults are left out, but for the most important settings.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..traces import Session, Trace, Turn
 from .summary import Limits
 
 GPUS: tuple[int, int | None] = (1, None)
-"""Of a worker and, if it has others, of a prefill worker; the same."""
+"""GPUs of a worker, and of a prefill worker; None: the same."""
 _LEFT_OUT_BY_DEFAULT = ("enforce_disagg", "migration_limit", "migration_max_seq_len_tokens")
 
 
 @frozen
 class LoadFacts:
-    """What a report says of its load."""
+    """The settings of a load."""
 
     requests: int
     format: str
     digest: str
-    """A short text that is the same for the same requests, and for no others. Where they were read does not matter."""
+    """Equal for equal requests and different for others, wherever they were read from."""
 
     @classmethod
     def of(cls, load: Trace) -> LoadFacts:
@@ -52,8 +52,8 @@ def settings_of(
     gpus: tuple[int, int | None] = GPUS,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The settings of a replay; `trace` is the name of the file it came from, None if it was made up."""
-    said = {
+    """Return the settings of a replay; `trace` is the name of its file, None for synthetic load."""
+    shown = {
         "trace": trace,
         "format": load.format,
         "router": config.router,
@@ -72,26 +72,26 @@ def settings_of(
         figures["gpus"] = list(gpus)
     if environment:
         figures["environment"] = shown_environment(environment)
-    return said | _others(config, faults, limits or Limits()) | figures
+    return shown | _others(config, faults, limits or Limits()) | figures
 
 
 def _others(config: GraphConfig, faults: Sequence[str], limits: Limits) -> dict[str, Any]:
-    """What is not as it is by default."""
+    """Return the settings that differ from their defaults."""
     plain = GraphConfig()
-    said = {
+    changed = {
         name: getattr(config, name) for name in _LEFT_OUT_BY_DEFAULT if getattr(config, name) != getattr(plain, name)
     }
     if config.router == "kv" and (router := _changed(config.kv_router, KvRouterConfig())):
-        said["router_config"] = router
+        changed["router_config"] = router
     if busy := _changed(config.busy, plain.busy):
-        said["busy"] = busy
+        changed["busy"] = busy
     if wanted := _changed(limits, Limits()):
-        said["limits"] = wanted
-    if any(text.startswith("@") for text in faults):  # the file may say something else next time
-        said["fault_script"] = [
+        changed["limits"] = wanted
+    if any(text.startswith("@") for text in faults):  # the content of the file may change
+        changed["fault_script"] = [
             asdict(one, filter=lambda field, _: field.name != "place") for one in parse_faults(faults)
         ]
-    return said
+    return changed
 
 
 def _changed(record: Any, plain: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _parts(session: Session) -> Iterable[bytes]:
 
 
 def _plain(turn: Turn) -> tuple[Any, ...]:
-    """All of it but the two arrays, of which it has the lengths; and where it stood."""
+    """Return the fields that identify a turn: without its line, and with the lengths of its arrays."""
     prompt, recorded = turn.prompt, None if turn.recorded is None else len(turn.recorded)
     return (
         *(turn.name, len(prompt.hash_ids), prompt.tokens, prompt.block_size_tokens, prompt.vocabulary, recorded),

@@ -1,4 +1,4 @@
-"""Making a report of what was noted.
+"""The report of samples: latencies, rates, balances, costs and goodput.
 
     report = make_report(samples, limits=Limits(ttft_ms=500, itl_ms=50), gpus_per_worker=2)
 
@@ -24,13 +24,11 @@ from .series import computed_at, make_series, stays
 
 @frozen
 class Limits:
-    """What a request must keep to count as good; None is no limit. `itl_ms` is for the mean of its own gaps.
-
-    Raises InvalidArgument for a limit that is no time.
-    """
+    """Latency limits of a good request; None is no limit. Raise InvalidArgument for an invalid time."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
+    """For the mean of the request's own gaps."""
     e2e_ms: float | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -44,7 +42,7 @@ class Limits:
         return (self.ttft_ms, self.itl_ms, self.e2e_ms) != (None, None, None)
 
     def hold(self, sample: RequestSample) -> bool:
-        """Whether a completed request kept them all. One without tokens can only keep that of its whole time."""
+        """Return whether a completed request is within the limits. One without tokens has only its end-to-end time."""
         if sample.first_token_ms is None or sample.last_token_ms is None:
             whole_ms = elapsed_ms(sample.arrival_ms, sample.end_ms or 0.0)
             return self.ttft_ms is None and self.itl_ms is None and _within(whole_ms, self.e2e_ms)
@@ -69,7 +67,7 @@ def make_report(
     series: bool = True,
     wall_time_ms: float | None = None,
 ) -> Report:
-    """The report of a replay that is over. Requests that have not ended are in it as unfinished."""
+    """Return the report of a finished replay. Requests that have not ended count as unfinished."""
     if gpus_per_worker < 0 or (gpus_per_prefill_worker or 0) < 0:
         raise InvalidArgument("cannot be negative", field="gpus_per_worker")
     requests = samples.requests
@@ -101,7 +99,7 @@ def make_report(
 
 
 def time_per_token_ms(sample: RequestSample) -> float | None:
-    """The mean gap between its tokens; None for less than two."""
+    """Return the mean gap between its tokens; None for fewer than two."""
     if sample.first_token_ms is None or sample.last_token_ms is None or sample.output_tokens < 2:
         return None
     return elapsed_ms(sample.first_token_ms, sample.last_token_ms) / (sample.output_tokens - 1)
@@ -202,7 +200,7 @@ def _balances(workers: list[WorkerReport]) -> dict[str, Any]:
 
 @define
 class _Work:
-    """What one worker did."""
+    """Sums over the requests of one worker."""
 
     requests: int = 0
     input_tokens: int = 0
@@ -212,7 +210,7 @@ class _Work:
 
 
 def _worker_reports(samples: Samples, end_ms: float) -> list[WorkerReport]:
-    """All workers, prefill after decode, each by its number."""
+    """Return the reports of all workers, decode first, by number."""
     work: defaultdict[tuple[Role, int], _Work] = defaultdict(_Work)
     for sample in samples.requests:
         for place, begin_ms, over_ms in stays(sample, end_ms):
@@ -226,7 +224,7 @@ def _worker_reports(samples: Samples, end_ms: float) -> list[WorkerReport]:
 
 
 def _add_result(work: defaultdict[tuple[Role, int], _Work], sample: RequestSample) -> None:
-    """A completed request counts at its last worker of each role; its prompt where it was computed."""
+    """Count a completed request at its last worker of each role, and its prompt where it was computed."""
     if sample.status is not Status.COMPLETED:
         return
     prompt_at, answer_at = computed_at(sample), sample.worker()
@@ -256,7 +254,7 @@ def _worker_report(known: WorkerSample, work: _Work, there_s: float, end_ms: flo
 
 
 def request_report(sample: RequestSample) -> RequestReport:
-    """What there is to say of one request."""
+    """Return the figures of one request."""
     return RequestReport(
         name=sample.name,
         session_id=sample.session_id,

@@ -4,7 +4,7 @@ from .fronts import FRONTS, unbeaten, unbeaten_in
 from .grid import SweepRun, label_of, sweep_runs, text_of
 from .output import sweep_json, sweep_text
 from .processes import run_in_processes
-from .run import ReportsFolder, Sweep, SweepResult, said_of, sweep
+from .run import ReportsFolder, Sweep, SweepResult, error_text, sweep
 
 __all__ = [
     "FRONTS",
@@ -12,9 +12,9 @@ __all__ = [
     "Sweep",
     "SweepResult",
     "SweepRun",
+    "error_text",
     "label_of",
     "run_in_processes",
-    "said_of",
     "sweep",
     "sweep_json",
     "sweep_runs",

@@ -1,4 +1,4 @@
-"""Which runs no other beats: nothing is as good in everything and better in something."""
+"""The runs that no other beats: none is as good in everything and better in something."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..report import Report
 from .grid import SweepRun
 
 FRONTS = {"mean": "mean_ttft_ms", "p99": "p99_ttft_ms", "reuse": "prefix_cache_reused_ratio"}
-"""What is held against the number of workers: how a table calls it, and its name in JSON."""
+"""Figures that are compared at a number of workers: the name in a table, and the name in JSON."""
 
 
 def unbeaten(costs: Sequence[tuple[float, ...] | None]) -> list[bool]:
-    """Which of the costs no other beats; None is never one. What is equal in all does not beat each other."""
+    """Return which of the costs no other beats. None is always beaten; equal costs do not beat each other."""
     known = [cost for cost in costs if cost is not None]
     return [cost is not None and not any(_beats(other, cost) for other in known) for cost in costs]
 
@@ -22,10 +22,10 @@ def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def unbeaten_in(runs: Sequence[SweepRun], reports: Mapping[str, Report]) -> dict[str, list[str]]:
-    """By the name of a run, the figures of FRONTS in which no run under the same load beats it.
+    """Return by the name of a run the figures of FRONTS in which no run under the same load beats it.
 
-    Another one does if it has as few workers, completed as many requests and is as good in the figure, and in one of
-    the three better. A run that gave no token beats nobody.
+    A run beats another one if it has as few workers, completed as many requests and is as good in the figure, and is
+    better in one of the three. A run without a token beats none.
     """
     marks: dict[str, list[str]] = {name: [] for name in reports}
     for load in dict.fromkeys(run.load_label for run in runs):

@@ -1,4 +1,4 @@
-"""What a sweep runs: every combination of the values that vary, each with a name.
+"""The runs of a sweep: every combination of the values that vary, each with a name.
 
     runs = sweep_runs(
         GraphConfig(engine="mocker"),
@@ -30,7 +30,7 @@ from ..samples import INTERVAL_MS
 from ..traces import SyntheticLoad, Trace
 
 FIELD = "vary"
-"""What a name or value that cannot be is a part of: `vary.workers`."""
+"""First part of the field of an error: `vary.workers`."""
 
 _GRAPH = (
     *("router", "engine", "workers", "prefill_workers", "enforce_disagg"),
@@ -41,15 +41,15 @@ _ROUTER = tuple(one.name for one in fields(KvRouterConfig))
 _LOAD = tuple(one.name for one in fields(SyntheticLoad))
 _ENGINE = "engine_args."
 _NEEDS_PREFILL = ("enforce_disagg", "conditional_disagg_")
-"""What there is only with prefill workers, by how it begins."""
+"""Prefixes of settings that need prefill workers."""
 _COUNTED = {"workers": "workers", "prefill_workers": "prefill workers"}
 _SAFE = " =,.+"
-"""May stand in the name of a file."""
+"""Characters that are not quoted in the name of a file."""
 _LONGEST = 160
 
 
 def _drive(speed_up: float = 1.0, concurrency: int | None = None) -> None:
-    """The parameters of a run that are neither the graph's nor the load's; only its signature counts."""
+    """The parameters of a run outside graph and load, by its signature."""
 
 
 _DRIVE = tuple(signature(_drive).parameters)
@@ -57,37 +57,38 @@ _DRIVE = tuple(signature(_drive).parameters)
 
 @frozen
 class SweepRun:
-    """One replay of a sweep: its name, the values it was given, and what it is run with.
-
-    The name says what differs in the sweep; where nothing does, it is the router. `load` is made for the run, or None
-    where all runs have one trace.
-    """
+    """One replay of a sweep."""
 
     name: str
+    """The values that differ in the sweep; the router if none does."""
     parameters: Mapping[str, Any]
+    """The values of the names that vary."""
     config: GraphConfig
     speed_up: float = 1.0
+    """Divides times between arrivals and think times."""
     concurrency: int | None = None
+    """Sessions at a time; None: arrivals as recorded."""
     load: SyntheticLoad | None = None
+    """Its own load; None: the trace of the sweep."""
 
     @property
     def file_name(self) -> str:
-        """The name of its report. Runs of a sweep have different ones; a value more does not change the others."""
-        said = self.parameters or {"router": self.config.router}
-        text = quote(",".join(f"{name}={text_of(value)}" for name, value in said.items()), safe=_SAFE)
+        """The file of its report: unique in the sweep, and the same after values are added to it."""
+        values = self.parameters or {"router": self.config.router}
+        text = quote(",".join(f"{name}={text_of(value)}" for name, value in values.items()), safe=_SAFE)
         if len(text) > _LONGEST:
             text = f"{text[:_LONGEST]}~{blake2b(text.encode(), digest_size=4).hexdigest()}"
         return f"{text}.json"
 
     @property
     def load_label(self) -> str:
-        """What was given of its load; only runs with the same one can be compared."""
+        """The values of its load; only runs with the same label can be compared."""
         names = _DRIVE if self.load is None else (*_LOAD, *_DRIVE)
         return label_of({name: value for name, value in self.parameters.items() if name in names})
 
     @property
     def workers(self) -> int:
-        """Of both kinds: what it costs."""
+        """Of both roles: what the run costs."""
         return self.config.workers + self.config.prefill_workers
 
     def settings(
@@ -101,7 +102,7 @@ class SweepRun:
         gpus: tuple[int, int | None] = GPUS,
         environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """What its report says it is of. `trace` is the name of the file its load came from, None if it was made up."""
+        """Return the settings of its report. `trace` is the name of the file of its load, None for synthetic load."""
         facts = LoadFacts.of(load) if isinstance(load, Trace) else load
         return settings_of(
             self.config,
@@ -125,15 +126,15 @@ def sweep_runs(
     concurrency: int | None = None,
     load: SyntheticLoad | None = None,
 ) -> list[SweepRun]:
-    """A run for each combination, the last name changing first; what a run does not have does not multiply it.
+    """Return a run for each combination of values, the last name changing first.
 
-    `base` is what all have in common, a config or the arguments of one, which then need to make sense only with what
-    varies. A name is a field of the config, `speed_up` or `concurrency`, a busy threshold, a setting of the router kv,
-    a field of `load`, or else an argument of the engine; `engine_args.NAME` is that always. Values may be texts.
+    `base` is the common config, or its arguments, which may be invalid without the varied ones. A name in `vary` is a
+    field of the config, `speed_up` or `concurrency`, a busy threshold, a setting of the router kv, a field of `load`,
+    or else an argument of the engine; `engine_args.NAME` always is. Values may be texts. A setting that a run does not
+    have does not multiply it.
 
-    Raises InvalidArgument, its field `vary.NAME` or what the config says: for a name that nothing has, for no values,
-    for one that is given twice or is of the wrong kind, for a setting of the router kv where no run has it, and for a
-    combination that cannot be, which is named.
+    Raise InvalidArgument with the field `vary.NAME` or that of the config: for an unknown name, without values, for a
+    value that is repeated or of the wrong type, for a setting that no run has, and for an invalid combination.
     """
     common = {"speed_up": speed_up, "concurrency": concurrency}
     arguments = _arguments(base) if isinstance(base, GraphConfig) else dict(base)
@@ -157,7 +158,7 @@ def _arguments(config: GraphConfig) -> dict[str, Any]:
 
 
 def _combinations(axes: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Each once, without what is not there in it."""
+    """Return each combination once, without the settings that its run does not have."""
     found: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     for values in product(*axes.values()):
         one = dict(zip(axes, values, strict=True))
@@ -174,7 +175,7 @@ def _has(graph: Mapping[str, Any], name: str) -> bool:
 
 
 def _values(name: str, values: Sequence[Any], arguments: Mapping[str, Any], load: SyntheticLoad | None) -> list[Any]:
-    """Those of one name, as what they are."""
+    """Return the values of one name, converted from text."""
     place = f"{FIELD}.{name}"
     if isinstance(values, str) or not values:
         raise InvalidArgument("needs values to vary over", field=place)
@@ -197,7 +198,7 @@ def _values(name: str, values: Sequence[Any], arguments: Mapping[str, Any], load
 
 
 def _owner(name: str, arguments: Mapping[str, Any], load: SyntheticLoad | None) -> Any:
-    """What takes an argument of that name; None for the engine, which takes texts. Raises InvalidArgument."""
+    """Return the owner of a name; None for the engine, whose arguments are texts. Raise InvalidArgument."""
     for names, owner in ((_GRAPH, GraphConfig), (_DRIVE, _drive), (_BUSY, BusyThresholds), (_ROUTER, KvRouterConfig)):
         if name in names:
             return owner
@@ -224,7 +225,7 @@ def _run(
     common: Mapping[str, Any],
     load: SyntheticLoad | None,
 ) -> SweepRun:
-    """The run of one combination. Raises InvalidArgument that says which."""
+    """Return the run of one combination. Raise InvalidArgument that names it."""
 
     def of(names: Sequence[str]) -> dict[str, Any]:
         return {name: value for name, value in chosen.items() if name in names}
@@ -254,11 +255,11 @@ def _run(
 
 
 def label_of(parameters: Mapping[str, Any]) -> str:
-    """Some parameters as they stand in the name of a run."""
-    return " ".join(_said(name, value) for name, value in parameters.items())
+    """Return parameters as they stand in the name of a run."""
+    return " ".join(_parameter_text(name, value) for name, value in parameters.items())
 
 
-def _said(name: str, value: Any) -> str:
+def _parameter_text(name: str, value: Any) -> str:
     if name in ("router", "engine"):
         return str(value)
     if name in _COUNTED:
@@ -268,5 +269,5 @@ def _said(name: str, value: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value as an option says it."""
+    """Return a value in the form of an option."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Tasks in processes of `anyio.to_process`, waited for by the thread that called: only there Ctrl-C is heard."""
+"""Tasks in processes of `anyio.to_process`; the calling thread waits for them, because only it receives Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ from pipeline import BackendError
 from ...terminal import log_to_stderr
 
 Work = Callable[[Any, Any, Callable[[int], object]], Any]
-"""A function of a module: what all tasks share, a task, and what is told how far it is, to the result of the task."""
-Heard = Callable[[int, int], object]
-Ended = Callable[[int, Any, BaseException | None], object]
+"""A function of a module: from what all tasks share, a task, and a callback for its progress, to the task's result."""
+OnProgress = Callable[[int, int], object]
+"""Called with the index of a task and its progress."""
+OnResult = Callable[[int, Any, BaseException | None], object]
+"""Called with the index of a task and its result, or None and its error."""
 
 
-def run_in_processes(work: Work, shared: Any, tasks: Sequence[Any], jobs: int, heard: Heard, ended: Ended) -> None:
-    """Does all tasks, begun in their order, at most `jobs` at a time.
+def run_in_processes(
+    work: Work, shared: Any, tasks: Sequence[Any], jobs: int, on_progress: OnProgress, on_result: OnResult
+) -> None:
+    """Run all tasks, begun in their order, at most `jobs` at a time; after an error the others continue.
 
-    `heard` is told the place of a task and how far it is, `ended` its place and its result, or None and what kept it
-    from one; the others go on. What processes write to their standard error is written to ours. Raises BackendError if
-    one cannot be started. Whatever is raised here, all processes have ended by then.
+    What processes write to their standard error is written to ours. Raise BackendError if a process cannot be started.
+    All processes have ended when this returns or raises.
     """
-    if "__main__" not in sys.modules:  # anyio imports the script anew in each process, under another name
+    if "__main__" not in sys.modules:  # anyio imports the script again in each process, under another name
         raise RuntimeError('a script that calls this needs its `if __name__ == "__main__"`')
     with ExitStack() as stack:
-        before = pthread_sigmask(SIG_BLOCK, {SIGINT})  # the loop's thread begins with that, and so does all it starts
+        before = pthread_sigmask(SIG_BLOCK, {SIGINT})  # inherited by the thread of the loop and by all processes
         stack.callback(pthread_sigmask, SIG_SETMASK, before)
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
         common = (work, shared, os.getpid(), logging.getLogger().getEffectiveLevel())
@@ -49,11 +52,13 @@ def run_in_processes(work: Work, shared: Any, tasks: Sequence[Any], jobs: int, h
         (folder / "errors").touch()
         portal, limiter = stack.enter_context(start_blocking_portal()), CapacityLimiter(jobs)
         places = {portal.start_task_soon(_do_there, limiter, folder, *one): one[0] for one in enumerate(tasks)}
-        _wait(places, folder, before, heard, ended)
+        _wait(places, folder, before, on_progress, on_result)
 
 
-def _wait(places: Mapping[Future[Any], int], folder: Path, mask: Iterable[int], heard: Heard, ended: Ended) -> None:
-    """Interrupts, unless `mask` blocks them, come only while nothing is told."""
+def _wait(
+    places: Mapping[Future[Any], int], folder: Path, mask: Iterable[int], on_progress: OnProgress, on_result: OnResult
+) -> None:
+    """Call the callbacks until all tasks have ended. Interrupts arrive between calls only, if `mask` lets them."""
     waiting, counts = set(places), _counts(folder)
     with (folder / "errors").open(errors="replace") as errors:
         while waiting:
@@ -64,22 +69,22 @@ def _wait(places: Mapping[Future[Any], int], folder: Path, mask: Iterable[int], 
                 pthread_sigmask(SIG_BLOCK, {SIGINT})
             sys.stderr.write(errors.read())
             for at in filter(counts.__getitem__, map(places.__getitem__, waiting)):
-                heard(at, counts[at])
+                on_progress(at, counts[at])
             for future in sorted(done, key=places.__getitem__):
                 if isinstance(error := future.exception(), BrokenWorkerProcess):
                     raise BackendError(f"no process can be started: {error.__cause__!r}") from error
-                ended(places[future], None if error else future.result(), error)
+                on_result(places[future], None if error else future.result(), error)
 
 
 async def _do_there(limiter: CapacityLimiter, folder: Path, at: int, task: Any) -> Any:
     run = partial(to_process.run_sync, limiter=CapacityLimiter(1))
-    own = pickle.dumps(task)  # in bytes: anyio and its process lose each other over what that cannot read
+    own = pickle.dumps(task)  # as bytes: anyio loses its process over a value that the process cannot unpickle
     async with limiter:
-        with CancelScope(shield=True):  # a process that is cancelled while it starts would be left
+        with CancelScope(shield=True):  # a process that is cancelled while it starts would stay behind
             try:
                 await run(os.getpid)
             except BrokenWorkerProcess:
-                await sleep(0.5)  # anyio has killed it, but does not wait for its end
+                await sleep(0.5)  # anyio has killed it without waiting for its end
                 raise
         try:
             return await run(_do, folder, at, own, cancellable=True)
@@ -90,18 +95,18 @@ async def _do_there(limiter: CapacityLimiter, folder: Path, at: int, task: Any) 
 def _do(folder: Path, at: int, task: bytes) -> Any:
     work, shared, starter, counts = _common(folder)
 
-    def heard(count: int) -> None:
+    def on_progress(count: int) -> None:
         counts[at] = count
-        if os.getppid() != starter:  # nobody waits for it any more
+        if os.getppid() != starter:  # the starting process is gone
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
 
-    return work(shared, pickle.loads(task), heard)
+    return work(shared, pickle.loads(task), on_progress)
 
 
 @lru_cache(maxsize=1)
 def _common(folder: Path) -> tuple[Work, Any, int, memoryview]:
-    """What a process reads once. It takes a standard error that is read, where anyio gives it none."""
+    """Return what a process reads once, and redirect its standard error, which anyio discards, to a file."""
     sys.stderr = (folder / "errors").open("a", buffering=1)
     os.dup2(sys.stderr.fileno(), 2)
     work, shared, starter, log_level = pickle.loads((folder / "common").read_bytes())

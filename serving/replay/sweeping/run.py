@@ -1,12 +1,10 @@
-"""Running a sweep: its replays in processes, their reports in order, what is there already taken up.
+"""Running a sweep: its replays in processes, their reports in order, existing reports reused.
 
     runs = sweep_runs(GraphConfig(engine="mocker"), {"router": ["round-robin", "kv"], "workers": [4, 8]})
     done = sweep(runs, read_trace("trace.jsonl"), jobs=2, folder=Path("reports"))
     print(sweep_text(done))
 
-Each report is that of `run_config`: how many run at a time, and which ends first, changes no byte of it.
-
-Reports in a folder, each written whole or not at all, and found again if it is of the same settings.
+Each report has the bytes of `run_config`, however many run at a time and whichever ends first.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ from .processes import run_in_processes
 
 @frozen
 class ReportsFolder:
-    """A folder of JSON reports by their file names; it is made when the first one comes."""
+    """A folder of JSON reports by file name, each written whole or not at all. The first one creates the folder."""
 
     path: Path
 
     def find(self, name: str, settings: Mapping[str, Any], per_request: bool = False) -> Report | None:
-        """The report of that name, if it is one of these settings, and has every request where that is asked.
+        """Return the report of that name if it has these settings, and every request if `per_request`.
 
-        Where an argument of the engine is not shown, none is: what it stands for may have changed.
+        Return None if an argument of the engine is not shown, because its value may have changed.
         """
         if NOT_SHOWN in settings.get("engine_args", {}).values():
             return None
@@ -55,7 +53,7 @@ class ReportsFolder:
         return report if is_whole and report.settings == _as_read(settings) else None
 
     def put(self, name: str, report: bytes) -> None:
-        """Writes it in the place of what is there. Raises OSError."""
+        """Write a report, replacing an existing one. Raise OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         unfinished = self.path / f"{name}.unfinished"
         unfinished.write_bytes(report)
@@ -68,37 +66,40 @@ def _as_read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @frozen
 class SweepResult:
-    """What became of a run: its report, without single requests, or what went wrong."""
+    """The result of a run: its report or its error."""
 
     run: SweepRun
     report: Report | None = None
+    """Without single requests."""
     problem: str | None = None
+    """The error as text."""
     is_found: bool = False
-    """Whether the report was there already."""
+    """Whether the report existed already."""
 
 
 @frozen
 class Sweep:
-    """The runs of a sweep and their results, in one order; a run that was not reached has none."""
+    """The runs of a sweep and their results."""
 
     runs: Sequence[SweepRun]
     results: Sequence[SweepResult]
+    """In the order of the runs; a run that was not reached has none."""
 
     @classmethod
     def of(cls, runs: Sequence[SweepRun], results: Iterable[SweepResult]) -> Sweep:
-        """Of results as they came."""
+        """Return the sweep of results in any order."""
         by_name = {result.run.name: result for result in results}
         return cls(runs, [by_name[run.name] for run in runs if run.name in by_name])
 
     @property
     def reports(self) -> dict[str, Report]:
-        """Those there are, by the names of their runs."""
+        """The existing reports by the names of their runs."""
         return {result.run.name: result.report for result in self.results if result.report is not None}
 
 
 @frozen
 class _Shared:
-    """What all runs have in common. Each process has it once."""
+    """What all runs have in common; each process gets it once."""
 
     trace: Trace | None
     script: tuple[Fault | RollingRestart, ...]
@@ -112,11 +113,13 @@ class _Shared:
 
 @frozen
 class _Task:
-    """A run, how many requests it has, and what its report says of itself."""
+    """A run to replay."""
 
     run: SweepRun
     requests: int
+    """Of its load."""
     settings: Mapping[str, Any]
+    """Of its report."""
 
 
 def sweep(
@@ -133,21 +136,22 @@ def sweep(
     gpus_per_prefill_worker: int | None = None,
     jobs: int | None = None,
     folder: Path | None = None,
-    heard: Callable[[int, int], object] = lambda ended, of: None,
-    ended: Callable[[SweepResult], object] = lambda result: None,
+    on_progress: Callable[[int, int], object] = lambda ended, of: None,
+    on_result: Callable[[SweepResult], object] = lambda result: None,
 ) -> Sweep:
-    """The results of all runs; a run that fails has its problem and the others go on.
+    """Return the results of all runs; a run that fails gets its error and the others continue.
 
-    `trace` is what runs replay that have no load of their own, `faults` are sentences as `parse_faults` reads them;
-    `environment` is for all graphs, and none unless given, as in `run_config`: reports say what is in it.
-    At most `jobs` run at a time, by default one for each core, in processes of their own; with 1 in this one. Processes
-    import the script that calls this: it needs its `if __name__ == "__main__"`. `folder` gets each report as it ends
-    and gives those it has already, if they are of the same settings. `heard` is told how many requests have ended of
-    all that are to be replayed, `ended` each result as it comes. An interrupt ends the processes and is raised.
+    `trace` is the load of runs without their own, and `trace_name` its name in reports. `faults` are sentences of
+    `parse_faults`. `environment` is for all graphs, default empty as in `run_config`, and is part of the reports.
+    `jobs` runs at most run at a time, default one for each core, in processes of their own; with 1 in this process.
+    Processes import the script that calls this: it needs its `if __name__ == "__main__"`. `folder` receives each report
+    as its run ends, and provides the reports that it has already with the same settings. `on_progress` is called with
+    the number of requests that have ended and that of all, `on_result` with each result as it comes. An interrupt ends
+    the processes and is raised.
 
-    Raises InvalidArgument before anything runs: for a load that cannot be, or a script that does not fit the workers
-    of a run; for runs of one name; BackendError where no process can be started. It is no coroutine, and takes its
-    time: in a program of tasks, call it in a thread.
+    Raise InvalidArgument before anything runs: for an invalid load, for a script that does not fit the workers of a
+    run, and for two runs of one name. Raise BackendError if no process can be started. The call blocks: in an async
+    program, call it in a thread.
     """
     _check(runs, jobs)
     gpus = (gpus_per_worker, gpus_per_prefill_worker)
@@ -155,19 +159,19 @@ def sweep(
         trace, tuple(parse_faults(faults)), limits, interval_ms, per_request, gpus, dict(environment or {})
     )
     tasks = _tasks(runs, shared, faults, trace_name)
-    listener = _Listener(tasks, None if folder is None else ReportsFolder(folder), heard, ended)
-    listener.take_up(per_request)
-    missing, jobs = [tasks[at] for at in listener.missing], jobs or cores()
+    collector = _Collector(tasks, None if folder is None else ReportsFolder(folder), on_progress, on_result)
+    collector.find_reports(per_request)
+    missing, jobs = [tasks[at] for at in collector.missing], jobs or cores()
     if min(jobs, len(missing)) > 1:
-        run_in_processes(_replay, shared, missing, jobs, listener.heard, listener.ended)
+        run_in_processes(_replay, shared, missing, jobs, collector.progress, collector.ended)
     else:
         for place, task in enumerate(missing):
-            listener.ended(place, _replay(shared, task, partial(listener.heard, place)))
-    return Sweep.of(runs, listener.results)
+            collector.ended(place, _replay(shared, task, partial(collector.progress, place)))
+    return Sweep.of(runs, collector.results)
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -181,7 +185,7 @@ def _check(runs: Sequence[SweepRun], jobs: int | None) -> None:
 
 
 def _tasks(runs: Sequence[SweepRun], shared: _Shared, faults: Sequence[str], trace_name: str | None) -> list[_Task]:
-    """What is to be done, once it is known that it can be."""
+    """Return the tasks. Raise InvalidArgument if one of them cannot be run."""
     facts: dict[SyntheticLoad | None, LoadFacts] = {}
     checked: set[tuple[SyntheticLoad | None, float, int | None]] = set()
     tasks = []
@@ -219,19 +223,19 @@ def _load(run: SweepRun, shared: _Shared) -> Trace:
 
 @lru_cache(maxsize=8)
 def _made(load: SyntheticLoad) -> Trace:
-    """Once for the runs that have it."""
+    """Return the trace of a load, made once for all its runs."""
     return load.make()
 
 
-def said_of(error: BaseException) -> str:
-    """An error in one line; what it is only where its text alone would not say it."""
+def error_text(error: BaseException) -> str:
+    """Return an error in one line; a penstock error without its class."""
     text = " ".join(str(error).split())
     own = type(error).__module__.startswith("pipeline")
     return text if own and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _replay(shared: _Shared, task: _Task, heard: Callable[[int], object]) -> bytes | str:
-    """The report of one run, as JSON, or what went wrong. In any process."""
+def _replay(shared: _Shared, task: _Task, on_progress: Callable[[int], object]) -> bytes | str:
+    """Return the report of one run as JSON, or its error as text. Runs in any process."""
     run = task.run
     try:
         main = partial(
@@ -248,29 +252,32 @@ def _replay(shared: _Shared, task: _Task, heard: Callable[[int], object]) -> byt
             gpus_per_worker=shared.gpus[0],
             gpus_per_prefill_worker=shared.gpus[1],
             settings=task.settings,
-            heard=heard,
+            on_progress=on_progress,
         )
         return run_in_virtual_time(main, backend="asyncio").to_json()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # in words: an error need not survive the way from one process to another
+    except BaseException as error:  # as text, because not every error can be pickled
         logging.getLogger(__name__).debug("%s failed", run.name, exc_info=error)
-        return said_of(error)
+        return error_text(error)
 
 
 @define
-class _Listener:
-    """Gathers what becomes of the tasks; `missing` are the places of those that are not there yet."""
+class _Collector:
+    """Results of the tasks as they come."""
 
     tasks: Sequence[_Task]
     folder: ReportsFolder | None
-    on_heard: Callable[[int, int], object]
-    on_ended: Callable[[SweepResult], object]
+    on_progress: Callable[[int, int], object]
+    on_result: Callable[[SweepResult], object]
     results: list[SweepResult] = field(factory=list)
     missing: list[int] = field(factory=list)
+    """Indices of the tasks without an existing report."""
     counts: Counter[int] = field(factory=Counter)
+    """Ended requests by task."""
 
-    def take_up(self, per_request: bool) -> None:
+    def find_reports(self, per_request: bool) -> None:
+        """Take the results that the folder has."""
         for at, task in enumerate(self.tasks):
             found = None if self.folder is None else self.folder.find(task.run.file_name, task.settings, per_request)
             if found is None:
@@ -278,24 +285,25 @@ class _Listener:
             else:
                 self._result(at, found, is_found=True)
 
-    def heard(self, task: int, count: int) -> None:
+    def progress(self, task: int, count: int) -> None:
+        """`count` requests of a missing task have ended."""
         self.counts[task] = count
-        self.on_heard(self.counts.total(), sum(self.tasks[at].requests for at in self.missing))
+        self.on_progress(self.counts.total(), sum(self.tasks[at].requests for at in self.missing))
 
     def ended(self, task: int, result: bytes | str | None, error: BaseException | None = None) -> None:
-        """A report as JSON, or what went wrong in the run, or with its process."""
+        """A missing task has ended with a report as JSON, the error of its run as text, or an error of its process."""
         at = self.missing[task]
         if isinstance(result, bytes) and self.folder is not None:
             self.folder.put(self.tasks[at].run.file_name, result)
-        self.heard(task, self.tasks[at].requests)
+        self.progress(task, self.tasks[at].requests)
         if isinstance(result, bytes):
             self._result(at, Report.from_json(result))
         else:
-            self._result(at, problem=said_of(error) if error is not None else result)
+            self._result(at, problem=error_text(error) if error is not None else result)
 
     def _result(
         self, at: int, report: Report | None = None, problem: str | None = None, is_found: bool = False
     ) -> None:
         small = None if report is None else evolve(report, per_request=None)
         self.results.append(SweepResult(self.tasks[at].run, small, problem, is_found))
-        self.on_ended(self.results[-1])
+        self.on_result(self.results[-1])

@@ -88,7 +88,7 @@ async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any
     trace = load(6, 3, turns=2)
     async with serving(one_token_a_second) as server:
         graph = live_graph(LiveServer(Address.parse(URL), "m"), transport=server.transport)
-        report = await run(graph, trace, until=enough, noted=noted.append, settings={"by": "hand"})
+        report = await run(graph, trace, stop_when=enough, on_request=noted.append, settings={"by": "hand"})
     assert report.is_interrupted
     assert report.settings == {"by": "hand", "interrupted": True}
     # those of 0 and 5 s have two turns of 3 s each behind them, that of 10 s is in its first
@@ -102,7 +102,7 @@ async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any
 
 async def test_a_replay_that_ends_by_itself_was_not_interrupted(serving: Any) -> None:
     async with serving(one_token_a_second) as server:
-        report = await run(live_graph(URL, transport=server.transport), load(2, 3), until=anyio.sleep_forever)
+        report = await run(live_graph(URL, transport=server.transport), load(2, 3), stop_when=anyio.sleep_forever)
     assert (report.completed_requests, report.settings, report.is_interrupted) == (2, {}, False)
 
 

@@ -7,7 +7,7 @@ import math
 import anyio
 import pytest
 
-from serving.replay import Due, Report, Samples, Schedule, SyntheticLoad, make_report
+from serving.replay import DueRequest, Report, Samples, Schedule, SyntheticLoad, make_report
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ async def replay(schedule: Schedule) -> tuple[Report, int]:
     def now_ms() -> float:
         return (anyio.current_time() - start_s) * 1000
 
-    async def serve(due: Due) -> None:
+    async def serve(due: DueRequest) -> None:
         sample = samples.arrived(due.name, due.due_ms, input_tokens=due.input_tokens)
         sample.routed(0, now_ms())
         for at in range(due.turn.output_tokens):

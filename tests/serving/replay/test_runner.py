@@ -202,17 +202,17 @@ async def test_the_answers_of_a_replay_with_faults_are_those_without(
     prompt_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Token by token: none is lost where a worker died, none comes twice."""
-    from serving.replay import driver as drive
+    from serving.replay import driver
 
     heard: defaultdict[str, list[int]] = defaultdict(list)
-    answered = drive.Drive._answered
+    answered = driver.LoadDriver._answered
 
     async def listening(self: Any, request: Context[PreprocessedRequest], *rest: Any) -> Any:
         said, status = await answered(self, request, *rest)
         heard[request.id] += said
         return said, status
 
-    monkeypatch.setattr(drive.Drive, "_answered", listening)
+    monkeypatch.setattr(driver.LoadDriver, "_answered", listening)
     trace = load(8, 30, trace_block_size=prompt_block)
     script = parse_faults(["worker 0 dies at 1.05, returns at 2", "worker 1 dies at 2.15, returns at 2.5"])
     report = await run_config(hosted(), trace, faults=script)
@@ -247,7 +247,7 @@ async def test_what_a_standard_graph_has_done_is_reported_when_somebody_ends_it_
         await anyio.sleep(0.52)
 
     script = parse_faults(["worker 0 dies at 100 ms", "worker 1 dies at 9000 s"])
-    report = await run_config(config(), load(), faults=script, until=enough, settings={"by": "hand"})
+    report = await run_config(config(), load(), faults=script, stop_when=enough, settings={"by": "hand"})
     assert report.settings == {"by": "hand", "interrupted": True}
     assert report.duration_ms == pytest.approx(520.0)
     # One each 50 ms from the beginning on.
@@ -350,7 +350,9 @@ class Echo(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
 
 async def test_a_graph_of_ones_own_is_driven_and_closed() -> None:
     echo, ended = Echo(), list[int]()
-    report = await run(echo.graph, load(4, 3, arrival_interval_ms=500.0), heard=ended.append, settings={"by": "hand"})
+    report = await run(
+        echo.graph, load(4, 3, arrival_interval_ms=500.0), on_progress=ended.append, settings={"by": "hand"}
+    )
     assert (report.completed_requests, report.total_output_tokens, report.settings) == (4, 12, {"by": "hand"})
     assert report.ttft.mean == pytest.approx(1000.0)
     assert report.tpot.mean == pytest.approx(1000.0)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.replay import Due, Prompt, Schedule, Session, SyntheticLoad, Trace, TraceFormat, Turn
+from serving.replay import DueRequest, Prompt, Schedule, Session, SyntheticLoad, Trace, TraceFormat, Turn
 from serving.replay.schedule import SAME_MOMENT_MS
 
 TraceOf = Callable[..., Trace]
@@ -22,7 +22,7 @@ def row(**said: Any) -> dict[str, Any]:
     return {"hash_ids": [1], "output_length": 2, **said}
 
 
-def names(due: Sequence[Due]) -> list[str]:
+def names(due: Sequence[DueRequest]) -> list[str]:
     return [one.name for one in due]
 
 
@@ -207,9 +207,9 @@ def test_requests_that_wait_for_each_other_have_no_closed_loop(trace_of: TraceOf
         Schedule.closed_loop(agentic(trace_of, ("a", [], 0)), 2)
 
 
-def run(schedule: Schedule, rng: Random) -> list[tuple[Due, float]]:
+def run(schedule: Schedule, rng: Random) -> list[tuple[DueRequest, float]]:
     """Everything that is due and when it ended, each after a random while; what is sent is checked on the way."""
-    ends: list[tuple[float, Due]] = []
+    ends: list[tuple[float, DueRequest]] = []
     done, now_ms = [], 0.0
     while not schedule.finished:
         due_ms = schedule.next_due_ms()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
 from serving.replay import Samples, Series, Status, make_report
-from serving.replay.samples import Amounts, Lasting
+from serving.replay.samples import IntervalMeans, IntervalSums
 
 
 def series(samples: Samples) -> Series:
@@ -77,7 +77,7 @@ def test_a_report_has_no_series_unless_asked_or_without_requests() -> None:
     st.sampled_from([1.0, 7.5, 100.0]),
 )
 def test_what_lasts_is_all_there_and_never_more_than_all(spans: list[tuple[float, float]], width: float) -> None:
-    lasting = Lasting(width)
+    lasting = IntervalMeans(width)
     for begin, length in spans:
         lasting.add(begin, begin + length)
     end = max(begin + length for begin, length in spans)
@@ -91,7 +91,7 @@ def test_what_lasts_is_all_there_and_never_more_than_all(spans: list[tuple[float
 
 @given(st.lists(st.floats(0, 1000), max_size=30), st.sampled_from([0.1, 7.5, 100.0, 5000.0]))
 def test_times_in_order_are_counted_as_one_by_one(times: list[float], width: float) -> None:
-    at_once, singly = Amounts(width), Amounts(width)
+    at_once, singly = IntervalSums(width), IntervalSums(width)
     at_once.add_sorted(sorted(times))
     for at in times:
         singly.add(at)

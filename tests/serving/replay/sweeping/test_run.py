@@ -14,7 +14,7 @@ from pipeline import InvalidArgument
 from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig
 from serving.replay import Limits, Report, SyntheticLoad, parse_faults, run_config, sweep, sweep_runs
-from serving.replay.sweeping import ReportsFolder, SweepResult, said_of
+from serving.replay.sweeping import ReportsFolder, SweepResult, error_text
 from serving.replay.sweeping import run as sweeping
 
 MOCKER = GraphConfig(engine="mocker", seed=3)
@@ -77,7 +77,7 @@ def test_settings_tell_what_makes_a_difference() -> None:
 def test_a_run_that_fails_is_named_and_the_others_go_on(engine: str) -> None:
     runs = sweep_runs(MOCKER, {"engine": [engine, "mocker"]})
     told: list[SweepResult] = []
-    lame, right = here(runs, TRACE, ended=told.append)
+    lame, right = here(runs, TRACE, on_result=told.append)
     assert (lame.report, lame.problem) == (None, "no such card")
     assert right.report is not None
     assert right.report.completed_requests == 6
@@ -88,7 +88,7 @@ def test_load_is_made_for_each_run_and_all_requests_are_counted() -> None:
     load = SyntheticLoad(input_tokens=100, output_tokens=2, request_count=3, turns=2)
     runs = sweep_runs(MOCKER, {"request_count": [2, 3], "workers": [1, 2]}, load=load)
     heard: list[tuple[int, int]] = []
-    results = here(runs, heard=lambda *counts: heard.append(counts))
+    results = here(runs, on_progress=lambda *counts: heard.append(counts))
     assert [one.report.num_requests for one in results if one.report is not None] == [4, 4, 6, 6]
     assert heard[-1] == (20, 20)
     assert [ended for ended, _ in heard] == sorted(ended for ended, _ in heard)
@@ -163,7 +163,7 @@ def test_a_script_from_a_file_counts_as_what_it_says(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_said_before_anything_runs(how: dict[str, Any], field: str, words: str) -> None:
     told: list[SweepResult] = []
-    arguments: dict[str, Any] = {"runs": RUNS, "trace": TRACE, "jobs": 1, "ended": told.append} | how
+    arguments: dict[str, Any] = {"runs": RUNS, "trace": TRACE, "jobs": 1, "on_result": told.append} | how
     with pytest.raises(InvalidArgument, match=words) as caught:
         sweep(**arguments)
     assert caught.value.field == field
@@ -175,9 +175,9 @@ def test_no_runs_give_no_results() -> None:
 
 
 def test_an_error_is_one_line_with_its_kind_where_that_says_more() -> None:
-    assert said_of(InvalidArgument("too\nmany")) == "too many"
-    assert said_of(KeyError("x")) == "KeyError: 'x'"
-    assert said_of(ValueError()) == "ValueError"
+    assert error_text(InvalidArgument("too\nmany")) == "too many"
+    assert error_text(KeyError("x")) == "KeyError: 'x'"
+    assert error_text(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(("error", "is_raised"), [(KeyboardInterrupt(), True), (SystemExit("enough"), False)])

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest
 from serving.deployment import GraphConfig
-from serving.replay import Trace, TraceFormat, Turn, parse_faults, read_trace, run_config
-from serving.replay import driver as drive
+from serving.replay import Trace, TraceFormat, Turn, driver, parse_faults, read_trace, run_config
 from serving.replay.traces import DynamoRecords
 
 Read = Callable[..., Trace]
@@ -286,13 +285,13 @@ async def test_recorded_answers_are_given_whole_though_workers_die(
 ) -> None:
     """Their tokens repeat, as do the last ones of the prompt, so that no text shows where an answer was broken off."""
     heard: dict[str, list[int]] = {}
-    answered = drive.Drive._answered
+    answered = driver.LoadDriver._answered
 
     async def listening(self: Any, request: Context[PreprocessedRequest], *rest: Any) -> Any:
         heard[request.id], status = await answered(self, request, *rest)
         return heard[request.id], status
 
-    monkeypatch.setattr(drive.Drive, "_answered", listening)
+    monkeypatch.setattr(driver.LoadDriver, "_answered", listening)
     size = {"trace_block_size": 64}
     first = size | {"input_length": 100, "completion_sequence_hashes": [1, 3, 4, 5]}
     second = size | {"input_length": 220, "completion_sequence_hashes": [1, 3, 4, 6, 7, 8]}
