@@ -1,12 +1,12 @@
-"""What a program prints of an error that ends it: one line, and of foreign code its class and its own frames.
+"""The report of an error that ends a program: one line, and for foreign code the error's class and its own frames.
 
     Error: KeyError: 'name'
       my_engine.py:12 in start
       my_engine.py:31 in load
       the whole traceback: --log-level debug
 
-Foreign is what is neither of this project, nor installed, nor of Python itself: the module somebody writes and runs. If
-an installed engine fails there is no such frame, and its last ones are shown instead.
+Foreign code is neither of this project, nor installed, nor of Python itself: the module that a user writes and runs. If
+an installed engine fails, there is no such frame, and its last frames are shown instead.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OURS = tuple(
 _INSTALLED = ("site-packages", "dist-packages")
 _PYTHON = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _LAST_FRAMES = 3
-"""How many are shown of code that is installed."""
+"""Frames shown of installed code."""
 _FRAMES_MAX = 12
 _INDENT = "  "
 
 
 def report(error: BaseException, place: str = "") -> list[str]:
-    """The lines to print. `place`, as an option, comes before the message unless it is in there already."""
+    """Return the lines to print. `place`, such as an option, comes before the message unless it is part of it."""
     foreign = next((link for link in chain(error) if not isinstance(link, PenstockError)), None)
     text = _one_line(str(error))
     is_bare = foreign is not None and not isinstance(error, OSError) and text == _one_line(described(foreign))
@@ -42,7 +42,7 @@ def report(error: BaseException, place: str = "") -> list[str]:
         text = _headline(foreign)
     first = f"Error: {'' if place in text else place}{text}"
     if isinstance(error, OSError) or (isinstance(error, InvalidArgument) and foreign is None):
-        return [first]  # written for its reader
+        return [first]  # its text is written for users
     own = _own_frames(error if foreign is None else foreign)
     if not own and (not is_bare or isinstance(error, InvalidArgument)):
         return [first]
@@ -51,7 +51,7 @@ def report(error: BaseException, place: str = "") -> list[str]:
 
 
 def _details(error: BaseException) -> Iterator[str]:
-    """The error's frames; of a group each of its errors with its own, of an error with a cause that one too."""
+    """Yield the error's frames; those of each error in a group; those of its cause."""
     yield from _own_frames(error) or _last_frames(error)
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
@@ -73,7 +73,7 @@ def _headline(error: BaseException) -> str:
 
 
 def _own_frames(error: BaseException) -> list[str]:
-    """Those of the code that somebody writes and runs."""
+    """Return the frames of the code that a user writes and runs."""
     return [
         _shown(frame)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -84,7 +84,7 @@ def _own_frames(error: BaseException) -> list[str]:
 
 
 def _last_frames(error: BaseException) -> list[str]:
-    """Where installed code failed; nothing of the machinery of imports."""
+    """Return the last frames of installed code, without those of the import system."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -94,7 +94,7 @@ def _last_frames(error: BaseException) -> list[str]:
 
 
 def _shown(frame: traceback.FrameSummary) -> str:
-    """`file:line in function`, the file as seen from the current folder where it lies below that."""
+    """Return `file:line in function`; a file below the current folder is shown relative to it."""
     file = frame.filename.removeprefix(f"{Path.cwd()}{os.sep}")
     return f"{file}:{frame.lineno} in {frame.name}"
 

@@ -1,4 +1,4 @@
-"""Forms of log messages, text and JSON, with what is known of the request in whose task each was written.
+"""Formatters of log messages, as text and JSON, with the fields of the request in whose task each was written.
 
     handler = logging.StreamHandler()
     handler.addFilter(RequestFields())          # request, trace, model, worker on every record
@@ -23,33 +23,33 @@ FIELDS: Mapping[str, str] = {
     "time": "When it was written: RFC 3339, UTC, milliseconds.",
     "level": "`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`.",
     "logger": "Module that wrote it.",
-    "message": "What happened.",
+    "message": "Text of the message.",
     "request": "Id of the request: that of its answer's header and error body; of a list of prompts `<id>-<i>`.",
-    "client_request": "What the client sent as `X-Request-Id`, where that is no UUID and so is not the id.",
+    "client_request": "The client's `X-Request-Id`, if it is not a UUID and so is not the id.",
     "trace": "Trace id, 32 hex digits.",
-    "model": "Model that was asked for.",
+    "model": "Model of the request.",
     "worker": "Worker that answers, in hex digits; of several those of the latest attempts, with commas.",
     "error": "Exception: `type`, `message` and `stack`, its whole traceback.",
     "method": "Access log: HTTP method.",
     "path": "Access log: path without the query.",
-    "status": "Access log and refusals: status of the answer; 499 where the client left before there was one.",
+    "status": "Access log and refusals: status of the answer; 499 if the client left before it.",
     "duration_ms": "Access log: from the head of the request to the end of its answer.",
     "first_token_ms": "Access log: from the head of the request to the first token.",
     "tokens_in": "Access log: tokens of the prompts.",
-    "tokens_out": "Access log: tokens of the answer, also of one that was given up.",
+    "tokens_out": "Access log: tokens of the answer, even if it was not completed.",
     "finish_reason": "Access log: why generation ended; of several choices each, with commas.",
     "caller": "Access log and refusals: the client that limits per client count for: an address, or the name of a key.",
     "limit": "Refusals: the limit that refused.",
-    "value": "Refusals: what the request, connection or client came to.",
-    "threshold": "Refusals: what the limit allows.",
-    "left_out": "Refusals: how many more of this limit were refused since its last line.",
+    "value": "Refusals: the value that exceeded the limit.",
+    "threshold": "Refusals: the highest allowed value.",
+    "left_out": "Refusals: number of refusals by this limit since its last line.",
 }
-"""Every field that a JSON line may have, and what it holds. A field that is not known is left out."""
+"""Every field that a JSON line may have, with its meaning. Unknown fields are left out."""
 
 OF_THE_REQUEST = ("request", "client_request", "trace", "model", "worker")
 _OWN = "fields"
 _TEXT_MAX = 512
-"""Characters of a field that a client chose; more are cut."""
+"""Characters of a field with a client's text; longer ones are cut."""
 _CREDENTIALS = re.compile(
     r"(?i)\b(bearer|basic)(\s+)[\w.~+/=-]{8,}"
     r"|\b((?:x-)?api[_-]?key|authorization|password|secret)([\"']?\s?[:=]\s?[\"']?)[\w.~+/=-]{8,}"
@@ -57,29 +57,29 @@ _CREDENTIALS = re.compile(
 _LIKE_A_MESSAGE = re.compile(r"^(?=(?:[A-Z]+|Level \d+) \S*:)", re.MULTILINE)
 
 current_fields: ContextVar[Callable[[], Mapping[str, str]] | None] = ContextVar("current_fields", default=None)
-"""Gives the fields of the request whose task this is; looked at only when a message is written."""
+"""Returns the fields of the current task's request; called only when a message is written."""
 
 
 def with_fields(**fields: Any) -> dict[str, Any]:
-    """The `extra` of a message that has these fields; None is left out. Raises ValueError for one not in `FIELDS`."""
+    """Return the `extra` of a message with these fields, except those that are None. Raise ValueError for others."""
     if unknown := fields.keys() - FIELDS.keys():
         raise ValueError(f"no field of log messages: {', '.join(sorted(unknown))}")
     return {_OWN: {name: value for name, value in fields.items() if value is not None}}
 
 
 class RequestFields(logging.Filter):
-    """Puts `request`, `client_request`, `trace`, `model` and `worker` on each record, where they are known.
+    """Adds `request`, `client_request`, `trace`, `model` and `worker` to each record, where they are known.
 
-    For handlers, a program's own ones too: records of other libraries' loggers written in a request's task get them as
-    well. Lets every record pass.
+    For handlers, including a program's own: records of other libraries' loggers, written in a request's task, get them
+    too. Every record passes.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if (look := current_fields.get()) is None:
+        if (fields_of_request := current_fields.get()) is None:
             return True
         try:
-            fields = look()
-        except Exception:  # a message never fails for what stands beside it
+            fields = fields_of_request()
+        except Exception:  # a message never fails because of its fields
             return True
         for name, value in fields.items():
             if not hasattr(record, name):
@@ -114,9 +114,9 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """`LEVEL logger: message`, the request's fields behind it, and the trace of an error below.
+    """`LEVEL logger: message`, the request's fields behind it, and the traceback of an error below.
 
-    No text can begin a line that looks like a message, nor steer a terminal. Credentials are replaced by `***`.
+    No text can begin a line that looks like a message, or control a terminal. Credentials are replaced by `***`.
     """
 
     def __init__(self) -> None:
@@ -136,17 +136,17 @@ class TextLines(logging.Formatter):
 
 
 def rfc3339(seconds: float) -> str:
-    """The time in seconds since the epoch as text, in UTC, with milliseconds."""
+    """Return a time in seconds since the epoch as text, in UTC, with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
 
 
 def without_credentials(text: str) -> str:
-    """The text with what follows `Bearer`, `api_key=` and the like replaced by `***`."""
+    """Return the text with the values behind `Bearer`, `api_key=` and the like replaced by `***`."""
     return _CREDENTIALS.sub(lambda found: f"{found[1] or found[3]}{found[2] or found[4]}***", text)
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The request's, then the message's own."""
+    """Return the request's fields, then the message's own."""
     known = {name: getattr(record, name) for name in OF_THE_REQUEST if getattr(record, name, None)}
     own = getattr(record, _OWN, None)
     return known | own if isinstance(own, dict) else known
@@ -157,6 +157,6 @@ def _bounded(value: Any) -> Any:
 
 
 def _word(value: Any) -> str:
-    """The value as one word; quoted if it is none."""
+    """Return the value as one word, quoted if it is not one."""
     text = one_line(str(value)[:_TEXT_MAX])
     return text if re.fullmatch(r"[^\s\"\[\]=]+", text) else json.dumps(text)

@@ -1,4 +1,4 @@
-"""What the commands do, once their options are known to be right."""
+"""The programs behind the commands: serve a graph, host a worker, draw a graph. Their options are checked before."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ from .http import (
     status_app,
     status_port,
 )
-from .server import GRACE_S, HttpServer, Interrupts, kept, listen, serve, until_signalled
+from .server import GRACE_S, HttpServer, Interrupts, listen, listening_after, serve, until_signalled
 from .server_options import ServerOptions
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 _STATUS_HOST = "0.0.0.0"
-"""Probes come from outside of the container."""
+"""All addresses: probes come from outside the container."""
 
 _CLOSE_S = 10.0
-"""What of an end `serve` is given beside the time for running requests and that of its engines."""
+"""Time that the end of `serve` may take beside that of running requests and of its engines."""
 
 DEFAULT_OPTIONS = ServerOptions()
 
 _CUT_S = 3.0
-"""What `serve` is given to close everything after a second signal."""
+"""Time that `serve` has to close everything after a second signal."""
 
 
 async def serve_graph(
     config: GraphConfig,
     listener: socket.socket,
     environment: Mapping[str, str],
-    say: Callable[[str], object],
+    show: Callable[[str], object],
     watch: ProcessWatch,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Serves the standard graph until a signal; shows where and which models.
+    """Serve the standard graph until a signal; `show` gets a line with the address and the models.
 
-    A signal while the engines start cancels that; what is open is closed. Raises InvalidArgument, what keeps an engine
-    from starting, and the failure of an engine once none works any more, which ends it as a signal does.
+    A signal while the engines start cancels that, and everything that is open is closed. Raise InvalidArgument, the
+    error of an engine that cannot start, and the failure of the last engine that works, which ends it as a signal does.
     """
-    front = _Front(config, environment, options)
+    front = _Frontend(config, environment, options)
 
     async def host(interrupts: Interrupts) -> None:
         async with hosted_graph(config, front.hosting()) as opened:
@@ -68,28 +68,28 @@ async def serve_graph(
             front.telemetry.models.add(lambda: [worker.card for worker in opened.workers], config.migration_limit)
             server, beside = front.server(opened.graph, listener), front.admin_servers(opened.graph, admin)
             _settle()
-            say(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
+            show(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
             await _serve_while_engines_work(opened, server, beside, front, interrupts)
         if (failure := opened.failure) is not None:
             raise failure
 
-    with kept(watch), front.admin_listener(listener) as admin:
+    with listening_after(watch), front.admin_listener(listener) as admin:
         await until_signalled(host, watch)
 
 
 def serve_watch(environment: Mapping[str, str]) -> ProcessWatch:
-    """The watch for `serve_graph`, not started. Its deadline: what draining, closing and the engines' ends may take."""
+    """Return the watch for `serve_graph`, not started. Its deadline covers draining, closing and the engines' ends."""
     times = ShutdownTimes.from_environment(environment)
     return ProcessWatch(_grace_s(environment) + times.timeout_s + _CLOSE_S, second_s=_CUT_S)
 
 
 def worker_watch(environment: Mapping[str, str]) -> ProcessWatch:
-    """The watch for `host_worker`, not started."""
+    """Return the watch for `host_worker`, not started."""
     return ProcessWatch(ShutdownTimes.from_environment(environment).deadline_s)
 
 
 async def _serve_while_engines_work(
-    opened: OpenGraph, server: HttpServer, others: Sequence[HttpServer], front: _Front, interrupts: Interrupts
+    opened: OpenGraph, server: HttpServer, others: Sequence[HttpServer], front: _Frontend, interrupts: Interrupts
 ) -> None:
     async def end_without_engines() -> None:
         for worker in opened.workers:
@@ -110,16 +110,16 @@ async def host_worker(
     config: GraphConfig,
     listener: socket.socket,
     environment: Mapping[str, str],
-    say: Callable[[str], object],
+    show: Callable[[str], object],
     watch: ProcessWatch,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Hosts one engine by the life-cycle of a worker, signals included, with a server beside it.
+    """Host one engine with the life-cycle of a worker, signals included, and a server beside it.
 
-    Raises what the worker raises when it cannot start. See `Worker.run` for what signals do; new requests are refused
-    from the first one on.
+    Raise the error of a worker that cannot start. `Worker.run` describes the effect of signals; after the first one new
+    requests are refused.
     """
-    front, health = _Front(config, environment, options), SystemHealth.from_environment(environment)
+    front, health = _Frontend(config, environment, options), SystemHealth.from_environment(environment)
     metrics, model = front.telemetry.component_metrics, config.load_model()
     made: list[LLMEngine] = []
 
@@ -128,7 +128,7 @@ async def host_worker(
 
     with _status_listener(environment) as status, front.admin_listener(listener) as admin:
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
-            await until_signalled(make, watch)  # a factory may take long; from its start on the worker hears signals
+            await until_signalled(make, watch)  # a factory may take long; later the worker handles signals itself
             if not made:
                 return
             settings = config.worker_settings(model)
@@ -157,26 +157,26 @@ async def host_worker(
                 health.set_process_ready(True)
                 _settle()
                 where = f"{worker.endpoint.path}; serving {front.models} at {server.url}"
-                say(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
+                show(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
 
             async def refuse() -> None:
                 await worker.wait()
                 health.set_process_ready(False)
                 await front.availability.drain(worker.times.deadline_s)
 
-            with kept(watch):
+            with listening_after(watch):
                 await _run_beside(worker, [server, *states, *beside], announce, refuse, front.gate.follow)
 
 
 async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Work) -> None:
-    """Runs all of it until the worker has ended. Raises what that raises."""
+    """Run the worker with everything beside it until the worker has ended. Raise its error."""
     failure: Exception | None = None
     async with anyio.create_task_group() as beside:
         for work in (*(server.run for server in servers), *others):
             beside.start_soon(work)
         try:
             await worker.run()
-        except Exception as error:  # as it is, not inside a group
+        except Exception as error:  # raised unwrapped, not inside a group
             failure = error
         for server in servers:
             server.stop()
@@ -185,8 +185,8 @@ async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Wo
         raise failure
 
 
-class _Front:
-    """What a server needs beside its graph."""
+class _Frontend:
+    """The server before a graph: its metrics, availability, access and options."""
 
     def __init__(self, config: GraphConfig, environment: Mapping[str, str], options: ServerOptions) -> None:
         self.telemetry = Telemetry(prefix=environment.get("DYN_METRICS_PREFIX"), environment=environment)
@@ -204,11 +204,11 @@ class _Front:
         )
 
     def hosting(self) -> Hosting:
-        """How the graph is hosted that the server stands before."""
+        """Return how to host the graph behind the server."""
         return Hosting(self._environment, self.telemetry.component_metrics, tracer=self._server_options.tracer)
 
     def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
-        """A server of the graph on the listening socket, for those that the options let in."""
+        """Return a server of the graph on the listening socket, for the clients that the options admit."""
         self.models = ", ".join(served(graph))
         gate = self.gate
         gate.warn(listener)
@@ -232,7 +232,7 @@ class _Front:
         return server
 
     def admin_listener(self, listener: socket.socket) -> AbstractContextManager[socket.socket | None]:
-        """Where the options want the admin server. Raises InvalidArgument if nothing can listen there."""
+        """Return the socket of the admin server, if the options want one. Raise InvalidArgument if it cannot listen."""
         if (address := self.gate.admin_address(listener)) is None:
             return nullcontext()
         try:
@@ -241,13 +241,13 @@ class _Front:
             raise InvalidArgument(str(error), field=f"admin_{error.field}") from error.__cause__
 
     def admin_servers(self, graph: StandardGraph, listener: socket.socket | None) -> list[HttpServer]:
-        """The server of metrics and of the workers' state, where there is to be one."""
+        """Return the server of metrics and of the workers' state, if there is a socket for it."""
         if listener is None:
             return []
         return [self.plain(admin_app(graph, self._options, self.availability, self.telemetry), listener)]
 
     def plain(self, application: Any, listener: socket.socket) -> HttpServer:
-        """A server beside the first one, for every client."""
+        """Return a server beside the first one, for every client."""
         refused = self.telemetry.refusals.report_connection
         return HttpServer(application, listener, is_first=False, limits=self._options.limits, refused=refused)
 
@@ -262,7 +262,7 @@ def _grace_s(environment: Mapping[str, str]) -> float:
 
 
 def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
-    """Where the environment wants the worker's status. Raises InvalidArgument if nothing can listen there."""
+    """Return the socket of the worker's status, if the environment wants one. Raise InvalidArgument if it fails."""
     if (port := status_port(environment)) is None:
         return nullcontext()
     try:
@@ -272,9 +272,9 @@ def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[s
 
 
 def _settle() -> None:
-    """Takes what start-up has made, which stays anyway, out of every later garbage collection.
+    """Exclude the objects of the start-up, which stay anyway, from every later garbage collection.
 
-    A collection of it all holds up every stream for some 25 ms.
+    A collection of all of them delays every stream by some 25 ms.
     """
     gc.collect()
     gc.freeze()
@@ -284,8 +284,8 @@ async def draw_graph(
     config: GraphConfig,
     form: Literal["text", "mermaid", "dot"],
     environment: Mapping[str, str],
-    say: Callable[[str], object],
+    show: Callable[[str], object],
 ) -> None:
-    """Says the drawing of the standard graph."""
+    """Show the drawing of the standard graph."""
     async with hosted_graph(config, Hosting(environment)) as opened:
-        say(opened.graph.draw(form))
+        show(opened.graph.draw(form))

@@ -1,7 +1,7 @@
-"""What of the settings of a replay its report may show: it is given to others.
+"""The settings of a replay that its report may show, since a report is passed on.
 
-A value is shown if it is known to be no secret, not hidden if it is known to be one: a number, a truth value or a path,
-one of the texts that an engine's parameter is a choice of, and what an engine or this module names.
+A value is shown only if it is known to be harmless: a number, a boolean or a path, one of the literal choices of an
+engine's parameter, or a parameter that the engine or this module names.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, Literal, get_args, get_origin
 from .deployment import converted, find_engine, hint_of
 
 NOT_SHOWN = "(not shown)"
-"""Stands for a value that may be a secret."""
+"""Replaces a value that may be a secret."""
 _SOUNDS_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH)$", re.IGNORECASE)
 _OF_THE_ROUTER = re.compile(r"DYN_ROUTER_[A-Z_]+")
-"""Variables whose texts are names of policies, and of files."""
+"""Variables whose texts are names of policies and files."""
 _NUMBER_OR_SWITCH = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?|true|false|yes|no|on|off|none", re.IGNORECASE)
 
 
 def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables in the order of their names, with the values that may be shown."""
+    """Return the variables in the order of their names, with the values that may be shown."""
     return {name: text if _is_shown(name, text) else NOT_SHOWN for name, text in sorted(environment.items())}
 
 
@@ -33,7 +33,7 @@ def _is_shown(name: str, text: str) -> bool:
 
 
 def shown_engine_args(engine: str, texts: Mapping[str, str]) -> dict[str, str]:
-    """The arguments of an engine with the values that may be shown. Our own engines have no secrets."""
+    """Return the arguments of an engine with the values that may be shown. Our own engines have no secrets."""
     choice = find_engine(engine)
     if choice.is_ours:
         return dict(texts)
@@ -41,7 +41,7 @@ def shown_engine_args(engine: str, texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_harmless(make: Callable[..., Any], name: str, text: str) -> bool:
-    """Whether a text for this parameter of an engine's factory, which may name harmless ones, is no secret."""
+    """Return whether a text for this parameter of an engine's factory is known not to be a secret."""
     if name in getattr(make, "shown_texts", ()):
         return True
     if _SOUNDS_SECRET.search(name):

@@ -29,10 +29,10 @@ GRACE_S = 5.0
 """How long running requests may go on after the first signal."""
 
 _FLUSH_S = 2
-"""How long killed requests have to tell their clients."""
+"""How long killed requests may send their last bytes."""
 
 _CUT_OFF_S = 1
-"""How long a request that is cut off may take to end."""
+"""How long a cancelled request may take to end."""
 
 _BACKLOG = 2048
 
@@ -59,10 +59,7 @@ _check_uvicorn()
 class HttpServer:
     """uvicorn around an app, on a listening socket that it closes in the end.
 
-    uvicorn starts and ends it; connections are ours, within `limits`. `refused` is called with each problem that ends
-    one of them before the app has its request, or while it answers, and the client's address. `trusted` are the
-    addresses of proxies: the limit of connections of one client does not hold for them. With `tls` it speaks TLS.
-    `is_first`: of the servers of a process one logs what concerns them all, that there are no files left.
+    uvicorn starts and ends it; connections are ours, within `limits`.
     """
 
     def __init__(
@@ -76,6 +73,11 @@ class HttpServer:
         trusted: Callable[[str], bool] = lambda address: False,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`refused` gets each problem that ends a connection outside the app, and the client's address.
+
+        `trusted` returns whether an address is a proxy's, which has no limit of connections per client. `tls`: None for
+        plain HTTP. `is_first`: whether this server of the process's servers logs that no files are left.
+        """
         self._listener = listener
         self.url = url_of(listener, "http" if tls is None else "https")
         config = uvicorn.Config(
@@ -94,7 +96,7 @@ class HttpServer:
         self._server = _Uvicorn(application, config, self._open_files, self._connections, tls)
 
     async def run(self) -> None:
-        """Serves until `stop`; asyncio only. Then answers that are on their way get a little time, and are cut off."""
+        """Serve until `stop`; asyncio only. Answers under way then get a short time before they are cut off."""
         level, loop = _uvicorn_log.level, asyncio.get_running_loop()
         handler = loop.get_exception_handler()
         if self._open_files is not None:
@@ -114,11 +116,11 @@ class HttpServer:
                     loop.set_exception_handler(handler)
 
     def count_connections(self) -> int:
-        """How many connections are open now; from any thread."""
+        """Return the number of open connections. Any thread may call it."""
         return len(self._connections.open)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Ends `run`; `at_once` without waiting for connections. Nothing is logged about those that are cut off."""
+        """End `run`; with `at_once`, without waiting for connections. Connections that are cut off are not logged."""
         if not self._is_over:
             _uvicorn_log.setLevel(logging.CRITICAL)
         self._server.should_exit = True
@@ -126,7 +128,7 @@ class HttpServer:
             self._server.force_exit = True
 
     async def _cut_off(self) -> None:
-        """Cancels the answers still under way, so that what they hold is closed before the graph is."""
+        """Cancel the answers under way, so that their streams are closed before the graph is."""
         if answers := list(self._server.server_state.tasks):
             for answer in answers:
                 answer.cancel()
@@ -136,9 +138,9 @@ class HttpServer:
 class _Uvicorn(uvicorn.Server):
     """uvicorn's start, clock and end around connections of our own; without its signal handling.
 
-    Of what it does not document it needs: `servers` and `started`, which `startup` sets; `server_state`, of which its
-    end lists `connections` and awaits `tasks`; `server_state.default_headers`, made anew each second; that `on_tick` is
-    called ten times a second and `shutdown` once. `_check_uvicorn` looks for all of it at import.
+    It relies on undocumented parts: `servers` and `started`, which `startup` sets; `server_state`, whose `connections`
+    its end lists and whose `tasks` it awaits; `server_state.default_headers`, renewed each second; `on_tick`, called
+    ten times a second, and `shutdown`, called once. `_check_uvicorn` checks for all of them at import.
     """
 
     def __init__(
@@ -165,14 +167,14 @@ class _Uvicorn(uvicorn.Server):
         self.started = True
 
     def stop_listening(self) -> None:
-        """Called also where `serve` is cancelled, which leaves everything open."""
+        """Close the listening sockets. A cancelled `serve` leaves them open."""
         for server in self.servers:
             server.close()
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second."""
         if self._open_files is not None and not self.should_exit:
-            self._open_files.look()
+            self._open_files.check()
         is_over = await super().on_tick(counter)
         self._host.set_defaults(self.server_state.default_headers)
         return is_over
@@ -187,9 +189,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Interrupts:
-    """What the next signal does: the first one calls `first`, the second one `second`.
+    """The effects of signals: the first signal calls `first`, the second one `second`.
 
-    Until `first` is set by the host, the first signal cancels it.
+    Until the host sets `first`, the first signal cancels the host.
     """
 
     def __init__(self, cancel: Callable[[], object]) -> None:
@@ -204,9 +206,9 @@ class Interrupts:
 
 
 async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: ProcessWatch) -> None:
-    """Runs `host`, which says what signals do; the `watch` sees to a second one that the loop cannot obey.
+    """Run `host`, which sets the effects of signals; `watch` handles a second signal that the loop cannot handle.
 
-    Returns when `host` has, or has been cancelled by a signal. Raises what it raises, as it is.
+    Return when `host` has returned, or was cancelled by a signal. Raise its error unwrapped.
     """
     failure: Exception | None = None
     with termination_signals() as signals, watch.listening():
@@ -215,7 +217,7 @@ async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: 
             tasks.start_soon(interrupts.obey, signals)
             try:
                 await host(interrupts)
-            except Exception as error:  # as it is, not inside a group
+            except Exception as error:  # raised unwrapped, not inside a group
                 failure = error
             tasks.cancel_scope.cancel()
     if failure is not None:
@@ -223,8 +225,8 @@ async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: 
 
 
 @contextmanager
-def kept(watch: ProcessWatch) -> Iterator[None]:
-    """The watch hears signals when the block is left, though a receiver in it has removed the handlers."""
+def listening_after(watch: ProcessWatch) -> Iterator[None]:
+    """Have the watch receive signals after the block, whose own receiver of signals removes the handlers."""
     try:
         yield
     finally:
@@ -232,10 +234,10 @@ def kept(watch: ProcessWatch) -> Iterator[None]:
 
 
 async def serve(server: HttpServer, availability: Availability, interrupts: Interrupts, grace_s: float) -> None:
-    """Serves until a signal: the first one drains, the second ends at once.
+    """Serve until a signal: the first one drains, the second one ends at once.
 
-    While draining, `/health` answers 503, nothing new is taken, and what runs may go on for `grace_s`; then it is
-    killed.
+    While draining, `/health` answers 503, new requests are refused, and running ones may go on for `grace_s` before
+    they are killed.
     """
 
     async def drain() -> None:
@@ -253,10 +255,10 @@ async def serve(server: HttpServer, availability: Availability, interrupts: Inte
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket whose connections send every token at once, without waiting for more to fill a packet.
+    """Return a listening socket whose connections send every token at once, without waiting to fill a packet.
 
-    Port 0 takes a free one. Raises InvalidArgument, its field `host` or `port`, if nothing can listen there. Event
-    loops turn Nagle's algorithm off only for sockets that are made as TCP, and uvicorn's own are not.
+    Port 0 is any free one. Raise InvalidArgument, its field `host` or `port`, if it cannot listen there. Event loops
+    turn Nagle's algorithm off only for sockets that are made as TCP, and uvicorn's own are not.
     """
     try:
         return _listening(host, port)
@@ -280,7 +282,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _no_address(error: OSError, host: str, port: int) -> InvalidArgument:
-    """What is wrong with the address."""
+    """Return the error of an address that cannot be listened on."""
     if isinstance(error, socket.gaierror):
         return InvalidArgument(f"{host!r} is no known host: {error.strerror}", field="host")
     if error.errno == errno.EADDRNOTAVAIL:
@@ -293,12 +295,12 @@ def _no_address(error: OSError, host: str, port: int) -> InvalidArgument:
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """The URL of what the socket listens to."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
-    """Runs the async function on the fastest loop there is; an interrupt before it serves just ends it."""
+    """Run the async function on uvloop if it is installed, else on asyncio. An interrupt during the start ends it."""
     with suppress(KeyboardInterrupt):
         anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})

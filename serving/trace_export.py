@@ -1,8 +1,8 @@
-"""Where a program's spans go: set up by the environment, in the variables of OpenTelemetry.
+"""Export of a program's spans, configured by OpenTelemetry's environment variables.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318 penstock serve
 
-`OTEL_TRACES_EXPORTER` names exporters; without it spans go by OTLP if an endpoint is set, and else there are none: no
+`OTEL_TRACES_EXPORTER` names exporters; without it spans go by OTLP if an endpoint is set. Otherwise there are none: no
 provider, no tracer, no stage in a span. Sampler, resource, limits, batches and the exporter's own settings are read
 from the environment by the SDK and the exporter. Source: the OpenTelemetry specification, environment variables; and
 dynamo lib/runtime/src/logging.rs for `OTEL_EXPORT_ENABLED` and `OTEL_TRACES_SAMPLE_RATIO`.
@@ -31,7 +31,7 @@ EXTRA = "otlp"
 """The extra of penstock with the exporter for OTLP over HTTP."""
 
 FLUSH_S = 3.0
-"""How long the end of a program waits for spans that are still to be sent."""
+"""How long the end of a program waits for unsent spans."""
 
 _ENABLED, _EXPORTER = "OTEL_EXPORT_ENABLED", "OTEL_TRACES_EXPORTER"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -45,11 +45,11 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def exporting(environment: Mapping[str, str]) -> Iterator[Tracer | None]:
-    """The tracer of a program whose environment has its spans exported, None if it has not.
+    """Yield the program's tracer, None if the environment exports no spans.
 
-    The SDK reads its own variables from `os.environ`. The provider becomes the one of the process, for engines that
-    make spans themselves. Leaving sends what is left, for at most `FLUSH_S`; a collector that does not answer loses it.
-    Raises InvalidArgument for a variable that is wrong and an exporter that is not installed.
+    The SDK reads its own variables from `os.environ`. The provider becomes that of the process, for engines that make
+    spans themselves. The end of the block sends the remaining spans, for at most `FLUSH_S`; then they are lost.
+    Raise InvalidArgument for an invalid variable and for an exporter that is not installed.
     """
     names = exporters_of(environment)
     if not names:
@@ -64,9 +64,9 @@ def exporting(environment: Mapping[str, str]) -> Iterator[Tracer | None]:
 
 
 def exporters_of(environment: Mapping[str, str]) -> list[str]:
-    """The names of the exporters that the environment asks for, those of OTLP with their protocol.
+    """Return the names of the exporters in the environment, those of OTLP with their protocol.
 
-    Raises InvalidArgument for a protocol there is no exporter for.
+    Raise InvalidArgument for a protocol without an exporter.
     """
     enabled = environment.get(_ENABLED, "").strip()
     if is_true(environment.get("OTEL_SDK_DISABLED")) or (enabled and not is_true(enabled)):
@@ -89,20 +89,20 @@ def _otlp(environment: Mapping[str, str]) -> str:
 
 
 def _exporter(name: str) -> SpanExporter:
-    """The exporter that an installed package has under the name, made by its own variables."""
+    """Return the exporter of this name from an installed package, configured by its own variables."""
     found = next(iter(entry_points(group=_GROUP, name=name)), None)
     if found is None:
         raise InvalidArgument(_missing(name), field=_EXPORTER)
     try:
         return _loaded(found)()
-    except ValueError as error:  # of a variable, which its text names
+    except ValueError as error:  # names the variable
         raise InvalidArgument(f"the exporter {name} cannot be set up: {error}", field=_EXPORTER) from error
 
 
 def _loaded(found: EntryPoint) -> Callable[[], SpanExporter]:
     try:
         exporter: Callable[[], SpanExporter] = found.load()
-    except ImportError as error:  # of a package it needs
+    except ImportError as error:  # of a package that the exporter needs
         raise InvalidArgument(f"the exporter {found.name} cannot be loaded: {error}", field=_EXPORTER) from error
     return exporter
 
@@ -138,7 +138,7 @@ def _provider(environment: Mapping[str, str], exporters: list[SpanExporter]) -> 
 
 
 def _sampler(environment: Mapping[str, str]) -> Any:
-    """The one of Dynamo's ratio where OpenTelemetry's own variable is not set; None leaves it to the SDK."""
+    """Return the sampler of Dynamo's ratio if OpenTelemetry's own variable is unset; None leaves it to the SDK."""
     if environment.get(_SAMPLER, "").strip() or (ratio := fraction(environment.get(_RATIO), 1.0)) is None:
         return None
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
@@ -160,11 +160,11 @@ def _tracer(provider: TracerProvider) -> Tracer:
 
 
 def _flush(provider: TracerProvider, exporters: list[SpanExporter]) -> None:
-    """Send what is left, in a thread: the SDK would wait for a collector that hangs for half a minute."""
+    """Send the remaining spans in a thread: the SDK would wait half a minute for a collector that hangs."""
     closing = Thread(target=provider.shutdown, name="last spans", daemon=True)
     closing.start()
     closing.join(FLUSH_S)
     if closing.is_alive():
         _log.warning("spans that were not sent within %g s of the end are lost", FLUSH_S)
         for exporter in exporters:
-            exporter.shutdown()  # wakes it where it waits to try again
+            exporter.shutdown()  # ends its wait before the next try

@@ -93,24 +93,24 @@ def test_it_is_logged_again_after_a_minute_only(full: list[int], caplog: pytest.
     clock = Clock()
     with socket.socket() as listener:
         files = OpenFiles(listener.fileno(), clock)
-        files.look()
+        files.check()
         assert caplog.messages == []
         full.append(errno.EMFILE)
         for clock.now_s in (1.0, 30.0, 60.0, 61.0, 62.0):
-            files.look()
+            files.check()
         assert [message[:20] for message in caplog.messages] == ["no new connections a"] * 2
         full.clear()
-        files.look()
-        files.look()
+        files.check()
+        files.check()
         full.append(errno.EMFILE)
-        files.look()
+        files.check()
     assert caplog.messages[2:] == ["new connections are taken again"]
 
 
 def test_the_limit_of_the_system_is_another_one(full: list[int], caplog: pytest.LogCaptureFixture) -> None:
     full.append(errno.ENFILE)
     with socket.socket() as listener:
-        OpenFiles(listener.fileno(), Clock()).look()
+        OpenFiles(listener.fileno(), Clock()).check()
     assert caplog.messages == ["no new connections are taken: the system has as many files open as it can"]
 
 
