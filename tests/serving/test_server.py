@@ -55,7 +55,7 @@ def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
-async def test_the_openai_client_reads_streams_and_whole_answers(serving: Any, hello: Any) -> None:
+async def test_the_openai_client_reads_streams_and_whole_answers(serving: Any, hello: ScriptedEngine) -> None:
     async def use(url: str) -> None:
         async with client_of(url) as client:
             whole = await client.chat.completions.create(model="m", messages=HI)
@@ -129,7 +129,7 @@ async def test_a_connection_that_is_cut_ends_the_request(serving: Any, stream: b
     await serving(engine, use)
 
 
-async def test_connections_stay_open_between_requests(serving: Any, hello: Any) -> None:
+async def test_connections_stay_open_between_requests(serving: Any, hello: ScriptedEngine) -> None:
     async def use(url: str) -> None:
         async with httpx2.AsyncClient(base_url=url, limits=httpx2.Limits(max_connections=1)) as client:
             ports = set()

@@ -14,6 +14,7 @@ from pipeline import InvalidArgument
 from serving.access import Gate, TrustedProxies, is_loopback, new_key
 from serving.access_options import AccessOptions
 from serving.server import listen
+from tests.serving.access.worlds import Certificates
 
 PUBLIC = ("0.0.0.0", "::")
 LOOPBACK = ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1", "localhost")
@@ -53,7 +54,7 @@ def test_a_public_address_hides_internals_and_warns_where_there_are_no_keys(
 
 @pytest.mark.parametrize("listener", PUBLIC, indirect=True)
 def test_keys_without_tls_are_warned_of_on_a_public_address(
-    listener: socket.socket, caplog: pytest.LogCaptureFixture, certificates: Any
+    listener: socket.socket, caplog: pytest.LogCaptureFixture, certificates: Certificates
 ) -> None:
     Gate(AccessOptions(), KEYS).warn(listener)
     assert "without TLS" in caplog.text

@@ -97,7 +97,7 @@ async def answered(service: Any, headers: list[tuple[bytes, bytes]], path: str =
 
 
 @pytest.mark.parametrize("headers", [bearer(), {"authorization": f"bearer  {KEY} "}, {"x-api-key": KEY}])
-async def test_a_valid_key_gets_in(hello: Any, page: Make, headers: dict[str, str]) -> None:
+async def test_a_valid_key_gets_in(hello: ScriptedEngine, page: Make, headers: dict[str, str]) -> None:
     service = guarded(hello, ring())
     assert (await chat(service, headers=headers).run()).status == 200
     assert (await page(service, "/v1/models", headers)).status == 200
@@ -124,7 +124,7 @@ HOSTILE: dict[str, list[tuple[bytes, bytes]]] = {
 @pytest.mark.parametrize(
     "path", ["/v1/models", f"/v1/models?api_key={KEY}&key={KEY}", "/metrics", "/nowhere", "/live/"]
 )
-async def test_no_key_and_every_wrong_one_get_the_same_answer(hello: Any, path: str) -> None:
+async def test_no_key_and_every_wrong_one_get_the_same_answer(hello: ScriptedEngine, path: str) -> None:
     service = guarded(hello, ring())
     same_id = (b"x-request-id", b"6b1f2f5e-6f0a-4d3c-9d58-0f5d8a3f7c11")
     answers = [await answered(service, [same_id, *headers], path) for headers in HOSTILE.values()]
@@ -147,12 +147,12 @@ async def test_the_same_key_twice_is_one_key() -> None:
     assert sent_key(twice) == KEY.encode()
 
 
-async def test_a_refusal_repeats_the_clients_request_id(hello: Any, page: Make) -> None:
+async def test_a_refusal_repeats_the_clients_request_id(hello: ScriptedEngine, page: Make) -> None:
     answer = await page(guarded(hello, ring()), "/v1/models", {"x-request-id": "mine"})
     assert (answer.status, answer.response_headers["x-request-id"]) == (401, "mine")
 
 
-async def test_probes_need_no_key_and_see_no_workers(hello: Any, page: Make) -> None:
+async def test_probes_need_no_key_and_see_no_workers(hello: ScriptedEngine, page: Make) -> None:
     availability = Availability()
     service = guarded(hello, ring(), availability=availability)
     for headers in ({}, bearer(OTHER), bearer()):
@@ -162,25 +162,25 @@ async def test_probes_need_no_key_and_see_no_workers(hello: Any, page: Make) -> 
     assert (await page(service, "/health")).status == 503
 
 
-async def test_only_a_probe_is_open(hello: Any, page: Make) -> None:
+async def test_only_a_probe_is_open(hello: ScriptedEngine, page: Make) -> None:
     """Neither another method nor a path that only begins like one."""
     service = guarded(hello, ring())
     assert (await page(service, "/live", method="POST")).status == 401
     assert (await page(service, "/health/../v1/models")).status == 401
 
 
-async def test_probes_of_a_mounted_app_are_open(hello: Any, page: Make) -> None:
+async def test_probes_of_a_mounted_app_are_open(hello: ScriptedEngine, page: Make) -> None:
     service = Starlette(routes=[Mount("/inner", guarded(hello, ring()))])
     paths = ("/inner/live", "/inner/v1/models", "/inner/inner/live")
     assert [(await page(service, path)).status for path in paths] == [200, 401, 401]
 
 
-async def test_other_paths_of_probes_are_open(hello: Any, page: Make) -> None:
+async def test_other_paths_of_probes_are_open(hello: ScriptedEngine, page: Make) -> None:
     service = guarded(hello, ring(), options=HttpOptions(live_path="/fit"))
     assert [(await page(service, path)).status for path in ("/fit", "/live")] == [200, 401]
 
 
-async def test_metrics_and_workers_are_for_keys_that_may_see_them(hello: Any, page: Make) -> None:
+async def test_metrics_and_workers_are_for_keys_that_may_see_them(hello: ScriptedEngine, page: Make) -> None:
     service = guarded(hello, ring(privileges=["admin"]))
     assert (await page(service, "/metrics", bearer())).status == 200
     assert (await page(service, "/health", bearer())).json.keys() == {"status", "endpoints", "instances"}
@@ -189,13 +189,13 @@ async def test_metrics_and_workers_are_for_keys_that_may_see_them(hello: Any, pa
     assert "`admin`" in refused.json["message"]
 
 
-async def test_internals_that_are_not_shown_here_are_not_there(hello: Any, page: Make) -> None:
+async def test_internals_that_are_not_shown_here_are_not_there(hello: ScriptedEngine, page: Make) -> None:
     service = app({"m": hello}, options=HttpOptions(shows_internals=False))
     assert (await page(service, "/metrics")).status == 404
     assert (await page(service, "/health")).json == {"status": "healthy"}
 
 
-async def test_without_keys_all_is_open_as_ever(hello: Any, page: Make) -> None:
+async def test_without_keys_all_is_open_as_ever(hello: ScriptedEngine, page: Make) -> None:
     service = app({"m": hello}, access=Access())
     body: dict[str, Any] = {
         "nvext": {"backend_instance_id": 7, "agent_hints": {"strict_priority": 3}},
@@ -206,7 +206,7 @@ async def test_without_keys_all_is_open_as_ever(hello: Any, page: Make) -> None:
     assert "instances" in (await page(service, "/health")).json
 
 
-async def test_the_caller_is_the_name_of_the_key(hello: Any) -> None:
+async def test_the_caller_is_the_name_of_the_key(hello: ScriptedEngine) -> None:
     seen: list[Any] = []
 
     service = watched(guarded(hello, ring()), seen)
@@ -231,7 +231,7 @@ async def test_a_key_that_is_taken_away_ends_no_stream_and_gets_no_other() -> No
 # -- models
 
 
-async def test_a_model_that_a_key_may_not_use_is_not_there_for_it(hello: Any, page: Make) -> None:
+async def test_a_model_that_a_key_may_not_use_is_not_there_for_it(hello: ScriptedEngine, page: Make) -> None:
     service = guarded(hello, ring(models=["m"]))
     listed = await page(service, "/v1/models", bearer())
     assert [model["id"] for model in listed.json["data"]] == ["m"]
@@ -247,7 +247,7 @@ async def test_a_model_that_a_key_may_not_use_is_not_there_for_it(hello: Any, pa
 # -- rates
 
 
-async def test_a_rate_holds_for_requests_at_the_same_time(hello: Any) -> None:
+async def test_a_rate_holds_for_requests_at_the_same_time(hello: ScriptedEngine) -> None:
     service = guarded(hello, ring(requests_per_minute=10))
     requests = [chat(service, headers=bearer()) for _ in range(50)]
     async with anyio.create_task_group() as tasks:
@@ -263,7 +263,7 @@ async def test_a_rate_holds_for_requests_at_the_same_time(hello: Any) -> None:
     assert (await chat(service, headers=bearer()).run()).status == 429
 
 
-async def test_the_rate_of_one_key_leaves_another_alone_and_wrong_keys_use_none(hello: Any) -> None:
+async def test_the_rate_of_one_key_leaves_another_alone_and_wrong_keys_use_none(hello: ScriptedEngine) -> None:
     keys = KeyRing(
         [ApiKey(name=name, hash=hash_of(key), requests_per_minute=1) for name, key in (("a", KEY), ("b", OTHER))]
     )
@@ -273,7 +273,7 @@ async def test_the_rate_of_one_key_leaves_another_alone_and_wrong_keys_use_none(
     assert (await chat(service, headers=bearer(OTHER)).run()).status == 200
 
 
-async def test_a_key_that_used_up_its_tokens_waits_for_the_debt_to_be_filled(hello: Any) -> None:
+async def test_a_key_that_used_up_its_tokens_waits_for_the_debt_to_be_filled(hello: ScriptedEngine) -> None:
     """An answer is 5 tokens of prompt and 2 of text; the bucket holds 6."""
     service = guarded(hello, ring(tokens_per_minute=6))
     assert (await chat(service, headers=bearer()).run()).status == 200
@@ -293,7 +293,7 @@ async def test_tokens_of_a_request_that_was_given_up_count_too() -> None:
     assert (await chat(service, headers=bearer()).run()).status == 429
 
 
-async def test_probes_use_no_rate(hello: Any, page: Make) -> None:
+async def test_probes_use_no_rate(hello: ScriptedEngine, page: Make) -> None:
     service = guarded(hello, ring(requests_per_minute=1))
     for _ in range(5):
         assert (await page(service, "/live", bearer())).status == 200
@@ -330,7 +330,7 @@ HEADERS: list[tuple[Privilege, str]] = [
 
 @pytest.mark.parametrize(("privilege", "field", "body"), FIELDS, ids=[field for _, field, _ in FIELDS])
 async def test_a_field_for_the_privileged_is_refused_by_name_without_the_privilege(
-    hello: Any, privilege: Privilege, field: str, body: dict[str, Any]
+    hello: ScriptedEngine, privilege: Privilege, field: str, body: dict[str, Any]
 ) -> None:
     others = [each for each in ALL_PRIVILEGES if each != privilege]
     refused = await chat(guarded(hello, ring(privileges=others)), headers=bearer(), **body).run()
@@ -342,7 +342,7 @@ async def test_a_field_for_the_privileged_is_refused_by_name_without_the_privile
 
 @pytest.mark.parametrize(("privilege", "header"), sorted(set(HEADERS)), ids=lambda value: value)
 async def test_a_header_for_the_privileged_is_refused_by_name_without_the_privilege(
-    hello: Any, privilege: Privilege, header: str
+    hello: ScriptedEngine, privilege: Privilege, header: str
 ) -> None:
     others = [each for each in ALL_PRIVILEGES if each != privilege]
     headers = bearer() | {header: "1"}
@@ -356,7 +356,7 @@ async def test_a_header_for_the_privileged_is_refused_by_name_without_the_privil
     ("wanted", "status", "got"), [(None, 200, 5), (5, 200, 5), (-3, 200, -3), (0, 200, 0), (6, 403, None)]
 )
 async def test_the_priority_of_a_key_is_set_and_is_the_highest(
-    hello: Any, wanted: int | None, status: int, got: int | None
+    hello: ScriptedEngine, wanted: int | None, status: int, got: int | None
 ) -> None:
     body = {} if wanted is None else {"nvext": {"agent_hints": {"priority": wanted}}}
     answer = await chat(guarded(hello, ring(priority=5)), headers=bearer(), **body).run()
@@ -364,12 +364,12 @@ async def test_the_priority_of_a_key_is_set_and_is_the_highest(
     assert [request.payload.nvext.agent_hints.priority for request in hello.requests] == [got] * (status == 200)
 
 
-async def test_a_key_of_low_priority_cannot_raise_it(hello: Any) -> None:
+async def test_a_key_of_low_priority_cannot_raise_it(hello: ScriptedEngine) -> None:
     service = guarded(hello, ring(priority=-5))
     assert (await chat(service, headers=bearer() | {"x-dynamo-request-priority": "0"}).run()).status == 403
 
 
-async def test_the_tenant_of_a_key_separates_its_cache_unless_it_may_choose(hello: Any) -> None:
+async def test_the_tenant_of_a_key_separates_its_cache_unless_it_may_choose(hello: ScriptedEngine) -> None:
     for options in (HttpOptions(), HttpOptions(nvext=False)):
         service = guarded(hello, ring(tenant="mine", privileges=["tenant"]), options=options)
         await chat(service, headers=bearer(), cache_salt="chosen").run()
@@ -378,12 +378,12 @@ async def test_the_tenant_of_a_key_separates_its_cache_unless_it_may_choose(hell
     assert [request.payload.cache_salt for request in hello.requests] == ["chosen", "mine", "mine"] * 2
 
 
-async def test_the_workers_that_answered_may_be_read_without_a_privilege(hello: Any) -> None:
+async def test_the_workers_that_answered_may_be_read_without_a_privilege(hello: ScriptedEngine) -> None:
     body = {"nvext": {"extra_fields": ["worker_id", "timing"]}}
     assert (await chat(guarded(hello, ring()), headers=bearer(), **body).run()).status == 200
 
 
-async def test_a_key_reaches_neither_metadata_nor_the_engine(hello: Any) -> None:
+async def test_a_key_reaches_neither_metadata_nor_the_engine(hello: ScriptedEngine) -> None:
     headers = bearer() | {f"x-dynamo-meta-{name}": KEY for name in ("authorization", "x-api-key", "api-key", "cookie")}
     assert (await chat(guarded(hello, ring()), headers=headers).run()).status == 200
     assert KEY not in str((hello.requests[0].metadata, hello.requests[0].payload))
@@ -399,7 +399,7 @@ PREFLIGHT = {
 }
 
 
-async def test_a_page_of_an_allowed_origin_may_ask_and_read_our_headers(hello: Any, page: Make) -> None:
+async def test_a_page_of_an_allowed_origin_may_ask_and_read_our_headers(hello: ScriptedEngine, page: Make) -> None:
     service = app({"m": hello}, access=Access(ring(requests_per_minute=1), cors_origins=(ORIGIN,)))
     allowed = await page(service, "/v1/chat/completions", PREFLIGHT, "OPTIONS")
     assert (allowed.status, allowed.response_headers["access-control-allow-origin"]) == (200, ORIGIN)
@@ -412,7 +412,7 @@ async def test_a_page_of_an_allowed_origin_may_ask_and_read_our_headers(hello: A
     assert (await page(service, "/v1/models", {"origin": ORIGIN})).status == 401
 
 
-async def test_a_page_of_another_origin_is_not_allowed(hello: Any, page: Make) -> None:
+async def test_a_page_of_another_origin_is_not_allowed(hello: ScriptedEngine, page: Make) -> None:
     service = app({"m": hello}, access=Access(ring(), cors_origins=(ORIGIN,)))
     for origin in ("https://evil.example", "null", f"{ORIGIN}.evil.example"):
         answer = await page(service, "/v1/models", PREFLIGHT | {"origin": origin}, "OPTIONS")
@@ -422,7 +422,7 @@ async def test_a_page_of_another_origin_is_not_allowed(hello: Any, page: Make) -
         assert "access-control-allow-origin" not in read.response_headers
 
 
-async def test_without_origins_there_is_no_cors(hello: Any, page: Make) -> None:
+async def test_without_origins_there_is_no_cors(hello: ScriptedEngine, page: Make) -> None:
     answer = await page(app({"m": hello}), "/v1/models", PREFLIGHT, "OPTIONS")
     assert answer.status == 405
     assert not [name for name in answer.response_headers if name.startswith("access-control")]
@@ -456,7 +456,7 @@ async def test_only_the_headers_of_a_trusted_proxy_name_the_client(peer: str, fo
     assert proxies.trusted(peer) == (client != peer or forwarded == "")
 
 
-async def test_a_client_behind_a_proxy_is_known_to_the_app(hello: Any) -> None:
+async def test_a_client_behind_a_proxy_is_known_to_the_app(hello: ScriptedEngine) -> None:
     seen: list[Any] = []
     service = watched(app({"m": hello}, access=Access(proxies=TrustedProxies(["192.0.2.1"]))), seen)
     await answered(service, [(b"x-forwarded-for", b"203.0.113.9")])

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from serving.access import hash_of, new_key
+from tests.serving.access.worlds import Certificates
 from tests.serving.worlds import served_urls
 
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
@@ -96,7 +97,7 @@ def test_a_public_address_without_keys_is_warned_of_and_shows_no_metrics() -> No
 
 
 @pytest.mark.slow
-def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificates: Any) -> None:
+def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificates: Certificates) -> None:
     """On the event loop of the program, by the clock that looks at the files."""
     keys, other = tmp_path / "keys.toml", new_key()
     keys.write_text(f'[[key]]\nname = "a"\nhash = "{hash_of(KEY)}"\n', encoding="utf-8")

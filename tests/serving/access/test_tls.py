@@ -26,6 +26,7 @@ from serving.access import ApiKey, KeyRing, Tls, hash_of, tls_of
 from serving.http import Access, app
 from serving.limits import HttpLimits
 from serving.server import HttpServer, listen
+from tests.serving.access.worlds import Certificates
 from tests.serving.worlds import last, token
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +53,7 @@ async def serving(application: Any, tls: Tls, use: Callable[[str], Awaitable[Non
             server.stop()
 
 
-def trusting(certificates: Any) -> ssl.SSLContext:
+def trusting(certificates: Certificates) -> ssl.SSLContext:
     context = ssl.create_default_context()
     certificates.ca.configure_trust(context)
     return context
@@ -76,7 +77,7 @@ def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
-async def test_the_openai_client_talks_to_it_with_its_key(certificates: Any, hello: Any) -> None:
+async def test_the_openai_client_talks_to_it_with_its_key(certificates: Certificates, hello: ScriptedEngine) -> None:
     keys = KeyRing([ApiKey(name="a", hash=hash_of(KEY))])
     context = trusting(certificates)
 
@@ -102,7 +103,7 @@ async def test_the_openai_client_talks_to_it_with_its_key(certificates: Any, hel
 
 
 async def test_new_connections_get_a_changed_certificate_and_open_ones_go_on(
-    certificates: Any, caplog: pytest.LogCaptureFixture
+    certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls, context = Tls(certificates.cert, certificates.key), trusting(certificates)
 
@@ -131,7 +132,7 @@ async def test_new_connections_get_a_changed_certificate_and_open_ones_go_on(
     ]
 
 
-async def test_a_client_that_never_shakes_hands_is_cut_off(certificates: Any, hello: Any) -> None:
+async def test_a_client_that_never_shakes_hands_is_cut_off(certificates: Certificates, hello: ScriptedEngine) -> None:
     async def use(url: str) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(url))
         writer.write(b"\x16\x03\x01")  # the beginning of a handshake
@@ -144,7 +145,7 @@ async def test_a_client_that_never_shakes_hands_is_cut_off(certificates: Any, he
 
 @pytest.mark.parametrize("sent", [b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n", b"\x00" * 4096, b"\x16\x03\x01\xff\xff"])
 async def test_what_is_no_handshake_ends_its_connection_and_no_other(
-    certificates: Any, hello: Any, sent: bytes, caplog: pytest.LogCaptureFixture
+    certificates: Certificates, hello: ScriptedEngine, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     context = trusting(certificates)
 
@@ -163,7 +164,7 @@ async def test_what_is_no_handshake_ends_its_connection_and_no_other(
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
-async def test_versions_before_1_2_are_refused(certificates: Any, hello: Any) -> None:
+async def test_versions_before_1_2_are_refused(certificates: Certificates, hello: ScriptedEngine) -> None:
     context = trusting(certificates)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     context.set_ciphers("ALL:@SECLEVEL=0")
@@ -179,7 +180,9 @@ async def test_versions_before_1_2_are_refused(certificates: Any, hello: Any) ->
     await serving(app({"m": hello}), tls, use)
 
 
-async def test_a_client_that_does_not_trust_the_certificate_does_not_talk(certificates: Any, hello: Any) -> None:
+async def test_a_client_that_does_not_trust_the_certificate_does_not_talk(
+    certificates: Certificates, hello: ScriptedEngine
+) -> None:
     async def use(url: str) -> None:
         async with httpx2.AsyncClient() as client:
             with pytest.raises(httpx2.ConnectError):
@@ -191,7 +194,7 @@ async def test_a_client_that_does_not_trust_the_certificate_does_not_talk(certif
 # -- files
 
 
-def test_one_option_without_the_other_is_refused_and_neither_is_no_tls(certificates: Any) -> None:
+def test_one_option_without_the_other_is_refused_and_neither_is_no_tls(certificates: Certificates) -> None:
     assert tls_of(None, None) is None
     for given, missing in (
         ((certificates.cert, None), "tls_key_path"),
@@ -214,7 +217,7 @@ def test_one_option_without_the_other_is_refused_and_neither_is_no_tls(certifica
     ],
 )
 def test_a_file_that_cannot_be_used_names_its_option(
-    certificates: Any, file: str, content: bytes | None, field: str, what: str
+    certificates: Certificates, file: str, content: bytes | None, field: str, what: str
 ) -> None:
     path: Path = getattr(certificates, file)
     path.unlink() if content is None else path.write_bytes(content)
@@ -224,13 +227,13 @@ def test_a_file_that_cannot_be_used_names_its_option(
     assert str(path) in str(refused.value)
 
 
-def test_a_key_of_another_certificate_is_refused(certificates: Any) -> None:
+def test_a_key_of_another_certificate_is_refused(certificates: Certificates) -> None:
     certificates.ca.issue_cert("x").private_key_pem.write_to_path(certificates.key)
     with pytest.raises(InvalidArgument, match="does not go with"):
         Tls(certificates.cert, certificates.key)
 
 
-def test_a_key_with_a_passphrase_is_refused_and_nothing_is_read_from_the_terminal(certificates: Any) -> None:
+def test_a_key_with_a_passphrase_is_refused_and_nothing_is_read_from_the_terminal(certificates: Certificates) -> None:
     key = load_pem_private_key(certificates.key.read_bytes(), None)
     locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     certificates.key.write_bytes(locked)

@@ -12,6 +12,7 @@ from pipeline.testing import ScriptedEngine, Stall
 from serving.http import ON_GONE
 from serving.http import app as http_app
 from serving.socket.connections import client_of
+from tests.serving.socket.worlds import serve
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +75,7 @@ class Counting:
 )
 @pytest.mark.parametrize("piece", [50, 10_000])
 async def test_a_head_or_what_stands_between_chunks_is_refused_while_it_grows(
-    serve: Any, data: bytes, status: int, limit: str, piece: int
+    data: bytes, status: int, limit: str, piece: int
 ) -> None:
     async with serve(Counting(), max_header_bytes=500, max_headers=10, max_url_bytes=100) as served:
         raw = await served.connect()
@@ -88,7 +89,7 @@ async def test_a_head_or_what_stands_between_chunks_is_refused_while_it_grows(
     assert served.limits_hit == [limit]
 
 
-async def test_a_client_that_sends_100_mb_of_headers_reads_its_answer(serve: Any) -> None:
+async def test_a_client_that_sends_100_mb_of_headers_reads_its_answer() -> None:
     async with serve() as served:
         raw = await served.connect()
         await raw.send(GET[:-2])
@@ -100,7 +101,7 @@ async def test_a_client_that_sends_100_mb_of_headers_reads_its_answer(serve: Any
 # -- connections
 
 
-async def test_connections_beyond_the_limit_get_503_and_a_place_is_free_when_one_ends(serve: Any) -> None:
+async def test_connections_beyond_the_limit_get_503_and_a_place_is_free_when_one_ends() -> None:
     async with serve(max_connections=3) as served:
         opened = [await served.connect() for _ in range(3)]
         for raw in opened:
@@ -117,7 +118,7 @@ async def test_connections_beyond_the_limit_get_503_and_a_place_is_free_when_one
         assert (await served.request(GET)).status == 200
 
 
-async def test_one_client_gets_429_beyond_its_own_limit(serve: Any) -> None:
+async def test_one_client_gets_429_beyond_its_own_limit() -> None:
     async with serve(max_connections_per_client=2) as served:
         opened = [await served.connect() for _ in range(2)]
         await opened[0].send(GET)
@@ -130,7 +131,7 @@ async def test_one_client_gets_429_beyond_its_own_limit(serve: Any) -> None:
     assert served.refused[0][1] == "127.0.0.1"
 
 
-async def test_a_trusted_proxy_has_no_limit_of_its_own(serve: Any) -> None:
+async def test_a_trusted_proxy_has_no_limit_of_its_own() -> None:
     async with serve(max_connections_per_client=1, trusted=lambda address: address == "127.0.0.1") as served:
         for _ in range(5):
             raw = await served.connect()
@@ -138,7 +139,7 @@ async def test_a_trusted_proxy_has_no_limit_of_its_own(serve: Any) -> None:
             assert (await raw.answer()).status == 200
 
 
-async def test_a_flood_of_connections_is_cut_without_answers_and_leaves_the_open_ones(serve: Any) -> None:
+async def test_a_flood_of_connections_is_cut_without_answers_and_leaves_the_open_ones() -> None:
     async with serve(max_connections=5, max_connections_per_client=0) as served:
         first = await served.connect()
         await first.send(GET)
@@ -169,7 +170,7 @@ def test_connections_are_counted_by_address_or_network(address: str, key: str) -
     assert client_of(address) == key
 
 
-async def test_the_last_request_of_a_connection_closes_it(serve: Any) -> None:
+async def test_the_last_request_of_a_connection_closes_it() -> None:
     async with serve(max_requests_per_connection=3) as served:
         raw = await served.connect()
         await raw.send(GET * 5)
@@ -181,7 +182,7 @@ async def test_the_last_request_of_a_connection_closes_it(serve: Any) -> None:
 # -- pipelining
 
 
-async def test_pipelined_requests_are_answered_in_their_order(serve: Any) -> None:
+async def test_pipelined_requests_are_answered_in_their_order() -> None:
     count = 2000
     data = b"".join(post(b"%d" % n) if n % 2 else GET.replace(b"/live", b"/%d" % n) for n in range(count))
     async with serve() as served:
@@ -199,7 +200,7 @@ async def test_pipelined_requests_are_answered_in_their_order(serve: Any) -> Non
 
 
 @pytest.mark.parametrize("request_bytes", [GET, post(b"x" * 100), CHUNKED + b"1\r\na\r\n0\r\n\r\n"])
-async def test_no_request_is_parsed_before_its_turn_and_little_is_held(serve: Any, request_bytes: bytes) -> None:
+async def test_no_request_is_parsed_before_its_turn_and_little_is_held(request_bytes: bytes) -> None:
     """46 MB of pipelined requests that were never read held 3.4 GB."""
     app = Counting(held=True)
     async with serve(app) as served:
@@ -209,6 +210,7 @@ async def test_no_request_is_parsed_before_its_turn_and_little_is_held(serve: An
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert app.requests == 1
+        connection: Any
         [connection] = served.server._connections.open
         assert len(connection._held) <= 2 * 256 * 1024 + 16 * 1024
         assert raw.writer.transport.get_write_buffer_size() > 20 * MB  # the rest is still the client's
@@ -219,7 +221,7 @@ async def test_no_request_is_parsed_before_its_turn_and_little_is_held(serve: An
         assert app.requests < 1000
 
 
-async def test_a_request_behind_a_running_one_waits_and_its_client_is_still_watched(serve: Any) -> None:
+async def test_a_request_behind_a_running_one_waits_and_its_client_is_still_watched() -> None:
     app = Counting(held=True)
     async with serve(app) as served:
         raw = await served.connect()
@@ -237,7 +239,7 @@ async def test_a_request_behind_a_running_one_waits_and_its_client_is_still_watc
 # -- bodies
 
 
-async def test_bodies_beyond_the_budget_of_all_get_503_and_the_others_go_on(serve: Any) -> None:
+async def test_bodies_beyond_the_budget_of_all_get_503_and_the_others_go_on() -> None:
     """Two half-read bodies never wait for each other: the one that goes beyond is refused at once."""
     app = Counting()
     async with serve(app, max_body_bytes_in_flight=MB) as served:
@@ -257,7 +259,7 @@ async def test_bodies_beyond_the_budget_of_all_get_503_and_the_others_go_on(serv
             await asyncio.sleep(0.01)
 
 
-async def test_a_body_counts_until_its_request_is_answered(serve: Any) -> None:
+async def test_a_body_counts_until_its_request_is_answered() -> None:
     """The app has it in memory as long, in one form or another."""
     may_answer = asyncio.Event()
 
@@ -279,7 +281,7 @@ async def test_a_body_counts_until_its_request_is_answered(serve: Any) -> None:
         assert (await served.request(post(bytes(600_000)))).status == 204
 
 
-async def test_an_app_is_called_back_once_when_its_client_has_left(serve: Any) -> None:
+async def test_an_app_is_called_back_once_when_its_client_has_left() -> None:
     calls: list[str] = []
     left = asyncio.Event()
 
@@ -307,7 +309,7 @@ async def test_an_app_is_called_back_once_when_its_client_has_left(serve: Any) -
     assert calls == ["left", "late"]
 
 
-async def test_an_app_is_not_called_back_after_its_answer(serve: Any) -> None:
+async def test_an_app_is_not_called_back_after_its_answer() -> None:
     calls: list[str] = []
     scopes: list[Any] = []
 
@@ -324,7 +326,7 @@ async def test_an_app_is_not_called_back_after_its_answer(serve: Any) -> None:
     assert ON_GONE not in scopes[0], "the scope would keep its request alive"
 
 
-async def test_a_body_is_read_no_faster_than_the_app_takes_it(serve: Any) -> None:
+async def test_a_body_is_read_no_faster_than_the_app_takes_it() -> None:
     taking = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -344,7 +346,7 @@ async def test_a_body_is_read_no_faster_than_the_app_takes_it(serve: Any) -> Non
         assert (await raw.answer()).status == 204
 
 
-async def test_an_answer_before_the_end_of_a_body_reaches_a_client_that_goes_on_sending(serve: Any) -> None:
+async def test_an_answer_before_the_end_of_a_body_reaches_a_client_that_goes_on_sending() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"no"})
@@ -359,7 +361,7 @@ async def test_an_answer_before_the_end_of_a_body_reaches_a_client_that_goes_on_
 # -- Expect: 100-continue
 
 
-async def test_a_client_that_waits_is_told_to_go_on_once_the_app_wants_the_body(serve: Any) -> None:
+async def test_a_client_that_waits_is_told_to_go_on_once_the_app_wants_the_body() -> None:
     async with serve() as served:
         raw = await served.connect()
         data = post(b"abc", "Expect: 100-continue")
@@ -372,7 +374,7 @@ async def test_a_client_that_waits_is_told_to_go_on_once_the_app_wants_the_body(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/unknown"])
-async def test_a_body_that_will_not_be_taken_is_refused_before_it_is_sent(serve: Any, path: str) -> None:
+async def test_a_body_that_will_not_be_taken_is_refused_before_it_is_sent(path: str) -> None:
     async with serve(http_app({"m": ScriptedEngine([Stall()])})) as served:
         raw = await served.connect()
         head = (
@@ -386,7 +388,7 @@ async def test_a_body_that_will_not_be_taken_is_refused_before_it_is_sent(serve:
         assert await raw.rest() == b""
 
 
-async def test_another_expectation_gets_417(serve: Any) -> None:
+async def test_another_expectation_gets_417() -> None:
     async with serve() as served:
         assert (await served.request(post(b"a", "Expect: 200-ok"))).status == 417
 
@@ -394,7 +396,7 @@ async def test_another_expectation_gets_417(serve: Any) -> None:
 # -- one side closed
 
 
-async def test_what_is_answered_at_once_reaches_a_client_that_has_closed_its_side(serve: Any) -> None:
+async def test_what_is_answered_at_once_reaches_a_client_that_has_closed_its_side() -> None:
     async with serve() as served:
         raw = await served.connect()
         await raw.send(GET)
@@ -405,7 +407,7 @@ async def test_what_is_answered_at_once_reaches_a_client_that_has_closed_its_sid
 
 
 @pytest.mark.parametrize("how", ["half", "close", "reset"])
-async def test_a_request_whose_client_has_ended_is_killed(serve: Any, how: str) -> None:
+async def test_a_request_whose_client_has_ended_is_killed(how: str) -> None:
     engine = ScriptedEngine([Stall()])
     body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
     data = post(body, "Content-Type: application/json").replace(b"/ ", b"/v1/chat/completions ", 1)

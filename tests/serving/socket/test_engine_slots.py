@@ -12,6 +12,7 @@ import pytest
 
 from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import app
+from tests.serving.socket.worlds import serve
 
 pytestmark = pytest.mark.anyio
 
@@ -22,7 +23,7 @@ def chat(**fields: Any) -> bytes:
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-async def test_the_only_place_of_an_engine_is_free_again_when_its_reader_stopped(serve: Any) -> None:
+async def test_the_only_place_of_an_engine_is_free_again_when_its_reader_stopped() -> None:
     """It was held for ever."""
     arguments = {"speedup_ratio": "1000", "max_num_seqs": "1", "num_gpu_blocks": "100000"}
     async with hosted_graph(GraphConfig(engine="mocker", engine_args=arguments), Hosting({})) as opened:

@@ -8,6 +8,8 @@ from uuid import UUID
 
 import pytest
 
+from tests.serving.socket.worlds import serve
+
 pytestmark = pytest.mark.anyio
 
 
@@ -76,7 +78,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED.keys())
 async def test_what_is_no_valid_http_gets_400_as_json_and_nothing_behind_it_is_read(
-    serve: Any, data: bytes, caplog: pytest.LogCaptureFixture
+    data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths: list[str] = []
 
@@ -102,7 +104,7 @@ async def test_what_is_no_valid_http_gets_400_as_json_and_nothing_behind_it_is_r
 
 @pytest.mark.parametrize("piece", [1, 7])
 @pytest.mark.parametrize("name", ["a length and chunks", "NUL in a header", "a chunk size that is none", "no host"])
-async def test_it_is_refused_in_pieces_too(serve: Any, name: str, piece: int) -> None:
+async def test_it_is_refused_in_pieces_too(name: str, piece: int) -> None:
     data = MALFORMED[name]
     async with serve() as served:
         raw = await served.connect()
@@ -136,13 +138,13 @@ ODD = {
 
 
 @pytest.mark.parametrize(("data", "seen"), ODD.values(), ids=ODD.keys())
-async def test_what_is_odd_but_valid_reaches_the_app(serve: Any, data: bytes, seen: bytes) -> None:
+async def test_what_is_odd_but_valid_reaches_the_app(data: bytes, seen: bytes) -> None:
     async with serve() as served:
         answer = await served.request(data)
         assert (answer.status, answer.body) == (200, seen)
 
 
-async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection(serve: Any) -> None:
+async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ab", "more_body": True})
@@ -158,9 +160,7 @@ async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection(
 
 
 @pytest.mark.parametrize("value", [b"a\r\nSet-Cookie: b", b"a\nb", b"a\0b"])
-async def test_an_app_cannot_split_its_answer_by_a_header(
-    serve: Any, value: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_app_cannot_split_its_answer_by_a_header(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x", value), (b"y", b"z")]})
 

@@ -10,13 +10,20 @@ from typing import Any
 import anyio
 import pytest
 
+from tests.serving.socket.worlds import serve
+
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
 
 pytestmark = pytest.mark.anyio
 
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-QUICK = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "keep_alive_timeout_s": 0.2, "min_body_bytes_per_s": 10_000}
+QUICK: dict[str, Any] = {
+    "head_timeout_s": 0.2,
+    "body_timeout_s": 0.2,
+    "keep_alive_timeout_s": 0.2,
+    "min_body_bytes_per_s": 10_000,
+}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +43,7 @@ QUICK = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "keep_alive_timeout_s": 0
     ],
 )
 async def test_a_head_or_body_that_does_not_come_to_its_end_gets_408(
-    serve: Any, start: bytes, drip: bytes, limit: str, caplog: pytest.LogCaptureFixture
+    start: bytes, drip: bytes, limit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(**QUICK) as served:
         raw = await served.connect()
@@ -66,7 +73,7 @@ async def test_a_head_or_body_that_does_not_come_to_its_end_gets_408(
 
 
 @pytest.mark.parametrize("before", [b"", b"\r\n\r\n", GET])
-async def test_a_silent_connection_is_closed_without_an_answer_nobody_asked_for(serve: Any, before: bytes) -> None:
+async def test_a_silent_connection_is_closed_without_an_answer_nobody_asked_for(before: bytes) -> None:
     async with serve(**QUICK) as served:
         raw = await served.connect()
         await raw.send(before)
@@ -77,8 +84,8 @@ async def test_a_silent_connection_is_closed_without_an_answer_nobody_asked_for(
     assert served.limits_hit == ([] if before == GET else ["head_timeout_s"])
 
 
-async def test_a_slow_head_and_a_slow_body_within_the_limits_are_served(serve: Any) -> None:
-    limits = {"head_timeout_s": 3, "body_timeout_s": 0.4, "min_body_bytes_per_s": 100}
+async def test_a_slow_head_and_a_slow_body_within_the_limits_are_served() -> None:
+    limits: dict[str, Any] = {"head_timeout_s": 3, "body_timeout_s": 0.4, "min_body_bytes_per_s": 100}
     async with serve(**limits) as served:
         raw = await served.connect()
         for byte in b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200\r\n\r\n":
@@ -90,7 +97,7 @@ async def test_a_slow_head_and_a_slow_body_within_the_limits_are_served(serve: A
         assert (await raw.answer()).status == 200
 
 
-async def test_the_apps_own_time_is_not_the_clients(serve: Any) -> None:
+async def test_the_apps_own_time_is_not_the_clients() -> None:
     """An app that takes the body late pauses the client, whose time stands still."""
     seen: list[int] = []
 
@@ -114,7 +121,7 @@ async def test_the_apps_own_time_is_not_the_clients(serve: Any) -> None:
     assert served.refused == []
 
 
-async def test_a_long_answer_and_a_long_wait_for_it_are_no_idle_connection(serve: Any) -> None:
+async def test_a_long_answer_and_a_long_wait_for_it_are_no_idle_connection() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(0.8)
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -163,7 +170,7 @@ async def stopped_reader(port: int) -> socket.socket:
     return client
 
 
-async def test_a_reader_that_stopped_is_cut_and_its_request_ends(serve: Any) -> None:
+async def test_a_reader_that_stopped_is_cut_and_its_request_ends() -> None:
     app = Endless()
     async with serve(app, write_timeout_s=0.3) as served:
         with await stopped_reader(served.port), anyio.fail_after(5):
@@ -173,7 +180,7 @@ async def test_a_reader_that_stopped_is_cut_and_its_request_ends(serve: Any) -> 
     assert app.sent_bytes < 16 * 1024 * 1024
 
 
-async def test_a_slow_reader_that_takes_a_little_is_not_cut(serve: Any) -> None:
+async def test_a_slow_reader_that_takes_a_little_is_not_cut() -> None:
     app = Endless()
     async with serve(app, write_timeout_s=0.3) as served:
         with await stopped_reader(served.port) as client:
@@ -184,7 +191,7 @@ async def test_a_slow_reader_that_takes_a_little_is_not_cut(serve: Any) -> None:
             assert served.refused == []
 
 
-async def test_a_reader_that_stopped_behind_its_answer_is_cut_too(serve: Any) -> None:
+async def test_a_reader_that_stopped_behind_its_answer_is_cut_too() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
         await send({"type": "http.response.body", "body": bytes(20_000_000)})
@@ -198,7 +205,7 @@ async def test_a_reader_that_stopped_behind_its_answer_is_cut_too(serve: Any) ->
     assert served.limits_hit == ["write_timeout_s"]
 
 
-async def test_a_server_with_hostile_connections_ends_in_time(serve: Any) -> None:
+async def test_a_server_with_hostile_connections_ends_in_time() -> None:
     app = Endless()
     async with serve(app) as served:
         opened = [await served.connect() for _ in range(60)]
@@ -215,10 +222,11 @@ async def test_a_server_with_hostile_connections_ends_in_time(serve: Any) -> Non
         assert asyncio.get_running_loop().time() - began < 5
 
 
-async def test_limits_of_zero_are_off(serve: Any) -> None:
+async def test_limits_of_zero_are_off() -> None:
     names = [*QUICK, "write_timeout_s", "max_connections", "max_connections_per_client", "max_body_bytes_in_flight"]
     names += ["max_requests_per_connection", "max_header_bytes", "max_headers", "max_url_bytes"]
-    async with serve(**dict.fromkeys(names, 0)) as served:
+    unlimited: dict[str, Any] = dict.fromkeys(names, 0)
+    async with serve(**unlimited) as served:
         raw = await served.connect()
         await raw.send(GET[:10])
         await asyncio.sleep(0.1)

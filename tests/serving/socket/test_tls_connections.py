@@ -11,6 +11,8 @@ import anyio
 import pytest
 import trustme
 
+from tests.serving.socket.worlds import serve
+
 pytestmark = pytest.mark.anyio
 
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -40,7 +42,7 @@ def schemes(seen: list[str]) -> Any:
     return app
 
 
-async def test_requests_are_served_and_kept_within_limits_under_tls(serve: Any, certificates: Any) -> None:
+async def test_requests_are_served_and_kept_within_limits_under_tls(certificates: Any) -> None:
     server, client = certificates
     seen: list[str] = []
     async with serve(schemes(seen), tls=server, max_header_bytes=2000) as served:
@@ -56,7 +58,7 @@ async def test_requests_are_served_and_kept_within_limits_under_tls(serve: Any, 
     assert served.limits_hit == ["max_header_bytes"]
 
 
-async def test_plain_http_at_a_port_with_tls_gets_400(serve: Any, certificates: Any) -> None:
+async def test_plain_http_at_a_port_with_tls_gets_400(certificates: Any) -> None:
     async with serve(tls=certificates[0]) as served:
         answer = await served.request(GET)
         assert (answer.status, answer.json["message"]) == (
@@ -67,7 +69,7 @@ async def test_plain_http_at_a_port_with_tls_gets_400(serve: Any, certificates: 
 
 @pytest.mark.parametrize("first", [b"", b"\x16\x03\x01\x02\x00", b"\x16" + bytes(100_000)])
 async def test_a_handshake_that_does_not_come_to_its_end_is_cut(
-    serve: Any, certificates: Any, first: bytes, caplog: pytest.LogCaptureFixture
+    certificates: Any, first: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(tls=certificates[0], tls_handshake_timeout_s=0.3) as served:
         raw = await served.connect()
@@ -80,7 +82,7 @@ async def test_a_handshake_that_does_not_come_to_its_end_is_cut(
     assert caplog.messages == []
 
 
-async def test_handshakes_count_as_connections(serve: Any, certificates: Any) -> None:
+async def test_handshakes_count_as_connections(certificates: Any) -> None:
     server, client = certificates
     async with serve(schemes([]), tls=server, max_connections=3) as served:
         opened = [await served.connect() for _ in range(3)]
@@ -92,7 +94,7 @@ async def test_handshakes_count_as_connections(serve: Any, certificates: Any) ->
         assert (await served.request(GET, ssl=client)).status == 200
 
 
-async def test_silence_half_heads_and_readers_that_stop_are_cut_under_tls(serve: Any, certificates: Any) -> None:
+async def test_silence_half_heads_and_readers_that_stop_are_cut_under_tls(certificates: Any) -> None:
     server, client = certificates
     gone = asyncio.Event()
 
@@ -120,7 +122,7 @@ async def test_silence_half_heads_and_readers_that_stop_are_cut_under_tls(serve:
         plain.setblocking(False)
         await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", served.port))
         stopped = await served.connect(ssl=client, sock=plain)
-        stopped.reader._transport.pause_reading()
+        stopped.reader._transport.pause_reading()  # type: ignore[attr-defined]
         await stopped.send(GET)
         with anyio.fail_after(10):
             await gone.wait()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from tests.serving.tracing.worlds import Node, one_tree
 from tests.serving.worlds import program
 
 CHAT = "POST /v1/chat/completions"
@@ -64,7 +65,7 @@ class Collector:
     def resources(self) -> list[dict[str, Any]]:
         return [_said(each.resource.attributes) for request in self.received for each in request.resource_spans]
 
-    def traces(self, node: Any) -> dict[str, list[Any]]:
+    def traces(self) -> dict[str, list[Node]]:
         """The spans of each trace."""
         found: dict[str, list[Any]] = {}
         for request in self.received:
@@ -72,14 +73,14 @@ class Collector:
                 for of_scope in of_resource.scope_spans:
                     assert of_scope.schema_url == "https://opentelemetry.io/schemas/1.41.1"
                     for span in of_scope.spans:
-                        made = _node(span, node)
+                        made = _node(span)
                         found.setdefault(made.trace_id, []).append(made)
         return found
 
 
-def _node(span: Any, node: Any) -> Any:
+def _node(span: Any) -> Node:
     parent_id = span.parent_span_id.hex()
-    return node(
+    return Node(
         span.name,
         span.trace_id.hex(),
         span.span_id.hex(),
@@ -116,7 +117,7 @@ def ended(process: Any) -> tuple[int, str, float]:
     return process.returncode, errors, time.monotonic() - began_s
 
 
-def test_a_collector_receives_one_complete_tree_for_each_request(node: Any, as_one_tree: Any) -> None:
+def test_a_collector_receives_one_complete_tree_for_each_request() -> None:
     with Collector().running() as collector:
         variables: dict[str, Any] = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -134,7 +135,7 @@ def test_a_collector_receives_one_complete_tree_for_each_request(node: Any, as_o
             code, errors, _ = ended(process)
     assert statuses == [200, 200, 200, 404, 400, 200]
     assert (code, errors) == (0, "")
-    trees = [as_one_tree(nodes) for nodes in collector.traces(node).values()]
+    trees = [one_tree(nodes) for nodes in collector.traces().values()]
     assert sorted(map(str, trees)) == sorted(
         [CHAT + STAGES, CHAT + STAGES, CHAT, f"{CHAT}\n  Preprocess", "POST /v1/completions" + 2 * STAGES]
     )

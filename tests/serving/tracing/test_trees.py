@@ -13,11 +13,12 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import Context, PenstockError
+from pipeline import AsyncEngine, Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.telemetry import RequestSpan, inject
 from serving.http import Availability, HttpOptions, app
 from serving.limits import HttpLimits
+from tests.serving.tracing.worlds import Node, Recorded, Serving, one_tree
 from tests.serving.worlds import chat, complete, request_to
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +81,9 @@ def test_the_documentation_draws_the_tree() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_streaming_and_unary_requests_have_the_same_tree(stream: bool, serving: Any, recorded: Any) -> None:
+async def test_streaming_and_unary_requests_have_the_same_tree(
+    stream: bool, serving: Serving, recorded: Recorded
+) -> None:
     async with serving(engine="mocker") as it:
         await chat(it.app, stream=stream, max_tokens=3, temperature=0.5, top_p=0.9, seed=7).run()
     tree = recorded.tree()
@@ -102,7 +105,7 @@ async def test_streaming_and_unary_requests_have_the_same_tree(stream: bool, ser
     assert {node.attributes.get("penstock.ending") for node in tree.nodes} == {"ended", None}
 
 
-async def test_the_router_writes_its_decision_into_its_span(serving: Any, recorded: Any) -> None:
+async def test_the_router_writes_its_decision_into_its_span(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker", workers=2, router="kv") as it:
         await chat(it.app, max_tokens=3).run()
         workers = {worker.worker_id for worker in it.opened.workers}
@@ -115,7 +118,7 @@ async def test_the_router_writes_its_decision_into_its_span(serving: Any, record
     assert tree.one("PushRouter").attributes["penstock.worker_id"] == chosen
 
 
-async def test_each_prompt_of_a_batch_has_a_subtree(serving: Any, recorded: Any) -> None:
+async def test_each_prompt_of_a_batch_has_a_subtree(serving: Serving, recorded: Recorded) -> None:
     async with serving() as it:
         await complete(it.app, prompt=["one", "two", "three"], max_tokens=2).run()
     tree = recorded.tree()
@@ -127,7 +130,7 @@ async def test_each_prompt_of_a_batch_has_a_subtree(serving: Any, recorded: Any)
 
 
 @pytest.mark.parametrize("router", ["round-robin", "kv"])
-async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: Any, recorded: Any) -> None:
+async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker", workers=2, prefill_workers=2, router=router) as it:
         await chat(it.app, max_tokens=4, stream=True).run()
     tree = recorded.tree()
@@ -139,13 +142,13 @@ async def test_prefill_and_decode_are_two_linked_halves(router: str, serving: An
     assert decoding.links == (prefilling.span_id,)
 
 
-async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving: Any, recorded: Any) -> None:
+async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker", workers=2) as it:
         exchange = chat(it.app, max_tokens=6, stream=True)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(exchange.run)
             await exchange.until(lambda seen: len(seen.data) > 1)
-            await it.opened.fleet.die(next(worker for worker in it.opened.workers if worker.served.running))
+            await it.opened.fleet.die(next(each for each in it.opened.workers if each.served and each.served.running))
     tree = recorded.tree()
     assert str(tree) == ALONE + MIGRATED
     before, after = tree.all("engine.generate")
@@ -156,11 +159,13 @@ async def test_a_migrated_request_is_one_tree_whose_attempts_are_linked(serving:
     assert len(set(ids)) == 2
 
 
-async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_router(serving: Any, recorded: Any) -> None:
+async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_router(
+    serving: Serving, recorded: Recorded
+) -> None:
     async with serving(engine="mocker", workers=2) as it, anyio.create_task_group() as tasks:
         tasks.start_soon(chat(it.app, max_tokens=6, stream=True).run)
         await anyio.sleep(0.0001)
-        await it.opened.fleet.die(next(worker for worker in it.opened.workers if worker.served.running))
+        await it.opened.fleet.die(next(each for each in it.opened.workers if each.served and each.served.running))
     tree = recorded.tree()
     failed, went_on = tree.all("PushRouter")
     assert (failed.status, went_on.status, tree.root.status) == ("ERROR", "UNSET", "UNSET")
@@ -170,7 +175,9 @@ async def test_a_worker_that_fails_before_its_first_token_is_linked_by_its_route
 # -- refused
 
 
-async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limit(serving: Any, recorded: Any) -> None:
+async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limit(
+    serving: Serving, recorded: Recorded
+) -> None:
     async with serving(options=HttpOptions(limits=HttpLimits(max_metadata_entries=1))) as it:
         await chat(it.app, headers={"x-dynamo-meta-a": "1", "x-dynamo-meta-b": "2"}).run()
     tree = recorded.tree()
@@ -185,7 +192,7 @@ async def test_a_request_refused_before_the_graph_is_a_server_span_with_the_limi
 @pytest.mark.parametrize(
     ("body", "status"), [(b"{", 400), (b'{"model": "m", "messages": []}', 400), (b'{"model": "x"}', 400)]
 )
-async def test_a_bad_request_is_a_server_span(body: bytes, status: int, serving: Any, recorded: Any) -> None:
+async def test_a_bad_request_is_a_server_span(body: bytes, status: int, serving: Serving, recorded: Recorded) -> None:
     async with serving() as it:
         answered = await request_to(it.app, "/v1/chat/completions", body).run()
     tree = recorded.tree()
@@ -194,7 +201,7 @@ async def test_a_bad_request_is_a_server_span(body: bytes, status: int, serving:
     assert tree.root.status == "UNSET"
 
 
-async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any, recorded: Any) -> None:
+async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Serving, recorded: Recorded) -> None:
     async with serving() as it:
         availability = Availability()
         availability.stop()
@@ -210,7 +217,7 @@ async def test_a_server_that_ends_refuses_with_an_error_in_its_span(serving: Any
 @pytest.mark.parametrize("how", ["stop", "kill"])
 @pytest.mark.parametrize("shape", ["plain", "kv", "disaggregated"])
 async def test_a_request_stopped_or_killed_amid_its_answer_ends_every_span(
-    how: str, shape: str, serving: Any, recorded: Any
+    how: str, shape: str, serving: Serving, recorded: Recorded
 ) -> None:
     shapes: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -233,7 +240,7 @@ async def test_a_request_stopped_or_killed_amid_its_answer_ends_every_span(
     assert {node.status for node in tree.nodes} == {"UNSET"}
 
 
-async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: Any, recorded: Any) -> None:
+async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine_args={"delay_s": "1"}) as it:
         availability = Availability()
         ending = app({"m": it.opened.graph}, tracer=recorded.tracer, availability=availability)
@@ -252,7 +259,7 @@ async def test_a_request_killed_by_the_end_of_the_server_is_one_tree(serving: An
 @pytest.mark.parametrize("prefill_workers", [0, 1])
 @pytest.mark.parametrize("after_s", [0.0001, 0.05])
 async def test_a_client_that_leaves_ends_every_span(
-    stream: bool, prefill_workers: int, after_s: float, serving: Any, recorded: Any
+    stream: bool, prefill_workers: int, after_s: float, serving: Serving, recorded: Recorded
 ) -> None:
     async with serving(engine="mocker", prefill_workers=prefill_workers) as it:
         exchange = chat(it.app, stream=stream, max_tokens=50)
@@ -272,7 +279,7 @@ async def test_a_client_that_leaves_ends_every_span(
     )
 
 
-async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving: Any, recorded: Any) -> None:
+async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker", workers=1, migration_limit=0) as it:
         exchange = chat(it.app, max_tokens=50, stream=True)
         async with anyio.create_task_group() as tasks:
@@ -284,7 +291,7 @@ async def test_an_error_amid_the_answer_is_in_every_span_that_it_passed(serving:
     assert {tree.one(name).status for name in ("Preprocess", "Detokenize", "PushRouter")} == {"ERROR"}
 
 
-async def test_a_request_that_no_worker_takes_has_an_error_in_its_tree(serving: Any, recorded: Any) -> None:
+async def test_a_request_that_no_worker_takes_has_an_error_in_its_tree(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker", workers=1) as it:
         await it.opened.fleet.die(it.opened.workers[0])
         answered = await chat(it.app).run()
@@ -295,7 +302,9 @@ async def test_a_request_that_no_worker_takes_has_an_error_in_its_tree(serving: 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
 @pytest.mark.parametrize("reads", [0, 1])
-async def test_a_stream_that_is_left_ends_every_span(how: str, reads: int, serving: Any, recorded: Any) -> None:
+async def test_a_stream_that_is_left_ends_every_span(
+    how: str, reads: int, serving: Serving, recorded: Recorded
+) -> None:
     async with serving(engine="mocker") as it:
         span = RequestSpan("request", {}, recorded.tracer)
         request = Context(chat_request())
@@ -316,7 +325,7 @@ async def test_a_stream_that_is_left_ends_every_span(how: str, reads: int, servi
     assert tree.one("Preprocess").attributes["penstock.ending"] == ("closed" if reads else "unread")
 
 
-async def test_a_cancelled_server_task_ends_every_span(serving: Any, recorded: Any) -> None:
+async def test_a_cancelled_server_task_ends_every_span(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker") as it:
         with anyio.move_on_after(0.05):
             await chat(it.app, max_tokens=500, stream=True).run()
@@ -324,7 +333,7 @@ async def test_a_cancelled_server_task_ends_every_span(serving: Any, recorded: A
     assert (str(tree), tree.root.attributes["penstock.ending"]) == (ALONE + STAGES, "closed")
 
 
-async def test_concurrent_requests_are_a_tree_each(serving: Any, recorded: Any, as_one_tree: Any) -> None:
+async def test_concurrent_requests_are_a_tree_each(serving: Serving, recorded: Recorded) -> None:
     async with serving(engine="mocker", workers=2) as it, anyio.create_task_group() as tasks:
         for number in range(10):
             tasks.start_soon(chat(it.app, stream=bool(number % 2), max_tokens=4).run)
@@ -332,7 +341,7 @@ async def test_concurrent_requests_are_a_tree_each(serving: Any, recorded: Any, 
     traces: dict[str, list[Any]] = {}
     for node in recorded.nodes:
         traces.setdefault(node.trace_id, []).append(node)
-    assert [str(as_one_tree(nodes)) for nodes in traces.values()] == [ALONE + STAGES] * 10
+    assert [str(one_tree(nodes)) for nodes in traces.values()] == [ALONE + STAGES] * 10
 
 
 @given(
@@ -349,8 +358,8 @@ async def test_whatever_happens_when_there_is_one_tree(
     dies_after_ms: int | None,
     stream: bool,
     prompts: int,
-    serving: Any,
-    recorded: Any,
+    serving: Serving,
+    recorded: Recorded,
 ) -> None:
     fields = {"router": "kv"} if shape in ("kv", "both") else {}
     halves = {"prefill_workers": 2} if shape in ("disaggregated", "both") else {}
@@ -376,7 +385,7 @@ async def test_whatever_happens_when_there_is_one_tree(
     assert str(recorded.tree(outlives=late)).startswith("POST /v1/completions\n  Preprocess")
 
 
-async def test_a_client_that_leaves_amid_its_body_is_a_server_span(serving: Any, recorded: Any) -> None:
+async def test_a_client_that_leaves_amid_its_body_is_a_server_span(serving: Serving, recorded: Recorded) -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
@@ -394,7 +403,7 @@ async def test_a_client_that_leaves_amid_its_body_is_a_server_span(serving: Any,
 # -- what is, and what is never, recorded
 
 
-async def test_prompts_and_answers_are_never_recorded(serving: Any, recorded: Any) -> None:
+async def test_prompts_and_answers_are_never_recorded(serving: Serving, recorded: Recorded) -> None:
     message = {"role": "user", "content": SECRET}
     async with serving() as it:
         for stream in (True, False):
@@ -408,7 +417,7 @@ async def test_prompts_and_answers_are_never_recorded(serving: Any, recorded: An
     assert SECRET not in recorded.texts
 
 
-async def test_what_a_client_may_write_is_cut(serving: Any, recorded: Any) -> None:
+async def test_what_a_client_may_write_is_cut(serving: Serving, recorded: Recorded) -> None:
     async with serving() as it:
         await chat(it.app, model="m" * 100_000, headers={"user-agent": "a" * 50_000}).run()
     assert len(recorded.texts) < 5_000
@@ -419,21 +428,22 @@ async def test_what_a_client_may_write_is_cut(serving: Any, recorded: Any) -> No
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-async def test_the_tree_hangs_below_the_callers_span(serving: Any, recorded: Any) -> None:
+async def test_the_tree_hangs_below_the_callers_span(serving: Serving, recorded: Recorded) -> None:
     async with serving() as it:
         await chat(it.app, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"}).run()
     tree = recorded.tree()
     assert {node.trace_id for node in tree.nodes} == {TRACE}
     (root,) = [span for span in recorded.ended if span.name == ALONE]
+    assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == SPAN
 
 
-async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, recorded: Any) -> None:
+async def test_a_callers_decision_not_to_sample_is_respected(serving: Serving, recorded: Recorded) -> None:
     """The ids go on all the same, so that later requests carry the decision."""
     seen: list[Any] = []
 
-    class Watched:
-        def __init__(self, graph: Any) -> None:
+    class Watched(AsyncEngine[Any, Any]):
+        def __init__(self, graph: AsyncEngine[Any, Any]) -> None:
             self._graph = graph
 
         async def generate(self, request: Context[Any]) -> Any:
@@ -441,8 +451,7 @@ async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, recor
             return await self._graph.generate(request)
 
     async with serving() as it:
-        watched: Any = Watched(it.opened.graph)
-        traced_app = app({"m": watched}, tracer=recorded.tracer)
+        traced_app = app({"m": Watched(it.opened.graph)}, tracer=recorded.tracer)
         answered = await chat(traced_app, headers={"traceparent": f"00-{TRACE}-{SPAN}-00"}).run()
     assert answered.status == 200
     assert (recorded.ended, recorded.open) == ([], {})
@@ -453,7 +462,7 @@ async def test_a_callers_decision_not_to_sample_is_respected(serving: Any, recor
     assert header.endswith("-00")
 
 
-async def test_without_a_tracer_there_is_no_span_and_no_wrapper(recorded: Any) -> None:
+async def test_without_a_tracer_there_is_no_span_and_no_wrapper(recorded: Recorded) -> None:
     from serving.deployment import GraphConfig, Hosting, hosted_graph
 
     async with hosted_graph(GraphConfig(model_name="m"), Hosting()) as opened:
@@ -471,30 +480,28 @@ async def test_without_a_tracer_there_is_no_span_and_no_wrapper(recorded: Any) -
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda nodes, node: nodes[1:],
-        lambda nodes, node: nodes[:-1],
-        lambda nodes, node: [*nodes, nodes[0]],
-        lambda nodes, node: [*nodes, node("second root", TRACE, "9" * 16, "", 0, 1)],
-        lambda nodes, node: [*nodes, node("orphan", nodes[0].trace_id, "9" * 16, "8" * 16, 0, 1)],
-        lambda nodes, node: [*nodes, node("elsewhere", TRACE, "9" * 16, nodes[0].span_id, 0, 1)],
-        lambda nodes, node: [*nodes, node("late", nodes[0].trace_id, "9" * 16, nodes[0].span_id, 2**62, 2**63)],
-        lambda nodes, node: [*nodes, node("early", nodes[0].trace_id, "9" * 16, nodes[0].span_id, 0, 1)],
+        lambda nodes: nodes[1:],
+        lambda nodes: nodes[:-1],
+        lambda nodes: [*nodes, nodes[0]],
+        lambda nodes: [*nodes, Node("second root", TRACE, "9" * 16, "", 0, 1)],
+        lambda nodes: [*nodes, Node("orphan", nodes[0].trace_id, "9" * 16, "8" * 16, 0, 1)],
+        lambda nodes: [*nodes, Node("elsewhere", TRACE, "9" * 16, nodes[0].span_id, 0, 1)],
+        lambda nodes: [*nodes, Node("late", nodes[0].trace_id, "9" * 16, nodes[0].span_id, 2**62, 2**63)],
+        lambda nodes: [*nodes, Node("early", nodes[0].trace_id, "9" * 16, nodes[0].span_id, 0, 1)],
     ],
     ids=["missing leaf", "missing root", "doubled", "two roots", "orphan", "other trace", "late", "early"],
 )
-async def test_a_wrong_tree_is_noticed(
-    spoil: Callable[..., Any], serving: Any, recorded: Any, as_one_tree: Any, node: Any
-) -> None:
+async def test_a_wrong_tree_is_noticed(spoil: Callable[..., Any], serving: Serving, recorded: Recorded) -> None:
     async with serving() as it:
         await chat(it.app).run()
-    good = as_one_tree(recorded.nodes)
-    spoiled = spoil(recorded.nodes, node)
+    good = one_tree(recorded.nodes)
+    spoiled = spoil(recorded.nodes)
     with pytest.raises(AssertionError):  # a leaf that is missing shows in the drawing only
-        assert str(as_one_tree(spoiled)) == str(good)
+        assert str(one_tree(spoiled)) == str(good)
 
 
-async def test_a_span_that_has_not_ended_is_noticed(recorded: Any, recording: Any) -> None:
-    other = recording()
+async def test_a_span_that_has_not_ended_is_noticed(recorded: Recorded) -> None:
+    other = Recorded()
     other.tracer.start_span("open")
     with pytest.raises(AssertionError, match="not ended"):
         other.tree()

@@ -23,7 +23,7 @@ def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), token("!"), last()])
 
 
-async def test_a_chat_streams_one_event_a_token(hello: Any) -> None:
+async def test_a_chat_streams_one_event_a_token(hello: ScriptedEngine) -> None:
     answer = await chat(app({"m": hello}), stream=True).run()
     assert answer.status == 200
     assert answer.response_headers["content-type"] == "text/event-stream"
@@ -40,7 +40,7 @@ async def test_the_role_comes_with_the_first_chunk_of_each_choice() -> None:
     assert roles == [(0, "assistant"), (1, "assistant"), (0, None), (0, None), (1, None)]
 
 
-async def test_the_finish_reason_comes_with_the_last_chunk_only(hello: Any) -> None:
+async def test_the_finish_reason_comes_with_the_last_chunk_only(hello: ScriptedEngine) -> None:
     answer = await chat(app({"m": hello}), stream=True).run()
     assert [c["choices"][0]["finish_reason"] for c in answer.chunks] == [None, None, None, "stop"]
 
@@ -62,7 +62,7 @@ async def test_finish_reasons_are_those_of_openai(reason: FinishReason, shown: s
     assert whole["choices"][0]["finish_reason"] == shown
 
 
-async def test_a_whole_chat_is_one_body(hello: Any) -> None:
+async def test_a_whole_chat_is_one_body(hello: ScriptedEngine) -> None:
     answer = await chat(app({"m": hello})).run()
     assert answer.status == 200
     assert answer.response_headers["content-type"] == "application/json"
@@ -76,7 +76,7 @@ async def test_a_whole_chat_is_one_body(hello: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_completion_has_text_choices(hello: Any, stream: bool) -> None:
+async def test_a_completion_has_text_choices(hello: ScriptedEngine, stream: bool) -> None:
     answer = await complete(app({"m": hello}), stream=stream).run()
     parts = answer.chunks if stream else [answer.json]
     assert "".join(part["choices"][0]["text"] for part in parts) == "Hello!"
@@ -84,12 +84,12 @@ async def test_a_completion_has_text_choices(hello: Any, stream: bool) -> None:
     assert all(part["id"].startswith("cmpl-") for part in parts)
 
 
-async def test_without_being_asked_a_stream_has_no_usage(hello: Any) -> None:
+async def test_without_being_asked_a_stream_has_no_usage(hello: ScriptedEngine) -> None:
     answer = await chat(app({"m": hello}), stream=True).run()
     assert b"usage" not in answer.content
 
 
-async def test_include_usage_adds_one_chunk_without_choices(hello: Any) -> None:
+async def test_include_usage_adds_one_chunk_without_choices(hello: ScriptedEngine) -> None:
     answer = await chat(app({"m": hello}), stream=True, stream_options={"include_usage": True}).run()
     *content, usage = answer.chunks
     assert [chunk["usage"] for chunk in content] == [None] * 4
@@ -104,7 +104,7 @@ async def test_continuous_usage_counts_up() -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in answer.chunks] == [1, 2, 2, 2]
 
 
-async def test_usage_can_be_forced(hello: Any) -> None:
+async def test_usage_can_be_forced(hello: ScriptedEngine) -> None:
     wanted: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": False}}
     answer = await chat(app({"m": hello}, options=HttpOptions(force_usage=True)), **wanted).run()
     assert answer.chunks[-1]["usage"]["completion_tokens"] == 3
@@ -159,7 +159,7 @@ async def test_each_prompt_of_a_batch_is_a_request_of_its_own() -> None:
     assert seen == {f"{whole}-0": "p1", f"{whole}-1": "p2"}
 
 
-async def test_a_batch_streams_one_usage_chunk_of_all(hello: Any) -> None:
+async def test_a_batch_streams_one_usage_chunk_of_all(hello: ScriptedEngine) -> None:
     wanted: dict[str, Any] = {"prompt": ["a", "b", "c"], "stream": True, "stream_options": {"include_usage": True}}
     answer = await complete(app({"m": hello}), **wanted).run()
     usages = [chunk for chunk in answer.chunks if not chunk["choices"]]
@@ -177,7 +177,7 @@ async def test_prompts_of_a_batch_run_together() -> None:
     assert streams.open == []
 
 
-async def test_annotations_are_events_before_the_data(hello: Any) -> None:
+async def test_annotations_are_events_before_the_data(hello: ScriptedEngine) -> None:
     note = Annotated[Any].from_annotation("formatted_prompt", "two\nlines")
     answer = await chat(app({"m": ScriptedEngine([note, token("a"), last()])}), stream=True).run()
     assert answer.content.startswith(b'event: formatted_prompt\n: "two\\nlines"\n\ndata: {')
@@ -215,13 +215,13 @@ async def test_asking_for_the_workers_shows_them() -> None:
     assert answer.json["nvext"] == {"worker_id": {"decode_worker_id": 7}, "token_ids": [1, 2]}
 
 
-async def test_the_clients_request_id_comes_back(hello: Any) -> None:
+async def test_the_clients_request_id_comes_back(hello: ScriptedEngine) -> None:
     for stream in (True, False):
         answer = await chat(app({"m": hello}), stream=stream, headers={"x-request-id": "my id"}).run()
         assert answer.response_headers["x-request-id"] == "my id"
 
 
-async def test_only_a_uuid_becomes_the_id_of_the_request(hello: Any) -> None:
+async def test_only_a_uuid_becomes_the_id_of_the_request(hello: ScriptedEngine) -> None:
     uuid = "6f0d2d0c-6c1e-4b57-9c11-5f8e0e4b2a55"
     await chat(app({"m": hello}), headers={"x-dynamo-request-id": uuid}).run()
     await chat(app({"m": hello}), headers={"x-dynamo-request-id": "../../x"}).run()
@@ -231,7 +231,7 @@ async def test_only_a_uuid_becomes_the_id_of_the_request(hello: Any) -> None:
     assert second != uuid
 
 
-async def test_headers_win_over_the_extension_in_the_body(hello: Any) -> None:
+async def test_headers_win_over_the_extension_in_the_body(hello: ScriptedEngine) -> None:
     headers = {"x-dynamo-dp-rank": "3", "x-dynamo-request-priority": "abc"}
     body = {"nvext": {"dp_rank": 1, "agent_hints": {"priority": 4}}}
     await chat(app({"m": hello}), headers=headers, **body).run()
@@ -239,19 +239,19 @@ async def test_headers_win_over_the_extension_in_the_body(hello: Any) -> None:
     assert (seen.dp_rank, seen.agent_hints.priority) == (3, 4)
 
 
-async def test_extensions_can_be_turned_off(hello: Any) -> None:
+async def test_extensions_can_be_turned_off(hello: ScriptedEngine) -> None:
     off = app({"m": hello}, options=HttpOptions(nvext=False))
     await chat(off, headers={"x-dynamo-dp-rank": "3"}, nvext={"dp_rank": 1}).run()
     assert hello.requests[0].payload.nvext is None
 
 
-async def test_metadata_headers_travel_without_credentials(hello: Any) -> None:
+async def test_metadata_headers_travel_without_credentials(hello: ScriptedEngine) -> None:
     headers = {"x-dynamo-meta-team": "a", "x-dynamo-meta-authorization": "secret", "other": "b"}
     await chat(app({"m": hello}), headers=headers).run()
     assert hello.requests[0].metadata == {"team": "a"}
 
 
-async def test_the_session_of_a_request_travels_with_it(hello: Any) -> None:
+async def test_the_session_of_a_request_travels_with_it(hello: ScriptedEngine) -> None:
     await chat(app({"m": hello}), headers={"X-Dynamo-Session-ID": "one"}).run()
     assert hello.requests[0].metadata == {"x-dynamo-session-id": "one"}
 
