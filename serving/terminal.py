@@ -1,4 +1,4 @@
-"""What goes to the terminal: texts that cannot steer it, in tables that fit."""
+"""Output to the terminal: printable texts, tables that fit, log messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .printable import printable as printable
 ACCESS_LOG = "serving.access"
 """Logger of the access log."""
 _WIDEST = 120
-"""Columns of a table: of a wider terminal, and where there is none."""
+"""Columns of a table on a wider terminal, and without a terminal."""
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -24,17 +24,17 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def rendered(text: str) -> str:
-    """What a console drew, printable and without blanks at the ends of its lines."""
+    """Return the output of a console, printable and without blanks at the ends of its lines."""
     return "\n".join(line.rstrip() for line in printable(text).removesuffix("\n").split("\n")) + "\n"
 
 
 def table_width() -> int:
-    """How many columns a table may have: those of the terminal, no more than 120."""
+    """Return the columns of a table: those of the terminal, at most 120."""
     return min(get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
 
 
 def log_to_stderr(level: str | int, form: Literal["text", "json"] = "text", *, access_log: bool = False) -> None:
-    """Have messages of this level and above written to standard error, and those of the access log if it is on.
+    """Write messages of this level and above to standard error, and those of the access log if it is on.
 
     As text a line each with its trace below it, or one JSON object a line: see `log_format`.
     """

@@ -244,7 +244,6 @@ def test_a_status_port_that_is_taken_is_one_line_and_starts_nothing(own_engine: 
 
 
 def test_the_status_of_a_worker_is_shown_where_it_is_wanted(program: Program) -> None:
-    """HLT-09, HLT-11."""
     port = _free_port()
     with program(command=("worker", "echo"), DYN_SYSTEM_PORT=str(port)) as _:
         address = f"127.0.0.1:{port}"

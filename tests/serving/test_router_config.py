@@ -155,7 +155,6 @@ def named(profile: PolicyProfile, requested: str | None, uncached_tokens: int) -
 
 
 def test_a_policy_file_says_who_waits_in_which_class(tmp_path: Path) -> None:
-    """KV-143"""
     profile = policy_profile(written(tmp_path, POLICIES, "policy.yaml"), "some-model")
     assert named(profile, None, 3071) == "chat-cached"
     assert named(profile, None, 3072) == "chat-uncached"
@@ -204,7 +203,6 @@ def test_a_policy_file_may_be_toml(tmp_path: Path) -> None:
     ],
 )
 def test_a_policy_file_that_says_what_cannot_be_is_refused(tmp_path: Path, wrong: str, right: str, place: str) -> None:
-    """KV-144"""
     assert right in POLICIES
     path = written(tmp_path, POLICIES.replace(right, wrong, 1), "policy.yaml")
     with pytest.raises(InvalidArgument) as raised:
