@@ -42,7 +42,7 @@ from serving.replay.observe import FleetRecorder
 
 from .chaos_load import chaos_script, conversation_load
 from .chaos_watch import Death, Watch
-from .ledger import Ledger, Told
+from .ledger import AnswerRecord, Ledger
 
 SETTLES_S = 30.0
 """After the last answer: what ends in the background has ended by then."""
@@ -59,9 +59,9 @@ class Outcome:
     deaths: list[Death]
 
     @property
-    def broken(self) -> dict[str, Told]:
+    def broken(self) -> dict[str, AnswerRecord]:
         """The requests that were not completed, by name."""
-        return {name: told for name, told in self.ledger.told.items() if not told.is_complete}
+        return {name: record for name, record in self.ledger.records.items() if not record.is_complete}
 
 
 def chaos_config(
@@ -110,24 +110,24 @@ async def chaos(config: GraphConfig, trace: Trace, faults: Iterable[Fault | Roll
 def _lost(trace: Trace, ledger: Ledger) -> list[str]:
     """What is wrong with the answers, and with which requests were sent: all but those behind one that was broken."""
     names = {turn.name for session in trace.sessions for turn in session.turns}
-    found = [f"{name}: is not of the trace" for name in sorted(ledger.told.keys() - names)]
+    found = [f"{name}: is not of the trace" for name in sorted(ledger.records.keys() - names)]
     found += [f"{name}: was sent twice" for name in ledger.twice]
     for session in trace.sessions:
         for turn in session.turns:
-            if (told := ledger.told.get(turn.name)) is None:
+            if (record := ledger.records.get(turn.name)) is None:
                 found.append(f"{turn.name}: was never sent")
-            if told is None or not told.is_complete:
+            if record is None or not record.is_complete:
                 break
-    return found + [f"{name}: {what}" for name, told in ledger.told.items() for what in told.problems()]
+    return found + [f"{name}: {what}" for name, record in ledger.records.items() for what in record.problems()]
 
 
 def _miscounted(report: Report, ledger: Ledger) -> list[str]:
-    """Where the report says something else than was heard."""
-    complete = sum(told.is_complete for told in ledger.told.values())
-    heard = {"num_requests": len(ledger.told), "completed_requests": complete}
+    """Return where the report and the records differ."""
+    complete = sum(record.is_complete for record in ledger.records.values())
+    counted = {"num_requests": len(ledger.records), "completed_requests": complete}
     return [
         f"the report has {name} {report.value(name)}, not {count}"
-        for name, count in heard.items()
+        for name, count in counted.items()
         if report.value(name) != count
     ]
 
@@ -142,11 +142,11 @@ def _more(before: Counter[str | None], after: Counter[str | None]) -> list[str]:
 
 def _summary(outcome: Outcome, took_s: float) -> str:
     report, deaths = outcome.report, outcome.deaths
-    errors = Counter(told.error.type_name for told in outcome.broken.values() if told.error is not None)
+    errors = Counter(record.error.type_name for record in outcome.broken.values() if record.error is not None)
     lines = [
         f"{report.num_requests:,} requests, {report.completed_requests:,} completed",
         " ".join([f"{len(outcome.broken)} not", *(f"{name}: {count}" for name, count in errors.items())]),
-        f"{sum(len(told.said) for told in outcome.ledger.told.values()):,} tokens checked",
+        f"{sum(len(record.tokens) for record in outcome.ledger.records.values()):,} tokens checked",
         f"{len(deaths)} deaths, {sum(death.sequences > 0 for death in deaths)} of workers with requests, "
         f"{sum(death.transfers > 0 for death in deaths)} while blocks were on their way",
         f"{report.migrations:,} migrations of {report.migrated_requests:,} requests",
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--prefill-workers", type=int, default=3)
     parser.add_argument("--deaths", type=int, default=100, help="in each pool, beside those behind the restart")
     parser.add_argument("--gpu-blocks", type=int, default=16384, help="of each worker, 64 tokens a block")
-    parser.add_argument("--without-meetings", action="store_true", help="prefill workers say nowhere to meet them")
+    parser.add_argument("--without-meetings", action="store_true", help="prefill workers publish no endpoint")
     parser.add_argument("--backend", choices=["asyncio", "trio"], default="asyncio")
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()

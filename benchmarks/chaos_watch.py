@@ -20,13 +20,13 @@ _JUST_BEFORE_S = 1e-6
 
 @define
 class Death:
-    """What was going on the moment before a worker died."""
+    """The work under way in the moment before a worker died."""
 
     fault: Fault
     sequences: int
-    """That somebody waited for, on this worker."""
+    """Sequences on this worker that a request waited for."""
     transfers: int
-    """Hand-overs whose blocks were on their way, anywhere."""
+    """Transfers whose blocks were on their way, on any worker."""
 
 
 @define

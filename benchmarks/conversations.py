@@ -2,9 +2,10 @@
 
     python -m benchmarks.conversations --workers 4 --conversations 200 --seed 7
 
-People talk to mock workers through the graph that `penstock serve` runs. Every conversation begins with one of a few
-system prompts, goes on for several turns, each with all that was said before, and people think before they write. The
-caches of the workers are smaller than what is said, so that it matters who hears what. The same seed, the same table.
+Clients talk to mock workers through the graph that `penstock serve` runs. Every conversation begins with one of a few
+system prompts and has several turns, each with the whole conversation before it and a pause in front. The caches of the
+workers are smaller than all conversations together, so that it matters which worker gets which. The same seed gives the
+same table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TURNS = (3, 8)
 ARRIVALS_PER_S = 8.0
 THINKING_S = 10.0
 CACHE_BLOCKS, BLOCK_TOKENS = 8192, 16
-"""For each worker: together they hold less than half of what is said."""
+"""Of each worker: together they hold less than half of all conversations."""
 
 
 @frozen
@@ -96,12 +97,12 @@ async def talk(talks: Sequence[Conversation], config: GraphConfig) -> Measured:
 
 async def _converse(one: Conversation, graph: StandardGraph, measured: Measured, begun_s: float) -> None:
     await anyio.sleep_until(begun_s + one.begins_s)
-    said = [ChatMessage(role="system", content=one.system)]
+    messages = [ChatMessage(role="system", content=one.system)]
     for question, tokens, thinking_s in one.turns:
         await anyio.sleep(thinking_s)
-        said.append(ChatMessage(role="user", content=question))
-        request = ChatCompletionRequest(model="echo", messages=list(said), max_tokens=tokens)
-        said.append(ChatMessage(role="assistant", content=await _answer(request, graph, measured)))
+        messages.append(ChatMessage(role="user", content=question))
+        request = ChatCompletionRequest(model="echo", messages=list(messages), max_tokens=tokens)
+        messages.append(ChatMessage(role="assistant", content=await _answer(request, graph, measured)))
 
 
 async def _answer(request: ChatCompletionRequest, graph: StandardGraph, measured: Measured) -> str:

@@ -1,6 +1,6 @@
 """What Migration and PrefillRouter add to an item and to a request, and what the whole graph costs.
 
-A graph and the same one with the stage take turns in one run, so that their ratio says what the stage costs. Prefill
+A graph and the same one with the stage take turns in one run, so that their ratio is the cost of the stage. Prefill
 workers answer at once: what is timed is the way to them and back, not their work.
 """
 
@@ -56,10 +56,10 @@ class _Prefiller(AsyncEngine[PreprocessedRequest, Output]):
 async def _prefill_router(
     pool: PrefillPool | None, scheduler: AnyIOScheduler, *, meets: bool = False
 ) -> AsyncIterator[PrefillRouter]:
-    """With `meets` its workers say where they wait for decode, so that decode begins at once."""
+    """With `meets` its workers publish the endpoint where they wait for decode, so that decode begins at once."""
     endpoint = DisaggregatedEndpoint("127.0.0.1", 9000) if meets else None
-    told = {worker_id: ModelRuntimeConfig(disaggregated_endpoint=endpoint) for worker_id in PREFILL_IDS}
-    configs: BehaviorSubject[Mapping[int, ModelRuntimeConfig]] = BehaviorSubject(told)
+    by_worker = {worker_id: ModelRuntimeConfig(disaggregated_endpoint=endpoint) for worker_id in PREFILL_IDS}
+    configs: BehaviorSubject[Mapping[int, ModelRuntimeConfig]] = BehaviorSubject(by_worker)
     ids = BehaviorSubject(tuple(PREFILL_IDS))
     async with PrefillRouter(pool, ids, scheduler=scheduler, configs=configs, rng=Random(2)) as router:
         yield router

@@ -27,7 +27,7 @@ REPEATS = 3
 
 
 class Plain(LLMEngine):
-    """Says the same token again and again; somebody else ends it on a kill."""
+    """Generate the same token again and again; its host ends it on a kill."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         return EngineConfig(model="plain")
@@ -79,7 +79,7 @@ async def _simulate(workers: int) -> float:
     arrivals_s = sorted(rng.random() * REQUESTS / (ARRIVALS_PER_S * workers) for _ in range(REQUESTS))
     limit = StopConditions(max_tokens=OUTPUT_TOKENS)
 
-    async def ask(engine: Any, prompt: list[int]) -> None:
+    async def collect(engine: Any, prompt: list[int]) -> None:
         async with await engine.generate(Context(PreprocessedRequest(prompt, stop_conditions=limit))) as stream:
             async for _ in stream:
                 pass
@@ -93,7 +93,7 @@ async def _simulate(workers: int) -> float:
         async with anyio.create_task_group() as tasks:
             for number, (prompt, at_s) in enumerate(zip(prompts, arrivals_s, strict=True)):
                 await anyio.sleep_until(virtual_s + at_s)
-                tasks.start_soon(ask, engines[number % workers], prompt)
+                tasks.start_soon(collect, engines[number % workers], prompt)
         return perf_counter() - begun_s
 
 

@@ -62,7 +62,7 @@ async def kv_graph(*, by_events: bool) -> AsyncIterator[Graph]:
 
 @asynccontextmanager
 async def kv_routed(*, by_events: bool) -> AsyncIterator[Routed]:
-    """KvPushRouter and PushRouter over echo engines. Nobody exports what is counted and timed."""
+    """KvPushRouter and PushRouter over echo engines. Metrics are counted and not exported."""
     async with as_engine(EchoEngine()) as engine:
         workers = static_workers(dict.fromkeys(range(WORKERS), engine))
         push = PushRouter(workers)

@@ -1,4 +1,4 @@
-"""From a prompt's tokens to its worker, with no request in flight, beside the same of another router asked from Python.
+"""From a prompt's tokens to its worker, with no request in flight, beside the same by another router.
 
     python -m benchmarks.kv_choice
 
@@ -6,8 +6,9 @@
     router    its whole KvRouter, on its own threads: cached prefixes, load, cost, the choice; ours is KvRouter.advise
 
 Settings and peer are those of `kv_index`. All hold the same: each request is recorded where the other router puts it.
-Its workers are entries of its file discovery, copied from one real one: nobody is sent anything, so nobody needs to be
-there. Each number of workers is a process of its own, because a process has one runtime of the other library.
+The other router is called from Python. Its workers are entries of its file discovery, copied from one real one: no
+request is sent, so no worker needs to run. Each number of workers is a process of its own, because a process has one
+runtime of the other library.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from operators.kv import KvIndex, KvRouterConfig, PromptBlocks, WorkerRank
-from operators.kv.request import RouteRequest
-from operators.kv.router import KvRouter
+from operators.kv import KvIndex, KvRouter, KvRouterConfig, PromptBlocks, RouteRequest, WorkerRank
 from pipeline.network import static_workers
 from pipeline.testing import ScriptedEngine
 
@@ -38,7 +37,7 @@ FOREVER_S = 1e6
 SPREAD = {"router_temperature": 5.0}
 """With it the other router spreads the requests over its workers, whatever is cached where."""
 
-Ask = Callable[[list[int]], Awaitable[Any]]
+Query = Callable[[list[int]], Awaitable[Any]]
 
 
 def prompts() -> list[list[int]]:
@@ -61,7 +60,7 @@ async def _no_answer(request: Any, context: Any = None) -> AsyncGenerator[Any, N
 
 
 async def _peer_router(library: Any, folder: Path, workers: int) -> tuple[Any, list[int]]:
-    """Its router over so many workers, and their ids."""
+    """Return its router over this many workers, and their ids."""
     runtime = library.DistributedRuntime(asyncio.get_running_loop(), "file", "tcp")
     endpoint = runtime.endpoint("bench.backend.generate")
     serving = asyncio.ensure_future(endpoint.serve_endpoint(_no_answer))
@@ -78,7 +77,7 @@ async def _peer_router(library: Any, folder: Path, workers: int) -> tuple[Any, l
 
 
 def _copy_worker(folder: Path, workers: int) -> list[int]:
-    """Makes so many workers of the one whose entries, named by its id, are there; returns their ids."""
+    """Copy the entries of the one worker, which are named by its id, to make this many; return their ids."""
     ids = set(range(1, workers))
     for entry in [path for path in folder.rglob("*") if path.is_file()]:
         name, text = entry.name.rsplit("%2F", 1)[-1], entry.read_text()
@@ -94,20 +93,20 @@ def _copy_worker(folder: Path, workers: int) -> list[int]:
 # -- measuring
 
 
-def _deepest(find: Callable[[Any], Any], hashed: Callable[[list[int]], Any]) -> Ask:
-    """A question to the parts: what matches how deep, and who is the deepest."""
+def _deepest(find: Callable[[Any], Any], hashed: Callable[[list[int]], Any]) -> Query:
+    """Return a query of the parts: the depth of the match of each worker, and the deepest of them."""
 
-    async def asked(tokens: list[int]) -> Any:
+    async def query(tokens: list[int]) -> Any:
         scores = find(hashed(tokens))
         return scores[max(scores, key=scores.get)] if scores else 0
 
-    return asked
+    return query
 
 
 async def _seconds(workers: int) -> list[float]:
-    """Mean seconds of a question: to our parts and our router and, where they are there, to the other ones."""
+    """Return the mean seconds of a query: of our parts and our router and, if installed, of the other ones."""
     library, given = peer_library(), prompts()
-    asked = given[:: max(1, len(given) // QUERIES)]
+    sample = given[:: max(1, len(given) // QUERIES)]
     with TemporaryDirectory() as folder:
         os.environ["DYN_FILE_KV"] = folder
         peer: Any = None
@@ -115,7 +114,7 @@ async def _seconds(workers: int) -> list[float]:
         if library is not None:
             tree = library.RadixTree()
             peer, ids = await _peer_router(library, Path(folder), workers)
-            put: Ask = partial(peer.best_worker, router_config_override=SPREAD, update_indexer=True)
+            put: Query = partial(peer.best_worker, router_config_override=SPREAD, update_indexer=True)
         else:
             ids, put = list(range(workers)), _at_random(workers)
         ours, index = _ours(ids), KvIndex()
@@ -128,18 +127,18 @@ async def _seconds(workers: int) -> list[float]:
             index.apply(stored.as_event())
             if library is not None:
                 tree.apply_event(rank.worker_id, stored.as_json())
-        asks = [
+        queries = [
             _deepest(index.find_matches, lambda tokens: PromptBlocks(tokens, BLOCK_TOKENS).local_hashes),
             _advised(ours),
         ]
         if library is not None:
             hashed = partial(library.compute_block_hash_for_seq, kv_block_size=BLOCK_TOKENS)
-            asks += [_deepest(lambda local: tree.find_matches(local).scores, hashed), peer.best_worker]
-            await _same_answers(asks, asked)
-        return await _fastest(asks, asked)
+            queries += [_deepest(lambda local: tree.find_matches(local).scores, hashed), peer.best_worker]
+            await _same_answers(queries, sample)
+        return await _fastest(queries, sample)
 
 
-def _at_random(workers: int) -> Ask:
+def _at_random(workers: int) -> Query:
     random = Random(1)
 
     async def put(tokens: list[int]) -> Any:
@@ -148,30 +147,30 @@ def _at_random(workers: int) -> Ask:
     return put
 
 
-def _advised(router: KvRouter) -> Ask:
-    async def asked(tokens: list[int]) -> Any:
+def _advised(router: KvRouter) -> Query:
+    async def query(tokens: list[int]) -> Any:
         return router.advise(RouteRequest(blocks=PromptBlocks(tokens, BLOCK_TOKENS)))
 
-    return asked
+    return query
 
 
-async def _same_answers(asks: list[Ask], asked: list[list[int]]) -> None:
-    for tokens in asked:
-        our_depth, decision, its_depth, chosen = [await ask(tokens) for ask in asks]
+async def _same_answers(queries: list[Query], sample: list[list[int]]) -> None:
+    for tokens in sample:
+        our_depth, decision, its_depth, chosen = [await query(tokens) for query in queries]
         assert our_depth == its_depth == decision.overlap_blocks == chosen[2]
 
 
-async def _fastest(asks: list[Ask], asked: list[list[int]]) -> list[float]:
-    """The fastest of some passes of each, in turn."""
-    best = [float("inf")] * len(asks)
+async def _fastest(queries: list[Query], sample: list[list[int]]) -> list[float]:
+    """Return the seconds of the fastest of some passes of each query, in turn."""
+    best = [float("inf")] * len(queries)
     for _ in range(REPEATS):
-        took = [0.0] * len(asks)
-        for tokens in asked:
-            for i, ask in enumerate(asks):
+        took = [0.0] * len(queries)
+        for tokens in sample:
+            for i, query in enumerate(queries):
                 start = perf_counter()
-                await ask(tokens)
+                await query(tokens)
                 took[i] += perf_counter() - start
-        best = [min(one, seconds / len(asked)) for one, seconds in zip(best, took, strict=True)]
+        best = [min(one, seconds / len(sample)) for one, seconds in zip(best, took, strict=True)]
     return best
 
 
@@ -187,7 +186,7 @@ def _results(workers: int) -> list[Result]:
 
 
 async def measure() -> list[Result]:
-    """As the module says, for each number of workers."""
+    """Measure both ways for each number of workers."""
     return [result for workers in WORKERS for result in _results(workers)]
 
 

@@ -91,7 +91,7 @@ def _conversations(random: Random) -> Iterator[list[int]]:
 
 
 def stores(given: list[list[int]], workers: int) -> Iterator[Stored]:
-    """What the workers would say: each request's blocks that its worker, the next in turn, does not hold yet."""
+    """Yield what workers store: the blocks of each request that its worker, the next in turn, does not hold yet."""
     held: list[set[int]] = [set() for _ in range(workers)]
     for number, local in enumerate(given):
         worker, chained = number % workers, sequence_hashes(local)
@@ -194,9 +194,9 @@ def _index(given: list[list[int]], workers: int) -> list[Result]:
             for i, subject in enumerate(under_test):
                 took[i] += subject.store(stored)
         seconds.append(took)
-    asked = [array("Q", local) for local in given[:: max(1, len(given) // QUERIES)]]
-    _same_answers(under_test, asked)
-    passes = [_one_pass(under_test, asked) for _ in range(REPEATS)]
+    sample = [array("Q", local) for local in given[:: max(1, len(given) // QUERIES)]]
+    _same_answers(under_test, sample)
+    passes = [_one_pass(under_test, sample) for _ in range(REPEATS)]
     per_store = [min(column) / count for column in zip(*seconds, strict=True)]
     per_find = [min(column) for column in zip(*passes, strict=True)]
     return [
@@ -205,20 +205,20 @@ def _index(given: list[list[int]], workers: int) -> list[Result]:
     ]
 
 
-def _one_pass(under_test: list[Subject], asked: list[array[int]]) -> list[float]:
-    """Mean seconds a question, each asked once: the prompt's hashes are fresh, the index is as cold as it is in use."""
+def _one_pass(under_test: list[Subject], sample: list[array[int]]) -> list[float]:
+    """Return the mean seconds of a query. Each is made once, with fresh hashes, so the index is as cold as in use."""
     took = [0.0] * len(under_test)
-    for query in asked:
+    for query in sample:
         for i, subject in enumerate(under_test):
             local = subject.query(query)
             start = perf_counter()
             subject.find(local)
             took[i] += perf_counter() - start
-    return [seconds / len(asked) for seconds in took]
+    return [seconds / len(sample) for seconds in took]
 
 
-def _same_answers(under_test: list[Subject], asked: list[array[int]]) -> None:
-    for query in asked:
+def _same_answers(under_test: list[Subject], sample: list[array[int]]) -> None:
+    for query in sample:
         answers = [{WorkerRank(*rank): depth for rank, depth in s.find(s.query(query)).items()} for s in under_test]
         assert all(answer == answers[0] for answer in answers)
 

@@ -53,12 +53,12 @@ async def _wait_for_one_of(router: KvRouter, request: RouteRequest, number: int)
 async def _look_s(lanes: bool, is_taken_and_freed: bool) -> float:
     """Seconds of a look at the queue: the fastest of some passes."""
     random, router, best = Random(1), _router(), float("inf")
-    everybody = list(range(WORKERS))
-    for worker_id in everybody:
+    all_workers = list(range(WORKERS))
+    for worker_id in all_workers:
         await router.find_best_match(_request(worker_id, worker_id=worker_id), request_id=f"b{worker_id}")
     async with anyio.create_task_group() as tasks:
         for number in range(WAITING):
-            allowed = frozenset(random.sample(everybody, ALLOWED) if lanes else everybody)
+            allowed = frozenset(random.sample(all_workers, ALLOWED) if lanes else all_workers)
             tasks.start_soon(_wait_for_one_of, router, _request(number, allowed_worker_ids=allowed), number)
         while router.waiting_requests < WAITING:
             await checkpoint()
@@ -87,7 +87,7 @@ async def _timed(router: KvRouter, is_taken_and_freed: bool) -> float:
 
 
 async def measure() -> list[Result]:
-    """As the module says."""
+    """Measure looks at a blocked queue."""
     rows = {"one lane": (False, False), "2,000 lanes": (True, False), "2,000 lanes, taken and freed": (True, True)}
     name = f"look at a blocked queue, {WORKERS} workers, {WAITING:,} waiting, "
     return [Result(name + row, 1e6 * await _look_s(*case), "µs") for row, case in rows.items()]

@@ -30,7 +30,7 @@ class Result:
 
 
 async def best_of(run: Callable[[], Awaitable[int]], repeats: int = REPEATS) -> float:
-    """Seconds for one unit of work: the fastest of some runs, each of which says how many units it did."""
+    """Seconds for one unit of work: the fastest of some runs, each of which returns how many units it did."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()

@@ -75,13 +75,13 @@ def in_its_own_process(whose: str, trace: Path, router: str, workers: int) -> Ru
     quiet = {**os.environ, "DYN_LOG": "error"}  # the peer writes a line for each request otherwise
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=quiet) as child:
         assert child.stdout is not None
-        said = child.stdout.read()
+        output = child.stdout.read()
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     wall_s = perf_counter() - began_s
     if child.returncode:
         raise SystemExit(f"the replay of {whose} ended with {child.returncode}")
-    return Run(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, json.loads(said.splitlines()[-1]))
+    return Run(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, json.loads(output.splitlines()[-1]))
 
 
 def compare(trace: Path, worker_counts: Sequence[int], repeats: int) -> Table:

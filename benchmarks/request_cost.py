@@ -131,7 +131,7 @@ class Size:
 
 @asynccontextmanager
 async def connected(server: Server, form: Form) -> AsyncIterator[Clients]:
-    """Connections that ask for chats of this form."""
+    """Open connections that send chats of this form."""
     streams = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(CONNECTIONS)]
     try:
         yield Clients(server, request(form), form, streams)

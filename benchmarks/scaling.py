@@ -4,7 +4,7 @@
 
 Each worker has cached a system prompt that all have, and a conversation of its own, and each has two requests in
 flight. Then requests for one token come one after the other, each the next turn of a conversation. What is given is
-CPU time of this process, engine and request plane included, the median of some passes. Nobody exports what is counted.
+CPU time of this process, engine and request plane included, the median of some passes. Metrics are not exported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import ClassVar, cast
 import anyio
 from attrs import evolve
 
-from engines import EngineConfig, KvEventPublisher, LLMEngine, PushSource
-from engines.llm import GenerateContext
+from engines import EngineConfig, GenerateContext, KvEventPublisher, LLMEngine, PushSource
 from operators.kv import KvRouterConfig, PromptBlocks
 from pipeline import Context
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
@@ -51,7 +50,7 @@ Costs = dict[str, list[tuple[int, float]]]
 
 
 class HoldingEngine(LLMEngine):
-    """Says a token; a request for more of them then waits until it is closed. It has cached a conversation."""
+    """Generate one token; a request for more of them then waits until it is closed. It has cached a conversation."""
 
     hears_kill: ClassVar[bool] = True
     made = count()
@@ -76,8 +75,8 @@ class HoldingEngine(LLMEngine):
     async def kv_event_sources(self) -> Sequence[PushSource]:
         return [PushSource(self.publishers.append)]
 
-    def tell(self) -> None:
-        """Says what it has cached, to whoever listens by now."""
+    def publish(self) -> None:
+        """Publish what it has cached to the present subscribers."""
         blocks = PromptBlocks(conversation(self.number), BLOCK_TOKENS)
         pairs = zip(blocks.sequence_hashes, blocks.local_hashes, strict=True)
         for publisher in self.publishers:
@@ -88,13 +87,13 @@ class HoldingEngine(LLMEngine):
 
 
 def conversation(number: int) -> list[int]:
-    """What was said: the system prompt and more that only this one has."""
+    """Return the tokens of a conversation: the system prompt and more that only this one has."""
     own = range(2**20 + number * 2**12, 2**20 + number * 2**12 + OWN_BLOCKS * BLOCK_TOKENS)
     return [*range(SYSTEM_BLOCKS * BLOCK_TOKENS), *own]
 
 
 def next_turn(number: int, turn: int, max_tokens: int) -> PreprocessedRequest:
-    """A request that goes on with a conversation, in words nobody said before."""
+    """Return a request that continues a conversation with tokens that no worker has cached."""
     begin = 2**24 + (number * 2**10 + turn) * NEW_BLOCKS * BLOCK_TOKENS
     tokens = [*conversation(number), *range(begin, begin + NEW_BLOCKS * BLOCK_TOKENS)]
     return PreprocessedRequest(
@@ -107,8 +106,8 @@ async def request_us(config: GraphConfig) -> float:
     rng, turns = Random(7), count()
     async with hosted_graph(config, Hosting()) as opened, AsyncExitStack() as held:
         for worker in opened.workers:
-            cast(HoldingEngine, worker.engine).tell()
-        await anyio.sleep(0.1)  # until the router has heard it
+            cast(HoldingEngine, worker.engine).publish()
+        await anyio.sleep(0.1)  # until the router has received it
         for turn in range(IN_FLIGHT):
             for number in range(config.workers):
                 stream = await opened.tokens.generate(Context(next_turn(number, turn, 2)))

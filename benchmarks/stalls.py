@@ -2,7 +2,7 @@
 
     python -m benchmarks.stalls [--checkout FOLDER] [--models bytes bpe] [--streams 50] [--seconds 10] [--megabytes 2]
 
-A server of its own with a mock engine, `penstock serve` of this checkout or another one, is asked over HTTP. While the
+A server of its own with a mock engine, `penstock serve` of this checkout or another one, is called over HTTP. While the
 streams run, one client sends chats of that size, one after the other; the engine refuses them, for it has no room for
 them, so that what is seen is the front end's part and no simulated prefill. `bytes` is the built-in model, `bpe` has a
 tokenizer that is trained here and splits as Llama 3 does. Given is the 99th percentile of the gaps, and the longest.
@@ -106,13 +106,13 @@ def server(checkout: Path, model: Path | None) -> Iterator[int]:
 
 def _port_of(process: subprocess.Popen[str]) -> int:
     assert process.stdout is not None
-    said = []
+    lines = []
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline and (line := process.stdout.readline()):
-        said.append(line)
+        lines.append(line)
         if found := re.search(r"http://[\d.]+:(\d+)", line):
             return int(found[1])
-    raise SystemExit("the server did not start:\n" + "".join(said))
+    raise SystemExit("the server did not start:\n" + "".join(lines))
 
 
 @asynccontextmanager
@@ -181,25 +181,25 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--megabytes", type=float, default=2.0)
-    asked = parser.parse_args()
-    table = Table(title=f"{asked.streams} streams beside chats of {asked.megabytes} MB")
+    arguments = parser.parse_args()
+    table = Table(title=f"{arguments.streams} streams beside chats of {arguments.megabytes} MB")
     for column in ("model", "tokens/s alone", "p99 gap", "beside: tokens/s", "p99 gap", "ratio", "longest", "prompts"):
         table.add_column(column, justify="right")
-    for name in asked.models:
+    for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
             if name == "bpe":
                 write_bpe_model(Path(folder))
-            with server(asked.checkout, Path(folder) if name == "bpe" else None) as port:
+            with server(arguments.checkout, Path(folder) if name == "bpe" else None) as port:
                 alone, beside = anyio.run(
-                    measure, port, asked.streams, asked.seconds, int(asked.megabytes * 1e6),
+                    measure, port, arguments.streams, arguments.seconds, int(arguments.megabytes * 1e6),
                     backend_options={"use_uvloop": True},
                 )  # fmt: skip
         took = f"{len(beside.prompts)} in {sum(beside.prompts) / max(1, len(beside.prompts)):.2f} s each"
         table.add_row(
             name,
-            f"{len(alone.found) / asked.seconds:.0f}",
+            f"{len(alone.found) / arguments.seconds:.0f}",
             f"{alone.share(0.99):.1f} ms",
-            f"{len(beside.found) / asked.seconds:.0f}",
+            f"{len(beside.found) / arguments.seconds:.0f}",
             f"{beside.share(0.99):.1f} ms",
             f"{beside.share(0.99) / alone.share(0.99):.2f}",
             f"{max(beside.found):.0f} ms",

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.chaos import Outcome, chaos, chaos_config
 from benchmarks.chaos_load import chaos_script, conversation_load
-from benchmarks.ledger import Ledger, Told
+from benchmarks.ledger import AnswerRecord, Ledger
 from engines import as_engine
 from engines.mocker import MockEngine
 from pipeline import Annotated, AsyncEngine, Context, Disconnected, Operator, ResponseStream, Unavailable
@@ -79,11 +79,11 @@ async def test_what_is_refused_the_script_explains() -> None:
     outcome = await chaos(chaos_config(2, 2, seed=3), trace, script)
     assert outcome.problems == []
     broken = outcome.broken.values()
-    began_s = min(told.began_s for told in outcome.ledger.told.values())
-    for told in broken:
-        assert type(told.error) is (Disconnected if told.began_s - began_s < 6 else Unavailable)
-    assert all(6 <= (told.ended_s or 0) - began_s <= 9.01 for told in broken)
-    assert any(told.said for told in broken)
+    began_s = min(record.began_s for record in outcome.ledger.records.values())
+    for record in broken:
+        assert type(record.error) is (Disconnected if record.began_s - began_s < 6 else Unavailable)
+    assert all(6 <= (record.ended_s or 0) - began_s <= 9.01 for record in broken)
+    assert any(record.tokens for record in broken)
     report = outcome.report
     assert report.completed_requests + len(broken) == report.num_requests
     assert report.rejected_requests + report.failed_requests == len(broken) > 3
@@ -99,9 +99,9 @@ async def test_what_is_expected_is_what_an_undisturbed_engine_says() -> None:
         for due in Schedule.closed_loop(trace, 30).take_due(0.0):
             async with await (ledger >> engine).generate(request_of(due)) as stream:
                 assert [item async for item in stream]
-    assert len(ledger.told) > 5
-    assert [problem for told in ledger.told.values() for problem in told.problems()] == []
-    assert len({tuple(told.said) for told in ledger.told.values()}) == len(ledger.told)
+    assert len(ledger.records) > 5
+    assert [problem for record in ledger.records.values() for problem in record.problems()] == []
+    assert len({tuple(record.tokens) for record in ledger.records.values()}) == len(ledger.records)
 
 
 class Spoils(Operator[Any, Any, Any, Any]):
@@ -139,9 +139,9 @@ class Spoils(Operator[Any, Any, Any, Any]):
     ("how", "problem"),
     [
         ("nothing", ""),
-        ("loses", "token 2 of 6 is wrong, 5 were said; 5 tokens of 6"),
-        ("doubles", "token 3 of 6 is wrong, 7 were said; 7 tokens of 6"),
-        ("alters", "token 2 of 6 is wrong, 6 were said"),
+        ("loses", "token 2 of 6 is wrong, 5 were delivered; 5 tokens of 6"),
+        ("doubles", "token 3 of 6 is wrong, 7 were delivered; 7 tokens of 6"),
+        ("alters", "token 2 of 6 is wrong, 6 were delivered"),
         ("ends early", "it ended without an error and with []"),
     ],
 )
@@ -152,23 +152,23 @@ async def test_the_ledger_sees_what_is_wrong_with_an_answer(how: str, problem: s
         payload.stop_conditions.max_tokens = 6
         async with await (ledger >> Spoils(how) >> engine).generate(Context(payload, id="r")) as stream:
             assert [item async for item in stream]
-    assert "; ".join(ledger.told["r"].problems()) == problem
+    assert "; ".join(ledger.records["r"].problems()) == problem
 
 
 def test_the_ledger_sees_a_wrong_end() -> None:
-    def told(**said: Any) -> list[str]:
+    def problems(**changed: Any) -> list[str]:
         right: dict[str, Any] = {"finishes": ["length"], "usage": CompletionUsage.of(3, 0), "ended_s": 1.0}
-        return Told(1, 3, 4, 5, 0, LETTERS, **right | said).problems()
+        return AnswerRecord(1, 3, 4, 5, 0, LETTERS, **right | changed).problems()
 
-    assert told() == []
-    assert told(ended_s=None) == ["it has not ended"]
-    assert told(is_late=True) == ["tokens came behind the end"]
-    assert told(usage=CompletionUsage.of(4, 0)) == ["the usage is (4, 0), not (3, 0)"]
-    assert told(usage=None) == ["the usage is None, not (3, 0)"]
-    assert told(finishes=["length", "length"]) == ["it ended without an error and with ['length', 'length']"]
-    assert told(finishes=["stop"]) == ["it ended without an error and with ['stop']"]
-    assert told(error=Unavailable("none")) == ["it failed and has ['length']"]
-    assert told(error=Unavailable("none"), finishes=[]) == []
+    assert problems() == []
+    assert problems(ended_s=None) == ["it has not ended"]
+    assert problems(is_late=True) == ["tokens came after the end"]
+    assert problems(usage=CompletionUsage.of(4, 0)) == ["the usage is (4, 0), not (3, 0)"]
+    assert problems(usage=None) == ["the usage is None, not (3, 0)"]
+    assert problems(finishes=["length", "length"]) == ["it ended without an error and with ['length', 'length']"]
+    assert problems(finishes=["stop"]) == ["it ended without an error and with ['stop']"]
+    assert problems(error=Unavailable("none")) == ["it failed and has ['length']"]
+    assert problems(error=Unavailable("none"), finishes=[]) == []
 
 
 async def test_a_request_that_is_lost_sent_twice_or_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
