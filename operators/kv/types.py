@@ -9,12 +9,14 @@ from typing import Literal, NamedTuple
 
 from attrs import frozen
 
+from pipeline.protocols.field_rules import U32, U64
+
 
 class WorkerRank(NamedTuple):
     """A data-parallel rank of a worker; sorts by worker, then rank, and equals the plain pair."""
 
-    worker_id: int
-    dp_rank: int = 0
+    worker_id: U64
+    dp_rank: U32 = 0
 
 
 PlacementRule = Literal["cost", "expected_delay"]

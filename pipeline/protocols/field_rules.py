@@ -2,8 +2,9 @@
 
 A field without one of these marks follows from its default: no default means required, default None means left out
 while None, any other default means optional when read and always written. Unknown keys are ignored unless the class
-says `wire_closed: ClassVar[bool] = True`. A class with a wire form of its own has `to_wire()` and the class method
-`from_wire(value)` instead.
+says `wire_closed: ClassVar[bool] = True`. A field without a default that is named in the class variable `wire_nullable`
+is read as null where it is absent. A union of records is told apart by a tag: see `Tagged`. A class with a wire
+form of its own has `to_wire()` and the class method `from_wire(value)` instead.
 
 `pipeline.wire.codec` reads these marks; nothing here translates anything.
 """
@@ -70,6 +71,29 @@ class WireRule:
     write: Literal["set", "always", "never", "rest"]
     name: str | None = None
     aliases: tuple[str, ...] = ()
+
+
+@frozen(eq=False)
+class Tagged:
+    """How the records of a union are told apart on the wire.
+
+    With a `key` the tag is a value beside the record's own fields (internal tag):
+
+        {"method": "mark_free", "request_id": "r1"}
+
+    Without one the tag is the only key of an object that holds the record (external tag); a record without fields is
+    its tag as a string:
+
+        {"removed": {"block_hashes": [1, 2]}}        "cleared"
+
+    It marks the union, `typing.Annotated[A | B, Tagged({"a": A, "b": B})]`, or is the class variable `wire_union` of
+    the common base of the records. A record with that base reads and writes its tag by itself, too.
+    """
+
+    kinds: Mapping[str, type[Any]]
+    """Tag -> the record it stands for."""
+    key: str | None = None
+    """The key of an internal tag; None: the tag is external."""
 
 
 def needs(field: str, needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:

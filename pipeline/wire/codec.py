@@ -22,7 +22,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from ..annotated import Annotated
 from ..errors import CodecError, InvalidArgument, PenstockError
-from ..protocols.field_rules import WIRE_KEY, InvalidRecord, WireRule, shortened
+from ..protocols.field_rules import WIRE_KEY, IntRange, InvalidRecord, Tagged, WireRule, shortened
 from .decoders import (
     Decode,
     HookFor,
@@ -37,6 +37,8 @@ from .decoders import (
     list_decoder,
     literal_decoder,
     mismatch,
+    named_tuple_decoder,
+    records_decoder,
     set_decoder,
     strict,
     tuple_decoder,
@@ -44,6 +46,7 @@ from .decoders import (
 )
 from .errors import error_from_plain, error_to_plain
 from .json_pieces import decode_in_pieces
+from .unions import tagged, tagged_decoder, tagged_encoder
 
 T = TypeVar("T")
 
@@ -114,16 +117,19 @@ def _rest_field(cls: type) -> str | None:
 
 
 def _key_handling(cls: type, keys: frozenset[str]) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """What is done to a record's keys before its fields are read: older names are replaced, unknown keys refused.
+    """Return the preparation of a record's keys: replace older names, add absent nulls, refuse unknown keys.
 
-    None where nothing is.
+    None if the record needs none.
     """
     current = {alias: _key(field) for field in attrs.fields(cls) for alias in _rule(field).aliases}
     closed = getattr(cls, "wire_closed", False)
-    if not current and not closed:
+    absent = dict.fromkeys(getattr(cls, "wire_nullable", ()))
+    if not current and not closed and not absent:
         return None
 
     def prepare(value: dict[str, Any]) -> dict[str, Any]:
+        if not absent.keys() <= value.keys():
+            value = absent | value
         if not current.keys().isdisjoint(value):
             older = {current[key]: item for key, item in value.items() if key in current}
             value = {key: item for key, item in value.items() if key not in current}
@@ -144,6 +150,27 @@ def _record_encoder(cls: type) -> Callable[[Any], Any]:
     return lambda record: generated(record) | getattr(record, rest)
 
 
+def _list_decoder(kind: Any) -> Decode:
+    """A list; of records of integers all at once where it can, see `records_decoder`."""
+    decode = list_decoder(kind, _converter.get_structure_hook)
+    columns = _integer_columns(*get_args(kind))
+    return decode if columns is None else records_decoder(get_args(kind)[0], columns, decode)
+
+
+def _integer_columns(cls: Any = None) -> dict[str, IntRange] | None:
+    """Return the ranges of a record's required fields by key; None unless all of these are plain integers."""
+    if not (isinstance(cls, type) and attrs.has(cls)) or hasattr(cls, "__attrs_post_init__") or tagged(cls):
+        return None
+    attrs.resolve_types(cls)
+    needed = [field for field in attrs.fields(cls) if field.default is attrs.NOTHING]
+    ranges = {_key(field): limits for field in needed if (limits := int_range(field.type)) is not None}
+    if not needed or len(ranges) < len(needed) or any(field.kw_only for field in needed):
+        return None
+    if _key_handling(cls, frozenset()) is not None or _rest_field(cls) is not None:
+        return None
+    return ranges
+
+
 def _shape(kind: Any) -> Any:
     """The type without its parameters."""
     return get_origin(kind) or kind
@@ -161,6 +188,20 @@ def _is_plain(kind: Any) -> bool:
 
 def _has_own_form(kind: Any) -> bool:
     return isinstance(kind, type) and hasattr(kind, "from_wire")
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _is_tagged(kind: Any) -> bool:
+    return tagged(kind) is not None
+
+
+def _tagged(kind: Any) -> Tagged:
+    rule = tagged(kind)
+    assert rule is not None, "the predicate was true"
+    return rule
 
 
 def _is_error(kind: Any) -> bool:
@@ -222,15 +263,17 @@ def _add_decoders(converter: Converter) -> None:
     decoders: list[tuple[Callable[[Any], bool], Callable[[Any], Decode]]] = [
         (attrs.has, _record_decoder),
         (lambda kind: int_range(kind) is not None, int_decoder),
-        (lambda kind: _shape(kind) is list, lambda kind: list_decoder(kind, hook_for)),
+        (lambda kind: _shape(kind) is list, _list_decoder),
         (lambda kind: _shape(kind) is set, lambda kind: set_decoder(kind, hook_for)),
         (lambda kind: _shape(kind) is tuple, lambda kind: tuple_decoder(kind, hook_for)),
+        (_is_named_tuple, lambda kind: named_tuple_decoder(kind, hook_for)),
         (lambda kind: _shape(kind) is dict, lambda kind: dict_decoder(kind, hook_for)),
         (is_union, lambda kind: union_decoder(kind, hook_for)),
         (lambda kind: _shape(kind) is Literal, literal_decoder),
         (_has_own_form, lambda kind: lambda value, _: kind.from_wire(value)),
         (_is_error, lambda _: lambda value, _: error_from_plain(value)),
         (lambda kind: _shape(kind) is Annotated, _annotated_decoder),
+        (_is_tagged, lambda kind: tagged_decoder(_tagged(kind), _record_decoder)),
     ]
     for predicate, decoder in decoders:
         converter.register_structure_hook_factory(predicate, decoder)
@@ -244,10 +287,12 @@ def _add_encoders(converter: Converter) -> None:
         # Sets are written as sorted lists, so that equal records have equal bytes.
         (lambda kind: _shape(kind) is set, lambda _: sorted),
         (lambda kind: _shape(kind) is tuple, lambda _: list),
+        (_is_named_tuple, lambda _: lambda value: value._asdict()),
         (_is_plain, lambda _: identity),
         (_has_own_form, lambda _: lambda value: value.to_wire()),
         (_is_error, lambda _: error_to_plain),
         (lambda kind: _shape(kind) is Annotated, lambda _: _annotated_to_plain),
+        (_is_tagged, lambda kind: tagged_encoder(_tagged(kind), _record_encoder)),
     ]
     for predicate, encoder in encoders:
         converter.register_unstructure_hook_factory(predicate, encoder)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from itertools import chain
-from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 from uuid import UUID
 
 import msgspec
@@ -142,10 +142,7 @@ def _int_list_decoder(limits: IntRange, locate: Callable[[list[Any]], list[Any]]
                 return _converted(value, kind)
             except msgspec.ValidationError:
                 return locate(value)
-        for item in value:
-            if type(item) is not int or item < low or item > high:
-                return locate(value)
-        return value.copy()
+        return value.copy() if _are_integers(value, limits) else locate(value)
 
     return decode
 
@@ -185,6 +182,56 @@ def tuple_decoder(kind: Any, hook_for: HookFor) -> Decode:
         return tuple(items)
 
     return decode
+
+
+def named_tuple_decoder(kind: Any, hook_for: HookFor) -> Decode:
+    """A named tuple, which is an object on the wire."""
+    kinds = get_type_hints(kind, include_extras=True)
+    hooks = {name: hook_for(item_kind) for name, item_kind in kinds.items()}
+
+    def decode(value: Any, _: Any) -> Any:
+        if type(value) is not dict:
+            raise mismatch("an object", value)
+        items = {}
+        for name, hook in hooks.items():
+            if name in value:
+                try:
+                    items[name] = hook(value[name], kinds[name])
+                except InvalidRecord as error:
+                    raise below(name, error) from None
+            elif name not in kind._field_defaults:
+                raise InvalidRecord("is required", name)
+        return kind(**items)
+
+    return decode
+
+
+def records_decoder(make: Callable[..., Any], ranges: Mapping[str, IntRange], decode_each: Decode) -> Decode:
+    """Return the reader of a list of records that have nothing but their required integers, as KV blocks mostly do.
+
+    `ranges` are those of the integers by key, in the order of the record's parameters. All are checked column by column
+    (measured: a third of the time of one call for each record). A list that does not fit is left to `decode_each`,
+    which also raises with the place.
+    """
+    names = tuple(ranges)
+
+    def decode(value: Any, _: Any) -> Any:
+        if type(value) is not list or not value:
+            return decode_each(value, _)
+        try:
+            columns = [[record[name] for record in value] for name in names]
+            fits = max(map(len, value)) == len(names) and all(map(_are_integers, columns, ranges.values()))
+        except (KeyError, TypeError, IndexError):
+            fits = False
+        return list(map(make, *columns)) if fits else decode_each(value, _)
+
+    return decode
+
+
+def _are_integers(values: list[Any], limits: IntRange) -> bool:
+    if not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= limits.low and max(values) <= limits.high)
 
 
 def dict_decoder(kind: Any, hook_for: HookFor) -> Decode:

@@ -9,7 +9,7 @@ names the publisher of the events it answers for.
 
 from __future__ import annotations
 
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from attrs import frozen
 
@@ -98,28 +98,29 @@ class RecoveryReply:
     publisher_id: U64 | None = skip()
 
     def __attrs_post_init__(self) -> None:
-        if len(self._said()) != 1:
+        if len(self._answers()) != 1:
             raise InvalidRecord("expected exactly one answer")
 
     @classmethod
     def of(cls, answer: RecoveryAnswer, publisher_id: int | None = None) -> Self:
         """Return the reply that holds the answer."""
-        if isinstance(answer, RecoveredEvents):
-            return cls(events=answer, publisher_id=publisher_id)
-        if isinstance(answer, RecoveredTree):
-            return cls(tree=answer, publisher_id=publisher_id)
-        if isinstance(answer, TooNew):
-            return cls(too_new=answer, publisher_id=publisher_id)
-        if isinstance(answer, InvalidRange):
-            return cls(invalid_range=answer, publisher_id=publisher_id)
-        return cls(dump_failed=answer, publisher_id=publisher_id)
+        fields: dict[str, Any] = {_FIELDS[type(answer)]: answer}
+        return cls(**fields, publisher_id=publisher_id)
 
     @property
     def answer(self) -> RecoveryAnswer:
-        (said,) = self._said()
-        return said
+        (answer,) = self._answers()
+        return answer
 
-    def _said(self) -> list[RecoveryAnswer]:
-        values: list[RecoveryAnswer | None]
-        values = [self.events, self.tree, self.too_new, self.invalid_range, self.dump_failed]
-        return [value for value in values if value is not None]
+    def _answers(self) -> list[RecoveryAnswer]:
+        return [answer for name in _FIELDS.values() if (answer := getattr(self, name)) is not None]
+
+
+_FIELDS: dict[type[RecoveryAnswer], str] = {
+    RecoveredEvents: "events",
+    RecoveredTree: "tree",
+    TooNew: "too_new",
+    InvalidRange: "invalid_range",
+    DumpFailed: "dump_failed",
+}
+"""The field of a reply for each kind of answer."""

@@ -12,15 +12,17 @@ from operators.kv.load import (
     ActiveSequences,
     AddRequest,
     Applied,
+    Duration,
     Free,
     MarkPrefillCompleted,
+    PrefillLoadHint,
     SequenceEventData,
     SequenceLoad,
     apply_events,
 )
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument
-from pipeline.wire import from_json, from_msgpack, to_json, to_msgpack
+from pipeline.wire import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
 
 WORKER, ELSEWHERE = WorkerRank(7, 1), 2
 
@@ -105,7 +107,7 @@ def test_a_modelled_prompt_begins_when_it_is_heard_of() -> None:
 
 def test_an_untracked_prompt_counts_no_tokens() -> None:
     sequences = ActiveSequences()
-    take(sequences, event(AddRequest([1], track_prefill_tokens=False, prefill_tokens=9)))
+    take(sequences, event(AddRequest([1], track_prefill_tokens=False, prefill_load_hint=PrefillLoadHint(9))))
     assert sequences.project([], [WORKER], 0.0).prefill_tokens[0] == 0
 
 
@@ -113,8 +115,8 @@ def test_an_untracked_prompt_counts_no_tokens() -> None:
     "data",
     [
         AddRequest(),
-        AddRequest([1, 2**64 - 1], True, 100, 12),
-        AddRequest([], False, None, 12, 1.25),
+        AddRequest([1, 2**64 - 1], True, 100, PrefillLoadHint(12)),
+        AddRequest([], False, None, PrefillLoadHint(12, Duration.of(1.25))),
         MarkPrefillCompleted(),
         Free(),
     ],
@@ -127,7 +129,7 @@ def test_events_travel_and_come_back_equal(data: SequenceEventData) -> None:
 
 def test_the_wire_form_is_that_of_other_routers() -> None:
     told = ActiveSequenceEvent.added("r1", WORKER, SequenceLoad([1], 5, 1.5), 3)
-    assert told.to_wire() == {
+    assert to_plain(told) == {
         "request_id": "r1",
         "worker": {"worker_id": 7, "dp_rank": 1},
         "data": {
@@ -144,13 +146,12 @@ def test_the_wire_form_is_that_of_other_routers() -> None:
         "router_id": 3,
         "lora_name": None,
     }
-    assert event(Free()).to_wire()["data"] == "Free"
+    assert to_plain(event(Free()))["data"] == "Free"
 
 
 def test_absent_parts_have_their_defaults() -> None:
-    told = ActiveSequenceEvent.from_wire(
-        {"request_id": "r1", "worker": {"worker_id": 7}, "data": {"AddRequest": {}}, "router_id": 3, "more": 1}
-    )
+    plain = {"request_id": "r1", "worker": {"worker_id": 7}, "data": {"AddRequest": {}}, "router_id": 3, "more": 1}
+    told = from_plain(plain, ActiveSequenceEvent)
     assert told == ActiveSequenceEvent("r1", WorkerRank(7), AddRequest(), 3)
 
 
@@ -169,7 +170,7 @@ GOOD: dict[str, Any] = {"request_id": "r", "worker": {"worker_id": 1}, "data": "
         ({"data": "Add"}, "data"),
         ({"data": {"AddRequest": {}, "Free": {}}}, "data"),
         ({"data": {"AddRequest": {"token_sequence": "ab"}}}, "data.AddRequest.token_sequence"),
-        ({"data": {"AddRequest": {"token_sequence": [-1]}}}, "data.AddRequest.token_sequence"),
+        ({"data": {"AddRequest": {"token_sequence": [-1]}}}, "data.AddRequest.token_sequence[0]"),
         ({"data": {"AddRequest": {"track_prefill_tokens": 1}}}, "data.AddRequest.track_prefill_tokens"),
         (
             {"data": {"AddRequest": {"prefill_load_hint": {}}}},
