@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from engines import EngineConfig, GenerateContext, LLMEngine, RequestAdapter
+from engines import GenerateContext, RequestAdapter
 from pipeline import InvalidArgument
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import check_engine
+from tests.engines.worlds import Chunk, EndsOnKill, FunctionEngine
 
 pytestmark = pytest.mark.anyio
-
-Chunk = LLMEngineOutput
-Saying = Callable[[PreprocessedRequest, GenerateContext], Any]
-
-
-class Says(LLMEngine):
-    """An engine of one function, which counts its open generators."""
-
-    def __init__(self, saying: Saying) -> None:
-        self.saying = saying
-        self.open = 0
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="says")
-
-    def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
-        made = self.saying(request, context)
-        return made if isinstance(made, Awaitable) else self._counted(made)
-
-    async def _counted(self, made: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
-        self.open += 1
-        try:
-            async with aclosing(made) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            self.open -= 1
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
-
-
-class HearsKill(Says):
-    hears_kill = True
 
 
 async def _counts(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
@@ -100,14 +66,16 @@ async def _hears_kill(request: PreprocessedRequest, context: GenerateContext) ->
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Says(_counts),
-        lambda: Says(_ignores_kill),
-        lambda: Says(_sets_up),
-        lambda: HearsKill(_hears_kill),
+        lambda: FunctionEngine(_counts),
+        lambda: FunctionEngine(_ignores_kill),
+        lambda: FunctionEngine(_sets_up),
+        lambda: EndsOnKill(_hears_kill),
     ],
     ids=["counts", "ignores kill", "sets up", "hears kill"],
 )
-async def test_the_engine_contract_holds_whatever_the_engine_does(make: Callable[[], Says], details: bool) -> None:
+async def test_the_engine_contract_holds_whatever_the_engine_does(
+    make: Callable[[], FunctionEngine], details: bool
+) -> None:
     await check_engine(
         lambda: RequestAdapter(make(), details=details),
         request=PreprocessedRequest([1]),

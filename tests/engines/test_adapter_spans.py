@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
-import anyio
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from engines import DisaggregationMode, EngineConfig, GenerateContext, LLMEngine, RequestAdapter
+from engines import DisaggregationMode, GenerateContext, LLMEngine, RequestAdapter
 from pipeline import Context, Disconnected, InvalidArgument
-from pipeline.protocols import LLMEngineOutput, PrefillResult, PreprocessedRequest, TraceLink
+from pipeline.protocols import PrefillResult, PreprocessedRequest, TraceLink
+from tests.engines.worlds import Chunk, FunctionEngine, scripted
 
 pytestmark = pytest.mark.anyio
 
-Chunk = LLMEngineOutput
 DECODE, PREFILL, ENCODE = DisaggregationMode.DECODE, DisaggregationMode.PREFILL, DisaggregationMode.ENCODE
 
 
-class Steps(LLMEngine):
-    """Yields the chunks among its steps, raises the errors, sleeps for the numbers."""
-
-    def __init__(self, *steps: Any) -> None:
-        self.steps = steps
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="steps")
-
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
-        for step in self.steps:
-            if isinstance(step, Exception):
-                raise step
-            if isinstance(step, Chunk):
-                yield step
-            else:
-                await anyio.sleep(step)
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
-
-
-class Refuses(Steps):
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
-        raise InvalidArgument("not me")
+async def refuse(request: PreprocessedRequest, context: GenerateContext) -> Any:
+    raise InvalidArgument("not me")
 
 
 class Spans:
@@ -88,7 +63,7 @@ async def ask(engine: LLMEngine, request: PreprocessedRequest | None = None, **s
 
 async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
     """BE-64."""
-    await ask(Steps(0.25, Chunk.token(1), 0.01, Chunk.token(2), 0.03, Chunk([3, 4]), Chunk.length()), model="served")
+    await ask(scripted(0.25, Chunk.token(1), 0.01, Chunk.token(2), 0.03, Chunk([3, 4]), Chunk.length()), model="served")
     assert spans.said == {
         "model": "served",
         "input_tokens": 2,
@@ -107,21 +82,21 @@ async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
 
 async def test_one_chunk_with_tokens_leaves_no_gap_to_speak_of(spans: Spans) -> None:
     """BE-65."""
-    await ask(Steps(Chunk([]), Chunk.token(1), 1, Chunk.stop()))
+    await ask(scripted(Chunk([]), Chunk.token(1), 1.0, Chunk.stop()))
     assert spans.said["output_tokens"] == 1
     assert "ttft_ms" in spans.said
     assert not [name for name in spans.said if "itl" in name]
 
 
 async def test_without_details_there_is_the_span_alone(spans: Spans) -> None:
-    await ask(Steps(Chunk.token(1), Chunk.length()), details=False)
+    await ask(scripted(Chunk.token(1), Chunk.length()), details=False)
     assert spans.said == {}
     assert not spans.has_failed
 
 
 async def test_the_model_is_that_of_the_request_where_the_worker_names_none(spans: Spans) -> None:
     await ask(
-        Steps(Chunk.stop()), PreprocessedRequest([1], model="asked", prefill_result=PrefillResult({})), mode=DECODE
+        scripted(Chunk.stop()), PreprocessedRequest([1], model="asked", prefill_result=PrefillResult({})), mode=DECODE
     )
     assert (spans.said["model"], spans.said["disagg_role"]) == ("asked", "decode")
 
@@ -129,13 +104,13 @@ async def test_the_model_is_that_of_the_request_where_the_worker_names_none(span
 async def test_a_failed_set_up_is_told_as_such(spans: Spans) -> None:
     """BE-53."""
     with pytest.raises(InvalidArgument):
-        await ask(Refuses())
+        await ask(FunctionEngine(refuse))
     assert spans.said["error_kind"] == "setup_failed"
     assert spans.has_failed
 
 
 async def test_an_error_among_the_chunks_is_told_by_its_type(spans: Spans) -> None:
-    await ask(Steps(Chunk.token(1), Disconnected("lost")))
+    await ask(scripted(Chunk.token(1), Disconnected("lost")))
     assert spans.said["error_kind"] == "Disconnected"
     assert (spans.said["cancelled"], spans.said["output_tokens"]) == (False, 1)
     assert "finish_reason" not in spans.said
@@ -145,7 +120,7 @@ async def test_an_error_among_the_chunks_is_told_by_its_type(spans: Spans) -> No
 @pytest.mark.parametrize("items", [0, 1])
 async def test_a_stream_that_its_reader_leaves_is_dropped(spans: Spans, items: int) -> None:
     """BE-62."""
-    adapter = RequestAdapter(Steps(Chunk.token(1), Chunk.stop()), details=True)
+    adapter = RequestAdapter(scripted(Chunk.token(1), Chunk.stop()), details=True)
     async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
         for _ in range(items):
             await anext(stream)
@@ -155,7 +130,7 @@ async def test_a_stream_that_its_reader_leaves_is_dropped(spans: Spans, items: i
 
 
 async def test_a_dropped_stream_ends_its_span_without_details_too(spans: Spans) -> None:
-    adapter = RequestAdapter(Steps(Chunk.token(1), Chunk.stop()))
+    adapter = RequestAdapter(scripted(Chunk.token(1), Chunk.stop()))
     async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
         await anext(stream)
     assert spans.has_failed
@@ -166,7 +141,7 @@ async def test_a_request_that_was_given_up_is_cancelled_and_no_failure(
     spans: Spans, verb: str, finish: str | None
 ) -> None:
     asked = Context(PreprocessedRequest([1]))
-    async with await RequestAdapter(Steps(Chunk.token(1)), details=True).generate(asked) as stream:
+    async with await RequestAdapter(scripted(Chunk.token(1)), details=True).generate(asked) as stream:
         await anext(stream)
         getattr(asked, verb)()
         assert len([item async for item in stream]) == (verb == "stop")
@@ -176,14 +151,14 @@ async def test_a_request_that_was_given_up_is_cancelled_and_no_failure(
 
 async def test_a_stop_behind_the_terminal_chunk_cancels_nothing_any_more(spans: Spans) -> None:
     asked = Context(PreprocessedRequest([1]))
-    async with await RequestAdapter(Steps(Chunk.length()), details=True).generate(asked) as stream:
+    async with await RequestAdapter(scripted(Chunk.length()), details=True).generate(asked) as stream:
         await anext(stream)
         asked.stop()
     assert (spans.said["cancelled"], spans.said["finish_reason"]) == (False, "length")
 
 
 async def test_a_reader_that_leaves_at_the_terminal_chunk_has_dropped_nothing(spans: Spans) -> None:
-    adapter = RequestAdapter(Steps(Chunk.stop()), details=True)
+    adapter = RequestAdapter(scripted(Chunk.stop()), details=True)
     async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
         await anext(stream)
     assert (spans.said["cancelled"], spans.said["finish_reason"]) == (False, "stop")
@@ -198,7 +173,7 @@ LINK = TraceLink("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 async def test_a_migrated_request_is_linked_to_the_worker_before(spans: Spans) -> None:
     """BE-67."""
-    await ask(Steps(Chunk.stop()), PreprocessedRequest([1], migration_link=LINK), details=False)
+    await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=LINK), details=False)
     assert spans.said == {"migration.trace_id": LINK.trace_id, "migration.span_id": LINK.span_id}
     (link,) = spans.one.links
     assert (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") == (LINK.trace_id, LINK.span_id)
@@ -206,27 +181,27 @@ async def test_a_migrated_request_is_linked_to_the_worker_before(spans: Spans) -
 
 async def test_a_link_may_be_written_in_capitals(spans: Spans) -> None:
     link = TraceLink(LINK.trace_id.upper(), LINK.span_id.upper())
-    await ask(Steps(Chunk.stop()), PreprocessedRequest([1], migration_link=link), details=False)
+    await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=link), details=False)
     assert spans.said == {"migration.trace_id": link.trace_id, "migration.span_id": link.span_id}
     assert [f"{each.context.trace_id:032x}" for each in spans.one.links] == [LINK.trace_id]
 
 
 async def test_ids_that_are_no_hex_are_told_but_not_linked(spans: Spans) -> None:
-    await ask(Steps(Chunk.stop()), PreprocessedRequest([1], migration_link=TraceLink("x", "y")), details=False)
+    await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=TraceLink("x", "y")), details=False)
     assert spans.said == {"migration.trace_id": "x", "migration.span_id": "y"}
     assert not spans.one.links
 
 
 async def test_a_request_that_did_not_migrate_has_neither(spans: Spans) -> None:
     """BE-68."""
-    await ask(Steps(Chunk.stop()), details=False)
+    await ask(scripted(Chunk.stop()), details=False)
     assert spans.said == {}
     assert not spans.one.links
 
 
 async def test_the_first_chunk_with_tokens_carries_the_span(spans: Spans) -> None:
     """BE-71."""
-    chunks = await ask(Steps(Chunk([]), Chunk.token(1), Chunk.token(2), Chunk.stop()))
+    chunks = await ask(scripted(Chunk([]), Chunk.token(1), Chunk.token(2), Chunk.stop()))
     ids = spans.one.context
     assert ids is not None
     link = TraceLink(f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
@@ -234,7 +209,7 @@ async def test_the_first_chunk_with_tokens_carries_the_span(spans: Spans) -> Non
 
 
 async def test_a_link_that_the_engine_has_set_stays(spans: Spans) -> None:
-    (chunk,) = await ask(Steps(Chunk([1], finish_reason=Chunk.stop().finish_reason, worker_trace_link=LINK)))
+    (chunk,) = await ask(scripted(Chunk([1], finish_reason=Chunk.stop().finish_reason, worker_trace_link=LINK)))
     assert chunk.worker_trace_link == LINK
     assert spans.one
 
@@ -242,7 +217,7 @@ async def test_a_link_that_the_engine_has_set_stays(spans: Spans) -> None:
 async def test_a_chunk_that_the_engine_says_to_every_request_stays_its_own(spans: Spans) -> None:
     """The link of one request would be seen by the next one."""
     always = Chunk.token(1)
-    engine = Steps(always, always, Chunk.stop())
+    engine = scripted(always, always, Chunk.stop())
     for answers in (1, 2):
         chunks = await ask(engine)
         assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False]
@@ -261,18 +236,18 @@ async def test_a_chunk_that_the_engine_says_to_every_request_stays_its_own(spans
 async def test_where_no_tokens_are_due_the_terminal_chunk_carries_it(
     spans: Spans, mode: DisaggregationMode, last: Any, is_stamped: bool
 ) -> None:
-    (chunk,) = await ask(Steps(last()), mode=mode)
+    (chunk,) = await ask(scripted(last()), mode=mode)
     assert (chunk.worker_trace_link is not None) is is_stamped
     assert spans.one
 
 
 async def test_only_one_chunk_carries_it(spans: Spans) -> None:
-    chunks = await ask(Steps(Chunk.token(1), Chunk.stop()), mode=PREFILL)
+    chunks = await ask(scripted(Chunk.token(1), Chunk.stop()), mode=PREFILL)
     assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False]
     assert spans.one
 
 
 async def test_without_tracing_no_chunk_carries_a_link() -> None:
     """BE-70."""
-    chunks = await ask(Steps(Chunk.token(1), Chunk.stop()))
+    chunks = await ask(scripted(Chunk.token(1), Chunk.stop()))
     assert [chunk.worker_trace_link for chunk in chunks] == [None, None]

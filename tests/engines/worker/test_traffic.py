@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,35 +10,15 @@ from typing import Any
 
 import pytest
 
-from engines import DisaggregationMode, EchoEngine, EngineConfig, GenerateContext, LLMEngine, RequestAdapter, as_engine
+from engines import DisaggregationMode, EchoEngine, LLMEngine, RequestAdapter, as_engine
 from engines.worker import ProbeEngine, bos_token_id, health_payload, is_probe, payload_from_text, stamp
 from pipeline import Annotated, Context, InvalidArgument
 from pipeline.errors import BackendUnknown
-from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import check_engine
+from tests.engines.worlds import Chunk, scripted
 
 pytestmark = pytest.mark.anyio
-
-Chunk = LLMEngineOutput
-
-
-class Says(LLMEngine):
-    """Says these chunks, whatever it is asked."""
-
-    def __init__(self, *chunks: Chunk) -> None:
-        self.chunks = chunks
-        self.asked: list[PreprocessedRequest] = []
-
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="says")
-
-    async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
-        self.asked.append(request)
-        for chunk in self.chunks:
-            yield chunk
-
-    async def cleanup(self) -> None:
-        """There is nothing to release."""
 
 
 async def probed(engine: LLMEngine, payload: Any, **settings: Any) -> list[Annotated[Chunk]]:
@@ -115,15 +95,15 @@ def test_a_payload_may_be_text_or_a_file(tmp_path: Path) -> None:
 
 
 async def test_a_probe_is_read_and_answered_as_any_request() -> None:
-    engine = Says(Chunk.token(4), Chunk.length())
+    engine = scripted(Chunk.token(4), Chunk.length())
     items = await probed(engine, stamp({"token_ids": [1]}))
     assert [item.data for item in items] == [Chunk.token(4), Chunk.length()]
-    assert engine.asked == [PreprocessedRequest([1], is_probe=True)]
+    assert [payload for payload, _ in engine.calls] == [PreprocessedRequest([1], is_probe=True)]
 
 
 async def test_a_chunk_that_finished_with_an_error_becomes_an_error_item_and_the_last() -> None:
     """BE-73."""
-    items = await probed(Says(Chunk.token(4), Chunk.error("x")), stamp({"token_ids": [1]}))
+    items = await probed(scripted(Chunk.token(4), Chunk.error("x")), stamp({"token_ids": [1]}))
     assert items[0].data == Chunk.token(4)
     error = items[1].extract_error()
     assert (type(error), str(error), len(items)) == (BackendUnknown, "x", 2)
@@ -132,10 +112,10 @@ async def test_a_chunk_that_finished_with_an_error_becomes_an_error_item_and_the
 @pytest.mark.parametrize("payload", [{}, {"token_ids": "text"}, {"token_ids": [1], "_HEALTH_CHECK": 1}, [1], None, "x"])
 async def test_a_payload_that_is_no_request_is_an_error_item(payload: Any) -> None:
     """BE-74."""
-    engine = Says(Chunk.stop())
+    engine = scripted(Chunk.stop())
     (item,) = await probed(engine, payload)
     assert isinstance(item.extract_error(), InvalidArgument)
-    assert engine.asked == []
+    assert engine.calls == []
 
 
 async def test_a_decode_worker_answers_its_probe_without_a_prefill() -> None:
