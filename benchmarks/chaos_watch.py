@@ -70,8 +70,8 @@ def _of_routers(opened: OpenGraph) -> dict[str, int]:
         routers["prefill"] = cast(KvPushRouter, branch[KvPushRouter])
         found["prefills under way"] = stage.prefills
     for pool, router in routers.items():
-        found[f"bookings of the {pool} router"] = len(router.chooser.sequences)
-        found[f"requests waiting in the {pool} router"] = router.chooser.waiting_requests
+        found[f"bookings of the {pool} router"] = len(router.router.loads)
+        found[f"requests waiting in the {pool} router"] = len(router.router.queue)
     return found
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from random import Random
 
 from operators import Detokenize, KvPrefill, KvPushRouter, Migration, Model, PrefillRouter, PushPrefill, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.prefill import PrefillPool
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
 from pipeline.network import static_workers
@@ -74,8 +74,8 @@ async def _pool(kind: str) -> AsyncIterator[PrefillPool | None]:
         yield PushPrefill(push) if kind == "push" else None
         return
     config = KvRouterConfig(use_kv_events=False, router_track_active_blocks=False)
-    with KvRouter(workers, config, block_size_tokens=BLOCK_TOKENS, rng=Random(3), worker_type="prefill") as chooser:
-        yield KvPrefill(chooser, KvPushRouter(chooser) >> push)
+    with kv_router(workers, config, block_size_tokens=BLOCK_TOKENS, rng=Random(3), worker_type="prefill") as kv:
+        yield KvPrefill(kv, KvPushRouter(kv) >> push)
 
 
 async def _per_item(graphs: Sequence[AnyGraph]) -> list[float]:

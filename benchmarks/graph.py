@@ -20,7 +20,7 @@ import anyio
 
 from engines import EchoEngine, as_engine
 from operators import Detokenize, KvPushRouter, Model, PushRouter
-from operators.kv import KvRouter, KvRouterConfig, PromptBlocks, RouterMetrics
+from operators.kv import KvRouterConfig, PromptBlocks, RouterMetrics, kv_router
 from pipeline import Annotated, AsyncEngine, Context, Segment
 from pipeline.network import Runtime, static_workers
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest, StopConditions
@@ -66,17 +66,17 @@ async def kv_routed(*, by_events: bool) -> AsyncIterator[Routed]:
     async with as_engine(EchoEngine()) as engine:
         workers = static_workers(dict.fromkeys(range(WORKERS), engine))
         push = PushRouter(workers)
-        with KvRouter(
+        with kv_router(
             workers,
             KvRouterConfig(use_kv_events=by_events),
             block_size_tokens=BLOCK_TOKENS,
             routable=push.standing.routable,
             overloaded=push.standing.overloaded,
             rng=Random(1),
-        ) as chooser:
-            if chooser.overlap.feed is not None:
-                chooser.overlap.feed.index.apply(_prompt_stored().as_event())
-            stage = KvPushRouter(chooser, metrics=RouterMetrics(perf_s=perf_counter))
+        ) as kv:
+            if kv.lookup.feed is not None:
+                kv.lookup.feed.index.apply(_prompt_stored().as_event())
+            stage = KvPushRouter(kv, metrics=RouterMetrics(perf_s=perf_counter))
             yield stage >> push
 
 

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from operators.kv import KvIndex, KvRouter, KvRouterConfig, PromptBlocks, RouteRequest, WorkerRank
+from operators.kv import KvIndex, KvRouter, KvRouterConfig, PromptBlocks, RouteRequest, WorkerRank, kv_router
 from pipeline.network import static_workers
 from pipeline.testing import ScriptedEngine
 
@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
 def _ours(workers: list[int]) -> KvRouter:
     config = KvRouterConfig(use_kv_events=False, router_ttl_secs=FOREVER_S, router_max_tree_size=2**30)
     pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in workers})
-    return KvRouter(pool, config, block_size_tokens=BLOCK_TOKENS, rng=Random(1))
+    return kv_router(pool, config, block_size_tokens=BLOCK_TOKENS, rng=Random(1))
 
 
 # -- the other router
@@ -123,7 +123,7 @@ async def _seconds(workers: int) -> list[float]:
             blocks = PromptBlocks(tokens, BLOCK_TOKENS)
             pairs = list(zip(blocks.sequence_hashes, blocks.local_hashes, strict=True))
             stored = Stored(rank.worker_id, number + 1, None, pairs)
-            ours.overlap.record(rank, blocks, 0.0)
+            ours.lookup.record(rank, blocks, 0.0)
             index.apply(stored.as_event())
             if library is not None:
                 tree.apply_event(rank.worker_id, stored.as_json())

@@ -23,6 +23,7 @@ from operators.kv import (
     PromptBlocks,
     RouteRequest,
     WorkerRank,
+    kv_router,
 )
 from operators.kv.load import SequenceLoad
 from pipeline.network import static_workers
@@ -39,7 +40,7 @@ BUSY_WITH_ANY_PROMPT = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0
 def _router() -> KvRouter:
     pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in range(WORKERS + 1)})
     config = KvRouterConfig(use_kv_events=False)
-    return KvRouter(pool, config, block_size_tokens=BLOCK_TOKENS, profile=BUSY_WITH_ANY_PROMPT, rng=Random(1))
+    return kv_router(pool, config, block_size_tokens=BLOCK_TOKENS, profile=BUSY_WITH_ANY_PROMPT, rng=Random(1))
 
 
 def _request(number: int, **rules: object) -> RouteRequest:
@@ -47,7 +48,7 @@ def _request(number: int, **rules: object) -> RouteRequest:
 
 
 async def _wait_for_one_of(router: KvRouter, request: RouteRequest, number: int) -> None:
-    await router.find_best_match(request, request_id=f"w{number}")
+    await router.reserve(request, request_id=f"w{number}")
 
 
 async def _look_s(lanes: bool, is_taken_and_freed: bool) -> float:
@@ -55,16 +56,16 @@ async def _look_s(lanes: bool, is_taken_and_freed: bool) -> float:
     random, router, best = Random(1), _router(), float("inf")
     all_workers = list(range(WORKERS))
     for worker_id in all_workers:
-        await router.find_best_match(_request(worker_id, worker_id=worker_id), request_id=f"b{worker_id}")
+        await router.reserve(_request(worker_id, worker_id=worker_id), request_id=f"b{worker_id}")
     async with anyio.create_task_group() as tasks:
         for number in range(WAITING):
             allowed = frozenset(random.sample(all_workers, ALLOWED) if lanes else all_workers)
             tasks.start_soon(_wait_for_one_of, router, _request(number, allowed_worker_ids=allowed), number)
-        while router.waiting_requests < WAITING:
+        while len(router.queue) < WAITING:
             await checkpoint()
         for _ in range(REPEATS):
             best = min(best, await _timed(router, is_taken_and_freed))
-        assert router.waiting_requests == WAITING
+        assert len(router.queue) == WAITING
         tasks.cancel_scope.cancel()
     return best
 
@@ -73,15 +74,15 @@ async def _timed(router: KvRouter, is_taken_and_freed: bool) -> float:
     took = 0.0
     for _ in range(LOOKS):
         if is_taken_and_freed:
-            load = router.sequences.book("other", WorkerRank(WORKERS), SequenceLoad((), BLOCK_TOKENS), 0.0)
+            load = router.loads.sequences.book("other", WorkerRank(WORKERS), SequenceLoad((), BLOCK_TOKENS), 0.0)
             took -= perf_counter()
-            router._admission.drain()
-            load.release(0.0)
-            router._admission.drain()
+            router.queue.drain()
+            router.loads.sequences.release(load, 0.0)
+            router.queue.drain()
             took += perf_counter()
         else:
             took -= perf_counter()
-            router._admission.drain()
+            router.queue.drain()
             took += perf_counter()
     return took / LOOKS
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from engines import DisaggregationMode, as_engine
 from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs, handoff_order
 from operators import Detokenize, KvPrefill, KvPushRouter, Migration, Model, PrefillRouter, Preprocess, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from pipeline import Context
 from pipeline.network import static_workers
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
@@ -32,15 +32,15 @@ model = Model.byte_level("mock")
 settings = KvRouterConfig(use_kv_events=False)
 prefill_workers = static_workers({0: engines[0], 1: engines[1]}, name="prefill")
 decode_workers = static_workers({2: engines[2], 3: engines[3]}, name="decode")
-prefill_chooser = KvRouter(prefill_workers, settings, block_size_tokens=64, worker_type="prefill")
-chooser = KvRouter(decode_workers, settings, block_size_tokens=64, worker_type="decode")
+prefill_chooser = kv_router(prefill_workers, settings, block_size_tokens=64, worker_type="prefill")
+router = kv_router(decode_workers, settings, block_size_tokens=64, worker_type="decode")
 
 
 def declared(scheduler: AnyIOScheduler) -> StandardGraph:
     pool = KvPrefill(prefill_chooser, KvPushRouter(prefill_chooser) >> PushRouter(prefill_workers))
     prefill = PrefillRouter(pool, prefill_workers.changes(), scheduler=scheduler)
     text = Preprocess(model) >> Migration(limit=3) >> Detokenize(model)
-    return text >> prefill >> KvPushRouter(chooser) >> PushRouter(decode_workers)
+    return text >> prefill >> KvPushRouter(router) >> PushRouter(decode_workers)
 
 
 async def main() -> None:

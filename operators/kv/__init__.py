@@ -21,7 +21,8 @@ from .events import (
     decode_frames,
     recovery_workers,
 )
-from .index import ApproxIndex, KvIndex, KvIndexError, Overlap
+from .factory import kv_router
+from .index import KvIndex, Overlap, PredictedIndex
 from .load import ActiveSequences, ReplicaSync
 from .lookup import kv_events
 from .metrics import RouterMetrics
@@ -30,7 +31,7 @@ from .pool import RoutingRules, WorkerPool, adapters_of, configs_of
 from .prompt import PromptBlocks
 from .queue import PolicyClass, PolicyDocument, PolicyProfile
 from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shared_hashes
-from .reservation import Placement, ends_badly
+from .reservation import Reservation, ends_badly
 from .router import KvRouter
 from .selection import Decision, WorkerType
 from .service import RouterGauges, RouterService
@@ -40,7 +41,6 @@ from .types import WorkerRank
 __all__ = [
     "ROUTER_DECISION",
     "ActiveSequences",
-    "ApproxIndex",
     "BookingError",
     "ConditionalPolicy",
     "Decision",
@@ -50,21 +50,21 @@ __all__ = [
     "EventFeed",
     "EventLog",
     "KvIndex",
-    "KvIndexError",
     "KvPushRouter",
     "KvRecovery",
     "KvRouter",
     "KvRouterConfig",
     "Overlap",
-    "Placement",
     "PolicyClass",
     "PolicyDocument",
     "PolicyProfile",
+    "PredictedIndex",
     "PromptBlocks",
     "QueueRejected",
     "RepairLimits",
     "ReplicaSync",
     "RequestNotFound",
+    "Reservation",
     "RouteRequest",
     "RouterGauges",
     "RouterMetrics",
@@ -84,6 +84,7 @@ __all__ = [
     "ends_badly",
     "hash_beside_the_loop",
     "kv_events",
+    "kv_router",
     "overlap_refresh_after_s",
     "recovery_workers",
     "share_hashes",

@@ -1,4 +1,4 @@
-"""OverlapSource: what of a prompt each rank has cached, from events, from our own routing, or from both.
+"""PrefixLookup: what of a prompt each rank has cached, from events, from our own routing, or from both.
 
     use_kv_events        index, fed by the event feed       with a predicted time to live also what was routed
     otherwise            what was routed, for router_ttl_secs
@@ -19,28 +19,38 @@ from pipeline.rx import Disposable, DisposableBase, Observable
 
 from .config import KvRouterConfig
 from .events import Counted, EventFeed, Recover
-from .index import ApproxIndex, KvIndex, Overlap, deepest
+from .index import KvIndex, Overlap, PredictedIndex, deepest
 from .prompt import PromptBlocks
 from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
 
-class OverlapSource:
-    """See the module. `recover` asks a worker for what was lost; without one every rank begins with what arrives.
+class PrefixLookup:
+    """The cached prefixes of one router's workers, and how their prompts are cut into blocks. See the module.
 
-    `counted` hears what became of each event.
+    `recover` requests lost events from a worker; without it every rank begins with what arrives. `on_event` is called
+    with the type of each event and what became of it.
     """
 
-    def __init__(self, config: KvRouterConfig, recover: Recover | None = None, counted: Counted | None = None) -> None:
-        by_events = config.has_index and config.use_kv_events
+    def __init__(
+        self,
+        config: KvRouterConfig,
+        block_size_tokens: int,
+        *,
+        is_eagle: bool = False,
+        recover: Recover | None = None,
+        on_event: Counted | None = None,
+    ) -> None:
+        self.block_size_tokens, self.is_eagle = block_size_tokens, is_eagle
+        self.has_index = config.has_index
         self.feed = None
-        if by_events:
-            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=counted or _uncounted)
+        if config.has_index and config.use_kv_events:
+            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=on_event or _uncounted)
         ttl_s = config.router_predicted_ttl_secs if config.use_kv_events else config.router_ttl_secs
-        self._routed: ApproxIndex | None = None
+        self._routed: PredictedIndex | None = None
         if config.has_index and ttl_s is not None:
-            self._routed = ApproxIndex(
+            self._routed = PredictedIndex(
                 ttl_s, limit_blocks=config.router_max_tree_size, pruned_share=config.router_prune_target_ratio
             )
         self._ranks: Mapping[int, range] = {}
@@ -66,12 +76,12 @@ class OverlapSource:
             _log.warning("what %s was given is not recorded: %s", rank, error)
 
     def expire(self, now_s: float) -> None:
-        """Forgets what has had its time."""
+        """Evict what was routed longer ago than its time to live."""
         if self._routed is not None:
             self._routed.expire(now_s)
 
     def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
-        """Forgets the workers that are gone and the ranks there are no more, and hears those there are."""
+        """Drop the workers that are gone and the ranks that no longer exist, and follow the others."""
         for worker_id in gone:
             if self.feed is not None:
                 self.feed.remove_worker(worker_id)
@@ -98,7 +108,7 @@ class OverlapSource:
         return events.subscribe(partial(self._receive, self.feed))
 
     async def run(self) -> None:
-        """Asks workers for what was lost, until cancelled; returns at once where there is no feed."""
+        """Recover lost events from the workers, until cancelled; return at once without a feed."""
         if self.feed is not None:
             await self.feed.run()
 

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from attrs import frozen
+
 from pipeline import Context
-from pipeline.protocols import RequestTracker
+from pipeline.protocols import RequestPhase, RequestTracker
 from pipeline.telemetry import Buckets, Instrument, Metrics, OpenSpan
 
 from .errors import LimitKind, QueueRejected
@@ -62,13 +64,16 @@ def overhead_recorders(meter: Any, router_id: str) -> Recorders:
 
 
 class RoutingSteps:
-    """The steps of one search, one after another: `with steps.step("scheduling"): ...`, then `end`.
+    """The steps of one search, timed and traced; a context manager around the search.
 
-    A step begins where the one before ended. One that fails is not timed, nor is the search then. `request` is the
-    one the spans hang below; without it, or if it is not traced, there are none.
+        with steps:                           # a span around the search; those of the steps hang below it
+            steps.begin("block_hashing") ...  # ends the step before
+            steps.end()
+
+    A step that fails is not timed, nor is the search then. A request that is not traced has no spans.
     """
 
-    __slots__ = ("_began_s", "_last_s", "_now_s", "_record_ms", "_request", "_span", "_step", "_tracer")
+    __slots__ = ("_began_s", "_last_s", "_now_s", "_record_ms", "_refused", "_request", "_search", "_step", "_tracer")
 
     def __init__(
         self,
@@ -77,40 +82,61 @@ class RoutingSteps:
         *,
         request: Context[Any] | None = None,
         tracer: Any = None,
+        refused: Callable[[QueueRejected], object] | None = None,
     ) -> None:
-        self._now_s, self._record_ms = now_s, record_ms
+        self._now_s, self._record_ms, self._refused = now_s, record_ms, refused
         self._request = None if request is None or request.trace is None else request
         self._tracer = tracer
-        self._step: Step = "scheduling"
-        self._span: OpenSpan | None = None
+        self._step: tuple[Step, OpenSpan | None] | None = None
+        self._search: OpenSpan | None = None
         self._began_s = self._last_s = 0.0 if record_ms is None else now_s()
 
-    def step(self, step: Step) -> Self:
-        """The step that comes now, to be used in `with`."""
-        self._step = step
+    def begin(self, step: Step) -> None:
+        """End the step before, and begin this one."""
+        if self._record_ms is None and self._request is None:
+            return
+        self._end_step()
+        span = None
         if self._request is not None and step in SPANS:
-            self._span = OpenSpan(self._request, SPANS[step], tracer=self._tracer)
-        return self
+            above = self._request if self._search is None else self._search.context
+            span = OpenSpan(above, SPANS[step], tracer=self._tracer)
+        self._step = step, span
 
     def end(self) -> None:
-        """All steps are done."""
+        """End the last step, and the search."""
+        self._end_step()
         if self._record_ms is not None:
             self._record_ms["total"](1000 * (self._last_s - self._began_s))
 
     def __enter__(self) -> Self:
+        if self._request is not None:
+            self._search = OpenSpan(self._request, "kv_router.select_worker", tracer=self._tracer)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (span := self._span) is not None:
-            self._span = None
-            if error is not None:
-                span.fails(error)
+        if error is not None and self._refused is not None and isinstance(error, QueueRejected):
+            self._refused(error)
+        for span in () if self._request is None else (self._step and self._step[1], self._search):
+            if span is not None:
+                if error is not None:
+                    span.fails(error)
+                span.end()
+
+    def _end_step(self) -> None:
+        if self._step is None:
+            return
+        (step, span), self._step = self._step, None
+        if span is not None:
             span.end()
-        if error is None and self._record_ms is not None:
+        if self._record_ms is not None:
             before_s, self._last_s = self._last_s, self._now_s()
-            self._record_ms[self._step](1000 * (self._last_s - before_s))
+            self._record_ms[step](1000 * (self._last_s - before_s))
+
+
+UNTIMED = RoutingSteps(lambda: 0.0)
+"""For a search that is neither timed nor traced; it keeps nothing and may be shared."""
 
 
 PREFIX = "dynamo_component_router"
@@ -238,8 +264,9 @@ class RouterMetrics:
         self._begin(policy_classes)
 
     def steps(self, now_s: Callable[[], float], request: Context[Any], tracer: Any = None) -> RoutingSteps:
-        """Times a search for a worker; its spans hang below the request's."""
-        return RoutingSteps(self._perf_s or now_s, self._overhead_ms, request=request, tracer=tracer)
+        """Time a search for a worker; its spans hang below the request's."""
+        clock = self._perf_s or now_s
+        return RoutingSteps(clock, self._overhead_ms, request=request, tracer=tracer, refused=self.refused)
 
     def routed(self, input_tokens: int, tracker: RequestTracker | None, decision: Decision) -> None:
         """A request was booked."""
@@ -301,6 +328,47 @@ class RouterMetrics:
                 "kv_cache_events_applied", **self._place, event_type=event_type, status=status
             )
         return known
+
+
+@frozen
+class RequestMeter:
+    """What one dispatched request reports: to its tracker, if it has one, and to the router's instruments.
+
+    `phase` is that of this dispatch: the tracker goes on to the next one while a prefill still runs. The length of the
+    answer and its end are recorded by its decode only, however late the prefill ends.
+    """
+
+    metrics: RouterMetrics
+    tracker: RequestTracker | None
+    phase: RequestPhase
+
+    def first_token(self) -> None:
+        """The first token arrived."""
+        if (tracker := self.tracker) is None:
+            return
+        tracker.record_first_token()
+        self.metrics.first_token(tracker)
+        if self.phase is RequestPhase.PREFILL:
+            tracker.record_prefill_complete()
+        elif self.phase is RequestPhase.DECODE and tracker.record_decode_first_token():
+            self.metrics.blocks_arrived(tracker)
+
+    def block_filled(self, output_tokens: int) -> None:
+        """The output filled another block."""
+        if (tracker := self.tracker) is not None and self.phase is not RequestPhase.PREFILL:
+            tracker.record_osl(output_tokens)
+            tracker.record_finish()
+            self.metrics.block_of_output(tracker)
+
+    def ended(self, output_tokens: int) -> None:
+        """The stream ended, in any way. May be called in a plain callback of the loop."""
+        self.metrics.ended(output_tokens)
+
+    def finished(self, output_tokens: int) -> None:
+        """The stream ended; record when, by the loop's clock."""
+        if (tracker := self.tracker) is not None and self.phase is not RequestPhase.PREFILL:
+            tracker.record_finish()
+            tracker.record_osl(output_tokens)
 
 
 def shown_type(worker_type: WorkerType) -> str:

@@ -1,10 +1,9 @@
-"""KvPushRouter: asks the chooser, sends direct, and keeps account until the stream ends."""
+"""KvPushRouter: reserves the best worker for a request, sends it there, and accounts for its stream."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
-from functools import partial
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -35,172 +34,164 @@ from pipeline.telemetry import annotate
 
 from ..pool import Next, Output, assign_worker
 from ..records import copied
-from .errors import QueueRejected
-from .metrics import RouterMetrics, span_below
+from .metrics import RequestMeter, RouterMetrics, span_below
 from .request import RouteRequest, hash_beside_the_loop, with_shared_hashes
-from .reservation import Placement, RequestAccount, ends_badly
+from .reservation import Reservation, ends_badly
 from .router import KvRouter
 from .selection import Decision
-from .sessions import SESSION_HEADER, Entered, First, Sessions, check_explicit, may_retry_unpinned, session_id_of
+from .sessions import SESSION_HEADER, Claimed, Entered, Sessions, check_explicit, may_retry_unpinned, session_id_of
 from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
 ROUTER_DECISION = "router_decision"
-"""Annotation that asks for an event of this name before the answer: where the request goes, and why."""
+"""Annotation that requests an event of this name before the answer: the chosen worker, and why."""
 
 
 class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):
-    """Sends each request to the worker that is best for it, and keeps the chooser's account of it.
+    """Sends each request to the worker that is best for it, and holds its reservation until the stream ends.
 
-        request ──► worker chosen, booked; routing.dp_rank set ──► that worker, by PushRouter
-        stream  ◄── items unchanged, counted                   ◄──
+        request ──► worker reserved; routing.dp_rank set ──► that worker, by PushRouter
+        stream  ◄── items unchanged, counted             ◄──
 
     Stands above PushRouter, which sends the request to the worker assigned to it in every mode. Three ways:
 
-    1. annotation `query_instance_id:`: one item that says where the request would go; nothing is booked, sent, counted
+    1. annotation `query_instance_id:`: one item with the worker it would go to; nothing is booked, sent or counted
     2. `routing` names a worker for this phase: there, if it may take the request
-    3. otherwise: where the chooser finds it best
+    3. otherwise: the best worker, as the router selects it
 
     With `router_decision` among the annotations the reasons come first on the stream; a traced request has them as
-    attributes of this stage's span. Where the chooser keeps sessions, requests of one session (`X-Dynamo-Session-ID` in
+    attributes of this stage's span. Where the router keeps sessions, requests of one session (`X-Dynamo-Session-ID` in
     the metadata) go where the first went.
 
-    Raises what `KvRouter.find_best_match` and `PushRouter` raise. A stop or kill while the request waits for
-    room raises Cancelled, and so does a prefill that is stopped when its turn comes; later both are the worker's
-    business, and what a stop leaves is delivered. What is booked is released once, on every way out, before an error or
-    an item that says the answer failed is shown.
+    Raises what `KvRouter.reserve` and `PushRouter` raise. A stop or kill while the request waits for room raises
+    Cancelled, and so does a prefill that is stopped when its turn comes; later a stop is the worker's to handle, and
+    what it leaves is delivered. A reservation is released once, on every way out, before an error or an item that ends
+    the answer badly is shown.
 
     Source: dynamo lib/llm/src/kv_router/push_router.rs, KvPushRouter. Other than there a failed dispatch leaves no
     booking, an id that is booked already is an error, and queries are not counted.
     """
 
-    def __init__(self, chooser: KvRouter, *, metrics: RouterMetrics | None = None, tracer: Any = None) -> None:
-        self.chooser = chooser
-        self._metrics = RouterMetrics(worker_type=chooser.worker_type) if metrics is None else metrics
+    def __init__(self, router: KvRouter, *, metrics: RouterMetrics | None = None, tracer: Any = None) -> None:
+        """`metrics` and `tracer` are by default those of the global providers."""
+        self.router = router
+        self._metrics = RouterMetrics(worker_type=router.worker_type) if metrics is None else metrics
         self._tracer = tracer
 
     async def generate(
         self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
     ) -> ResponseStream[Output]:
         payload = request.payload
-        asked = self.chooser.route_request(payload, _phase(payload.tracker), request.metadata)
-        route = with_shared_hashes(asked, request)
+        route = self.router.route_request(payload, _phase(payload.tracker), request.metadata)
+        route = with_shared_hashes(route, request)
         await hash_beside_the_loop(route, request)
-        session_id = None if self.chooser.sessions is None else session_id_of(_session(request.metadata))
+        session_id = None if self.router.sessions is None else session_id_of(_session(request.metadata))
         if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self._answer(request, route, session_id)
         if session_id is None:
-            return (await self._routed(request, route, next))[0]
+            return await self._serve(request, route, next)
         return await self._in_session(request, route, session_id, next)
 
-    # -- 1: only asked
+    # -- 2 and 3: reserved and sent
+
+    async def _serve(
+        self, request: Context[PreprocessedRequest], route: RouteRequest, next: Next, entry: Entered | None = None
+    ) -> ResponseStream[Output]:
+        """Reserve a worker, send the request there, and account for the stream; `entry` is its place in a session."""
+        payload, phase, waiting = request.payload, _phase(request.payload.tracker), len(self.router.queue)
+        with self._metrics.steps(self.router.loads.clock.now_s, request, self._tracer) as steps:
+            reservation = await self.router.reserve(route, request_id=request.id, control=request.control, steps=steps)
+        decision = reservation.decision
+        try:
+            if request.is_stopped and phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
+                raise Cancelled("stopped before its prefill was sent")
+            if route.worker_id is None:
+                _log_choice(decision)
+            self._record(request, decision, waiting)
+            reasons = _reasons(decision) if payload.has_annotation(ROUTER_DECISION) else None
+            sent = request.with_payload(_with_rank(payload, decision.rank, phase))
+            assign_worker(sent, decision.rank.worker_id)
+            if request.trace is None:
+                stream = await next.generate(sent)
+            else:
+                # The stages below hang below this stage's span, not below this one, which ends before their streams.
+                attributes = _dispatch_attributes(request, decision, phase)
+                with span_below(request, "kv_router.route_request", self._tracer, attributes):
+                    stream = await next.generate(sent)
+        except BaseException:
+            reservation.release()
+            raise
+        reservation.meter = RequestMeter(self._metrics, payload.tracker, phase)
+        reservation.forget_decision()
+        held = [ReleaseOnce(reservation.release)]
+        if entry is not None:
+            held.append(self._lease(entry, decision.rank))
+        return ResponseStream(_counted(stream, reservation, reasons, held), request, stream, *held)
+
+    def _record(self, request: Context[PreprocessedRequest], decision: Decision, waiting: int) -> None:
+        """Record a request that is about to be sent, behind so many that wait."""
+        self._note(request, decision)
+        if (tracker := request.payload.tracker) is not None:
+            tracker.record_router_queue_depth(waiting)
+            tracker.record_prefill_start()
+        self._metrics.routed(len(request.payload.token_ids), tracker, decision)
+
+    def _note(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
+        """Write the choice into the tracker and the span."""
+        prompt, blocks = decision.prompt, decision.overlap_blocks
+        if (tracker := request.payload.tracker) is not None:
+            tracker.record_kv_hit(blocks, prompt.blocks)
+            tracker.record_isl(prompt.isl_tokens, int(blocks * prompt.block_size_tokens))
+            tracker.record_worker(decision.rank.worker_id, decision.rank.dp_rank, self.router.worker_type)
+            tracker.record_choice(_choice(decision))
+        if request.trace is not None:
+            annotate(request, {f"kv_router.{name}": value for name, value in decision.attributes().items()})
+
+    # -- 1: only a query
 
     def _answer(
         self, request: Context[PreprocessedRequest], route: RouteRequest, session_id: str | None
     ) -> ResponseStream[Output]:
-        """One item: the workers as the tracker knows them now, and the prompt's tokens, said in both ways there are."""
+        """One item: the workers as the tracker has them now, and the prompt's tokens, in both response fields (legacy
+        and current)."""
         payload = request.payload
-        sessions = self.chooser.sessions
+        sessions = self.router.sessions
         bound = None if sessions is None or session_id is None else sessions.peek(session_id)
         with span_below(request, "kv_router.select_worker", self._tracer):
-            decision = self.chooser.advise(route) if bound is None else self._advise_in_session(route, bound)
+            decision = self.router.advise(route) if bound is None else self._advise_in_session(route, bound)
         self._note(request, decision)
         workers = None if payload.tracker is None else payload.tracker.worker_info()
         known = None if workers is None else {k: v for k, v in asdict(workers).items() if v is not None}
-        said = {"worker_id": known, "token_ids": payload.token_ids}
+        legacy = {"worker_id": known, "token_ids": payload.token_ids}
         routing = RoutingData(worker_id=workers, token_ids=payload.token_ids)
-        answer = LLMEngineOutput([], disaggregated_params=said, routing_data=routing)
+        answer = LLMEngineOutput([], disaggregated_params=legacy, routing_data=routing)
         return ResponseStream.of([Annotated(answer)], request)
 
     def _advise_in_session(self, route: RouteRequest, bound: WorkerRank) -> Decision:
-        """As a request of the session would go: elsewhere, if its worker cannot take it and it names none itself."""
+        """As a request of the session would go: to another worker, if its own cannot take it and it names none."""
         try:
-            return self.chooser.advise(_in_session_of(bound, route))
+            return self.router.advise(_in_session_of(bound, route))
         except PenstockError as error:
             if route.worker_id is not None or not _shows_a_lost_worker(error):
                 raise
-        return self.chooser.advise(route)
-
-    # -- 2 and 3: chosen and sent
-
-    async def _routed(
-        self, request: Context[PreprocessedRequest], route: RouteRequest, next: Next
-    ) -> tuple[ResponseStream[Output], WorkerRank]:
-        """The answer, and whose it is."""
-        waiting = self.chooser.waiting_requests
-        placement = await self._placed(request, route)
-        account = self._account(request.payload, placement)
-        try:
-            if request.is_stopped and account.phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
-                raise Cancelled("stopped before its prefill was sent")
-            if route.worker_id is None:
-                _log_choice(placement.decision)
-            self._note(request, placement.decision)
-            if (tracker := request.payload.tracker) is not None:
-                tracker.record_router_queue_depth(waiting)
-                tracker.record_prefill_start()
-            self._metrics.routed(account.input_tokens, tracker, placement.decision)
-            reasons = self._reasons(request.payload, placement.decision)
-            stream = await self._sent(request, placement, next)
-        except BaseException:
-            account.finish()
-            raise
-        account.was_dispatched = True
-        placement.forget_decision()
-        return ResponseStream(_counted(stream, account, reasons), request, stream, account.held), placement.rank
-
-    async def _placed(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Placement:
-        if request.trace is None:
-            return await self._found(request, route)
-        with span_below(request, "kv_router.select_worker", self._tracer) as below:
-            return await self._found(below, route)
-
-    async def _found(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Placement:
-        steps = self._metrics.steps(self.chooser.clock.now_s, request, self._tracer)
-        try:
-            return await self.chooser.find_best_match(
-                route, request_id=request.id, control=request.control, steps=steps
-            )
-        except QueueRejected as error:
-            self._metrics.refused(error)
-            raise
-
-    async def _sent(
-        self, request: Context[PreprocessedRequest], placement: Placement, next: Next
-    ) -> ResponseStream[Output]:
-        rank, phase = placement.rank, _phase(request.payload.tracker)
-        ranked = request.with_payload(_with_rank(request.payload, rank, phase))
-        assign_worker(ranked, rank.worker_id)
-        if request.trace is None:
-            return await next.generate(ranked)
-        attributes = {
-            "request_id": request.id,
-            "worker_id": rank.worker_id,
-            "dp_rank": rank.dp_rank,
-            "overlap_blocks": placement.decision.overlap_blocks,
-            "best_available_overlap_blocks": placement.decision.best_available_overlap_blocks,
-            "phase": phase.value,
-        }
-        # The stages below hang below this stage's span, not below this one, which ends before their streams.
-        with span_below(request, "kv_router.route_request", self._tracer, attributes):
-            return await next.generate(ranked)
+        return self.router.advise(route)
 
     # -- sessions
 
     async def _in_session(
         self, request: Context[PreprocessedRequest], route: RouteRequest, session_id: str, next: Next
     ) -> ResponseStream[Output]:
-        """The answer of the session's worker; a worker that cannot take it any more is replaced once."""
-        sessions = self.chooser.sessions
-        assert sessions is not None
+        """The answer of the session's worker; a worker that can no longer take it is replaced once."""
+        sessions = self._sessions
         retried = False
         while True:
             entry = await sessions.enter(session_id, request.id, request.control)
             try:
-                return await self._entered(request, route, entry, sessions, next)
+                pinned = route if isinstance(entry, Claimed) else _in_session_of(entry.rank, route)
+                return await self._serve(request, pinned, next, entry)
             except BaseException as error:
-                if isinstance(entry, First):
+                if isinstance(entry, Claimed):
                     sessions.give_up(entry)
                     raise
                 sessions.leave(entry)
@@ -213,58 +204,24 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
                     raise
                 retried = True
 
-    async def _entered(
-        self, request: Context[PreprocessedRequest], route: RouteRequest, entry: Entered, sessions: Sessions, next: Next
-    ) -> ResponseStream[Output]:
-        """The answer, with its part of the session held while it lasts."""
-        if isinstance(entry, First):
-            stream, rank = await self._routed(request, route, next)
-            bound = sessions.bind(entry, rank)
-        else:
-            stream, _ = await self._routed(request, _in_session_of(entry.rank, route), next)
-            bound = entry
-        lease = ReleaseOnce(partial(sessions.leave, bound))
-        return ResponseStream(_leased(stream, lease), request, stream, lease)
+    def _lease(self, entry: Entered, rank: WorkerRank) -> ReleaseOnce:
+        """What keeps the session bound while the stream lasts."""
+        bound = self._sessions.bind(entry, rank) if isinstance(entry, Claimed) else entry
+        return ReleaseOnce(self._sessions.leave, bound)
 
-    # -- what is told
-
-    def _account(self, payload: PreprocessedRequest, placement: Placement) -> RequestAccount:
-        hints = payload.routing
-        return RequestAccount(
-            placement,
-            self._metrics,
-            payload.tracker,
-            len(payload.token_ids),
-            self.chooser.block_size_tokens,
-            None if hints is None else hints.expected_output_tokens,
-            self.chooser.config.router_track_output_blocks,
-            _phase(payload.tracker),
-        )
-
-    def _note(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
-        """Tells the tracker and the span."""
-        prompt, blocks = decision.prompt, decision.overlap_blocks
-        if (tracker := request.payload.tracker) is not None:
-            tracker.record_kv_hit(blocks, prompt.blocks)
-            tracker.record_isl(prompt.isl_tokens, int(blocks * prompt.block_size_tokens))
-            tracker.record_worker(decision.rank.worker_id, decision.rank.dp_rank, self.chooser.worker_type)
-            tracker.record_choice(_choice(decision))
-        if request.trace is not None:
-            annotate(request, {f"kv_router.{name}": value for name, value in decision.attributes().items()})
-
-    def _reasons(self, payload: PreprocessedRequest, decision: Decision) -> Output | None:
-        """The event that tells the caller, if it asked for it."""
-        if not payload.has_annotation(ROUTER_DECISION):
-            return None
-        candidates = [{**_finite(asdict(one)), "rank": list(one.rank)} for one in decision.report()]
-        reasons = {**_finite(decision.attributes()), "candidates": candidates}
-        return Annotated[Any].from_annotation(ROUTER_DECISION, reasons)
+    @property
+    def _sessions(self) -> Sessions:
+        assert self.router.sessions is not None, "requests are only in sessions where the router keeps them"
+        return self.router.sessions
 
 
 async def _counted(
-    stream: ResponseStream[Output], account: RequestAccount, reasons: Output | None
+    stream: ResponseStream[Output], reservation: Reservation, reasons: Output | None, held: Sequence[ReleaseOnce]
 ) -> AsyncGenerator[Output, None]:
-    """The stream as it is; its tokens are counted, and it is off its worker's account before a failure is seen."""
+    """The items unchanged. Tokens are counted, and a reservation is released before a failure is shown.
+
+    A token that changes no load makes no call here: the reservation is advanced at its next step only.
+    """
     try:
         async with stream:
             if reasons is not None and not stream.context.is_stopped:
@@ -273,22 +230,17 @@ async def _counted(
                 is_marked = item.event is not None
                 if (data := item.data) is not None:
                     if token_ids := data.token_ids:
-                        account.count(len(token_ids))
+                        reservation.output_tokens += len(token_ids)
+                        if reservation.output_tokens >= reservation.next_step_tokens:
+                            reservation.advance()
                     is_marked = is_marked or data.finish_reason is not None
                 if is_marked and ends_badly(item):
-                    account.finish()
+                    reservation.finish()
                 yield item
     finally:
-        account.finish()
-
-
-async def _leased(stream: ResponseStream[Output], lease: ReleaseOnce) -> AsyncGenerator[Output, None]:
-    try:
-        async with stream:
-            async for item in stream:
-                yield item
-    finally:
-        lease.release()
+        for one in held:
+            one.release()
+        reservation.finish()
 
 
 def _choice(decision: Decision) -> RouterChoice:
@@ -302,15 +254,35 @@ def _choice(decision: Decision) -> RouterChoice:
     )
 
 
+def _reasons(decision: Decision) -> Output:
+    """The event with the reasons of the choice."""
+    candidates = [{**_finite(asdict(one)), "rank": list(one.rank)} for one in decision.report()]
+    reasons = {**_finite(decision.attributes()), "candidates": candidates}
+    return Annotated[Any].from_annotation(ROUTER_DECISION, reasons)
+
+
+def _dispatch_attributes(
+    request: Context[PreprocessedRequest], decision: Decision, phase: RequestPhase
+) -> Mapping[str, Any]:
+    return {
+        "request_id": request.id,
+        "worker_id": decision.rank.worker_id,
+        "dp_rank": decision.rank.dp_rank,
+        "overlap_blocks": decision.overlap_blocks,
+        "best_available_overlap_blocks": decision.best_available_overlap_blocks,
+        "phase": phase.value,
+    }
+
+
 def _log_choice(decision: Decision) -> None:
-    """Writes the line by which tools tell who was chosen: its shape is that of the original."""
+    """Write the line that tools parse for the chosen worker; its shape is that of the original."""
     rank, blocks = decision.rank, decision.prompt.blocks
     text = "[ROUTING] Best: worker_%d dp_rank=%d with %d/%d blocks overlap"
     _log.debug(text, rank.worker_id, rank.dp_rank, decision.overlap_blocks, blocks)
 
 
 def _shows_a_lost_worker(error: BaseException) -> bool:
-    """Whether another worker may do better with the request: a cancellation or a wrong request says nothing of it."""
+    """Whether another worker may succeed with the request; not so after a cancellation or for an invalid request."""
     return isinstance(error, PenstockError) and error.facts.retry
 
 
@@ -319,7 +291,7 @@ def _phase(tracker: RequestTracker | None) -> RequestPhase:
 
 
 def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPhase) -> PreprocessedRequest:
-    """A copy of the request that says which rank is to compute it."""
+    """A copy of the request with the rank that is to compute it."""
     ranked = copied(payload)
     hints = ranked.routing = RoutingHints() if payload.routing is None else copied(payload.routing)
     hints.dp_rank = rank.dp_rank
@@ -329,7 +301,7 @@ def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPha
 
 
 def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers as JSON can say them: an extreme weight makes a cost infinite, which is left out."""
+    """The numbers that JSON can represent: an extreme weight makes a cost infinite, which is left out."""
     return {name: number for name, number in numbers.items() if not isinstance(number, float) or isfinite(number)}
 
 

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import Factory, evolve, field, frozen
 
@@ -22,6 +22,9 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import CompositeDisposable, Observable, ops
 
 from .types import WorkerRank
+
+if TYPE_CHECKING:
+    from .request import RouteRequest
 
 Reason = Literal["not_allowed", "not_routable", "unknown_worker", "rank_unavailable", "taints", "overloaded"]
 
@@ -50,11 +53,11 @@ class RoutingRules:
 
 @frozen(eq=False)
 class Candidates:
-    """The ranks that may take a request, sorted; `multipliers` of their cost, if any; `nothing` is a 0 for each."""
+    """The ranks that may take a request, sorted; `multipliers` of their cost, if any; `zero_by_rank` maps each to 0."""
 
     ranks: tuple[WorkerRank, ...]
     multipliers: Sequence[float] | None = None
-    nothing: Mapping[WorkerRank, float] = field(
+    zero_by_rank: Mapping[WorkerRank, float] = field(
         default=Factory(lambda self: dict.fromkeys(self.ranks, 0), takes_self=True)
     )
 
@@ -200,46 +203,54 @@ Configs = Mapping[int, ModelRuntimeConfig]
 Adapters = Mapping[str, AbstractSet[int]]
 """The workers that have an adapter loaded, by its name."""
 Changed = Callable[[Sequence[int], Mapping[int, range]], None]
-"""Hears of a change: the workers that are gone, also those that came back at once, and the ranks there are now."""
+"""Called with the workers that are gone, those that came back at once included, and the ranks there are now."""
 
 _PLAIN = ModelRuntimeConfig()
 
 
 class RouterPool:
-    """Follows a pool until it is closed. `changed` is called at once and whenever workers or ranks are others.
+    """The workers of one router, followed until it is closed.
 
-    `configs` are the workers' own settings by instance; a worker is not known before it has some. Without `configs`
-    every instance counts as a plain one. `adapters` tell who has which adapter loaded. `routable` gives the instances
-    that may be asked now (by default all), `overloaded` those that are busy. Settings that make no sense leave their
-    worker out.
+    A worker without settings in `configs` is not part of the pool; without `configs` every instance is a plain one.
+    Settings with an impossible range of ranks leave their worker out.
     """
 
     def __init__(
         self,
         workers: Workers[Any, Any],
-        changed: Changed,
         *,
         configs: Observable[Configs] | None = None,
         adapters: Observable[Adapters] | None = None,
         routable: Callable[[], Sequence[int]] | None = None,
         overloaded: Callable[[], AbstractSet[int]] | None = None,
     ) -> None:
+        """Follow the instances.
+
+        `configs` are the workers' own settings by instance, `adapters` the workers that have an adapter loaded.
+        `routable` returns the instances that are not cooling down, default all; `overloaded` the busy ones, default
+        none.
+        """
         self._workers = workers
-        self._changed = changed
         self._routable = workers.instance_ids if routable is None else routable
         self._overloaded = overloaded
         self._configs: Configs | None = None if configs is None else {}
         self.adapters: Adapters = {}
-        self._arrivals: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._seen: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
         self._pool = WorkerPool({}, frozenset())
-        self._following = CompositeDisposable(workers.changes().subscribe(lambda _: self._look()))
+        self._on_change: Changed | None = None
+        self._following = CompositeDisposable(workers.changes().subscribe(lambda _: self._update()))
         if configs is not None:
-            self._following.add(configs.subscribe(self._learn))
+            self._following.add(configs.subscribe(self._on_configs))
         if adapters is not None:
-            self._following.add(adapters.subscribe(self._learn_adapters))
+            self._following.add(adapters.subscribe(self._on_adapters))
 
-    def now(self) -> WorkerPool:
+    def follow(self, on_change: Changed) -> None:
+        """Call `on_change` now and whenever workers or ranks change. One router follows a pool."""
+        self._on_change = on_change
+        on_change((), self._pool.ranks)
+
+    def current(self) -> WorkerPool:
         """The workers of this moment; the same object until something changes."""
         routable = tuple(self._routable())
         overloaded = frozenset[int]() if self._overloaded is None else frozenset(self._overloaded())
@@ -248,26 +259,36 @@ class RouterPool:
             self._pool = WorkerPool(self._pool.configs, frozenset(routable), overloaded)
         return self._pool
 
+    def candidates(self, request: RouteRequest) -> Candidates:
+        """The ranks that may take the request now. Raises what `WorkerPool.candidates` raises."""
+        pool = self.current()
+        return pool.candidates(request.rules(pool, self.adapters))
+
+    async def ready(self, workers: int) -> None:
+        """Return when there are so many instances."""
+        await self._workers.wait_for_instances(workers)
+
     def close(self) -> None:
-        """Follows no more."""
+        """Stop following the instances."""
         self._following.dispose()
 
-    def _learn(self, configs: Configs) -> None:
+    def _on_configs(self, configs: Configs) -> None:
         self._configs = {worker_id: config for worker_id, config in configs.items() if _makes_sense(worker_id, config)}
-        self._look()
+        self._update()
 
-    def _learn_adapters(self, adapters: Adapters) -> None:
+    def _on_adapters(self, adapters: Adapters) -> None:
         self.adapters = adapters
-        self._look()
+        self._update()
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         ids, configs = self._workers.instance_ids(), self._configs
         known = {i: _PLAIN if configs is None else configs[i] for i in ids if configs is None or i in configs}
-        arrivals = {worker_id: self._workers.arrival(worker_id) for worker_id in known}
-        gone = [i for i, arrival in self._arrivals.items() if arrivals.get(i) != arrival]
-        self._arrivals = arrivals
+        incarnations = {worker_id: self._workers.arrival(worker_id) for worker_id in known}
+        gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
+        self._incarnations = incarnations
         self._pool = WorkerPool(known, frozenset(self._seen[0]), self._seen[1])
-        self._changed(gone, self._pool.ranks)
+        if self._on_change is not None:
+            self._on_change(gone, self._pool.ranks)
 
 
 def _makes_sense(worker_id: int, config: ModelRuntimeConfig) -> bool:

@@ -4,7 +4,7 @@ The formula itself is `pipeline.llm.block_hash`. Source: dynamo lib/kv-router/sr
 RequestExtraInfo and compute_block_hash_for_seq. Other than there, the options cannot change under hashes that were
 computed: another option is another `PromptBlocks`.
 
-ChainedHashes: the sequence hashes of a prompt that is only asked about, chained no further than they are read.
+LazySequenceHashes: the sequence hashes of a prompt that is only asked about, chained no further than they are read.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def pad_token(mm_hash: int) -> int:
 _PIECE_BLOCKS = 16
 
 
-class ChainedHashes(Sequence[int]):
+class LazySequenceHashes(Sequence[int]):
     """Reads like `sequence_hashes(local_hashes)`, in pieces, each time anew.
 
     Whoever compares prefixes stops at the first block nobody has; chaining the rest costs as much as hashing the

@@ -48,6 +48,10 @@ class RouteRequest:
     """Those it has failed on before, which it must not come back to."""
     is_overload: bool = False
     """Whether the last of them was overloaded."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt as the worker counts them; output blocks begin behind them."""
+    expected_output_tokens: int | None = None
+    """Length of the answer that the client expects."""
 
     @classmethod
     def of_request(
@@ -75,6 +79,8 @@ class RouteRequest:
             policy_class=(metadata or {}).get(POLICY_CLASS),
             failed_worker_ids=frozenset() if state is None else frozenset(state.excluded_worker_ids),
             is_overload=state is not None and isinstance(state.last_error, WorkerOverloaded),
+            prompt_tokens=len(request.token_ids),
+            expected_output_tokens=hints.expected_output_tokens,
         )
 
     @property
@@ -82,7 +88,7 @@ class RouteRequest:
         return Prompt(len(self.blocks.token_ids), self.blocks.block_size_tokens)
 
     @property
-    def lane(self) -> Hashable:
+    def partition(self) -> Hashable:
         """What restricts the choice of workers, None if nothing does: those with the same may wait in one line."""
         required, adapter, failed = (
             self.constraints.required_taints,

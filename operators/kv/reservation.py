@@ -1,6 +1,8 @@
-"""Placement: a booked request: where it goes, why, and the account of it until it is released.
+"""Reservation: one request on the worker that was chosen for it, from the choice until it is released, once.
 
-RequestAccount: what a routed request has put out, and the release of what it holds, once.
+    KvRouter.reserve ──► Reservation ──► count: prompt computed, output blocks filled ──► release
+
+LoadBook: the reservations of one router, and those of its replicas: what is in flight on every rank.
 
 Source: dynamo lib/llm/src/kv_router/push_router.rs, RequestGuard. Other than there it begins with the booking, adds as
 many output blocks as were filled, and is closed before an error is shown.
@@ -9,181 +11,225 @@ many output blocks as were filled, and is closed before an error is shown.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field
 
-from pipeline import Annotated, ReleaseOnce
-from pipeline.protocols import LLMEngineOutput, RequestPhase, RequestTracker
+from pipeline import Annotated
+from pipeline.protocols import LLMEngineOutput
 
 from .clock import LoopClock
-from .load import Booking, Told
-from .metrics import RouterMetrics
+from .load import (
+    EXPIRY_S,
+    ActiveRequest,
+    ActiveSequences,
+    Column,
+    RankLoad,
+    RankLoads,
+    ReplicaSync,
+    ReplicatedBooking,
+    SequenceLoad,
+)
+from .metrics import RequestMeter
 from .selection import Decision
 from .types import WorkerRank
 
+_log = logging.getLogger(__name__)
 
-@define(eq=False)
-class Placement:
-    """Made with its booking; `release` it on every way out. Each call wakes those that wait for room.
 
-    With `_told` the other routers hear of it too, of its end even where it expired here or its worker has gone.
-    Nothing here waits, and all of it may be called in a plain callback of the loop.
+@define(eq=False, kw_only=True)
+class Reservation(ActiveRequest):
+    """A request booked on its worker. Release it on every way out; a second release does nothing.
+
+    It expires if it is not released in time, and ends with its worker. Nothing here waits, and every method may be
+    called in a plain callback of the loop. A failure to keep the load book, or of a request that waits for the room
+    that a release makes, is logged: the answer does not depend on it.
     """
 
-    request_id: str
-    _decision: Decision | None
-    _booking: Booking = field(repr=False)
-    _clock: LoopClock = field(repr=False)
-    _changed: Callable[[], object] = field(repr=False)
-    _told: Told | None = field(default=None, repr=False)
-
-    @property
-    def rank(self) -> WorkerRank:
-        return self._booking.rank
+    book: LoadBook = field(repr=False)
+    block_size_tokens: int
+    prompt_tokens: int = 0
+    expected_output_tokens: int | None = None
+    """Length of the answer that the client expects; output blocks then weigh less the nearer it is."""
+    tracks_output_blocks: bool = False
+    """Whether output blocks count as load."""
+    meter: RequestMeter | None = None
+    """Set when the request is sent: a request that was never sent is not counted as answered."""
+    output_tokens: int = field(default=0, init=False)
+    """Tokens of the answer so far. The reader of the stream adds them, and calls `advance` at `next_step_tokens`."""
+    next_step_tokens: int = field(default=1, init=False)
+    """At this many output tokens the load changes: at the first, then at each that needs a new block."""
+    replicated: ReplicatedBooking | None = field(default=None, init=False, repr=False)
+    """The booking as the other routers know it."""
+    _decision: Decision | None = field(default=None, init=False)
+    _is_released: bool = field(default=False, init=False)
 
     @property
     def decision(self) -> Decision:
-        """Why there; not to be asked after `forget_decision`."""
-        assert self._decision is not None, "the decision was let go"
+        """Why this worker was chosen; not available after `forget_decision`."""
+        assert self._decision is not None, "the decision was dropped"
         return self._decision
 
     def forget_decision(self) -> None:
-        """Lets the reasons go: they are as long as the pool, and a stream stays open for long."""
+        """Drop the reasons: they are as long as the pool, and a stream stays open for long."""
         self._decision = None
 
     @property
     def is_live(self) -> bool:
         """False once it was released, has expired, or its worker is gone."""
-        return self._booking.is_live
+        return self.book.sequences.is_live(self)
 
     def mark_prefill_completed(self) -> bool:
-        """The prompt is computed: the first token is there. False if that was known, or the booking is gone."""
-        if marked := self._booking.mark_prefill_completed(self._now_s()):
-            if self._told is not None:
-                self._told.prefill_completed()
-            self._changed()
-        return marked
+        """Stop counting the prompt as work; return False if that was done before, or the reservation is not live."""
+        return self._kept(self.book.finish_prefill)
 
-    def add_output_blocks(self, count: int, weight: float | None) -> bool:
-        """The output grew by so many blocks; `weight` decays what only this request holds. False if it is off."""
-        now_s = self._now_s()
-        return all(self._booking.add_output_block(weight, now_s) for _ in range(count))
+    def advance(self) -> None:
+        """Take note of the first token, and of output that fills another block."""
+        after = self.output_tokens
+        first_block_tokens = -self.prompt_tokens % self.block_size_tokens
+        if self.next_step_tokens == 1:
+            self.mark_prefill_completed()
+            if self.meter is not None:
+                self.meter.first_token()
+            self.next_step_tokens = first_block_tokens + 1
+        if after >= self.next_step_tokens:
+            added = -(-(after + 1 - self.next_step_tokens) // self.block_size_tokens)
+            self.next_step_tokens += added * self.block_size_tokens
+            self._grow(added)
 
     def release(self) -> bool:
-        """Takes the request off its rank. False if it is off already."""
-        released = self._booking.release(self._now_s())
-        if self._told is not None:
-            self._told.over()
-        if released:
-            self._changed()
+        """Take the request off its rank; return False if it is off already."""
+        if self._is_released:
+            return False
+        self._is_released = True
+        released = self._kept(self.book.release)
+        if self.meter is not None:
+            self.meter.ended(self.output_tokens)
         return released
 
-    def _now_s(self) -> float:
-        """The time, with what the other routers told until then taken in: accounts go by the order of things."""
-        if self._told is not None:
-            self._told.peers.take_in()
-        return self._clock.now_s()
+    def finish(self) -> None:
+        """Release it, and record the end of the answer in the request's tracker; the tracker needs the loop's clock."""
+        self.release()  # after a drop the stream has done that already
+        if (meter := self.meter) is not None:
+            self.meter = None
+            meter.finished(self.output_tokens)
+
+    def add_output_blocks(self, blocks: int, weight: float | None) -> bool:
+        """Count so many more output blocks; `weight` decays what only this request holds. False if it is not live."""
+        return self._kept(lambda reservation: self.book.grow(reservation, blocks, weight))
+
+    def _grow(self, blocks: int) -> None:
+        if self.tracks_output_blocks:
+            self.add_output_blocks(blocks, output_weight(self.output_tokens, self.expected_output_tokens))
+        if self.meter is not None:
+            self.meter.block_filled(self.output_tokens)
+
+    def _kept(self, step: Callable[[Reservation], bool]) -> bool:
+        try:
+            return step(self)
+        except Exception:
+            _log.warning("the account of a request could not be kept", exc_info=True)
+            return False
 
 
-_log = logging.getLogger(__name__)
+class LoadBook:
+    """What is in flight on every rank: the reservations of one router and, with `peers`, of its replicas.
 
-
-@define(eq=False)
-class RequestAccount:
-    """One booked request. `held` releases it, for the ways out on which nothing ran; `finish` also notes the time.
-
-    Until `was_dispatched` is set its end is not counted: there was no answer. What goes wrong in the account, or with
-    those who wait for the room it makes, is logged: the answer does not depend on it.
-
-    `phase` is that of this dispatch: the tracker goes on to the next one while a prefill still runs. How long the
-    answer is and when it ended only its decode tells the tracker, however late the prefill ends.
+    For one loop. `expiry_s` is when a reservation that was not released is given up. `on_room` is called when a prompt
+    was computed or a request ended here.
     """
 
-    placement: Placement
-    metrics: RouterMetrics
-    tracker: RequestTracker | None
-    input_tokens: int
-    block_size_tokens: int
-    expected_output_tokens: int | None = None
-    tracks_output_blocks: bool = False
-    phase: RequestPhase = RequestPhase.AGGREGATED
-    was_dispatched: bool = field(default=False, init=False)
-    output_tokens: int = field(default=0, init=False)
-    held: ReleaseOnce = field(init=False)
-    _is_finished: bool = field(default=False, init=False)
-    _room_tokens: int = field(init=False)
-    """How many output tokens go into the prompt's blocks and those the output has filled since."""
+    def __init__(self, *, expiry_s: float = EXPIRY_S, peers: ReplicaSync | None = None) -> None:
+        self.sequences = ActiveSequences(expiry_s)
+        self.clock = LoopClock()
+        self.peers = peers
+        self.on_room: Callable[[], object] = _no_one_waits
+        if peers is not None:
+            peers.join(self.sequences, self.clock)
 
-    def __attrs_post_init__(self) -> None:
-        self._room_tokens = -self.input_tokens % self.block_size_tokens
-        self.held = ReleaseOnce(self._release)
+    def __len__(self) -> int:
+        """The number of requests that are booked, those of replicas included."""
+        return len(self.sequences)
 
-    def count(self, tokens: int) -> None:
-        """So many more tokens came, at least one."""
-        before = self.output_tokens
-        if not before:
-            _noting_failure(self.placement.mark_prefill_completed)
-            if self.tracker is not None:
-                self._first_token(self.tracker)
-        self.output_tokens = after = before + tokens
-        if after > self._room_tokens:  # once per token: the division is for the few that need a block
-            self._grow(-(-(after - self._room_tokens) // self.block_size_tokens))
+    def now_s(self) -> float:
+        """The time of a decision or a change of load, once the events of replicas until then are applied."""
+        if self.peers is not None:
+            self.peers.take_in()
+        return self.clock.now_s()
 
-    def finish(self) -> None:
-        """The answer is over, however; the second time nothing happens."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        self.held.release()  # after a drop the stream has done that already
-        if (tracker := self._of_answer) is not None and self.was_dispatched:
-            tracker.record_finish()
-            tracker.record_osl(self.output_tokens)
+    # -- reservations
 
-    def _first_token(self, tracker: RequestTracker) -> None:
-        tracker.record_first_token()
-        self.metrics.first_token(tracker)
-        if self.phase is RequestPhase.PREFILL:
-            tracker.record_prefill_complete()
-        elif self.phase is RequestPhase.DECODE and tracker.record_decode_first_token():
-            self.metrics.blocks_arrived(tracker)
+    def enter(self, reservation: Reservation, decision: Decision, load: SequenceLoad, lora_name: str | None) -> None:
+        """Book the reservation on the chosen rank. Raises what `ActiveSequences.add` raises; nothing is booked then."""
+        self.sequences.add(reservation, decision.rank, load, self.now_s(), registered_only=True)
+        reservation._decision = decision
+        if self.peers is not None:
+            reservation.replicated = self.peers.booked(reservation.request_id, decision.rank, load, lora_name)
 
-    @property
-    def _of_answer(self) -> RequestTracker | None:
-        return None if self.phase is RequestPhase.PREFILL else self.tracker
+    def finish_prefill(self, reservation: Reservation) -> bool:
+        if marked := self.sequences.finish_prefill(reservation, self.now_s()):
+            if reservation.replicated is not None:
+                reservation.replicated.prefill_completed()
+            self.on_room()
+        return marked
 
-    def _grow(self, added_blocks: int) -> None:
-        self._room_tokens += added_blocks * self.block_size_tokens
-        if self.tracks_output_blocks:
-            weight = output_weight(self.output_tokens, self.expected_output_tokens)
-            _noting_failure(lambda: self.placement.add_output_blocks(added_blocks, weight))
-        if (tracker := self._of_answer) is not None:
-            tracker.record_osl(self.output_tokens)
-            tracker.record_finish()
-            self.metrics.block_of_output(tracker)
+    def grow(self, reservation: Reservation, blocks: int, weight: float | None) -> bool:
+        """Count so many more output blocks; `weight` decays what only this request holds. False if it is not live."""
+        now_s = self.now_s()
+        return all(self.sequences.grow(reservation, weight, now_s) for _ in range(blocks))
 
-    def _release(self) -> None:
-        _noting_failure(self.placement.release)
-        if self.was_dispatched:
-            self.metrics.ended(self.output_tokens)
+    def release(self, reservation: Reservation) -> bool:
+        """Take it off its rank, and off the replicas' books, also where it had expired or lost its worker here."""
+        released = self.sequences.release(reservation, self.now_s())
+        if reservation.replicated is not None:
+            reservation.replicated.over()
+        if released:
+            self.on_room()
+        return released
+
+    # -- loads
+
+    def project(self, hashes: Sequence[int], ranks: Sequence[WorkerRank]) -> RankLoads:
+        """The load of these ranks now, and the blocks that a prompt with these hashes would add to each."""
+        return self.sequences.project(hashes, ranks, self.now_s())
+
+    def prefill_tokens(self, ranks: Sequence[WorkerRank]) -> Column:
+        """The prompt tokens in flight on these ranks."""
+        return self.sequences.prefill_tokens(ranks, self.now_s())
+
+    def by_rank(self) -> Sequence[RankLoad]:
+        """What is in flight on every rank. May be called in any thread."""
+        return self.sequences.loads(self.clock.now_s())
+
+    def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
+        """Drop the bookings of workers that are gone, and keep an account for exactly these ranks."""
+        for worker_id in gone:
+            self.sequences.remove_worker(worker_id)
+        self.sequences.set_workers(ranks)
+
+    def expire(self) -> None:
+        """Give up the reservations that were not released in time."""
+        self.sequences.expire(self.now_s())
+
+    def close(self) -> None:
+        """Stop receiving the replicas' events. Reservations stay valid."""
+        if self.peers is not None:
+            self.peers.close()
 
 
-def _noting_failure(step: Callable[[], object]) -> None:
-    try:
-        step()
-    except Exception:
-        _log.warning("the account of a request could not be kept", exc_info=True)
+def _no_one_waits() -> None:
+    pass
 
 
 def output_weight(output_tokens: int, expected_output_tokens: int | None) -> float | None:
-    """What a block counts when so much of the expected output is there: the fuller, the sooner it is free again."""
+    """Return what a block weighs at this point of the expected output: the fuller, the sooner it is free again."""
     if expected_output_tokens is None:
         return None
     return max(0.0, 1.0 - output_tokens / max(1, expected_output_tokens))
 
 
 def ends_badly(item: Annotated[LLMEngineOutput]) -> bool:
-    """Whether the item says that the answer failed or was given up, so that the request may be sent again."""
+    """Whether the item means that the answer failed or was cancelled, so that the request may be sent again."""
     if item.is_error:
         return True
     reason = None if item.data is None else item.data.finish_reason

@@ -1,8 +1,8 @@
 """SessionAffinity: requests of one session go where its first one went.
 
     enter ──► Bound: go there, holding a lease
-          ──► First: route freely, then `bind` or `give_up`
-          ──► Busy: another request is first; ask again when told
+          ──► Claimed: route freely, then `bind` or `give_up`
+          ──► Pending: another request is first; ask again when told
 
 Source: dynamo lib/llm/src/kv_router, session affinity. Other than there a state machine: the clock is passed in, and
 whoever owns it wakes the waiting and runs the reaper.
@@ -51,7 +51,7 @@ class Bound:
 
 
 @frozen(eq=False)
-class First:
+class Claimed:
     """This request decides where the session goes: end it with `bind` or `give_up`."""
 
     session_id: str
@@ -59,13 +59,13 @@ class First:
 
 
 @frozen
-class Busy:
+class Pending:
     """Another request is deciding: ask again when it has."""
 
     session_id: str
 
 
-Entry: TypeAlias = Bound | First | Busy
+Entry: TypeAlias = Bound | Claimed | Pending
 
 
 def session_id_of(text: str | None) -> str | None:
@@ -118,27 +118,27 @@ class SessionAffinity:
             if len(self._sessions) >= self.bindings_max:
                 raise ResourceExhausted(f"{self.bindings_max} sessions are bound already")
             session = self._sessions[session_id] = _Session()
-            return First(session_id, session)
+            return Claimed(session_id, session)
         if session.rank is None:
-            return Busy(session_id)
+            return Pending(session_id)
         session.leases += 1
         return Bound(session_id, session.rank, session)
 
-    def bind(self, first: First, rank: WorkerRank) -> Bound:
+    def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
         """The first request was dispatched there; it holds a lease now. The waiting may ask again.
 
         If a replica bound the session meanwhile, that binding stays and this request holds no part of it.
         """
-        session = first._session
-        holds = self._sessions.get(first.session_id) is session and session.rank is None
+        session = claimed._session
+        holds = self._sessions.get(claimed.session_id) is session and session.rank is None
         if holds:
             session.rank, session.leases = rank, 1
-        return Bound(first.session_id, rank, session, holds)
+        return Bound(claimed.session_id, rank, session, holds)
 
-    def give_up(self, first: First) -> None:
-        """The first request was not dispatched: the next one that asks is first."""
-        if self._sessions.get(first.session_id) is first._session and first._session.rank is None:
-            del self._sessions[first.session_id]
+    def give_up(self, claimed: Claimed) -> None:
+        """The first request was not dispatched: the next one that asks is claimed."""
+        if self._sessions.get(claimed.session_id) is claimed._session and claimed._session.rank is None:
+            del self._sessions[claimed.session_id]
 
     def leave(self, bound: Bound, now_s: float) -> None:
         """The request is over, however it ended; the idle time begins when the last one is. Twice is once."""
@@ -202,7 +202,7 @@ def may_retry_unpinned(*, cancelled: bool, explicit: bool, retried: bool) -> boo
     return not (cancelled or explicit or retried)
 
 
-Entered: TypeAlias = Bound | First
+Entered: TypeAlias = Bound | Claimed
 """A request inside its session: with a worker to go to, or the one that decides where it goes."""
 
 
@@ -219,26 +219,26 @@ class Sessions:
         return self._affinity.peek(session_id, self._clock.now_s())
 
     async def enter(self, session_id: str, request_id: str, control: Control) -> Entered:
-        """Begins a request: bound, or the first, which must end with `bind` or `give_up`.
+        """Begins a request: bound, or the claimed, which must end with `bind` or `give_up`.
 
         Raises ResourceExhausted when there is no room for a new session, Cancelled on a stop while it waits.
         """
-        while isinstance(entry := self._affinity.enter(session_id, self._clock.now_s()), Busy):
+        while isinstance(entry := self._affinity.enter(session_id, self._clock.now_s()), Pending):
             if control.is_stopped:
                 raise Cancelled(f"Request {request_id} was cancelled")
             await self._decided(session_id, control)
         return entry
 
-    def bind(self, first: First, rank: WorkerRank) -> Bound:
+    def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
         """The first request was dispatched there."""
-        bound = self._affinity.bind(first, rank)
-        self._wake(first.session_id)
+        bound = self._affinity.bind(claimed, rank)
+        self._wake(claimed.session_id)
         return bound
 
-    def give_up(self, first: First) -> None:
+    def give_up(self, claimed: Claimed) -> None:
         """The first request was not dispatched."""
-        self._affinity.give_up(first)
-        self._wake(first.session_id)
+        self._affinity.give_up(claimed)
+        self._wake(claimed.session_id)
 
     def leave(self, bound: Bound) -> None:
         """The request is over. May be called in a plain callback."""

@@ -1,6 +1,6 @@
 """Conditional disaggregation: a prompt that is short, or mostly cached where it will decode, is prefilled there.
 
-    decode chooser: best worker, not booked ──► policy: worth no transfer? ──► gate: has it room? ──► bypass
+    decode router: best worker, not booked ──► policy: worth no transfer? ──► gate: has it room? ──► bypass
 
 Source: dynamo lib/llm/src/kv_router/prefill_router/conditional.rs. A worker is busy, for decode as for prefill, with
 more prompt tokens in flight than the threshold times its `max_num_batched_tokens`; where it does not say that number
@@ -74,7 +74,7 @@ def is_busy(active_prefill_tokens: int, threshold: float | None, config: ModelRu
 
 
 class ConditionalDisaggregation:
-    """Decides by a configuration and the chooser of the decode pool; never, unless `conditional_disagg_enabled`.
+    """Decides by a configuration and the router of the decode pool; never, unless `conditional_disagg_enabled`.
 
     `configs` gives what the decode workers say of themselves, which only the gate asks for.
     """

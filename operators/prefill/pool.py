@@ -1,6 +1,6 @@
 """The prefill side as the operator sees it: who would prefill, and sending it there.
 
-    KvPrefill(chooser, KvPushRouter(chooser) >> PushRouter(workers))      by cached prefixes and load
+    KvPrefill(router, KvPushRouter(router) >> PushRouter(workers))      by cached prefixes and load
     PushPrefill(PushRouter(workers, mode))                                in any of that router's modes
 
 Source: dynamo lib/llm/src/kv_router/prefill_router/inner.rs, InnerPrefillRouter.
@@ -71,13 +71,13 @@ class PrefillPool(Protocol):
 
 @frozen
 class KvPrefill:
-    """A pool whose chooser knows cached prefixes and load. `engine` is a graph with that chooser's KvPushRouter.
+    """A pool whose router knows cached prefixes and load. `engine` is a graph with that router's KvPushRouter.
 
-    The chooser should be made with `worker_type="prefill"` and, as prefill workers do not decode, with a configuration
+    The router should be made with `worker_type="prefill"` and, as prefill workers do not decode, with a configuration
     whose `router_track_active_blocks` is off.
     """
 
-    chooser: KvRouter
+    router: KvRouter
     engine: PrefillEngine
     is_direct: bool = False
 
@@ -88,7 +88,7 @@ class KvPrefill:
     def find(self, request: Context[PreprocessedRequest]) -> Found:
         try:
             route = self._route(request)
-            rank = self.chooser.advise(route if route.override is None else evolve(route, override=None)).rank
+            rank = self.router.advise(route if route.override is None else evolve(route, override=None)).rank
         except PenstockError as error:
             return error
         return PrefillWorker(rank.worker_id, rank.dp_rank)
@@ -97,7 +97,7 @@ class KvPrefill:
         pass  # it is booked when it is sent
 
     def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
-        decision = self.chooser.advise(self._route(request))
+        decision = self.router.advise(self._route(request))
         worker = PrefillWorker(decision.rank.worker_id, decision.rank.dp_rank)
         return worker, decision.chosen.active_prefill_tokens
 
@@ -105,7 +105,7 @@ class KvPrefill:
         return await self.engine.generate(request)
 
     def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
-        route = self.chooser.route_request(request.payload, RequestPhase.PREFILL, request.metadata)
+        route = self.router.route_request(request.payload, RequestPhase.PREFILL, request.metadata)
         return with_shared_hashes(route, request)
 
 

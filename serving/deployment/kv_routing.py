@@ -1,6 +1,6 @@
-"""The KV router of a standard graph, with all it hears and is asked by.
+"""The KV router of a standard graph, with what feeds it and the stage that uses it.
 
-    instances, cards, busy?, left out? ──┐
+    instances, cards, busy, cooldown ────┐
     KV events, recovery from the workers ┴► KvRouter ◄── KvPushRouter, right above the PushRouter of the same pool
 
 Source: dynamo lib/llm/src/discovery/model_manager.rs, create_kv_router.
@@ -14,14 +14,12 @@ from random import Random
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from attrs import evolve, frozen
 
 from operators import KvPushRouter, PushRouter
 from operators.kv import (
     EventLog,
     KvRecovery,
-    KvRouter,
     KvRouterConfig,
     PolicyProfile,
     ReplicaSync,
@@ -33,6 +31,7 @@ from operators.kv import (
     adapters_of,
     configs_of,
     kv_events,
+    kv_router,
     overlap_refresh_after_s,
     recovery_workers,
 )
@@ -52,7 +51,7 @@ SESSION_TTL_ENV = "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"
 
 @frozen
 class KvPool:
-    """Who a KV router chooses from, and what they do; who of them may be asked, the PushRouter below it knows."""
+    """The workers a KV router selects from, and what they do; the PushRouter below it knows which are healthy."""
 
     endpoint: EndpointId
     workers: Workers[Any, Any]
@@ -89,7 +88,7 @@ async def kv_stage(
         perf_s=perf_counter,
     )
     with KvRecovery(recovery_workers(runtime, pool.endpoint), configs_of(models)) as recovery:
-        chooser = KvRouter(
+        router = kv_router(
             pool.workers,
             settings,
             block_size_tokens=card.kv_cache_block_size,
@@ -102,19 +101,16 @@ async def kv_stage(
             profile=profile,
             rng=None if config.seed is None else Random(config.seed),
             worker_type=pool.worker_type,
-            counted=counted.event_applied,
+            on_event=counted.event_applied,
             expiry_s=active_request_expiry_s(environment),
             refresh_after_s=overlap_refresh_after_s(environment),
             session_ttl_s=seconds(environment.get(SESSION_TTL_ENV), 1.0),
         )
-        with (
-            chooser,
-            RouterGauges(chooser, meter, model=card.display_name),
-            chooser.follow(kv_events(runtime.events, pool.endpoint)),
-            runtime.scheduler.spawn(lambda scope: _run(chooser, scope)),
-        ):
-            await chooser.ready()
-            yield KvPushRouter(chooser, metrics=counted, tracer=tracer)
+        events = kv_events(runtime.events, pool.endpoint)
+        async with router:
+            with RouterGauges(router, meter, model=card.display_name), router.follow(events):
+                await router.ready()
+                yield KvPushRouter(router, metrics=counted, tracer=tracer)
 
 
 def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
@@ -131,11 +127,6 @@ def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
 def event_log(worker_id: int, dp_rank: int) -> EventLog:
     """What a worker keeps of its events, for routers that missed some."""
     return EventLog(WorkerRank(worker_id, dp_rank))
-
-
-async def _run(chooser: KvRouter, scope: anyio.CancelScope) -> None:
-    with scope:
-        await chooser.run()
 
 
 def _profile(config: GraphConfig, model_name: str) -> PolicyProfile:

@@ -75,14 +75,14 @@ the prefill is to blame, and behind that comes `PrefillSettings.decode_patience_
 class Routing:
     """A pool of workers, the stages to them that end a graph, and what stands at its top where thresholds are set.
 
-    `push` is the last of those stages, `chooser` what tells it where to send with the router `kv`.
+    `push` is the last of those stages, `kv_router` selects its workers, with the router `kv`.
     """
 
     endpoint: EndpointId
     workers: Workers[Any, Any]
     push: PushRouter[PreprocessedRequest, Annotated[LLMEngineOutput]]
     router: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
-    chooser: KvRouter | None = None
+    kv_router: KvRouter | None = None
     rejection: Rejection | None = None
 
 
@@ -112,7 +112,7 @@ async def routing_to(
             return
         pool = KvPool(endpoint, workers, push, worker_type)
         async with kv_stage(pool, config, environment, runtime, metrics, tracer) as stage:
-            yield Routing(endpoint, workers, push, stage >> push, stage.chooser, rejection)
+            yield Routing(endpoint, workers, push, stage >> push, stage.router, rejection)
 
 
 @contextmanager
@@ -200,10 +200,10 @@ async def prefill_stage(
 
 def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
     """The prefill workers behind their router, whose stages are traced with a tracer."""
-    if prefill.chooser is None:
+    if prefill.kv_router is None:
         return PushPrefill(prefill.push, None if tracer is None else TracedEngine(prefill.push, tracer))
     graph = prefill.router if tracer is None else traced(link(prefill.router), tracer=tracer)
-    return KvPrefill(prefill.chooser, graph)
+    return KvPrefill(prefill.kv_router, graph)
 
 
 def prefill_endpoint(endpoint: EndpointId) -> EndpointId:
@@ -212,7 +212,7 @@ def prefill_endpoint(endpoint: EndpointId) -> EndpointId:
 
 
 def _conditional(decode: Routing, config: GraphConfig) -> ConditionalDisaggregation | None:
-    """What decides which prompts are not worth a prefill; only the chooser of the router `kv` knows what is cached."""
-    if decode.chooser is None or not config.kv_router.conditional_disagg_enabled:
+    """What decides which prompts are not worth a prefill; only the router `kv` knows what is cached."""
+    if (router := decode.kv_router) is None or not config.kv_router.conditional_disagg_enabled:
         return None
-    return ConditionalDisaggregation(config.kv_router, decode.chooser, decode.chooser.worker_configs)
+    return ConditionalDisaggregation(config.kv_router, router, lambda: router.pool.current().configs)

@@ -150,7 +150,7 @@ class Fleet:
     engines: list[Mortal] = field(factory=list)
     graph: StandardGraph = field(init=False)
     prefill: PrefillRouter = field(init=False)
-    choosers: list[KvRouter] = field(init=False)
+    kv_routers: list[KvRouter] = field(init=False)
     """Of the prefill workers, and of the decode workers; none without the router `kv`."""
 
     async def add(self, half: Half, worker_id: int | None = None, *, meets: bool = True) -> Host:
@@ -188,8 +188,8 @@ class Fleet:
 
     def assert_idle(self) -> None:
         """Nothing is booked, waits, runs or holds a block, here or on a worker that is gone."""
-        for chooser in self.choosers:
-            assert (len(chooser.sequences), chooser.waiting_requests) == (0, 0)
+        for kv in self.kv_routers:
+            assert (len(kv.loads), len(kv.queue)) == (0, 0)
         assert self.prefill.prefills == len(self.prefill._handovers._of_request) == 0
         assert (self.exchange.waiting, self.exchange.meetings) == (0, 0)
         for engine in self.engines:
@@ -239,7 +239,7 @@ async def _build(fleet: Fleet, stages: AsyncExitStack) -> None:
     await routing.workers.wait_for_instances(config.workers)
     fleet.prefill = await stages.enter_async_context(prefill_stage(routing, *parts))
     pool: Any = fleet.prefill._side.pool
-    fleet.choosers = [] if routing.chooser is None else [pool.chooser, routing.chooser]
+    fleet.kv_routers = [] if routing.kv_router is None else [pool.router, routing.kv_router]
     fleet.graph = line(config.load_model(), routing, config, hosting, fleet.prefill)
 
 

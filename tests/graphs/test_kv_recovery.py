@@ -24,6 +24,7 @@ from operators.kv import (
     WorkerRank,
     configs_of,
     kv_events,
+    kv_router,
     recovery_workers,
 )
 from operators.kv.events import Recover
@@ -80,7 +81,7 @@ class Site:
 
         events = kv_events(self.runtime.events, WHERE).pipe(ops.filter(arrives))
         with KvRecovery(recovery_workers(self.runtime, WHERE), configs) as recovery:
-            router = KvRouter(
+            router = kv_router(
                 workers,
                 KvRouterConfig(use_kv_events=True),
                 block_size_tokens=BLOCK,
@@ -97,8 +98,8 @@ class Site:
 
     def is_known_to(self, router: KvRouter) -> bool:
         """Whether the router knows of every rank just what it holds."""
-        assert router.overlap.feed is not None
-        index = router.overlap.feed.index
+        assert router.lookup.feed is not None
+        index = router.lookup.feed.index
         return all(index.dump(rank) == log.index.dump(rank) for rank, log in self.logs.items())
 
 
@@ -124,7 +125,7 @@ async def ask_all(graph: AsyncEngine[Any, Any], times: int = 1) -> None:
 
 
 def overlaps(router: KvRouter) -> list[dict[WorkerRank, float]]:
-    return [dict(router.overlap.find(PromptBlocks(prompt, BLOCK), 0.0).device) for prompt in PROMPTS]
+    return [dict(router.lookup.find(PromptBlocks(prompt, BLOCK), 0.0).device) for prompt in PROMPTS]
 
 
 def choices(router: KvRouter) -> list[WorkerRank]:
@@ -181,8 +182,8 @@ async def test_a_late_event_of_a_former_life_of_a_worker_mutes_nothing() -> None
                 await ask_all(graph)
                 again.on_next(straggler)
                 await anyio.sleep(1)
-                assert router.overlap.feed is not None
-                assert router.overlap.feed.under_repair == []
+                assert router.lookup.feed is not None
+                assert router.lookup.feed.under_repair == []
                 await ask_all(graph, times=2)
                 assert deployed.is_known_to(router)
 
@@ -201,8 +202,8 @@ async def test_events_lost_on_the_way_are_repaired(seed: int) -> None:
         for worker_id in IDS:
             await ask(graph, [9000 + worker_id] * 8, backend_instance_id=worker_id)
         await anyio.sleep(20)
-        assert router.overlap.feed is not None
-        assert router.overlap.feed.under_repair == []
+        assert router.lookup.feed is not None
+        assert router.lookup.feed.under_repair == []
         assert deployed.is_known_to(router)
 
 
@@ -218,14 +219,14 @@ async def test_a_worker_that_dies_during_its_recovery_leaves_nothing() -> None:
         async with deployed.router() as (_, graph):
             await ask_all(graph, times=2)
         async with deployed.router(slow) as (router, graph):
-            assert router.overlap.feed is not None
+            assert router.lookup.feed is not None
             await anyio.sleep(0.5)
             assert worker.served is not None
             for served in [s for s in deployed.runtime.served.values() if s.instance_id == 1]:
                 served.abort()
             await anyio.sleep(10)
-            assert router.overlap.feed.index.workers() == [2]
-            assert router.overlap.feed.under_repair == []
+            assert router.lookup.feed.index.workers() == [2]
+            assert router.lookup.feed.under_repair == []
             await ask_all(graph)
 
 
@@ -237,6 +238,6 @@ async def test_events_that_flow_during_a_recovery_are_all_known_after_it() -> No
             await anyio.sleep(delay_s)
             async with deployed.router() as (router, _):
                 await anyio.sleep(0.01)
-                assert router.overlap.feed is not None
-                assert router.overlap.feed.under_repair == []
+                assert router.lookup.feed is not None
+                assert router.lookup.feed.under_repair == []
                 assert deployed.is_known_to(router)

@@ -9,11 +9,10 @@ from .chain import (
     ParentBlockNotFound,
 )
 from .overlap import CandidateOverlap, Overlap
-from .predicted import ApproxIndex, deepest
+from .predicted import PredictedIndex, deepest
 from .prefix_index import KvIndex, Outcome
 
 __all__ = [
-    "ApproxIndex",
     "BlockNotFound",
     "CandidateOverlap",
     "CapacityExhausted",
@@ -24,5 +23,6 @@ __all__ = [
     "Outcome",
     "Overlap",
     "ParentBlockNotFound",
+    "PredictedIndex",
     "deepest",
 ]

@@ -72,7 +72,7 @@ class CandidateOverlap:
     """
 
     overlap: Overlap
-    nothing: Mapping[WorkerRank, float]
+    zero_by_rank: Mapping[WorkerRank, float]
     device: Sequence[float] = field(
         init=False, default=Factory(lambda self: self.column(self.overlap.device), takes_self=True)
     )
@@ -81,7 +81,7 @@ class CandidateOverlap:
     def column(self, tier: Blocks) -> list[float]:
         """The blocks of a tier."""
         # Joining two dicts hashes no rank anew, which looking up hundreds of them would. Strangers come last.
-        return list({**self.nothing, **tier}.values())[: len(self.nothing)]
+        return list({**self.zero_by_rank, **tier}.values())[: len(self.zero_by_rank)]
 
     def with_lower_tiers(self, column: Sequence[float], settings: RequestSettings) -> list[float]:
         """The column with the blocks below the device added, at their weights."""
@@ -96,5 +96,5 @@ class CandidateOverlap:
         """The most `Overlap.cached_tokens` of a candidate; 0 if none has anything."""
         best = self.best_device
         if self.overlap.has_lower_tiers:
-            best = max((self.overlap.effective_blocks(rank, settings) for rank in self.nothing), default=0)
+            best = max((self.overlap.effective_blocks(rank, settings) for rank in self.zero_by_rank), default=0)
         return floor(best * block_size_tokens + 0.5)

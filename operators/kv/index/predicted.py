@@ -1,4 +1,4 @@
-"""ApproxIndex: which worker-rank should hold which prompts, as we sent them there, for a limited time.
+"""PredictedIndex: which worker-rank should hold which prompts, as we sent them there, for a limited time.
 
     record(rank, prompt) ──► held for ttl_s, renewed by the next prompt that begins alike ──► forgotten
 
@@ -27,7 +27,7 @@ STEP_S = 0.1
 LIMIT_BLOCKS, PRUNED_SHARE = 2**20, 0.8
 
 
-class ApproxIndex:
+class PredictedIndex:
     """See the module. The clock is the caller's: seconds that do not go back. `held_blocks` counts those of each rank.
 
     Over `limit_blocks` (of all ranks together) the prompts that would be forgotten first go, until `pruned_share` of

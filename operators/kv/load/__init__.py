@@ -1,6 +1,6 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
-from .blocks import ActiveBlocks, ActivePrefixes, BlockPath
+from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
 from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoad, RankLoads
 from .replica_events import (
     ACTIVE_SEQUENCES_TOPIC,
@@ -14,8 +14,8 @@ from .replica_events import (
     SequenceEventData,
     apply_events,
 )
-from .replicas import BATCH_EVENTS, ReplicaSync, Told
-from .sequences import EXPIRY_S, SWEEP_EVERY_S, ActiveSequences, Booking, SequenceLoad, tracking_hashes
+from .replicas import BATCH_EVENTS, ReplicaSync, ReplicatedBooking
+from .sequences import EXPIRY_S, SWEEP_EVERY_S, ActiveRequest, ActiveSequences, SequenceLoad, tracking_hashes
 
 __all__ = [
     "ACTIVE_SEQUENCES_TOPIC",
@@ -24,15 +24,15 @@ __all__ = [
     "SWEEP_EVERY_S",
     "ActiveBlocks",
     "ActivePrefixes",
+    "ActiveRequest",
     "ActiveSequenceEvent",
     "ActiveSequences",
     "AddRequest",
     "Applied",
-    "BlockPath",
-    "Booking",
     "Column",
     "Duration",
     "Free",
+    "HeldBlocks",
     "MarkPrefillCompleted",
     "MissingDuration",
     "PotentialLoad",
@@ -41,9 +41,9 @@ __all__ = [
     "RankLoad",
     "RankLoads",
     "ReplicaSync",
+    "ReplicatedBooking",
     "SequenceEventData",
     "SequenceLoad",
-    "Told",
     "apply_events",
     "tracking_hashes",
 ]

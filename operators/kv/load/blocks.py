@@ -22,12 +22,13 @@ _ABSENT = object()
 
 
 @define(eq=False)
-class BlockPath:
-    """What one request holds: its prompt blocks by name, and its output blocks, which have none."""
+class HeldBlocks:
+    """The blocks one request holds on its rank: those of its prompt by hash, and a count of its output blocks."""
 
-    hashes: Sequence[int]
-    output_blocks: int = 0
-    output_weight: float = 0.0
+    hashes: Sequence[int] = field(default=(), init=False)
+    output_blocks: int = field(default=0, init=False)
+    output_weight: float = field(default=0.0, init=False)
+    """The weight of all output blocks together; a block weighs 1 until a decay is set."""
 
 
 @define
@@ -52,8 +53,8 @@ class ActiveBlocks:
         """The weight of all blocks, rounded half up."""
         return floor(len(self._parents) - len(self._decayed) + self._decayed_weight + self._output_weight + 0.5)
 
-    def acquire(self, hashes: Sequence[int]) -> tuple[BlockPath, Sequence[int]]:
-        """Enters a prompt; also returns the blocks that were not there before, which follow the shared ones."""
+    def acquire(self, held: HeldBlocks, hashes: Sequence[int]) -> Sequence[int]:
+        """Add a prompt to what the request holds; return the blocks that are new here, which follow the shared ones."""
         shared = self._shared_blocks(hashes)
         new, parent = list(hashes[shared:]), hashes[shared - 1] if shared else None
         if not (self._parents.keys().isdisjoint(new) and self._enter(new, parent)):
@@ -62,17 +63,18 @@ class ActiveBlocks:
             self._enter(new, parent)
         if parent is not None:
             self._more[parent] = self._more.get(parent, 0) + 1
-        return BlockPath([*hashes[:shared], *new]), new
+        held.hashes = [*hashes[:shared], *new]
+        return new
 
-    def release(self, path: BlockPath) -> Sequence[int]:
-        """Takes a request out; returns the prompt blocks that went with it. A path is released once."""
-        self._output_blocks -= path.output_blocks
+    def release(self, held: HeldBlocks) -> Sequence[int]:
+        """Remove a request; return the prompt blocks that no other request holds. Call it once for a request."""
+        self._output_blocks -= held.output_blocks
         # An account without blocks weighs exactly nothing, whatever the sums before it lost in rounding.
-        self._output_weight = self._output_weight - path.output_weight if self._output_blocks else 0.0
-        kept = self._needed_blocks(path)
+        self._output_weight = self._output_weight - held.output_weight if self._output_blocks else 0.0
+        kept = self._needed_blocks(held)
         if kept:
-            self._let_go(path.hashes[kept - 1])
-        gone = path.hashes[kept:]
+            self._let_go(held.hashes[kept - 1])
+        gone = held.hashes[kept:]
         for block in gone:
             del self._parents[block]
         if self._decayed:
@@ -81,17 +83,17 @@ class ActiveBlocks:
             self._decayed_weight = 0.0
         return gone
 
-    def add_output_block(self, path: BlockPath, weight: float | None) -> None:
+    def add_output_block(self, held: HeldBlocks, weight: float | None) -> None:
         """Adds an output block. With a weight, all output blocks of the request and the end of its prompt that no
         other request needs weigh that much from now on, and keep it when the end becomes shared."""
-        grown = path.output_weight + 1.0 if weight is None else (path.output_blocks + 1) * weight
-        path.output_blocks += 1
+        grown = held.output_weight + 1.0 if weight is None else (held.output_blocks + 1) * weight
+        held.output_blocks += 1
         self._output_blocks += 1
-        self._output_weight += grown - path.output_weight
-        path.output_weight = grown
+        self._output_weight += grown - held.output_weight
+        held.output_weight = grown
         if weight is None:
             return
-        for block in path.hashes[self._needed_blocks(path) :]:
+        for block in held.hashes[self._needed_blocks(held) :]:
             self._decayed_weight += weight - self._decayed.get(block, 0.0)
             self._decayed[block] = weight
 
@@ -105,9 +107,9 @@ class ActiveBlocks:
             del self._parents[block]
         return False
 
-    def _needed_blocks(self, path: BlockPath) -> int:
+    def _needed_blocks(self, held: HeldBlocks) -> int:
         """How many blocks at the start of what a request holds are held by others too."""
-        more, hashes = self._more, path.hashes
+        more, hashes = self._more, held.hashes
         if not more or more.keys().isdisjoint(hashes):
             return 0
         return next(place for place in range(len(hashes), 0, -1) if hashes[place - 1] in more)

@@ -114,7 +114,7 @@ class ActiveSequenceEvent:
         return cls(request_id, worker, data, router_id, lora_name)
 
 
-Heard: TypeAlias = tuple[float, ActiveSequenceEvent]
+ReceivedEvent: TypeAlias = tuple[float, ActiveSequenceEvent]
 """An event and when it was received."""
 
 
@@ -127,7 +127,9 @@ class Applied:
     dropped: int
 
 
-def apply_events(sequences: ActiveSequences, heard: Sequence[Heard], *, registered_only: bool = False) -> Applied:
+def apply_events(
+    sequences: ActiveSequences, received: Sequence[ReceivedEvent], *, registered_only: bool = False
+) -> Applied:
     """Takes one batch of other routers' events in; an added prompt begins when it was heard of.
 
     A booking on an unknown worker opens an account for it, or is dropped and counted with `registered_only`. One that
@@ -136,13 +138,14 @@ def apply_events(sequences: ActiveSequences, heard: Sequence[Heard], *, register
     """
     loads_changed = made_room = False
     dropped = 0
-    for received_s, event in heard:
+    for received_s, event in received:
         booked_as, data = _booked_as(event), event.data
+        known = sequences.get(booked_as)
         if isinstance(data, MarkPrefillCompleted):
-            booking = sequences.booking(booked_as)
-            made_room |= booking is not None and booking.mark_prefill_completed(received_s)
+            if known is not None:
+                made_room |= sequences.finish_prefill(known, received_s)
             continue
-        if sequences.free(booked_as, received_s):
+        if known is not None and sequences.release(known, received_s):
             loads_changed = made_room = True
         if isinstance(data, AddRequest):
             try:

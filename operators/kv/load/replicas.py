@@ -25,8 +25,8 @@ from .replica_events import (
     ACTIVE_SEQUENCES_TOPIC,
     ActiveSequenceEvent,
     Free,
-    Heard,
     MarkPrefillCompleted,
+    ReceivedEvent,
     SequenceEventData,
     apply_events,
 )
@@ -59,7 +59,7 @@ class ReplicaSync:
         self._sequences: ActiveSequences | None = None
         self._clock = LoopClock()
         self._following: DisposableBase | None = None
-        self._heard: list[Heard] = []
+        self._heard: list[ReceivedEvent] = []
         self._made_room = False
         self._news: anyio.Event | None = None
         self._untold = 0
@@ -105,10 +105,10 @@ class ReplicaSync:
             if self.made_room():
                 wake()
 
-    def booked(self, request_id: str, rank: WorkerRank, load: SequenceLoad, lora_name: str | None) -> Told:
+    def booked(self, request_id: str, rank: WorkerRank, load: SequenceLoad, lora_name: str | None) -> ReplicatedBooking:
         """Tells of a booking; what is returned tells the rest of it."""
         self._tell(ActiveSequenceEvent.added(request_id, rank, load, self.router_id, lora_name))
-        return Told(self, request_id, rank, lora_name)
+        return ReplicatedBooking(self, request_id, rank, lora_name)
 
     def close(self) -> None:
         """Hears no more. Bookings there are may still be told to be over."""
@@ -138,11 +138,11 @@ class ReplicaSync:
                 self._untold, self._reported_s = 0, now_s
 
     def _is_booked(self, request_id: str) -> bool:
-        return self._sequences is not None and self._sequences.booking(request_id) is not None
+        return self._sequences is not None and self._sequences.get(request_id) is not None
 
 
 @define(eq=False)
-class Told:
+class ReplicatedBooking:
     """One booking of ours that the other routers know of."""
 
     peers: ReplicaSync

@@ -21,7 +21,7 @@ from pipeline.llm import sequence_hashes
 
 from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from ..types import RequestSettings, WorkerRank
-from .blocks import ActivePrefixes, BlockPath
+from .blocks import ActivePrefixes, HeldBlocks
 from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot, Slots
 
 EXPIRY_S = 300.0
@@ -46,37 +46,19 @@ class SequenceLoad:
 
 
 @define(eq=False)
-class Booking:
-    """One booked request. Releasing it a second time, or after it expired or its worker went, does nothing.
-
-    A later booking of the same id is another object and is never touched by this one.
-    """
+class ActiveRequest(HeldBlocks):
+    """One request in the load of its rank. A later request of the same id is another object, untouched by this one."""
 
     request_id: str
-    booked_s: float
-    _sequences: ActiveSequences
-    _slot: Slot
-    _path: BlockPath
+    booked_s: float = field(default=0.0, init=False)
+    slot: Slot | None = field(default=None, init=False, repr=False)
+    """Account of the rank it is booked on; None before it is booked."""
 
     @property
     def rank(self) -> WorkerRank:
-        return self._slot.rank
-
-    @property
-    def is_live(self) -> bool:
-        return self._sequences.booking(self.request_id) is self
-
-    def mark_prefill_completed(self, now_s: float) -> bool:
-        """The prompt is computed. False if that was known, or the booking is gone."""
-        return self.is_live and self._sequences._complete_prefill(self, now_s)
-
-    def add_output_block(self, weight: float | None, now_s: float) -> bool:
-        """The output grew by a block; `weight` decays what only this request holds. False if the booking is gone."""
-        return self.is_live and self._sequences._add_output_block(self, weight, now_s)
-
-    def release(self, now_s: float) -> bool:
-        """Takes the request off its rank. False if it is off already."""
-        return self.is_live and self._sequences._release(self, now_s)
+        """The rank it is booked on."""
+        assert self.slot is not None, "not booked"
+        return self.slot.rank
 
 
 @define(eq=False)
@@ -89,7 +71,7 @@ class ActiveSequences:
     expiry_s: float = EXPIRY_S
     _slots: Slots = field(factory=Slots, init=False)
     _prefixes: ActivePrefixes = field(factory=ActivePrefixes, init=False)
-    _bookings: dict[str, Booking] = field(factory=dict, init=False)
+    _bookings: dict[str, ActiveRequest] = field(factory=dict, init=False)
     _checked_s: float | None = field(default=None, init=False)
 
     def set_workers(self, workers: Mapping[int, range]) -> list[str]:
@@ -115,17 +97,25 @@ class ActiveSequences:
 
     def book(
         self, request_id: str, rank: WorkerRank, load: SequenceLoad, now_s: float, *, registered_only: bool = False
-    ) -> Booking:
-        """Counts a request on a rank until it is released.
+    ) -> ActiveRequest:
+        """Count a request of this id on a rank; raise what `add` raises."""
+        request = ActiveRequest(request_id)
+        self.add(request, rank, load, now_s, registered_only=registered_only)
+        return request
 
-        Raises DuplicateRequest for an id that is booked anywhere, WorkerNotFound with `registered_only` for a rank
-        that has no account (otherwise it gets one), BookingError for a duration that is none.
+    def add(
+        self, request: ActiveRequest, rank: WorkerRank, load: SequenceLoad, now_s: float, *, registered_only: bool
+    ) -> None:
+        """Count the request on a rank until it is released, expires, or the worker is removed.
+
+        Raises DuplicateRequest for an id that is booked on any rank, BookingError for a duration that is negative or
+        not finite. A rank without an account gets one; with `registered_only` it raises WorkerNotFound.
         """
         if self._checked_s is None or now_s - self._checked_s >= CHECK_EVERY_S:
             self.expire(now_s)
+        request_id, duration_s = request.request_id, load.prefill_duration_s
         if (other := self._bookings.get(request_id)) is not None:
             raise DuplicateRequest(f"request {request_id} is booked already, on worker {other.rank.worker_id}")
-        duration_s = load.prefill_duration_s
         if duration_s is not None and not 0 <= duration_s < math.inf:
             raise BookingError(f"prefill_duration_s must be finite and not below 0, got {duration_s}")
         slot = self._slots.by_rank.get(rank)
@@ -133,36 +123,75 @@ class ActiveSequences:
             if registered_only:
                 raise WorkerNotFound(f"worker {rank.worker_id} has no rank {rank.dp_rank} here")
             slot = self._slots.open(rank, lazy=True)
-        path, new = slot.blocks.acquire(load.hashes)
-        self._prefixes.add(slot.number, new)
+        self._prefixes.add(slot.number, slot.blocks.acquire(request, load.hashes))
         if load.prefill_tokens > 0:
             slot.prompts.add(request_id, load.prefill_tokens, duration_s, now_s)
         slot.request_ids[request_id] = None
         self._slots.refresh(slot, now_s)
-        booking = self._bookings[request_id] = Booking(request_id, now_s, self, slot, path)
-        return booking
+        request.slot, request.booked_s = slot, now_s
+        self._bookings[request_id] = request
 
-    def booking(self, request_id: str) -> Booking | None:
-        """The live booking of a request."""
+    def get(self, request_id: str) -> ActiveRequest | None:
+        """Return the request that is booked under this id."""
         return self._bookings.get(request_id)
 
+    def is_live(self, request: ActiveRequest) -> bool:
+        """False once it was released, has expired, or its worker was removed."""
+        return self._bookings.get(request.request_id) is request
+
+    def finish_prefill(self, request: ActiveRequest, now_s: float) -> bool:
+        """Stop counting the prompt; return False if that was done before, or the request is not live."""
+        if not self.is_live(request):
+            return False
+        slot = request.slot
+        assert slot is not None, "a live request is on a rank"
+        removed = slot.prompts.remove(request.request_id, now_s)
+        self._slots.refresh(slot, now_s)
+        return removed
+
+    def grow(self, request: ActiveRequest, weight: float | None, now_s: float) -> bool:
+        """Count another output block; `weight` decays what only this request holds. False if it is not live."""
+        if not self.is_live(request):
+            return False
+        slot = request.slot
+        assert slot is not None, "a live request is on a rank"
+        slot.blocks.add_output_block(request, weight)
+        self._slots.refresh(slot, now_s)
+        return True
+
+    def release(self, request: ActiveRequest, now_s: float) -> bool:
+        """Take the request off its rank; return False if it is not live, which makes a second release harmless."""
+        if self._bookings.get(request.request_id) is not request:
+            return False
+        slot = request.slot
+        assert slot is not None, "a live request is on a rank"
+        del self._bookings[request.request_id]
+        del slot.request_ids[request.request_id]
+        slot.prompts.remove(request.request_id, now_s)
+        self._prefixes.drop(slot.number, slot.blocks.release(request))
+        if slot.lazy and not slot.request_ids:
+            self._slots.close(slot)
+        else:
+            self._slots.refresh(slot, now_s)
+        return True
+
     def mark_prefill_completed(self, request_id: str, now_s: float) -> None:
-        """As on the booking; twice is once. Raises RequestNotFound."""
-        self._complete_prefill(self._found(request_id), now_s)
+        """`finish_prefill` by id. Raises RequestNotFound for an id that is not booked."""
+        self.finish_prefill(self._found(request_id), now_s)
 
     def add_output_block(self, request_id: str, weight: float | None, now_s: float) -> None:
-        """As on the booking. Raises RequestNotFound."""
-        self._add_output_block(self._found(request_id), weight, now_s)
+        """`grow` by id. Raises RequestNotFound for an id that is not booked."""
+        self.grow(self._found(request_id), weight, now_s)
 
     def free(self, request_id: str, now_s: float) -> bool:
-        """Releases whatever is booked under this id; False if nothing is."""
-        booking = self._bookings.get(request_id)
-        return booking is not None and self._release(booking, now_s)
+        """Release what is booked under this id; return False if nothing is."""
+        request = self._bookings.get(request_id)
+        return request is not None and self.release(request, now_s)
 
     def free_if_worker(self, request_id: str, rank: WorkerRank, now_s: float) -> bool:
-        """The same, but only if it is booked on exactly this rank."""
-        booking = self._bookings.get(request_id)
-        return booking is not None and booking.rank == rank and self._release(booking, now_s)
+        """`free`, but only if the request is booked on exactly this rank."""
+        request = self._bookings.get(request_id)
+        return request is not None and request.rank == rank and self.release(request, now_s)
 
     def expire(self, now_s: float) -> list[str]:
         """Releases requests older than `expiry_s`; returns their ids."""
@@ -171,7 +200,7 @@ class ActiveSequences:
         for booking in list(self._bookings.values()):
             if now_s - booking.booked_s <= self.expiry_s:
                 break  # booked in order of time
-            self._release(booking, now_s)
+            self.release(booking, now_s)
             expired.append(booking.request_id)
         return expired
 
@@ -217,42 +246,16 @@ class ActiveSequences:
     def __len__(self) -> int:
         return len(self._bookings)
 
-    def _found(self, request_id: str) -> Booking:
-        booking = self._bookings.get(request_id)
-        if booking is None:
+    def _found(self, request_id: str) -> ActiveRequest:
+        if (request := self._bookings.get(request_id)) is None:
             raise RequestNotFound(f"request {request_id} is not booked")
-        return booking
-
-    def _complete_prefill(self, booking: Booking, now_s: float) -> bool:
-        slot = booking._slot
-        removed = slot.prompts.remove(booking.request_id, now_s)
-        self._slots.refresh(slot, now_s)
-        return removed
-
-    def _add_output_block(self, booking: Booking, weight: float | None, now_s: float) -> bool:
-        slot = booking._slot
-        slot.blocks.add_output_block(booking._path, weight)
-        self._slots.refresh(slot, now_s)
-        return True
-
-    def _release(self, booking: Booking, now_s: float) -> bool:
-        slot = booking._slot
-        del self._bookings[booking.request_id]
-        del slot.request_ids[booking.request_id]
-        slot.prompts.remove(booking.request_id, now_s)
-        self._prefixes.drop(slot.number, slot.blocks.release(booking._path))
-        if slot.lazy and not slot.request_ids:
-            self._slots.close(slot)
-        else:
-            self._slots.refresh(slot, now_s)
-        return True
+        return request
 
     def _close(self, slot: Slot) -> list[str]:
         """Forgets a rank and its requests, whose ids are returned."""
         lost = list(slot.request_ids)
         for request_id in lost:
-            booking = self._bookings.pop(request_id)
-            self._prefixes.drop(slot.number, slot.blocks.release(booking._path))
+            self._prefixes.drop(slot.number, slot.blocks.release(self._bookings.pop(request_id)))
         self._slots.close(slot)
         return lost
 

@@ -1,6 +1,6 @@
 """Requests that wait for a worker: admission, order, and policy classes."""
 
-from .admission import Admission, Applicant
+from .admission import REFRESH_AFTER_S, AdmissionController, QueuedRequest
 from .policy import DEFAULT_CLASS, DepthTier, PolicyClass, PolicyProfile, PromptSize, QueueUsage
 from .profiles import PolicyDocument
 from .queue import AdmissionQueue, Waiting
@@ -8,15 +8,16 @@ from .rooms import Room, Rooms
 
 __all__ = [
     "DEFAULT_CLASS",
-    "Admission",
+    "REFRESH_AFTER_S",
+    "AdmissionController",
     "AdmissionQueue",
-    "Applicant",
     "DepthTier",
     "PolicyClass",
     "PolicyDocument",
     "PolicyProfile",
     "PromptSize",
     "QueueUsage",
+    "QueuedRequest",
     "Room",
     "Rooms",
     "Waiting",

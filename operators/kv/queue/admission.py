@@ -1,7 +1,7 @@
-"""Admission: who goes at once and who waits for room, in an AdmissionQueue, with the waiting done here.
+"""AdmissionController: which requests are placed at once and which wait for room, in an AdmissionQueue.
 
     admit ──room──► placed
-      └──none──► parked ──drain: after every change of load, workers or time──► placed, or the error it met
+      └──none──► queued ──drain: after every change of load, workers or time──► placed, or the error it met
       stop, kill or a cancelled task take it out again
 
 Source: dynamo lib/kv-router/src/scheduling/queue.rs, SchedulerQueue. Other than there a request waits in its own task,
@@ -11,7 +11,7 @@ so one whose caller has gone is taken out then, not when its turn comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import anyio
 from attrs import define, field
@@ -19,106 +19,116 @@ from attrs import define, field
 from pipeline import Cancelled, Control, PenstockError, Unavailable
 
 from ..index import Overlap
+from ..pool import RouterPool
 from ..request import RouteRequest
 from .policy import DepthTier, PolicyProfile, PromptSize, QueueUsage
 from .queue import AdmissionQueue, Waiting
-from .rooms import Blocked, RoomNow, Rooms
+from .rooms import Blocked, Room, Rooms
 
+if TYPE_CHECKING:
+    from ..reservation import LoadBook, Reservation
 
-class Released(Protocol):
-    """What placing gives: something to be released."""
-
-    def release(self) -> object: ...
-
-
-P = TypeVar("P", bound=Released)
+REFRESH_AFTER_S = 10.0
+"""Default time after which the cached prefixes of a waiting request are looked up again."""
 
 
 @define(eq=False)
-class Applicant(Generic[P]):
-    """A request that asks to be placed, what was cached of it when it came, and what has come of it.
-
-    `sized` says how large it is, for those that want to know: most go at once, whatever their size. It raises where
-    nobody may take the request.
-    """
+class QueuedRequest:
+    """A request on its way through the queue, and its outcome."""
 
     request_id: str
     request: RouteRequest
-    sized: Callable[[], PromptSize]
+    size: Callable[[], PromptSize]
+    """Computes how large it is, only where a limit or an order needs it. Raises if no worker may take the request."""
     overlap: Overlap
-    placed: P | None = field(default=None, init=False)
+    """The cached prefixes when it came."""
+    place: Callable[[QueuedRequest, bool], Reservation]
+    """Books it on a worker; the flag is set if its cached prefixes must be looked up again."""
+    placed: Reservation | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
-    told: anyio.Event | None = field(default=None, init=False)
+    settled: anyio.Event | None = field(default=None, init=False)
+    """Set once it was placed, failed or stopped; None for a request that never waited."""
     rooms: Rooms | None = field(default=None, init=False)
     wanted: int = field(default=0, init=False)
-    """The ranks that may take it, as bits of `rooms`, once that was asked."""
+    """The ranks that may take it, as bits of `rooms`."""
 
 
-class Admission(Generic[P]):
-    """See the module. `place` books a request; `is_full(request, class)` says whether all its workers are busy, and
-    `room_now` the same of all that wait: the room there is for the classes that are asked about.
+class AdmissionController:
+    """See the module. A request waits while all workers that may take it are busy, by the class it is of.
 
-    With `refresh_after_s` a request that waited longer has what is cached looked up again: `place` is told so.
+    `profile` holds the classes, `tiers` limits by depth. A request that waited longer than `refresh_after_s` has its
+    cached prefixes looked up again; None for never.
     """
 
     def __init__(
         self,
+        pool: RouterPool,
+        loads: LoadBook,
         profile: PolicyProfile,
-        tiers: Sequence[DepthTier],
+        tiers: Sequence[DepthTier] = (),
         *,
-        place: Callable[[Applicant[P], bool], P],
-        is_full: Callable[[RouteRequest, int], bool],
-        room_now: RoomNow,
-        workers: Callable[[], int],
-        now_s: Callable[[], float],
-        refresh_after_s: float | None,
+        refresh_after_s: float | None = REFRESH_AFTER_S,
     ) -> None:
-        self._queue: AdmissionQueue[Applicant[P]] = AdmissionQueue(profile, tiers)
-        self._profile = profile
-        self._place, self._is_full, self._workers, self._now_s = place, is_full, workers, now_s
-        self._room_now = room_now
+        self._queue: AdmissionQueue[QueuedRequest] = AdmissionQueue(profile, tiers)
+        self._pool, self._loads, self._profile = pool, loads, profile
+        self._rooms: Rooms | None = None
         self._blocked: Blocked | None = None
-        self._refresh_after_s = refresh_after_s
+        self._refresh_after_s = refresh_after_s or None
         self._is_closed = False
         self._is_draining = False
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of requests that wait."""
         return len(self._queue)
 
     def waiting_by_class(self) -> dict[str, QueueUsage]:
-        """What waits in each class of the profile. May be asked in any thread."""
+        """What waits in each class of the profile. May be called in any thread."""
         return {one.name: self._queue.usage(index) for index, one in enumerate(self._profile.classes)}
 
-    async def admit(self, applicant: Applicant[P], control: Control | None) -> P:
-        """Places the request, at once or in its turn.
+    async def admit(self, queued: QueuedRequest, control: Control | None) -> Reservation:
+        """Place the request, at once or in its turn.
 
         Raises what placing raises, QueueRejected where no more may wait, Unavailable once this is closed, Cancelled if
         the request is stopped while it waits.
         """
         if self._is_closed:
             raise _closing()
-        request = applicant.request
-        uncached_tokens = applicant.sized().uncached_tokens if len(self._profile.floors) > 1 else 0
-        class_index = self._profile.class_of(request.policy_class, uncached_tokens)
-        if not self._queue.must_park(class_index, lambda: self._is_full(request, class_index)):
-            return self._place(applicant, False)
-        size, applicant.told = applicant.sized(), anyio.Event()
-        waiting = self._queue.park(
-            applicant,
+        request, profile = queued.request, self._profile
+        uncached_tokens = queued.size().uncached_tokens if len(profile.floors) > 1 else 0
+        class_index = profile.class_of(request.policy_class, uncached_tokens)
+        if profile.classes[class_index].may_queue and self._must_queue(class_index, request):
+            return await self._wait(queued, class_index, control)
+        return queued.place(queued, False)
+
+    def _must_queue(self, class_index: int, request: RouteRequest) -> bool:
+        return self._queue.must_queue(class_index, lambda: self._is_full(class_index, request))
+
+    def _is_full(self, class_index: int, request: RouteRequest) -> bool:
+        """Whether every rank that may take the request is busy; where none may, waiting would not help."""
+        pool = self._pool.current()
+        try:
+            ranks = pool.candidates(request.rules(pool, self._pool.adapters)).ranks
+        except PenstockError:
+            return False  # placing it raises the same error
+        return self._profile.classes[class_index].all_busy(ranks, self._loads.prefill_tokens(ranks), pool.configs)
+
+    async def _wait(self, queued: QueuedRequest, class_index: int, control: Control | None) -> Reservation:
+        request, size, queued.settled = queued.request, queued.size(), anyio.Event()
+        waiting = self._queue.push(
+            queued,
             size,
             class_index=class_index,
-            workers=self._workers(),
-            arrival_s=self._now_s(),
+            workers=len(self._pool.current().ranks),
+            arrival_s=self._loads.clock.now_s(),
             priority_jump_s=request.priority_jump_s,
             strict_priority=request.strict_priority,
-            lane=request.lane,
+            partition=request.partition,
         )
-        self._count_parked(waiting)
-        return await self._outcome(waiting, applicant.told, control)
+        self._count_queued(waiting)
+        return await self._outcome(waiting, queued.settled, control)
 
     def drain(self) -> None:
-        """Place those that wait and may go now, one by one, so that each sees the booking before it.
+        """Place the requests that may go now, one by one, so that each sees the booking before it.
 
         Room that is made meanwhile, because a booking has listeners, is seen here and needs no second drain.
         """
@@ -131,25 +141,34 @@ class Admission(Generic[P]):
         finally:
             self._is_draining = False
 
-    def _next(self) -> Waiting[Applicant[P]] | None:
+    def _next(self) -> Waiting[QueuedRequest] | None:
         """Take out the next that may go, None if none may."""
-        room = self._room_now(self._queue.waiting_classes())
+        room = self._room_now()
         if self._blocked is not None and self._blocked.lasts(room, self._queue.version):
             return None
         rooms, free, blocked = room.rooms, room.free, Blocked(room.rooms, self._queue.version)
 
-        def may_go(waiting: Waiting[Applicant[P]]) -> bool:
-            applicant, index = waiting.item, waiting.class_index
-            if applicant.rooms is not rooms:
-                applicant.rooms, applicant.wanted = rooms, rooms.wanted(applicant.request)
-            blocked.add(index, applicant.wanted)
-            return applicant.wanted & free[index] != 0
+        def may_go(waiting: Waiting[QueuedRequest]) -> bool:
+            queued, index = waiting.item, waiting.class_index
+            if queued.rooms is not rooms:
+                queued.rooms, queued.wanted = rooms, rooms.wanted(queued.request)
+            blocked.add(index, queued.wanted)
+            return queued.wanted & free[index] != 0
 
         waiting = self._queue.pop(may_go)
         self._blocked = blocked if waiting is None else None
         return waiting
 
-    def _count_parked(self, waiting: Waiting[Applicant[P]]) -> None:
+    def _room_now(self) -> Room:
+        """The room there is now for the classes that wait."""
+        pool, adapters = self._pool.current(), self._pool.adapters
+        if self._rooms is None or not self._rooms.is_of(pool, adapters):
+            self._rooms = Rooms(pool, adapters, self._profile.classes)
+        rooms = self._rooms
+        tokens = self._loads.prefill_tokens(rooms.ranks)
+        return Room(rooms, {index: rooms.free(index, tokens) for index in self._queue.waiting_classes()})
+
+    def _count_queued(self, waiting: Waiting[QueuedRequest]) -> None:
         """Keep what is known of a blocked queue: one more waits, and no other has become able to go."""
         if (blocked := self._blocked) is not None and blocked.version == self._queue.version - 1:
             blocked.version += 1
@@ -160,47 +179,49 @@ class Admission(Generic[P]):
         self._is_closed = True
         for waiting in self._queue.close():
             waiting.item.error = _closing()
-            _tell(waiting.item)
+            _set(waiting.item)
 
-    def _settle(self, waiting: Waiting[Applicant[P]]) -> None:
-        """Places one that waited, or notes why that failed, and tells it."""
-        applicant = waiting.item
+    def _settle(self, waiting: Waiting[QueuedRequest]) -> None:
+        """Place one that waited, or keep the error, and wake its task."""
+        queued = waiting.item
         try:
-            is_old = waiting.is_due_for_refresh(self._now_s(), self._refresh_after_s)
-            applicant.placed = self._place(applicant, is_old)
+            is_old = waiting.is_due_for_refresh(self._loads.clock.now_s(), self._refresh_after_s)
+            queued.placed = queued.place(queued, is_old)
         except Exception as error:
-            applicant.error = error
-        _tell(applicant)
+            queued.error = error
+        _set(queued)
 
-    async def _outcome(self, waiting: Waiting[Applicant[P]], told: anyio.Event, control: Control | None) -> P:
-        applicant = waiting.item
-        forget = None if control is None else control.on_stop(told.set)
+    async def _outcome(
+        self, waiting: Waiting[QueuedRequest], settled: anyio.Event, control: Control | None
+    ) -> Reservation:
+        queued = waiting.item
+        forget = None if control is None else control.on_stop(settled.set)
         try:
-            self.drain()  # its lane, or its class's turn, may be free
-            await told.wait()
+            self.drain()  # its partition, or its class's turn, may be free
+            await settled.wait()
         except BaseException:  # its caller has gone
             self._withdraw(waiting)
-            if applicant.placed is not None:
-                applicant.placed.release()
+            if queued.placed is not None:
+                queued.placed.release()
             raise
         finally:
             if forget is not None:
                 forget()
-        if applicant.placed is not None:  # what is there wins over a stop
-            return applicant.placed
-        if applicant.error is not None:
-            raise applicant.error
+        if queued.placed is not None:  # a reservation that exists wins over a stop
+            return queued.placed
+        if queued.error is not None:
+            raise queued.error
         self._withdraw(waiting)
-        raise Cancelled(f"Request {applicant.request_id} was cancelled")
+        raise Cancelled(f"Request {queued.request_id} was cancelled")
 
-    def _withdraw(self, waiting: Waiting[Applicant[P]]) -> None:
+    def _withdraw(self, waiting: Waiting[QueuedRequest]) -> None:
         if self._queue.withdraw(waiting):
             self.drain()  # it may have held others up
 
 
-def _tell(applicant: Applicant[P]) -> None:
-    if applicant.told is not None:
-        applicant.told.set()
+def _set(queued: QueuedRequest) -> None:
+    if queued.settled is not None:
+        queued.settled.set()
 
 
 def _closing() -> PenstockError:

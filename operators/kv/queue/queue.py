@@ -1,15 +1,15 @@
-"""AdmissionQueue: who waits for a worker, and who goes next.
+"""AdmissionQueue: which requests wait for a worker, and which one goes next.
 
-    park ──► class ──► lane ──► in order of strict priority, score, arrival
+    push ──► class ──► partition ──► in order of strict priority, score, arrival
     pop  ◄── classes in turns, by deficit round robin ◄── each class's first request that may go
 
-Requests with the same choice of workers share a lane, so one that waits for a certain busy worker does not hold up
-those that can go elsewhere; inside a lane the first blocks the others. Nothing here waits: the owner parks, asks for
-the next one after every change of load, workers or queue, and books each before it asks again.
+Requests with the same choice of workers share a partition, so one that waits for a certain busy worker does not hold
+up those that can go elsewhere; inside a partition the first blocks the others. Nothing here waits: the owner pushes,
+pops after every change of load, workers or queue, and books each request before it pops the next.
 
 Source: dynamo lib/kv-router/src/scheduling/policy_queue.rs, PolicyQueue. Other than there not only pinned requests have
-lanes of their own: whatever restricts the choice of workers can name one. And a class keeps its turn while nobody may
-go: otherwise classes served one request at a time would share alike, whatever their quanta.
+partitions of their own: any restriction of the choice of workers can name one. And a class keeps its turn while none
+of its requests may go: otherwise classes served one request at a time would share alike, whatever their quanta.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Order = tuple[int, float, int]
 
 @frozen(eq=False)
 class Waiting(Generic[T]):
-    """One parked request. `lane` stands for the workers it may go to, None for any."""
+    """One parked request. `partition` stands for the workers it may go to, None for any."""
 
     item: T
     policy_class: PolicyClass
     size: PromptSize
     arrival_s: float
-    lane: Hashable
+    partition: Hashable
     class_index: int
     order: Order
 
@@ -58,34 +58,34 @@ class Waiting(Generic[T]):
 
 @define(eq=False)
 class _ClassQueue(Generic[T]):
-    """The lanes of one class and what it may still have served this round."""
+    """The partitions of one class and what it may still have served this round."""
 
     policy_class: PolicyClass
     usage: QueueUsage = field(factory=QueueUsage)
-    lanes: dict[Hashable, list[tuple[Order, Waiting[T]]]] = field(factory=dict)
+    partitions: dict[Hashable, list[tuple[Order, Waiting[T]]]] = field(factory=dict)
     deficit: int = 0
 
     def add(self, waiting: Waiting[T]) -> None:
-        insort(self.lanes.setdefault(waiting.lane, []), (waiting.order, waiting))
+        insort(self.partitions.setdefault(waiting.partition, []), (waiting.order, waiting))
         self.usage.add(waiting.size)
 
     def remove(self, waiting: Waiting[T]) -> bool:
         """Takes one out, from the middle too; False if it is not here. An empty class loses what it saved up."""
-        lane = self.lanes.get(waiting.lane, [])
-        place = bisect_left(lane, waiting.order, key=lambda entry: entry[0])
-        if place == len(lane) or lane[place][1] is not waiting:
+        partition = self.partitions.get(waiting.partition, [])
+        place = bisect_left(partition, waiting.order, key=lambda entry: entry[0])
+        if place == len(partition) or partition[place][1] is not waiting:
             return False
-        del lane[place]
+        del partition[place]
         self.usage.add(waiting.size, -1)
-        if not lane:
-            del self.lanes[waiting.lane]
-        if not self.lanes:
+        if not partition:
+            del self.partitions[waiting.partition]
+        if not self.partitions:
             self.deficit = 0
         return True
 
     def head(self, may_go: Callable[[Waiting[T]], bool]) -> Waiting[T] | None:
-        """Return the first of the lanes' first ones that may go."""
-        heads = [lane[0] for lane in self.lanes.values() if may_go(lane[0][1])]
+        """Return the first of the partitions' first ones that may go."""
+        heads = [partition[0] for partition in self.partitions.values() if may_go(partition[0][1])]
         return min(heads)[1] if heads else None
 
 
@@ -99,7 +99,7 @@ class AdmissionQueue(Generic[T]):
         self._classes: list[_ClassQueue[T]] = [_ClassQueue(one) for one in profile.classes]
         self.version = 0
         """Another number after each request that was parked or taken out."""
-        self._parked = 0
+        self._pushed = 0
         self._cursor = 0
         self._carried: int | None = None
         self._closed = False
@@ -112,7 +112,7 @@ class AdmissionQueue(Generic[T]):
         usage = self._classes[class_index].usage
         return QueueUsage(usage.requests, usage.isl_tokens, usage.cached_tokens)
 
-    def must_park(self, class_index: int, all_busy: Callable[[], bool]) -> bool:
+    def must_queue(self, class_index: int, all_busy: Callable[[], bool]) -> bool:
         """Whether a request of this class must wait: behind others of its class, or because all its workers are busy.
 
         The workers are only looked at where that decides. A request that must wait may still go at once: ask for the
@@ -121,7 +121,7 @@ class AdmissionQueue(Generic[T]):
         one = self._classes[class_index]
         return one.policy_class.may_queue and (one.usage.requests > 0 or all_busy())
 
-    def park(
+    def push(
         self,
         item: T,
         size: PromptSize,
@@ -131,7 +131,7 @@ class AdmissionQueue(Generic[T]):
         arrival_s: float,
         priority_jump_s: float = 0.0,
         strict_priority: int = 0,
-        lane: Hashable = None,
+        partition: Hashable = None,
     ) -> Waiting[T]:
         """Lets a request wait. Raises QueueRejected if its class is full, Unavailable once the queue is closed."""
         if self._closed:
@@ -139,11 +139,11 @@ class AdmissionQueue(Generic[T]):
         one = self._classes[class_index]
         check_class_limits(one.policy_class, one.usage, workers)
         check_depth(self._tiers, size, sum(other.usage.isl_tokens for other in self._classes), workers)
-        self._parked += 1
+        self._pushed += 1
         self.version += 1
         score = one.policy_class.score(size, arrival_s, priority_jump_s)
-        order = (-strict_priority, -score, self._parked)
-        waiting = Waiting(item, one.policy_class, size, arrival_s, lane, class_index, order)
+        order = (-strict_priority, -score, self._pushed)
+        waiting = Waiting(item, one.policy_class, size, arrival_s, partition, class_index, order)
         one.add(waiting)
         return waiting
 
@@ -183,7 +183,7 @@ class AdmissionQueue(Generic[T]):
     def close(self) -> list[Waiting[T]]:
         """Ends the queue; returns all that waited, for their callers must be told. A second time there are none."""
         self._closed = True
-        left = [waiting for one in self._classes for lane in one.lanes.values() for _, waiting in lane]
+        left = [waiting for one in self._classes for partition in one.partitions.values() for _, waiting in partition]
         for waiting in left:
             self.withdraw(waiting)
         return sorted(left, key=lambda waiting: waiting.order[2])

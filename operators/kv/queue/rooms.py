@@ -10,7 +10,7 @@ choice of their own among 256 workers take 15 µs a look, and took 14 ms and mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -90,7 +90,3 @@ class Blocked:
         if self.rooms is not room.rooms or self.version != version:
             return False
         return not any(self.wanted.get(class_index, 0) & free for class_index, free in room.free.items())
-
-
-RoomNow = Callable[[Sequence[int]], Room]
-"""Gives the room there is now for these classes."""

@@ -1,4 +1,4 @@
-"""choose: one of the candidates, by cost or expected delay, with the reasons.
+"""select_worker: one of the candidates, by cost or expected delay, with the reasons.
 
 Source: dynamo lib/kv-router/src/scheduling/selector/default.rs, DefaultWorkerPicker. Other than there the random
 numbers come from outside, so the same generator makes the same choices; and the rule has a name.
@@ -14,7 +14,9 @@ from random import Random
 from attrs import field, frozen
 
 from pipeline import InvalidArgument, Unavailable
+from pipeline.protocols import RouterConfigOverride
 
+from ..config import KvRouterConfig
 from ..index import CandidateOverlap, Overlap
 from ..load import RankLoads
 from ..pool import Candidates
@@ -104,7 +106,7 @@ class Decision:
         )
 
 
-def choose(
+def select_worker(
     prompt: Prompt,
     candidates: Candidates,
     overlap: Overlap,
@@ -122,7 +124,7 @@ def choose(
         raise InvalidArgument("must have at least one token", field="token_ids")
     if not candidates.ranks:
         raise Unavailable("no worker can take this request")
-    seen = CandidateOverlap(overlap, candidates.nothing)
+    seen = CandidateOverlap(overlap, candidates.zero_by_rank)
     column = RULES[settings.placement](prompt, seen, loads, settings, worker_type)
     if candidates.multipliers is not None:
         column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
@@ -143,6 +145,31 @@ def choose(
         overlap,
         settings.placement,
     )
+
+
+class WorkerSelector:
+    """Selects ranks by the settings of one router.
+
+    `rng` decides between equal costs, default a new one; give a seeded one to repeat a run. `worker_type` is what the
+    workers of the pool do.
+    """
+
+    def __init__(
+        self, config: KvRouterConfig, rng: Random | None = None, worker_type: WorkerType = "aggregated"
+    ) -> None:
+        self.config, self.worker_type = config, worker_type
+        self.rng = rng or Random()
+        self._settings = config.settings()
+
+    def settings(self, override: RouterConfigOverride | None) -> RequestSettings:
+        """The router's settings, with what a request overrides."""
+        return self._settings if override is None else self.config.settings(override)
+
+    def select(
+        self, prompt: Prompt, candidates: Candidates, overlap: Overlap, loads: RankLoads, settings: RequestSettings
+    ) -> Decision:
+        """`select_worker`, with the random numbers of this router."""
+        return select_worker(prompt, candidates, overlap, loads, settings, self.rng, self.worker_type)
 
 
 def pick(costs: Sequence[float], temperature: float, rng: Random) -> int:

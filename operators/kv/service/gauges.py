@@ -42,8 +42,8 @@ class RouterGauges:
     Without a meter the globally configured one is used. The metrics may be read in any thread.
     """
 
-    def __init__(self, chooser: KvRouter, meter: Any = None, *, model: str = "") -> None:
-        self._chooser, self._model, self._type = chooser, model, shown_type(chooser.worker_type)
+    def __init__(self, router: KvRouter, meter: Any = None, *, model: str = "") -> None:
+        self._router, self._model, self._type = router, model, shown_type(router.worker_type)
         metrics = Metrics(meter, rows=ROUTER_GAUGES)
         self._forget = [
             metrics.observe("worker_active_decode_blocks", lambda: self._ranks(lambda load: load.decode_blocks)),
@@ -69,10 +69,10 @@ class RouterGauges:
         self.close()
 
     def _ranks(self, figure: Callable[[RankLoad], int]) -> Seen:
-        for load in self._chooser.loads():
+        for load in self._router.loads.by_rank():
             worker_id, dp_rank = worker_label(load.rank.worker_id), str(load.rank.dp_rank)
             yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, figure(load)
 
     def _classes(self, figure: Callable[[QueueUsage], int]) -> Seen:
-        for name, usage in self._chooser.waiting_by_class().items():
+        for name, usage in self._router.queue.waiting_by_class().items():
             yield {"model": self._model, "worker_type": self._type, "policy_class": name}, figure(usage)

@@ -19,7 +19,7 @@ from pipeline.wire import from_plain
 from ..errors import QueueRejected
 from ..prompt import PromptBlocks
 from ..request import POLICY_CLASS, RouteRequest
-from ..reservation import Placement
+from ..reservation import Reservation
 from ..router import KvRouter
 from .messages import (
     BackpressureResponse,
@@ -37,8 +37,8 @@ from .messages import (
     RouterResponse,
 )
 
-_SWEEP_PLACEMENTS = 64
-"""Below so many, placements that have expired just stay in the table."""
+_SWEEP_RESERVATIONS = 64
+"""Below so many, reservations that have expired just stay in the table."""
 
 Answer = Annotated[RouterResponse]
 
@@ -46,20 +46,20 @@ Answer = Annotated[RouterResponse]
 class RouterService(AsyncEngine[RouterRequest, Answer]):
     """Answers each request with one item. A request is a record, or the plain object that stands for one.
 
-        await runtime.serve("ns/router/generate", RouterService(chooser))
+        await runtime.serve("ns/router/generate", RouterService(router))
 
-    What is booked here ends with `mark_free`, or when the chooser gives it up; only what was booked here can be marked.
+    What is booked here ends with `mark_free`, or when the router gives it up; only what was booked here can be marked.
     A booking nobody learns of, because the request was killed or its answer never read, ends at once. The metadata
     `policy-class` names the class to wait in. A queue that is full is an answer.
 
-    Raises InvalidArgument for what is no request; for `new` what `KvRouter.find_best_match` raises, and Cancelled for a
+    Raises InvalidArgument for what is no request; for `new` what `KvRouter.reserve` raises, and Cancelled for a
     request that was stopped before; Unavailable for `potential_loads` where no worker can be asked. Marking works for a
-    stopped request too. The chooser stays its owner's: nothing here runs it or closes it.
+    stopped request too. The router stays its owner's: nothing here runs it or closes it.
     """
 
-    def __init__(self, chooser: KvRouter) -> None:
-        self.chooser = chooser
-        self._placements: dict[str, Placement] = {}
+    def __init__(self, router: KvRouter) -> None:
+        self.router = router
+        self._reservations: dict[str, Reservation] = {}
 
     async def generate(self, request: Context[RouterRequest]) -> ResponseStream[Answer]:
         asked = _record(request.payload)
@@ -73,15 +73,15 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
         if request.is_stopped:
             raise Cancelled(f"Request {request.id} was cancelled")
         try:
-            placement = await self.chooser.find_best_match(
+            reservation = await self.router.reserve(
                 self._route(request, asked), request_id=request.id, control=request.control
             )
         except QueueRejected as rejected:
             return ResponseStream(_one(_rejection(rejected), request), request)
         self._sweep()
-        self._placements[request.id] = placement
-        unheard = ReleaseOnce(placement.release)
-        return ResponseStream(_told(placement, unheard, request), request, unheard)
+        self._reservations[request.id] = reservation
+        unheard = ReleaseOnce(reservation.release)
+        return ResponseStream(_told(reservation, unheard, request), request, unheard)
 
     def _route(self, request: Context[RouterRequest], asked: NewRequest) -> RouteRequest:
         return RouteRequest(
@@ -93,17 +93,17 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
         )
 
     def _sweep(self) -> None:
-        """Forgets placements that expired or lost their worker; now and then, so that it costs nothing each time."""
-        if len(self._placements) > 2 * len(self.chooser.sequences) + _SWEEP_PLACEMENTS:
-            self._placements = {name: one for name, one in self._placements.items() if one.is_live}
+        """Forgets reservations that expired or lost their worker; now and then, so that it costs nothing each time."""
+        if len(self._reservations) > 2 * len(self.router.loads) + _SWEEP_RESERVATIONS:
+            self._reservations = {name: one for name, one in self._reservations.items() if one.is_live}
 
     # -- all else
 
     def _answer(self, request: Context[RouterRequest], asked: RouterRequest) -> RouterResponse:
         if isinstance(asked, LoadsRequest):
             blocks = self._blocks(asked.tokens, asked.block_mm_infos, asked.lora_name, asked.cache_namespace)
-            loads = self.chooser.potential_loads(blocks)
-            waiting = self.chooser.waiting_by_class().values()
+            loads = self.router.potential_loads(blocks)
+            waiting = self.router.queue.waiting_by_class().values()
             return LoadsResponse(loads, sum(one.requests for one in waiting), sum(one.isl_tokens for one in waiting))
         if not isinstance(asked, MarkPrefill | MarkFree):
             raise InvalidArgument(f"a router is not asked with a {type(asked).__name__}", field="method")
@@ -112,23 +112,23 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
         return self._mark_free(request_id) if isinstance(asked, MarkFree) else self._mark_prefill(request_id)
 
     def _mark_prefill(self, request_id: str) -> PrefillMarked:
-        placement = self._placements.get(request_id)
-        if placement is None or not placement.is_live:
+        reservation = self._reservations.get(request_id)
+        if reservation is None or not reservation.is_live:
             return PrefillMarked(False)
-        placement.mark_prefill_completed()
+        reservation.mark_prefill_completed()
         return PrefillMarked(True)
 
     def _mark_free(self, request_id: str) -> FreeMarked:
-        placement = self._placements.pop(request_id, None)
-        if placement is not None:
-            placement.release()
-        return FreeMarked(self.chooser.sequences.booking(request_id) is None)
+        reservation = self._reservations.pop(request_id, None)
+        if reservation is not None:
+            reservation.release()
+        return FreeMarked(self.router.loads.sequences.get(request_id) is None)
 
     def _blocks(
         self, tokens: list[int], media: list[BlockExtraInfo | None] | None, lora: str | None, namespace: str | None
     ) -> PromptBlocks:
-        chooser = self.chooser
-        return PromptBlocks(tokens, chooser.block_size_tokens, lora, namespace, chooser.is_eagle, media or ())
+        router = self.router
+        return PromptBlocks(tokens, router.block_size_tokens, lora, namespace, router.lookup.is_eagle, media or ())
 
 
 def _record(payload: Any) -> RouterRequest:
@@ -150,11 +150,11 @@ async def _one(answer: RouterResponse, request: Context[Any]) -> AsyncGenerator[
         yield Annotated(answer)
 
 
-async def _told(placement: Placement, unheard: ReleaseOnce, request: Context[Any]) -> AsyncGenerator[Answer, None]:
+async def _told(reservation: Reservation, unheard: ReleaseOnce, request: Context[Any]) -> AsyncGenerator[Answer, None]:
     """Where the request goes; what was not handed on ends the booking."""
     if request.is_killed:
         unheard.release()
         return
     unheard.cancel()
-    rank, overlap_blocks = placement.rank, int(placement.decision.overlap_blocks)
+    rank, overlap_blocks = reservation.rank, int(reservation.decision.overlap_blocks)
     yield Annotated(NewResponse(rank.worker_id, rank.dp_rank, overlap_blocks))

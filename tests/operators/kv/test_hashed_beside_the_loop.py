@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from operators import KvPushRouter, Model, Preprocess, PushRouter
-from operators.kv import KvRouter, PromptBlocks
+from operators.kv import PromptBlocks, kv_router
 from operators.kv import prompt as block_hash
 from operators.kv.request import RouteRequest, hash_beside_the_loop
 from operators.text import PromptThreads, offer_threads, offered_threads
@@ -73,8 +73,8 @@ async def test_the_router_hashes_a_long_prompt_in_its_threads_and_nowhere_else(h
     engine: Any = ScriptedEngine([Annotated(LLMEngineOutput([1]))])
     workers = static_workers({1: engine, 2: engine})
     push: PushRouter[Any, Any] = PushRouter(workers)
-    with KvRouter(workers, block_size_tokens=4, routable=push.standing.routable, rng=Random(1)) as chooser:
-        graph: Any = KvPushRouter(chooser) >> push
+    with kv_router(workers, block_size_tokens=4, routable=push.standing.routable, rng=Random(1)) as router:
+        graph: Any = KvPushRouter(router) >> push
         request = Context(PreprocessedRequest(list(range(100))))
         offer_threads(request, PromptThreads())
         async with await graph.generate(request) as stream:

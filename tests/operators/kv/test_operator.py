@@ -13,11 +13,11 @@ import pytest
 from attrs import evolve
 
 from operators import PushRouter
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.operator import ROUTER_DECISION, KvPushRouter
-from operators.kv.reservation import Placement, output_weight
-from operators.kv.router import KvRouter
+from operators.kv.reservation import LoadBook, output_weight
 from operators.kv.selection import Decision
 from operators.pool import DirectRouter, RouterMode
 from pipeline import (
@@ -62,13 +62,13 @@ class Graph:
         self.engines = {worker_id: ScriptedEngine(list(script) or tokens(1)) for worker_id in worker_ids}
         self.workers: Workers[Any, Any] = static_workers(self.engines)
         self.config = KvRouterConfig(**{"use_kv_events": False, **settings})
-        self.chooser = KvRouter(self.workers, self.config, block_size_tokens=BLOCK, rng=Random(1))
-        self.stage = KvPushRouter(self.chooser)
+        self.router = kv_router(self.workers, self.config, block_size_tokens=BLOCK, rng=Random(1))
+        self.stage = KvPushRouter(self.router)
         self.engine: AsyncEngine[Any, Any] = self.stage >> PushRouter(self.workers)
 
     @property
     def booked(self) -> int:
-        return len(self.chooser.sequences)
+        return len(self.router.loads)
 
     @property
     def asked(self) -> dict[int, list[Context[PreprocessedRequest]]]:
@@ -113,8 +113,8 @@ async def test_a_query_books_sends_and_records_nothing(text: str) -> None:
     assert said["worker_id"]["decode_worker_id"] == said["worker_id"]["prefill_worker_id"] in (1, 2, 3)
     assert to_plain(item.data.routing_data) == said
     assert (item.event, graph.asked, graph.booked) == (None, {}, 0)
-    blocks = graph.chooser.route_request(prompt(), RequestPhase.AGGREGATED).blocks
-    assert graph.chooser.overlap.find(blocks, 0.0).device == {}
+    blocks = graph.router.route_request(prompt(), RequestPhase.AGGREGATED).blocks
+    assert graph.router.lookup.find(blocks, 0.0).device == {}
 
 
 async def test_the_bare_word_is_no_query() -> None:
@@ -220,11 +220,11 @@ async def test_a_failed_push_leaves_no_booking() -> None:
 async def test_the_prompt_counts_as_computed_at_the_first_token() -> None:
     """KV-168"""
     graph = Graph(tokens(0, 1, 1), worker_ids=[1])
-    ranks = graph.chooser.sequences.ranks()
+    ranks = graph.router.loads.sequences.ranks()
     seen = []
     async with await graph.engine.generate(Context(prompt(tracker=(times := tracker())))) as stream:
         async for _ in stream:
-            seen.append(graph.chooser.sequences.project((), ranks, 0.0).prefill_tokens[0])
+            seen.append(graph.router.loads.sequences.project((), ranks, 0.0).prefill_tokens[0])
             await anyio.sleep(1)
     assert seen == [8, 0, 0]
     assert times.ttft_ms == 1000
@@ -236,7 +236,7 @@ async def test_what_is_cached_is_no_prompt_work(first: int, second: int, left: i
     if first:
         await graph.ask(prompt(first))
     async with await graph.engine.generate(Context(prompt(second))):
-        loads = graph.chooser.sequences.project((), graph.chooser.sequences.ranks(), 0.0)
+        loads = graph.router.loads.sequences.project((), graph.router.loads.sequences.ranks(), 0.0)
         assert (list(loads.prefill_tokens), list(loads.requests)) == ([left], [1])
 
 
@@ -244,11 +244,11 @@ async def test_what_is_cached_is_no_prompt_work(first: int, second: int, left: i
 async def test_all_blocks_an_item_fills_are_added(tracks: bool, expected: list[int]) -> None:
     """KV-169, KV-171: one item may fill several"""
     graph = Graph(tokens(0, 9, 1), worker_ids=[1], router_track_output_blocks=tracks)
-    ranks = graph.chooser.sequences.ranks()
+    ranks = graph.router.loads.sequences.ranks()
     seen = []
     async with await graph.engine.generate(Context(prompt(4))) as stream:
         async for _ in stream:
-            seen.append(graph.chooser.sequences.project((), ranks, 0.0).decode_blocks[0])
+            seen.append(graph.router.loads.sequences.project((), ranks, 0.0).decode_blocks[0])
     assert seen == expected
 
 
@@ -257,7 +257,7 @@ async def test_blocks_weigh_less_the_nearer_the_expected_end() -> None:
     asked = prompt(4, routing=RoutingHints(expected_output_tokens=16))
     async with await graph.engine.generate(Context(asked)) as stream:
         await stream.__anext__()
-        (blocks,) = graph.chooser.sequences.project((), graph.chooser.sequences.ranks(), 0.0).decode_blocks
+        (blocks,) = graph.router.loads.sequences.project((), graph.router.loads.sequences.ranks(), 0.0).decode_blocks
     assert blocks == 2  # three of half a block each, rounded half up
     assert [output_weight(n, 10) for n in (0, 5, 10, 20)] == [1.0, 0.5, 0.0, 0.0]
     assert (output_weight(5, None), output_weight(5, 0)) == (None, 0.0)
@@ -300,7 +300,7 @@ async def test_a_raise_reaches_the_reader_when_the_request_is_off_the_account() 
         assert graph.booked == 0
 
 
-@pytest.mark.parametrize("step", ["mark_prefill_completed", "add_output_blocks", "release"])
+@pytest.mark.parametrize("step", ["finish_prefill", "grow", "release"])
 async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
     step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,7 +311,7 @@ async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
         tried.append(step)
         raise ValueError("broken account")
 
-    monkeypatch.setattr(Placement, step, fails)
+    monkeypatch.setattr(LoadBook, step, fails)
     assert [len(item.data.token_ids) for item in await graph.ask(prompt())] == [0, 1, 1]
     assert (tried, "broken account" in caplog.text) == ([step], True)
 
@@ -321,8 +321,8 @@ async def test_a_rank_that_is_not_the_first_is_said_too() -> None:
     engine = ScriptedEngine(tokens(1))
     workers: Workers[Any, Any] = static_workers({1: engine})
     configs = BehaviorSubject({1: ModelRuntimeConfig(data_parallel_start_rank=3)})
-    chooser = KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK, configs=configs)
-    graph = KvPushRouter(chooser) >> PushRouter(workers)
+    router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK, configs=configs)
+    graph = KvPushRouter(router) >> PushRouter(workers)
     for hints in (None, RoutingHints(backend_instance_id=1), RoutingHints(backend_instance_id=1, dp_rank=3)):
         times = tracker()
         await (await graph.generate(Context(prompt(routing=hints, tracker=times)))).collect()
@@ -424,7 +424,7 @@ async def test_of_a_dropped_stream_the_tracker_hears_what_had_come() -> None:
 async def test_the_operator_contract() -> None:
     def made() -> KvPushRouter:
         workers: Workers[Any, Any] = static_workers({1: ScriptedEngine([]), 2: ScriptedEngine([])})
-        return KvPushRouter(KvRouter(workers, block_size_tokens=BLOCK, rng=Random(1)))
+        return KvPushRouter(kv_router(workers, block_size_tokens=BLOCK, rng=Random(1)))
 
     await check_operator(made, request=prompt(), items=tokens(*[1] * 40), bad_request=named(backend_instance_id=9))
 
@@ -432,7 +432,7 @@ async def test_the_operator_contract() -> None:
 async def test_the_operator_contract_in_sessions() -> None:
     def made() -> KvPushRouter:
         workers: Workers[Any, Any] = static_workers({1: ScriptedEngine([])})
-        return KvPushRouter(KvRouter(workers, block_size_tokens=BLOCK, session_ttl_s=60))
+        return KvPushRouter(kv_router(workers, block_size_tokens=BLOCK, session_ttl_s=60))
 
     await check_operator(made, request=prompt(), items=tokens(*[1] * 40), bad_request=named(backend_instance_id=9))
 

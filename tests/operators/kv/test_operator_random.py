@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators import PushRouter
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.operator import KvPushRouter
 from operators.kv.queue import PolicyClass, PolicyProfile
-from operators.kv.router import KvRouter
 from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Disconnected, PenstockError, ResponseStream
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RoutingHints
@@ -112,7 +112,7 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
     async def run() -> None:
         workers: Any = static_workers({i: Flaky(script) for i in (1, 2, 3)})
         threshold = BUSY_ABOVE_TOKENS if queues else None
-        chooser = KvRouter(
+        router = kv_router(
             workers,
             KvRouterConfig(use_kv_events=False, router_track_output_blocks=True),
             block_size_tokens=4,
@@ -121,7 +121,7 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
             session_ttl_s=session_ttl_s,
             expiry_s=1e9,  # nothing is healed by time
         )
-        graph = KvPushRouter(chooser) >> PushRouter(workers, exclusion_s=0)
+        graph = KvPushRouter(router) >> PushRouter(workers, exclusion_s=0)
         with watch_streams() as streams:
             async with anyio.create_task_group() as tasks:
                 for seed, ending in seeds:
@@ -130,13 +130,13 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
             for _ in range(20):
                 await checkpoint()
             assert streams.open == []
-        assert (len(chooser.sequences), chooser.waiting_requests) == (0, 0)
-        ranks = chooser.sequences.ranks()
-        loads = chooser.sequences.project((), ranks, anyio.current_time())
+        assert (len(router.loads), len(router.queue)) == (0, 0)
+        ranks = router.loads.sequences.ranks()
+        loads = router.loads.sequences.project((), ranks, anyio.current_time())
         assert (sum(loads.prefill_tokens), sum(loads.decode_blocks), sum(loads.requests)) == (0, 0, 0)
-        if chooser.sessions is not None:
+        if router.sessions is not None:
             await anyio.sleep(6)
-            chooser.sessions._affinity.expire(anyio.current_time())
-            assert len(chooser.sessions) == 0
+            router.sessions._affinity.expire(anyio.current_time())
+            assert len(router.sessions) == 0
 
     run_in_virtual_time(run, backend=backend)

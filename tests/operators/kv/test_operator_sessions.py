@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from operators import PushRouter
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.operator import KvPushRouter
-from operators.kv.router import KvRouter
 from operators.kv.sessions import SESSION_HEADER
 from operators.kv.types import WorkerRank
 from pipeline import Annotated, Cancelled, CannotConnect, Context, InvalidArgument, ResponseStream
@@ -43,8 +43,8 @@ class Graph:
         workers: Any = static_workers(self.engines)
         # Without credit for what is cached nothing but the session keeps requests together.
         config = KvRouterConfig(overlap_score_credit=0.0)
-        self.chooser = KvRouter(workers, config, block_size_tokens=4, rng=Random(1), session_ttl_s=ttl_s)
-        self.engine = KvPushRouter(self.chooser) >> PushRouter(workers, exclusion_s=0)
+        self.router = kv_router(workers, config, block_size_tokens=4, rng=Random(1), session_ttl_s=ttl_s)
+        self.engine = KvPushRouter(self.router) >> PushRouter(workers, exclusion_s=0)
 
     @property
     def counts(self) -> list[int]:
@@ -52,8 +52,8 @@ class Graph:
 
     @property
     def bound(self) -> WorkerRank | None:
-        assert self.chooser.sessions is not None
-        return self.chooser.sessions.peek("s")
+        assert self.router.sessions is not None
+        return self.router.sessions.peek("s")
 
     async def ask(self, **routing: Any) -> list[Any]:
         return await (await self.open(**routing)).collect()
@@ -108,7 +108,7 @@ async def test_a_worker_that_fails_the_session_is_replaced_once() -> None:
             await graph.ask()
         except CannotConnect:
             assert graph.bound is None
-    assert len(graph.chooser.sequences) == 0
+    assert len(graph.router.loads) == 0
 
 
 async def test_a_request_that_names_the_failed_worker_is_not_sent_elsewhere() -> None:
@@ -130,7 +130,7 @@ async def test_a_cancelled_request_leaves_the_session_bound() -> None:
     with anyio.move_on_after(0.5):
         await graph.ask()
     assert graph.bound == before is not None
-    assert len(graph.chooser.sequences) == 0
+    assert len(graph.router.loads) == 0
 
 
 async def test_a_request_may_not_name_another_worker_than_its_session() -> None:
@@ -168,7 +168,7 @@ async def test_a_request_that_may_not_go_to_its_sessions_worker_goes_elsewhere_a
     graph = Graph()
     await graph.ask(backend_instance_id=2)
     await graph.ask(allowed_worker_ids={3})
-    assert (graph.bound, graph.counts, len(graph.chooser.sequences)) == (WorkerRank(3), [1, 1], 0)
+    assert (graph.bound, graph.counts, len(graph.router.loads)) == (WorkerRank(3), [1, 1], 0)
 
 
 async def test_a_query_of_a_session_whose_worker_cannot_take_it_is_answered_without_it() -> None:
@@ -196,7 +196,7 @@ async def test_one_that_waits_for_the_first_may_be_stopped() -> None:
         tasks.start_soon(stop_soon, second)
         with pytest.raises(Cancelled, match=f"Request {second.id} was cancelled"):
             await graph.engine.generate(second)
-        assert anyio.current_time() < 0.5 + graph.chooser.clock.now_s()
+        assert anyio.current_time() < 0.5 + graph.router.loads.clock.now_s()
     assert graph.counts == [1]
 
 

@@ -15,12 +15,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from operators import PushRouter
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import QueueRejected
 from operators.kv.metrics import RouterMetrics
 from operators.kv.operator import KvPushRouter
 from operators.kv.queue import PolicyClass, PolicyProfile
-from operators.kv.router import KvRouter
 from pipeline import Annotated, CannotConnect, Context, Segment, Unavailable
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
@@ -52,8 +52,8 @@ class Measured:
         engines = {worker_id: ScriptedEngine(script, fails=fails) for worker_id in worker_ids}
         workers: Any = static_workers(engines)
         chosen = KvRouterConfig(**{"use_kv_events": False, **config})
-        self.chooser = KvRouter(workers, chosen, block_size_tokens=4, rng=Random(1), profile=profile)
-        self.engine: Segment[Any, Any] = KvPushRouter(self.chooser, metrics=metrics, tracer=tracer) >> PushRouter(
+        self.router = kv_router(workers, chosen, block_size_tokens=4, rng=Random(1), profile=profile)
+        self.engine: Segment[Any, Any] = KvPushRouter(self.router, metrics=metrics, tracer=tracer) >> PushRouter(
             workers
         )
 

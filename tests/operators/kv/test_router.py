@@ -11,13 +11,13 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
+from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.pool import with_model
 from operators.kv.prompt import PromptBlocks
 from operators.kv.request import RouteRequest
-from operators.kv.reservation import Placement
-from operators.kv.router import KvRouter
+from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
 from pipeline.llm import block_hashes, sequence_hashes
@@ -37,10 +37,10 @@ def pool(*worker_ids: int) -> Workers[Any, Any]:
     return static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
 
 
-def chooser(*worker_ids: int, config: dict[str, Any] | None = None, **settings: Any) -> KvRouter:
+def router_of(*worker_ids: int, config: dict[str, Any] | None = None, **settings: Any) -> KvRouter:
     chosen = KvRouterConfig(**{"use_kv_events": False, **(config or {})})
     settings.setdefault("rng", Random(1))
-    return KvRouter(pool(*worker_ids), chosen, block_size_tokens=BLOCK, **settings)
+    return kv_router(pool(*worker_ids), chosen, block_size_tokens=BLOCK, **settings)
 
 
 def prompt(count: int = 8, *, first: int = 0, **settings: Any) -> RouteRequest:
@@ -54,8 +54,8 @@ def stored(worker_id: int, count: int, event_id: int = 1) -> RouterEvent:
     return RouterEvent(worker_id, KvEvent(event_id, KvStored(None, blocks)))
 
 
-async def placed(router: KvRouter, request: RouteRequest, request_id: str = "r", **settings: Any) -> Placement:
-    return await router.find_best_match(request, request_id=request_id, **settings)
+async def placed(router: KvRouter, request: RouteRequest, request_id: str = "r", **settings: Any) -> Reservation:
+    return await router.reserve(request, request_id=request_id, **settings)
 
 
 async def settled() -> None:
@@ -67,7 +67,7 @@ async def settled() -> None:
 
 
 async def test_events_decide_once_the_feed_runs() -> None:
-    router, events = chooser(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
+    router, events = router_of(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
     router.follow(events)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
@@ -83,7 +83,7 @@ async def test_events_decide_once_the_feed_runs() -> None:
 async def test_what_was_routed_counts_until_events_can_tell() -> None:
     """KV-075"""
     config = {"use_kv_events": True, "router_predicted_ttl_secs": 5.0}
-    router, events = chooser(1, config=config), Subject[RouterEvent]()
+    router, events = router_of(1, config=config), Subject[RouterEvent]()
     router.follow(events)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
@@ -99,7 +99,7 @@ async def test_what_was_routed_counts_until_events_can_tell() -> None:
 
 async def test_a_routed_prompt_is_remembered_for_its_time_only() -> None:
     """KV-068, KV-069, KV-074"""
-    router = chooser(7, config={"router_ttl_secs": 1.0})
+    router = router_of(7, config={"router_ttl_secs": 1.0})
     (await placed(router, prompt(4, worker_id=7))).release()
     assert router.advise(prompt(4)).overlap_blocks == 1
     await anyio.sleep(2)
@@ -107,7 +107,7 @@ async def test_a_routed_prompt_is_remembered_for_its_time_only() -> None:
 
 
 async def test_without_credit_nothing_is_looked_up() -> None:
-    router = chooser(1, config={"overlap_score_credit": 0.0})
+    router = router_of(1, config={"overlap_score_credit": 0.0})
     (await placed(router, prompt(8))).release()
     assert router.advise(prompt(8)).overlap_blocks == 0
 
@@ -116,12 +116,12 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """KV-177"""
-    router = chooser(1)
+    router = router_of(1)
 
     def fails(*_: Any) -> None:
         raise ValueError("full")
 
-    monkeypatch.setattr(router.overlap._routed, "record", fails)
+    monkeypatch.setattr(router.lookup._routed, "record", fails)
     assert (await placed(router, prompt())).is_live
     assert "full" in caplog.text
 
@@ -132,7 +132,7 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
 @pytest.mark.parametrize(("placement", "worker_id"), [("cost", 2), ("expected_delay", 1)])
 async def test_the_configuration_names_the_rule_by_which_is_chosen(placement: str, worker_id: int) -> None:
     """Worker 1 has most of the prompt and computes nothing, but answers are written in many of its blocks."""
-    router = chooser(1, 2, config={"router_placement": placement})
+    router = router_of(1, 2, config={"router_placement": placement})
     for request_id, there in (("same", prompt(4000, worker_id=1)), ("other", prompt(8000, first=10**6, worker_id=1))):
         (await placed(router, there, request_id)).mark_prefill_completed()
     decision = router.advise(prompt(4400))
@@ -140,7 +140,7 @@ async def test_the_configuration_names_the_rule_by_which_is_chosen(placement: st
 
 
 async def test_the_load_of_bookings_sends_others_elsewhere() -> None:
-    router = chooser(1, 2)
+    router = router_of(1, 2)
     first, second = [await placed(router, prompt(64, first=n * 100), str(n)) for n in range(2)]
     assert {first.rank, second.rank} == {WorkerRank(1), WorkerRank(2)}
     assert first.release()
@@ -150,7 +150,7 @@ async def test_the_load_of_bookings_sends_others_elsewhere() -> None:
 async def test_allowed_workers_and_taints_narrow_the_choice() -> None:
     """KV-113, KV-117"""
     configs = BehaviorSubject({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
-    router = chooser(1, 2, configs=configs)
+    router = router_of(1, 2, configs=configs)
     assert router.advise(prompt(constraints=RoutingConstraints({"b"}))).rank == WorkerRank(2)
     assert router.advise(prompt(allowed_worker_ids={1})).rank == WorkerRank(1)
     with pytest.raises(Unavailable):
@@ -160,7 +160,7 @@ async def test_allowed_workers_and_taints_narrow_the_choice() -> None:
 async def test_a_named_worker_with_several_ranks_needs_the_rank_too() -> None:
     """KV-114"""
     configs = BehaviorSubject({7: ModelRuntimeConfig(data_parallel_start_rank=2, data_parallel_size=3)})
-    router = chooser(7, configs=configs)
+    router = router_of(7, configs=configs)
     assert router.advise(prompt(worker_id=7, dp_rank=4)).rank == WorkerRank(7, 4)
     assert {rank.dp_rank for rank in router.advise(prompt()).ranks} == {2, 3, 4}
     with pytest.raises(InvalidArgument, match="ranks 2 to 4"):
@@ -172,7 +172,7 @@ async def test_a_named_worker_with_several_ranks_needs_the_rank_too() -> None:
 async def test_overloaded_and_excluded_workers_are_passed_over() -> None:
     """KV-116"""
     overloaded, routable = {2}, [1, 2, 3]
-    router = chooser(1, 2, 3, overloaded=lambda: overloaded, routable=lambda: routable)
+    router = router_of(1, 2, 3, overloaded=lambda: overloaded, routable=lambda: routable)
     assert {rank.worker_id for rank in router.advise(prompt()).ranks} == {1, 3}
     with pytest.raises(WorkerOverloaded):
         router.advise(prompt(worker_id=2))
@@ -188,14 +188,14 @@ async def test_overloaded_and_excluded_workers_are_passed_over() -> None:
 
 async def test_a_prompt_that_is_not_tracked_is_a_request_without_prompt_work() -> None:
     """KV-094"""
-    router = chooser(1)
+    router = router_of(1)
     await placed(router, prompt(override=RouterConfigOverride(track_prefill_tokens=False)))
-    loads = router.sequences.project((), [WorkerRank(1)], 0.0)
+    loads = router.loads.sequences.project((), [WorkerRank(1)], 0.0)
     assert (list(loads.prefill_tokens), list(loads.requests)) == ([0], [1])
 
 
 async def test_potential_loads_are_those_with_the_prompt_added() -> None:
-    router = chooser(1, 2)
+    router = router_of(1, 2)
     await placed(router, prompt(8, worker_id=1))
     loads = router.potential_loads(prompt(12).blocks)
     assert [(load.worker_id, load.potential_prefill_tokens) for load in loads] == [(1, 8 + 4), (2, 12)]
@@ -214,7 +214,7 @@ async def test_potential_loads_are_those_with_the_prompt_added() -> None:
 async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
     config: dict[str, Any], tokens: int, reported: int, in_use: int
 ) -> None:
-    router = chooser(1, config=config)
+    router = router_of(1, config=config)
     await placed(router, prompt(4))
     await placed(router, prompt(4, first=100), "other")
     asked = prompt(tokens)
@@ -225,13 +225,13 @@ async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
 
 async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:
     """KV-083"""
-    router = chooser(1)
+    router = router_of(1)
     with pytest.raises(InvalidArgument):
         await placed(router, prompt(0))
     await placed(router, prompt())
     with pytest.raises(DuplicateRequest):
         await placed(router, prompt())
-    assert len(router.sequences) == 1
+    assert len(router.loads) == 1
 
 
 # -- workers that come and go
@@ -269,11 +269,11 @@ class ChangingPool:
 async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along() -> None:
     """KV-095, KV-071"""
     workers: Any = ChangingPool(7, 8)
-    router = KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK)
+    router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK)
     lost = await placed(router, prompt(worker_id=7), "a")
     await placed(router, prompt(worker_id=8), "b")
     workers.set(8)
-    assert (lost.is_live, lost.release(), len(router.sequences)) == (False, False, 1)
+    assert (lost.is_live, lost.release(), len(router.loads)) == (False, False, 1)
     workers.set(7, 8)
     assert router.overlap_blocks(prompt().blocks, WorkerRank(7)) == 0
     assert router.overlap_blocks(prompt().blocks, WorkerRank(8)) == 2
@@ -281,14 +281,14 @@ async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along()
 
 async def test_a_closed_router_hears_of_no_worker_any_more() -> None:
     workers: Any = ChangingPool(1)
-    with KvRouter(workers, block_size_tokens=BLOCK):
+    with kv_router(workers, block_size_tokens=BLOCK):
         assert workers.said.observers
     assert not workers.said.observers
 
 
 async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     """Issue 12, point 10."""
-    router, events = chooser(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
+    router, events = router_of(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
     with router, router.follow(events):
         events.on_next(stored(2, 8))
         events.on_next(stored(2, 12, event_id=2))
@@ -302,15 +302,15 @@ async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: 
 
 
 async def test_a_request_is_enough_for_that_warning(caplog: pytest.LogCaptureFixture) -> None:
-    router = chooser(1, config={"use_kv_events": True})
+    router = router_of(1, config={"use_kv_events": True})
     with router, router.follow(Subject[RouterEvent]()):
         (await placed(router, prompt())).release()
         assert len(caplog.records) == 1
 
 
 async def test_a_router_that_runs_or_follows_nothing_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    chooser(1, config={"use_kv_events": True}).advise(prompt())
-    router, events = chooser(1, config={"use_kv_events": True}), Subject[RouterEvent]()
+    router_of(1, config={"use_kv_events": True}).advise(prompt())
+    router, events = router_of(1, config={"use_kv_events": True}), Subject[RouterEvent]()
     with router, router.follow(events):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(router.run)
@@ -324,15 +324,15 @@ async def test_a_router_that_runs_or_follows_nothing_does_not_warn(caplog: pytes
 @pytest.mark.parametrize("config", [{"use_kv_events": False}, {"use_kv_events": True, "overlap_score_credit": 0.0}])
 async def test_without_an_index_of_events_none_are_subscribed(config: dict[str, Any]) -> None:
     """Issue 12, point 15."""
-    router, events = chooser(1, config=config), Subject[RouterEvent]()
+    router, events = router_of(1, config=config), Subject[RouterEvent]()
     with router.follow(events):
         assert not events.observers
-    with chooser(1, config={"use_kv_events": True}) as other, other.follow(events):
+    with router_of(1, config={"use_kv_events": True}) as other, other.follow(events):
         assert len(events.observers) == 1
 
 
 async def test_a_closed_router_follows_no_events_any_more() -> None:
-    router, events = chooser(1, config={"use_kv_events": True}), Subject[RouterEvent]()
+    router, events = router_of(1, config={"use_kv_events": True}), Subject[RouterEvent]()
     with router:
         router.follow(events)
         assert events.observers
@@ -341,7 +341,7 @@ async def test_a_closed_router_follows_no_events_any_more() -> None:
 
 async def test_settings_that_make_no_sense_leave_their_worker_out(caplog: pytest.LogCaptureFixture) -> None:
     configs: BehaviorSubject[dict[int, ModelRuntimeConfig]] = BehaviorSubject({})
-    router = chooser(1, 2, configs=configs)
+    router = router_of(1, 2, configs=configs)
     with pytest.raises(Unavailable):
         router.advise(prompt())
     configs.on_next({1: ModelRuntimeConfig(data_parallel_size=0), 2: ModelRuntimeConfig()})

@@ -10,12 +10,12 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
+from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.pool import Adapters, adapters_of
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.router import KvRouter
 from operators.kv.types import WorkerRank
 from pipeline import Unavailable
 from pipeline.network import Added, EndpointId, Model, Removed, TaintsUpdated, static_workers
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.anyio
 BLOCK = 4
 
 
-def chooser(adapters: Adapters | BehaviorSubject[Adapters] | None = None, **given: Any) -> KvRouter:
+def router_of(adapters: Adapters | BehaviorSubject[Adapters] | None = None, **given: Any) -> KvRouter:
     pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in (1, 2, 3)})
     told = adapters if adapters is None or isinstance(adapters, BehaviorSubject) else BehaviorSubject(adapters)
     config = KvRouterConfig(use_kv_events=False)
-    return KvRouter(pool, config, block_size_tokens=BLOCK, adapters=told, rng=Random(1), **given)
+    return kv_router(pool, config, block_size_tokens=BLOCK, adapters=told, rng=Random(1), **given)
 
 
 def prompt(adapter: str | None = "french", *, first: int = 0, **given: Any) -> RouteRequest:
@@ -47,63 +47,63 @@ def asked(router: KvRouter, request: RouteRequest) -> set[int]:
 
 
 async def test_a_request_goes_where_its_adapter_is_loaded() -> None:
-    router = chooser({"french": {2, 3}, "german": {1}})
+    router = router_of({"french": {2, 3}, "german": {1}})
     assert asked(router, prompt("french")) == {2, 3}
     assert asked(router, prompt("german")) == {1}
     assert asked(router, prompt(None)) == asked(router, prompt("")) == asked(router, prompt("greek")) == {1, 2, 3}
 
 
 async def test_allowed_workers_are_narrowed_and_never_widened() -> None:
-    router = chooser({"french": {2, 3}})
+    router = router_of({"french": {2, 3}})
     assert asked(router, prompt(allowed_worker_ids={1, 2})) == {2}
     assert asked(router, prompt(allowed_worker_ids={1})) == {1}
 
 
 async def test_workers_that_are_not_there_narrow_nothing() -> None:
     routable = [1, 2, 3]
-    router = chooser({"french": {3, 9}}, routable=lambda: routable)
+    router = router_of({"french": {3, 9}}, routable=lambda: routable)
     assert asked(router, prompt()) == {3}
     routable.remove(3)
     assert asked(router, prompt()) == {1, 2}
 
 
 async def test_a_named_worker_takes_the_request_without_the_adapter_too() -> None:
-    router = chooser({"french": {2}})
+    router = router_of({"french": {2}})
     assert router.advise(prompt(worker_id=1)).rank == WorkerRank(1)
 
 
 async def test_required_taints_hold_beside_the_adapter() -> None:
     configs = BehaviorSubject({i: ModelRuntimeConfig(taints={"a"} if i == 1 else {"b"}) for i in (1, 2, 3)})
-    router = chooser({"french": {1, 2}}, configs=configs)
+    router = router_of({"french": {1, 2}}, configs=configs)
     assert asked(router, prompt(constraints=RoutingConstraints({"b"}))) == {2}
     with pytest.raises(Unavailable):
         router.advise(prompt(constraints=RoutingConstraints({"c"})))
 
 
 async def test_a_request_that_waits_for_its_adapter_holds_up_nobody_else() -> None:
-    router = chooser({"french": {2}}, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
+    router = router_of({"french": {2}}, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
     placed: dict[str, int] = {}
 
     async def ask(name: str, request: RouteRequest) -> None:
-        placed[name] = (await router.find_best_match(request, request_id=name)).rank.worker_id
+        placed[name] = (await router.reserve(request, request_id=name)).rank.worker_id
 
     async with anyio.create_task_group() as tasks:
         for name, request in [("a", prompt()), ("b", prompt(first=100)), ("c", prompt(None)), ("d", prompt("german"))]:
             tasks.start_soon(ask, name, request)
             for _ in range(5):
                 await checkpoint()
-        assert (placed["a"], sorted(placed), router.waiting_requests) == (2, ["a", "c", "d"], 1)
+        assert (placed["a"], sorted(placed), len(router.queue)) == (2, ["a", "c", "d"], 1)
         tasks.cancel_scope.cancel()
 
 
 async def test_adapters_that_are_told_move_the_queue() -> None:
     adapters: BehaviorSubject[Adapters] = BehaviorSubject({"french": {2}})
-    router = chooser(adapters, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
-    first = await router.find_best_match(prompt(), request_id="a")
+    router = router_of(adapters, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
+    first = await router.reserve(prompt(), request_id="a")
     placed: list[int] = []
 
     async def ask() -> None:
-        placed.append((await router.find_best_match(prompt(first=100), request_id="b")).rank.worker_id)
+        placed.append((await router.reserve(prompt(first=100), request_id="b")).rank.worker_id)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.queue import PolicyProfile
-from operators.kv.router import KvRouter
 from pipeline import InvalidArgument
 from pipeline.network import static_workers
 from pipeline.testing import ScriptedEngine
@@ -16,7 +16,7 @@ from pipeline.testing import ScriptedEngine
 
 def router(block_size_tokens: int = 4, *, config: dict[str, Any] | None = None, **given: Any) -> KvRouter:
     pool = static_workers({1: ScriptedEngine([])})
-    return KvRouter(pool, KvRouterConfig(**(config or {})), block_size_tokens=block_size_tokens, **given)
+    return kv_router(pool, KvRouterConfig(**(config or {})), block_size_tokens=block_size_tokens, **given)
 
 
 @pytest.mark.parametrize(

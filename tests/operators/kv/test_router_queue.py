@@ -9,13 +9,13 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import QueueRejected
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.reservation import Placement
-from operators.kv.router import KvRouter
+from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import Cancelled, Control, Unavailable
 from pipeline.network import Workers, static_workers
@@ -35,18 +35,18 @@ def pool(*worker_ids: int) -> Workers[Any, Any]:
     return static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
 
 
-def chooser(*worker_ids: int, config: dict[str, Any] | None = None, **settings: Any) -> KvRouter:
+def router_of(*worker_ids: int, config: dict[str, Any] | None = None, **settings: Any) -> KvRouter:
     chosen = KvRouterConfig(**{"use_kv_events": False, **(config or {})})
     settings.setdefault("rng", Random(1))
-    return KvRouter(pool(*worker_ids), chosen, block_size_tokens=BLOCK, **settings)
+    return kv_router(pool(*worker_ids), chosen, block_size_tokens=BLOCK, **settings)
 
 
 def prompt(count: int = 8, *, first: int = 0, **settings: Any) -> RouteRequest:
     return RouteRequest(blocks=PromptBlocks(list(range(first, first + count)), BLOCK), **settings)
 
 
-async def placed(router: KvRouter, request: RouteRequest, request_id: str = "r", **settings: Any) -> Placement:
-    return await router.find_best_match(request, request_id=request_id, **settings)
+async def placed(router: KvRouter, request: RouteRequest, request_id: str = "r", **settings: Any) -> Reservation:
+    return await router.reserve(request, request_id=request_id, **settings)
 
 
 class Waiters:
@@ -54,7 +54,7 @@ class Waiters:
 
     def __init__(self, router: KvRouter, tasks: Any) -> None:
         self._router, self._tasks = router, tasks
-        self.placed: dict[str, Placement] = {}
+        self.placed: dict[str, Reservation] = {}
         self.failed: dict[str, Exception] = {}
 
     async def ask(self, request_id: str, request: RouteRequest | None = None, control: Control | None = None) -> None:
@@ -76,23 +76,23 @@ async def settled() -> None:
 
 
 async def test_a_request_waits_while_all_are_busy_and_goes_when_one_is_free() -> None:
-    router = chooser(1, 2, profile=ONE_AT_A_TIME)
+    router = router_of(1, 2, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
         for name in "abcd":
             await waiters.ask(name)
-        assert (list(waiters.placed), router.waiting_requests) == (["a", "b"], 2)
+        assert (list(waiters.placed), len(router.queue)) == (["a", "b"], 2)
         waiters.placed["b"].mark_prefill_completed()
         await settled()
         assert (list(waiters.placed), waiters.placed["c"].rank) == (["a", "b", "c"], waiters.placed["b"].rank)
         waiters.placed["a"].release()
         await settled()
-        assert (list(waiters.placed), router.waiting_requests) == (["a", "b", "c", "d"], 0)
+        assert (list(waiters.placed), len(router.queue)) == (["a", "b", "c", "d"], 0)
 
 
 async def test_each_that_goes_sees_the_one_before() -> None:
-    router = chooser(1, profile=ONE_AT_A_TIME)
+    router = router_of(1, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
@@ -100,13 +100,13 @@ async def test_each_that_goes_sees_the_one_before() -> None:
             await waiters.ask(name)
         waiters.placed["a"].release()
         await settled()
-        assert (list(waiters.placed), router.waiting_requests) == (["a", "b"], 1)
+        assert (list(waiters.placed), len(router.queue)) == (["a", "b"], 1)
         tasks.cancel_scope.cancel()
 
 
 async def test_a_request_for_a_busy_worker_holds_up_nobody_else() -> None:
     """KV-141"""
-    router = chooser(1, 2, profile=ONE_AT_A_TIME)
+    router = router_of(1, 2, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
@@ -119,7 +119,7 @@ async def test_a_request_for_a_busy_worker_holds_up_nobody_else() -> None:
 
 async def test_a_request_nobody_may_take_is_refused_at_once() -> None:
     """KV-132"""
-    router = chooser(1, profile=ONE_AT_A_TIME)
+    router = router_of(1, profile=ONE_AT_A_TIME)
     await placed(router, prompt())
     with pytest.raises(Unavailable):
         await placed(router, prompt(constraints=RoutingConstraints({"none-has-it"})), "b")
@@ -128,7 +128,7 @@ async def test_a_request_nobody_may_take_is_refused_at_once() -> None:
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str) -> None:
     """KV-134"""
-    router, control = chooser(1, profile=ONE_AT_A_TIME), Control()
+    router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
     before = await placed(router, prompt(), "a")
     tasks, given_up = anyio.create_task_group(), anyio.create_task_group()
     first, second = Waiters(router, given_up), Waiters(router, tasks)
@@ -137,7 +137,7 @@ async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str)
             await first.ask("b", control=control)
             await second.ask("c")
             {"stop": control.stop, "kill": control.kill, "cancel": given_up.cancel_scope.cancel}[how]()
-        assert (router.waiting_requests, len(router.sequences)) == (1, 1)
+        assert (len(router.queue), len(router.loads)) == (1, 1)
         before.release()
     assert (list(second.placed), first.placed) == (["c"], {})
     assert [type(error) for error in first.failed.values()] == ([] if how == "cancel" else [Cancelled])
@@ -145,7 +145,7 @@ async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str)
 
 async def test_a_booking_whose_caller_has_gone_meanwhile_is_undone() -> None:
     """KV-135"""
-    router = chooser(1, profile=ONE_AT_A_TIME)
+    router = router_of(1, profile=ONE_AT_A_TIME)
     before = await placed(router, prompt(), "a")
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
@@ -153,12 +153,12 @@ async def test_a_booking_whose_caller_has_gone_meanwhile_is_undone() -> None:
         await waiters.ask("b")
         tasks.cancel_scope.cancel()
         before.release()  # books b, whose task has not learned of its end yet
-        assert len(router.sequences) == 1
-    assert (waiters.placed, len(router.sequences)) == ({}, 0)
+        assert len(router.loads) == 1
+    assert (waiters.placed, len(router.loads)) == ({}, 0)
 
 
 async def test_a_booking_that_is_there_wins_over_a_stop() -> None:
-    router, control = chooser(1, profile=ONE_AT_A_TIME), Control()
+    router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
     before = await placed(router, prompt(), "a")
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
@@ -172,19 +172,19 @@ async def test_a_booking_that_is_there_wins_over_a_stop() -> None:
 
 async def test_a_full_queue_refuses_and_books_nothing() -> None:
     profile = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0, request_queue_limit_per_worker=1))
-    router = chooser(1, profile=profile)
+    router = router_of(1, profile=profile)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
         for name in "abc":
             await waiters.ask(name)
         assert isinstance(waiters.failed["c"], QueueRejected)
-        assert (router.waiting_requests, len(router.sequences)) == (1, 1)
+        assert (len(router.queue), len(router.loads)) == (1, 1)
         tasks.cancel_scope.cancel()
 
 
 async def test_closing_tells_those_that_wait_and_those_that_come() -> None:
-    router = chooser(1, profile=ONE_AT_A_TIME)
+    router = router_of(1, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
@@ -199,21 +199,21 @@ async def test_closing_tells_those_that_wait_and_those_that_come() -> None:
 @pytest.mark.parametrize(("refresh_after_s", "expected"), [(1.0, 2), (None, 0)])
 async def test_after_a_long_wait_what_is_cached_is_looked_up_again(refresh_after_s: float, expected: int) -> None:
     """KV-146"""
-    router = chooser(1, profile=ONE_AT_A_TIME, refresh_after_s=refresh_after_s)
+    router = router_of(1, profile=ONE_AT_A_TIME, refresh_after_s=refresh_after_s)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
         await waiters.ask("a", prompt(first=500))
         await waiters.ask("b", prompt())
         await anyio.sleep(5)
-        router.overlap.record(WorkerRank(1), prompt().blocks, anyio.current_time())
+        router.lookup.record(WorkerRank(1), prompt().blocks, anyio.current_time())
         waiters.placed["a"].release()
         await settled()
         assert waiters.placed["b"].decision.overlap_blocks == expected
 
 
 async def test_a_booking_nobody_releases_is_given_up_and_the_queue_goes_on() -> None:
-    router = chooser(1, profile=ONE_AT_A_TIME, expiry_s=100.0)
+    router = router_of(1, profile=ONE_AT_A_TIME, expiry_s=100.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
         waiters = Waiters(router, tasks)
@@ -227,7 +227,7 @@ async def test_a_booking_nobody_releases_is_given_up_and_the_queue_goes_on() -> 
 
 async def test_modelled_prompt_work_makes_room_by_time_alone() -> None:
     config = {"router_prefill_load_model": "aic"}
-    router = chooser(1, profile=ONE_AT_A_TIME, config=config, prefill_duration=lambda prompt, cached: 3.0)
+    router = router_of(1, profile=ONE_AT_A_TIME, config=config, prefill_duration=lambda prompt, cached: 3.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
         waiters = Waiters(router, tasks)
@@ -242,20 +242,20 @@ async def test_modelled_prompt_work_makes_room_by_time_alone() -> None:
 
 async def test_advice_books_nothing_even_while_others_wait() -> None:
     """KV-147"""
-    router = chooser(1, profile=ONE_AT_A_TIME)
+    router = router_of(1, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
         await waiters.ask("a")
         await waiters.ask("b")
         assert router.advise(prompt()).rank == WorkerRank(1)
-        assert (len(router.sequences), router.waiting_requests) == (1, 1)
+        assert (len(router.loads), len(router.queue)) == (1, 1)
         tasks.cancel_scope.cancel()
 
 
 async def test_a_worker_that_comes_takes_what_waits() -> None:
     configs = BehaviorSubject({1: ModelRuntimeConfig()})
-    router = chooser(1, 2, profile=ONE_AT_A_TIME, configs=configs)
+    router = router_of(1, 2, profile=ONE_AT_A_TIME, configs=configs)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
@@ -269,7 +269,7 @@ async def test_a_worker_that_comes_takes_what_waits() -> None:
 
 async def test_a_request_for_a_worker_that_leaves_is_told_so_and_waits_no_more() -> None:
     configs = BehaviorSubject({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
-    router = chooser(1, 2, profile=ONE_AT_A_TIME, configs=configs)
+    router = router_of(1, 2, profile=ONE_AT_A_TIME, configs=configs)
     async with anyio.create_task_group() as tasks:
         waiters = Waiters(router, tasks)
         await waiters.ask("a", prompt(worker_id=1))
@@ -277,26 +277,26 @@ async def test_a_request_for_a_worker_that_leaves_is_told_so_and_waits_no_more()
         configs.on_next({2: ModelRuntimeConfig()})
         await settled()
         assert (waiters.placed["a"].is_live, type(waiters.failed["b"])) == (False, Unavailable)
-        assert (router.waiting_requests, len(router.sequences)) == (0, 0)
+        assert (len(router.queue), len(router.loads)) == (0, 0)
 
 
 async def test_a_request_that_was_stopped_before_does_not_wait() -> None:
-    router, control = chooser(1, profile=ONE_AT_A_TIME), Control()
+    router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
     await placed(router, prompt(), "a")
     control.stop()
     with pytest.raises(Cancelled):
         await placed(router, prompt(first=100), "b", control=control)
-    assert (router.waiting_requests, len(router.sequences)) == (0, 1)
+    assert (len(router.queue), len(router.loads)) == (0, 1)
 
 
 async def test_a_callback_that_fails_fails_the_request_and_leaves_nobody_waiting() -> None:
     def overloaded() -> set[int]:
-        if router.waiting_requests:
+        if len(router.queue):
             raise OSError("nobody knows")
         return set()
 
-    router = chooser(1, profile=ONE_AT_A_TIME, overloaded=overloaded)
+    router = router_of(1, profile=ONE_AT_A_TIME, overloaded=overloaded)
     await placed(router, prompt(), "a")
     with pytest.raises(OSError, match="nobody knows"):
         await placed(router, prompt(first=100), "b")
-    assert (router.waiting_requests, len(router.sequences)) == (0, 1)
+    assert (len(router.queue), len(router.loads)) == (0, 1)

@@ -6,16 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.sessions import Bound, Busy, First, SessionAffinity, check_explicit, may_retry_unpinned, session_id_of
+from operators.kv.sessions import (
+    Bound,
+    Claimed,
+    Pending,
+    SessionAffinity,
+    check_explicit,
+    may_retry_unpinned,
+    session_id_of,
+)
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted
 
 A, B = WorkerRank(1), WorkerRank(2, 3)
 
 
-def first(affinity: SessionAffinity, session_id: str = "s", now_s: float = 0.0) -> First:
+def first(affinity: SessionAffinity, session_id: str = "s", now_s: float = 0.0) -> Claimed:
     entry = affinity.enter(session_id, now_s)
-    assert isinstance(entry, First)
+    assert isinstance(entry, Claimed)
     return entry
 
 
@@ -46,7 +54,7 @@ def test_a_session_id_is_at_most_256_bytes() -> None:
 def test_the_first_dispatch_binds_and_others_wait_for_it() -> None:
     affinity = SessionAffinity(60)
     claim = first(affinity)
-    assert affinity.enter("s", 0.0) == Busy("s")
+    assert affinity.enter("s", 0.0) == Pending("s")
     affinity.bind(claim, A)
     assert (bound(affinity).rank, affinity.peek("s", 0.0)) == (A, A)
 
@@ -77,7 +85,7 @@ def test_a_binding_idles_only_while_nobody_holds_it() -> None:
 def test_a_binding_that_is_over_does_not_wait_for_the_reaper() -> None:
     affinity = SessionAffinity(10)
     affinity.leave(affinity.bind(first(affinity), A), 0.0)
-    assert isinstance(affinity.enter("s", 10.0), First)
+    assert isinstance(affinity.enter("s", 10.0), Claimed)
 
 
 @pytest.mark.parametrize(("ttl_s", "every_s"), [(5.0, 5.0), (600.0, 30.0)])
@@ -169,12 +177,12 @@ class Users:
 
     def __init__(self) -> None:
         self.affinity = SessionAffinity(5)
-        self.claims: list[First] = []
+        self.claims: list[Claimed] = []
         self.holding: list[Bound] = []
 
     def enter(self, session: int, _: int, now_s: float) -> None:
         entry = self.affinity.enter(str(session), now_s)
-        if isinstance(entry, First):
+        if isinstance(entry, Claimed):
             self.claims.append(entry)
         elif isinstance(entry, Bound):
             self.holding.append(entry)

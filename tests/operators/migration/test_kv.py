@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from operators import KvPushRouter, Migration, PushRouter
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
-from operators.kv.router import KvRouter
 from pipeline import (
     Annotated,
     Context,
@@ -34,9 +34,9 @@ class Graph:
     def __init__(self, engines: dict[int, ScriptedEngine], limit: int = 3) -> None:
         self.engines = engines
         workers: Any = static_workers(engines)
-        self.chooser = KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, session_ttl_s=60)
+        self.router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, session_ttl_s=60)
         push: PushRouter[Any, Any] = PushRouter(workers, exclusion_s=0)
-        self.graph = link(Migration(limit), KvPushRouter(self.chooser), push)
+        self.graph = link(Migration(limit), KvPushRouter(self.router), push)
 
     async def ask(self, **metadata: str) -> int:
         """How many tokens came."""
@@ -61,7 +61,7 @@ async def test_the_kv_router_comes_back_to_nobody_a_request_has_failed_on(sessio
     for _ in range(4):
         assert await graph.ask(**session) >= 1
     assert len(engines[healthy].requests) == 4
-    assert len(graph.chooser.sequences) == 0
+    assert len(graph.router.loads) == 0
 
 
 @pytest.mark.parametrize(("error", "kind"), [(GONE, Unavailable), (WorkerOverloaded("busy"), ResourceExhausted)])

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 from operators import KvPushRouter, Migration, PushRouter
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
-from operators.kv.router import KvRouter
 from operators.pool import AllBusy, RouterMode, note_failure, without_failed
 from pipeline import (
     Annotated,
@@ -219,12 +219,12 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
     workers: Any = static_workers(engines)
     push: PushRouter[Any, Any] = PushRouter(workers)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
-    with KvRouter(
+    with kv_router(
         workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, routable=push.standing.routable
-    ) as chooser:
-        graph = link(Migration(3), KvPushRouter(chooser), push)
+    ) as kv:
+        graph = link(Migration(3), KvPushRouter(kv), push)
         assert await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker)) == (12, None)
-        assert len(chooser.sequences) == 0
+        assert len(kv.loads) == 0
     asked = {i: len(engine.requests) for i, engine in engines.items()}
     assert sorted(asked.values()) == [0, 1, 1]
     last = next(i for i, engine in engines.items() if engine.requests and len(engine.requests[0].payload.token_ids) > 8)
@@ -234,8 +234,8 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
 async def test_where_nobody_goes_on_the_tracker_names_the_worker_that_answered() -> None:
     workers: Any = static_workers({7: ScriptedEngine([item(1), Fail(GONE)])})
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
-    with KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4) as chooser:
-        graph = link(Migration(3), KvPushRouter(chooser), PushRouter(workers, exclusion_s=0))
+    with kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4) as kv:
+        graph = link(Migration(3), KvPushRouter(kv), PushRouter(workers, exclusion_s=0))
         tokens, raised = await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker))
     assert (tokens, type(raised)) == (1, Disconnected)
     assert (tracker.osl_tokens, tracker.prefill_worker.worker_id, tracker.decode_worker.worker_id) == (1, 7, 7)

@@ -13,7 +13,7 @@ import pytest
 from attrs import define
 
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PrefillSettings, PushPrefill, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream, Segment, Unavailable
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
@@ -110,11 +110,11 @@ async def open_deployment(
     engines = {i: ScriptedEngine([prefilled()] if script is None else script) for i in workers}
     pool: Any = static_workers(engines, name="prefill")
     if mode == "kv":
-        chooser = KvRouter(
+        kv = kv_router(
             pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1), worker_type="prefill"
         )
-        engine: AsyncEngine[Any, Any] = KvPushRouter(chooser) >> PushRouter(pool)
-        side: Any = KvPrefill(chooser, engine)
+        engine: AsyncEngine[Any, Any] = KvPushRouter(kv) >> PushRouter(pool)
+        side: Any = KvPrefill(kv, engine)
     else:
         side = PushPrefill(PushRouter(pool, mode, Random(1)))
     ids = BehaviorSubject(tuple(workers if present is None else present))

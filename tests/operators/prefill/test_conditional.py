@@ -11,9 +11,9 @@ import pytest
 
 from operators import KvPushRouter, PushRouter
 from operators.kv import (
-    KvRouter,
     KvRouterConfig,
     WorkerRank,
+    kv_router,
 )
 from operators.kv.load import SequenceLoad
 from operators.prefill import (
@@ -45,9 +45,9 @@ def decode_pool(**settings: Any) -> tuple[Any, ConditionalDisaggregation]:
     engine = ScriptedEngine([Annotated(LLMEngineOutput([1]))] * 2)
     workers: Any = static_workers({5: engine})
     config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True, **settings)
-    chooser = KvRouter(workers, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
-    rule = ConditionalDisaggregation(config, chooser, lambda: {5: ModelRuntimeConfig(max_num_batched_tokens=16)})
-    return (engine, lambda _: KvPushRouter(chooser) >> PushRouter(workers)), rule
+    kv = kv_router(workers, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
+    rule = ConditionalDisaggregation(config, kv, lambda: {5: ModelRuntimeConfig(max_num_batched_tokens=16)})
+    return (engine, lambda _: KvPushRouter(kv) >> PushRouter(workers)), rule
 
 
 async def test_a_cached_prompt_is_prefilled_where_it_decodes(deployment: Any, made: Any) -> None:
@@ -96,10 +96,10 @@ async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prom
         assert len(it.prefills) == 1
         await it.ask()
         assert len(it.prefills) == 1
-        other = rule._decode.sequences.book("other", WorkerRank(5), SequenceLoad([], 7), anyio.current_time())
+        other = rule._decode.loads.sequences.book("other", WorkerRank(5), SequenceLoad([], 7), anyio.current_time())
         await it.ask()
         assert len(it.prefills) == 2
-        other.release(anyio.current_time())
+        rule._decode.loads.sequences.release(other, anyio.current_time())
         rule._configs = dict
         await it.ask()
         assert len(it.prefills) == 3

@@ -12,7 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from operators import KvPushRouter, PrefillError, PrefillRouter, PushPrefill, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from pipeline import Annotated, Cancelled, Context, PenstockError
 from pipeline.llm import track_request
 from pipeline.network import static_workers
@@ -83,16 +83,16 @@ async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str,
     """KV-199"""
     engine = ScriptedEngine(made.tokens(1))
     pool: Any = static_workers({5: engine})
-    chooser = KvRouter(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
+    kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
     request = Context(made.prompt())
     async with deployment(script=[Wait(2), made.prefilled()]) as it:
-        graph = it.router >> KvPushRouter(chooser) >> PushRouter(pool)
+        graph = it.router >> KvPushRouter(kv) >> PushRouter(pool)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read, graph, request)
             await anyio.sleep(1)
             getattr(request, verb)()
         assert [asked.is_stopped for asked in engine.requests] == [True]
-        assert [load.decode_blocks for load in chooser.loads()] == [0]
+        assert [load.decode_blocks for load in kv.loads.by_rank()] == [0]
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])

@@ -10,11 +10,11 @@ import pytest
 
 from operators import AllBusy, KvPrefill, KvPushRouter, PrefillError, PrefillRouter, PushPrefill, PushRouter
 from operators.kv import (
-    KvRouter,
     KvRouterConfig,
     PolicyClass,
     PolicyProfile,
     QueueRejected,
+    kv_router,
 )
 from operators.kv.queue import DepthTier
 from operators.prefill import (
@@ -59,7 +59,7 @@ MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", 
 async def test_backpressure_asks_nobody_in_a_kv_pool(made: Any) -> None:
     """KV-194"""
     workers: Any = static_workers({1: ScriptedEngine([Stall()])})
-    chooser = KvRouter(
+    kv = kv_router(
         workers,
         KvRouterConfig(use_kv_events=False),
         block_size_tokens=4,
@@ -68,7 +68,7 @@ async def test_backpressure_asks_nobody_in_a_kv_pool(made: Any) -> None:
     )
     decode = ScriptedEngine(made.tokens(1))
     async with AnyIOScheduler() as scheduler:
-        side = KvPrefill(chooser, KvPushRouter(chooser) >> PushRouter(workers))
+        side = KvPrefill(kv, KvPushRouter(kv) >> PushRouter(workers))
         async with PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
             graph = router >> decode
             async with anyio.create_task_group() as tasks:

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from operators import KvPushRouter, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv import prompt as block_hash
 from operators.kv.prompt import PromptBlocks
 from operators.kv.request import HashedPrompts, RouteRequest, share_hashes, with_shared_hashes
@@ -40,9 +40,9 @@ async def test_a_prompt_is_hashed_once_for_each_size_of_block(
     monkeypatch.setattr(block_hash, "block_hash_array", counted)
     pool: Any = static_workers({9: ScriptedEngine(made.tokens(1))})
     config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True)
-    chooser = KvRouter(pool, config, block_size_tokens=block_size_tokens, worker_type="decode")
-    graph = KvPushRouter(chooser) >> PushRouter(pool)
-    conditional = ConditionalDisaggregation(config, chooser)
+    router = kv_router(pool, config, block_size_tokens=block_size_tokens, worker_type="decode")
+    graph = KvPushRouter(router) >> PushRouter(pool)
+    conditional = ConditionalDisaggregation(config, router)
     async with deployment(conditional=conditional, below=lambda _: graph) as it:
         for number in range(3):
             await it.ask(made.prompt(token_ids=[number] * 8))

@@ -11,7 +11,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from operators import KvPushRouter, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from pipeline import Annotated, AsyncEngine, Cancelled, Context, Disconnected, Operator, ResponseStream
 from pipeline.llm import track_request
 from pipeline.network import static_workers
@@ -227,13 +227,13 @@ async def test_a_prefill_that_is_stopped_when_its_turn_comes_is_not_sent(made: A
     """The KV router may place it in the very moment it is stopped; decode of such a request is sent, see KV-199."""
     engine: Any = ScriptedEngine([made.prefilled()])
     pool: Any = static_workers({5: engine})
-    chooser = KvRouter(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="prefill")
+    kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="prefill")
     tracker = track_request(lambda: 0)
     for phase, sent in ((RequestPhase.PREFILL, 0), (RequestPhase.DECODE, 1)):
         with await tracker.set_phase(phase):
             request = Context(made.prompt(tracker=tracker))
             request.stop()
             with suppress(Cancelled):
-                await (await (KvPushRouter(chooser) >> PushRouter(pool)).generate(request)).collect()
+                await (await (KvPushRouter(kv) >> PushRouter(pool)).generate(request)).collect()
             assert len(engine.requests) == sent
-            assert len(chooser.sequences) == 0
+            assert len(kv.loads) == 0

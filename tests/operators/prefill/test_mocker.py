@@ -14,7 +14,7 @@ from attrs import define, evolve
 from engines import DisaggregationMode, as_engine
 from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PushPrefill, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.prefill import ConditionalDisaggregation
 from pipeline import AsyncEngine, Cancelled, Context
 from pipeline.llm import track_request
@@ -61,9 +61,9 @@ async def disaggregated(
         prefill: Any = static_workers({i: workers[i] for i in (1, 2)}, name="prefill")
         decode: Any = static_workers({i: workers[i] for i in (11, 12)}, name="decode")
         config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=conditional)
-        decides = KvRouter(decode, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
+        decides = kv_router(decode, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
         config_of_prefill = evolve(config, router_track_active_blocks=False)
-        chooses = KvRouter(prefill, config_of_prefill, block_size_tokens=4, rng=Random(2), worker_type="prefill")
+        chooses = kv_router(prefill, config_of_prefill, block_size_tokens=4, rng=Random(2), worker_type="prefill")
         side: Any = PushPrefill(PushRouter(prefill))
         if kv:
             side = KvPrefill(chooses, KvPushRouter(chooses) >> PushRouter(prefill))
@@ -83,7 +83,7 @@ async def disaggregated(
         yield both
         await anyio.sleep(60)
         assert (router.prefills, exchange.waiting, exchange.meetings, both.blocks_held()) == (0, 0, 0, 0)
-        assert (len(chooses.sequences), len(decides.sequences)) == (0, 0)
+        assert (len(chooses.loads), len(decides.loads)) == (0, 0)
 
 
 @pytest.mark.parametrize("kv", [False, True])

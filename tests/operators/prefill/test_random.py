@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PrefillSettings, PushPrefill, PushRouter
-from operators.kv import KvRouter, KvRouterConfig, PolicyClass, PolicyProfile
+from operators.kv import KvRouter, KvRouterConfig, PolicyClass, PolicyProfile, kv_router
 from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Disconnected, PenstockError, ResponseStream
 from pipeline.llm import track_request
 from pipeline.network import static_workers
@@ -99,7 +99,7 @@ async def read(stream: ResponseStream[Any], ending: str, after: int) -> None:
 def side_of(kv: bool, workers: Any) -> tuple[Any, KvRouter | None]:
     if not kv:
         return PushPrefill(PushRouter(workers, exclusion_s=0)), None
-    chooser = KvRouter(
+    router = kv_router(
         workers,
         KvRouterConfig(use_kv_events=False),
         block_size_tokens=4,
@@ -107,7 +107,7 @@ def side_of(kv: bool, workers: Any) -> tuple[Any, KvRouter | None]:
         profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=40)),
         expiry_s=1e9,  # nothing is healed by time
     )
-    return KvPrefill(chooser, KvPushRouter(chooser) >> PushRouter(workers, exclusion_s=0)), chooser
+    return KvPrefill(router, KvPushRouter(router) >> PushRouter(workers, exclusion_s=0)), router
 
 
 @given(
@@ -126,7 +126,7 @@ def test_nothing_is_left(
 
     async def run() -> None:
         workers: Any = static_workers({i: Flaky(prefills=True) for i in (1, 2, 3)})
-        side, chooser = side_of(kv, workers)
+        side, chosen_by = side_of(kv, workers)
         decode = Flaky(prefills=False)
         limits = PrefillSettings(prefill_timeout_s=15)
         trackers = [track_request(lambda: 0) for _ in seeds]
@@ -153,8 +153,8 @@ def test_nothing_is_left(
         with anyio.fail_after(1):
             for tracker in trackers:
                 (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
-        if chooser is not None:
-            assert (len(chooser.sequences), chooser.waiting_requests) == (0, 0)
+        if chosen_by is not None:
+            assert (len(chosen_by.loads), len(chosen_by.queue)) == (0, 0)
 
     run_in_virtual_time(run, backend=backend)
 

@@ -10,8 +10,8 @@ from anyio.lowlevel import checkpoint
 
 from operators import KvPushRouter, PrefillRouter, PushPrefill, PushRouter
 from operators.kv import (
-    KvRouter,
     KvRouterConfig,
+    kv_router,
 )
 from operators.prefill import (
     PrefillNotActivated,
@@ -344,11 +344,11 @@ async def test_events_before_the_prefills_answer_are_passed_over(deployment: Any
 
 async def test_a_query_of_instances_names_both_workers(deployment: Any, made: Any) -> None:
     pool: Any = static_workers({5: ScriptedEngine([])})
-    chooser = KvRouter(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
+    kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
     cases: list[Any] = [{}, made.everywhere()]
     for configs in cases:
         async with deployment(workers=(2,), configs=configs) as it:
-            graph = it.router >> KvPushRouter(chooser) >> PushRouter(pool)
+            graph = it.router >> KvPushRouter(kv) >> PushRouter(pool)
             asked = made.prompt(annotations=["query_instance_id:"], tracker=track_request(lambda: 0))
             (item,) = await (await graph.generate(Context(asked))).collect()
             workers = item.data.disaggregated_params["worker_id"]

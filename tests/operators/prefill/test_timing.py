@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from operators import KvPushRouter, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from pipeline.llm import track_request
 from pipeline.network import static_workers
 from pipeline.protocols import WorkerIdInfo
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.anyio
 def below_a_kv_router(decode: Any) -> Any:
     """Worker 9 decodes."""
     workers: Any = static_workers({9: decode}, name="decode")
-    chooser = KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1))
-    return KvPushRouter(chooser) >> PushRouter(workers)
+    router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1))
+    return KvPushRouter(router) >> PushRouter(workers)
 
 
 @pytest.mark.parametrize("late_s", [0, 30])

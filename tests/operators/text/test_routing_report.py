@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from operators import Detokenize, KvPushRouter, Migration, Model, Preprocess, PushRouter
-from operators.kv import KvRouter, KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.text import filled
 from pipeline import Annotated, AnyContext, Context, Disconnected, InvalidArgument, ResponseStream, link
 from pipeline.llm import tracker_of
@@ -285,8 +285,8 @@ class Kv:
         letters = [Annotated(LLMEngineOutput(list(pair))) for pair in (b"ab", b"cd", b"ef")]
         script = [Wait(2), letters[0], Wait(1), letters[1], Wait(1), letters[2], Wait(1), self.end()]
         workers: Any = static_workers({i: ScriptedEngine(script) for i in (1, 2)})
-        self.chooser = KvRouter(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1))
-        self.graph = tracked() >> Detokenize(MODEL) >> KvPushRouter(self.chooser) >> PushRouter(workers)
+        self.router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1))
+        self.graph = tracked() >> Detokenize(MODEL) >> KvPushRouter(self.router) >> PushRouter(workers)
 
     def end(self) -> Annotated[Any]:
         return Annotated(LLMEngineOutput([], finish_reason=FinishReason.LENGTH))

@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from engines.mocker.kv_events import EngineEvent, ZmqPublisher
+from operators.kv import kv_router
 from operators.kv.events import EngineSubscriber, WireLimits
 from operators.kv.prompt import PromptBlocks
-from operators.kv.router import KvRouter
 from operators.kv.types import WorkerRank
 from pipeline import ContractViolation, InvalidArgument
 from pipeline.llm import block_hashes
@@ -173,7 +173,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.anyio
 async def test_what_an_engine_publishes_decides_where_a_prompt_goes() -> None:
     workers = static_workers({worker_id: ScriptedEngine([]) for worker_id in (3, 7)})
-    with publisher() as engine, KvRouter(workers, block_size_tokens=BLOCK) as router:
+    with publisher() as engine, kv_router(workers, block_size_tokens=BLOCK) as router:
         made, heard = subscriber(engine.endpoint)
         with router.follow(made.events):
             async with anyio.create_task_group() as tasks:

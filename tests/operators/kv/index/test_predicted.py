@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import ApproxIndex, PromptBlocks, WorkerRank
+from operators.kv import PredictedIndex, PromptBlocks, WorkerRank
 from operators.kv.index import IndexerDroppedRequest, InvalidBlockSequence, deepest
 from pipeline import InvalidArgument
 from pipeline.llm import sequence_hashes
@@ -18,13 +18,13 @@ from pipeline.llm import sequence_hashes
 A, A1, B = WorkerRank(7), WorkerRank(7, 1), WorkerRank(8)
 
 
-def record(index: ApproxIndex, rank: WorkerRank, local: list[int], now_s: float) -> None:
+def record(index: PredictedIndex, rank: WorkerRank, local: list[int], now_s: float) -> None:
     index.record(rank, local, sequence_hashes(local), now_s)
 
 
 def test_a_prompt_is_expected_where_it_was_sent() -> None:
     """KV-068"""
-    index, prompt = ApproxIndex(), PromptBlocks([1, 2, 3, 4], 4, "adapter-a")
+    index, prompt = PredictedIndex(), PromptBlocks([1, 2, 3, 4], 4, "adapter-a")
     index.record(A, prompt.local_hashes, prompt.sequence_hashes, 0.0)
     assert index.find_matches(prompt.local_hashes, 1.0) == {A: 1}
     assert index.find_matches(PromptBlocks([1, 2, 3, 4], 4).local_hashes, 1.0) == {}
@@ -32,24 +32,24 @@ def test_a_prompt_is_expected_where_it_was_sent() -> None:
 
 def test_a_block_is_forgotten_after_its_time_rounded_up() -> None:
     """KV-069"""
-    index = ApproxIndex(ttl_s=0.025)
+    index = PredictedIndex(ttl_s=0.025)
     record(index, A, [1], 0.0)
     assert index.find_matches([1], 0.099) == {A: 1}
     assert index.find_matches([1], 0.15) == {}
-    index = ApproxIndex()
+    index = PredictedIndex()
     record(index, A, [1], 0.3)
     assert index.find_matches([1], 120.29) == {A: 1}
     assert index.find_matches([1], 120.31) == {}
 
 
 def test_without_time_nothing_is_kept() -> None:
-    index = ApproxIndex(ttl_s=0.0)
+    index = PredictedIndex(ttl_s=0.0)
     record(index, A, [1, 2], 0.0)
     assert index.find_matches([1], 0.0) == {}
 
 
 def test_a_prompt_that_begins_alike_renews_the_beginning_only() -> None:
-    index = ApproxIndex(ttl_s=10.0)
+    index = PredictedIndex(ttl_s=10.0)
     record(index, A, [1, 2, 3], 0.0)
     record(index, A, [1, 2, 4], 6.0)
     record(index, B, [1], 6.0)
@@ -60,7 +60,7 @@ def test_a_prompt_that_begins_alike_renews_the_beginning_only() -> None:
 
 
 def test_a_record_never_shortens_a_life() -> None:
-    index = ApproxIndex(ttl_s=10.0)
+    index = PredictedIndex(ttl_s=10.0)
     record(index, A, [1], 5.0)
     record(index, A, [1], 1.0)
     assert index.find_matches([1], 14.9) == {A: 1}
@@ -68,7 +68,7 @@ def test_a_record_never_shortens_a_life() -> None:
 
 def test_removing_a_rank_or_a_worker_leaves_the_others() -> None:
     """KV-071"""
-    index = ApproxIndex(ttl_s=10.0)
+    index = PredictedIndex(ttl_s=10.0)
     for rank in (A, A1, B):
         record(index, rank, [1, 2], 0.0)
     index.remove_rank(A)
@@ -83,7 +83,7 @@ def test_removing_a_rank_or_a_worker_leaves_the_others() -> None:
 
 def test_lists_of_different_lengths_record_nothing() -> None:
     """KV-072"""
-    index = ApproxIndex()
+    index = PredictedIndex()
     with pytest.raises(IndexerDroppedRequest, match="Indexer dropped the request"):
         index.record(A, [1, 2], [1], 0.0)
     assert index.find_matches([1], 0.0) == {}
@@ -91,7 +91,7 @@ def test_lists_of_different_lengths_record_nothing() -> None:
 
 
 def test_over_the_limit_what_would_go_first_goes() -> None:
-    index = ApproxIndex(ttl_s=100.0, limit_blocks=10, pruned_share=0.8)
+    index = PredictedIndex(ttl_s=100.0, limit_blocks=10, pruned_share=0.8)
     for i in range(5):
         record(index, A, [10 + i, 20 + i], float(i))
     record(index, A, [10, 20], 5.0)
@@ -105,7 +105,7 @@ def test_over_the_limit_what_would_go_first_goes() -> None:
 
 def test_what_a_later_prompt_needs_stays_when_another_is_pruned() -> None:
     """Both end at the same time and begin alike."""
-    index = ApproxIndex(ttl_s=100.0, limit_blocks=4, pruned_share=1.0)
+    index = PredictedIndex(ttl_s=100.0, limit_blocks=4, pruned_share=1.0)
     for local in ([1, 2], [1, 3], [8, 9]):
         record(index, A, local, 0.0)
     assert index.held_blocks == 4
@@ -114,7 +114,7 @@ def test_what_a_later_prompt_needs_stays_when_another_is_pruned() -> None:
 
 
 def test_a_prompt_sent_again_and_again_is_kept_once() -> None:
-    index, local = ApproxIndex(ttl_s=1000.0), list(range(500))
+    index, local = PredictedIndex(ttl_s=1000.0), list(range(500))
     chained = sequence_hashes(local)
     index.record(A, local, chained, 0.0)
     tracemalloc.start()
@@ -129,7 +129,7 @@ def test_a_prompt_sent_again_and_again_is_kept_once() -> None:
 
 def test_a_sequence_hash_never_stands_for_two_blocks_of_a_rank() -> None:
     """The prompt is not recorded; those before it are forgotten in their time."""
-    index = ApproxIndex(ttl_s=10.0)
+    index = PredictedIndex(ttl_s=10.0)
     index.record(A, [1, 2], [51, 52], 0.0)
     with pytest.raises(InvalidBlockSequence):
         index.record(A, [3], [51], 1.0)
@@ -149,12 +149,12 @@ def test_the_deeper_of_what_is_held_and_predicted_counts() -> None:
 @pytest.mark.parametrize("wrong", [{"ttl_s": -1.0}, {"ttl_s": float("nan")}, {"ttl_s": 1.0, "pruned_share": 1.1}])
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        ApproxIndex(**wrong)
+        PredictedIndex(**wrong)
 
 
 @given(st.integers(0, 2**32))
 def test_what_is_expected_is_what_was_recorded_within_the_time(seed: int) -> None:
-    random, index, now_s = Random(seed), ApproxIndex(ttl_s=1.0), 0.0
+    random, index, now_s = Random(seed), PredictedIndex(ttl_s=1.0), 0.0
     ends: dict[tuple[WorkerRank, tuple[int, ...]], float] = {}
     for _ in range(40):
         now_s = round(now_s + random.choice([0.0, 0.1, 0.2, 0.5]), 1)
@@ -176,7 +176,7 @@ def test_what_is_expected_is_what_was_recorded_within_the_time(seed: int) -> Non
 
 @given(st.integers(0, 2**32))
 def test_pruned_or_not_nothing_is_left_when_all_had_its_time(seed: int) -> None:
-    random, index = Random(seed), ApproxIndex(ttl_s=1.0, limit_blocks=6, pruned_share=0.5)
+    random, index = Random(seed), PredictedIndex(ttl_s=1.0, limit_blocks=6, pruned_share=0.5)
     for step in range(30):
         local = random.choices([1, 2], k=random.randint(1, 5))
         record(index, random.choice([A, B]), local, step * 0.05)

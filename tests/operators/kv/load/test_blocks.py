@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import floor
 from random import Random
 
@@ -9,14 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.load import ActiveBlocks, ActivePrefixes, BlockPath
+from operators.kv.load import ActiveBlocks, ActivePrefixes, HeldBlocks
+
+
+def acquired(blocks: ActiveBlocks, hashes: list[int]) -> tuple[HeldBlocks, Sequence[int]]:
+    """A prompt that was added to the blocks, and those of its blocks that are new."""
+    held = HeldBlocks()
+    return held, blocks.acquire(held, hashes)
 
 
 def test_a_shared_prefix_counts_once_and_goes_with_its_last_holder() -> None:
     """KV-079"""
     blocks = ActiveBlocks()
-    short, new = blocks.acquire([1, 2])
-    long, more = blocks.acquire([1, 2, 3])
+    short, new = acquired(blocks, [1, 2])
+    long, more = acquired(blocks, [1, 2, 3])
     assert (list(new), list(more), blocks.active_blocks) == ([1, 2], [3], 3)
     assert list(blocks.release(short)) == []
     assert sorted(blocks.release(long)) == [1, 2, 3]
@@ -26,11 +33,11 @@ def test_a_shared_prefix_counts_once_and_goes_with_its_last_holder() -> None:
 def test_decay_takes_what_only_this_request_holds_and_stays_where_it_becomes_shared() -> None:
     """The table of output blocks and decay, step by step."""
     blocks = ActiveBlocks()
-    first, _ = blocks.acquire([1, 2, 3])
+    first, _ = acquired(blocks, [1, 2, 3])
     counted = [blocks.active_blocks]
     blocks.add_output_block(first, 0.5)
     counted.append(blocks.active_blocks)
-    second, _ = blocks.acquire([1, 2])
+    second, _ = acquired(blocks, [1, 2])
     counted.append(blocks.active_blocks)
     blocks.add_output_block(first, 0.0)
     counted.append(blocks.active_blocks)
@@ -42,7 +49,7 @@ def test_decay_takes_what_only_this_request_holds_and_stays_where_it_becomes_sha
 
 def test_an_output_block_without_decay_weighs_one_and_changes_no_other() -> None:
     blocks = ActiveBlocks()
-    path, _ = blocks.acquire([1, 2])
+    path, _ = acquired(blocks, [1, 2])
     blocks.add_output_block(path, 0.25)
     blocks.add_output_block(path, None)
     assert blocks.active_blocks == floor(2 * 0.25 + 0.25 + 1 + 0.5)
@@ -51,14 +58,14 @@ def test_an_output_block_without_decay_weighs_one_and_changes_no_other() -> None
 def test_half_blocks_are_rounded_up() -> None:
     """Python's own rounding would give 2 for 2.5."""
     blocks = ActiveBlocks()
-    path, _ = blocks.acquire([1, 2, 3, 4])
+    path, _ = acquired(blocks, [1, 2, 3, 4])
     blocks.add_output_block(path, 0.5)
     assert blocks.active_blocks == 3
 
 
 def test_an_account_without_blocks_weighs_nothing_whatever_was_rounded() -> None:
     blocks = ActiveBlocks()
-    paths = [blocks.acquire([n, n + 100])[0] for n in range(50)]
+    paths = [acquired(blocks, [n, n + 100])[0] for n in range(50)]
     for path in paths:
         for weight in (0.1, 0.7, 0.3):
             blocks.add_output_block(path, weight)
@@ -70,8 +77,8 @@ def test_an_account_without_blocks_weighs_nothing_whatever_was_rounded() -> None
 @pytest.mark.parametrize("hostile", [[9, 2, 3], [3, 2, 1], [5, 5, 5], [1, 3], [2]])
 def test_a_hash_below_another_parent_is_counted_and_shared_with_nobody(hostile: list[int]) -> None:
     blocks = ActiveBlocks()
-    good, _ = blocks.acquire([1, 2, 3])
-    bad, new = blocks.acquire(hostile)
+    good, _ = acquired(blocks, [1, 2, 3])
+    bad, new = acquired(blocks, hostile)
     assert set(new).isdisjoint({1, 2, 3})
     shared = 1 if hostile == [1, 3] else 0
     assert blocks.active_blocks == 3 + len(hostile) - shared
@@ -127,10 +134,10 @@ def test_the_account_agrees_with_one_worked_out_from_the_requests(
     steps: list[tuple[int, Prompt, float | None]],
 ) -> None:
     """Weights are binary fractions, so both are exact."""
-    blocks, slow, paths, prefixes = ActiveBlocks(), SlowBlocks(), dict[int, BlockPath](), ActivePrefixes()
+    blocks, slow, paths, prefixes = ActiveBlocks(), SlowBlocks(), dict[int, HeldBlocks](), ActivePrefixes()
     for name, prompt, weight in steps:
         if name not in paths:
-            paths[name], new = blocks.acquire(prompt)
+            paths[name], new = acquired(blocks, prompt)
             prefixes.add(3, new)
             slow.requests[name] = (prompt, [])
         elif weight is not None or prompt:

@@ -74,7 +74,7 @@ def test_the_same_id_told_by_two_routers_and_booked_here_is_three_bookings() -> 
     take(sequences, added(), evolve(added(), router_id=3))
     assert len(sequences) == 3
     take(sequences, event(Free()))
-    assert (len(sequences), own.is_live) == (2, True)
+    assert (len(sequences), sequences.is_live(own)) == (2, True)
 
 
 def test_a_booking_told_again_replaces_the_one_before() -> None:

@@ -12,13 +12,13 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.load import ACTIVE_SEQUENCES_TOPIC, BATCH_EVENTS, ActiveSequenceEvent, Free, ReplicaSync, SequenceLoad
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.reservation import Placement
-from operators.kv.router import KvRouter
+from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument
 from pipeline.network import Event, EventPlane, Publisher, Runtime, Scope, static_workers
@@ -34,14 +34,14 @@ WORKERS = (1, 2, 3)
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 
 
-def router(peers: ReplicaSync | None, worker_ids: Sequence[int] = WORKERS, **given: Any) -> KvRouter:
+def router_of(peers: ReplicaSync | None, worker_ids: Sequence[int] = WORKERS, **given: Any) -> KvRouter:
     config = KvRouterConfig(router_replica_sync=peers is not None, overlap_score_credit=0.0, **given.pop("config", {}))
     pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
-    return KvRouter(pool, config, block_size_tokens=BLOCK, peers=peers, rng=Random(1), **given)
+    return kv_router(pool, config, block_size_tokens=BLOCK, peers=peers, rng=Random(1), **given)
 
 
 def pair(events: EventPlane, **given: Any) -> tuple[KvRouter, KvRouter]:
-    one, other = (router(ReplicaSync(events, ENDPOINT), **given) for _ in range(2))
+    one, other = (router_of(ReplicaSync(events, ENDPOINT), **given) for _ in range(2))
     return one, other
 
 
@@ -49,11 +49,11 @@ def prompt(count: int = 8, *, first: int = 0, **given: Any) -> RouteRequest:
     return RouteRequest(blocks=PromptBlocks(list(range(first, first + count)), BLOCK), **given)
 
 
-async def placed(chooser: KvRouter, request: RouteRequest, request_id: str) -> Placement:
-    return await chooser.find_best_match(request, request_id=request_id)
+async def placed(router: KvRouter, request: RouteRequest, request_id: str) -> Reservation:
+    return await router.reserve(request, request_id=request_id)
 
 
-def view(chooser: KvRouter, *, with_blocks: bool = True) -> list[tuple[int, ...]]:
+def view(router: KvRouter, *, with_blocks: bool = True) -> list[tuple[int, ...]]:
     """What the router believes its workers have to do, with another prompt added."""
     return [
         (
@@ -62,7 +62,7 @@ def view(chooser: KvRouter, *, with_blocks: bool = True) -> list[tuple[int, ...]
             load.potential_decode_blocks if with_blocks else 0,
             load.active_requests,
         )
-        for load in chooser.potential_loads(prompt().blocks)
+        for load in router.potential_loads(prompt().blocks)
     ]
 
 
@@ -92,8 +92,8 @@ async def test_two_routers_see_the_same_loads_and_choose_like_one(script: list[t
     config = {"router_prefill_load_model": "aic", "router_queue_threshold": None}
     given: dict[str, Any] = {"config": config, "prefill_duration": lambda prompt, cached: prompt.isl_tokens / 10}
     async with Runtime.in_process() as runtime:
-        two, single = pair(runtime.events, **given), router(None, **given)
-        held: tuple[list[tuple[Placement, Placement]], ...] = ([], [])
+        two, single = pair(runtime.events, **given), router_of(None, **given)
+        held: tuple[list[tuple[Reservation, Reservation]], ...] = ([], [])
         grown: set[str] = set()
         for number, (step, who, which, size) in enumerate(script):
             mine = held[who]
@@ -118,10 +118,10 @@ async def test_two_routers_see_the_same_loads_and_choose_like_one(script: list[t
                 assert views[0] == views[1] == views[2]
         for booked, _ in (*held[0], *held[1]):
             booked.release()
-        assert view(two[0]) == view(two[1]) == view(router(None))
+        assert view(two[0]) == view(two[1]) == view(router_of(None))
 
 
-def act(booked: Placement, step: str) -> bool:
+def act(booked: Reservation, step: str) -> bool:
     if step == "output":
         return booked.add_output_blocks(2, 0.5)
     return booked.mark_prefill_completed() if step == "mark" else booked.release()
@@ -135,7 +135,7 @@ async def test_output_counts_where_it_is_booked_only_and_leaves_nothing_behind()
         booked.add_output_blocks(3, 0.5)
         assert view(there) == before != view(here)
         booked.release()
-        assert view(here) == view(there) == view(router(None))
+        assert view(here) == view(there) == view(router_of(None))
 
 
 async def test_a_router_decides_on_all_it_was_told() -> None:
@@ -153,11 +153,11 @@ async def test_a_router_decides_on_all_it_was_told() -> None:
 async def test_own_events_are_passed_over() -> None:
     """KV-097"""
     async with Runtime.in_process() as runtime:
-        alone, plain = router(ReplicaSync(runtime.events, ENDPOINT)), router(None)
+        alone, plain = router_of(ReplicaSync(runtime.events, ENDPOINT)), router_of(None)
         booked, _ = [await placed(one, prompt(worker_id=2), "r") for one in (alone, plain)]
-        assert view(alone) == view(plain) != view(router(None))
+        assert view(alone) == view(plain) != view(router_of(None))
         booked.release()
-        assert view(alone) == view(router(None))
+        assert view(alone) == view(router_of(None))
 
 
 async def test_the_same_id_at_two_routers_is_two_requests() -> None:
@@ -168,14 +168,14 @@ async def test_the_same_id_at_two_routers_is_two_requests() -> None:
         view(here)
         assert mine.release()
         assert theirs.is_live
-        assert view(here) == view(there) != view(router(None))
+        assert view(here) == view(there) != view(router_of(None))
 
 
 async def test_routers_of_another_component_are_not_heard() -> None:
     async with Runtime.in_process() as runtime:
-        here, there = router(ReplicaSync(runtime.events, "ns/a/x")), router(ReplicaSync(runtime.events, "ns/b/x"))
+        here, there = router_of(ReplicaSync(runtime.events, "ns/a/x")), router_of(ReplicaSync(runtime.events, "ns/b/x"))
         await placed(here, prompt(), "r")
-        assert view(there) == view(router(None))
+        assert view(there) == view(router_of(None))
 
 
 # -- workers that not all know
@@ -185,8 +185,8 @@ async def test_the_load_of_a_worker_seen_by_one_router_first_is_there_when_the_o
     """KV-097"""
     async with Runtime.in_process() as runtime:
         configs = BehaviorSubject({1: ModelRuntimeConfig()})
-        here = router(ReplicaSync(runtime.events, ENDPOINT))
-        there = router(ReplicaSync(runtime.events, ENDPOINT), configs=configs)
+        here = router_of(ReplicaSync(runtime.events, ENDPOINT))
+        there = router_of(ReplicaSync(runtime.events, ENDPOINT), configs=configs)
         booked = await placed(here, prompt(worker_id=3), "r")
         assert [load[0] for load in view(there)] == [1]
         configs.on_next({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
@@ -199,12 +199,12 @@ async def test_with_registration_required_a_booking_on_an_unknown_worker_is_drop
     """KV-097"""
     async with Runtime.in_process() as runtime:
         configs = BehaviorSubject({1: ModelRuntimeConfig()})
-        here = router(ReplicaSync(runtime.events, ENDPOINT))
-        there = router(ReplicaSync(runtime.events, ENDPOINT, registered_only=True), configs=configs)
+        here = router_of(ReplicaSync(runtime.events, ENDPOINT))
+        there = router_of(ReplicaSync(runtime.events, ENDPOINT, registered_only=True), configs=configs)
         for worker_id in (1, 3):
             await placed(here, prompt(worker_id=worker_id), str(worker_id))
         view(there)
-        assert (len(there.sequences), there.sequences.ranks()) == (1, [WorkerRank(1)])
+        assert (len(there.loads), there.loads.sequences.ranks()) == (1, [WorkerRank(1)])
 
 
 # -- ends
@@ -217,9 +217,9 @@ async def test_the_bookings_of_a_router_that_dies_expire() -> None:
             tasks.start_soon(there.run)
             await placed(here, prompt(), "r")
             here.close()
-            assert view(there) != view(router(None))
+            assert view(there) != view(router_of(None))
             await anyio.sleep(200)
-            assert len(there.sequences) == 0
+            assert len(there.loads) == 0
             tasks.cancel_scope.cancel()
 
 
@@ -227,13 +227,13 @@ async def test_an_end_is_told_though_the_worker_has_gone_here() -> None:
     """The other router did not learn yet, or will not, that the worker is gone."""
     async with Runtime.in_process() as runtime:
         configs = BehaviorSubject({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
-        here = router(ReplicaSync(runtime.events, ENDPOINT), configs=configs)
-        there = router(ReplicaSync(runtime.events, ENDPOINT))
+        here = router_of(ReplicaSync(runtime.events, ENDPOINT), configs=configs)
+        there = router_of(ReplicaSync(runtime.events, ENDPOINT))
         booked = await placed(here, prompt(worker_id=3), "r")
         configs.on_next({1: ModelRuntimeConfig()})
         assert not booked.release()
         view(there)
-        assert len(there.sequences) == 0
+        assert len(there.loads) == 0
 
 
 async def test_an_end_long_after_expiry_does_not_end_the_same_id_booked_anew() -> None:
@@ -243,9 +243,9 @@ async def test_an_end_long_after_expiry_does_not_end_the_same_id_booked_anew() -
         await anyio.sleep(40)
         new = await placed(here, prompt(), "r")
         assert not old.release()
-        assert view(there) == view(here) != view(router(None))
+        assert view(there) == view(here) != view(router_of(None))
         assert new.release()
-        assert view(there) == view(here) == view(router(None))
+        assert view(there) == view(here) == view(router_of(None))
 
 
 async def test_an_end_is_told_once_however_often_it_is_released() -> None:
@@ -253,7 +253,7 @@ async def test_an_end_is_told_once_however_often_it_is_released() -> None:
         told: list[object] = []
         heard = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
         with heard.subscribe(lambda event: told.append(event.payload.data)):
-            booked = await placed(router(ReplicaSync(runtime.events, ENDPOINT)), prompt(), "r")
+            booked = await placed(router_of(ReplicaSync(runtime.events, ENDPOINT)), prompt(), "r")
             assert [booked.release() for _ in range(2)] == [True, False]
         assert told[1:] == [Free()]
 
@@ -267,7 +267,7 @@ async def test_a_closed_router_hears_nothing_and_still_tells_its_ends() -> None:
         assert view(here) != view(there)
         booked.release()
         view(there)
-        assert len(there.sequences) == 1
+        assert len(there.loads) == 1
 
 
 # -- the queue
@@ -280,17 +280,17 @@ async def test_what_others_tell_makes_room_for_those_that_wait(how: str) -> None
         here, there = pair(runtime.events, worker_ids=(1,), profile=ONE_AT_A_TIME)
         tasks.start_soon(there.run)
         booked = await placed(here, prompt(), "a")
-        got: list[Placement] = []
+        got: list[Reservation] = []
 
         async def ask() -> None:
             got.append(await placed(there, prompt(first=100), "b"))
 
         tasks.start_soon(ask)
         await anyio.sleep(1)
-        assert (got, there.waiting_requests) == ([], 1)
+        assert (got, len(there.queue)) == ([], 1)
         getattr(booked, how)()
         await anyio.sleep(0.01)
-        assert (len(got), there.waiting_requests) == (1, 0)
+        assert (len(got), len(there.queue)) == (1, 0)
         tasks.cancel_scope.cancel()
 
 
@@ -311,7 +311,7 @@ async def test_those_that_wait_go_before_one_that_comes_when_room_was_made_elsew
         booked.release()
         tasks.start_soon(ask, "fast")
         await settled()
-        assert (got, there.waiting_requests) == (["slow"], 1)
+        assert (got, len(there.queue)) == (["slow"], 1)
         tasks.cancel_scope.cancel()
 
 
@@ -323,7 +323,7 @@ async def test_accounts_go_by_the_order_of_things_whenever_they_are_looked_at() 
         "worker_ids": (1,),
     }
     async with Runtime.in_process() as runtime:
-        (here, there), single = pair(runtime.events, **given), router(None, **given)
+        (here, there), single = pair(runtime.events, **given), router_of(None, **given)
         mine, its = [await placed(one, prompt(), "mine") for one in (there, single)]
         await anyio.sleep(1)
         for one in (here, single):
@@ -337,12 +337,12 @@ async def test_accounts_go_by_the_order_of_things_whenever_they_are_looked_at() 
 
 async def test_a_listener_that_releases_while_others_are_placed_places_more_and_loses_none() -> None:
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
-        chooser = router(ReplicaSync(runtime.events, ENDPOINT), worker_ids=(1, 2), profile=ONE_AT_A_TIME)
-        first, second = [await placed(chooser, prompt(first=n), str(n)) for n in (100, 200)]
-        got: list[Placement] = []
+        router = router_of(ReplicaSync(runtime.events, ENDPOINT), worker_ids=(1, 2), profile=ONE_AT_A_TIME)
+        first, second = [await placed(router, prompt(first=n), str(n)) for n in (100, 200)]
+        got: list[Reservation] = []
 
         async def ask(name: str) -> None:
-            got.append(await placed(chooser, prompt(first=100 * len(name)), name))
+            got.append(await placed(router, prompt(first=100 * len(name)), name))
 
         for name in ("aaa", "bbbb", "ccccc"):
             tasks.start_soon(ask, name)
@@ -358,7 +358,7 @@ async def test_a_listener_that_releases_while_others_are_placed_places_more_and_
         await settled()
         assert sorted(one.request_id for one in got) == ["aaa", "bbbb"]
         assert {one.rank.worker_id for one in got} == {1, 2}
-        assert chooser.waiting_requests == 1
+        assert len(router.queue) == 1
         tasks.cancel_scope.cancel()
 
 
@@ -372,15 +372,15 @@ def added(number: int, router_id: int = 5) -> ActiveSequenceEvent:
 async def test_300_bookings_are_taken_in_as_256_and_44() -> None:
     """KV-098"""
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
-        chooser = router(ReplicaSync(runtime.events, ENDPOINT))
-        tasks.start_soon(chooser.run)
+        router = router_of(ReplicaSync(runtime.events, ENDPOINT))
+        tasks.start_soon(router.run)
         await settled()
         elsewhere = runtime.events.publisher(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC)
         for number in range(300):
             elsewhere.publish(added(number))
-        assert len(chooser.sequences) == BATCH_EVENTS == 256
+        assert len(router.loads) == BATCH_EVENTS == 256
         await anyio.sleep(0.002)
-        assert len(chooser.sequences) == 300
+        assert len(router.loads) == 300
         tasks.cancel_scope.cancel()
 
 
@@ -398,12 +398,12 @@ async def test_what_cannot_be_told_breaks_no_routing_and_is_logged_together(
 ) -> None:
     async with Runtime.in_process() as runtime:
         monkeypatch.setattr(runtime.events, "publisher", lambda scope, topic: Broken())
-        chooser = router(ReplicaSync(runtime.events, ENDPOINT))
+        router = router_of(ReplicaSync(runtime.events, ENDPOINT))
         for number in range(10):
-            assert (await placed(chooser, prompt(), str(number))).release()
+            assert (await placed(router, prompt(), str(number))).release()
         assert [record.getMessage().split()[0] for record in caplog.records] == ["1"]
         await anyio.sleep(11)
-        await placed(chooser, prompt(), "later")
+        await placed(router, prompt(), "later")
         assert [record.getMessage().split()[0] for record in caplog.records] == ["1", "20"]
         assert "the broker is away" in caplog.text
 
@@ -415,11 +415,11 @@ async def test_sync_needs_peers_and_peers_need_sync_and_belong_to_one_router() -
     async with Runtime.in_process() as runtime:
         pool, peers = static_workers({1: ScriptedEngine([])}), ReplicaSync(runtime.events, ENDPOINT)
         with pytest.raises(InvalidArgument) as missing:
-            KvRouter(pool, KvRouterConfig(router_replica_sync=True), block_size_tokens=BLOCK)
+            kv_router(pool, KvRouterConfig(router_replica_sync=True), block_size_tokens=BLOCK)
         with pytest.raises(InvalidArgument) as idle:
-            KvRouter(pool, KvRouterConfig(), block_size_tokens=BLOCK, peers=peers)
-        router(peers)
+            kv_router(pool, KvRouterConfig(), block_size_tokens=BLOCK, peers=peers)
+        router_of(peers)
         with pytest.raises(InvalidArgument) as shared:
-            router(peers)
+            router_of(peers)
         fields = [error.value.field for error in (missing, idle, shared)]
         assert fields == ["peers", "router_replica_sync", "peers"]

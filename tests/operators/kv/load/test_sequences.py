@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
-from operators.kv.load import ActiveSequences, Booking, MissingDuration, SequenceLoad, tracking_hashes
+from operators.kv.load import ActiveRequest, ActiveSequences, MissingDuration, SequenceLoad, tracking_hashes
 from operators.kv.types import WorkerRank
 from pipeline.llm import block_hashes, sequence_hashes
 from pipeline.protocols import RouterConfigOverride
@@ -37,7 +37,7 @@ def test_shared_blocks_count_once_and_hints_add_up() -> None:
         booked[name] = sequences.book(name, A, load(hashes, hint), 0.0)
         seen.append(totals(sequences)[:2])
     for name in ("r2", "r3", "r1"):
-        assert booked[name].release(0.0)
+        assert sequences.release(booked[name], 0.0)
         seen.append(totals(sequences)[:2])
     assert seen == [(3, 12), (4, 16), (5, 16), (4, 12), (3, 12), (0, 0)]
 
@@ -101,12 +101,12 @@ def test_booking_looks_for_expired_requests_now_and_then() -> None:
 def test_a_booking_releases_itself_and_no_later_one_of_its_id() -> None:
     sequences = ActiveSequences()
     first = sequences.book("r1", A, load([1], 4), 0.0)
-    assert first.release(1.0)
+    assert sequences.release(first, 1.0)
     second = sequences.book("r1", B, load([2], 5), 2.0)
-    assert not first.is_live
-    steps = [first.release(3.0), first.mark_prefill_completed(3.0), first.add_output_block(0.5, 3.0)]
+    assert not sequences.is_live(first)
+    steps = [sequences.release(first, 3.0), sequences.finish_prefill(first, 3.0), sequences.grow(first, 0.5, 3.0)]
     assert steps == [False, False, False]
-    assert (second.is_live, totals(sequences, B)) == (True, (1, 5, 1))
+    assert (sequences.is_live(second), totals(sequences, B)) == (True, (1, 5, 1))
 
 
 def test_freeing_with_a_rank_frees_only_there() -> None:
@@ -128,7 +128,7 @@ def test_steps_of_a_request_nobody_booked_are_errors() -> None:
 def test_output_blocks_count_for_their_rank() -> None:
     sequences = ActiveSequences()
     booking = sequences.book("r1", A, load([1, 2, 3]), 0.0)
-    assert booking.add_output_block(0.5, 0.0)
+    assert sequences.grow(booking, 0.5, 0.0)
     assert totals(sequences)[0] == 2
     sequences.add_output_block("r1", None, 0.0)
     assert totals(sequences)[0] == 3
@@ -149,7 +149,7 @@ def test_a_worker_that_returns_starts_empty() -> None:
     sequences.book("r2", WorkerRank(1, 1), load([1, 2]), 0.0)
     sequences.book("r3", B, load([1, 2]), 0.0)
     assert sequences.remove_worker(1) == ["r1", "r2"]
-    assert not booking.release(1.0)
+    assert not sequences.release(booking, 1.0)
     sequences.set_workers({1: range(2), 2: range(1)})
     assert (totals(sequences), totals(sequences, B)) == ((0, 0, 0), (2, 0, 1))
     assert list(sequences.project([1, 2], [A, B], 1.0).additional_blocks) == [2, 0]
@@ -170,7 +170,7 @@ def test_a_rank_a_booking_brought_goes_with_its_last_request() -> None:
     booking = sequences.book("r1", A, load([1]), 0.0)
     sequences.set_workers({2: range(1)})
     assert sequences.ranks() == [A, B]
-    booking.release(0.0)
+    sequences.release(booking, 0.0)
     assert sequences.ranks() == [B]
 
 
@@ -178,7 +178,7 @@ def test_a_rank_that_was_registered_later_stays() -> None:
     sequences = ActiveSequences()
     booking = sequences.book("r1", A, load([1]), 0.0)
     sequences.set_workers({1: range(1)})
-    booking.release(0.0)
+    sequences.release(booking, 0.0)
     assert sequences.ranks() == [A]
 
 
@@ -235,7 +235,7 @@ def test_the_same_tuple_of_ranks_is_asked_anew_when_ranks_change() -> None:
     assert list(sequences.project([], ranks, 0.0).requests) == [0, 0]
     booking = sequences.book("r1", B, load([]), 0.0)
     assert list(sequences.project([], ranks, 0.0).requests) == [0, 1]
-    booking.release(0.0)
+    sequences.release(booking, 0.0)
     sequences.book("r2", A, load([]), 0.0)
     assert list(sequences.project([], ranks, 0.0).requests) == [1, 0]
 
@@ -254,7 +254,7 @@ Step = tuple[int, int, int, str]
 def test_projections_agree_with_counting_the_requests_one_by_one(steps: list[Step]) -> None:
     sequences = ActiveSequences()
     booked: dict[str, tuple[WorkerRank, list[int], int]] = {}
-    handles: dict[str, Booking] = {}
+    handles: dict[str, ActiveRequest] = {}
     ranks = tuple(WorkerRank(worker, rank) for worker in range(2) for rank in range(2))
     chain = sequence_hashes([1, 2, 3, 4, 5, 6])
     for name, at, length, kind in steps:
@@ -264,10 +264,10 @@ def test_projections_agree_with_counting_the_requests_one_by_one(steps: list[Ste
             handles[request_id] = sequences.book(request_id, ranks[at], load(hashes, length), 0.0)
             booked[request_id] = (ranks[at], hashes, length)
         elif kind == "mark" and request_id in booked:
-            handles[request_id].mark_prefill_completed(0.0)
+            sequences.finish_prefill(handles[request_id], 0.0)
             booked[request_id] = (*booked[request_id][:2], 0)
         elif kind == "free" and request_id in handles:
-            assert handles[request_id].release(0.0) == (booked.pop(request_id, None) is not None)
+            assert sequences.release(handles[request_id], 0.0) == (booked.pop(request_id, None) is not None)
         elif kind == "worker" and length == 0:
             lost = sequences.remove_worker(at % 2)
             assert set(lost) == {r for r, (rank, _, _) in booked.items() if rank.worker_id == at % 2}

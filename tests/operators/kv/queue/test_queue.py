@@ -1,4 +1,4 @@
-"""AdmissionQueue: order inside a class, turns between classes, lanes, limits, and its end."""
+"""AdmissionQueue: order inside a class, turns between classes, partitions, limits, and its end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def classes(*quanta: int) -> AdmissionQueue[str]:
     return AdmissionQueue(PolicyProfile(rows, "c0", {row.name: [n] for n, row in enumerate(rows)}))
 
 
-def park(queue: AdmissionQueue[str], item: str, size: PromptSize = UNIT, **settings: Any) -> Waiting[str]:
-    return queue.park(item, size, **{"class_index": 0, "workers": 1, "arrival_s": 0.0, **settings})
+def push(queue: AdmissionQueue[str], item: str, size: PromptSize = UNIT, **settings: Any) -> Waiting[str]:
+    return queue.push(item, size, **{"class_index": 0, "workers": 1, "arrival_s": 0.0, **settings})
 
 
 def anyone(_: Waiting[str]) -> bool:
@@ -49,17 +49,17 @@ def drained(queue: AdmissionQueue[str], may_go: Callable[[Waiting[str]], bool] =
 def test_a_jump_is_seconds_off_the_arrival() -> None:
     """KV-125"""
     queue = one_class()
-    park(queue, "A", arrival_s=0.0)
-    park(queue, "B", arrival_s=5.0, priority_jump_s=50.0)
-    park(queue, "C", arrival_s=6.0, priority_jump_s=-9.0)
-    park(queue, "D", arrival_s=6.5)
+    push(queue, "A", arrival_s=0.0)
+    push(queue, "B", arrival_s=5.0, priority_jump_s=50.0)
+    push(queue, "C", arrival_s=6.0, priority_jump_s=-9.0)
+    push(queue, "D", arrival_s=6.5)
     assert drained(queue) == ["B", "A", "C", "D"]
 
 
 def test_last_come_first_served_turns_the_arrival_around() -> None:
     queue = one_class("lcfs")
     for item, arrival_s in [("A", 0.0), ("B", 1.0), ("C", 2.0)]:
-        park(queue, item, arrival_s=arrival_s)
+        push(queue, item, arrival_s=arrival_s)
     assert drained(queue) == ["C", "B", "A"]
 
 
@@ -81,7 +81,7 @@ def test_the_weight_of_a_prompt_is_what_its_best_worker_must_compute(
 def test_less_work_goes_first_by_weight() -> None:
     queue = one_class("wspt")
     for item, size in [("long", PromptSize(900)), ("cached", PromptSize(1000, 990)), ("short", PromptSize(100))]:
-        park(queue, item, size)
+        push(queue, item, size)
     assert drained(queue) == ["cached", "short", "long"]
 
 
@@ -89,8 +89,8 @@ def test_less_work_goes_first_by_weight() -> None:
 def test_strict_priority_comes_before_everything(queue_policy: QueuePolicy) -> None:
     """KV-128"""
     queue = one_class(queue_policy)
-    park(queue, "jumping", PromptSize(1), arrival_s=50.0, priority_jump_s=1e6)
-    park(queue, "strict", PromptSize(9999), arrival_s=60.0, strict_priority=1)
+    push(queue, "jumping", PromptSize(1), arrival_s=50.0, priority_jump_s=1e6)
+    push(queue, "strict", PromptSize(9999), arrival_s=60.0, strict_priority=1)
     assert drained(queue) == ["strict", "jumping"]
 
 
@@ -98,24 +98,24 @@ def test_equal_keys_go_in_order_of_parking() -> None:
     """KV-129"""
     queue = one_class()
     for item in "abcde":
-        park(queue, item)
+        push(queue, item)
     assert drained(queue) == list("abcde")
 
 
 def test_a_backlog_is_not_bypassed() -> None:
     """KV-131"""
     queue = one_class()
-    assert not queue.must_park(0, lambda: False)
-    assert queue.must_park(0, lambda: True)
-    park(queue, "first")
-    assert queue.must_park(0, lambda: pytest.fail("a backlog decides already"))
+    assert not queue.must_queue(0, lambda: False)
+    assert queue.must_queue(0, lambda: True)
+    push(queue, "first")
+    assert queue.must_queue(0, lambda: pytest.fail("a backlog decides already"))
 
 
 def test_without_a_threshold_nobody_waits() -> None:
     """KV-131"""
     off = AdmissionQueue[str](PolicyProfile.from_config(KvRouterConfig(router_queue_threshold=None)))
-    park(off, "left over")
-    assert not off.must_park(0, lambda: True)
+    push(off, "left over")
+    assert not off.must_queue(0, lambda: True)
 
 
 def test_the_plain_settings_make_one_class() -> None:
@@ -147,7 +147,7 @@ def test_all_must_be_busy_and_nobody_at_all_is_not_busy() -> None:
 def test_one_that_left_is_not_served_and_no_longer_counted() -> None:
     """KV-134"""
     queue = one_class()
-    waiting = [park(queue, item, PromptSize(10, 4)) for item in "abc"]
+    waiting = [push(queue, item, PromptSize(10, 4)) for item in "abc"]
     assert queue.withdraw(waiting[1])
     assert not queue.withdraw(waiting[1])
     assert (len(queue), queue.usage(0).isl_tokens, queue.usage(0).cached_tokens) == (2, 20, 8)
@@ -163,10 +163,10 @@ def test_limits_are_compared_before_adding_and_grow_with_the_workers() -> None:
         raw_isl_token_queue_limit_per_worker=5,
         cached_token_queue_limit_per_worker=3,
     )
-    park(queue, "a", PromptSize(8, 4), workers=2)
-    park(queue, "b", PromptSize(100, 100), workers=2)
+    push(queue, "a", PromptSize(8, 4), workers=2)
+    push(queue, "b", PromptSize(100, 100), workers=2)
     with pytest.raises(QueueRejected) as full:
-        park(queue, "c", workers=2)
+        push(queue, "c", workers=2)
     assert (full.value.limit_kind, full.value.current, full.value.limit) == ("requests", 2, 2)
     assert (queue.usage(0).isl_tokens, queue.usage(0).cached_tokens) == (108, 104)
     assert isinstance(full.value, ResourceExhausted)
@@ -174,7 +174,7 @@ def test_limits_are_compared_before_adding_and_grow_with_the_workers() -> None:
 
 def test_no_more_than_the_prompt_counts_as_cached() -> None:
     queue = one_class()
-    waiting = park(queue, "a", PromptSize(8, 100))
+    waiting = push(queue, "a", PromptSize(8, 100))
     assert queue.usage(0).cached_tokens == 8
     queue.withdraw(waiting)
     assert queue.usage(0).cached_tokens == 0
@@ -182,22 +182,22 @@ def test_no_more_than_the_prompt_counts_as_cached() -> None:
 
 def test_the_limits_are_checked_in_their_order() -> None:
     queue = one_class(raw_isl_token_queue_limit_per_worker=5, cached_token_queue_limit_per_worker=3)
-    park(queue, "a", PromptSize(4, 4))
+    push(queue, "a", PromptSize(4, 4))
     with pytest.raises(QueueRejected) as full:
-        park(queue, "b")
+        push(queue, "b")
     assert full.value.limit_kind == "cached_tokens"
 
 
 def test_a_lost_worker_lowers_the_limit_and_evicts_nobody() -> None:
     """KV-138"""
     queue = one_class(raw_isl_token_queue_limit_per_worker=10)
-    park(queue, "a", PromptSize(11), workers=2)
+    push(queue, "a", PromptSize(11), workers=2)
     with pytest.raises(QueueRejected) as full:
-        park(queue, "b", workers=1)
+        push(queue, "b", workers=1)
     assert (full.value.current, full.value.limit) == (11, 10)
-    park(queue, "c", PromptSize(10), workers=2)
+    push(queue, "c", PromptSize(10), workers=2)
     with pytest.raises(QueueRejected) as full:
-        park(queue, "d", workers=2)
+        push(queue, "d", workers=2)
     assert (full.value.current, full.value.limit) == (21, 20)
     assert drained(queue) == ["a", "c"]
 
@@ -207,21 +207,21 @@ def test_a_limit_of_zero_or_no_worker_lets_nothing_in(limit: int, workers: int) 
     """KV-138"""
     queue = one_class(request_queue_limit_per_worker=limit)
     with pytest.raises(QueueRejected):
-        park(queue, "a", workers=workers)
+        push(queue, "a", workers=workers)
 
 
 def test_prompts_that_miss_more_may_have_less_in_front_of_them() -> None:
     profile = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
     queue = AdmissionQueue[str](profile, [DepthTier(0, 100), DepthTier(50, 30)])
-    park(queue, "a", PromptSize(60, 30), workers=1)
-    park(queue, "b", PromptSize(49), workers=1)
+    push(queue, "a", PromptSize(60, 30), workers=1)
+    push(queue, "b", PromptSize(49), workers=1)
     with pytest.raises(QueueRejected) as full:
-        park(queue, "c", PromptSize(50), workers=3)
+        push(queue, "c", PromptSize(50), workers=3)
     assert (full.value.current, full.value.limit) == (109, 90)
     assert "queued_isl_tokens=109, max_queued_isl_tokens=90" in full.value.message
     with pytest.raises(QueueRejected):
-        park(queue, "d", PromptSize(1), workers=1)
-    park(queue, "e", PromptSize(50), workers=4)
+        push(queue, "d", PromptSize(1), workers=1)
+    push(queue, "e", PromptSize(50), workers=4)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_tiers_begin_at_zero_rise_and_hold_something(tiers: list[DepthTier]) -> 
 def test_a_head_dearer_than_its_quantum_is_served_at_once_where_it_is_alone() -> None:
     """KV-140"""
     queue = classes(4, 1)
-    park(queue, "dear", PromptSize(101), class_index=0)
-    park(queue, "blocked", class_index=1)
+    push(queue, "dear", PromptSize(101), class_index=0)
+    push(queue, "blocked", class_index=1)
     served = queue.pop(lambda waiting: waiting.item != "blocked")
     assert served is not None
     assert served.item == "dear"
@@ -252,7 +252,7 @@ def test_a_class_that_would_never_have_a_turn_is_refused() -> None:
 def test_classes_are_served_by_their_quanta() -> None:
     queue = classes(1, 3)
     for item in "1333" * 8:
-        park(queue, item, class_index=0 if item == "1" else 1)
+        push(queue, item, class_index=0 if item == "1" else 1)
     assert "".join(drained(queue)[:16]) == "1333" * 4
 
 
@@ -260,7 +260,7 @@ def test_a_class_goes_on_with_its_turn_after_a_while_in_which_nobody_could_go() 
     """Mostly there is room for one only, and whoever drains asks once more in vain."""
     queue, served = classes(1, 3), ""
     for item in "1333" * 8:
-        park(queue, item, class_index=0 if item == "1" else 1)
+        push(queue, item, class_index=0 if item == "1" else 1)
     for _ in range(16):
         waiting = queue.pop(anyone)
         assert waiting is not None
@@ -272,7 +272,7 @@ def test_a_class_goes_on_with_its_turn_after_a_while_in_which_nobody_could_go() 
 def test_a_class_whose_turn_it_is_but_may_not_go_lets_others_pass() -> None:
     queue = classes(1, 3)
     for item in "1333" * 2:
-        park(queue, item, class_index=0 if item == "1" else 1)
+        push(queue, item, class_index=0 if item == "1" else 1)
     assert [waiting.item for _ in range(2) if (waiting := queue.pop(anyone))] == ["1", "3"]
     passed = queue.pop(lambda waiting: waiting.class_index == 0)
     assert passed is not None
@@ -281,8 +281,8 @@ def test_a_class_whose_turn_it_is_but_may_not_go_lets_others_pass() -> None:
 
 def test_blocked_classes_gain_nothing_and_emptied_ones_lose_what_they_had() -> None:
     queue = classes(2, 2)
-    park(queue, "x", class_index=0)
-    blocked = [park(queue, f"b{n}", class_index=1) for n in range(4)]
+    push(queue, "x", class_index=0)
+    blocked = [push(queue, f"b{n}", class_index=1) for n in range(4)]
     assert drained(queue, lambda waiting: waiting.class_index == 0) == ["x"]
     assert [one.deficit for one in queue._classes] == [0, 0]
     for waiting in blocked:
@@ -293,25 +293,25 @@ def test_blocked_classes_gain_nothing_and_emptied_ones_lose_what_they_had() -> N
 def test_a_pin_to_a_busy_worker_does_not_hold_up_another() -> None:
     """KV-141"""
     queue = one_class()
-    park(queue, "for 1", lane=WorkerRank(1))
-    park(queue, "for 1 too", lane=WorkerRank(1))
-    park(queue, "for 2", lane=WorkerRank(2))
-    park(queue, "any", lane=None)
-    assert drained(queue, lambda waiting: waiting.lane == WorkerRank(2)) == ["for 2"]
+    push(queue, "for 1", partition=WorkerRank(1))
+    push(queue, "for 1 too", partition=WorkerRank(1))
+    push(queue, "for 2", partition=WorkerRank(2))
+    push(queue, "any", partition=None)
+    assert drained(queue, lambda waiting: waiting.partition == WorkerRank(2)) == ["for 2"]
     assert drained(queue) == ["for 1", "for 1 too", "any"]
 
 
 def test_a_blocked_head_blocks_its_lane() -> None:
     queue = one_class()
-    park(queue, "first")
-    park(queue, "second")
+    push(queue, "first")
+    push(queue, "second")
     assert queue.pop(lambda waiting: waiting.item == "second") is None
 
 
 def test_each_admission_is_seen_by_the_next_question() -> None:
     queue, room = one_class(), ["slot", "slot"]
     for item in "abc":
-        park(queue, item)
+        push(queue, item)
     served = []
     while (waiting := queue.pop(lambda _: bool(room))) is not None:
         room.pop()
@@ -322,17 +322,17 @@ def test_each_admission_is_seen_by_the_next_question() -> None:
 def test_closing_hands_back_all_that_wait_and_lets_nothing_more_in() -> None:
     queue = classes(1, 1)
     for item, index in [("a", 1), ("b", 0), ("c", 1)]:
-        park(queue, item, class_index=index)
+        push(queue, item, class_index=index)
     assert [waiting.item for waiting in queue.close()] == ["a", "b", "c"]
     assert (queue.close(), len(queue), queue.pop(anyone)) == ([], 0, None)
     with pytest.raises(Unavailable):
-        park(queue, "late")
+        push(queue, "late")
 
 
 @pytest.mark.parametrize(("now_s", "after_s", "due"), [(10.0, 10.0, False), (10.1, 10.0, True), (99.0, None, False)])
 def test_what_waited_long_is_looked_up_again(now_s: float, after_s: float | None, due: bool) -> None:
     """KV-146"""
-    assert park(one_class(), "a").is_due_for_refresh(now_s, after_s) == due
+    assert push(one_class(), "a").is_due_for_refresh(now_s, after_s) == due
 
 
 Parked = tuple[int, int, int, int, int]
@@ -343,14 +343,14 @@ def test_one_class_serves_in_sorted_order(rows: list[Parked], queue_policy: Queu
     queue, expected = one_class(queue_policy), []
     for number, (strict, jump, arrival, isl, cached) in enumerate(rows):
         size = PromptSize(isl, cached)
-        park(
+        push(
             queue,
             str(number),
             size,
             strict_priority=strict,
             priority_jump_s=float(jump),
             arrival_s=float(arrival),
-            lane=(isl if strict else None),
+            partition=(isl if strict else None),
         )
         key = {"fcfs": jump - arrival, "lcfs": jump + arrival, "wspt": (1 + jump) / max(1, isl - cached)}
         expected.append((-strict, -key[queue_policy], number))
@@ -366,7 +366,7 @@ def test_every_request_is_served_once_and_no_class_starves(quanta: list[int], ro
     queue, work = classes(*quanta), {}
     for number, (index, tokens) in enumerate(rows):
         work[str(number)] = (index % len(quanta), tokens)
-        park(queue, str(number), PromptSize(tokens), class_index=index % len(quanta))
+        push(queue, str(number), PromptSize(tokens), class_index=index % len(quanta))
     served, given_out = [0] * len(quanta), []
     while (waiting := queue.pop(anyone)) is not None:
         index, tokens = work[waiting.item]

@@ -13,13 +13,13 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.pool import Adapters, Configs
 from operators.kv.prompt import PromptBlocks
-from operators.kv.queue import Admission, PolicyClass, PolicyProfile
+from operators.kv.queue import AdmissionController, PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.reservation import Placement
-from operators.kv.router import KvRouter
+from operators.kv.reservation import Reservation
 from pipeline import Control
 from pipeline.network import static_workers
 from pipeline.protocols import RoutingConstraints
@@ -39,11 +39,11 @@ CLASSES = (
 PROFILE = PolicyProfile(CLASSES, "absolute", {one.name: [index] for index, one in enumerate(CLASSES)})
 
 
-class PlainAdmission(Admission[Any]):
+class PlainAdmission(AdmissionController):
     """Asks for each head of a lane whether all its workers are busy, at each look."""
 
     def _next(self) -> Any:
-        return self._queue.pop(lambda waiting: not self._is_full(waiting.item.request, waiting.class_index))
+        return self._queue.pop(lambda waiting: not self._is_full(waiting.class_index, waiting.item.request))
 
 
 class World:
@@ -56,7 +56,7 @@ class World:
         configs = {i: ModelRuntimeConfig(max_num_batched_tokens=16 * i, data_parallel_size=1 + i % 2) for i in IDS}
         self.configs: BehaviorSubject[Configs] = BehaviorSubject(configs)
         self.adapters: BehaviorSubject[Adapters] = BehaviorSubject({"a": {1, 2}})
-        self.router = KvRouter(
+        self.router = kv_router(
             static_workers({worker_id: ScriptedEngine([]) for worker_id in IDS}),
             KvRouterConfig(use_kv_events=False),
             block_size_tokens=BLOCK,
@@ -67,16 +67,18 @@ class World:
             rng=Random(1),
             profile=PROFILE,
         )
-        admission = self.router._admission
+        admission = self.router.queue
         if plain:
             admission.__class__ = PlainAdmission
-        self._place, admission._place = admission._place, self.place
+        self._place = self.router._place
+        recorded: Any = self.router
+        recorded._place = self.place
         self.log: list[Any] = []
         self.ended: dict[str, str] = {}
-        self.placed: dict[str, Placement] = {}
+        self.placed: dict[str, Reservation] = {}
         self.controls: list[Control] = []
 
-    def place(self, applicant: Any, must_refresh: bool) -> Placement:
+    def place(self, applicant: Any, must_refresh: bool) -> Reservation:
         self.log.append(applicant.request_id)
         placement = self._place(applicant, must_refresh)
         self.log.append(placement.rank)
@@ -84,7 +86,7 @@ class World:
 
     async def ask(self, request_id: str, request: RouteRequest, control: Control) -> None:
         try:
-            placement = await self.router.find_best_match(request, request_id=request_id, control=control)
+            placement = await self.router.reserve(request, request_id=request_id, control=control)
         except Exception as error:
             self.ended[request_id] = f"{type(error).__name__}: {error}"
         else:
@@ -148,7 +150,7 @@ class World:
                     self.change()
                 for _ in range(5):
                     await checkpoint()
-                self.log.append(self.router.waiting_requests)
+                self.log.append(len(self.router.queue))
             self.router.close()
         return self.log, self.ended
 
@@ -176,17 +178,17 @@ async def test_a_blocked_queue_is_not_looked_through_for_workers_that_nobody_in_
     async with anyio.create_task_group() as tasks:
         for number in (3, 4, 5):
             tasks.start_soon(ask, number, 1)
-        while world.router.waiting_requests < 3:
+        while len(world.router.queue) < 3:
             await checkpoint()
-        pop = world.router._admission._queue.pop
+        pop = world.router.queue._queue.pop
 
         def counted(may_go: Any) -> Any:
             looked.append("")
             return pop(may_go)
 
-        monkeypatch.setattr(world.router._admission._queue, "pop", counted)
+        monkeypatch.setattr(world.router.queue._queue, "pop", counted)
         world.placed["r2"].release()
-        assert (looked, world.router.waiting_requests) == ([], 3)
+        assert (looked, len(world.router.queue)) == ([], 3)
         world.placed["r1"].release()
-        assert (len(looked), world.router.waiting_requests) == (2, 2), "one goes, and then nobody"
+        assert (len(looked), len(world.router.queue)) == (2, 2), "one goes, and then nobody"
         world.router.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
 from operators.kv.pool import Candidates, RoutingRules, WorkerPool
-from operators.kv.selection import Prompt, WorkerType, choose, costs, delays
+from operators.kv.selection import Prompt, WorkerType, costs, delays, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
 from pipeline.protocols.card import ModelRuntimeConfig
 
@@ -46,7 +46,7 @@ def found(
 
 def chosen(prompt: Prompt, table: list[Row], seed: int = 0, by: RequestSettings = BY_DELAY) -> WorkerRank:
     ranks = tuple(map(WorkerRank, range(len(table))))
-    return choose(prompt, Candidates(ranks), overlap(table), loads(table), by, Random(seed)).rank
+    return select_worker(prompt, Candidates(ranks), overlap(table), loads(table), by, Random(seed)).rank
 
 
 def slow_delay(prompt: Prompt, row: Row) -> float:
@@ -87,7 +87,7 @@ def test_only_an_eligible_worker_is_chosen(table: list[Row], allowed: set[int], 
         return
     candidates = pool.candidates(RoutingRules(allowed_worker_ids=allowed))
     some = loads([table[worker] for worker in eligible])
-    decision = choose(Prompt(640, 64), candidates, overlap(table), some, BY_DELAY, Random(seed))
+    decision = select_worker(Prompt(640, 64), candidates, overlap(table), some, BY_DELAY, Random(seed))
     assert decision.rank.worker_id in eligible
 
 
@@ -158,7 +158,7 @@ def test_credit_and_lower_tiers_count_as_for_the_cost() -> None:
 
 def test_a_decision_says_by_which_rule_and_shows_its_terms() -> None:
     table: list[Row] = [(0, 10, 5, 1, 5), (0, 0, 10, 0, 0)]
-    decision = choose(Prompt(640, 64), Candidates((A, B)), overlap(table), loads(table), BY_DELAY, Random(0))
+    decision = select_worker(Prompt(640, 64), Candidates((A, B)), overlap(table), loads(table), BY_DELAY, Random(0))
     reasons = decision.attributes()
     assert (decision.rank, decision.placement, reasons["placement"]) == (B, "expected_delay", "expected_delay")
     assert [one.cost for one in decision.report()] == pytest.approx([slow_delay(Prompt(640, 64), row) for row in table])

@@ -1,4 +1,4 @@
-"""choose: the lowest cost, ties, temperature, pins, and the reasons it keeps."""
+"""select_worker: the lowest cost, ties, temperature, pins, and the reasons it keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from operators.kv.index import Overlap
 from operators.kv.load import ActiveSequences, RankLoads, SequenceLoad
 from operators.kv.pool import Candidates, RoutingRules, WorkerPool
-from operators.kv.selection import Decision, Prompt, choose, pick
+from operators.kv.selection import Decision, Prompt, pick, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
 from pipeline import InvalidArgument, Unavailable
 from pipeline.protocols import RoutingConstraints
@@ -35,7 +35,9 @@ def chosen(
     settings: RequestSettings | None = None,
     seed: int = 0,
 ) -> Decision:
-    return choose(Prompt(64, 16), candidates, overlap or Overlap(), loads, settings or RequestSettings(), Random(seed))
+    return select_worker(
+        Prompt(64, 16), candidates, overlap or Overlap(), loads, settings or RequestSettings(), Random(seed)
+    )
 
 
 def test_the_cheapest_candidate_wins() -> None:
@@ -68,7 +70,7 @@ def test_a_seed_repeats_the_choices_whatever_the_order_of_the_workers() -> None:
         settings, drawn = RequestSettings(temperature=temperature), list[list[WorkerRank]]()
         for pool, rng in ((forwards, Random(42)), (backwards, Random(42))):
             candidates = pool.candidates(RoutingRules())
-            drawn.append([choose(prompt, candidates, Overlap(), loads, settings, rng).rank for _ in range(64)])
+            drawn.append([select_worker(prompt, candidates, Overlap(), loads, settings, rng).rank for _ in range(64)])
         assert drawn[0] == drawn[1]
         assert len(set(drawn[0])) == 3
 
@@ -166,7 +168,7 @@ def test_between_infinite_costs_there_is_a_margin_too(requests: tuple[int, int],
 
 def test_a_choice_needs_tokens_and_candidates() -> None:
     with pytest.raises(InvalidArgument):
-        choose(Prompt(0, 16), Candidates((A,)), Overlap(), RankLoads.idle(1), RequestSettings(), Random(0))
+        select_worker(Prompt(0, 16), Candidates((A,)), Overlap(), RankLoads.idle(1), RequestSettings(), Random(0))
     with pytest.raises(Unavailable):
         chosen(Candidates(()), RankLoads.idle(0))
 

@@ -11,12 +11,12 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.load import SequenceLoad
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.router import KvRouter
 from operators.kv.service import RouterGauges
 from operators.kv.types import WorkerRank
 from pipeline import Annotated
@@ -57,10 +57,10 @@ class Scraped:
         return [self.by("policy_class", f"router_queue_pending_{name}") for name in names]
 
 
-def router(workers: Workers[Any, Any] | None = None, **settings: Any) -> KvRouter:
+def router_of(workers: Workers[Any, Any] | None = None, **settings: Any) -> KvRouter:
     pool = static_workers({1: ScriptedEngine([]), 2: ScriptedEngine([])}) if workers is None else workers
     config = KvRouterConfig(use_kv_events=False)
-    return KvRouter(pool, config, block_size_tokens=BLOCK, rng=Random(1), **settings)
+    return kv_router(pool, config, block_size_tokens=BLOCK, rng=Random(1), **settings)
 
 
 def prompt(tokens: int = 8, **settings: Any) -> RouteRequest:
@@ -68,10 +68,10 @@ def prompt(tokens: int = 8, **settings: Any) -> RouteRequest:
 
 
 async def test_each_rank_shows_what_is_in_flight_on_it() -> None:
-    scraped, chooser = Scraped(), router()
-    with RouterGauges(chooser, scraped.meter):
+    scraped, router = Scraped(), router_of()
+    with RouterGauges(router, scraped.meter):
         assert scraped.by("worker_id", "worker_active_decode_blocks") == {"1": 0, "2": 0}
-        placement = await chooser.find_best_match(prompt(10, worker_id=2), request_id="r")
+        placement = await router.reserve(prompt(10, worker_id=2), request_id="r")
         labels = {"worker_id": "2", "dp_rank": "0", "worker_type": "decode"}
         assert (labels, 2) in scraped.series("worker_active_decode_blocks")
         assert scraped.by("worker_id", "worker_active_prefill_tokens") == {"1": 0, "2": 10}
@@ -85,10 +85,10 @@ async def test_prompt_work_that_goes_down_by_time_alone_is_shown_as_of_now() -> 
     scraped, workers = Scraped(), static_workers({1: ScriptedEngine([])})
     config = KvRouterConfig(use_kv_events=False, router_prefill_load_model="aic")
     with (
-        KvRouter(workers, config, block_size_tokens=BLOCK, prefill_duration=lambda prompt, cached: 10.0) as chooser,
-        RouterGauges(chooser, scraped.meter),
+        kv_router(workers, config, block_size_tokens=BLOCK, prefill_duration=lambda prompt, cached: 10.0) as router,
+        RouterGauges(router, scraped.meter),
     ):
-        placement = await chooser.find_best_match(prompt(20), request_id="r")
+        placement = await router.reserve(prompt(20), request_id="r")
         await anyio.sleep(5)
         assert scraped.by("worker_id", "worker_active_prefill_tokens") == {"1": 10}
         placement.release()
@@ -101,8 +101,8 @@ async def test_a_removed_worker_is_not_shown_any_more() -> None:
         served = [await runtime.serve("ns/c/generate", engine, instance_id=number) for number in (1, 2)]
         workers = runtime.workers("ns/c/generate")
         await workers.wait_for_instances(2)
-        with router(workers) as chooser, RouterGauges(chooser, scraped.meter):
-            await chooser.find_best_match(prompt(worker_id=1), request_id="r")
+        with router_of(workers) as router, RouterGauges(router, scraped.meter):
+            await router.reserve(prompt(worker_id=1), request_id="r")
             assert scraped.by("worker_id", "worker_active_decode_blocks") == {"1": 2, "2": 0}
             await served[0].close()
             assert scraped.by("worker_id", "worker_active_decode_blocks") == {"2": 0}
@@ -110,14 +110,14 @@ async def test_a_removed_worker_is_not_shown_any_more() -> None:
 
 
 async def test_a_waiting_request_is_shown_in_its_class_until_it_goes() -> None:
-    scraped, chooser = Scraped(), router(static_workers({1: ScriptedEngine([])}), profile=ONE_AT_A_TIME)
-    with RouterGauges(chooser, scraped.meter, model="m"):
-        first = await chooser.find_best_match(prompt(8), request_id="a")
+    scraped, router = Scraped(), router_of(static_workers({1: ScriptedEngine([])}), profile=ONE_AT_A_TIME)
+    with RouterGauges(router, scraped.meter, model="m"):
+        first = await router.reserve(prompt(8), request_id="a")
         assert scraped.waiting() == [{"small": 0}] * 3
         async with anyio.create_task_group() as tasks:
 
             async def second() -> None:
-                (await chooser.find_best_match(prompt(10), request_id="b")).release()
+                (await router.reserve(prompt(10), request_id="b")).release()
 
             tasks.start_soon(second)
             await anyio.wait_all_tasks_blocked()
@@ -130,8 +130,8 @@ async def test_a_waiting_request_is_shown_in_its_class_until_it_goes() -> None:
 
 async def test_two_routers_show_themselves_side_by_side_until_each_is_closed() -> None:
     scraped = Scraped()
-    prefill = router(static_workers({1: ScriptedEngine([])}), worker_type="prefill")
-    decode = router(static_workers({1: ScriptedEngine([])}), worker_type="decode")
+    prefill = router_of(static_workers({1: ScriptedEngine([])}), worker_type="prefill")
+    decode = router_of(static_workers({1: ScriptedEngine([])}), worker_type="decode")
     with RouterGauges(prefill, scraped.meter):
         with RouterGauges(decode, scraped.meter):
             assert scraped.by("worker_type", "worker_active_decode_blocks") == {"prefill": 0, "decode": 0}
@@ -142,16 +142,16 @@ async def test_two_routers_show_themselves_side_by_side_until_each_is_closed() -
 
 async def test_a_rank_that_is_no_worker_of_the_router_is_not_shown() -> None:
     """Another router of the same workers may tell of one that this one has not seen yet, or sees no more."""
-    scraped, chooser = Scraped(), router()
-    with RouterGauges(chooser, scraped.meter):
-        chooser.sequences.book("r", WorkerRank(9), SequenceLoad([1, 2]), 0.0)
+    scraped, router = Scraped(), router_of()
+    with RouterGauges(router, scraped.meter):
+        router.loads.sequences.book("r", WorkerRank(9), SequenceLoad([1, 2]), 0.0)
         assert scraped.by("worker_id", "worker_active_decode_blocks") == {"1": 0, "2": 0}
 
 
 async def test_metrics_may_be_read_in_another_thread() -> None:
-    scraped, chooser = Scraped(), router()
-    with RouterGauges(chooser, scraped.meter):
-        await chooser.find_best_match(prompt(worker_id=1), request_id="r")
+    scraped, router = Scraped(), router_of()
+    with RouterGauges(router, scraped.meter):
+        await router.reserve(prompt(worker_id=1), request_id="r")
         seen: list[Any] = []
         reader = Thread(target=lambda: seen.append(scraped.by("worker_id", "worker_active_decode_blocks")))
         reader.start()
@@ -162,14 +162,14 @@ async def test_metrics_may_be_read_in_another_thread() -> None:
 async def test_the_router_tells_of_each_event_it_takes_in() -> None:
     counted: list[tuple[str, str]] = []
     events: Subject[RouterEvent] = Subject()
-    chooser = KvRouter(
+    router = kv_router(
         static_workers({1: ScriptedEngine([])}),
         block_size_tokens=BLOCK,
-        counted=lambda *told: counted.append(told),
+        on_event=lambda *told: counted.append(told),
     )
-    with chooser, chooser.follow(events):
+    with router, router.follow(events):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(chooser.run)
+            tasks.start_soon(router.run)
             await anyio.sleep(1)  # the rank was asked for what it holds
             events.on_next(RouterEvent(1, KvEvent(1, KvCleared())))
             tasks.cancel_scope.cancel()

@@ -10,12 +10,12 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.queue import DepthTier, PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.reservation import Placement
-from operators.kv.router import KvRouter
+from operators.kv.reservation import Reservation
 from operators.kv.service import (
     BackpressureResponse,
     FreeMarked,
@@ -56,7 +56,7 @@ ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 def service(*worker_ids: int, **settings: Any) -> RouterService:
     pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
     settings.setdefault("config", KvRouterConfig(use_kv_events=False))
-    return RouterService(KvRouter(pool, block_size_tokens=BLOCK, rng=Random(1), **settings))
+    return RouterService(kv_router(pool, block_size_tokens=BLOCK, rng=Random(1), **settings))
 
 
 def new(count: int = 8, *, first: int = 0, **fields: Any) -> NewRequest:
@@ -74,9 +74,9 @@ async def test_new_books_under_the_id_of_the_request() -> None:
     router = service(7)
     assert await ask(router, new(), "a") == NewResponse(7, 0, 0)
     assert await ask(router, new(), "b") == NewResponse(7, 0, 2)
-    booking = router.chooser.sequences.booking("a")
+    booking = router.router.loads.sequences.get("a")
     assert booking is not None
-    assert (booking.is_live, booking.rank) == (True, WorkerRank(7))
+    assert booking.rank == WorkerRank(7)
     with pytest.raises(DuplicateRequest):
         await ask(router, new(), "a")
 
@@ -85,7 +85,7 @@ async def test_a_plain_object_is_a_request_too() -> None:
     router = service(7)
     assert await ask(router, {"method": "new", "tokens": [1, 2, 3, 4]}) == NewResponse(7)
     assert await ask(router, {"method": "mark_free"}) == FreeMarked(True)
-    assert len(router.chooser.sequences) == 0
+    assert len(router.router.loads) == 0
     for wrong in ({"method": "old"}, None, b"{}", RouterRequest()):
         with pytest.raises(InvalidArgument):
             await ask(router, wrong)
@@ -93,20 +93,20 @@ async def test_a_plain_object_is_a_request_too() -> None:
 
 async def test_what_new_says_reaches_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     router, seen = service(7), list[RouteRequest]()
-    find = router.chooser.find_best_match
+    find = router.router.reserve
 
-    async def recorded(request: RouteRequest, **settings: Any) -> Placement:
+    async def recorded(request: RouteRequest, **settings: Any) -> Reservation:
         seen.append(request)
         return await find(request, **settings)
 
-    monkeypatch.setattr(router.chooser, "find_best_match", recorded)
+    monkeypatch.setattr(router.router, "reserve", recorded)
     media = [BlockExtraInfo([MmObject(7, [])]), None]
     asked = new(block_mm_infos=media, lora_name="a", cache_namespace="t", priority_jump=2.5, strict_priority=3)
     await ask(router, asked, metadata={"policy-class": "batch"})
     (request,) = seen
     assert (request.priority_jump_s, request.strict_priority, request.policy_class) == (2.5, 3, "batch")
     hints = RoutingHints(lora_name="a", cache_namespace="t")
-    expected = router.chooser.route_request(
+    expected = router.router.route_request(
         PreprocessedRequest(model="m", token_ids=list(range(8)), routing=hints), RequestPhase.AGGREGATED
     )
     assert request.blocks.local_hashes != expected.blocks.local_hashes
@@ -129,11 +129,11 @@ async def test_marks_without_an_id_are_for_the_request_itself() -> None:
         assert await ask(router, MarkPrefill(named), request_id) == PrefillMarked(True)
         assert prefill_tokens(router) == 0
         assert await ask(router, MarkFree(named), request_id) == FreeMarked(True)
-        assert len(router.chooser.sequences) == 0
+        assert len(router.router.loads) == 0
 
 
 def prefill_tokens(router: RouterService) -> int:
-    return router.chooser.sequences.project((), [WorkerRank(7)], 0.0).prefill_tokens[0]
+    return router.router.loads.sequences.project((), [WorkerRank(7)], 0.0).prefill_tokens[0]
 
 
 async def test_marks_may_name_the_request_and_work_when_their_own_is_stopped() -> None:
@@ -144,7 +144,7 @@ async def test_marks_may_name_the_request_and_work_when_their_own_is_stopped() -
         request.control.stop()
         async with await router.generate(request) as stream:
             assert [item.data async for item in stream] == [answer]
-    assert len(router.chooser.sequences) == 0
+    assert len(router.router.loads) == 0
 
 
 async def test_marking_twice_is_once_and_an_unknown_request_is_free() -> None:
@@ -160,8 +160,8 @@ async def test_marking_twice_is_once_and_an_unknown_request_is_free() -> None:
 async def test_a_booking_made_elsewhere_is_not_touched() -> None:
     router = service(7)
     request = PreprocessedRequest(model="m", token_ids=list(range(8)))
-    placement = await router.chooser.find_best_match(
-        router.chooser.route_request(request, RequestPhase.AGGREGATED), request_id="theirs"
+    placement = await router.router.reserve(
+        router.router.route_request(request, RequestPhase.AGGREGATED), request_id="theirs"
     )
     assert await ask(router, MarkPrefill("theirs")) == PrefillMarked(False)
     assert await ask(router, MarkFree("theirs")) == FreeMarked(False)
@@ -172,13 +172,13 @@ async def test_a_booking_that_is_never_freed_expires_and_is_forgotten() -> None:
     router = service(7, expiry_s=10.0)
     for number in range(100):
         await ask(router, new(), str(number))
-    assert len(router._placements) == 100
+    assert len(router._reservations) == 100
     await anyio.sleep(40)
     await ask(router, new(), "late")
-    assert list(router.chooser.sequences._bookings) == ["late"]
+    assert list(router.router.loads.sequences._bookings) == ["late"]
     assert await ask(router, MarkPrefill("0")) == PrefillMarked(False)
     await ask(router, new(), "later")
-    assert list(router._placements) == ["late", "later"]
+    assert list(router._reservations) == ["late", "later"]
 
 
 async def test_potential_loads_are_those_with_the_prompt_and_book_nothing() -> None:
@@ -187,7 +187,7 @@ async def test_potential_loads_are_those_with_the_prompt_and_book_nothing() -> N
     answer = await ask(router, LoadsRequest(tokens=list(range(12))))
     assert isinstance(answer, LoadsResponse)
     assert sorted((load.potential_prefill_tokens, load.active_requests) for load in answer.loads) == [(12, 0), (12, 1)]
-    assert (answer.pending_count, answer.pending_isl_tokens, len(router.chooser.sequences)) == (0, 0, 1)
+    assert (answer.pending_count, answer.pending_isl_tokens, len(router.router.loads)) == (0, 0, 1)
     with pytest.raises(Unavailable):
         await ask(service(), LoadsRequest(tokens=[1]))
 
@@ -236,7 +236,7 @@ async def test_a_queue_that_is_too_deep_is_backpressure() -> None:
         await settled()
         assert await ask(router, new(), "c") == BackpressureResponse(8, 5)
         tasks.cancel_scope.cancel()
-    assert router.chooser.waiting_requests == 0
+    assert len(router.router.queue) == 0
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
@@ -259,7 +259,7 @@ async def test_a_request_that_is_given_up_books_nothing(how: str) -> None:
         tasks.start_soon(waits)
         await settled()
         getattr(waiting.control, how)()
-    assert (len(failed), len(router.chooser.sequences), router.chooser.waiting_requests) == (1, 1, 0)
+    assert (len(failed), len(router.router.loads), len(router.router.queue)) == (1, 1, 0)
 
 
 async def closed(router: RouterService, request: Context[RouterRequest]) -> None:
@@ -276,7 +276,7 @@ async def killed(router: RouterService, request: Context[RouterRequest]) -> None
 async def test_a_booking_nobody_hears_of_ends_at_once(end: Callable[..., Any]) -> None:
     router = service(7)
     await end(router, Context[RouterRequest](new(), id="a"))
-    assert len(router.chooser.sequences) == 0
+    assert len(router.router.loads) == 0
 
 
 async def test_a_stop_after_the_choice_still_tells_it() -> None:
@@ -285,7 +285,7 @@ async def test_a_stop_after_the_choice_still_tells_it() -> None:
     async with await router.generate(request) as stream:
         request.control.stop()
         assert [item.data async for item in stream] == [NewResponse(7)]
-    assert len(router.chooser.sequences) == 1
+    assert len(router.router.loads) == 1
 
 
 async def test_it_is_served_and_called_over_the_runtime() -> None:
@@ -302,9 +302,9 @@ async def test_it_is_served_and_called_over_the_runtime() -> None:
 
         assert await call(new(), "a") == NewResponse(7)
         assert await call(MarkPrefill(), "a") == PrefillMarked(True)
-        assert len(router.chooser.sequences) == 1
+        assert len(router.router.loads) == 1
         assert await call(MarkFree("a"), "b") == FreeMarked(True)
-        assert len(router.chooser.sequences) == 0
+        assert len(router.router.loads) == 0
         with pytest.raises(InvalidArgument):
             await call(NewRequest(tokens=[]), "c")
 
@@ -316,5 +316,5 @@ async def test_the_engine_contract_holds(asked: RouterRequest, check_engine: Any
         lambda: service(7, config=config),
         request=asked,
         bad_request={"method": "old"},
-        open_count=lambda router: router.chooser.waiting_requests,
+        open_count=lambda router: len(router.router.queue),
     )
