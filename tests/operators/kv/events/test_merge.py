@@ -8,8 +8,9 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import KvIndex, KvIndexError, WorkerRank
+from operators.kv import KvIndex, WorkerRank
 from operators.kv.events import DuplicateFilter, EngineChange, merged
+from operators.kv.index import KvIndexError
 from pipeline.protocols.kv import KvCleared, KvEvent, KvRemoved, KvStored, RouterEvent, StorageTier, StoredBlock
 
 

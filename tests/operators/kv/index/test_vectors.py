@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from operators.kv import KvIndex, KvIndexError
+from operators.kv import KvIndex
+from operators.kv.index import KvIndexError
 from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent
 from pipeline.wire import from_plain
 
