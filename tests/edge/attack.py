@@ -1,9 +1,9 @@
-"""One attack as data, how it is carried out, and what it came to.
+"""One attack as data, how it is carried out, and its outcome.
 
     Attack("quotes", post(b'"' * 4_000_000), statuses={400})
 
-An attack is carried out beside a probe that requests `/live`. It has failed if the server gave a clear answer or cut
-the connection, others were not kept waiting, memory stayed below the bound, and nothing is left of it.
+An attack is carried out beside a probe that requests `/live`. It is repelled if the server gave a clear answer or cut
+the connection, other clients did not wait, memory stayed below the bound, and nothing of the attack is left.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .server import EdgeServer
 from .wire import CUT, OPEN, Answer, Client
 
 Act = Callable[[Client], Sequence[Answer]]
-"""What the attacker does, and the answers it got."""
+"""Carries out an attack with a client, and returns the answers."""
 
 Engine = Literal["mock", "echo", "tokens"]
 
 STALL_S = 0.050
-"""How long others may be kept waiting."""
+"""How long other clients may wait."""
 NOISE = 3
-"""On a busy machine: how many times the longest wait without an attack is allowed."""
+"""Multiple of the longest wait without an attack that is allowed: the machine may be busy."""
 BLOCKED = 4
-"""From how many times the allowed wait on the server is blamed for it though it did not work that long."""
+"""Multiple of the allowed wait from which the server failed, even if its CPU did not work that long."""
 TRIES = 3
-"""How often an attack is repeated whose stall was too long: what disturbs the machine does not come three times."""
+"""How often an attack with too long a stall is repeated: a disturbance of the machine does not come three times."""
 QUIET_S = 0.25
 SETTLE_S = 8.0
-"""How long the server may take to let go of what an attack held."""
+"""How long the server may take to release everything of an attack."""
 KEPT_MB = 48.0
-"""How much more memory may be held once an attack is over: what an allocator keeps."""
+"""Memory that an allocator may keep once an attack is over."""
 ERROR_BYTES = 4096
 """The longest body of an error."""
 
@@ -44,43 +44,45 @@ NOT_MINE = frozenset({400, 404, 405, 408, 411, 413, 414, 415, 417, 422, 429, 431
 
 @frozen
 class Attack:
-    """What is done, and what may come of it.
-
-    `statuses`: of each answer; `CUT` where the connection may be closed without one. `memory_mb`: how much the memory
-    may grow meanwhile. `limits`: of the server, by the names of `limits.VARIABLES`. `engine`: the mock engine, the echo
-    engine, or the echo engine behind a tokenizer and a chat template. `is_smuggled`: a second answer would be that of a
-    hidden request. `stall_s`: how long others may wait; more only for as many ordinary requests at once as take long.
-    Attacks of one `group` are over at once, and carried out one behind the other under one probe.
-    """
+    """One attack, and the outcomes that count as repelled."""
 
     name: str
     act: Act
+    """Carries it out, and returns the answers."""
     statuses: Collection[int] = NOT_MINE
+    """Allowed statuses of each answer; with `CUT` the connection may be closed without one."""
     memory_mb: float = 48
+    """Memory by which the server may grow meanwhile."""
     limits: Mapping[str, float] = field(factory=dict)
+    """Limits of the server, by the names of `limits.VARIABLES`."""
     engine: Engine = "mock"
+    """The mock engine, the echo engine, or the echo engine behind a tokenizer and a chat template."""
     is_smuggled: bool = False
+    """Whether a second answer would be that of a hidden request."""
     is_slow: bool = False
+    """Whether its test is among the slow ones."""
     stall_s: float = STALL_S
+    """How long other clients may wait; more only for attacks like as many ordinary requests at once."""
     group: str = ""
+    """Attacks of one group end at once; they are carried out one after the other under one probe."""
 
 
 @frozen
 class Outcome:
-    """What an attack came to. Times in seconds, memory in MB."""
+    """The outcome of an attack. Times in seconds, memory in MB."""
 
     answers: Sequence[Answer]
     quiet_s: float
     """The longest answer of the probe before the attack."""
     stall_s: float
-    """The longest one during it and until the server had answered again."""
+    """The longest answer of the probe during it and until the server answered again."""
     took_s: float
     cpu_s: float
-    """What the server's CPU worked meanwhile: a wait that is longer is the machine's."""
+    """CPU time of the server meanwhile: a longer wait is the machine's."""
     grown_mb: float
     kept_mb: float
     left_open: str
-    """What was not let go, or nothing."""
+    """What was not released, empty if everything was."""
 
     @property
     def statuses(self) -> str:
@@ -121,7 +123,7 @@ def carry_out(attack: Attack, server: EdgeServer) -> Outcome:
 
 
 def _left_open(server: EdgeServer, sockets: int) -> str:
-    """What the server still holds when it has had its time; nothing where a chat is answered and all is as before."""
+    """Return what the server still holds after `SETTLE_S`; empty if a chat is answered and all is as before."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         try:
@@ -137,7 +139,7 @@ def _left_open(server: EdgeServer, sockets: int) -> str:
 
 
 def problems(attack: Attack, outcome: Outcome) -> list[str]:
-    """Every way in which the attack succeeded."""
+    """Return every way in which the attack succeeded."""
     found = [problem for answer in outcome.answers for problem in _answer_problems(attack, answer)]
     allowed_s = max(attack.stall_s, NOISE * outcome.quiet_s)
     if outcome.stall_s > allowed_s and (outcome.cpu_s > allowed_s or outcome.stall_s > BLOCKED * allowed_s):
@@ -162,14 +164,14 @@ def _answer_problems(attack: Attack, answer: Answer) -> list[str]:
     if len(answer.body) > ERROR_BYTES:
         return [f"an error body of {len(answer.body)} bytes"]
     if answer.headers.get("content-type") != "application/json":
-        return [f"status {status} is no JSON: {answer.headers.get('content-type')} {answer.body[:80]!r}"]
+        return [f"status {status} is not JSON: {answer.headers.get('content-type')} {answer.body[:80]!r}"]
     if not isinstance(answer.json, dict) or answer.json.get("code") != status or not answer.json.get("message"):
         return [f"status {status} with {answer.body[:120]!r}"]
     return []
 
 
 def attempt(attack: Attack, server: EdgeServer, tries: int = TRIES) -> tuple[Outcome, list[str]]:
-    """The outcome and its problems; repeated while others waited too long, and nothing else was wrong."""
+    """Return the outcome and its problems. Repeat an attack whose only problem is that others waited too long."""
     outcome = carry_out(attack, server)
     found = problems(attack, outcome)
     for _ in range(tries - 1):
@@ -181,9 +183,9 @@ def attempt(attack: Attack, server: EdgeServer, tries: int = TRIES) -> tuple[Out
 
 
 def attempt_all(group: Sequence[Attack], server: EdgeServer) -> list[str]:
-    """The problems of attacks that are carried out one behind the other, each with the attack's name.
+    """Return the problems of attacks carried out one after the other, each with the attack's name.
 
-    Where only all together had one, such as a stall, each is repeated alone.
+    If they have a problem only together, such as a stall, each is repeated alone.
     """
     answers: list[Sequence[Answer]] = []
 

@@ -1,4 +1,4 @@
-"""A server under attack, and what can be seen of it from outside: memory, connections, requests, stalls."""
+"""A server under attack, measured from outside: memory, connections, requests, stalls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("live_probe.py")
 START_S = 30.0
 SEATS = 8
-"""Requests that the engine runs at a time: a few that are never let go keep it from all others."""
+"""Requests that the engine runs at a time: a few that are never released block all others."""
 MOCK = ("--engine", "mocker", "--engine-arg", f"max_num_seqs={SEATS}", "--engine-arg", "speedup_ratio=100")
 """Options of a server with so many seats, and some milliseconds of work for a short chat."""
 ECHO = ("--engine", "echo")
@@ -45,15 +45,15 @@ class EdgeServer:
         return self.process.poll() is None
 
     def rss_mb(self) -> float:
-        """The memory it holds now."""
+        """Return the memory that it holds now."""
         return self._status_mb("VmRSS")
 
     def peak_mb(self) -> float:
-        """The most memory it has held since `forget_peak`."""
+        """Return the most memory that it has held since `forget_peak`."""
         return self._status_mb("VmHWM")
 
     def forget_peak(self) -> None:
-        """Let the peak be what is held now."""
+        """Reset the peak to the memory that is held now."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def _status_mb(self, name: str) -> float:
@@ -63,11 +63,11 @@ class EdgeServer:
         return int(found[1]) / 1024
 
     def cpu_s(self) -> float:
-        """The CPU time that the thread of its loop has used."""
+        """Return the CPU time of its loop's thread."""
         return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     def sockets(self) -> int:
-        """How many sockets it has open."""
+        """Return the number of its open sockets."""
         count = 0
         for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
             try:
@@ -77,18 +77,18 @@ class EdgeServer:
         return count
 
     def open_requests(self, timeout_s: float = 10) -> int:
-        """How many requests it counts as under way."""
+        """Return the number of requests that it counts as under way."""
         return round(sum(float(value) for value in _GAUGE.findall(self.get("/metrics", timeout_s)[1].decode())))
 
     def get(self, path: str, timeout_s: float = 10) -> tuple[int, bytes]:
-        """Status and body of a page, over a connection of its own."""
+        """Return status and body of a page, over a connection of its own."""
         with closing(http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)) as connection:
             connection.request("GET", path)
             with connection.getresponse() as response:
                 return response.status, response.read()
 
     def chat(self, timeout_s: float = 10, **fields: Any) -> tuple[int, bytes]:
-        """Status and body of a short chat, over a connection of its own; keywords are fields of the request."""
+        """Return status and body of a short chat, over a connection of its own. `fields` are those of the request."""
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | fields
         with closing(http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)) as connection:
             connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
@@ -97,7 +97,7 @@ class EdgeServer:
 
     @contextmanager
     def probed(self) -> Iterator[LiveProbe]:
-        """Probe the server while the block runs; the samples are there behind it."""
+        """Probe the server while the block runs; the samples are complete after it."""
         with subprocess.Popen(
             [sys.executable, "-I", "-S", str(PROBE), self.host, str(self.port)],
             stdin=subprocess.PIPE,
@@ -117,19 +117,19 @@ class EdgeServer:
 
 @define
 class LiveProbe:
-    """What the probe has seen: when each request was sent, and the seconds it took; negative if it was cut short."""
+    """The samples of the probe: when each request was sent, and the seconds it took; negative if it was cut short."""
 
     samples: Sequence[tuple[float, float]] = field(factory=list)
 
     def longest_s(self, begin: float, end: float) -> float:
-        """The longest answer of which a part fell between these times."""
+        """Return the longest answer that overlaps these times."""
         overlapping = [abs(took) for sent, took in self.samples if sent < end and sent + abs(took) > begin]
         return max(overlapping, default=0.0)
 
 
 @contextmanager
 def edge_server(variables: Mapping[str, Any], *options: str) -> Iterator[EdgeServer]:
-    """A server with these environment variables, and options such as `MOCK`."""
+    """Run a server with these environment variables, and options such as `MOCK`."""
     here = ("--host", "127.0.0.1")
     with program(*here, *options, cwd=ROOT, stderr=subprocess.DEVNULL, **variables) as (process, address):
         host, _, port = address.rpartition(":")
@@ -139,7 +139,7 @@ def edge_server(variables: Mapping[str, Any], *options: str) -> Iterator[EdgeSer
 
 
 def _warm_up(server: EdgeServer) -> None:
-    """Have everything imported and allocated that ordinary requests need, so that it counts for no attack."""
+    """Send ordinary requests first, so that their imports and allocations do not count for an attack."""
     for _ in range(8):
         assert server.chat()[0] == 200
         assert server.get("/metrics")[0] == 200

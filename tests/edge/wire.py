@@ -1,4 +1,4 @@
-"""Connections of an attacker: raw bytes out, slowly or at once, and whatever comes back."""
+"""Connections of an attacker: raw bytes out, slowly or at once, and the bytes that come back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 from attrs import define, field, frozen
 
 CUT, OPEN = 0, -1
-"""Instead of a status: the connection was closed without an answer; it is still open and no answer has come."""
+"""Instead of a status: the connection was closed without an answer, or is still open without one."""
 
 
 @frozen
 class Answer:
-    """One response; `status` is `CUT` or `OPEN` where there is none."""
+    """One response; `status` is `CUT` or `OPEN` if there is none."""
 
     status: int
     headers: dict[str, str] = field(factory=dict)
@@ -32,7 +32,7 @@ class Answer:
 
 @define(eq=False)
 class Connection:
-    """One connection; nothing on it blocks longer than it is given."""
+    """One connection. No call blocks longer than its `time_s`."""
 
     sock: socket.socket
     received: bytes = b""
