@@ -1,24 +1,24 @@
-"""Every error of the project: one tree, and one table that says what each may lead to.
+"""Every error of the project: one tree, and one table of what each error may lead to.
 
 ::
 
     PenstockError
-    ├── Unknown                     a foreign exception, carried with its text and its causes
-    ├── InvalidArgument             the caller's request is wrong; `field` names the offending place
+    ├── Unknown                     a foreign exception, with its text and its causes
+    ├── InvalidArgument             the request is wrong; `field` is the path of the wrong place
     ├── Cancelled                   the caller stopped or killed the request before there was an answer
-    ├── StatusError                 an engine asks for a certain HTTP status
-    ├── TransportError              the other side broke it
+    ├── StatusError                 an engine requests a certain HTTP status
+    ├── TransportError              the other side broke the request
     │   ├── CannotConnect           it never took the request
     │   ├── ConnectionTimeout       it did not take the request in time
     │   ├── Disconnected            it took the request and then vanished
-    │   └── ResponseTimeout         it took the request and then fell silent
-    ├── Refused                     the other side is there and says no
+    │   └── ResponseTimeout         it took the request and then sent nothing for too long
+    ├── Refused                     the other side is reachable and refuses
     │   ├── ResourceExhausted       every eligible worker is busy
     │   ├── WorkerOverloaded        this worker is busy
-    │   └── Unavailable             there is no worker to ask
+    │   └── Unavailable             there is no worker for the request
     ├── BackendError                raised by engine code; one subclass per kind, `Backend<Kind>` in text
-    ├── StreamClosed                we closed it: a stream was used after its close
-    │   └── StreamBusy              we are still reading it: a second reader, or a close during a read
+    ├── StreamClosed                a stream was used after its close, by this process
+    │   └── StreamBusy              a stream was read or closed while another task reads it
     ├── BufferOverflow              a source pushed more than its reader took and its buffer holds
     ├── ContractViolation           a stage broke a numbered rule of its contract
     ├── RegistryError               a context registry entry is missing or of another type
@@ -27,50 +27,51 @@
     └── GraphError                  the graph is declared wrongly
         ├── LinkError               two stages do not fit: names both stages and both types
         ├── EdgeAlreadySet          a second engine was attached
-        └── NoEdge                  a request reached an end where nothing is attached
+        └── NoEdge                  a request reached an end to which no engine is attached
             └── NoNetworkEdge       the same at a segment's exit to the network
 
-A stream that simply ends raises none of these: it stops iterating.
+A stream that ends normally raises none of these: iteration stops.
 
-Source: dynamo lib/runtime/src/error.rs, DynamoError and match_error_chain. Other than there, the error keeps its
-class when it crosses a process, and the facts are one table instead of one list per caller.
+Source: dynamo lib/runtime/src/error.rs, DynamoError and match_error_chain. Other than there, an error keeps its class
+when it crosses a process, and its facts are one table instead of one list per caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from attrs import frozen
+
+Cause: TypeAlias = BaseException | None
 
 OVERLOADED = 529
 """HTTP status of overload (the original's default; 503 in its older releases)."""
 CLIENT_CLOSED_REQUEST = 499
-"""HTTP status of a request its client gave up on."""
+"""HTTP status of a request that its client has given up."""
 
 
 @frozen
 class ExceededLimit:
-    """Why a limit refused a request: the setting's name, the value found, and the threshold it went beyond.
-
-    Where the whole value would cost too much to find, `value` is as far as it was counted.
-    """
+    """The limit that refused a request."""
 
     name: str
+    """The setting's name."""
     value: float
+    """The value of the request, counted at least to the threshold."""
     threshold: float
 
 
 class PenstockError(Exception):
     """An error with a message, a stable type name and a chain of causes.
 
-    `type_name` is what travels and what is shown; a subclass takes its class name unless it says otherwise.
-    The cause is Python's own `__cause__` (`raise ... from ...`), or given as `cause`. `exceeded` is the limit that
-    refused a request, where one did.
+    The cause is Python's `__cause__` (`raise ... from ...`), or given as `cause`.
     """
 
     type_name: ClassVar[str] = "PenstockError"
+    """The name on the wire and in texts. Default: the name of the class."""
     exceeded: ExceededLimit | None = None
+    """The limit that refused the request, if there is one."""
     _by_name: ClassVar[dict[str, type[PenstockError]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -82,7 +83,7 @@ class PenstockError(Exception):
             raise TypeError(f"{cls.type_name} is the name of an error of the project; on the wire it would be that one")
         PenstockError._by_name[cls.type_name] = cls
 
-    def __init__(self, message: str = "", *, cause: BaseException | None = None) -> None:
+    def __init__(self, message: str = "", *, cause: Cause = None) -> None:
         super().__init__(message)
         self.message = message
         if cause is not None:
@@ -92,12 +93,12 @@ class PenstockError(Exception):
         return self.message
 
     def render(self) -> str:
-        """`<Type>: <message>` of this link of the chain only."""
+        """Return `<Type>: <message>` of this link of the chain only."""
         return f"{self.type_name}: {self.message}"
 
     @property
     def facts(self) -> Facts:
-        """The row of `FACTS` that holds for this error: its class's, else its nearest base's."""
+        """The row of `FACTS` for this error: that of its class, else of its nearest base."""
         return next(FACTS[cls] for cls in type(self).__mro__ if cls in FACTS)
 
 
@@ -106,38 +107,29 @@ class Unknown(PenstockError):
 
 
 class InvalidArgument(PenstockError):
-    """The request is wrong and will be wrong everywhere.
-
-    `field` is the path of the offending place (`messages[2].content`), empty where there is none.
-    """
+    """The request is wrong, and will be at every worker. `field`: the wrong place (`messages[2].content`), or empty."""
 
     def __init__(
-        self,
-        message: str = "",
-        *,
-        field: str = "",
-        exceeded: ExceededLimit | None = None,
-        cause: BaseException | None = None,
+        self, message: str = "", *, field: str = "", exceeded: ExceededLimit | None = None, cause: Cause = None
     ) -> None:
         super().__init__(message, cause=cause)
-        self.field = field
-        self.exceeded = exceeded
+        self.field, self.exceeded = field, exceeded
 
 
 class Cancelled(PenstockError):
-    """The caller stopped or killed the request before or while we waited for an answer."""
+    """The caller stopped or killed the request before there was an answer."""
 
 
 class StatusError(PenstockError):
-    """An engine asks for a certain HTTP status; 400 to 498 are shown to the client with their message."""
+    """An engine requests a certain HTTP status. The message of 400 to 498 is shown to the client."""
 
-    def __init__(self, message: str = "", *, status: int = 500, cause: BaseException | None = None) -> None:
+    def __init__(self, message: str = "", *, status: int = 500, cause: Cause = None) -> None:
         super().__init__(message, cause=cause)
         self.status = status
 
 
 class TransportError(PenstockError):
-    """The other side broke it."""
+    """The other side broke the request."""
 
 
 class CannotConnect(TransportError):
@@ -153,15 +145,13 @@ class Disconnected(TransportError):
 
 
 class ResponseTimeout(TransportError):
-    """An open stream brought nothing for too long."""
+    """An open stream delivered nothing for too long."""
 
 
 class Refused(PenstockError):
-    """The other side answered, and refused."""
+    """The other side is reachable and refuses the request."""
 
-    def __init__(
-        self, message: str = "", *, exceeded: ExceededLimit | None = None, cause: BaseException | None = None
-    ) -> None:
+    def __init__(self, message: str = "", *, exceeded: ExceededLimit | None = None, cause: Cause = None) -> None:
         super().__init__(message, cause=cause)
         self.exceeded = exceeded
 
@@ -175,11 +165,11 @@ class WorkerOverloaded(Refused):
 
 
 class Unavailable(Refused):
-    """No worker can be asked at all."""
+    """There is no worker that could take the request."""
 
 
 class BackendError(PenstockError):
-    """Raised by engine code. Each kind has its subclass, shown as `Backend<Kind>`."""
+    """Raised by engine code. Each kind has a subclass, with the type name `Backend<Kind>`."""
 
     kind: ClassVar[str] = "Unknown"
 
@@ -190,7 +180,7 @@ class BackendError(PenstockError):
 
 
 class BackendUnknown(BackendError, kind="Unknown"):
-    """The engine failed and did not say how."""
+    """The engine failed for an unknown reason."""
 
 
 class BackendInvalidArgument(BackendError, kind="InvalidArgument"):
@@ -226,11 +216,11 @@ class StreamIncomplete(BackendError, kind="StreamIncomplete"):
 
 
 class StreamClosed(PenstockError):
-    """We closed this stream ourselves; reading on is a mistake of this process."""
+    """This process read a stream after closing it."""
 
 
 class StreamBusy(StreamClosed):
-    """Another task is inside this stream now: read it from one task, and stop or kill its context to end it."""
+    """Another task is reading this stream: read it from one task, and stop or kill its context to end it."""
 
 
 class BufferOverflow(PenstockError):
@@ -240,13 +230,13 @@ class BufferOverflow(PenstockError):
 class ContractViolation(PenstockError):
     """A stage broke a numbered rule of its contract, named in `rule`."""
 
-    def __init__(self, message: str = "", *, rule: str = "", cause: BaseException | None = None) -> None:
+    def __init__(self, message: str = "", *, rule: str = "", cause: Cause = None) -> None:
         super().__init__(message, cause=cause)
         self.rule = rule
 
 
 class RegistryError(PenstockError, LookupError):
-    """A registry entry is missing, or is not of the type asked for."""
+    """A registry entry is missing, or not of the expected type."""
 
 
 class CodecError(PenstockError):
@@ -254,25 +244,23 @@ class CodecError(PenstockError):
 
 
 class InvalidMessage(CodecError):
-    """Bytes that are not a message, or not a whole one."""
+    """Bytes that are not a complete message."""
 
 
 class MessageTooLarge(CodecError):
-    """A message of `size_bytes` where at most `limit_bytes` may pass."""
+    """A message of `size_bytes`, more than the `limit_bytes` allowed."""
 
-    def __init__(
-        self, message: str = "", *, size_bytes: int = 0, limit_bytes: int = 0, cause: BaseException | None = None
-    ) -> None:
+    def __init__(self, message: str = "", *, size_bytes: int = 0, limit_bytes: int = 0, cause: Cause = None) -> None:
         super().__init__(message or f"message of {size_bytes} bytes exceeds the limit of {limit_bytes}", cause=cause)
         self.size_bytes, self.limit_bytes = size_bytes, limit_bytes
 
 
 class ChecksumMismatch(CodecError):
-    """A frame whose checksum is not that of its content."""
+    """A frame whose checksum does not match its content."""
 
 
 class GraphError(PenstockError):
-    """The graph itself is declared wrongly."""
+    """The graph is declared wrongly."""
 
 
 class LinkError(GraphError, TypeError):
@@ -280,38 +268,37 @@ class LinkError(GraphError, TypeError):
 
 
 class EdgeAlreadySet(GraphError):
-    """An end that takes one engine was given a second."""
+    """A second engine was attached to an end that takes one."""
 
 
 class NoEdge(GraphError):
-    """A request reached an end where no engine is attached."""
+    """A request reached an end to which no engine is attached."""
 
 
 class NoNetworkEdge(NoEdge):
-    """A request reached a segment's network exit and no engine is attached there."""
+    """A request reached a segment's network exit to which no engine is attached."""
 
 
 @frozen
 class Facts:
-    """What an error may lead to.
-
-    `retry`: the same request may be sent again and may then succeed. `migrate`: a broken stream may go on elsewhere
-    (None: never, whatever else stands in the chain). `blames_worker`: the worker is left out for a while.
-    `status`: HTTP status before the first byte. `shown`: its message is meant for the client.
-    """
+    """What an error may lead to."""
 
     retry: bool
+    """The same request may be sent again and may then succeed."""
     migrate: bool | None
+    """A broken stream may continue on another worker; None: never, whatever the other errors of the chain."""
     blames_worker: bool
+    """The worker goes into cooldown."""
     status: int
+    """HTTP status before the first byte."""
     shown: bool = False
+    """The message is meant for the client."""
 
 
 _NO = Facts(retry=False, migrate=False, blames_worker=False, status=500)
 _BROKEN = Facts(retry=True, migrate=True, blames_worker=True, status=500)
 _WRONG = Facts(retry=False, migrate=False, blames_worker=False, status=400, shown=True)
 
-# Names without a row have their nearest base's.
 FACTS: dict[type[PenstockError], Facts] = {
     PenstockError: _NO,
     InvalidArgument: _WRONG,
@@ -324,15 +311,16 @@ FACTS: dict[type[PenstockError], Facts] = {
     EngineShutdown: _BROKEN,
     StreamIncomplete: _BROKEN,
 }
+"""A class without a row has that of its nearest base."""
 
 
 def error_type(type_name: str) -> type[PenstockError] | None:
-    """The class that is shown under this name, one of a user's own included; None if this process has none."""
+    """Return the class with this type name, a user's own included; None if this process has none."""
     return PenstockError._by_name.get(type_name)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes, outermost first; a cycle ends the walk."""
+    """Yield the error, then its causes, outermost first. A cycle ends the iteration."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -342,11 +330,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def match_chain(
-    error: BaseException,
-    wanted: Sequence[type[BaseException]],
-    excluded: Sequence[type[BaseException]] = (),
+    error: BaseException, wanted: Sequence[type[BaseException]], excluded: Sequence[type[BaseException]] = ()
 ) -> bool:
-    """Whether some link of the chain is `wanted` and no link at all is `excluded`."""
+    """Return whether some link of the chain is `wanted` and none is `excluded`."""
     links = list(chain(error))
     if any(isinstance(link, tuple(excluded)) for link in links):
         return False
@@ -354,18 +340,18 @@ def match_chain(
 
 
 def may_migrate(error: BaseException) -> bool:
-    """Whether a request that failed with this chain may go on with another worker."""
+    """Return whether a request that failed with this chain may continue on another worker."""
     verdicts = [link.facts.migrate for link in chain(error) if isinstance(link, PenstockError)]
     return None not in verdicts and True in verdicts
 
 
 def blames_worker(error: BaseException) -> bool:
-    """Whether this chain says that the worker itself is at fault."""
+    """Return whether the worker is at fault for this chain of errors."""
     return any(link.facts.blames_worker for link in chain(error) if isinstance(link, PenstockError))
 
 
 def described(error: BaseException) -> str:
-    """The error's text, never empty. One that is no Exception carries its class: `SystemExit: 3`."""
+    """Return the error's text, never empty; with its class if it is not an Exception: `SystemExit: 3`."""
     text, name = str(error), type(error).__name__
     if not text:
         return name
@@ -373,10 +359,10 @@ def described(error: BaseException) -> str:
 
 
 def ungrouped(error: BaseException) -> BaseException:
-    """Return the error that an exception group stands for, as one raised in a task group; any other error as it is.
+    """Return the error that represents an exception group, such as one of a task group; any other error unchanged.
 
-    That is the only error in the group, however deeply nested, or the first of several that are all of one class of
-    the tree. Errors that differ may lead to different things, so their group is returned itself.
+    That is the only error in the group, however deeply nested, or the first of several of one class of this tree.
+    Errors of different classes may lead to different things, so their group is returned.
     """
     errors = list(_leaves(error))
     first = errors[0]
@@ -386,7 +372,7 @@ def ungrouped(error: BaseException) -> BaseException:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group that are no groups, in order; the error itself if it is none."""
+    """Yield the errors of a group and of the groups in it, in order; of any other error the error itself."""
     todo = [error]
     while todo:
         one = todo.pop()
@@ -397,10 +383,10 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def to_error(exception: BaseException) -> PenstockError:
-    """The exception as one of the tree.
+    """Return the exception as an error of this tree.
 
-    One of ours is returned as it is, also out of an exception group, see `ungrouped`. Any other becomes `Unknown` with
-    its text and, as cause, its own cause converted the same way.
+    A PenstockError is returned unchanged, also from an exception group, see `ungrouped`. Any other exception becomes
+    `Unknown` with its text and, as its cause, its own cause converted in the same way.
     """
     exception = ungrouped(exception)
     if isinstance(exception, PenstockError):

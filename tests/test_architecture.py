@@ -45,7 +45,10 @@ CALL_TIME = {("stream", "rx"), ("operator", "graph")}
 FACES = {
     "pipeline",
     *(f"pipeline.{part}" for part in ("errors", "extras", "foreign", "loop", "settings", "threads", "virtual_time")),
-    *(f"pipeline.{folder}" for folder in ("llm", "network", "protocols", "rx", "telemetry", "testing", "wire")),
+    *(
+        f"pipeline.{folder}"
+        for folder in ("graph", "llm", "network", "protocols", "rx", "telemetry", "testing", "wire")
+    ),
     *(
         f"pipeline.protocols.{group}"
         for group in ("card", "field_rules", "kv", "limits", "openai", "runtime_config", "timing")

@@ -12,7 +12,8 @@ from datetime import datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from pipeline import CodecError, InvalidArgument
+from pipeline import InvalidArgument
+from pipeline.errors import CodecError
 
 from .prompt_size import json_characters
 

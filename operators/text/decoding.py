@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from pipeline import CodecError
+from pipeline.errors import CodecError
 
 REPLACEMENT = "\ufffd"
 _CHARACTER_BYTES_MAX = 4

@@ -14,17 +14,8 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from pipeline import (
-    Annotated,
-    AnyContext,
-    AsyncEngine,
-    CodecError,
-    Context,
-    ContractViolation,
-    Operator,
-    ResponseStream,
-    to_error,
-)
+from pipeline import Annotated, AnyContext, AsyncEngine, Context, ContractViolation, Operator, ResponseStream, to_error
+from pipeline.errors import CodecError
 from pipeline.foreign import foreign_errors, raise_if_ours
 from pipeline.protocols import BackendOutput, FinishReason, LLMEngineOutput, PreprocessedRequest, TopLogprob
 

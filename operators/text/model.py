@@ -12,7 +12,8 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from pipeline import CodecError, InvalidArgument
+from pipeline import InvalidArgument
+from pipeline.errors import CodecError
 from pipeline.llm import architectural_context_length, read_object, wrong_file
 
 from .chat_template import ChatTemplate

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline import InvalidArgument
-from pipeline.protocols import (
-    GuidedDecodingOptions,
-    InvalidRecord,
+from pipeline.protocols import GuidedDecodingOptions, OutputOptions, RoutingHints, SamplingOptions, StopConditions
+from pipeline.protocols.field_rules import InvalidRecord
+from pipeline.protocols.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
     NvExt,
-    OutputOptions,
-    RoutingHints,
-    SamplingOptions,
-    StopConditions,
+    effective_cache_salt,
 )
-from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest, effective_cache_salt
 
 _FOR_THE_ENGINE = (
     *("logit_bias", "detokenize", "allowed_token_ids", "bad_words_token_ids", "logprob_token_ids"),

@@ -16,9 +16,9 @@ import anyio
 from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
 from pipeline.foreign import foreign_errors
 from pipeline.llm import TRACKER, track_request
-from pipeline.protocols import BackendOutput, NvExt, PreprocessedRequest, RequestTracker
+from pipeline.protocols import BackendOutput, PreprocessedRequest, RequestTracker
 from pipeline.protocols.limits import PromptWork, RequestLimits
-from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
+from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, NvExt
 from pipeline.threads import GiveUp
 from pipeline.wire import plain_from_json, to_plain
 

@@ -11,7 +11,6 @@ from itertools import chain, islice
 from string import ascii_letters, digits
 from typing import Any, TypeAlias
 
-from pipeline.protocols import NvExt
 from pipeline.protocols.field_rules import shortened
 from pipeline.protocols.openai import (
     ChatCompletionRequest,
@@ -19,6 +18,7 @@ from pipeline.protocols.openai import (
     CompletionRequest,
     GenerationRequest,
     NamedToolChoice,
+    NvExt,
     Prompt,
     ResponseFormat,
     StreamOptions,

@@ -16,8 +16,9 @@ from copy import copy
 from attrs import define, evolve, field
 
 from pipeline import Annotated, Context, ResponseStream
-from pipeline.protocols import BackendOutput, RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo
+from pipeline.protocols import BackendOutput, RequestPhase, RequestTracker, RoutingData
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 
 Item = Annotated[BackendOutput]
 OpenAIRequest = ChatCompletionRequest | CompletionRequest

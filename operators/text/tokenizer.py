@@ -14,7 +14,8 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pipeline import CodecError, InvalidArgument
+from pipeline import InvalidArgument
+from pipeline.errors import CodecError
 from pipeline.extras import brought_by
 from pipeline.foreign import raise_if_ours
 

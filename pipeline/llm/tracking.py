@@ -18,7 +18,8 @@ import anyio
 from ..annotated import Annotated
 from ..context import AnyContext
 from ..errors import InvalidArgument
-from ..protocols import LLM_METRICS_EVENT, METRIC_EVENTS, LLMMetricAnnotation, RequestTracker
+from ..protocols import RequestTracker
+from ..protocols.timing import LLM_METRICS_EVENT, METRIC_EVENTS, LLMMetricAnnotation
 from ..wire import from_json, to_json
 
 TRACKER = "request_tracker"

@@ -1,8 +1,8 @@
 """Spans, trace propagation, metrics, and the Prometheus text format."""
 
-from .metrics import TABLE, Buckets, Family, Instrument, Metrics, component_name, sanitize_label, sanitize_name
+from .metrics import Buckets, Instrument, Metrics
 from .prometheus import Sample, family, merged, with_labels
-from .propagation import BAGGAGE_MAX_CHARACTERS, HEADER_MAX_CHARACTERS, linked
+from .propagation import linked
 from .tracing import (
     ENDING,
     REQUEST_ID,
@@ -22,15 +22,11 @@ from .tracing import (
 )
 
 __all__ = [
-    "BAGGAGE_MAX_CHARACTERS",
     "ENDING",
-    "HEADER_MAX_CHARACTERS",
     "REQUEST_ID",
-    "TABLE",
     "UNTRACED",
     "AttributeValue",
     "Buckets",
-    "Family",
     "Instrument",
     "Metrics",
     "OpenSpan",
@@ -39,15 +35,12 @@ __all__ = [
     "TracedEngine",
     "Tracer",
     "annotate",
-    "component_name",
     "extract",
     "family",
     "inject",
     "link_to",
     "linked",
     "merged",
-    "sanitize_label",
-    "sanitize_name",
     "spanned",
     "trace_link",
     "traced",

@@ -14,7 +14,7 @@ from attrs import Factory, frozen
 
 from ..annotated import ERROR_EVENT, Annotated
 from ..errors import Unknown
-from ..protocols import LLM_METRICS_EVENT, PAYLOAD_USAGE_EVENT
+from ..protocols.timing import LLM_METRICS_EVENT, PAYLOAD_USAGE_EVENT
 from .codec import from_json, to_json
 
 T = TypeVar("T")

@@ -26,12 +26,11 @@ from pipeline import (
     PenstockError,
     ResourceExhausted,
     ResponseTimeout,
-    StatusError,
     Unavailable,
     WorkerOverloaded,
     to_error,
 )
-from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, ExceededLimit, chain
+from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, ExceededLimit, StatusError, chain
 
 from ..openai import encode, event
 

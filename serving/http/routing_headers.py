@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from attrs import evolve, fields
 
-from pipeline.protocols import NvExt, RequestTracker, RouterChoice, worker_label
-from pipeline.protocols.openai import QUERY_INSTANCE_ID
+from pipeline.protocols import RequestTracker, RouterChoice, worker_label
+from pipeline.protocols.openai import QUERY_INSTANCE_ID, NvExt
 
 from .problems import Refusal
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline import InvalidArgument, PenstockError, StatusError
+from pipeline import InvalidArgument, PenstockError
 from pipeline.errors import (
     OVERLOADED,
     BackendCannotConnect,
     BackendResponseTimeout,
     BackendUnknown,
     ResourceExhausted,
+    StatusError,
     Unavailable,
 )
 from pipeline.wire import from_json

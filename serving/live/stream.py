@@ -16,7 +16,8 @@ import httpx2
 
 from pipeline import Cancelled, Control, InvalidArgument
 from pipeline.errors import Disconnected, InvalidMessage, StreamIncomplete
-from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, RoutingData, TimingInfo, WorkerIdInfo
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, RoutingData
+from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 from pipeline.wire import SSEDecoder, SSEMessage, from_json, from_plain
 
 from .client import Client

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from pipeline.protocols import BackendOutput, FinishReason, NvExtResponse
+from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.protocols.openai import (
     ChatChoice,
     ChatCompletion,
@@ -19,6 +19,7 @@ from pipeline.protocols.openai import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    NvExtResponse,
     ResponseMessage,
 )
 from pipeline.wire import to_json

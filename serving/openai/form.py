@@ -14,13 +14,14 @@ from typing import Any
 from attrs import define, frozen
 from msgspec.json import Encoder
 
-from pipeline.protocols import BackendOutput, CompletionUsage, NvExtResponse, PromptTokensDetails, TopLogprob
+from pipeline.protocols import BackendOutput, CompletionUsage, PromptTokensDetails, TopLogprob
 from pipeline.protocols.openai import (
     ChatCompletionRequest,
     ChatLogprobs,
     ChosenLogprob,
     CompletionLogprobs,
     CompletionRequest,
+    NvExtResponse,
     TokenLogprob,
 )
 

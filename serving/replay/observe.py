@@ -10,7 +10,8 @@ from attrs import define, field
 
 from engines import Worker
 from engines.mocker import MockEngine
-from pipeline.protocols import RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo
+from pipeline.protocols import RequestPhase, RequestTracker, RoutingData
+from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 
 from ..deployment import Fleet
 from .faults import Action, Fault

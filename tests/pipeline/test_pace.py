@@ -10,17 +10,9 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import (
-    AsyncEngine,
-    Context,
-    Operator,
-    ResponseStream,
-    StreamBusy,
-    function_engine,
-    map_response,
-    until_killed,
-)
+from pipeline import AsyncEngine, Context, Operator, ResponseStream, function_engine, map_response, until_killed
 from pipeline import pace as pace_module
+from pipeline.errors import StreamBusy
 from pipeline.pace import ITEMS_A_LOOK, LOOKS_MAX
 from pipeline.testing import OpenStreams
 

@@ -11,7 +11,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream, StreamBusy, StreamClosed
+from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream, StreamClosed
+from pipeline.errors import StreamBusy
 from pipeline.testing import OpenStreams
 
 pytestmark = pytest.mark.anyio

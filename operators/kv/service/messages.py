@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 
 from attrs import define, frozen
 
-from pipeline.protocols import BlockExtraInfo, InvalidRecord, RoutingConstraints
-from pipeline.protocols.field_rules import U32, U64, Tagged, skip
+from pipeline.protocols import BlockExtraInfo, RoutingConstraints
+from pipeline.protocols.field_rules import U32, U64, InvalidRecord, Tagged, skip
 
 from ..errors import LimitKind
 from ..load import PotentialLoad

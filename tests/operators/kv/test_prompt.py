@@ -18,7 +18,8 @@ from operators.kv import PromptBlocks
 from operators.kv.prompt import media_of_blocks, pad_token
 from pipeline import InvalidArgument
 from pipeline.llm import block_hash_array, block_hashes, hash_seed, sequence_hashes
-from pipeline.protocols import BlockExtraInfo, MmObject, MmRoutingInfo, PreprocessedRequest, RoutingHints
+from pipeline.protocols import BlockExtraInfo, MmObject, PreprocessedRequest, RoutingHints
+from pipeline.protocols.request import MmRoutingInfo
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "block_hashes.json").read_text(encoding="utf-8"))["items"]
 

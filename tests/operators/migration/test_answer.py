@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from operators.migration import behind, ending, error_shown
-from pipeline import Annotated, Cancelled, CannotConnect, Disconnected, InvalidArgument, StatusError
-from pipeline.errors import chain
+from pipeline import Annotated, Cancelled, CannotConnect, Disconnected, InvalidArgument
+from pipeline.errors import StatusError, chain
 from pipeline.protocols import (
     BackendOutput,
     CompletionTokensDetails,

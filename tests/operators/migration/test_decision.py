@@ -13,7 +13,6 @@ from operators.migration import Break, Verdict, continuation, decide, is_pinned,
 from pipeline import (
     Cancelled,
     CannotConnect,
-    ConnectionTimeout,
     Disconnected,
     EngineShutdown,
     InvalidArgument,
@@ -24,7 +23,7 @@ from pipeline import (
     Unknown,
     WorkerOverloaded,
 )
-from pipeline.errors import BackendUnknown
+from pipeline.errors import BackendUnknown, ConnectionTimeout
 from pipeline.protocols import (
     BootstrapInfo,
     GuidedDecodingOptions,

@@ -23,12 +23,11 @@ from pipeline import (
     PenstockError,
     ResponseStream,
     ResponseTimeout,
-    StreamBusy,
     StreamIncomplete,
     Unavailable,
     WorkerOverloaded,
 )
-from pipeline.errors import BackendUnknown
+from pipeline.errors import BackendUnknown, StreamBusy
 from pipeline.network import Runtime
 from pipeline.protocols import PreprocessedRequest, RoutingHints
 from pipeline.rx import AnyIOScheduler

@@ -12,7 +12,7 @@ from operators import KvPushRouter, PushRouter
 from operators.kv import KvRouterConfig, kv_router
 from pipeline.llm import track_request
 from pipeline.network import static_workers
-from pipeline.protocols import WorkerIdInfo
+from pipeline.protocols.timing import WorkerIdInfo
 from pipeline.testing import Wait
 
 pytestmark = pytest.mark.anyio

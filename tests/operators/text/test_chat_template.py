@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from operators import ChatTemplate
-from pipeline import CodecError, InvalidArgument
+from pipeline import InvalidArgument
+from pipeline.errors import CodecError
 
 USER = [{"role": "user", "content": "hi"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]

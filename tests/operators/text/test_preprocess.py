@@ -9,8 +9,9 @@ from attrs import evolve
 
 from operators import PROMPT_TOKENS, ByteTokenizer, Model, Preprocess
 from pipeline import Annotated, AnyContext, Context, InvalidArgument, ResponseStream, Segment, Unknown, link
-from pipeline.protocols import BackendOutput, OutputOptions, PreprocessedRequest, RouterParams, StopConditions
+from pipeline.protocols import BackendOutput, OutputOptions, PreprocessedRequest, StopConditions
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.protocols.routing import RouterParams
 from pipeline.testing import ScriptedEngine, check_operator
 from pipeline.wire import from_plain
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from operators import WHOLE_CHAT, ByteTokenizer, ChatTemplate, Model, Preprocess
 from operators.text import json_of_ids, json_of_text, prompt_characters
-from pipeline import Cancelled, CodecError, Context, InvalidArgument, PenstockError, Segment, link
+from pipeline import Cancelled, Context, InvalidArgument, PenstockError, Segment, link
+from pipeline.errors import CodecError
 from pipeline.protocols import PreprocessedRequest
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest

@@ -15,17 +15,9 @@ from operators.text import filled
 from pipeline import Annotated, AnyContext, Context, Disconnected, InvalidArgument, ResponseStream, link
 from pipeline.llm import tracker_of
 from pipeline.network import static_workers
-from pipeline.protocols import (
-    BackendOutput,
-    FinishReason,
-    LLMEngineOutput,
-    RequestPhase,
-    RequestTracker,
-    RoutingData,
-    TimingInfo,
-    WorkerIdInfo,
-)
+from pipeline.protocols import BackendOutput, FinishReason, LLMEngineOutput, RequestPhase, RequestTracker, RoutingData
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
+from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 from pipeline.testing import Fail, ScriptedEngine, Wait, check_operator
 from pipeline.wire import from_plain
 

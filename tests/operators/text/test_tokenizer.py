@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from operators import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from operators.text import REPLACEMENT
-from pipeline import CodecError, InvalidArgument
+from pipeline import InvalidArgument
+from pipeline.errors import CodecError
 
 TEXTS = st.text(st.sampled_from("ab the日本é🙂 \n한"), max_size=20)
 Steps = list[str]

@@ -11,18 +11,12 @@ import pytest
 
 from pipeline import (
     AsyncEngine,
-    Chain,
     Context,
-    EdgeAlreadySet,
-    ErasedEngine,
     GraphError,
-    LateEngine,
     LinkError,
-    NoEdge,
     Operator,
     ResponseStream,
     Segment,
-    SegmentSink,
     Stage,
     function_engine,
     identity,
@@ -30,7 +24,9 @@ from pipeline import (
     map_request,
     map_response,
 )
-from pipeline.errors import NoNetworkEdge
+from pipeline.engine import ErasedEngine
+from pipeline.errors import EdgeAlreadySet, NoEdge, NoNetworkEdge
+from pipeline.graph import Chain, LateEngine, SegmentSink
 from pipeline.signatures import Signature
 from pipeline.testing import Faults, OpenStreams, Probe, ScriptedEngine, check_engine
 

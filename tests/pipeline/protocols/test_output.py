@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from pipeline import Annotated
 from pipeline.errors import InvalidArgument
 from pipeline.llm import metrics_item, metrics_of
-from pipeline.protocols import (
-    CompletionUsage,
-    FinishReason,
-    InvalidRecord,
-    LLMEngineOutput,
-    LLMMetricAnnotation,
-    TopLogprob,
-)
+from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, TopLogprob
+from pipeline.protocols.field_rules import InvalidRecord
+from pipeline.protocols.timing import LLMMetricAnnotation
 from pipeline.wire import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
 
 PLAIN_REASONS = [

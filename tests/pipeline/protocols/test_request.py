@@ -12,11 +12,7 @@ from pipeline.errors import InvalidArgument
 from pipeline.protocols import (
     BlockExtraInfo,
     GuidedDecodingOptions,
-    InvalidRecord,
     MigrationState,
-    MmRoutingInfo,
-    MultimodalData,
-    PreprocessedEmbeddingRequest,
     PreprocessedRequest,
     RequestTracker,
     RouterConfigOverride,
@@ -25,6 +21,8 @@ from pipeline.protocols import (
     SamplingOptions,
     StopConditions,
 )
+from pipeline.protocols.field_rules import InvalidRecord
+from pipeline.protocols.request import MmRoutingInfo, MultimodalData, PreprocessedEmbeddingRequest
 from pipeline.wire import from_json, from_plain, to_json, to_plain
 
 

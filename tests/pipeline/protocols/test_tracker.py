@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline import Context
 from pipeline.llm import TRACKER, track_request, tracker_of
-from pipeline.protocols import RequestPhase, RequestTracker, RoutingData, TimingInfo, WorkerIdInfo, worker_gauges
+from pipeline.protocols import RequestPhase, RequestTracker, RoutingData, worker_gauges
+from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 from pipeline.wire import to_plain
 
 

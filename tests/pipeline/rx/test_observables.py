@@ -11,8 +11,8 @@ import anyio.to_thread
 import pytest
 from anyio.lowlevel import checkpoint
 
-from pipeline import AsyncEngine, Context, Disconnected, ResponseStream, StreamBusy
-from pipeline.errors import BufferOverflow
+from pipeline import AsyncEngine, Context, Disconnected, ResponseStream
+from pipeline.errors import BufferOverflow, StreamBusy
 from pipeline.rx import (
     AnyIOScheduler,
     CompositeDisposable,

@@ -12,16 +12,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from pipeline import InvalidArgument
-from pipeline.telemetry import (
-    TABLE,
-    Buckets,
-    Family,
-    Instrument,
-    Metrics,
-    component_name,
-    sanitize_label,
-    sanitize_name,
-)
+from pipeline.telemetry import Buckets, Instrument, Metrics
+from pipeline.telemetry.metrics import TABLE, Family, component_name, sanitize_label, sanitize_name
 
 REQUEST: dict[str, Any] = {"model": "M", "endpoint": "chat_completions", "request_type": "unary"}
 

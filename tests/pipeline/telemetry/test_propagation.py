@@ -14,7 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pipeline import Context
 from pipeline.protocols import TraceLink
-from pipeline.telemetry import BAGGAGE_MAX_CHARACTERS, HEADER_MAX_CHARACTERS, extract, inject, linked
+from pipeline.telemetry import extract, inject, linked
+from pipeline.telemetry.propagation import BAGGAGE_MAX_CHARACTERS, HEADER_MAX_CHARACTERS
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -20,38 +20,24 @@ from hypothesis import strategies as st
 from pipeline import Annotated
 from pipeline.errors import CodecError, Disconnected, InvalidArgument, Unknown
 from pipeline.protocols import (
-    AgentContext,
     BackendOutput,
     BlockExtraInfo,
     BootstrapInfo,
     CompletionUsage,
-    EmbeddingsEngineOutput,
     FinishReason,
     GuidedDecodingOptions,
-    InvalidRecord,
     LLMEngineOutput,
-    LLMMetricAnnotation,
-    MmRoutingInfo,
-    MultimodalData,
-    NvExt,
-    NvExtResponse,
     OutputOptions,
     PrefillResult,
-    PreprocessedEmbeddingRequest,
     PreprocessedRequest,
-    PromptLogprobEntry,
-    PromptLogprobs,
     RouterConfigOverride,
-    RouterParams,
     RoutingConstraints,
     RoutingData,
     RoutingHints,
     SamplingOptions,
     StopConditions,
-    TimingInfo,
     TopLogprob,
     TraceLink,
-    WorkerIdInfo,
 )
 from pipeline.protocols.card import (
     CheckedFile,
@@ -63,7 +49,7 @@ from pipeline.protocols.card import (
     PromptFormatterFile,
     TokenizerFile,
 )
-from pipeline.protocols.field_rules import WIRE_KEY, IntRange
+from pipeline.protocols.field_rules import WIRE_KEY, IntRange, InvalidRecord
 from pipeline.protocols.openai import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -76,7 +62,13 @@ from pipeline.protocols.openai import (
     MediaUrl,
     MetadataUpload,
     ModelList,
+    NvExt,
+    NvExtResponse,
 )
+from pipeline.protocols.output import EmbeddingsEngineOutput, PromptLogprobEntry, PromptLogprobs
+from pipeline.protocols.request import AgentContext, MmRoutingInfo, MultimodalData, PreprocessedEmbeddingRequest
+from pipeline.protocols.routing import RouterParams
+from pipeline.protocols.timing import LLMMetricAnnotation, TimingInfo, WorkerIdInfo
 from pipeline.wire import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
 
 RECORDS: list[type] = [

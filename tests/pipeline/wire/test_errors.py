@@ -31,7 +31,7 @@ from pipeline.errors import (
     WorkerOverloaded,
     chain,
 )
-from pipeline.protocols import InvalidRecord
+from pipeline.protocols.field_rules import InvalidRecord
 from pipeline.wire import LINKS_MAX, error_from_plain, error_to_plain, from_json, to_json
 
 OURS = [cls for cls in PenstockError._by_name.values() if cls.__module__ == "pipeline.errors"]

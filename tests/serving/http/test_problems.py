@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeline.errors as errors
-from pipeline import Annotated, PenstockError, StatusError
+from pipeline import Annotated, PenstockError
+from pipeline.errors import StatusError
 from serving.http.problems import Problem, Refusal, error_of, explain, kind_of
 
 SECRET = "/srv/secret.py: KeyError('password')"

@@ -18,7 +18,7 @@ import pytest
 import trio
 from anyio.abc import ByteStream
 
-from pipeline import Annotated, Context, InvalidArgument, PenstockError, StatusError
+from pipeline import Annotated, Context, InvalidArgument, PenstockError
 from pipeline.errors import (
     BackendCannotConnect,
     BackendResponseTimeout,
@@ -29,6 +29,7 @@ from pipeline.errors import (
     InvalidMessage,
     ResourceExhausted,
     ResponseTimeout,
+    StatusError,
     StreamIncomplete,
     Unavailable,
 )

@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from pipeline import InvalidArgument, StatusError
-from pipeline.errors import Disconnected, InvalidMessage, Unavailable
+from pipeline import InvalidArgument
+from pipeline.errors import Disconnected, InvalidMessage, StatusError, Unavailable
 from serving.deployment import GraphConfig, Hosting, hosted_graph
 from serving.http import app
 from serving.live import Address, LiveServer, find_server, live_graph

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import CodecError
+from pipeline.errors import CodecError
 from pipeline.protocols import BackendOutput, FinishReason, TopLogprob
 from pipeline.protocols.openai import (
     ChatChoice,

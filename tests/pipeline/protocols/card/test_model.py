@@ -11,7 +11,6 @@ from attrs import evolve
 
 from pipeline.errors import InvalidArgument
 from pipeline.llm import architectural_context_length, card_checksum, card_from_folder, checked_file, file_checksum
-from pipeline.protocols import InvalidRecord
 from pipeline.protocols.card import (
     CheckedFile,
     LoraInfo,
@@ -24,6 +23,7 @@ from pipeline.protocols.card import (
     WorkerType,
     slugify,
 )
+from pipeline.protocols.field_rules import InvalidRecord
 from pipeline.wire import from_json, from_plain, to_json, to_plain
 
 DIGEST = "blake3:" + "ab" * 32

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import InvalidArgument
-from pipeline.protocols import InvalidRecord
 from pipeline.protocols.card import ModelRuntimeConfig
+from pipeline.protocols.field_rules import InvalidRecord
 from pipeline.wire import from_json, from_plain, to_json, to_plain
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline import InvalidArgument
-from pipeline.protocols import InvalidRecord
+from pipeline.protocols.field_rules import InvalidRecord
 from pipeline.protocols.kv import (
     DumpFailed,
     InvalidRange,

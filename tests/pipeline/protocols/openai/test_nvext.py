@@ -8,17 +8,10 @@ import pytest
 from attrs import fields
 
 from pipeline.errors import InvalidArgument
-from pipeline.protocols import (
-    AgentHints,
-    NvExt,
-    NvExtResponse,
-    PromptLogprobEntry,
-    RouterChoice,
-    RouterDecision,
-    TimingInfo,
-    WorkerIdInfo,
-)
-from pipeline.protocols.openai import apply_headers, effective_cache_salt
+from pipeline.protocols import RouterChoice
+from pipeline.protocols.openai import AgentHints, NvExt, NvExtResponse, apply_headers, effective_cache_salt
+from pipeline.protocols.output import PromptLogprobEntry
+from pipeline.protocols.timing import RouterDecision, TimingInfo, WorkerIdInfo
 from pipeline.wire import from_plain, to_plain
 
 

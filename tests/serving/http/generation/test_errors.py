@@ -14,11 +14,10 @@ from pipeline import (
     InvalidArgument,
     PenstockError,
     ResourceExhausted,
-    StatusError,
     StreamIncomplete,
     Unavailable,
 )
-from pipeline.errors import chain
+from pipeline.errors import StatusError, chain
 from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.testing import Fail, ScriptedEngine, Wait, watch_streams
 from serving.http import HttpOptions, app
