@@ -133,8 +133,8 @@ LOOPS_ALLOWED = {
     "pipeline/loop.py": {"asyncio"},
     "pipeline/foreign.py": {"asyncio"},
     "engines/worker/process_watch.py": {"time"},
-    "engines/conformance/turns.py": {"asyncio", "trio", "time"},
-    "engines/conformance/watchdog.py": {"time"},
+    "engines/conformance/inspection.py": {"asyncio", "trio", "time"},
+    "engines/conformance/bounded_calls.py": {"time"},
 }
 """Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries; racing by asyncio's
 own means costs a tenth; anyio can tell neither whether no task runs in a loop's thread (a signal handler) nor whether

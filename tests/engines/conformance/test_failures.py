@@ -401,7 +401,7 @@ class StopsAllForOne(Sevens):
 async def test_a_broken_engine_fails_its_check_and_no_other(
     broken: BrokenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.conformance.answer.MOST_CHUNKS", 12_000)  # still above the long request
+    monkeypatch.setattr("engines.conformance.answers.MOST_CHUNKS", 12_000)  # still above the long request
     await expect_its_failures(broken)
 
 

@@ -3,22 +3,111 @@
 An engine that leaves a cancel scope open in the task that reads it spoils the scopes of that task, and one that
 swallows its cancellation never gives the task back. So the kit waits beside the call, in another task, and in the end
 drops a call that goes on although it was cancelled.
+
+The Watchdog bounds what the loop's own clock cannot: a blocking call keeps the loop from its timers, and in virtual
+time polling without a pause keeps the clock from moving. A thread looks at the wall clock instead. It ends a wait by a
+callback of the loop and, where the loop does not run that either, raises StoodStill inside the turn. Code that never
+returns from a call into C cannot be ended so; where it hangs is logged.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import sys
+import threading
+import traceback
 import types
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from time import perf_counter
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio import CancelScope, create_task_group, move_on_after
+from attrs import define
 
-from .failure import ConformanceFailure, failed, overdue
-from .held import failure_of
-from .watchdog import StoodStill, watchdog
+from pipeline.loop import LoopHandle
+
+from .failures import ConformanceFailure, failed, overdue
+from .inspection import failure_in
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_GRACE_S = 1.0
+"""How long the loop has for the callback, and how much later than the loop's own limit this one comes."""
+
+
+class StoodStill(BaseException):
+    """Raised inside a turn that has taken too long; no engine should catch it."""
+
+
+@define(eq=False)
+class _Wait:
+    what: str
+    due_s: float
+    expire: Callable[[], None]
+    is_called_back: bool = False
+
+
+class Watchdog:
+    """Watches one loop, from the thread it runs in, until it is closed."""
+
+    def __init__(self) -> None:
+        self._handle, self._loop_thread = LoopHandle(), threading.get_ident()
+        self._waits: list[_Wait] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="conformance-watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    @contextmanager
+    def limit(self, what: str, within_s: float, expire: Callable[[], None]) -> Iterator[None]:
+        """Call back `expire` if the block takes longer by the wall, and raise inside it if that does not end it."""
+        wait = _Wait(what, perf_counter() + within_s + _GRACE_S, expire)
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            now_s = perf_counter()
+            for wait in [wait for wait in self._waits if wait.due_s <= now_s]:
+                wait.due_s = now_s + _GRACE_S
+                if wait.is_called_back:
+                    self._raise_in_turn(wait)
+                else:
+                    wait.is_called_back = True
+                    self._handle.run_soon(wait.expire)
+
+    def _raise_in_turn(self, wait: _Wait) -> None:
+        where = "".join(traceback.format_stack(sys._current_frames()[self._loop_thread], limit=5))
+        _log.warning("the loop stands still; the kit waits for %s:\n%s", wait.what, where)
+        if _is_in_turn(sys._current_frames().get(self._loop_thread)):
+            set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            set_error(ctypes.c_ulong(self._loop_thread), ctypes.py_object(StoodStill))
+
+
+def _is_in_turn(frame: FrameType | None) -> bool:
+    """Whether the thread is inside a call of the engine, and not in the kit or the loop itself."""
+    while frame is not None:
+        if frame.f_code.co_name == "_leashed":
+            return True
+        frame = frame.f_back
+    return False
+
+
+watchdog: ContextVar[Watchdog | None] = ContextVar("watchdog", default=None)
+"""That of the run that this task belongs to."""
+
 
 T = TypeVar("T")
 
@@ -57,7 +146,7 @@ async def run_beside(call: Call[Any], act: Callable[[], Awaitable[object]], *, s
                     tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         # What a loop's library finds when a task ends with its scopes in disorder; a cancellation is never in a group.
-        if (held := failure_of(group)) is None:
+        if (held := failure_in(group)) is None:
             raise
         if not call.is_dropped:  # which was left inside of them
             raise failed(held, "a task ended inside of it", cause=group) from group
@@ -123,7 +212,7 @@ class Call(Generic[T]):
             return value
         if isinstance(error, ConformanceFailure):
             raise error
-        held = "LoopBlocked" if self.stood_still else failure_of(error)
+        held = "LoopBlocked" if self.stood_still else failure_in(error)
         raise failed(held or name, f"{what} raised {error!r}", cause=error) from error
 
 

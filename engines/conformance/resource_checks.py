@@ -1,30 +1,24 @@
-"""What an engine leaves running: tasks and threads, after a request and after its cleanup.
+"""Checks of what requests cost others: tasks, threads and work they leave behind, and turns that block the loop (L11).
 
-Idle threads of pools that belong to the loop, or that an engine keeps for its next request, are not left over: they
-hold nothing. Which they are shows on their stack, where only a thread that works has frames of other files.
+A turn may be long because the machine was busy, the collector ran or a module was loaded. So a first long turn is only
+the reason to look again, and the shortest of several tries counts.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import PurePath
 
 import anyio
-from anyio.lowlevel import checkpoint
 from attrs import frozen
 
 from ..llm import GenerateContext
-from .answer import Trial
-from .checks import gathered
-from .failure import failed
-from .stops import abort, not_observed, overrides_abort
-from .turns import Turns
+from .answer_checks import answered, gathered
+from .answers import Trial
+from .failures import failed
+from .inspection import LONG_S, LOOK_S, Running, Turns, is_idle_in_pool, stack_of
+from .stop_checks import abort, not_observed, overrides_abort
 
-_TURNS = 20
-"""Turns of the loop in which ending tasks end."""
-_LOOK_S = 0.05
 _SHORTEST_S, _LONGEST_S = 0.25, 1.0
 """How long a look at an engine at rest takes."""
 _TOKENS, _SAMPLES = 12, 5
@@ -32,71 +26,6 @@ _FEW = 6
 """Turns that may be those of a timer, which the first request began."""
 _CALLS = 6
 """Of a stack, those that are looked at."""
-_POOLS = {("futures", "thread.py"), ("_backends", "_asyncio.py"), ("_core", "_thread_cache.py")}
-"""The ends of the files in which a thread of a pool waits for its next work."""
-_WAITS = {("threading.py",), ("queue.py",)}
-"""Those whose code it calls for that."""
-_OF_THE_LOOP = ("AnyIO worker thread", "asyncio_", "Trio thread")
-"""How the names of the loop's own threads begin."""
-
-
-@frozen
-class Running:
-    """The tasks and threads at one moment."""
-
-    tasks: frozenset[int]
-    threads: frozenset[threading.Thread]
-
-    @classmethod
-    def now(cls) -> Running:
-        tasks = frozenset(task.id for task in anyio.get_running_tasks())
-        return cls(tasks, frozenset(threading.enumerate()))
-
-    def new_tasks(self) -> list[str]:
-        return [task.name or "a task" for task in anyio.get_running_tasks() if task.id not in self.tasks]
-
-    def new_threads(self, *, may_idle: bool) -> list[threading.Thread]:
-        """Those that have come since; `may_idle` leaves out all that wait in a pool, and else only the loop's."""
-        found = [thread for thread in threading.enumerate() if thread not in self.threads and thread.is_alive()]
-        return [thread for thread in found if not (_idles(thread) and (may_idle or _is_of_the_loop(thread)))]
-
-    async def left(self, within_s: float, *, may_idle: bool) -> tuple[list[str], list[str]]:
-        """The names of tasks and threads that are new, and still there after that time."""
-        for _ in range(_TURNS):
-            await checkpoint()
-        for _ in range(max(1, round(within_s / _LOOK_S))):
-            tasks, threads = self.new_tasks(), self.new_threads(may_idle=may_idle)
-            if not tasks and not threads:
-                break
-            if threads:  # which get no time while virtual time passes
-                threads[0].join(_LOOK_S / 2)
-            await anyio.sleep(_LOOK_S / 2 if threads else _LOOK_S)
-        return self.new_tasks(), [thread.name for thread in self.new_threads(may_idle=may_idle)]
-
-
-def _idles(thread: threading.Thread) -> bool:
-    """Whether the thread waits in a pool for its next work."""
-    is_of_a_pool = False
-    for path, _ in stack_of(thread):
-        ends = {PurePath(path).parts[-length:] for length in (1, 2)}
-        is_of_a_pool |= not ends.isdisjoint(_POOLS)
-        if ends.isdisjoint(_POOLS | _WAITS):
-            return False
-    return is_of_a_pool
-
-
-def _is_of_the_loop(thread: threading.Thread) -> bool:
-    return thread.name.startswith(_OF_THE_LOOP) or type(thread).__name__ == "WorkerThread"
-
-
-def stack_of(thread: threading.Thread) -> list[tuple[str, int]]:
-    """The files and lines of its calls, innermost first."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    calls: list[tuple[str, int]] = []
-    while frame is not None:
-        calls.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return calls
 
 
 @frozen
@@ -131,8 +60,8 @@ class Rest:
 
     def _threads_are_back(self) -> bool:
         for thread, places in self.places.items():
-            if thread.is_alive() and not _idles(thread) and _place(thread) not in places:
-                thread.join(_LOOK_S)  # in virtual time it would get none
+            if thread.is_alive() and not is_idle_in_pool(thread) and _place(thread) not in places:
+                thread.join(LOOK_S)  # in virtual time it would get none
                 if _place(thread) not in places:
                     return False
         return True
@@ -192,3 +121,59 @@ async def check_left_by_cleanup(before: Running, within_s: float) -> None:
 def _named(names: Iterable[str]) -> str:
     first, *more = sorted(names)
     return f"{first} and {len(more)} more" if more else first
+
+
+_AT_ONCE_S = 0.25
+"""A turn that long is a block by itself."""
+_SURELY_S = 1.0
+"""A turn that long need not be looked at more than twice: each look takes as long."""
+_TRIES = 5
+_SHARE = 0.75
+"""Of the tokens, how many a long turn must come with."""
+
+
+@frozen
+class Look:
+    """One answer: its tokens and the long turns beside it."""
+
+    tokens: int
+    long: tuple[float, ...]
+
+    @classmethod
+    def now(cls, turns: Turns, tokens: int) -> Look:
+        """What was seen since the last look."""
+        look = cls(tokens, tuple(turns.long))
+        turns.clear()
+        return look
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.long, default=0.0)
+
+    @property
+    def is_blocked(self) -> bool:
+        return self.longest_s >= _AT_ONCE_S or len(self.long) >= max(1.0, _SHARE * self.tokens)
+
+
+async def check_loop(trial: Trial, tokens: int) -> None:
+    """Behind a first answer of so many tokens. Raises LoopBlocked."""
+    looks = [Look.now(trial.turns, tokens)]
+    while looks[-1].is_blocked:
+        shortest = min(look.longest_s for look in looks)
+        if len(looks) == (2 if shortest >= _SURELY_S else _TRIES):
+            turns = min(len(look.long) for look in looks)
+            detail = (
+                f"{turns} turns of {LONG_S * 1000:g} ms or more at {tokens} tokens, the longest of {shortest:.3f} s"
+            )
+            raise failed("LoopBlocked", detail)
+        answer = await answered(trial)
+        looks.append(Look.now(trial.turns, answer.tokens))
+
+
+async def check_loop_since(trial: Trial) -> None:
+    """The turns since then, of requests that were disturbed. Raises LoopBlocked."""
+    blocks = [seconds for seconds in trial.turns.long if seconds >= _AT_ONCE_S]
+    if len(blocks) >= _TRIES:
+        raise failed(
+            "LoopBlocked", f"{len(blocks)} turns of {_AT_ONCE_S:g} s or more, the longest of {max(blocks):.3f} s"
+        )

@@ -10,19 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import anyio
 from attrs import evolve
 
 from pipeline.protocols import PreprocessedRequest
 
-from ..llm import EngineConfig, LLMEngine
-from ..metrics import EngineMetrics, MetricsContext
-from .answer import Answer, Trial, limited
-from .calls import bounded
-from .failure import CONCURRENTLY, ConformanceFailure, failed, not_served
-from .known import Known, Said, has_left_over
+from .answers import Answer, Known, Said, Trial, has_left_over, limited
+from .failures import CONCURRENTLY, ConformanceFailure, failed, not_served
 
 CONCURRENT = 8
 """Requests at the same time."""
@@ -36,47 +31,6 @@ _SAME = 3
 """An engine that gives the same answer so often is taken to give it always."""
 _BEGINNING = 8
 """Tokens of the long answer to know it by."""
-
-
-async def start(engine: LLMEngine, within_s: float) -> EngineConfig:
-    """Raises StartFailed."""
-    config: Any = await bounded("StartFailed", "start", lambda: engine.start(0), within_s)
-    if not isinstance(config, EngineConfig):
-        raise failed("StartFailed", f"it gave {type(config).__name__}")
-    return config
-
-
-async def check_model(config: EngineConfig) -> None:
-    """Raises EmptyModelInConfig."""
-    if not config.model:
-        raise failed("EmptyModelInConfig")
-
-
-async def check_kv_event_sources(engine: LLMEngine, within_s: float) -> None:
-    """Raises KvEventSourcesFailed and KvEventSourcesNotIdempotent."""
-
-    async def ranks() -> list[int]:
-        return [source.dp_rank for source in await engine.kv_event_sources()]
-
-    await _expect_stable(ranks, "KvEventSourcesFailed", "KvEventSourcesNotIdempotent", within_s)
-
-
-async def check_setup_metrics(engine: LLMEngine, within_s: float) -> None:
-    """Raises SetupMetricsFailed and ComponentMetricsNotIdempotent."""
-    context = MetricsContext("test-model", "test", 0.0, EngineMetrics())
-
-    async def ranks() -> list[int]:
-        return list((await engine.setup_metrics(context)).dp_ranks)
-
-    await _expect_stable(ranks, "SetupMetricsFailed", "ComponentMetricsNotIdempotent", within_s)
-
-
-async def _expect_stable(ask: Callable[[], Awaitable[list[int]]], fails: str, changes: str, within_s: float) -> None:
-    first = await bounded(fails, "the first call", ask, within_s)
-    if len(set(first)) < len(first):
-        raise failed(fails, f"the ranks are {first}")
-    if (second := await bounded(fails, "the second call", ask, within_s)) != first:
-        raise failed(changes, f"first {first}, then {second}")
 
 
 async def answered(
@@ -282,13 +236,3 @@ async def check_bad(trial: Trial, bad_request: PreprocessedRequest) -> None:
             return
         raise failed("BadRequestServed", str(failure), cause=failure) from failure
     raise failed("BadRequestServed", f"its first chunk is {answer.last!r}")
-
-
-async def drain(engine: LLMEngine, within_s: float) -> None:
-    """Raises DrainFailed."""
-    await bounded("DrainFailed", "drain", engine.drain, within_s)
-
-
-async def clean_up(name: str, engine: LLMEngine, within_s: float) -> None:
-    """Raises the failure of that name. Also runs where the kit itself is being cancelled."""
-    await bounded(name, "cleanup", engine.cleanup, within_s, shield=True)

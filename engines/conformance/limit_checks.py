@@ -10,9 +10,8 @@ from attrs import evolve
 
 from pipeline.protocols import FinishReason, PreprocessedRequest
 
-from .answer import Answer, Trial, limited
-from .failure import ConformanceFailure, failed
-from .known import Known, Said
+from .answers import Answer, Known, Said, Trial, limited
+from .failures import ConformanceFailure, failed
 
 _FEW = (1, 2)
 """Limits below what an answer has without one."""
