@@ -105,7 +105,7 @@ def _map(title: str, full: str, rows: Rows, top: float, report: Report, x: Mappi
 
 
 def _faint(full: str) -> str:
-    """Return a shade that can still be told from nothing."""
+    """Return a shade that differs from an empty cell."""
     red, green, blue = (int(full[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},.06)"
 

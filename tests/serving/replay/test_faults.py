@@ -1,4 +1,4 @@
-"""What happens to workers, as people write it and in order."""
+"""Fault scripts: sentences and files, and the plan of their faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WORDS = ("worker", "3", "all", "dies", "restarts", "at", "120", "s", "every", "
         ("kill worker 1 at 5, kill worker 2 at 6", [(5000, 1, DIES), (6000, 2, DIES)]),
     ],
 )
-def test_a_sentence_says_what_happens_to_a_worker(text: str, expected: list[tuple[float, int, Action]]) -> None:
+def test_a_sentence_describes_the_faults_of_a_worker(text: str, expected: list[tuple[float, int, Action]]) -> None:
     assert parse_fault(text) == [Fault(*one) for one in expected]
 
 
@@ -75,7 +75,7 @@ def test_all_workers_restart_one_after_the_other() -> None:
         ("3 dies at 1, down 5", "'down' is for a restart"),
     ],
 )
-def test_a_sentence_that_says_nothing_is_named(text: str, problem: str) -> None:
+def test_an_invalid_sentence_is_refused_with_its_place(text: str, problem: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_fault(text, "fault 7")
     assert str(caught.value).startswith(f"fault 7: {problem}; write it as ")
@@ -132,7 +132,7 @@ def test_a_script_may_be_tables(tmp_path: Path) -> None:
         ("[[fault]", "is no TOML"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, text: str, problem: str) -> None:
+def test_an_invalid_table_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
     script = tmp_path / "faults.toml"
     script.write_text(text)
     with pytest.raises(InvalidArgument) as caught:
@@ -164,7 +164,7 @@ def test_a_plan_is_in_order_and_as_written_where_times_are_equal() -> None:
         ("1 dies 1, returns 2, returns 3", "worker 1 returns at 3 s, but is there"),
     ],
 )
-def test_a_plan_that_cannot_be_names_its_place(text: str, problem: str) -> None:
+def test_an_invalid_plan_is_refused_with_its_place(text: str, problem: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         plan_faults(parse_faults([text]), workers=2)
     assert str(caught.value) == f"fault 1 ({text!r}): {problem}"

@@ -15,7 +15,7 @@ LOAD = SyntheticLoad(64, 5, 40, turns=2, inter_turn_delay_ms=35, request_rate=20
 
 
 async def replay(schedule: Schedule) -> tuple[Report, int]:
-    """Every request takes a while that its name decides. Also how often the loop had to look at the schedule."""
+    """Return the report, and how often the loop looked at the schedule. Each request takes its own time."""
     samples, start_s, looks = Samples(interval_ms=500), anyio.current_time(), 0
     samples.worker_joined(0, 0)
     changed = anyio.Event()

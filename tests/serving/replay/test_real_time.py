@@ -1,4 +1,4 @@
-"""The same load in real time and in virtual time counts the same; how long it takes is the machine's business."""
+"""The same load gives the same counts in real time and in virtual time; only the times depend on the machine."""
 
 from __future__ import annotations
 

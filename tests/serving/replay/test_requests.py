@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from engines.mocker import RecordedOutputs
@@ -10,15 +9,15 @@ from pipeline import Context
 from pipeline.protocols import PreprocessedRequest
 from serving.replay import Schedule, Trace, request_of
 
-TraceOf = Callable[..., Trace]
+from .worlds import TraceOf
 
 
 def first(trace: Trace) -> Context[PreprocessedRequest]:
     return request_of(Schedule.closed_loop(trace, 1).take_due(0)[0], model="m")
 
 
-def row(**said: Any) -> dict[str, Any]:
-    return {"hash_ids": [4, 5], "output_length": 2, "input_length": 3, **said}
+def row(**fields: Any) -> dict[str, Any]:
+    return {"hash_ids": [4, 5], "output_length": 2, "input_length": 3, **fields}
 
 
 def test_it_asks_for_exactly_the_tokens_of_the_trace_under_its_name(trace_of: TraceOf) -> None:

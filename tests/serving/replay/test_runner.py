@@ -1,4 +1,4 @@
-"""A trace through real graphs: every request once, in the graph's own time, whatever happens to the workers."""
+"""A trace through real graphs: every request once, although workers fail."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ async def test_every_request_of_the_trace_is_answered_once_and_whole(routing: st
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("engine_args", [{"engine_type": "trtllm"}, {"engine_type": "sglang"}, {"dp_size": "2"}])
 async def test_prefill_pools_are_of_any_engine_and_of_several_ranks(engine_args: dict[str, str], meets: bool) -> None:
-    """MOCK-98, MOCK-100, other than there: TensorRT-LLM and several ranks are replayed. Both pools have one set of
-    arguments, so there are none of one pool without those of the other, and no two engines or block sizes."""
+    """TensorRT-LLM and several ranks are replayed too. Both pools have one set of engine arguments."""
     given = engine_args | ({"bootstrap_port": "9000"} if meets else {})
     trace = load()
     report = await run_config(config(router="kv", prefill_workers=2, engine_args=given), trace, per_request=True)
@@ -96,7 +95,7 @@ class Ticking(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
 
 
 async def test_times_of_whole_milliseconds_are_reported_as_such() -> None:
-    """Issue 12, point 9: they were 48.99999999997817."""
+    """Subtracting times of the clock gives 48.99999999997817."""
     load = SyntheticLoad(input_tokens=8, output_tokens=49, request_count=7, arrival_interval_ms=1000 / 3).make()
     report = await run(lambda: nullcontext(Ticking()), load, per_request=True)
     for one in report.per_request or ():
@@ -108,7 +107,7 @@ async def test_times_of_whole_milliseconds_are_reported_as_such() -> None:
     assert (rates.min, rates.max) == (1000, 1000)
 
 
-async def test_a_router_that_knows_what_is_cached_reuses_more() -> None:
+async def test_a_router_that_knows_the_caches_reuses_more() -> None:
     trace = load(60, num_prefix_groups=6, shared_prefix_ratio=0.9, trace_block_size=64)
     reused = {
         name: (await run_config(config(**ROUTINGS[name]), trace)).prefix_cache_reused_ratio
@@ -138,7 +137,7 @@ async def test_nothing_is_lost_while_workers_die_return_and_restart_one_after_th
 
 
 class Positions(LLMEngine):
-    """Says where in the whole text each token stands, one each 100 ms: what is lost or doubled can be seen."""
+    """Each token is its position in the whole answer, one each 100 ms: a lost or repeated one shows."""
 
     startup_s = 0.0
 
@@ -161,7 +160,7 @@ class Positions(LLMEngine):
 
 
 class SlowToStart(Positions):
-    """Its first ones start at once, as it may be when a fleet is new."""
+    """The first workers start at once."""
 
     made = 0
 
@@ -201,23 +200,23 @@ def hosted(name: str = "Positions", **more: Any) -> GraphConfig:
 async def test_the_answers_of_a_replay_with_faults_are_those_without(
     prompt_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token by token: none is lost where a worker died, none comes twice."""
+    """Token by token: none is lost or repeated where a worker died."""
     from serving.replay import driver
 
-    heard: defaultdict[str, list[int]] = defaultdict(list)
+    answers: defaultdict[str, list[int]] = defaultdict(list)
     answered = driver.LoadDriver._answered
 
     async def listening(self: Any, request: Context[PreprocessedRequest], *rest: Any) -> Any:
-        said, status = await answered(self, request, *rest)
-        heard[request.id] += said
-        return said, status
+        tokens, status = await answered(self, request, *rest)
+        answers[request.id] += tokens
+        return tokens, status
 
     monkeypatch.setattr(driver.LoadDriver, "_answered", listening)
     trace = load(8, 30, trace_block_size=prompt_block)
     script = parse_faults(["worker 0 dies at 1.05, returns at 2", "worker 1 dies at 2.15, returns at 2.5"])
     report = await run_config(hosted(), trace, faults=script)
     assert report.migrations > 2
-    assert dict(heard) == {turn.name: list(range(1024, 1054)) for one in trace.sessions for turn in one.turns}
+    assert dict(answers) == {turn.name: list(range(1024, 1054)) for one in trace.sessions for turn in one.turns}
 
 
 async def test_a_worker_that_dies_while_it_starts_never_was_there() -> None:
@@ -234,7 +233,7 @@ async def test_a_worker_that_cannot_come_back_ends_the_replay_with_its_error() -
         await run_config(hosted("FailsLater"), load(4, 50), faults=parse_faults(["worker 0 dies at 1, returns at 1.5"]))
 
 
-async def test_what_the_script_says_for_later_does_not_keep_the_replay_waiting() -> None:
+async def test_faults_after_the_last_request_do_not_delay_the_end() -> None:
     """A worker may also still be leaving, for an hour, when the last request ends elsewhere."""
     script = parse_faults(["worker 0 leaves at 0.31", "worker 1 dies at 2 h"])
     report = await run_config(hosted(), load(4, 30), faults=script)
@@ -242,7 +241,7 @@ async def test_what_the_script_says_for_later_does_not_keep_the_replay_waiting()
     assert anyio.current_time() < 60
 
 
-async def test_what_a_standard_graph_has_done_is_reported_when_somebody_ends_it_early() -> None:
+async def test_an_interrupted_replay_reports_what_was_done() -> None:
     async def enough() -> None:
         await anyio.sleep(0.52)
 
@@ -256,7 +255,7 @@ async def test_what_a_standard_graph_has_done_is_reported_when_somebody_ends_it_
     assert report.completed_requests + report.unfinished_requests == 11
 
 
-async def test_a_script_that_cannot_be_is_refused_before_anything_starts() -> None:
+async def test_an_invalid_script_is_refused_before_anything_starts() -> None:
     with pytest.raises(InvalidArgument, match="no worker 5"):
         await run_config(hosted(), load(1), faults=parse_faults(["worker 5 dies at 1"]))
 
@@ -271,7 +270,7 @@ async def test_a_closed_loop_has_so_many_sessions_at_a_time() -> None:
     assert max(report.series.running) <= 3 + 1e-9
 
 
-async def test_what_no_worker_can_ever_hold_is_rejected_and_the_session_goes_on() -> None:
+async def test_a_prompt_that_no_worker_can_hold_is_rejected_and_its_session_continues() -> None:
     small = config(workers=1, engine_args={"num_gpu_blocks": "4", "block_size": "64"})
     report = await run_config(small, load(3, 5, turns=2))
     assert (report.num_requests, report.rejected_requests, report.unsent_requests) == (6, 6, 0)
@@ -279,8 +278,8 @@ async def test_what_no_worker_can_ever_hold_is_rejected_and_the_session_goes_on(
 
 
 async def test_a_prompt_counts_as_reused_where_it_was_computed() -> None:
-    """The prefill worker had it, the decode workers it went to had not: of two prompts of 1,024 tokens all but the
-    last block, which is computed for its answer."""
+    """The prefill worker had cached two prompts of 1,024 tokens but for the last block, which it computes for its
+    answer; the decode workers had cached nothing."""
     trace = load(2, 5, shared_prefix_ratio=1.0, num_prefix_groups=1, arrival_interval_ms=1000.0)
     given = {"engine_args": {"block_size": "64"}, "workers": 2, "prefill_workers": 1}
     report = await run_config(config(**given), trace, per_request=True)
@@ -289,8 +288,8 @@ async def test_a_prompt_counts_as_reused_where_it_was_computed() -> None:
 
 
 def test_a_closed_loop_takes_the_times_another_simulator_says() -> None:
-    """Dynamo 1.2.1, offline, six requests, two at a time: who takes the place of one that ended as a pass did is in
-    the very next pass. The figures are its own, to the nanoseconds it counts in."""
+    """Six requests, two at a time, in the offline replay of Dynamo 1.2.1: the successor of a request that ended with a
+    pass is in the next pass. The figures are those of Dynamo, in its unit of nanoseconds."""
     blocks = ((number, 100 * number, 5 + number) for number in range(1, 7))
     turns = [
         Turn(f"line:{number}", number, Prompt.of(array("I", [number]), 512, tokens), output)
@@ -318,11 +317,11 @@ async def test_arrivals_are_as_recorded_or_so_many_times_as_fast() -> None:
 
 
 class Echo(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
-    """An engine without workers or router: a token each second. It tells what becomes of its answers."""
+    """An engine without workers or router: a token each second. It counts calls and open answers."""
 
     def __init__(self, failure: Exception | None = None, fails_at: int = 3) -> None:
         self.failure, self.fails_at = failure, fails_at
-        self.asked = self.open = 0
+        self.calls = self.open = 0
         self.is_closed = False
 
     @asynccontextmanager
@@ -333,12 +332,12 @@ class Echo(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
             self.is_closed = True
 
     async def generate(self, request: Context[PreprocessedRequest]) -> ResponseStream[Annotated[LLMEngineOutput]]:
-        self.asked += 1
-        if self.failure is not None and self.asked == self.fails_at:
+        self.calls += 1
+        if self.failure is not None and self.calls == self.fails_at:
             raise self.failure
-        return ResponseStream(self._said(request), request)
+        return ResponseStream(self._answer(request), request)
 
-    async def _said(self, request: Context[PreprocessedRequest]) -> AsyncIterator[Annotated[LLMEngineOutput]]:
+    async def _answer(self, request: Context[PreprocessedRequest]) -> AsyncIterator[Annotated[LLMEngineOutput]]:
         self.open += 1
         try:
             for _ in range(request.payload.stop_conditions.max_tokens or 0):
@@ -360,7 +359,7 @@ async def test_a_graph_of_ones_own_is_driven_and_closed() -> None:
     assert (ended, echo.open, echo.is_closed) == ([1, 2, 3, 4], 0, True)
 
 
-async def test_an_error_of_the_tree_counts_and_the_replay_goes_on() -> None:
+async def test_a_penstock_error_counts_and_the_replay_continues() -> None:
     for failure, counted in (
         (ResourceExhausted("busy"), "rejected"),
         (InvalidArgument("too long"), "rejected"),
@@ -377,21 +376,21 @@ async def test_any_other_error_ends_the_replay_as_itself_and_leaves_nothing_open
     assert (echo.open, echo.is_closed) == (0, True)
 
 
-async def test_a_replay_that_is_cancelled_closes_what_is_open() -> None:
+async def test_a_cancelled_replay_closes_open_streams() -> None:
     echo = Echo()
     with anyio.move_on_after(2.5) as scope:
         await run(echo.graph, load(4, 30))
     assert scope.cancelled_caught
-    assert (echo.asked, echo.open, echo.is_closed) == (4, 0, True)
+    assert (echo.calls, echo.open, echo.is_closed) == (4, 0, True)
 
 
-async def test_an_answer_that_says_it_was_cancelled_or_failed_is_not_completed() -> None:
-    class Says(Echo):
-        async def _said(self, request: Context[PreprocessedRequest]) -> AsyncIterator[Annotated[LLMEngineOutput]]:
+async def test_an_answer_with_a_cancelled_or_failed_finish_is_not_completed() -> None:
+    class Failing(Echo):
+        async def _answer(self, request: Context[PreprocessedRequest]) -> AsyncIterator[Annotated[LLMEngineOutput]]:
             yield Annotated(LLMEngineOutput.token(1))
-            yield Annotated(LLMEngineOutput.cancelled() if self.asked == 1 else LLMEngineOutput.error("broke"))
+            yield Annotated(LLMEngineOutput.cancelled() if self.calls == 1 else LLMEngineOutput.error("broke"))
 
-    report = await run(Says().graph, load(2, 3))
+    report = await run(Failing().graph, load(2, 3))
     assert (report.completed_requests, report.cancelled_requests, report.failed_requests) == (0, 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""What is noted of requests and workers, and the report made of it."""
+"""Samples of requests and workers, and the report made of them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from serving.replay import Balance, Limits, Report, RequestSample, Samples, Stat
 
 
 def request(
-    samples: Samples, *token_times: float, arrival: float = 0.0, end: float | None = None, **said: Any
+    samples: Samples, *token_times: float, arrival: float = 0.0, end: float | None = None, **fields: Any
 ) -> RequestSample:
-    """A request with tokens at these times; it ends with the last unless told."""
-    status = said.pop("status", Status.COMPLETED)
-    sample = samples.arrived(said.pop("name", "r"), arrival, input_tokens=said.pop("input_tokens", 100))
-    for worker in said.pop("workers", ()):
+    """Record a request with tokens at these times; it ends at `end`, default with the last one.
+
+    `fields` are `status`, `name`, `input_tokens`, `workers`, or fields of its sample.
+    """
+    status = fields.pop("status", Status.COMPLETED)
+    sample = samples.arrived(fields.pop("name", "r"), arrival, input_tokens=fields.pop("input_tokens", 100))
+    for worker in fields.pop("workers", ()):
         sample.routed(worker, arrival)
     for at in token_times:
         sample.tokens(at)
-    for name, value in said.items():
+    for name, value in fields.items():
         setattr(sample, name, value)
     samples.ended(sample, (token_times or (arrival,))[-1] if end is None else end, status)
     return sample
 
 
 def test_latencies_count_from_the_arrival_and_between_tokens() -> None:
-    """Section 10.5."""
     samples = Samples()
     request(samples, 30, 31, 33, 130, arrival=20)
     report = make_report(samples)
@@ -95,7 +97,6 @@ def test_reuse_at_first_and_at_last_are_two_figures() -> None:
 
 
 def test_workers_cost_the_time_they_are_there() -> None:
-    """MOCK-95."""
     samples = Samples()
     samples.worker_joined(0, 0)
     samples.worker_joined(1, 0)
@@ -165,7 +166,7 @@ def test_workers_that_share_evenly_are_in_balance() -> None:
     assert Balance.of([]) == Balance.of([0.0]) == Balance()
 
 
-def test_phases_are_those_the_workers_told() -> None:
+def test_phases_are_those_that_the_workers_report() -> None:
     samples = Samples()
     request(samples, 1, prefill_wait_ms=4.0, prefill_ms=8.0, kv_transfer_ms=2.0, queue_depth=7)
     request(samples, 1, prefill_wait_ms=6.0)
@@ -187,7 +188,7 @@ def test_phases_are_those_the_workers_told() -> None:
     ],
 )
 def test_good_requests_keep_every_limit(limits: Limits, good: int) -> None:
-    """Section 10.5: one with tokens at 10, 20 and 30, and one without any that took 29."""
+    """One has tokens at 10, 20 and 30, the other one has none and took 29."""
     samples = Samples()
     request(samples, 10, 20, 30)
     request(samples, end=29)
@@ -212,8 +213,7 @@ def test_there_is_no_goodput_without_limits() -> None:
     assert make_report(Samples(), limits=Limits()).goodput is None
 
 
-def test_each_request_is_reported_if_asked_for() -> None:
-    """MOCK-94."""
+def test_each_request_is_reported_on_request() -> None:
     samples = Samples()
     request(
         samples,

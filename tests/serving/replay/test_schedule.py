@@ -1,11 +1,10 @@
-"""What is due when."""
+"""The schedule: when each request is due."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,11 +14,7 @@ from pipeline import InvalidArgument
 from serving.replay import DueRequest, Prompt, Schedule, Session, SyntheticLoad, Trace, TraceFormat, Turn
 from serving.replay.schedule import SAME_MOMENT_MS
 
-TraceOf = Callable[..., Trace]
-
-
-def row(**said: Any) -> dict[str, Any]:
-    return {"hash_ids": [1], "output_length": 2, **said}
+from .worlds import TraceOf, row
 
 
 def names(due: Sequence[DueRequest]) -> list[str]:
@@ -42,7 +37,7 @@ def test_nothing_is_due_before_its_time_and_nothing_twice(trace_of: TraceOf) -> 
     assert (schedule.in_flight, schedule.sent_requests, schedule.finished) == (2, 2, False)
 
 
-def test_what_a_clock_in_seconds_loses_does_not_delay_a_request(trace_of: TraceOf) -> None:
+def test_the_rounding_of_a_clock_in_seconds_does_not_delay_a_request(trace_of: TraceOf) -> None:
     arrivals = [Random(1).random() * 3.6e6 for _ in range(100)]
     schedule = Schedule.open_loop(trace_of(*(row(timestamp=at) for at in [0, *sorted(arrivals)])))
     start_s = 123_456.789
@@ -53,7 +48,6 @@ def test_what_a_clock_in_seconds_loses_does_not_delay_a_request(trace_of: TraceO
 
 
 def test_requests_of_one_time_come_by_session_then_turn(trace_of: TraceOf) -> None:
-    """MOCK-92."""
     schedule = Schedule.open_loop(
         trace_of(
             row(session_id="a", timestamp=0),
@@ -138,13 +132,12 @@ def test_a_speed_up_is_finite_and_above_0(trace_of: TraceOf, speed_up: float) ->
 
 
 def test_a_closed_loop_has_at_least_one_session(trace_of: TraceOf) -> None:
-    """Section 10.4: concurrency is at least 1."""
     with pytest.raises(InvalidArgument) as caught:
         Schedule.closed_loop(trace_of(row()), 0)
     assert caught.value.field == "replay_concurrency"
 
 
-def test_a_turn_of_a_delta_trace_follows_all_that_was_said(trace_of: TraceOf) -> None:
+def test_a_turn_of_a_delta_trace_follows_all_prompts_and_answers_before_it(trace_of: TraceOf) -> None:
     rows = [
         row(session_id="s", timestamp=0, hash_ids=[at], input_length=2, delay=None if at == 1 else 1)
         for at in (1, 2, 3)
@@ -208,7 +201,7 @@ def test_requests_that_wait_for_each_other_have_no_closed_loop(trace_of: TraceOf
 
 
 def run(schedule: Schedule, rng: Random) -> list[tuple[DueRequest, float]]:
-    """Everything that is due and when it ended, each after a random while; what is sent is checked on the way."""
+    """Return all due requests with their ends, each after a random time, and check each one that is sent."""
     ends: list[tuple[float, DueRequest]] = []
     done, now_ms = [], 0.0
     while not schedule.finished:

@@ -151,7 +151,7 @@ def test_a_run_without_tokens_is_not_the_fastest() -> None:
     assert nothing == "N/A"
 
 
-def test_what_did_not_happen_in_any_run_has_no_row() -> None:
+def test_a_count_that_is_0_in_all_runs_has_no_row() -> None:
     quiet = evolve(made(), preemptions=0, migrations=0)
     assert "Preemptions" not in report_page([quiet])
     page = report_page({"a": quiet, "b": evolve(quiet, migrations=3)})

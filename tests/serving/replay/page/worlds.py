@@ -24,7 +24,7 @@ class ShownChart:
     figure: dict[str, Any]
     """Data and layout, as the script of the page gives them to plotly."""
     label: str
-    """What a reader hears that cannot see the chart."""
+    """The description for readers that cannot see the chart."""
     note: str
 
     @property

@@ -1,4 +1,4 @@
-"""Every figure of a report against its definition, worked out from the tokens of a replay in the plainest way."""
+"""Every figure of a report against its definition, computed from the tokens of a replay in the plainest way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=12,
 )
-"""Of each: arrival, time to its first token, gaps between tokens and time behind the last; all in ms."""
+"""For each request: arrival, time to its first token, gaps between tokens and time after the last; in ms."""
 
 
 def replayed(requests: list[tuple[int, int, list[int], int]], limits: Limits | None) -> tuple[Report, list[list[int]]]:
@@ -52,8 +52,7 @@ def figures(samples: list[float]) -> dict[str, float]:
 
 
 @given(REQUESTS)
-def test_every_distribution_is_what_its_name_says(requests: list[tuple[int, int, list[int], int]]) -> None:
-    """Section 10.5."""
+def test_every_distribution_is_that_of_its_name(requests: list[tuple[int, int, list[int], int]]) -> None:
     report, tokens = replayed(requests, None)
     arrivals = [arrival for arrival, *_ in requests]
     spoken = [(arrival, times) for arrival, times in zip(arrivals, tokens, strict=True) if times]
@@ -74,15 +73,15 @@ def test_every_distribution_is_what_its_name_says(requests: list[tuple[int, int,
 
 
 @given(REQUESTS)
-def test_every_count_and_rate_is_what_its_name_says(requests: list[tuple[int, int, list[int], int]]) -> None:
-    """Section 10.5. A request without tokens lasts until it ended, and counts as good only by that."""
+def test_every_count_and_rate_is_that_of_its_name(requests: list[tuple[int, int, list[int], int]]) -> None:
+    """A request without tokens lasts until its end, and counts as good by that time only."""
     report, tokens = replayed(requests, LIMITS)
     ends = [
         (times[-1] if times else arrival) + behind
         for (arrival, *_, behind), times in zip(requests, tokens, strict=True)
     ]
     seconds = max(ends) / 1000
-    said, count = sum(map(len, tokens)), len(requests)
+    answered, count = sum(map(len, tokens)), len(requests)
 
     def per_second(amount: float) -> float:
         return amount / seconds if seconds else 0.0
@@ -91,13 +90,13 @@ def test_every_count_and_rate_is_what_its_name_says(requests: list[tuple[int, in
         "num_requests": count,
         "completed_requests": count,
         "total_input_tokens": 100 * count,
-        "total_output_tokens": said,
-        "processed_tokens": 100 * count + said,
+        "total_output_tokens": answered,
+        "processed_tokens": 100 * count + answered,
         "duration_ms": max(ends),
         "request_throughput_rps": per_second(count),
         "input_throughput_tok_s": per_second(100 * count),
-        "output_throughput_tok_s": per_second(said),
-        "total_throughput_tok_s": per_second(100 * count + said),
+        "output_throughput_tok_s": per_second(answered),
+        "total_throughput_tok_s": per_second(100 * count + answered),
         "prefix_cache_reused_ratio": sum(10 * (at % 4) for at in range(count)) / (100 * count),
         "first_admission_prefix_cache_reused_ratio": sum(5 * (at % 3) for at in range(count)) / (100 * count),
         "worker_seconds": seconds,

@@ -17,7 +17,7 @@ SAMPLES = st.lists(st.floats(0, 1e9), min_size=1, max_size=60)
 
 
 def test_percentiles_are_samples_by_their_rounded_index() -> None:
-    """Section 10.5: index round((n - 1) * p / 100) of sorted samples."""
+    """The index is (n - 1) * p / 100 of sorted samples, a half rounded up."""
     figures = Distribution.of([float(at) for at in range(1, 11)])
     assert (figures.median, figures.p75, figures.p90, figures.p95, figures.p99) == (6, 8, 9, 10, 10)
     assert (figures.min, figures.max, figures.mean, figures.samples) == (1, 10, 5.5, 10)
@@ -74,6 +74,6 @@ def test_figures_are_those_of_the_textbook(samples: list[float]) -> None:
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0, 20.0, 400.0]), max_size=40))
 def test_gaps_and_rates_are_each_figures_of_their_own(gaps: list[float]) -> None:
-    """Section 10.5: one rate 1000 / gap for each gap that is not zero."""
+    """There is a rate 1000 / gap for each gap that is not zero."""
     both = gaps_and_rates(array("d", gaps))
     assert both == (Distribution.of(gaps), Distribution.of([1000 / gap for gap in gaps if gap]))

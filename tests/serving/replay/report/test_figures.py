@@ -63,7 +63,7 @@ def test_the_best_stands_out_where_there_is_a_choice(
         (-3.5, "-3.50"),
     ],
 )
-def test_numbers_have_as_many_digits_as_say_something(value: float | None, text: str) -> None:
+def test_numbers_have_at_least_three_significant_digits(value: float | None, text: str) -> None:
     assert number(value) == text
 
 

@@ -1,4 +1,4 @@
-"""A report as JSON and as a table."""
+"""A report as JSON and as a table of text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_series() -> dict[str, Any]:
 
 
 def test_the_figures_stand_at_the_top_level_under_their_names() -> None:
-    """Section 10.5, and MOCK-97 in what it says of requests: null unless asked."""
+    """Requests are null unless they are wanted."""
     plain = json.loads(report().to_json())
     for name in ("ttft", "ttst", "tpot", "itl", "e2e_latency"):
         assert {f"{figure}_{name}_ms" for figure in STATISTICS} <= plain.keys()
@@ -110,7 +110,7 @@ def test_a_figure_is_found_by_its_name() -> None:
         ({"series": {**plain_series(), "interval_ms": 0}}, "series.interval_ms"),
     ],
 )
-def test_what_is_wrong_with_a_report_is_named(change: dict[str, Any], place: str) -> None:
+def test_an_invalid_report_is_refused_by_field(change: dict[str, Any], place: str) -> None:
     plain = {**json.loads(report().to_json()), **change}
     with pytest.raises(InvalidArgument) as caught:
         Report.from_json(json.dumps(plain))
@@ -129,7 +129,6 @@ def test_a_report_has_every_figure_but_may_have_more() -> None:
 
 
 def test_the_table_has_our_title_thousands_separators_and_two_decimals() -> None:
-    """MOCK-113."""
     made = evolve(
         report(),
         ttft=Distribution.of([18.264]),
@@ -149,7 +148,6 @@ def test_the_table_has_our_title_thousands_separators_and_two_decimals() -> None
 
 
 def test_the_table_has_the_median() -> None:
-    """Issue 12, point 9."""
     skewed = Distribution.of([1.0, 2.0, 3.0, 4.0, 100.0])
     text = report_text(evolve(report(), ttft=skewed))
     names = next(line for line in text.splitlines() if "figure" in line).split()
@@ -159,7 +157,6 @@ def test_the_table_has_the_median() -> None:
 
 @pytest.mark.parametrize("width", [80, 97, 100, 120, 200])
 def test_a_narrow_table_has_fewer_columns_and_no_cut_ones(width: int) -> None:
-    """Issue 12, point 9."""
     large = Distribution.of([123_456.78, 234_567.89])
     made = report()
     workers = [evolve(one, input_tokens=123_456_789, output_tokens=9_876_543) for one in made.workers]
@@ -173,14 +170,14 @@ def test_a_narrow_table_has_fewer_columns_and_no_cut_ones(width: int) -> None:
     assert "123,456,789" in text
 
 
-def test_what_there_is_no_sample_of_is_not_shown_as_0() -> None:
+def test_a_figure_without_samples_is_not_shown_as_0() -> None:
     text = report_text(make_report(Samples()))
     assert next(line for line in text.splitlines() if "first token" in line).split()[-8:] == ["N/A"] * 8
     assert "KV transfer" not in text
     assert "0 requests, 0 completed; 0 input" in text
 
 
-def test_the_table_says_what_went_wrong_only_if_something_did() -> None:
+def test_the_table_shows_failures_only_if_there_are_any() -> None:
     made = report(limits=Limits(ttft_ms=1))
     assert "5 requests, 5 completed; 320 input and 20 output tokens in 0.44 s" in report_text(made)
     assert "Good requests/s" in report_text(made)

@@ -1,4 +1,4 @@
-"""What happened in each interval."""
+"""The series of a replay, by interval."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_interval_lasts_some_time() -> None:
         Samples(interval_ms=0)
 
 
-def test_a_report_has_no_series_unless_asked_or_without_requests() -> None:
+def test_a_report_has_no_series_without_requests_or_if_switched_off() -> None:
     assert make_report(Samples(), series=False).series is None
     assert series(Samples()).arrivals == []
 
@@ -76,7 +76,7 @@ def test_a_report_has_no_series_unless_asked_or_without_requests() -> None:
     st.lists(st.tuples(st.floats(0, 500), st.floats(0, 500)), min_size=1, max_size=10),
     st.sampled_from([1.0, 7.5, 100.0]),
 )
-def test_what_lasts_is_all_there_and_never_more_than_all(spans: list[tuple[float, float]], width: float) -> None:
+def test_interval_means_add_up_to_the_whole_time(spans: list[tuple[float, float]], width: float) -> None:
     lasting = IntervalMeans(width)
     for begin, length in spans:
         lasting.add(begin, begin + length)

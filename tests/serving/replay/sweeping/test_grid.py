@@ -1,4 +1,4 @@
-"""Which runs a sweep is made of."""
+"""The runs of a sweep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(vary: Vary, **more: Any) -> list[str]:
     return [run.name for run in sweep_runs(MOCKER, vary, **more)]
 
 
-def test_what_a_router_does_not_have_does_not_multiply_its_runs() -> None:
+def test_a_setting_of_another_router_does_not_multiply_runs() -> None:
     vary: Vary = {"router": ["round-robin", "kv"], "workers": [1, 8], "overlap_score_credit": ["0.5", "1"]}
     assert names(vary) == [
         "round-robin 1 worker",
@@ -35,14 +35,14 @@ def test_what_a_router_does_not_have_does_not_multiply_its_runs() -> None:
     ]
 
 
-def test_what_only_prefill_workers_have_does_not_multiply_runs_without() -> None:
+def test_a_setting_of_prefill_workers_does_not_multiply_runs_without_them() -> None:
     vary: Vary = {"router": ["kv"], "prefill_workers": [0, 2], "conditional_disagg_enabled": [False, True]}
     found = names({**vary, "enforce_disagg": [False, True]})
     assert len(found) == 5
     assert found[0] == "0 prefill workers"
 
 
-def test_a_name_says_what_varies_and_a_file_name_all_that_was_given() -> None:
+def test_a_name_has_the_values_that_vary_and_a_file_name_all_given_ones() -> None:
     (run,) = sweep_runs(MOCKER, {"router": ["kv"], "workers": [4], "block_size": [64]})
     assert (run.name, run.file_name) == ("kv", "router=kv,workers=4,block_size=64.json")
     four, _ = sweep_runs(MOCKER, {"router": ["kv"], "workers": [4, 8], "block_size": [64]})
@@ -85,7 +85,7 @@ def test_values_go_where_they_belong() -> None:
     assert run.load_label == "seed=7 speed_up=2.0 concurrency=5 request_rate=0.5"
 
 
-def test_what_all_have_in_common_needs_to_make_sense_only_with_what_varies() -> None:
+def test_the_common_arguments_may_be_invalid_without_the_varied_ones() -> None:
     common = {"engine": "mocker", "router": "kv", "workers": 1, "kv_router": KvRouterConfig(min_initial_workers=4)}
     assert [run.name for run in sweep_runs(common, {"workers": [4, 8]})] == ["4 workers", "8 workers"]
     with pytest.raises(InvalidArgument, match="2 workers: the router would wait for 4 workers"):
@@ -113,7 +113,7 @@ def test_what_all_have_in_common_needs_to_make_sense_only_with_what_varies() -> 
         ({"engine": ["nowhere:Engine"]}, "vary.engine", "nowhere"),
     ],
 )
-def test_what_cannot_vary_is_named(vary: dict[str, Any], field: str, words: str) -> None:
+def test_a_name_that_cannot_vary_is_refused(vary: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words) as caught:
         sweep_runs(MOCKER, vary)
     assert caught.value.field == field

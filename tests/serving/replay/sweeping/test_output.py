@@ -41,7 +41,7 @@ costs = st.lists(st.one_of(st.none(), st.tuples(*[st.integers(0, 3).map(float)] 
 
 
 @given(costs)
-def test_unbeaten_is_what_nothing_is_as_good_as_and_better_in_something(found: list[Any]) -> None:
+def test_a_cost_is_unbeaten_if_none_is_as_low_in_all_and_lower_in_one(found: list[Any]) -> None:
     known = [cost for cost in found if cost is not None]
     for cost, is_unbeaten in zip(found, unbeaten(found), strict=True):
         beaten = cost is None or any(

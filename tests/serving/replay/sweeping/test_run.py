@@ -1,4 +1,4 @@
-"""Running a sweep in this process: order, failures, what is kept in a folder and found again."""
+"""Running a sweep in this process: order, failures, and reports that are kept in a folder and reused."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_each_report_is_that_of_the_run_alone() -> None:
     assert run_in_virtual_time(alone, backend="asyncio").to_json() == last.to_json()
 
 
-def test_settings_tell_what_makes_a_difference() -> None:
-    """The router's settings only where it has them; another trace of the same name is another load."""
+def test_settings_contain_every_difference() -> None:
+    """Settings of a router are only in its own runs; another trace of the same name is another load."""
     vary: dict[str, list[Any]] = {"router": ["random", "kv"], "overlap_score_credit": [0.5]}
     plain, kv = here(sweep_runs(MOCKER, vary, concurrency=2), TRACE)
     assert plain.report is not None
@@ -74,27 +74,27 @@ def test_settings_tell_what_makes_a_difference() -> None:
     assert plain.report.settings["load_digest"] == kv.report.settings["load_digest"]
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(engine: str) -> None:
+def test_a_run_that_fails_is_named_and_the_others_continue(engine: str) -> None:
     runs = sweep_runs(MOCKER, {"engine": [engine, "mocker"]})
-    told: list[SweepResult] = []
-    lame, right = here(runs, TRACE, on_result=told.append)
+    received: list[SweepResult] = []
+    lame, right = here(runs, TRACE, on_result=received.append)
     assert (lame.report, lame.problem) == (None, "no such card")
     assert right.report is not None
     assert right.report.completed_requests == 6
-    assert told == [lame, right]
+    assert received == [lame, right]
 
 
 def test_load_is_made_for_each_run_and_all_requests_are_counted() -> None:
     load = SyntheticLoad(input_tokens=100, output_tokens=2, request_count=3, turns=2)
     runs = sweep_runs(MOCKER, {"request_count": [2, 3], "workers": [1, 2]}, load=load)
-    heard: list[tuple[int, int]] = []
-    results = here(runs, on_progress=lambda *counts: heard.append(counts))
+    counts: list[tuple[int, int]] = []
+    results = here(runs, on_progress=lambda *count: counts.append(count))
     assert [one.report.num_requests for one in results if one.report is not None] == [4, 4, 6, 6]
-    assert heard[-1] == (20, 20)
-    assert [ended for ended, _ in heard] == sorted(ended for ended, _ in heard)
+    assert counts[-1] == (20, 20)
+    assert [ended for ended, _ in counts] == sorted(ended for ended, _ in counts)
 
 
-def test_what_a_folder_has_of_the_same_settings_is_taken_up(tmp_path: Path) -> None:
+def test_reports_of_the_same_settings_in_the_folder_are_reused(tmp_path: Path) -> None:
     folder = tmp_path / "reports"
     first = here(RUNS, TRACE, folder=folder)
     files = sorted(folder.iterdir())
@@ -123,7 +123,7 @@ def test_what_a_folder_has_of_the_same_settings_is_taken_up(tmp_path: Path) -> N
         (MOCKER, OTHER),
     ],
 )
-def test_what_is_of_other_settings_is_replaced(config: GraphConfig, how: dict[str, Any], tmp_path: Path) -> None:
+def test_a_report_of_other_settings_is_replaced(config: GraphConfig, how: dict[str, Any], tmp_path: Path) -> None:
     here(sweep_runs(MOCKER, {}), TRACE, folder=tmp_path)
     (other,) = here(sweep_runs(config, {}), TRACE, folder=tmp_path, **how)
     assert not other.is_found
@@ -139,7 +139,7 @@ def test_single_requests_are_in_the_files_only(tmp_path: Path) -> None:
     assert ReportsFolder(tmp_path).find(RUNS[0].file_name, result.report.settings) is not None
 
 
-def test_a_script_from_a_file_counts_as_what_it_says(tmp_path: Path) -> None:
+def test_a_script_from_a_file_counts_by_its_content(tmp_path: Path) -> None:
     script = tmp_path / "faults.txt"
     texts = ("worker 0 leaves at 9", "worker 0 leaves at 8", "worker 0 leaves at 8")
     found = []
@@ -161,20 +161,20 @@ def test_a_script_from_a_file_counts_as_what_it_says(tmp_path: Path) -> None:
         ({"runs": sweep_runs(MOCKER, {"concurrency": [0]})}, "replay_concurrency", "at least 1"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_runs(how: dict[str, Any], field: str, words: str) -> None:
-    told: list[SweepResult] = []
-    arguments: dict[str, Any] = {"runs": RUNS, "trace": TRACE, "jobs": 1, "on_result": told.append} | how
+def test_an_invalid_argument_is_refused_before_anything_runs(how: dict[str, Any], field: str, words: str) -> None:
+    received: list[SweepResult] = []
+    arguments: dict[str, Any] = {"runs": RUNS, "trace": TRACE, "jobs": 1, "on_result": received.append} | how
     with pytest.raises(InvalidArgument, match=words) as caught:
         sweep(**arguments)
     assert caught.value.field == field
-    assert told == []
+    assert received == []
 
 
 def test_no_runs_give_no_results() -> None:
     assert list(here([], TRACE)) == []
 
 
-def test_an_error_is_one_line_with_its_kind_where_that_says_more() -> None:
+def test_an_error_is_one_line_with_its_class_unless_it_is_a_penstock_error() -> None:
     assert error_text(InvalidArgument("too\nmany")) == "too many"
     assert error_text(KeyError("x")) == "KeyError: 'x'"
     assert error_text(ValueError()) == "ValueError"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pipeline import InvalidArgument
-from serving.replay import Trace, first_requests
+from serving.replay import first_requests
 
-TraceOf = Callable[..., Trace]
+from ..worlds import TraceOf
 
 
-def row(name: str, *wait_for: str, **said: Any) -> dict[str, Any]:
-    return {"request_id": name, "hash_ids": [1], "output_length": 2, "wait_for": list(wait_for), **said}
+def row(name: str, *wait_for: str, **fields: Any) -> dict[str, Any]:
+    return {"request_id": name, "hash_ids": [1], "output_length": 2, "wait_for": list(wait_for), **fields}
 
 
 def test_each_row_is_a_session_of_one_turn_with_both_its_delays(trace_of: TraceOf) -> None:
@@ -88,7 +87,7 @@ def test_sessions_share_the_first_part_of_their_first_prompt_within_a_group(trac
     assert len({one for each in ids for one in each}) == 4 * 14 - 2 * 3
 
 
-def test_all_that_is_wrong_with_a_line_of_lengths_is_said(trace_of: TraceOf) -> None:
+def test_all_problems_of_a_line_of_lengths_are_reported(trace_of: TraceOf) -> None:
     bad = {**APPLIED, "num_turns": 1, "tool_call_latency": [-1], "final_assistant_response_length": None}
     with pytest.raises(InvalidArgument) as caught:
         trace_of(bad, trace_format="applied_compute_agentic")
@@ -102,7 +101,7 @@ def test_all_that_is_wrong_with_a_line_of_lengths_is_said(trace_of: TraceOf) -> 
         trace_of("5", trace_format="applied_compute_agentic")
 
 
-def test_a_cut_trace_leaves_out_what_waits_for_a_request_that_is_cut(trace_of: TraceOf) -> None:
+def test_a_cut_trace_leaves_out_requests_that_wait_for_a_cut_one(trace_of: TraceOf) -> None:
     trace = trace_of(row("a", "b"), row("b"), row("c", "d"), row("d"), row("e", "c"), trace_format="agentic_mooncake")
     names = [session.turns[0].name for session in first_requests(trace, 3).sessions]
     assert names == ["a", "b"]

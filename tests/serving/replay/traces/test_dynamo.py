@@ -23,10 +23,12 @@ Read = Callable[..., Trace]
 SCHEMA = "dynamo.request.trace.v1"
 
 
-def request(name: str, start: int, end: int, *hashes: int, output: int = 5, **said: Any) -> dict[str, Any]:
-    """A request of whole blocks of two tokens, unless `replay` says otherwise; `session` and `parent` are its agent's.
-    The other words are fields of the request, None leaves one out."""
-    session, parent, more = said.pop("session", None), said.pop("parent", None), said.pop("replay", {})
+def request(name: str, start: int, end: int, *hashes: int, output: int = 5, **fields: Any) -> dict[str, Any]:
+    """Return a record of a request of whole blocks of two tokens, unless `replay` overrides them.
+
+    `session` and `parent` are its agent's. `fields` are those of the request; None leaves one out.
+    """
+    session, parent, more = fields.pop("session", None), fields.pop("parent", None), fields.pop("replay", {})
     replay = {"trace_block_size": 2, "input_length": 2 * len(hashes), "input_sequence_hashes": list(hashes)} | more
     fields = {
         "request_id": name,
@@ -34,7 +36,7 @@ def request(name: str, start: int, end: int, *hashes: int, output: int = 5, **sa
         "total_time_ms": end - start,
         "output_tokens": output,
         "replay": {key: value for key, value in replay.items() if value is not None},
-        **said,
+        **fields,
     }
     record = {
         "schema": SCHEMA,
@@ -50,9 +52,9 @@ def tool(session: str, source: str, consumer: str | None, child: str | None, mod
     claude = {"source_request_id": source, "execution_mode": mode}
     claude |= {} if consumer is None else {"consumer_request_id": consumer}
     claude |= {} if child is None else {"child_session_id": child}
-    told = {"tool_call_id": "call", "tool_class": "Agent", "claude": claude}
+    tool = {"tool_call_id": "call", "tool_class": "Agent", "claude": claude}
     record = {"schema": SCHEMA, "event_type": "tool_end", "event_time_unix_ms": 9}
-    return record | {"agent_context": {"session_id": session}, "tool": told}
+    return record | {"agent_context": {"session_id": session}, "tool": tool}
 
 
 @pytest.fixture
@@ -106,13 +108,13 @@ def test_records_may_be_wrapped_and_others_are_passed_over(read: Read) -> None:
 
 @pytest.mark.parametrize("total", [None, 0.4, 499.5])
 def test_a_request_ends_when_its_record_says(read: Read, total: float | None) -> None:
-    """Its whole time counts, rounded; without one the time of the record."""
+    """Its total time counts, rounded; without one the time of the record."""
     first = request("a", 1_000, 1_250, 1, session="s", total_time_ms=total)
     trace = read(first, request("b", 2_000, 2_100, 1, session="s"))
     assert waits(trace) == {"b": (("a",), {None: 750.0, 0.4: 1_000.0, 499.5: 500.0}[total])}
 
 
-def test_an_answer_that_is_known_is_recorded_and_goes_on_in_the_next_prompt(read: Read) -> None:
+def test_a_known_answer_is_recorded_and_continues_in_the_next_prompt(read: Read) -> None:
     parent = request("a", 0, 1, 11, output=2, replay={"completion_sequence_hashes": [11, 22]})
     child = request("b", 5, 6, 11, 22, output=1, replay={"completion_sequence_hashes": [11, 22, 33]})
     known = turns(read(parent, child))
@@ -135,13 +137,13 @@ def test_an_empty_answer_is_not_recorded(read: Read) -> None:
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=5))
-def test_each_prompt_of_a_conversation_begins_with_all_that_was_said(size: int, lengths: list[tuple[int, int]]) -> None:
-    """Whatever the lengths; a hash stands for all tokens up to the end of its block, as the front end writes them."""
+def test_each_prompt_of_a_conversation_begins_with_all_turns_before(size: int, lengths: list[tuple[int, int]]) -> None:
+    """For any lengths; a hash is of all tokens up to the end of its block, as the front end writes it."""
     records, length, text = DynamoRecords(), 0, 0
     hashes: list[int] = []
 
-    def said(tokens: int) -> list[int]:
-        """The blocks of so many tokens more; what was begun and not filled has another hash from then on."""
+    def next_hashes(tokens: int) -> list[int]:
+        """Return the hashes after that many more tokens; a block that was partial gets another one."""
         nonlocal text, length
         del hashes[length // size :]
         length += tokens
@@ -150,8 +152,9 @@ def test_each_prompt_of_a_conversation_begins_with_all_that_was_said(size: int, 
         return list(hashes)
 
     for at, (question, answer) in enumerate(lengths):
-        prompt, prompt_tokens = said(question), length
-        replay = {"trace_block_size": size, "input_length": prompt_tokens, "completion_sequence_hashes": said(answer)}
+        prompt, prompt_tokens = next_hashes(question), length
+        completion = next_hashes(answer)
+        replay = {"trace_block_size": size, "input_length": prompt_tokens, "completion_sequence_hashes": completion}
         records.add(request(f"{at}", at, at, *prompt, output=answer, replay=replay), at)
     sessions, bad = records.finish()
     assert bad == []
@@ -202,14 +205,14 @@ def test_each_prompt_of_a_conversation_begins_with_all_that_was_said(size: int, 
         (request("a", 0, 1, 1, session="s"), "it has an agent_context, other than the requests before it"),
     ],
 )
-def test_a_bad_record_is_named_with_what_is_wrong(read: Read, record: Any, problem: str) -> None:
+def test_an_invalid_record_is_reported_with_its_problem(read: Read, record: Any, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=f"trace.jsonl: line 2: .*({problem})"):
         read(request("first", 0, 1, 1), json.dumps(record))
     trace = read(request("first", 0, 1, 1), json.dumps(record), skip_bad=True)
     assert (list(turns(trace)), [bad.line for bad in trace.skipped]) == (["first"], [2])
 
 
-def test_a_trace_says_its_block_size_and_another_one_is_refused(read: Read) -> None:
+def test_a_trace_contains_its_block_size_and_another_one_is_refused(read: Read) -> None:
     assert read(request("a", 0, 1, 1, 2), trace_block_size=2).input_tokens == 4
     with pytest.raises(InvalidArgument, match="trace_block_size is 2, that of all is to be 4"):
         read(request("a", 0, 1, 1, 2), trace_block_size=4)
@@ -259,7 +262,7 @@ def test_a_bad_line_is_named_by_its_file_and_its_number_there(tmp_path: Path) ->
     assert [(bad.file, bad.line) for bad in skipped] == [(f"{at}.jsonl", line) for at in range(3) for line in (2, 3)]
 
 
-def test_what_is_cut_off_or_not_compressed_cannot_be_read(tmp_path: Path) -> None:
+def test_a_truncated_or_invalid_gzip_file_is_refused(tmp_path: Path) -> None:
     whole = gzip.compress(json.dumps(request("a", 0, 1, 1)).encode())
     for data in (whole[:-9], b"plain", whole[:20] + b"\xff" * 20):
         path = tmp_path / "t.jsonl.gz"
@@ -280,16 +283,16 @@ def test_only_a_dynamo_trace_has_several_files(tmp_path: Path, count: int, kind:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("prefill_workers", [0, 1])
-async def test_recorded_answers_are_given_whole_though_workers_die(
+async def test_recorded_answers_are_complete_although_workers_die(
     read: Read, prefill_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tokens repeat, as do the last ones of the prompt, so that no text shows where an answer was broken off."""
-    heard: dict[str, list[int]] = {}
+    """Their tokens repeat, as do the last ones of the prompt, so no text shows where an answer was broken off."""
+    answers: dict[str, list[int]] = {}
     answered = driver.LoadDriver._answered
 
     async def listening(self: Any, request: Context[PreprocessedRequest], *rest: Any) -> Any:
-        heard[request.id], status = await answered(self, request, *rest)
-        return heard[request.id], status
+        answers[request.id], status = await answered(self, request, *rest)
+        return answers[request.id], status
 
     monkeypatch.setattr(driver.LoadDriver, "_answered", listening)
     size = {"trace_block_size": 64}
@@ -305,5 +308,5 @@ async def test_recorded_answers_are_given_whole_though_workers_die(
     report = await run_config(config, trace, faults=script)
     assert (report.completed_requests, report.migrations > 2) == (12, True)
     known = {name: list(turn.recorded or []) for name, turn in turns(trace).items()}
-    assert heard == known
+    assert answers == known
     assert report.prefix_cache_reused_ratio > 0.3

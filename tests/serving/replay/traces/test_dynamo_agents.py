@@ -1,4 +1,4 @@
-"""Which requests of agents wait for which, as a trace of Dynamo's front end shows it."""
+"""Dependencies of requests with agent context in a trace of Dynamo's front end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SCHEMA = "dynamo.request.trace.v1"
 
 def request(name: str, start: int, end: int, session: str | None, parent: str | None = None) -> dict[str, Any]:
     replay = {"trace_block_size": 2, "input_length": 2, "input_sequence_hashes": [1]}
-    said = {"request_id": name, "request_received_ms": start, "output_tokens": 5, "replay": replay}
-    record = {"schema": SCHEMA, "event_type": "request_end", "event_time_unix_ms": end, "request": said}
+    request = {"request_id": name, "request_received_ms": start, "output_tokens": 5, "replay": replay}
+    record = {"schema": SCHEMA, "event_type": "request_end", "event_time_unix_ms": end, "request": request}
     return record | {"agent_context": session and {"session_id": session, "parent_session_id": parent}}
 
 
 def tool(session: str, source: str, consumer: str | None, child: str, mode: str = "blocking") -> dict[str, Any]:
     claude = {"source_request_id": source, "consumer_request_id": consumer, "child_session_id": child}
     record = {"schema": SCHEMA, "event_type": "tool_end", "event_time_unix_ms": 9}
-    told = {"tool_call_id": "call", "tool_class": "Agent", "claude": claude | {"execution_mode": mode}}
-    return record | {"agent_context": {"session_id": session}, "tool": told}
+    called = {"tool_call_id": "call", "tool_class": "Agent", "claude": claude | {"execution_mode": mode}}
+    return record | {"agent_context": {"session_id": session}, "tool": called}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_requests_of_a_session_follow_each_other_with_their_distance(read: Read)
     ]
 
 
-def test_a_child_waits_for_who_called_it_and_is_waited_for(read: Read) -> None:
+def test_a_child_waits_for_its_caller_and_its_parent_waits_for_it(read: Read) -> None:
     trace = read(
         request("parent 1", 1_000, 1_100, "root"),
         request("child 1", 1_200, 1_300, "child", "root"),
@@ -80,8 +80,8 @@ def test_a_child_whose_parent_is_not_in_the_trace_begins_when_it_did(read: Read)
     assert [one.arrival_ms for one in trace.sessions] == [0.0, 40.0]
 
 
-def test_a_tool_says_who_called_a_child_and_who_had_its_result(read: Read) -> None:
-    """The parent works on meanwhile."""
+def test_a_tool_names_the_caller_of_a_child_and_the_consumer_of_its_result(read: Read) -> None:
+    """The parent continues meanwhile."""
     rows = (
         request("parent 1", 1_000, 1_100, "root"),
         request("child 1", 1_350, 1_700, "child", "root"),
@@ -90,10 +90,10 @@ def test_a_tool_says_who_called_a_child_and_who_had_its_result(read: Read) -> No
         request("parent 4", 1_850, 1_950, "root"),
     )
     assert waits(read(*rows))["child 1"][0] == ("parent 2",)
-    told = waits(read(*rows, tool("root", "parent 1", "parent 4", "child", "background")))
-    assert told["child 1"] == (("parent 1",), 250.0)
-    assert told["parent 3"][0] == ("parent 2",)
-    assert told["parent 4"] == (("parent 3", "child 1"), 50.0)
+    found = waits(read(*rows, tool("root", "parent 1", "parent 4", "child", "background")))
+    assert found["child 1"] == (("parent 1",), 250.0)
+    assert found["parent 3"][0] == ("parent 2",)
+    assert found["parent 4"] == (("parent 3", "child 1"), 50.0)
     without_end = waits(read(*rows, tool("root", "parent 1", None, "child", "background")))
     assert without_end["parent 4"][0] == ("parent 3",)
     assert waits(read(*rows, tool("root", "parent 1", "parent 2", "not in the trace"))) == waits(read(*rows))
@@ -109,7 +109,7 @@ def test_a_tool_says_who_called_a_child_and_who_had_its_result(read: Read) -> No
         (tool("root", "p2", None, "child"), "another tool has begun session 'child' already"),
     ],
 )
-def test_a_tool_that_cannot_be_is_a_bad_line(read: Read, wrong: dict[str, Any], problem: str) -> None:
+def test_an_invalid_tool_is_a_bad_line(read: Read, wrong: dict[str, Any], problem: str) -> None:
     rows = (
         request("p1", 1_000, 1_100, "root"),
         request("c1", 1_200, 1_300, "child", "root"),

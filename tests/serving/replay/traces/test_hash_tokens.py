@@ -37,7 +37,7 @@ def test_a_block_does_not_repeat_one_token() -> None:
     assert len(set(hash_tokens(5, 512, range(1000, 32_000)))) > 450
 
 
-def test_a_prompt_keeps_its_length_and_what_it_shares() -> None:
+def test_a_prompt_keeps_its_length_and_its_shared_blocks() -> None:
     vocabulary = range(1000, 32_000)
     plain = [Prompt(array("I", ids), 1100, 512) for ids in ([1, 2, 3], [1, 2, 4])]
     one, other = (Prompt(p.hash_ids, p.tokens, 512, vocabulary).token_ids() for p in plain)

@@ -1,4 +1,4 @@
-"""What one line of a trace says, and everything that can be wrong with it."""
+"""The rows of Mooncake traces, and all problems of a line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def problems(value: Any, **kwargs: bool) -> list[str]:
     return str(caught.value).split("; ")
 
 
-def test_a_row_says_its_lengths_ids_and_arrival() -> None:
+def test_a_row_has_lengths_ids_and_arrival() -> None:
     row = read_row(PLAIN)
     assert (list(row.hash_ids), row.input_tokens, row.output_tokens, row.timestamp_ms) == ([3, 4], 700, 5, 27.0)
 
 
 def test_aliases_are_the_names_themselves() -> None:
-    """MOCK-86."""
     aliased = {"created_time": 27, "input_tokens": 700, "output_tokens": 5, "hash_ids": [3, 4], "delay_ms": 2.5}
     assert read_row(aliased) == read_row({**PLAIN, "delay": 2.5})
 
@@ -78,9 +77,9 @@ def test_agentic_fields_are_read_where_they_belong() -> None:
 
 @pytest.mark.parametrize("name", AGENTIC_FIELDS)
 def test_a_plain_row_with_an_agentic_field_is_refused_by_name(name: str) -> None:
-    said: dict[str, Any] = {"wait_for": ["a"], "branches": ["a"], "tool_wait_ms": 1, "prefix_reset": True}
-    assert problems({**PLAIN, name: said[name]}) == [f"{name} is of the format agentic_mooncake"]
-    assert read_row({**PLAIN, name: type(said[name])()}) == read_row(PLAIN)
+    given: dict[str, Any] = {"wait_for": ["a"], "branches": ["a"], "tool_wait_ms": 1, "prefix_reset": True}
+    assert problems({**PLAIN, name: given[name]}) == [f"{name} is of the format agentic_mooncake"]
+    assert read_row({**PLAIN, name: type(given[name])()}) == read_row(PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +109,11 @@ def test_a_plain_row_with_an_agentic_field_is_refused_by_name(name: str) -> None
         ({"output_token_ids": []}, "output_token_ids is empty, a recorded output has at least one token"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, Any], problem: str) -> None:
+def test_an_invalid_field_is_reported(change: dict[str, Any], problem: str) -> None:
     assert problems({**PLAIN, **change}) == [problem]
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_problems_of_a_line_are_reported_at_once() -> None:
     assert problems({"timestamp": -1, "hash_ids": [-1], "session_id": 4}) == [
         "hash_ids[0] is -1, not a whole number between 0 and 4294967295",
         "output_length is missing",
@@ -133,18 +132,18 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         ({"prefix_reset": 1}, "prefix_reset is 1, not true or false"),
     ],
 )
-def test_what_is_wrong_with_an_agentic_row_is_said(change: dict[str, Any], problem: str) -> None:
+def test_an_invalid_field_of_an_agentic_row_is_reported(change: dict[str, Any], problem: str) -> None:
     assert problems({**PLAIN, "request_id": "r", **change}, agentic=True) == [problem]
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), st.lists, max_leaves=4))
-def test_what_is_no_object_is_no_row(value: Any) -> None:
+def test_a_value_that_is_not_an_object_is_refused(value: Any) -> None:
     (problem,) = problems(value)
     assert problem.startswith("it is ")
 
 
 @given(st.dictionaries(st.sampled_from([*PLAIN, *AGENTIC_FIELDS, "delay"]), st.none() | st.integers() | st.text()))
-def test_any_object_is_a_row_or_is_told_what_is_wrong(value: dict[str, Any]) -> None:
+def test_any_object_is_a_row_or_is_refused_with_its_problems(value: dict[str, Any]) -> None:
     for agentic in (False, True):
         try:
             outcome = bool(read_row(value, agentic=agentic).hash_ids)

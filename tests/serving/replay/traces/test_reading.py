@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from pipeline import InvalidArgument
 from serving.replay import Prompt, Trace, TraceFormat, Turn, first_requests, read_trace
 from serving.replay.driver import recorded_outputs
 
-TraceOf = Callable[..., Trace]
-
-
-def row(**said: Any) -> dict[str, Any]:
-    return {"hash_ids": [1], "output_length": 2, **said}
+from ..worlds import TraceOf, row
 
 
 def turns(trace: Trace) -> list[Turn]:
@@ -28,20 +23,17 @@ def turns(trace: Trace) -> list[Turn]:
 
 
 def test_a_line_without_session_is_a_session_named_after_it(trace_of: TraceOf) -> None:
-    """MOCK-89."""
     trace = trace_of(row(timestamp=5), row(timestamp=7, session_id="a"), row(timestamp=9))
     assert [session.session_id for session in trace.sessions] == ["request_1", "a", "request_3"]
     assert [session.arrival_ms for session in trace.sessions] == [5.0, 7.0, 9.0]
 
 
 def test_a_session_without_name_is_never_one_with_a_name(trace_of: TraceOf) -> None:
-    """MOCK-89: or a unique equivalent."""
     trace = trace_of(row(timestamp=1), row(timestamp=2, session_id="request_1"))
     assert [session.session_id for session in trace.sessions] == ["request_1_", "request_1"]
 
 
 def test_lines_of_a_session_are_its_turns_and_their_distance_is_the_think_time(trace_of: TraceOf) -> None:
-    """MOCK-91."""
     (session,) = trace_of(row(session_id="s", timestamp=0), row(session_id="s", timestamp=100)).sessions
     assert [turn.delay_ms for turn in session.turns] == [0.0, 100.0]
 
@@ -58,7 +50,6 @@ def test_a_think_time_that_is_given_counts_more_than_timestamps(trace_of: TraceO
 
 
 def test_a_first_turn_has_no_think_time(trace_of: TraceOf) -> None:
-    """MOCK-88."""
     with pytest.raises(InvalidArgument, match="line 1: delay is not allowed on the first turn of a session"):
         trace_of(row(session_id="s", timestamp=1, delay=5))
     assert trace_of(row(session_id="s", timestamp=1, delay=0)).requests == 1
@@ -80,7 +71,6 @@ def test_a_turn_comes_after_the_one_before(trace_of: TraceOf, first: dict[str, A
 def test_a_prompt_is_copies_of_its_ids_and_no_longer_than_they_cover(
     first: int, blocks: int, wanted: int, block_size: int
 ) -> None:
-    """MOCK-86: clamped to what hash_ids can cover."""
     ids = array("I", [(first + at) % 2**32 for at in range(blocks)])
     prompt = Prompt.of(ids, block_size, wanted)
     tokens = prompt.token_ids()
@@ -89,7 +79,7 @@ def test_a_prompt_is_copies_of_its_ids_and_no_longer_than_they_cover(
     assert len(Prompt.of(ids, block_size).token_ids()) == blocks * block_size
 
 
-def test_the_trace_block_size_is_512_unless_told(trace_of: TraceOf) -> None:
+def test_the_trace_block_size_defaults_to_512(trace_of: TraceOf) -> None:
     assert trace_of(row(input_length=1000, hash_ids=[1, 2])).input_tokens == 1000
     assert trace_of(row(input_length=1000, hash_ids=[1])).input_tokens == 512
     assert trace_of(row(input_length=1000, hash_ids=[1, 2]), trace_block_size=16).input_tokens == 32
@@ -116,7 +106,7 @@ def test_of_many_bad_lines_the_first_are_named(trace_of: TraceOf) -> None:
     assert str(caught.value).endswith("and 10 more bad lines")
 
 
-def test_bad_lines_are_left_out_and_counted_if_told_so(trace_of: TraceOf) -> None:
+def test_bad_lines_are_skipped_and_counted_on_request(trace_of: TraceOf) -> None:
     trace = trace_of("?", row(session_id="s", timestamp=1), row(session_id="s", delay=-1), skip_bad=True)
     assert trace.requests == 1
     assert [str(bad) for bad in trace.skipped] == [
@@ -160,7 +150,7 @@ def test_no_two_requests_have_one_name(trace_of: TraceOf, other: dict[str, Any])
 
 
 def test_recorded_outputs_are_found_by_the_names_of_the_turns(trace_of: TraceOf, tmp_path: Path) -> None:
-    """Section 8 of the mock engine's rules: request id, else session and turn, else line."""
+    """The request id, else session and turn, else the line."""
     recorded = [
         row(output_token_ids=[1, 2]),
         row(session_id="s", timestamp=0),

@@ -1,4 +1,4 @@
-"""Made up load."""
+"""Synthetic load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load(**settings: Any) -> SyntheticLoad:
     )
 
 
-def test_every_request_has_the_length_that_was_asked_for_and_shares_nothing() -> None:
+def test_every_request_has_the_given_length_and_shares_no_block() -> None:
     trace = load().make()
     assert (trace.requests, trace.input_tokens, trace.output_tokens) == (4, 400, 20)
     assert len({token for session in trace.sessions for token in session.turns[0].prompt.token_ids()}) == 40
@@ -71,7 +71,7 @@ def test_the_same_seed_makes_the_same_trace() -> None:
         ("trace_block_size", 0),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(field: str, value: float) -> None:
+def test_an_invalid_argument_is_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(InvalidArgument) as caught:
         load(**{field: value})
     assert caught.value.field == field
