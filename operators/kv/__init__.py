@@ -22,7 +22,7 @@ from .events import (
     recovery_workers,
 )
 from .factory import kv_router
-from .index import KvIndex, Overlap, PredictedIndex
+from .index import KvIndex, KvIndexError, Overlap, PredictedIndex
 from .load import ActiveSequences, ReplicaSync
 from .lookup import kv_events
 from .metrics import RouterMetrics
@@ -35,7 +35,6 @@ from .reservation import Reservation, ends_badly
 from .router import KvRouter
 from .selection import Decision, WorkerType
 from .service import RouterGauges, RouterService
-from .sessions import SessionAffinity
 from .types import WorkerRank
 
 __all__ = [
@@ -50,6 +49,7 @@ __all__ = [
     "EventFeed",
     "EventLog",
     "KvIndex",
+    "KvIndexError",
     "KvPushRouter",
     "KvRecovery",
     "KvRouter",
@@ -70,7 +70,6 @@ __all__ = [
     "RouterMetrics",
     "RouterService",
     "RoutingRules",
-    "SessionAffinity",
     "WireLimits",
     "WorkerNotFound",
     "WorkerPool",
