@@ -30,6 +30,17 @@ from pipeline import InvalidArgument
 from ..settings_file import read_toml
 from .samples import Role
 
+_FIELD = "fault"
+_DOWN_MS = 10_000.0
+"""Default time from leaving to returning."""
+_UNITS_MS = {"ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3, "m": 6e4, "min": 6e4, "h": 3.6e6}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
+_PARTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s+(ms|s|sec|seconds|m|min|h)(?!\w)")
+_RESTARTS = ("restarts", "restart")
+_ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+_FILLERS = ("workers", "the", "of", "at", "after", "and", "then")
+_EXAMPLE = "'worker 3 dies at 120 s, returns at 300 s'"
+
 
 class Action(StrEnum):
     """What happens to a worker."""
@@ -40,6 +51,13 @@ class Action(StrEnum):
     """It takes no new requests, finishes the running ones and leaves."""
     RETURNS = "returns"
     """It joins again, with an empty cache."""
+
+
+_ACTIONS = {
+    **dict.fromkeys(("dies", "die", "kill", "kills", "killed"), Action.DIES),
+    **dict.fromkeys(("leaves", "leave", "drain", "drains"), Action.LEAVES),
+    **dict.fromkeys(("returns", "return", "start", "starts"), Action.RETURNS),
+}
 
 
 @frozen
@@ -114,23 +132,6 @@ def _check(fault: Fault, workers: int, is_gone: bool) -> None:
         what = f"{name} returns at {fault.at_ms / 1000:g} s, but is there"
     if what:
         raise InvalidArgument(f"{fault.place}: {what}" if fault.place else what, field="fault")
-
-
-_FIELD = "fault"
-_DOWN_MS = 10_000.0
-"""Default time from leaving to returning."""
-_UNITS_MS = {"ms": 1.0, "s": 1e3, "sec": 1e3, "seconds": 1e3, "m": 6e4, "min": 6e4, "h": 3.6e6}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)([a-z]*)")
-_PARTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s+(ms|s|sec|seconds|m|min|h)(?!\w)")
-_ACTIONS = {
-    **dict.fromkeys(("dies", "die", "kill", "kills", "killed"), Action.DIES),
-    **dict.fromkeys(("leaves", "leave", "drain", "drains"), Action.LEAVES),
-    **dict.fromkeys(("returns", "return", "start", "starts"), Action.RETURNS),
-}
-_RESTARTS = ("restarts", "restart")
-_ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
-_FILLERS = ("workers", "the", "of", "at", "after", "and", "then")
-_EXAMPLE = "'worker 3 dies at 120 s, returns at 300 s'"
 
 
 def parse_fault(text: str, place: str = "") -> list[Fault | RollingRestart]:

@@ -28,13 +28,15 @@ _LEGEND_ROW, _LEGEND_ROWS = 19, 8
 _LEGEND_WIDTH = 430
 """In a page of 500 pixels."""
 _UNIFIED = 6
-"""So many series at most share one hover box."""
+"""Most series that share one hover box."""
 _MOST_POINTS = 1000
+"""Of a series; beyond, a point is the greatest value of several intervals."""
 _CURVE_POINTS = 400
+"""Of a percentile curve that is made of every request."""
 _LOGARITHMIC_FROM = 50.0
-"""An axis is logarithmic if the greatest value is so many times the least."""
+"""An axis is logarithmic if the greatest value is at least this multiple of the least."""
 _TIMES = (("h", 3.6e6, 7.2e6), ("min", 6e4, 3e5), ("s", 1e3, 2e3), ("ms", 1.0, 0.0))
-"""Units of time, their milliseconds, and from which length of a replay on they are used."""
+"""Units of time, their milliseconds, and the shortest replay in milliseconds that uses them."""
 
 Values: TypeAlias = Callable[[Series, Sequence[float]], Sequence[float | None]]
 """The values of a series, given the seconds of each interval."""
@@ -53,7 +55,7 @@ class Chart:
 
     def html(self) -> str:
         """Return the figure with its data, which the script of the page draws."""
-        height, note = self.figure.layout.height, self.note
+        height, note = self.figure["layout"]["height"], self.note
         noted = f'<span class="note">{escaped(note)}</span>' if note else ""
         label = escaped(f"{self.title}. {self.description or _ranges(self.figure)}")
         data = plotly.io.to_json(self.figure, engine="json")
@@ -179,7 +181,7 @@ def latency_charts(reports: Mapping[str, Report]) -> list[Chart]:
 
 
 def _curve(report: Report, name: str) -> tuple[str, list[tuple[float, float]]]:
-    """Return values by percent, and what they are: of every request, or of the percentiles that the report has."""
+    """Return what the curve is made of, and its values by percent."""
     found: Distribution = getattr(report, name)
     each = [
         value
@@ -197,26 +199,26 @@ def _curve(report: Report, name: str) -> tuple[str, list[tuple[float, float]]]:
 
 
 def _thinned(ordered: Sequence[float]) -> list[tuple[float, float]]:
-    """Return values by percent, as many as can be seen: the tail is closer to whole."""
+    """Return values by percent: all of the tail, and the rest as dense as a chart shows."""
     last = len(ordered) - 1
     end = log10(last)
     places = (round(last * (1 - 10 ** (-end * at / (_CURVE_POINTS - 1)))) for at in range(_CURVE_POINTS))
     return [(100 * at / last, ordered[at]) for at in sorted({*places, last})]
 
 
-def percentile_place(percent: float, end: float) -> float:
-    """Return where a percentile stands: each nine has the same room, so that the tail can be seen."""
+def _percentile_place(percent: float, end: float) -> float:
+    """Return the place of a percentile: p90, p99 and p99.9 are equally far apart, which shows the tail."""
     return end if percent >= 100 else -log10(1 - percent / 100)
 
 
 def _percentile_chart(title: str, curves: Mapping[str, tuple[str, list[tuple[float, float]]]]) -> Chart:
     percents = [percent for _, curve in curves.values() for percent, _ in curve if percent < 100]
-    end = max(percentile_place(percent, 0) for percent in percents or [99.0]) + 0.5
-    ticks = [at for at in (0, 50, 75, 90, 95, 99, 99.9, 99.99) if percentile_place(at, 0) < end - 0.3] + [100]
+    end = max(_percentile_place(percent, 0) for percent in percents or [99.0]) + 0.5
+    ticks = [at for at in (0, 50, 75, 90, 95, 99, 99.9, 99.99) if _percentile_place(at, 0) < end - 0.3] + [100]
     names: dict[float, str] = {0: "min", 100: "max"}
     x = axis(
         "percentile",
-        tickvals=[percentile_place(at, end) for at in ticks],
+        tickvals=[_percentile_place(at, end) for at in ticks],
         ticktext=[names.get(at, f"p{at:g}") for at in ticks],
         range=[0, end],
         unifiedhovertitle={"text": " "},
@@ -226,7 +228,7 @@ def _percentile_chart(title: str, curves: Mapping[str, tuple[str, list[tuple[flo
         line(
             at,
             run,
-            [(percentile_place(percent, end), value) for percent, value in curve],
+            [(_percentile_place(percent, end), value) for percent, value in curve],
             "%{customdata}: %{y:,.4~g} ms",
             customdata=[names.get(percent, f"p{percent:.4g}") for percent, _ in curve],
         )

@@ -88,7 +88,7 @@ def _cost(point: Point, x: str, y: str) -> tuple[float, float]:
 def pareto_chart(points: Sequence[Point], x: str, y: str, *, load: str = "") -> Chart:
     """Return the points of two figures, a series for each group. Those that no other beats are numbered.
 
-    A stair joins those of the same completed requests. `load` is what the points have in common.
+    A stair joins the points that no other beats in the two figures. `load` names the common load for the title.
     """
     across, up = figure_named(x), figure_named(y)
     front = front_of(points, x, y)
@@ -148,7 +148,7 @@ def _dots(
 
 
 def _stair(points: Sequence[Point], x: str, y: str) -> Any:
-    """Return a line; what lies behind it is beaten."""
+    """Return the line between beaten and unbeaten places."""
     costs = [_cost(point, x, y) for point in points]
     front = sorted(
         (cost, at) for at, (cost, is_joined) in enumerate(zip(costs, unbeaten(costs), strict=True)) if is_joined
@@ -206,7 +206,7 @@ def _labels(
 
 
 def _box(x: float, y: float, wide: float, high: float, left: float, middle: float) -> tuple[float, ...]:
-    """Return left, lower, right and upper end of what stands at a point, `left` and `middle` in its own sizes away."""
+    """Return the left, lower, right and upper end of a box, `left` widths and `middle` heights from a point."""
     return x + left * wide, y + (middle - 0.5) * high, x + (left + 1) * wide, y + (middle + 0.5) * high
 
 

@@ -23,6 +23,8 @@ from .mooncake import AgenticRows, SessionRows, never_begin
 from .trace import BLOCK_TOKENS, BadLine, Session, Trace, TraceFormat, check_block_size
 
 _FIELD = "trace"
+_SHOWN_LINES = 20
+"""Bad lines that an error lists."""
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -42,9 +44,6 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InvalidArgument(f"cannot read {path}: {error.strerror or error}", field=_FIELD, cause=error) from error
     except ValueError as error:  # a path with a zero byte
         raise InvalidArgument(f"{str(path)!r} is no path: {error}", field=_FIELD, cause=error) from error
-
-
-_SHOWN_LINES = 20
 
 
 class Reader(Protocol):

@@ -16,6 +16,9 @@ from attrs import define, evolve, field, frozen
 
 from pipeline import InvalidArgument
 
+BLOCK_TOKENS = 512
+"""Tokens of a hash id, by default."""
+_TOKEN_IDS_MAX = 2**32
 _SPREAD = 2_654_435_761
 """A multiplier that is coprime to any vocabulary: consecutive ids begin at distant parts of the tape."""
 
@@ -48,10 +51,6 @@ def _tape(tokens: int, vocabulary: range) -> list[int]:
     """Return pseudo-random tokens; a block may begin at any index below the size of the vocabulary."""
     drawn = Random(len(vocabulary)).choices(vocabulary, k=len(vocabulary))
     return (drawn * (1 + -(-tokens // len(drawn))))[: len(drawn) + tokens]
-
-
-BLOCK_TOKENS = 512
-"""Tokens of a hash id, by default."""
 
 
 @frozen
@@ -88,9 +87,6 @@ def check_block_size(block_size_tokens: int) -> None:
     """Raise InvalidArgument for a block without tokens."""
     if block_size_tokens < 1:
         raise InvalidArgument(f"a block has at least one token, not {block_size_tokens}", field="trace_block_size")
-
-
-_TOKEN_IDS_MAX = 2**32
 
 
 class TraceFormat(StrEnum):
