@@ -75,7 +75,8 @@ async def _pool(kind: str) -> AsyncIterator[PrefillPool | None]:
         return
     config = KvRouterConfig(use_kv_events=False, router_track_active_blocks=False)
     with kv_router(workers, config, block_size_tokens=BLOCK_TOKENS, rng=Random(3), worker_type="prefill") as kv:
-        yield KvPrefill(kv, KvPushRouter(kv) >> push)
+        stage = KvPushRouter(kv)
+        yield KvPrefill(stage, stage >> push)
 
 
 async def _per_item(graphs: Sequence[AnyGraph]) -> list[float]:

@@ -32,12 +32,13 @@ model = Model.byte_level("mock")
 settings = KvRouterConfig(use_kv_events=False)
 prefill_workers = static_workers({0: engines[0], 1: engines[1]}, name="prefill")
 decode_workers = static_workers({2: engines[2], 3: engines[3]}, name="decode")
-prefill_chooser = kv_router(prefill_workers, settings, block_size_tokens=64, worker_type="prefill")
+prefill_router = kv_router(prefill_workers, settings, block_size_tokens=64, worker_type="prefill")
 router = kv_router(decode_workers, settings, block_size_tokens=64, worker_type="decode")
 
 
 def declared(scheduler: AnyIOScheduler) -> StandardGraph:
-    pool = KvPrefill(prefill_chooser, KvPushRouter(prefill_chooser) >> PushRouter(prefill_workers))
+    stage = KvPushRouter(prefill_router)
+    pool = KvPrefill(stage, stage >> PushRouter(prefill_workers))
     prefill = PrefillRouter(pool, prefill_workers.changes(), scheduler=scheduler)
     text = Preprocess(model) >> Migration(limit=3) >> Detokenize(model)
     return text >> prefill >> KvPushRouter(router) >> PushRouter(decode_workers)

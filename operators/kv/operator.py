@@ -32,6 +32,7 @@ from pipeline.protocols import (
 from pipeline.protocols.openai import QUERY_INSTANCE_ID
 from pipeline.telemetry import annotate
 
+from ..marks import Mark
 from ..pool import Next, Output, assign_worker
 from ..records import copied
 from .metrics import RequestMeter, RouterMetrics, span_below
@@ -46,6 +47,10 @@ _log = logging.getLogger(__name__)
 
 ROUTER_DECISION = "router_decision"
 """Annotation that requests an event of this name before the answer: the chosen worker, and why."""
+
+
+_RESERVED: Mark[Reservation] = Mark("operators.kv.reserved")
+"""The reservation of a request for which `KvPushRouter.reserve` was called, until `generate` takes it."""
 
 
 class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):
@@ -63,6 +68,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     With `router_decision` among the annotations the reasons come first on the stream; a traced request has them as
     attributes of this stage's span. Where the router keeps sessions, requests of one session (`X-Dynamo-Session-ID` in
     the metadata) go where the first went.
+
+    A stage above that needs the worker before it sends the request calls `reserve` first.
 
     Raises what `KvRouter.reserve` and `PushRouter` raise. A stop or kill while the request waits for room raises
     Cancelled, and so does a prefill that is stopped when its turn comes; later a stop is the worker's to handle, and
@@ -83,9 +90,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
     ) -> ResponseStream[Output]:
         payload = request.payload
-        route = self.router.route_request(payload, _phase(payload.tracker), request.metadata)
-        route = with_shared_hashes(route, request)
-        await hash_beside_the_loop(route, request)
+        route = await self._route(request)
         session_id = None if self.router.sessions is None else session_id_of(_session(request.metadata))
         if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self._answer(request, route, session_id)
@@ -93,22 +98,56 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             return await self._serve(request, route, next)
         return await self._in_session(request, route, session_id, next)
 
+    async def reserve(self, request: Context[PreprocessedRequest]) -> WorkerRank:
+        """Reserve a worker for a request, in its turn if all are busy; `generate` then sends it there.
+
+        The request that is sent is this one or what `with_payload` makes of it. One that is not sent needs
+        `give_back`. A request with the annotation `query_instance_id:` books nothing. Raises as `KvRouter.reserve`.
+        """
+        route = await self._route(request)
+        if request.payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
+            return self.router.advise(route).rank
+        reservation = await self._reserved(request, route)
+        _RESERVED.put(request, reservation)
+        return reservation.decision.rank
+
+    def give_back(self, request: Context[PreprocessedRequest]) -> None:
+        """Release what `reserve` has reserved, if `generate` has not taken it."""
+        if (reservation := _RESERVED.take(request)) is not None:
+            reservation.release()
+
+    async def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
+        payload = request.payload
+        route = self.router.route_request(payload, _phase(payload.tracker), request.metadata)
+        route = with_shared_hashes(route, request)
+        await hash_beside_the_loop(route, request)
+        return route
+
+    async def _reserved(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Reservation:
+        """Reserve a worker, and record how many requests waited before this one."""
+        waiting = len(self.router.queue)
+        with self._metrics.steps(self.router.loads.clock.now_s, request, self._tracer) as steps:
+            reservation = await self.router.reserve(route, request_id=request.id, control=request.control, steps=steps)
+        if (tracker := request.payload.tracker) is not None:
+            tracker.record_router_queue_depth(waiting)
+        return reservation
+
     # -- 2 and 3: reserved and sent
 
     async def _serve(
         self, request: Context[PreprocessedRequest], route: RouteRequest, next: Next, entry: Entered | None = None
     ) -> ResponseStream[Output]:
-        """Reserve a worker, send the request there, and account for the stream; `entry` is its place in a session."""
-        payload, phase, waiting = request.payload, _phase(request.payload.tracker), len(self.router.queue)
-        with self._metrics.steps(self.router.loads.clock.now_s, request, self._tracer) as steps:
-            reservation = await self.router.reserve(route, request_id=request.id, control=request.control, steps=steps)
+        """Send the request to its worker, and account for the stream; `entry` is its place in a session."""
+        payload, phase = request.payload, _phase(request.payload.tracker)
+        if (reservation := _RESERVED.take(request)) is None:
+            reservation = await self._reserved(request, route)
         decision = reservation.decision
         try:
             if request.is_stopped and phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
                 raise Cancelled("stopped before its prefill was sent")
             if route.worker_id is None:
                 _log_choice(decision)
-            self._record(request, decision, waiting)
+            self._record(request, decision)
             reasons = _reasons(decision) if payload.has_annotation(ROUTER_DECISION) else None
             sent = request.with_payload(_with_rank(payload, decision.rank, phase))
             assign_worker(sent, decision.rank.worker_id)
@@ -129,11 +168,10 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             held.append(self._lease(entry, decision.rank))
         return ResponseStream(_counted(stream, reservation, reasons, held), request, stream, *held)
 
-    def _record(self, request: Context[PreprocessedRequest], decision: Decision, waiting: int) -> None:
-        """Record a request that is about to be sent, behind so many that wait."""
+    def _record(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
+        """Record a request that is about to be sent."""
         self._note(request, decision)
         if (tracker := request.payload.tracker) is not None:
-            tracker.record_router_queue_depth(waiting)
             tracker.record_prefill_start()
         self._metrics.routed(len(request.payload.token_ids), tracker, decision)
 

@@ -1,6 +1,6 @@
 """The worker that a stage above the pool's router has chosen for a request.
 
-    KvPushRouter, PushPrefill, DirectRouter ──assign_worker──► mark in the registry ──► PushRouter takes it, sends there
+    KvPushRouter, PushPrefill, DirectRouter ──assign_worker──► Mark ──► PushRouter takes it, sends there
 
 The mark is of this dispatch only. A client's own wish, `routing.backend_instance_id`, is part of the request instead.
 """
@@ -9,34 +9,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline import Annotated, AsyncEngine, Context, Control, InvalidArgument, Operator, ResponseStream
+from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RoutingHints
+
+from ..marks import Mark
 
 Output = Annotated[LLMEngineOutput]
 Next = AsyncEngine[PreprocessedRequest, Output]
 
-_KEY = "operators.pool.assigned"
-
-
-class _Assigned(dict[Control, int]):
-    """The worker of each dispatch. A request's prefill, decode and attempts share one registry, not one control."""
+_ASSIGNED: Mark[int] = Mark("operators.pool.assigned")
 
 
 def assign_worker(request: Context[Any], worker_id: int) -> None:
-    """Have the PushRouter below send this request to that worker, once, whatever its mode.
-
-    The mark holds for `request` and what `with_payload` makes of it, not for a child of it.
-    """
-    registry = request.registry
-    if (assigned := registry.get_optional(_KEY, _Assigned)) is None:
-        registry.insert_shared(_KEY, assigned := _Assigned())
-    assigned[request.control] = worker_id
+    """Have the PushRouter below send this request to that worker, once, whatever its mode; see `Mark`."""
+    _ASSIGNED.put(request, worker_id)
 
 
 def take_assigned_worker(request: Context[Any]) -> int | None:
     """Return the worker that was assigned and remove the mark; None if there is no mark."""
-    assigned = request.registry.get_optional(_KEY, _Assigned)
-    return assigned.pop(request.control, None) if assigned else None
+    return _ASSIGNED.take(request)
 
 
 class DirectRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):

@@ -44,6 +44,10 @@ class RoundRobin:
         self._turn += 1
         return chosen
 
+    def give_back(self) -> None:
+        """Undo one turn."""
+        self._turn -= 1
+
 
 def random_pick(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
     """Each as likely as the others."""

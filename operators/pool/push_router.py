@@ -184,6 +184,11 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         finally:
             self._rng.setstate(before)
 
+    def give_back_turn(self) -> None:
+        """Undo the turn that `select_worker` took for a request that is not sent after all; other modes have none."""
+        if isinstance(self._pick, RoundRobin):
+            self._pick.give_back()
+
     @property
     def is_direct(self) -> bool:
         """Whether each request has to name its instance."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .conditional import ConditionalDisaggregation
 from .errors import NoDisaggregatedParams, PrefillError, PrefillNotActivated, TopologyError
-from .pool import KvPrefill, PrefillPool, PushPrefill
-from .resolve import PrefillWorker
+from .pool import KvPrefill, PrefillPool, PrefillReservation, PushPrefill
 from .router import PrefillRouter, PrefillSettings
+from .worker import PrefillWorker
 
 __all__ = [
     "ConditionalDisaggregation",
@@ -15,6 +15,7 @@ __all__ = [
     "PrefillError",
     "PrefillNotActivated",
     "PrefillPool",
+    "PrefillReservation",
     "PrefillRouter",
     "PrefillSettings",
     "PrefillWorker",

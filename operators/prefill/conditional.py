@@ -20,7 +20,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 
 from ..kv import ConditionalPolicy, KvRouter, KvRouterConfig, WorkerRank, with_shared_hashes
-from .pool import Configs, PrefillPool
+from .pool import PrefillPool
+from .resolve import Configs
 
 _log = logging.getLogger(__name__)
 

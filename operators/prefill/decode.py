@@ -1,4 +1,4 @@
-"""The stream of decode, watched where its blocks come from a prefill that still runs."""
+"""The stream of decode, watched while its blocks come from a prefill that still runs."""
 
 from __future__ import annotations
 
@@ -12,92 +12,92 @@ from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.telemetry import spanned
 
 from ..pool import Output
-from .transfer import Handover
+from .task import PrefillTask
 
 
-async def fed(
+async def decode_stream(
     request: Context[PreprocessedRequest],
     payload: PreprocessedRequest,
-    handover: Handover,
+    prefill: PrefillTask,
     next: AsyncEngine[PreprocessedRequest, Output],
 ) -> ResponseStream[Output]:
-    """Decode's stream. Where it may wait for blocks in vain it runs in a child, which the hand-over may kill.
+    """Return decode's stream. Where it may wait for blocks in vain it runs in a child, which the prefill may kill.
 
-    Raises what decode raises, and the prefill's error where it was killed for that, or failed for want of its blocks.
+    Raise what decode raises, and the prefill's error where decode was killed for that, or failed for want of blocks.
     """
-    if handover.is_over:
-        return await decode_in_span(request.with_payload(payload), handover, next)
+    if prefill.is_done:
+        return await decode_in_span(request.with_payload(payload), prefill, next)
     below = request.child(payload)
-    handover.feeds(below.control)
+    prefill.decode_sent(below.control)
     try:
-        stream = await decode_in_span(below, handover, next)
+        stream = await decode_in_span(below, prefill, next)
     except BaseException as error:
         try:
-            reason = await _reason(request, handover, error) if isinstance(error, Exception) else None
+            reason = await _prefill_error(request, prefill, error) if isinstance(error, Exception) else None
         finally:
-            handover.abandon()
+            prefill.abandon()
         if reason is not None:
             raise reason from reason.__cause__
         raise
-    left = ReleaseOnce(handover.abandon)
-    return ResponseStream(_watched(stream, request, handover, left), request, stream, left)
+    left = ReleaseOnce(prefill.abandon)
+    return ResponseStream(_watched(stream, request, prefill, left), request, stream, left)
 
 
 async def decode_in_span(
-    request: Context[PreprocessedRequest], handover: Handover, next: AsyncEngine[PreprocessedRequest, Output]
+    request: Context[PreprocessedRequest], prefill: PrefillTask, next: AsyncEngine[PreprocessedRequest, Output]
 ) -> ResponseStream[Output]:
-    """Decode's stream, if the request is traced in a span that is linked to the one of the prefill."""
+    """Return decode's stream, for a traced request in a span that is linked to the span of the prefill."""
     if request.trace is None:
         return await next.generate(request)
-    return await spanned(request, "decode", next.generate, tracer=handover.tracer, link=handover.link)
+    return await spanned(request, "decode", next.generate, tracer=prefill.tracer, link=prefill.link)
 
 
 async def _watched(
-    stream: ResponseStream[Output], request: Context[Any], handover: Handover, left: ReleaseOnce
+    stream: ResponseStream[Output], request: Context[Any], prefill: PrefillTask, left: ReleaseOnce
 ) -> AsyncGenerator[Output, None]:
     reason: PenstockError | None = None
     has_failed = False
     try:
         async with stream:
             async for item in stream:
-                # An event says nothing of blocks.
-                if not handover.is_settled and (item.data is not None or item.is_error):
-                    if (reason := await _reason(request, handover, item.extract_error())) is not None:
+                # An event is no sign that the blocks are there.
+                if not prefill.is_settled and (item.data is not None or item.is_error):
+                    if (reason := await _prefill_error(request, prefill, item.extract_error())) is not None:
                         break
-                    handover.settle()
+                    prefill.decode_settled()
                 has_failed = item.is_error
                 yield item
         if reason is None and not has_failed:
-            handover.leave()
+            prefill.decode_ended()
     except Exception as error:
-        reason = await _reason(request, handover, error)
+        reason = await _prefill_error(request, prefill, error)
         if reason is None:
             raise
     finally:
         left.release()
-    if reason is None and handover.starves:
-        reason = await _reason(request, handover, None)
+    if reason is None and prefill.starved_decode:
+        reason = await _prefill_error(request, prefill, None)
     if reason is not None:
         raise reason from reason.__cause__
 
 
-async def _reason(request: Context[Any], handover: Handover, error: Exception | None) -> PenstockError | None:
-    """The prefill's error, if decode ended, perhaps with an error, for that and not because the caller wanted it.
+async def _prefill_error(request: Context[Any], prefill: PrefillTask, error: Exception | None) -> PenstockError | None:
+    """Return the prefill's error, if decode ended, perhaps with an error, because of it; None if the client left.
 
-    Who waits for blocks may know earlier than we do that they will not come: an error that says nothing else waits for
-    the end of the prefill.
+    Decode may know earlier than the router that its blocks will not come: an error that could be for want of blocks
+    waits for the end of the prefill.
     """
     if request.is_stopped:
         return None
-    if not handover.starves:
-        if handover.is_settled or error is None or may_migrate(error) or _is_final(error):
+    if not prefill.starved_decode:
+        if prefill.is_settled or error is None or may_migrate(error) or _is_final(error):
             return None
-        await handover.fails_soon()
-    return None if request.is_stopped else handover.error
+        await prefill.fails_soon()
+    return None if request.is_stopped else prefill.error
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether it is about the request, or about who may have it, and so not about blocks."""
+    """Whether the error is about the request, or refuses it, and so is not for want of blocks."""
     return any(isinstance(link, Cancelled | Refused) or _is_shown(link) for link in chain(error))
 
 
@@ -106,7 +106,7 @@ def _is_shown(link: BaseException) -> bool:
 
 
 def announced(request: Context[Any], stream: ResponseStream[Output]) -> ResponseStream[Output]:
-    """The stream behind an event that says nobody else prefills."""
+    """Return the stream behind an event that there is no remote prefill."""
     return ResponseStream(_announced(stream), request, stream)
 
 

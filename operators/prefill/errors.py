@@ -3,13 +3,13 @@
 ::
 
     Unavailable
-    └── PrefillNotActivated       nobody prefills now, and the request may not go without
+    └── PrefillNotActivated       there is no prefill worker now, and the request may not go without
     ResourceExhausted             every prefill worker is busy: see `backpressure`
     PrefillError                  the prefill was dispatched, or was to be, and failed
-    ├── NoDisaggregatedParams     it ended well, but hands nothing over
+    ├── NoDisaggregatedParams     it ended well, but without parameters for decode
     └── TopologyError             it is not known which decode workers its blocks can reach
 
-After a prefill was dispatched there is no falling back on an aggregated answer: its error goes to the caller.
+Once a prefill was sent its error goes to the caller; decode does not compute the prompt in its place.
 
 Source: dynamo lib/llm/src/kv_router/prefill_router/types.rs, PrefillError. Other than there an error is to the caller
 what its cause is (may it be sent again, which status), and topology errors have a class.
@@ -17,7 +17,7 @@ what its cause is (may it be sent again, which status), and topology errors have
 
 from __future__ import annotations
 
-from pipeline import CannotConnect, PenstockError, ResourceExhausted, Unavailable
+from pipeline import PenstockError, ResourceExhausted, Unavailable
 from pipeline.errors import Facts
 
 from ..kv import QueueRejected
@@ -43,7 +43,7 @@ class PrefillError(PenstockError):
 
 
 class NoDisaggregatedParams(PrefillError):
-    """The prefill worker answered and did not say how to go on from there."""
+    """The prefill worker's answer has no parameters to decode with."""
 
 
 class TopologyError(PrefillError):
@@ -51,7 +51,7 @@ class TopologyError(PrefillError):
 
 
 def backpressure(refusal: ResourceExhausted) -> ResourceExhausted:
-    """The error of a request whose prefill nobody can take now, with the figures of the queue that is full."""
+    """Return the error of a request whose prefill no worker has room for, with the figures of the full queue."""
     reason, queued, limit = _figures(refusal)
     message = (
         f"router backpressure during prefill resolve: {reason} "
@@ -63,21 +63,22 @@ def backpressure(refusal: ResourceExhausted) -> ResourceExhausted:
 
 
 def _figures(refusal: ResourceExhausted) -> tuple[str, int | None, int | None]:
-    """What is full; how many prompt tokens wait and may wait, if that is what is limited."""
+    """Return what is full, how many prompt tokens wait and how many may, if these are limited."""
     if isinstance(refusal, QueueRejected) and refusal.limit_kind == "raw_isl_tokens":
         return refusal.limit_kind, refusal.current, refusal.limit
     return refusal.message, None, None
 
 
-def routing_error(error: BaseException, *, was_chosen: bool = False) -> PenstockError:
-    """What the caller gets where the prefill could not be handed to a worker.
+def reservation_error(error: BaseException) -> PenstockError:
+    """Return the error for a caller whose prefill got no worker: backpressure if workers or queue are full."""
+    return backpressure(error) if isinstance(error, ResourceExhausted) else routing_error(error)
 
-    Where a router refused it, because its queue or every worker is full, that is backpressure: nobody was asked.
-    `was_chosen`: the worker was not the caller's choice but ours, and may have gone while the prefill waited in line:
-    then another one may have it.
+
+def routing_error(error: BaseException) -> PenstockError:
+    """Return the error for a caller whose prefill could not be sent.
+
+    A refusal by the router itself, for its queue or every worker is full, is backpressure: no worker had the request.
     """
     if isinstance(error, QueueRejected | AllBusy):
         return backpressure(error)
-    if was_chosen and isinstance(error, Unavailable):
-        error = CannotConnect(f"it was lost before it had the request: {error}", cause=error)
     return PrefillError(f"failed to route to prefill worker: {error}", cause=error)

@@ -1,38 +1,46 @@
-"""The prefill side as the operator sees it: who would prefill, and sending it there.
+"""PrefillPool: the prefill workers behind some router: reserve one for a request, then send it there.
 
-    KvPrefill(router, KvPushRouter(router) >> PushRouter(workers))      by cached prefixes and load
-    PushPrefill(PushRouter(workers, mode))                                in any of that router's modes
+    KvPrefill(stage, stage >> PushRouter(workers)), stage = KvPushRouter(router)     by cached prefixes and load
+    PushPrefill(PushRouter(workers, mode))                                           in any of that router's modes
 
-Source: dynamo lib/llm/src/kv_router/prefill_router/inner.rs, InnerPrefillRouter.
-
-Whether there is somebody to prefill: from the news of the workers to the pool that may be asked.
+PrefillSide: whether there is a pool to use, from the workers that come and go.
 
     workers ──► activated with the first, deactivated without any, reactivated with the next ──► pool
     configs ──► the workers' own settings
 
-Source: dynamo lib/llm/src/kv_router/prefill_router/activation.rs. Other than there a pool that could not be made is
-tried again with the next news, and the end of the news deactivates.
+Source: dynamo lib/llm/src/kv_router/prefill_router/inner.rs, InnerPrefillRouter; activation.rs. Other than there a pool
+that could not be made is tried again with the next change of the workers, and the end of these changes deactivates.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from attrs import evolve, frozen
 
-from pipeline import AsyncEngine, Cancelled, Context, PenstockError, ResponseStream
+from pipeline import AsyncEngine, Cancelled, Context, ReleaseOnce, ResponseStream, Unavailable
 from pipeline.network import Ids
 from pipeline.protocols import PreprocessedRequest, RequestPhase
-from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import CompositeDisposable, Observable
 
-from ..kv import KvRouter, RouteRequest, hash_beside_the_loop, with_shared_hashes
+from ..kv import KvPushRouter, KvRouter, RouteRequest, hash_beside_the_loop, with_shared_hashes
 from ..pool import Output, PushRouter, assign_worker
-from .resolve import Found, PrefillWorker
+from .resolve import Configs
+from .worker import PrefillWorker, named_worker
 
 PrefillEngine = AsyncEngine[PreprocessedRequest, Output]
+
+
+@frozen
+class PrefillReservation:
+    """A worker that was chosen for one prefill, with what is booked for it."""
+
+    worker: PrefillWorker
+    give_back: ReleaseOnce
+    """Release it for a prefill that is not sent. It does nothing once the pool's router has taken the request."""
 
 
 class PrefillPool(Protocol):
@@ -48,61 +56,76 @@ class PrefillPool(Protocol):
         """Whether every request has to name its worker."""
         ...
 
-    def find(self, request: Context[PreprocessedRequest]) -> Found:
-        """Whom the request would go to; nothing is booked, and nobody's turn is over."""
+    async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
+        """Choose the worker of a prefill: the one the request names, else the router's choice.
+
+        Waits for room where the router has a queue; a stop or kill of the request then raises Cancelled. Raise why no
+        worker can take it. The caller sends the request or gives the reservation back.
+        """
         ...
 
-    def take(self, request: Context[PreprocessedRequest]) -> None:
-        """The one found is sent the request: the next turn is another's."""
+    async def send(
+        self, request: Context[PreprocessedRequest], reservation: PrefillReservation
+    ) -> ResponseStream[Output]:
+        """Send the request to the worker reserved for it, and return its stream.
+
+        The request is the one of the reservation, with another payload. The tracker's `record_prefill_start` is called
+        when the worker gets it. Until then the request may be stopped; it is then not sent, and this raises Cancelled.
+        """
+        ...
+
+    def find(self, request: Context[PreprocessedRequest], *, takes_turn: bool = False) -> PrefillWorker:
+        """Return the worker a request would go to now; nothing is booked. Raise why no worker can take it.
+
+        With `takes_turn` a plain pool goes on to its next worker.
+        """
         ...
 
     def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
-        """Whom the request would go to, and the prompt tokens in flight there; None where that is not known."""
-        ...
-
-    async def send(self, request: Context[PreprocessedRequest], worker_id: int | None) -> ResponseStream[Output]:
-        """The answer of that worker, or of the one the router takes. The request itself names a worker that is set.
-
-        Calls the tracker's `record_prefill_start` when a worker is handed the request. Until then the request may be
-        stopped; it is then not sent, and this raises Cancelled.
-        """
+        """Return the worker a request would go to and the prompt tokens in flight there; None if not known."""
         ...
 
 
 @frozen
 class KvPrefill:
-    """A pool whose router knows cached prefixes and load. `engine` is a graph with that router's KvPushRouter.
+    """A pool whose router knows cached prefixes and load. `engine` is a graph with `stage` in it.
 
-    The router should be made with `worker_type="prefill"` and, as prefill workers do not decode, with a configuration
-    whose `router_track_active_blocks` is off.
+    The router of `stage` should be made with `worker_type="prefill"` and, as prefill workers do not decode, with a
+    configuration whose `router_track_active_blocks` is off.
     """
 
-    router: KvRouter
+    stage: KvPushRouter
     engine: PrefillEngine
     is_direct: bool = False
+
+    @property
+    def router(self) -> KvRouter:
+        """The router that chooses and books."""
+        return self.stage.router
 
     async def prepare(self, request: Context[PreprocessedRequest]) -> None:
         """Hash a long prompt beside the loop; see `hash_beside_the_loop`."""
         await hash_beside_the_loop(self._route(request), request)
 
-    def find(self, request: Context[PreprocessedRequest]) -> Found:
-        try:
-            route = self._route(request)
-            rank = self.router.advise(route if route.override is None else evolve(route, override=None)).rank
-        except PenstockError as error:
-            return error
-        return PrefillWorker(rank.worker_id, rank.dp_rank)
+    async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
+        rank = await self.stage.reserve(request)
+        return PrefillReservation(
+            PrefillWorker(rank.worker_id, rank.dp_rank), ReleaseOnce(partial(self.stage.give_back, request))
+        )
 
-    def take(self, request: Context[PreprocessedRequest]) -> None:
-        pass  # it is booked when it is sent
+    async def send(
+        self, request: Context[PreprocessedRequest], reservation: PrefillReservation
+    ) -> ResponseStream[Output]:
+        return await self.engine.generate(request)
+
+    def find(self, request: Context[PreprocessedRequest], *, takes_turn: bool = False) -> PrefillWorker:
+        rank = self.router.advise(self._route(request)).rank
+        return PrefillWorker(rank.worker_id, rank.dp_rank)
 
     def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
         decision = self.router.advise(self._route(request))
         worker = PrefillWorker(decision.rank.worker_id, decision.rank.dp_rank)
         return worker, decision.chosen.active_prefill_tokens
-
-    async def send(self, request: Context[PreprocessedRequest], worker_id: int | None) -> ResponseStream[Output]:
-        return await self.engine.generate(request)
 
     def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
         route = self.router.route_request(request.payload, RequestPhase.PREFILL, request.metadata)
@@ -124,45 +147,49 @@ class PushPrefill:
     def is_direct(self) -> bool:
         return self.router.is_direct
 
-    def find(self, request: Context[PreprocessedRequest]) -> Found:
-        if self.is_direct:
-            return None
-        try:
-            return PrefillWorker(self.router.select_worker(request, advances=False))
-        except PenstockError as error:
-            return error
+    async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
+        if (named := named_worker(request.payload.routing)) is not None:
+            return PrefillReservation(named, ReleaseOnce(_nothing))
+        worker_id = self.router.select_worker(request)
+        return PrefillReservation(PrefillWorker(worker_id), ReleaseOnce(self.router.give_back_turn))
 
-    def take(self, request: Context[PreprocessedRequest]) -> None:
-        if not self.is_direct:
-            self.router.select_worker(request)
+    async def send(
+        self, request: Context[PreprocessedRequest], reservation: PrefillReservation
+    ) -> ResponseStream[Output]:
+        if request.is_stopped:
+            raise Cancelled("stopped before its prefill was sent")
+        reservation.give_back.cancel()
+        worker = reservation.worker
+        if (tracker := request.payload.tracker) is not None:
+            tracker.record_prefill_start()
+            tracker.record_worker(worker.worker_id, worker.dp_rank, "prefill")
+        assign_worker(request, worker.worker_id)
+        return await self.engine.generate(request)
+
+    def find(self, request: Context[PreprocessedRequest], *, takes_turn: bool = False) -> PrefillWorker:
+        if self.is_direct:
+            raise Unavailable("it cannot be said beforehand who prefills this request")
+        return PrefillWorker(self.router.select_worker(request, advances=takes_turn))
 
     def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
         return None
 
-    async def send(self, request: Context[PreprocessedRequest], worker_id: int | None) -> ResponseStream[Output]:
-        if request.is_stopped:
-            raise Cancelled("stopped before its prefill was sent")
-        tracker, hints = request.payload.tracker, request.payload.routing
-        if tracker is not None:
-            tracker.record_prefill_start()
-            if worker_id is not None:
-                tracker.record_worker(worker_id, None if hints is None else hints.prefill_dp_rank, "prefill")
-        if worker_id is not None:
-            assign_worker(request, worker_id)
-        return await self.engine.generate(request)
+
+def _nothing() -> None:
+    """What is given back of a worker that the request names: its router chose nothing."""
 
 
 _log = logging.getLogger(__name__)
 
-Configs = Mapping[int, ModelRuntimeConfig]
-
 
 @frozen
 class Activation:
-    """How far a prefill router has come: it is activated once and for all, and deactivated and reactivated since."""
+    """Whether a prefill router can be used. ReleaseOnce activated it stays so, and may be deactivated and reactivated."""
 
     is_activated: bool = False
+    """Whether there has been a worker."""
     is_deactivated: bool = False
+    """Whether all have left since, or the router was switched off."""
 
     @property
     def is_usable(self) -> bool:
@@ -170,7 +197,7 @@ class Activation:
         return self.is_activated and not self.is_deactivated
 
     def can_serve(self, enforce_disagg: bool) -> bool:
-        """Whether a request can be served at all, be it without prefill."""
+        """Whether a request can be served at all, with a prefill or without one."""
         return not enforce_disagg or self.is_usable
 
     def deactivated(self) -> Activation:
@@ -181,10 +208,10 @@ class Activation:
 
 
 class PrefillSide:
-    """Follows the workers until it is closed; a side without workers is never activated.
+    """Follows the prefill workers until it is closed; a side without workers is never activated.
 
-    `pool` is asked for, if it is a function, with the first workers. It is kept when they leave: it finds those that
-    come back by itself.
+    If `pool` is a function, it is called with the first workers. The pool is kept when they leave: it finds workers
+    that come back by itself.
     """
 
     def __init__(
@@ -202,10 +229,10 @@ class PrefillSide:
         else:
             self.pool = pool
         self._following = CompositeDisposable()
-        if configs is not None:  # before the workers: who is there is known with its settings
-            self._following.add(configs.subscribe(self._learn, _failed))
+        if configs is not None:  # before the workers, so that each is known with its settings
+            self._following.add(configs.subscribe(self._on_configs, _failed))
         if workers is not None:
-            self._following.add(workers.subscribe(self._hear, self._lose, self.deactivate))
+            self._following.add(workers.subscribe(self._on_workers, self._on_lost, self.deactivate))
 
     @property
     def usable(self) -> PrefillPool | None:
@@ -219,11 +246,11 @@ class PrefillSide:
         self.activation = self.activation.reactivated()
 
     def close(self) -> None:
-        """Follows nothing more; nobody is asked any more."""
+        """Stop following the workers; the pool is not used any more."""
         self._following.dispose()
         self.deactivate()
 
-    def _hear(self, ids: Ids) -> None:
+    def _on_workers(self, ids: Ids) -> None:
         if self.activation.is_activated:
             self.activation = self.activation.reactivated() if ids else self.activation.deactivated()
         elif ids and self._has_pool():
@@ -234,16 +261,16 @@ class PrefillSide:
             try:
                 self.pool = self._make()
             except Exception:
-                _log.exception("the prefill pool could not be made; requests go without until the next news")
+                _log.exception("the prefill pool could not be made; requests go without until the workers change")
         return self.pool is not None
 
-    def _learn(self, configs: Configs) -> None:
+    def _on_configs(self, configs: Configs) -> None:
         self.configs = configs
 
-    def _lose(self, error: Exception) -> None:
+    def _on_lost(self, error: Exception) -> None:
         _failed(error)
         self.deactivate()
 
 
 def _failed(error: Exception) -> None:
-    _log.error("news of the prefill workers ended", exc_info=error)
+    _log.error("changes of the prefill workers ended", exc_info=error)

@@ -1,35 +1,30 @@
-"""Resolve: who prefills a request and how its blocks get to decode, decided before anything is done.
+"""How the KV blocks of a prefill get to decode, decided once the prefill worker is known and before it is sent to.
 
-    not activated ──► NotActivated
-    nobody found: refused ──► Backpressure, else ──► Unavailable
-    found: no rendezvous ──► NoBootstrapEndpoint, else ──► Resolved
+    worker, its settings ──► topology: which decode workers its blocks can reach ──► bootstrap: where decode meets it
 
-Source: dynamo lib/llm/src/kv_router/prefill_router.rs, resolve_prefill_worker. Other than there every refusal for lack
-of room is backpressure, also that of a plain pool.
-
-Where decode meets prefill: the rendezvous a router chooses, or one that a prefill worker has told.
-
-Source: dynamo lib/llm/src/kv_router/prefill_router/execution.rs, generate_bootstrap_room.
-
-Which decode workers the blocks of a prefill worker can reach, as constraints for the decode router.
-
-Source: dynamo lib/llm/src/discovery/model_manager.rs, get_kv_transfer_routing_constraints.
+Source: dynamo lib/llm/src/kv_router/prefill_router.rs, resolve_prefill_worker; execution.rs, generate_bootstrap_room;
+lib/llm/src/discovery/model_manager.rs, get_kv_transfer_routing_constraints. Other than there the worker is reserved
+before, so that it is chosen once, and every refusal for lack of room is backpressure, also that of a plain pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import UUID
 
 from attrs import frozen
 
-from pipeline import PenstockError, ResourceExhausted
-from pipeline.protocols import BootstrapInfo, RoutingConstraints, RoutingHints
+from pipeline.protocols import BootstrapInfo, PreprocessedRequest, RoutingConstraints
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig, topology_taint
 
 from .errors import TopologyError
+from .requests import prefill_request
+from .worker import PrefillWorker
+
+Configs = Mapping[int, ModelRuntimeConfig]
+"""The settings of the prefill workers, by instance."""
 
 ROOM_BITS = 63
 ROOM_MAX = 2**ROOM_BITS - 1
@@ -37,8 +32,35 @@ _PORT_MAX = 2**16 - 1
 _U64_MAX = 2**64 - 1
 
 
+@frozen
+class Plan:
+    """What is decided about a prefill before it is sent."""
+
+    request: PreprocessedRequest
+    """The prefill's request."""
+    worker: PrefillWorker
+    bootstrap: BootstrapInfo | None = None
+    """Where decode meets the prefill worker; None if decode waits for its output instead."""
+    constraints: RoutingConstraints | None = None
+    """What the decode router must keep to."""
+
+
+def resolve(request: PreprocessedRequest, worker: PrefillWorker, configs: Configs, rng: Random) -> Plan:
+    """Return the plan for a prefill on that worker. Raise TopologyError if decode's constraints cannot be derived."""
+    constraints = transfer_constraints(configs, worker.worker_id)
+    config = configs.get(worker.worker_id)
+    endpoint = bootstrap_endpoint(config)
+    bootstrap = None
+    if config is not None and endpoint is not None:
+        bootstrap = new_bootstrap(*endpoint, worker.dp_rank, config.data_parallel_size, rng)
+    return Plan(prefill_request(request, worker, bootstrap), worker, bootstrap, constraints)
+
+
+# -- bootstrap
+
+
 def bootstrap_room(dp_rank: int | None, dp_size: int | None, draw: int) -> int:
-    """The room for a number drawn from 0 to ROOM_MAX.
+    """Return the room for a number drawn from 0 to ROOM_MAX.
 
     Where rank and size are known, room modulo size is the rank: engines find the rank that way. Never above ROOM_MAX.
     """
@@ -50,123 +72,51 @@ def bootstrap_room(dp_rank: int | None, dp_size: int | None, draw: int) -> int:
 
 
 def bootstrap_endpoint(config: ModelRuntimeConfig | None) -> tuple[str, int] | None:
-    """Host and port where that worker waits for decode; None if it does not say both."""
+    """Return host and port where that worker waits for decode; None unless its settings have both."""
     endpoint = config.disaggregated_endpoint if config is not None else None
     if not isinstance(endpoint, DisaggregatedEndpoint) or not endpoint.bootstrap_host:
         return None
     return None if endpoint.bootstrap_port is None else (endpoint.bootstrap_host, endpoint.bootstrap_port)
 
 
-def new_meeting(host: str, port: int, dp_rank: int | None, dp_size: int | None, rng: Random) -> BootstrapInfo:
-    """A meeting of its own for one request."""
+def new_bootstrap(host: str, port: int, dp_rank: int | None, dp_size: int | None, rng: Random) -> BootstrapInfo:
+    """Return a meeting point for one request only."""
     room = bootstrap_room(dp_rank, dp_size, rng.getrandbits(ROOM_BITS))
     return BootstrapInfo(host, port, room, UUID(int=rng.getrandbits(128), version=4))
 
 
-def told_meeting(params: Any) -> BootstrapInfo | None:
-    """The meeting that a prefill worker's parameters name, if they name all of it."""
+def bootstrap_from_params(params: Any) -> BootstrapInfo | None:
+    """Return the meeting point in a prefill worker's parameters, if they have all of it."""
     if not isinstance(params, dict):
         return None
     found: list[Any] = [params.get(f"bootstrap_{part}") for part in ("host", "port", "room")]
     host, port, room = found
-    if isinstance(host, str) and is_up_to(port, _PORT_MAX) and is_up_to(room, _U64_MAX):
+    if isinstance(host, str) and _is_up_to(port, _PORT_MAX) and _is_up_to(room, _U64_MAX):
         return BootstrapInfo(host, port, room)
     return None
 
 
-def is_up_to(value: Any, limit: int) -> bool:
+def _is_up_to(value: Any, limit: int) -> bool:
     """Whether it is a whole number from 0 to the limit."""
     return type(value) is int and 0 <= value <= limit
 
 
-@frozen
-class PrefillWorker:
-    """A worker, and its rank where that is decided."""
-
-    worker_id: int
-    dp_rank: int | None = None
+# -- topology
 
 
-@frozen
-class NotActivated:
-    """There is no prefill pool to ask."""
+def transfer_constraints(configs: Configs, worker_id: int) -> RoutingConstraints | None:
+    """Return what decode must keep to for blocks of that worker; None if nothing.
 
-
-@frozen
-class Backpressure:
-    """Somebody could, but nobody has room: the request is refused, it does not fall back."""
-
-    refusal: ResourceExhausted
-
-
-@frozen
-class Unavailable:
-    """It cannot be said beforehand who prefills; the prefill router may still find somebody."""
-
-
-@frozen
-class NoBootstrapEndpoint:
-    """It is known who prefills; decode has to wait for the result."""
-
-    worker: PrefillWorker
-
-
-@frozen
-class Resolved:
-    """It is known who prefills and where decode meets it, so both may begin at once."""
-
-    worker: PrefillWorker
-    host: str
-    port: int
-    dp_size: int
-
-
-Resolution: TypeAlias = NotActivated | Backpressure | Unavailable | NoBootstrapEndpoint | Resolved
-Found: TypeAlias = PrefillWorker | PenstockError | None
-"""Whom the pool would take, or why it takes nobody; None where it cannot say."""
-
-
-def resolve(
-    is_activated: bool, named: PrefillWorker | None, found: Found, configs: Mapping[int, ModelRuntimeConfig]
-) -> Resolution:
-    """The first that holds, from left to right: see the module. A worker the request names needs no finding.
-
-    A pool that was deactivated since the request came is asked all the same, and finds nobody.
+    Raise TopologyError if the worker's own settings are incomplete, and, if it has none, where the settings of any
+    worker require its domain.
     """
-    if not is_activated:
-        return NotActivated()
-    worker = found if named is None else named
-    if isinstance(worker, ResourceExhausted):
-        return Backpressure(worker)
-    if not isinstance(worker, PrefillWorker):
-        return Unavailable()
-    config = configs.get(worker.worker_id)
-    endpoint = bootstrap_endpoint(config)
-    if config is None or endpoint is None:
-        return NoBootstrapEndpoint(worker)
-    return Resolved(worker, *endpoint, config.data_parallel_size)
-
-
-def named_worker(hints: RoutingHints | None) -> PrefillWorker | None:
-    """The worker a request names for its prefill, with the rank it names for that, else for all."""
-    if hints is None or hints.prefill_worker_id is None:
-        return None
-    rank = hints.dp_rank if hints.prefill_dp_rank is None else hints.prefill_dp_rank
-    return PrefillWorker(hints.prefill_worker_id, rank)
-
-
-def transfer_constraints(configs: Mapping[int, ModelRuntimeConfig], worker_id: int | None) -> RoutingConstraints | None:
-    """What decode must keep to for blocks of that worker; None if nothing.
-
-    None stands for a worker that is not known before it has prefilled. Raises TopologyError where the worker's own
-    settings are incomplete, and, of a worker nothing is known of, if any worker insists on its domain.
-    """
-    config = None if worker_id is None else configs.get(worker_id)
+    config = configs.get(worker_id)
     if config is not None:
         return _of_worker(config)
     if any(one.kv_transfer_enforcement == "required" for one in configs.values()):
-        who = "the prefill worker is not chosen yet" if worker_id is None else f"nothing is known of worker {worker_id}"
-        raise TopologyError(f"{who}, so the required KV transfer constraints cannot be derived")
+        raise TopologyError(
+            f"worker {worker_id} has published no settings, so the required KV transfer constraints cannot be derived"
+        )
     return None
 
 
@@ -184,11 +134,3 @@ def _of_worker(config: ModelRuntimeConfig) -> RoutingConstraints | None:
     if weight is None:
         raise TopologyError(f"KV transfer domain {domain!r} is preferred, by no weight")
     return RoutingConstraints(preferred_taints={taint: weight})
-
-
-def merged(own: RoutingConstraints | None, topology: RoutingConstraints) -> RoutingConstraints:
-    """Both together; the topology's weight counts where both have one for the same taint."""
-    own = own or RoutingConstraints()
-    return RoutingConstraints(
-        own.required_taints | topology.required_taints, {**own.preferred_taints, **topology.preferred_taints}
-    )

@@ -1,8 +1,8 @@
 """PrefillRouter: prefill elsewhere first, and hand its result to decode.
 
-    request ──► resolve ─┬─ rendezvous known ──► prefill in the background ─┬─► decode begins at once
-                         ├─ not known ─────────► prefill to its end ────────┴─► decode with its result
-                         └─ nobody prefills ───► as it came (or refused) ─────► decode alone
+    request ──► reserve a worker ─┬─ meeting point known ─► prefill in the background ─┬─► decode begins at once
+                                  └─ not known ───────────► prefill to its end ────────┴─► decode with its output
+            ──► no prefill worker, or not worth it ─────────────────────────────────────► decode alone (or refused)
 
 Source: dynamo lib/llm/src/kv_router/prefill_router.rs, PrefillRouter.
 
@@ -31,7 +31,6 @@ from pipeline import (
     ResourceExhausted,
     ResponseStream,
     Stage,
-    Unavailable,
 )
 from pipeline.llm import track_request
 from pipeline.network import Ids
@@ -43,31 +42,31 @@ from pipeline.telemetry import Tracer
 from ..kv import WorkerRank, share_hashes
 from ..pool import Output
 from ..records import copied
-from .background import Handovers
+from .background import PrefillTasks
 from .conditional import ConditionalDisaggregation, without_claim
-from .decode import announced, decode_in_span, fed
+from .decode import announced, decode_in_span, decode_stream
 from .errors import PrefillNotActivated, backpressure
-from .plan import Plan, decode_request, make_plan
-from .pool import Activation, Configs, KvPrefill, PrefillPool, PrefillSide
-from .resolve import PrefillWorker, named_worker
-from .transfer import Handover
+from .pool import Activation, KvPrefill, PrefillPool, PrefillSide
+from .requests import decode_request
+from .resolve import Configs, Plan, resolve
+from .task import PrefillTask
+from .worker import PrefillWorker, named_worker
 
 
 @frozen(kw_only=True)
 class PrefillSettings:
-    """Raises InvalidArgument, naming the field, for what cannot be.
-
-    `enforce_disagg`: requests are refused, not served without, while nobody can prefill. At most `prefills_max` run at
-    once, those that wait in a router's queue included, and each for `prefill_timeout_s`. A prefill that fails when
-    decode waits for it already fails the request unless decode shows an item within `decode_patience_s`.
-    `drain_timeout_s` is how long the end of the operator waits for those under way.
-    """
+    """What a deployment decides about prefilling elsewhere. Raises InvalidArgument, naming the field."""
 
     enforce_disagg: bool = False
+    """Whether requests are refused, not decoded alone, while there is no prefill worker."""
     prefills_max: int = 4096
+    """How many prefills may run at once, those that wait in a router's queue included."""
     prefill_timeout_s: float = 600.0
+    """Seconds a prefill may take, the wait in the queue included."""
     decode_patience_s: float = 30.0
+    """Seconds decode has to give an item if its prefill fails when decode may wait for blocks already."""
     drain_timeout_s: float = 5.0
+    """Seconds the end of the operator waits for prefills under way."""
 
     def __attrs_post_init__(self) -> None:
         if self.prefills_max < 1:
@@ -92,23 +91,30 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
 
     Stands below Migration, so that a retry repeats both halves, and above the decode router.
 
-    `prefill` is the pool (`KvPrefill`, `PushPrefill`), or a function that makes it when the first worker is there; None
-    for never. `workers` tells who is there, `configs` what they say of themselves (see `operators.kv.configs_of`).
-    Prefills are tasks of `scheduler`. A traced request has its halves in spans, `prefill` and `decode`, made by
-    `tracer`, the second linked to the first. A context manager: its end takes nothing new, waits for prefills under way
-    and then cuts them; `close` only stops following the workers.
-
     Raises PrefillNotActivated and Cancelled with nothing done; a ResourceExhausted that begins "router backpressure
-    during prefill resolve" where nobody has room, TopologyError, and InvalidArgument in mode direct for a request that
-    names no prefill worker, all with nothing sent; PrefillError for what a prefill met before decode began.
+    during prefill resolve" where no worker has room, TopologyError, and InvalidArgument in mode direct for a request
+    that names no prefill worker, all with nothing sent; PrefillError for what a prefill meets before decode begins.
 
     A stop or kill, or a cancelled task, before the prefill is sent raises Cancelled, and it is not sent. Later they
     reach decode only, except that a worker which promises `EngineConfig.stops_prefills` is sent a stop as long as its
-    prefill has given no item and decode was not asked. Any other prefill goes on, and decode is asked when it is due,
-    also for a request that is stopped or killed by then, since the blocks must be taken; where the task that waits is
-    cancelled, that happens in the background, with a request that is stopped. A prefill that fails when decode has
+    prefill has no output and decode was not sent. Any other prefill goes on, and decode is sent when it is due, also
+    for a request that is stopped or killed by then, since its blocks must be fetched; if the task that waits is
+    cancelled, that happens in the background, with a request that is stopped. A prefill that fails after decode has
     begun is a warning, unless decode waits for its blocks: see `PrefillSettings.decode_patience_s`. A new attempt of
     the same request ends the prefill of the one before.
+
+    A context manager: its end takes nothing new, waits for prefills under way and then cancels them; `close` only stops
+    following the workers. A traced request has its halves in spans, `prefill` and `decode`, the second linked to the
+    first.
+
+    prefill: the pool (`KvPrefill`, `PushPrefill`), or a function that makes it when the first worker is there; None for
+        never
+    workers: the ids of the prefill workers, now and after each change
+    scheduler: runs the prefills as its tasks
+    configs: the settings of the prefill workers (see `operators.kv.configs_of`)
+    conditional: decides which requests are prefilled where they decode; None for none of them
+    rng: draws the rooms where decode and prefill meet
+    tracer: makes the spans; None for the global one
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     ) -> None:
         self.settings = PrefillSettings() if settings is None else settings
         self._side = PrefillSide(prefill, workers, configs)
-        self._handovers = Handovers(scheduler, self.settings.prefills_max)
+        self._tasks = PrefillTasks(scheduler, self.settings.prefills_max)
         self._scheduler = scheduler
         self._conditional = conditional
         self._rng = rng or Random()
@@ -149,16 +155,15 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         share_hashes(request)
         if isinstance(pool, KvPrefill):
             await pool.prepare(request)
-        await self._handovers.replace(request.registry)
+        await self._tasks.replace(request.registry)
         if (rank := self._bypass(request, pool)) is not None:
             return await self._decoded_alone(request, rank, next)
-        handover, plan = await self._dispatched(request, pool)
-        return await self._decoded(request, handover, plan, next)
+        return await self._decoded(request, await self._started(request, pool), next)
 
     # -- prefill
 
-    async def _dispatched(self, request: Context[PreprocessedRequest], pool: PrefillPool) -> tuple[Handover, Plan]:
-        """The prefill under way in its own task, and what was decided."""
+    async def _started(self, request: Context[PreprocessedRequest], pool: PrefillPool) -> PrefillTask:
+        """Return the prefill, under way in its own task."""
         permit = await _tracker(request).set_phase(RequestPhase.PREFILL)
         try:
             return self._start(request, pool, permit)
@@ -166,28 +171,31 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             permit.release()
             raise
 
-    def _start(
-        self, request: Context[PreprocessedRequest], pool: PrefillPool, permit: PhasePermit
-    ) -> tuple[Handover, Plan]:
+    def _start(self, request: Context[PreprocessedRequest], pool: PrefillPool, permit: PhasePermit) -> PrefillTask:
         if request.is_stopped:
             raise Cancelled("stopped before its prefill")
-        self._handovers.check_room()
-        plan = make_plan(request, pool, self._side.activation.is_activated, self._side.configs, self._rng)
-        settings = self.settings
-        handover = Handover(
-            request.child(plan.prefill, linked=False),
+        if pool.is_direct and named_worker(request.payload.routing) is None:
+            raise InvalidArgument(
+                "in direct mode a request names its prefill worker: the router in front sets prefill_worker_id "
+                "(header x-dynamo-prefill-instance-id, formerly x-prefill-instance-id), and this request has none",
+                field="routing.prefill_worker_id",
+            )
+        self._tasks.check_room()
+        prefill = PrefillTask(
+            request.child(request.payload, linked=False),
             pool,
-            plan.worker,
+            partial(self._resolved, request.payload),
             permit,
-            plan.meeting,
-            settings.prefill_timeout_s,
-            settings.decode_patience_s,
-            plan.was_chosen,
+            self.settings.prefill_timeout_s,
+            self.settings.decode_patience_s,
             self._stops_prefills,
             self._tracer,
         )
-        self._handovers.start(handover, request)
-        return handover, plan
+        self._tasks.start(prefill, request)
+        return prefill
+
+    def _resolved(self, payload: PreprocessedRequest, worker: PrefillWorker) -> Plan:
+        return resolve(payload, worker, self._side.configs, self._rng)
 
     def _stops_prefills(self, worker_id: int) -> bool:
         config = self._side.configs.get(worker_id)
@@ -196,50 +204,47 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     # -- decode
 
     async def _decoded(
-        self, request: Context[PreprocessedRequest], handover: Handover, plan: Plan, next: Next
+        self, request: Context[PreprocessedRequest], prefill: PrefillTask, next: Next
     ) -> ResponseStream[Output]:
         try:
-            payload = await self._decode_payload(request, handover, plan)
-        except Exception:
-            handover.abandon()
+            payload = await self._decode_payload(request, prefill)
+        except anyio.get_cancelled_exc_class():
+            # The caller's task is cancelled; blocks that are computed must be fetched all the same.
+            prefill.client_left()
+            self._tasks.run_detached(partial(self._fetched, request, prefill, next), self.settings.prefill_timeout_s)
             raise
-        except BaseException:  # the caller has left; blocks that are computed must be taken all the same
-            handover.client_left()
-            work = partial(self._received, request, handover, plan, next)
-            self._handovers.receive(work, self.settings.prefill_timeout_s)
+        except BaseException:
+            prefill.abandon()
             raise
         if request.is_stopped:
-            _log.debug("request %r was stopped during its prefill, decode is asked for the blocks' sake", request.id)
-        return await fed(request, payload, handover, next)
+            _log.debug("request %r was stopped during its prefill; decode is sent to fetch the blocks", request.id)
+        return await decode_stream(request, payload, prefill, next)
 
-    async def _decode_payload(
-        self, request: Context[PreprocessedRequest], handover: Handover, plan: Plan
-    ) -> PreprocessedRequest:
-        """The request for decode, once decode may begin. Raises Cancelled where there will be no blocks to take."""
-        handed = await handover.ready()
+    async def _decode_payload(self, request: Context[PreprocessedRequest], prefill: PrefillTask) -> PreprocessedRequest:
+        """Return decode's request, once decode may begin. Raise Cancelled where there will be no blocks to fetch."""
+        handed = await prefill.ready()
         (await _tracker(request).set_phase(RequestPhase.DECODE)).release()
-        if handover.is_withdrawn and not handover.is_over:
+        if prefill.is_withdrawn and not prefill.is_done:
             raise Cancelled("stopped before its prompt was computed")
-        worker = handover.worker
+        plan = prefill.plan
+        assert plan is not None, "decode is due, so the prefill was sent"
         return decode_request(
             request.payload,
-            None if worker is None else worker.worker_id,
+            plan.worker.worker_id,
             handed,
             plan.constraints,
             keeps_overlap=self._conditional is not None and self._conditional.rules is not None,
         )
 
-    async def _received(
-        self, request: Context[PreprocessedRequest], handover: Handover, plan: Plan, next: Next
-    ) -> None:
-        """Decode for a task that is gone: asked and stopped at once, so that it takes the blocks and lets them go."""
+    async def _fetched(self, request: Context[PreprocessedRequest], prefill: PrefillTask, next: Next) -> None:
+        """Decode for a task that is gone: sent and stopped at once, so that it fetches the blocks and frees them."""
         try:
-            payload = await self._decode_payload(request, handover, plan)
+            payload = await self._decode_payload(request, prefill)
             below = request.child(payload, linked=False)
             below.stop()
-            await (await decode_in_span(below, handover, next)).collect()
+            await (await decode_in_span(below, prefill, next)).collect()
         finally:
-            handover.abandon()
+            prefill.abandon()
 
     async def _decoded_alone(
         self, request: Context[PreprocessedRequest], rank: WorkerRank, next: Next
@@ -268,7 +273,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     @property
     def prefills(self) -> int:
         """How many prefills are under way."""
-        return len(self._handovers)
+        return len(self._tasks)
 
     def deactivate(self) -> None:
         """Asks nobody until `reactivate`, or until workers come back."""
@@ -279,7 +284,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         self._side.reactivate()
 
     def query_prefill_worker(self, request: Context[PreprocessedRequest], *, takes_turn: bool = False) -> PrefillWorker:
-        """Who would prefill that request; nothing is booked or sent. Raises what the request would meet.
+        """Return the worker that would prefill that request; nothing is booked or sent. Raise what would refuse it.
 
         With `takes_turn` a plain pool goes on to its next worker.
         """
@@ -287,14 +292,10 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             raise PrefillNotActivated
         if (named := named_worker(request.payload.routing)) is not None:
             return named
-        found = pool.find(request)
-        if isinstance(found, ResourceExhausted):
-            raise backpressure(found)
-        if not isinstance(found, PrefillWorker):
-            raise found or Unavailable("it cannot be said beforehand who prefills this request")
-        if takes_turn:
-            pool.take(request)
-        return found
+        try:
+            return pool.find(request, takes_turn=takes_turn)
+        except ResourceExhausted as error:
+            raise backpressure(error) from error
 
     def branches(self) -> dict[str, Stage]:
         return {} if self._side.pool is None else {"prefill": self._side.pool.engine}
@@ -314,11 +315,11 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         self.close()
         try:
             with anyio.move_on_after(self.settings.drain_timeout_s if kind is None else 0):
-                await self._handovers.drained()
+                await self._tasks.drained()
         finally:
-            self._handovers.cut()
+            self._tasks.cut()
             with anyio.CancelScope(shield=True):
-                await self._handovers.drained()
+                await self._tasks.drained()
 
     def _wall_ms(self) -> int:
         return round(self._scheduler.now.timestamp() * 1000)

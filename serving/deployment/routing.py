@@ -28,6 +28,7 @@ from operators import (
     BusyWatch,
     DeviceAware,
     KvPrefill,
+    KvPushRouter,
     PrefillRouter,
     PrefillSettings,
     PushPrefill,
@@ -75,15 +76,20 @@ the prefill is to blame, and behind that comes `PrefillSettings.decode_patience_
 class Routing:
     """A pool of workers, the stages to them that end a graph, and what stands at its top where thresholds are set.
 
-    `push` is the last of those stages, `kv_router` selects its workers, with the router `kv`.
+    `push` is the last of those stages, `stage` the one above it that chooses workers with the router `kv`.
     """
 
     endpoint: EndpointId
     workers: Workers[Any, Any]
     push: PushRouter[PreprocessedRequest, Annotated[LLMEngineOutput]]
     router: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
-    kv_router: KvRouter | None = None
+    stage: KvPushRouter | None = None
     rejection: Rejection | None = None
+
+    @property
+    def kv_router(self) -> KvRouter | None:
+        """What chooses the workers with the router `kv`."""
+        return None if self.stage is None else self.stage.router
 
 
 @asynccontextmanager
@@ -112,7 +118,7 @@ async def routing_to(
             return
         pool = KvPool(endpoint, workers, push, worker_type)
         async with kv_stage(pool, config, environment, runtime, metrics, tracer) as stage:
-            yield Routing(endpoint, workers, push, stage >> push, stage.router, rejection)
+            yield Routing(endpoint, workers, push, stage >> push, stage, rejection)
 
 
 @contextmanager
@@ -200,10 +206,10 @@ async def prefill_stage(
 
 def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
     """The prefill workers behind their router, whose stages are traced with a tracer."""
-    if prefill.kv_router is None:
+    if prefill.stage is None:
         return PushPrefill(prefill.push, None if tracer is None else TracedEngine(prefill.push, tracer))
     graph = prefill.router if tracer is None else traced(link(prefill.router), tracer=tracer)
-    return KvPrefill(prefill.kv_router, graph)
+    return KvPrefill(prefill.stage, graph)
 
 
 def prefill_endpoint(endpoint: EndpointId) -> EndpointId:

@@ -190,7 +190,7 @@ class Fleet:
         """Nothing is booked, waits, runs or holds a block, here or on a worker that is gone."""
         for kv in self.kv_routers:
             assert (len(kv.loads), len(kv.queue)) == (0, 0)
-        assert self.prefill.prefills == len(self.prefill._handovers._of_request) == 0
+        assert self.prefill.prefills == len(self.prefill._tasks._of_request) == 0
         assert (self.exchange.waiting, self.exchange.meetings) == (0, 0)
         for engine in self.engines:
             assert engine._answers == {}

@@ -14,7 +14,7 @@ from attrs import define
 
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PrefillSettings, PushPrefill, PushRouter
 from operators.kv import KvRouterConfig, kv_router
-from pipeline import Annotated, AsyncEngine, Context, ResponseStream, Segment, Unavailable
+from pipeline import Annotated, Context, ResponseStream, Segment
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
@@ -85,7 +85,7 @@ class Deployment:
     def assert_idle(self) -> None:
         """No stream, task or phase is held."""
         assert [engine.open for engine in [*self.engines.values(), self.decode]] == [0] * (len(self.engines) + 1)
-        assert self.router.prefills == len(self.router._handovers._of_request) == 0
+        assert self.router.prefills == len(self.router._tasks._of_request) == 0
 
 
 def prompt(**fields: Any) -> PreprocessedRequest:
@@ -113,8 +113,8 @@ async def open_deployment(
         kv = kv_router(
             pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1), worker_type="prefill"
         )
-        engine: AsyncEngine[Any, Any] = KvPushRouter(kv) >> PushRouter(pool)
-        side: Any = KvPrefill(kv, engine)
+        stage = KvPushRouter(kv)
+        side: Any = KvPrefill(stage, stage >> PushRouter(pool))
     else:
         side = PushPrefill(PushRouter(pool, mode, Random(1)))
     ids = BehaviorSubject(tuple(workers if present is None else present))
@@ -145,8 +145,8 @@ class SlowToAnswer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
-    async def send(self, request: Any, worker_id: Any) -> Any:
-        stream = await self._pool.send(request, worker_id)
+    async def send(self, request: Any, reservation: Any) -> Any:
+        stream = await self._pool.send(request, reservation)
         await anyio.sleep(3)
         return stream
 
@@ -154,28 +154,9 @@ class SlowToAnswer:
 class SlowToSend(SlowToAnswer):
     """A pool in whose router a request waits three seconds before it is sent, whatever happens to it meanwhile."""
 
-    async def send(self, request: Any, worker_id: Any) -> Any:
+    async def send(self, request: Any, reservation: Any) -> Any:
         await anyio.sleep(3)
-        return await self._pool.send(request, worker_id)
-
-
-class Blind:
-    """A pool that cannot say beforehand who prefills."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def find(self, request: Any) -> Any:
-        return Unavailable("the query failed")
-
-
-@pytest.fixture
-def blind() -> Any:
-    """Blinds a pool: `blind(pool)`."""
-    return Blind
+        return await self._pool.send(request, reservation)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,34 +12,28 @@ from hypothesis import strategies as st
 
 from operators import AllBusy
 from operators.kv import QueueRejected
-from operators.prefill import PrefillError, PrefillNotActivated, PrefillWorker
-from operators.prefill.errors import backpressure, routing_error
+from operators.prefill import PrefillError, PrefillNotActivated, PrefillSettings, PrefillWorker
+from operators.prefill.errors import backpressure, reservation_error, routing_error
 from operators.prefill.pool import Activation
 from operators.prefill.resolve import (
     ROOM_MAX,
-    Backpressure,
-    NoBootstrapEndpoint,
-    NotActivated,
-    Resolved,
-    Unavailable,
     bootstrap_endpoint,
+    bootstrap_from_params,
     bootstrap_room,
-    named_worker,
     resolve,
-    told_meeting,
 )
-from operators.prefill.router import PrefillSettings
+from operators.prefill.worker import named_worker
 from pipeline import CannotConnect, InvalidArgument, ResourceExhausted
 from pipeline import Unavailable as NobodyThere
 from pipeline.errors import may_migrate
 from pipeline.protocols import (
     BootstrapInfo,
+    PreprocessedRequest,
     RoutingHints,
 )
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 
 W = PrefillWorker(7, 1)
-FULL, GONE = ResourceExhausted("full"), NobodyThere("gone")
 
 
 def meeting(host: str | None = "h", port: int | None = 9000, size: int = 4) -> ModelRuntimeConfig:
@@ -49,25 +44,24 @@ def meeting(host: str | None = "h", port: int | None = 9000, size: int = 4) -> M
 
 
 @pytest.mark.parametrize(
-    ("usable", "named", "found", "config", "expected"),
+    ("config", "where"),
     [
-        (False, W, W, meeting(), NotActivated()),
-        (True, None, FULL, meeting(), Backpressure(FULL)),
-        (True, None, GONE, meeting(), Unavailable()),
-        (True, None, None, meeting(), Unavailable()),
-        (True, None, W, meeting(), Resolved(W, "h", 9000, 4)),
-        (True, None, W, None, NoBootstrapEndpoint(W)),
-        (True, None, W, ModelRuntimeConfig(), NoBootstrapEndpoint(W)),
-        (True, None, W, meeting(host=None), NoBootstrapEndpoint(W)),
-        (True, None, W, meeting(host=""), NoBootstrapEndpoint(W)),
-        (True, None, W, meeting(port=None), NoBootstrapEndpoint(W)),
-        (True, W, PrefillWorker(1), meeting(), Resolved(W, "h", 9000, 4)),
-        (True, W, FULL, None, NoBootstrapEndpoint(W)),
-        (True, W, GONE, meeting(), Resolved(W, "h", 9000, 4)),
+        (meeting(), ("h", 9000)),
+        (None, None),
+        (ModelRuntimeConfig(), None),
+        (meeting(host=None), None),
+        (meeting(host=""), None),
+        (meeting(port=None), None),
     ],
 )
-def test_the_first_that_holds_decides(usable: bool, named: Any, found: Any, config: Any, expected: Any) -> None:
-    assert resolve(usable, named, found, {} if config is None else {7: config}) == expected
+def test_decode_meets_a_worker_whose_settings_name_the_whole_meeting_point(config: Any, where: Any) -> None:
+    plan = resolve(PreprocessedRequest([1]), W, {} if config is None else {7: config}, Random(1))
+    bootstrap = plan.bootstrap
+    assert plan.worker == W
+    assert (bootstrap and (bootstrap.bootstrap_host, bootstrap.bootstrap_port)) == where
+    assert plan.request.bootstrap_info == bootstrap
+    assert plan.request.routing == RoutingHints(prefill_worker_id=7, prefill_dp_rank=1, dp_rank=1)
+    assert bootstrap is None or bootstrap.bootstrap_room % 4 == 1
 
 
 @pytest.mark.parametrize(
@@ -135,7 +129,7 @@ TOLD = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room":
 
 def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
     """KV-213"""
-    assert told_meeting({**TOLD, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
+    assert bootstrap_from_params({**TOLD, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,7 @@ def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
 )
 def test_a_meeting_that_is_not_all_told_is_none(params: Any) -> None:
     """KV-213"""
-    assert told_meeting(params) is None
+    assert bootstrap_from_params(params) is None
 
 
 # -- errors
@@ -179,10 +173,13 @@ def test_a_prefill_error_is_what_its_cause_is() -> None:
     assert (error := routing_error(CannotConnect("gone"))).facts == CannotConnect().facts
     assert may_migrate(error)
     assert not may_migrate(routing_error(NobodyThere("nobody")))
-    assert may_migrate(routing_error(NobodyThere("it has left"), was_chosen=True))  # another may have it
     assert routing_error(InvalidArgument("no")).facts.status == 400
     assert PrefillError("alone").facts.status == 500
-    assert isinstance(routing_error(QueueRejected()), ResourceExhausted)
+    for refusal in (QueueRejected(), AllBusy("all busy")):
+        assert isinstance(routing_error(refusal), ResourceExhausted)
+    assert isinstance(routing_error(ResourceExhausted("a worker's own")), PrefillError)
+    assert isinstance(reservation_error(ResourceExhausted("all overloaded")), ResourceExhausted)
+    assert isinstance(reservation_error(NobodyThere("nobody")), PrefillError)
     assert PrefillNotActivated().facts.status == 503
     assert str(PrefillNotActivated()) == "Prefill router not yet activated"
 

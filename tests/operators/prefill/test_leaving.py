@@ -109,17 +109,6 @@ async def test_a_worker_that_promises_to_stop_prefills_is_sent_a_stop(
 
 
 @ENDINGS
-async def test_a_stop_reaches_the_worker_that_the_prefill_router_took(
-    how: str, deployment: Any, made: Any, blind: Any
-) -> None:
-    async with deployment(script=[Wait(60), made.prefilled()], configs=promising(False)) as it:
-        it.router._side.pool = blind(it.pool)
-        await leave_after(it, how, 1, Context(made.prompt()))
-        await anyio.sleep(1)
-        expect(it, sent=1, stopped=1, decodes=0)
-
-
-@ENDINGS
 async def test_a_prompt_that_is_computed_is_handed_over_all_the_same(how: str, deployment: Any, made: Any) -> None:
     """KV-199: its blocks may be on their way."""
     async with deployment(script=[made.prefilled(), Wait(3)], configs=promising(False)) as it:

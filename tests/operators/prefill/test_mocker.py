@@ -66,7 +66,8 @@ async def disaggregated(
         chooses = kv_router(prefill, config_of_prefill, block_size_tokens=4, rng=Random(2), worker_type="prefill")
         side: Any = PushPrefill(PushRouter(prefill))
         if kv:
-            side = KvPrefill(chooses, KvPushRouter(chooses) >> PushRouter(prefill))
+            stage = KvPushRouter(chooses)
+            side = KvPrefill(stage, stage >> PushRouter(prefill))
         endpoint = DisaggregatedEndpoint("127.0.0.1", 9000) if meets else None
         told = {i: ModelRuntimeConfig(disaggregated_endpoint=endpoint) for i in (1, 2)}
         scheduler = await stack.enter_async_context(AnyIOScheduler())

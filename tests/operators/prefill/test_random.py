@@ -107,7 +107,8 @@ def side_of(kv: bool, workers: Any) -> tuple[Any, KvRouter | None]:
         profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=40)),
         expiry_s=1e9,  # nothing is healed by time
     )
-    return KvPrefill(router, KvPushRouter(router) >> PushRouter(workers, exclusion_s=0)), router
+    stage = KvPushRouter(router)
+    return KvPrefill(stage, stage >> PushRouter(workers, exclusion_s=0)), router
 
 
 @given(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from operators.prefill import NoDisaggregatedParams, PrefillWorker, TopologyError
-from operators.prefill.plan import decode_request, prefill_request
-from operators.prefill.resolve import merged, transfer_constraints
-from operators.prefill.transfer import Prefilled, handed_over, worker_of
+from operators.prefill.output import PrefillOutput, handed_over
+from operators.prefill.requests import decode_request, merged, prefill_request
+from operators.prefill.resolve import transfer_constraints
 from pipeline.protocols import (
     BootstrapInfo,
     LLMEngineOutput,
@@ -25,28 +25,6 @@ W = PrefillWorker(7, 1)
 
 
 # -- what it hands over
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({"worker_id": {"prefill_worker_id": 5, "prefill_dp_rank": 1}}, PrefillWorker(5, 1)),
-        ({"worker_id": {"prefill_worker_id": 2**64 - 1}}, PrefillWorker(2**64 - 1)),
-        ({"worker_id": {"prefill_worker_id": 5, "prefill_dp_rank": "x"}}, PrefillWorker(5)),
-        ({"worker_id": {"prefill_worker_id": 2**64}}, None),
-        ({"worker_id": {"prefill_worker_id": "5"}}, None),
-        ({"worker_id": {"prefill_worker_id": True}}, None),
-        ({"worker_id": {"prefill_dp_rank": 1}}, None),
-        ({"worker_id": 5}, None),
-        ({}, None),
-        ("opaque", None),
-        ([], None),
-    ],
-)
-def test_the_worker_is_what_the_parameters_say_of_it(params: Any, expected: Any) -> None:
-    """KV-195"""
-    assert worker_of(params) == expected
-    assert handed_over(LLMEngineOutput([], disaggregated_params=params)).worker == expected
 
 
 @pytest.mark.parametrize(
@@ -85,10 +63,11 @@ def test_only_the_prefill_is_limited_to_one_token(limit: int | None) -> None:
     assert request == PreprocessedRequest([1], stop_conditions=StopConditions(max_tokens=limit, ignore_eos=True))
 
 
-def test_without_a_meeting_the_copy_differs_in_its_limit_only() -> None:
-    request = PreprocessedRequest([1], routing=RoutingHints(dp_rank=3), bootstrap_info=INFO)
+def test_without_a_meeting_point_the_copy_differs_in_its_limit_and_worker_only() -> None:
+    hints = RoutingHints(prefill_worker_id=7, prefill_dp_rank=1, dp_rank=1, priority=2)
+    request = PreprocessedRequest([1], routing=hints, bootstrap_info=INFO)
     request.stop_conditions.max_tokens = 1
-    assert prefill_request(request) == request
+    assert prefill_request(request, W) == request
 
 
 @pytest.mark.parametrize("rank", [None, 1])
@@ -99,11 +78,6 @@ def test_the_rank_of_a_prefill_is_not_that_of_decode(rank: int | None) -> None:
     hints = decode_request(request, 7, INFO, None).routing
     assert hints == RoutingHints(prefill_worker_id=7, dp_rank=3, priority=2)
     assert request.routing == RoutingHints(dp_rank=3, priority=2)
-
-
-def test_a_prefill_that_anybody_may_take_names_nobody() -> None:
-    request = PreprocessedRequest([1], routing=RoutingHints(dp_rank=3))
-    assert prefill_request(request).routing is request.routing
 
 
 def test_decode_is_routed_without_prefixes_and_prompt_work() -> None:
@@ -122,9 +96,10 @@ def test_decode_is_routed_without_prefixes_and_prompt_work() -> None:
 
 
 def test_decode_gets_a_result_where_there_is_no_meeting() -> None:
-    asked = decode_request(PreprocessedRequest([1]), None, Prefilled({"a": 1}), RoutingConstraints())
-    assert asked.prefill_result is not None
-    assert (asked.prefill_result.disaggregated_params, asked.bootstrap_info, asked.routing) == ({"a": 1}, None, None)
+    decode = decode_request(PreprocessedRequest([1]), 7, PrefillOutput({"a": 1}), RoutingConstraints())
+    assert decode.prefill_result is not None
+    assert (decode.prefill_result.disaggregated_params, decode.bootstrap_info) == ({"a": 1}, None)
+    assert decode.routing == RoutingHints(prefill_worker_id=7)
 
 
 # -- topology
@@ -170,13 +145,11 @@ def test_incomplete_settings_are_an_error(config: ModelRuntimeConfig) -> None:
         transfer_constraints({1: config}, 1)
 
 
-@pytest.mark.parametrize("worker_id", [None, 9])
-def test_of_an_unknown_worker_only_preferences_can_be_left_out(worker_id: int | None) -> None:
-    """KV-208"""
-    assert transfer_constraints({}, worker_id) is None
-    assert transfer_constraints({1: topology(), 2: PREFERRED}, worker_id) is None
+def test_of_a_worker_without_settings_only_preferences_can_be_left_out() -> None:
+    assert transfer_constraints({}, 9) is None
+    assert transfer_constraints({1: topology(), 2: PREFERRED}, 9) is None
     with pytest.raises(TopologyError):
-        transfer_constraints({1: PREFERRED, 2: REQUIRED}, worker_id)
+        transfer_constraints({1: PREFERRED, 2: REQUIRED}, 9)
 
 
 def test_constraints_of_user_and_topology_hold_together() -> None:

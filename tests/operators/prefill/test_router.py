@@ -283,37 +283,17 @@ async def test_direct_mode_needs_a_name(deployment: Any, made: Any) -> None:
         assert len(it.engines[2].requests) == 1
 
 
-@pytest.mark.parametrize(
-    ("params", "worker_id"), [({"worker_id": {"prefill_worker_id": 2}}, 2), ({"worker_id": 2}, None)]
-)
-async def test_where_nobody_is_found_the_prefill_router_takes_one(
-    params: Any, worker_id: int | None, deployment: Any, made: Any, blind: Any
-) -> None:
-    """KV-195"""
-    async with deployment("kv", [made.prefilled(params)]) as it:
-        it.router._side.pool = blind(it.pool)
-        await it.ask()
-        (prefill,), (decode,) = it.prefills, it.decodes
-        assert prefill.payload.routing.prefill_worker_id is None
-        named = None if decode.payload.routing is None else decode.payload.routing.prefill_worker_id
-        assert named == worker_id
-        assert decode.payload.prefill_result.disaggregated_params == params
-
-
-async def test_a_meeting_told_by_the_prefill_worker_starts_decode_at_once(
-    deployment: Any, made: Any, blind: Any
-) -> None:
-    """KV-213"""
-    told = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
-    params = {**told, "worker_id": {"prefill_worker_id": 2}}
+async def test_decode_begins_with_the_output_that_has_a_meeting_point(deployment: Any, made: Any) -> None:
+    """The worker that was reserved is the one decode gets, whatever the output names."""
+    bootstrap = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
+    params = {**bootstrap, "worker_id": {"prefill_worker_id": 2}}
     async with deployment("round_robin", [made.prefilled(params), Wait(5), made.prefilled()]) as it:
-        it.router._side.pool = blind(it.pool)
         began_s = anyio.current_time()
         await it.ask()
         assert anyio.current_time() == began_s
         payload = it.decodes[0].payload
         assert payload.bootstrap_info == BootstrapInfo("10.0.0.5", 12345, 987654321)
-        assert (payload.prefill_result, payload.routing.prefill_worker_id) == (None, 2)
+        assert (payload.prefill_result, payload.routing.prefill_worker_id) == (None, 1)
         assert it.router.prefills == 1
         await anyio.sleep(6)
         it.assert_idle()
