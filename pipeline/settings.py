@@ -194,6 +194,11 @@ def setting(
     return attrs.field(default=default, metadata={_KEY: declared}, validator=_validate)
 
 
+def by_variable(default: T, help: str, variable: str, read: Callable[[str], Any], check: Check | None = None) -> T:
+    """Return an attrs field that is a setting without an option: a variable of the environment sets it."""
+    return setting(default, help, check, variable=variable, option=(), read=read)
+
+
 def required(help: str, *, metavar: str) -> Any:
     """Return an attrs field that is an argument of a command, and must be given."""
     return setting(attrs.NOTHING, help, variable="", option=(), metavar=metavar)
@@ -330,6 +335,17 @@ def decimal(text: str) -> float:
 def switch(text: str) -> bool:
     """Return whether a text is a word for yes. Raise ValueError for a text that is no word for no either."""
     return bool(from_text(text, bool))
+
+
+def choice(*known: str) -> Callable[[str], str]:
+    """Return a reader of one of these texts."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"must be one of {', '.join(known)}, got {_cut(text)}")
+        return text
+
+    return read
 
 
 def url_path(text: str) -> str:

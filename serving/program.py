@@ -16,10 +16,19 @@ from pipeline import InvalidArgument
 from pipeline.network import Runtime
 
 from .access import Gate
-from .deployment import GraphConfig, Hosting, OpenGraph, StandardGraph, event_log, hosted_graph, line, routing_to
-from .environment import integer
+from .deployment import (
+    METRICS_PREFIX,
+    GraphConfig,
+    Hosting,
+    OpenGraph,
+    StandardGraph,
+    event_log,
+    hosted_graph,
+    line,
+    routing_to,
+)
 from .http import (
-    STATUS_PORT_ENV,
+    STATUS_PORT,
     Access,
     Availability,
     HttpOptions,
@@ -30,7 +39,7 @@ from .http import (
     status_app,
     status_port,
 )
-from .server import GRACE_S, HttpServer, Interrupts, listen, listening_after, serve, until_signalled
+from .server import GRACE, HttpServer, Interrupts, listen, listening_after, serve, until_signalled
 from .server_options import ServerOptions
 
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -42,6 +51,7 @@ _CLOSE_S = 10.0
 """Time that the end of `serve` may take beside that of running requests and of its engines."""
 
 DEFAULT_OPTIONS = ServerOptions()
+
 
 _CUT_S = 3.0
 """Time that `serve` has to close everything after a second signal."""
@@ -189,7 +199,7 @@ class _Frontend:
     """The server before a graph: its metrics, availability, access and options."""
 
     def __init__(self, config: GraphConfig, environment: Mapping[str, str], options: ServerOptions) -> None:
-        self.telemetry = Telemetry(prefix=environment.get("DYN_METRICS_PREFIX"), environment=environment)
+        self.telemetry = Telemetry(prefix=METRICS_PREFIX.of(environment), environment=environment)
         self.availability = Availability()
         self.models = ""
         self.grace_s = _grace_s(environment)
@@ -257,8 +267,7 @@ def _also_at(what: str, servers: Sequence[HttpServer]) -> str:
 
 
 def _grace_s(environment: Mapping[str, str]) -> float:
-    grace_s = integer(environment.get("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS"), 0, 10**9)
-    return GRACE_S if grace_s is None else float(grace_s)
+    return float(GRACE.of(environment))
 
 
 def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
@@ -268,7 +277,7 @@ def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[s
     try:
         return listen(_STATUS_HOST, port)
     except InvalidArgument as error:
-        raise InvalidArgument(f"{STATUS_PORT_ENV}={port}: {error}") from error.__cause__
+        raise InvalidArgument(f"{STATUS_PORT.name}={port}: {error}") from error.__cause__
 
 
 def _settle() -> None:

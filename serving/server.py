@@ -17,6 +17,7 @@ import uvicorn
 
 from engines import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
+from pipeline.settings import Variable, whole
 
 from .http import Availability, Problem
 from .limits import HttpLimits
@@ -25,8 +26,12 @@ from .socket import AppHost, Connection, Connections, limit_unsent
 
 _uvicorn_log = logging.getLogger("uvicorn.error")
 
-GRACE_S = 5.0
-"""How long running requests may go on after the first signal."""
+GRACE = Variable(
+    "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",
+    5.0,
+    "Seconds that running requests have after the first signal.",
+    whole(0, 10**9, unit=1.0),
+)
 
 _FLUSH_S = 2
 """How long killed requests may send their last bytes."""

@@ -18,8 +18,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from pipeline import InvalidArgument
-
-from .environment import fraction, is_true
+from pipeline.settings import TRUE, Variable, number, switch
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -33,10 +32,17 @@ EXTRA = "otlp"
 FLUSH_S = 3.0
 """How long the end of a program waits for unsent spans."""
 
-_ENABLED, _EXPORTER = "OTEL_EXPORT_ENABLED", "OTEL_TRACES_EXPORTER"
+_ENABLED: Variable[bool | None] = Variable(
+    "OTEL_EXPORT_ENABLED", None, "Whether spans are exported.", lambda text: text.lower() in TRUE
+)
+_DISABLED = Variable("OTEL_SDK_DISABLED", False, "Whether OpenTelemetry is switched off.", switch)
+_SAMPLE_RATIO: Variable[float | None] = Variable(
+    "OTEL_TRACES_SAMPLE_RATIO", None, "Part of the traces that is kept.", number(0, 1)
+)
+_EXPORTER = "OTEL_TRACES_EXPORTER"
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_SAMPLER, _RATIO = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLE_RATIO"
+_SAMPLER = "OTEL_TRACES_SAMPLER"
 _BY_PROTOCOL = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 _GROUP = "opentelemetry_traces_exporter"
 
@@ -68,8 +74,8 @@ def exporters_of(environment: Mapping[str, str]) -> list[str]:
 
     Raise InvalidArgument for a protocol without an exporter.
     """
-    enabled = environment.get(_ENABLED, "").strip()
-    if is_true(environment.get("OTEL_SDK_DISABLED")) or (enabled and not is_true(enabled)):
+    enabled = _ENABLED.of(environment)
+    if _DISABLED.of(environment) or enabled is False:
         return []
     has_endpoint = any(environment.get(name, "").strip() for name in _ENDPOINTS)
     default = "otlp" if enabled or has_endpoint else "none"
@@ -139,7 +145,7 @@ def _provider(environment: Mapping[str, str], exporters: list[SpanExporter]) -> 
 
 def _sampler(environment: Mapping[str, str]) -> Any:
     """Return the sampler of Dynamo's ratio if OpenTelemetry's own variable is unset; None leaves it to the SDK."""
-    if environment.get(_SAMPLER, "").strip() or (ratio := fraction(environment.get(_RATIO), 1.0)) is None:
+    if environment.get(_SAMPLER, "").strip() or (ratio := _SAMPLE_RATIO.of(environment)) is None:
         return None
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 

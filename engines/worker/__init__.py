@@ -2,9 +2,10 @@
 
 from .card import card_of
 from .config import ShutdownTimes, WorkerConfig, parse_endpoint_types, served_name
-from .health import SystemHealth, is_healthy
+from .health import STARTING_HEALTH, SystemHealth, is_healthy
 from .lifecycle import TRANSITIONS, Background, Happening, Lifecycle, WorkerState, after, owes_cleanup
 from .probe import (
+    PAYLOAD,
     Canary,
     CanarySettings,
     HeardEngine,
@@ -23,7 +24,9 @@ from .worker import Worker
 
 __all__ = [
     "OVERDUE",
+    "PAYLOAD",
     "SIGNALS",
+    "STARTING_HEALTH",
     "TRANSITIONS",
     "Background",
     "Canary",

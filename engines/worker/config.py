@@ -3,8 +3,6 @@
 Source: dynamo lib/backend-common/src/worker.rs, WorkerConfig, and components/src/dynamo/common/backend/worker.py.
 Which planes a worker uses is the `Runtime` it is given, not a setting.
 
-Reading variables of the environment: what cannot be read counts as not set.
-
 ShutdownTimes: how long each part of a worker's end may take, as the environment says.
 
 Source: dynamo lib/backend-common/src/worker.rs, grace_period_secs, graceful_shutdown_timeout and shutdown_deadline. The
@@ -13,9 +11,9 @@ timeout is that of its release builds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +21,7 @@ from attrs import Factory, converters, field, fields, frozen
 
 from pipeline import InvalidArgument
 from pipeline.protocols.card import ModelInput, ModelType
+from pipeline.settings import ANY, by_variable, from_environment, number, whole
 from pipeline.telemetry import with_labels
 
 from ..llm import EngineConfig
@@ -155,44 +154,23 @@ def served_name(worker: WorkerConfig, engine: EngineConfig) -> str:
     return next((name for name in names if name and name.strip()), "")
 
 
-def is_true(text: str | None) -> bool:
-    """Whether it is a word for yes."""
-    return (text or "").strip().lower() in {"1", "true", "yes", "on"}
-
-
-def seconds(text: str | None) -> float | None:
-    """A finite number, also a negative one; None for anything else."""
-    if text is None or "_" in text:  # digit groups are Python's own
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def positive_seconds(text: str | None, default_s: float) -> float:
-    """A finite number above zero, else the default."""
-    number = seconds(text)
-    return default_s if number is None or number <= 0 else number
-
-
-def whole_seconds(text: str | None) -> int | None:
-    """A number written in digits only; None for anything else."""
-    digits = (text or "").strip()
-    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else None
-
-
-GRACE_ENV = "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS"
-TIMEOUT_ENV = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"
-
-
 @frozen
 class ShutdownTimes:
     """`grace_s`: served on after the worker is invisible. `timeout_s`: for draining and cleaning up after that."""
 
-    grace_s: float = 5.0
-    timeout_s: float = 30.0
+    grace_s: float = by_variable(
+        5.0,
+        "Seconds that a worker serves on after it has become invisible; below 0: none.",
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS",
+        lambda text: max(number(-inf)(text), 0.0),
+        ANY,
+    )
+    timeout_s: float = by_variable(
+        30.0,
+        "Seconds after that for draining and cleaning up.",
+        "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT",
+        whole(0, 10**9 - 1, unit=1.0),
+    )
 
     @property
     def deadline_s(self) -> float:
@@ -202,9 +180,4 @@ class ShutdownTimes:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """A grace below zero is none; what is empty or no number is the default, as is a timeout not in digits."""
-        defaults = cls()
-        grace_s, timeout_s = seconds(environment.get(GRACE_ENV)), whole_seconds(environment.get(TIMEOUT_ENV))
-        return cls(
-            defaults.grace_s if grace_s is None else max(grace_s, 0.0),
-            defaults.timeout_s if timeout_s is None else float(timeout_s),
-        )
+        return cls(**from_environment(cls, environment))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pipeline import Annotated, AsyncEngine
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.settings import Variable, choice
 
 from .lifecycle import Work
 from .probe import Canary, CanarySettings, HeardEngine, ProbeEngine
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-STARTING_HEALTH_ENV = "DYN_SYSTEM_STARTING_HEALTH_STATUS"
+STARTING_HEALTH = Variable(
+    "DYN_SYSTEM_STARTING_HEALTH_STATUS",
+    False,
+    "Whether a process is ready from its start: ready or notready.",
+    lambda text: choice("ready", "notready")(text.lower()) == "ready",
+)
 
 
 def is_healthy(
@@ -57,7 +63,7 @@ class SystemHealth:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """Not ready at first, unless the environment says `ready`."""
-        return cls(process_ready=environment.get(STARTING_HEALTH_ENV, "").strip().lower() == "ready")
+        return cls(process_ready=STARTING_HEALTH.of(environment))
 
     @property
     def is_healthy(self) -> bool:

@@ -27,11 +27,11 @@ from pipeline.errors import BackendUnknown
 from pipeline.foreign import raise_if_ours
 from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.settings import Variable, above, by_variable, from_environment, number, switch
 from pipeline.telemetry import UNTRACED
 from pipeline.wire import from_json, from_plain
 
 from ..llm import LLMEngine
-from .config import is_true, positive_seconds
 
 HEALTH_CHECK_KEY = "_HEALTH_CHECK"
 
@@ -107,10 +107,7 @@ async def _failing(
 
 _log = logging.getLogger(__name__)
 
-ENABLED_ENV = "DYN_HEALTH_CHECK_ENABLED"
-IDLE_ENV = "DYN_CANARY_WAIT_TIME"
-TIMEOUT_ENV = "DYN_HEALTH_CHECK_REQUEST_TIMEOUT"
-PAYLOAD_ENV = "DYN_HEALTH_CHECK_PAYLOAD"
+PAYLOAD = Variable("DYN_HEALTH_CHECK_PAYLOAD", "", "Payload of probes: a JSON object, or @file with one.", str)
 
 Items = ResponseStream[Annotated[LLMEngineOutput]]
 
@@ -119,19 +116,20 @@ Items = ResponseStream[Annotated[LLMEngineOutput]]
 class CanarySettings:
     """Whether to probe, after how long without a good item, and how long a probe may take."""
 
-    is_enabled: bool = False
-    idle_s: float = 10.0
-    timeout_s: float = 3.0
+    is_enabled: bool = by_variable(
+        False, "Whether a worker sends itself probes while it has no traffic.", "DYN_HEALTH_CHECK_ENABLED", switch
+    )
+    idle_s: float = by_variable(
+        10.0, "Seconds without a good item after which a probe is sent.", "DYN_CANARY_WAIT_TIME", number(), above(0)
+    )
+    timeout_s: float = by_variable(
+        3.0, "Seconds that a probe may take.", "DYN_HEALTH_CHECK_REQUEST_TIMEOUT", number(), above(0)
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """A time that is none, or not above zero, is the default."""
-        defaults = cls()
-        return cls(
-            is_true(environment.get(ENABLED_ENV)),
-            positive_seconds(environment.get(IDLE_ENV), defaults.idle_s),
-            positive_seconds(environment.get(TIMEOUT_ENV), defaults.timeout_s),
-        )
+        return cls(**from_environment(cls, environment))
 
 
 async def choose_payload(
@@ -143,10 +141,10 @@ async def choose_payload(
     is passed over. Each is logged.
     """
     payload: Mapping[str, Any] | None = own
-    if payload is None and (text := environment.get(PAYLOAD_ENV, "").strip()):
+    if payload is None and (text := PAYLOAD.of(environment)):
         payload = payload_from_text(text)
         if payload is None:
-            _log.warning("%s must be a JSON object or @file; the engine's own payload is used", PAYLOAD_ENV)
+            _log.warning("%s must be a JSON object or @file; the engine's own payload is used", PAYLOAD.name)
     if payload is None:
         try:
             payload = await engine.health_check_payload()

@@ -27,6 +27,7 @@ from pipeline import AsyncEngine, Control, PenstockError, StreamClosed
 from pipeline.errors import BackendCancelled
 from pipeline.foreign import raise_if_ours
 from pipeline.protocols.kv import KV_EVENTS_TOPIC
+from pipeline.settings import Variable, switch
 from pipeline.telemetry import Tracer, with_labels
 
 from ..adapter import RequestAdapter
@@ -34,7 +35,7 @@ from ..kv_events import KvEventLogs, MakeKvEventLog
 from ..llm import EngineConfig, LLMEngine
 from ..metrics import EngineMetrics, MetricsBindings, MetricsContext
 from .card import card_of, model_folder
-from .config import ShutdownTimes, WorkerConfig, is_true, served_name
+from .config import ShutdownTimes, WorkerConfig, served_name
 from .health import SystemHealth, WorkerHealth
 from .lifecycle import Background, Lifecycle, WorkerState, engine_errors
 from .probe import CanarySettings, choose_payload
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-DETAILS_ENV = "OTEL_EXPORT_ENABLED"
+DETAILS = Variable("OTEL_EXPORT_ENABLED", False, "Whether spans are exported.", switch)
 CLEANUP_S = 5.0
 """What a cleanup is given at least, also where the time for the end is over."""
 _SETTLE_S = 1.0
@@ -257,7 +258,7 @@ class Worker:
     async def _register(self, config: EngineConfig, name: str) -> None:
         self.card = await self._make_card(config)
         self.card.runtime_config.enable_local_indexer = self._kv_logs.answers
-        details = is_true(self._environment.get(DETAILS_ENV))
+        details = DETAILS.of(self._environment)
         adapter = RequestAdapter(
             self.engine,
             mode=self.config.disaggregation_mode,

@@ -7,6 +7,7 @@ from .config import (
     KvRouterConfig,
     active_request_expiry_s,
     config_from_environment,
+    kv_router_variables,
     overlap_refresh_after_s,
 )
 from .errors import BookingError, DuplicateRequest, QueueRejected, RequestNotFound, WorkerNotFound
@@ -18,7 +19,6 @@ from .events import (
     KvRecovery,
     RepairLimits,
     WireLimits,
-    decode_frames,
     recovery_workers,
 )
 from .factory import kv_router
@@ -79,11 +79,11 @@ __all__ = [
     "adapters_of",
     "config_from_environment",
     "configs_of",
-    "decode_frames",
     "ends_badly",
     "hash_beside_the_loop",
     "kv_events",
     "kv_router",
+    "kv_router_variables",
     "overlap_refresh_after_s",
     "recovery_workers",
     "share_hashes",

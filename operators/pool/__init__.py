@@ -1,11 +1,14 @@
 """A pool of workers: which are healthy, how loaded they are, and which one gets a request."""
 
+from pipeline.protocols.limits import BusyThresholds
+
 from .assigned import DirectRouter, Next, Output, assign_worker
-from .busy import BusyThresholds, BusyWatch, Capacity, capacities_of, is_rank_busy, is_worker_busy, latch
+from .busy import BusyWatch, Capacity, capacities_of, is_rank_busy, is_worker_busy, latch
 from .errors import AllBusy, AllExcluded
-from .health import Exclusions, exclusion_s, note_failure, without_failed
+from .health import COOLDOWN, Exclusions, exclusion_s, note_failure, without_failed
 from .load import DeviceType, LoadChange, RankLoad, WorkerLoad, WorkerLoads, is_idle, load_reports
 from .pickers import (
+    DEVICE_RATIO,
     DeviceAware,
     Loads,
     Picker,
@@ -17,9 +20,12 @@ from .pickers import (
     random_pick,
 )
 from .push_router import PushRouter, RouterMode
-from .rejection import Rejection, overload_status
+from .rejection import OVERLOAD_STATUS, Rejection, overload_status
 
 __all__ = [
+    "COOLDOWN",
+    "DEVICE_RATIO",
+    "OVERLOAD_STATUS",
     "AllBusy",
     "AllExcluded",
     "BusyThresholds",

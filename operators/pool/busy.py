@@ -14,42 +14,19 @@ Source: dynamo lib/llm/src/discovery/worker_monitor.rs, KvWorkerMonitor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from types import TracebackType
 from typing import Self
 
-from attrs import asdict, evolve, frozen
+from attrs import frozen
 
-from pipeline import InvalidArgument
 from pipeline.network import Added, Model, Removed, TaintsUpdated
+from pipeline.protocols.limits import BusyThresholds
 from pipeline.rx import BehaviorSubject, CompositeDisposable, Observable, ops
 
 from .load import LoadChange, RankLoad, WorkerLoad, WorkerLoads, isolated
 
 UNKNOWN_BATCHED_TOKENS = 10_000_000
 """Taken for the tokens of a batch where a worker does not say its own."""
-
-
-@frozen
-class BusyThresholds:
-    """Above what a rank is busy; None: that test is off. Raises InvalidArgument, naming the field.
-
-    The first is a fraction of all KV blocks, from 0 to 1, for the blocks in decode and for those in use; the second a
-    number of tokens in prefill; the third the same as a fraction of the largest batch.
-    """
-
-    active_decode_blocks_threshold: float | None = None
-    active_prefill_tokens_threshold: int | None = None
-    active_prefill_tokens_threshold_frac: float | None = None
-
-    def __attrs_post_init__(self) -> None:
-        _check_range("active_decode_blocks_threshold", self.active_decode_blocks_threshold, 1.0)
-        _check_range("active_prefill_tokens_threshold", self.active_prefill_tokens_threshold)
-        _check_range("active_prefill_tokens_threshold_frac", self.active_prefill_tokens_threshold_frac)
-
-    def updated(self, changed: BusyThresholds) -> BusyThresholds:
-        """With those that are set in `changed`; the others stay."""
-        return evolve(self, **{name: value for name, value in asdict(changed).items() if value is not None})
 
 
 @frozen
@@ -95,14 +72,6 @@ def is_worker_busy(
     return bool(ranks) and all(
         is_rank_busy(load, latches.get(dp_rank), capacity, thresholds) for dp_rank, load in ranks.items()
     )
-
-
-def _check_range(name: str, value: float | None, high: float | None = None) -> None:
-    if value is None:
-        return
-    if not isfinite(value) or value < 0 or (high is not None and value > high):
-        limits = "finite and not below 0" if high is None else f"between 0 and {high:g}"
-        raise InvalidArgument(f"must be {limits}, got {value}", field=name)
 
 
 _UNKNOWN = Capacity()

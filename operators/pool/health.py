@@ -35,6 +35,7 @@ from pipeline.rx import (
     ObserverBase,
     Subject,
 )
+from pipeline.settings import Variable, whole
 
 from .errors import AllBusy, all_busy, all_excluded, nobody
 from .load import RankLoad, WorkerLoads, is_idle, isolated
@@ -45,7 +46,12 @@ if TYPE_CHECKING:
 
 
 EXCLUSION_S = 5.0
-EXCLUSION_ENV = "DYN_RUNTIME_INHIBITED_DURATION_SECS"
+COOLDOWN = Variable(
+    "DYN_RUNTIME_INHIBITED_DURATION_SECS",
+    EXCLUSION_S,
+    "Seconds that a worker gets no requests after a fault; 0: none at all.",
+    whole(unit=1.0),
+)
 
 
 @frozen
@@ -117,9 +123,8 @@ def lasting(entries: Mapping[int, Exclusion], now_s: float) -> Mapping[int, Excl
 
 
 def exclusion_s(environment: Mapping[str, str]) -> float:
-    """The duration the environment sets, in whole seconds; the default where it is not set or not a number."""
-    text = environment.get(EXCLUSION_ENV, "").strip()
-    return float(text) if text.isascii() and text.isdigit() else EXCLUSION_S
+    """Return the duration that the environment sets, or the default."""
+    return COOLDOWN.of(environment)
 
 
 def routable_changes(

@@ -15,6 +15,7 @@ from random import Random
 from typing import TypeAlias
 
 from pipeline import AnyContext, InvalidArgument
+from pipeline.settings import Variable, whole
 
 from .load import WorkerLoad
 
@@ -22,7 +23,12 @@ Loads: TypeAlias = Mapping[int, WorkerLoad]
 Picker: TypeAlias = Callable[[Sequence[int], Loads, AnyContext, Random], int]
 
 CUDA_TO_CPU_RATIO = 8
-RATIO_ENV = "DYN_ENCODER_CUDA_TO_CPU_RATIO"
+DEVICE_RATIO = Variable(
+    "DYN_ENCODER_CUDA_TO_CPU_RATIO",
+    CUDA_TO_CPU_RATIO,
+    "CPUs that an accelerator counts for under the router device-aware.",
+    whole(),
+)
 
 
 class Uncharged(int):
@@ -119,9 +125,8 @@ def by_device(candidates: Sequence[int], loads: Loads) -> tuple[list[int], list[
 
 
 def cuda_to_cpu_ratio(environment: Mapping[str, str]) -> int:
-    """The ratio the environment sets; the default where it is not set, at least 1."""
-    text = environment.get(RATIO_ENV, "").strip()
-    return max(1, int(text)) if text.isascii() and text.isdigit() else CUDA_TO_CPU_RATIO
+    """Return the ratio that the environment sets, at least 1, or the default."""
+    return max(1, DEVICE_RATIO.of(environment))
 
 
 def _in_flight(loads: Loads, instance_id: int) -> int:

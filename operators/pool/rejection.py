@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 
 from pipeline import AsyncEngine, Context, InvalidArgument, Operator, ResourceExhausted, ResponseStream
 from pipeline.errors import OVERLOADED
+from pipeline.settings import Variable, whole
 
 from .errors import AllBusy, Gate
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-STATUS_ENV = "DYN_HTTP_OVERLOAD_STATUS_CODE"
+OVERLOAD_STATUS = Variable(
+    "DYN_HTTP_OVERLOAD_STATUS_CODE", OVERLOADED, "HTTP status of a refusal because of overload.", whole(200, 999)
+)
 RETRY_AFTER_S = 1.0
 
 
@@ -64,7 +67,5 @@ class Rejection(Operator[Any, Any, Any, Any]):
 
 
 def overload_status(environment: Mapping[str, str]) -> int:
-    """The HTTP status of overload the environment sets, from 200 to 999; 529 where it sets none."""
-    text = environment.get(STATUS_ENV, "").strip()
-    known = text.isascii() and text.isdigit() and len(text) == 3 and int(text) >= 200
-    return int(text) if known else OVERLOADED
+    """Return the HTTP status of overload that the environment sets, or 529."""
+    return OVERLOAD_STATUS.of(environment)

@@ -1,12 +1,15 @@
-"""Limits of a graph: RequestLimits, how much one request may hold, and PromptWork, how prompts are worked on."""
+"""Limits of a graph.
+
+RequestLimits: what one request may hold. PromptWork: how prompts are prepared. BusyThresholds: when a worker is busy.
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from attrs import frozen
+from attrs import asdict, evolve, frozen
 
-from pipeline.settings import at_least, setting
+from pipeline.settings import at_least, finite, number, setting, share, whole
 
 
 @frozen
@@ -48,3 +51,42 @@ class PromptWork:
     max_waiting_prompts: int = setting(
         2_048, "Long prompts that may wait for such a thread; more are refused as an overload."
     )
+
+
+@frozen
+class BusyThresholds:
+    """Above which a rank of a worker is busy; None switches a test off. Raise InvalidArgument for one out of range."""
+
+    group: ClassVar[str] = "Graph"
+
+    active_decode_blocks_threshold: float | None = setting(
+        None,
+        "A worker is busy with more than this part of its KV blocks in use or in decode.",
+        share(),
+        variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+        metavar="FRACTION",
+        is_read_below=True,
+        read=number(0, 1),
+    )
+    active_prefill_tokens_threshold: int | None = setting(
+        None,
+        "A worker is busy with more tokens than this in prefill.",
+        finite(0),
+        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+        metavar="TOKENS",
+        is_read_below=True,
+        read=whole(),
+    )
+    active_prefill_tokens_threshold_frac: float | None = setting(
+        None,
+        "The same as a part of the tokens of its largest batch.",
+        finite(0),
+        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
+        metavar="FRACTION",
+        is_read_below=True,
+        read=number(),
+    )
+
+    def updated(self, changed: BusyThresholds) -> BusyThresholds:
+        """Return these thresholds with those that are set in `changed`."""
+        return evolve(self, **{name: value for name, value in asdict(changed).items() if value is not None})

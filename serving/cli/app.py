@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 from cyclopts import App
 
-from pipeline.protocols.limits import PromptWork, RequestLimits
+from pipeline.protocols.limits import BusyThresholds, PromptWork, RequestLimits
 
 from ..access_options import AccessOptions
 from ..limits import HttpLimits
 from ..server_options import ServerOptions
-from ..terminal import echo, log_to_stderr
+from ..terminal import echo
 from .effective import config_app
 from .help import PlainHelp
 from .keys import keys
@@ -62,6 +62,7 @@ def serve(
     model: ModelOptions,
     pool: PoolOptions,
     routing: RoutingOptions,
+    busy: BusyThresholds,
     log: LogOptions,
     limits: HttpLimits,
     request_limits: RequestLimits,
@@ -70,9 +71,8 @@ def serve(
     settled: Settled,
 ) -> None:
     """Serve a model over the OpenAI API until interrupted."""
-    log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
     others = {"request_limits": request_limits, "prompt_work": prompt_work}
-    config = _served(model, engine, pool, routing, settled.environment, **others)
+    config = _served(model, engine, pool, routing, busy, settled.environment, **others)
     from ..program import serve_graph, serve_watch
 
     _run_server(
@@ -94,7 +94,6 @@ def worker(
     settled: Settled,
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
-    log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
     from engines import DisaggregationMode, WorkerConfig
 
     mode = DisaggregationMode.parse(registered.disaggregation_mode)
@@ -115,12 +114,12 @@ def graph(
     model: ModelOptions,
     pool: PoolOptions,
     routing: RoutingOptions,
+    busy: BusyThresholds,
     log: LogLevelOption,
     settled: Settled,
 ) -> None:
     """Draw the graph that `serve` would run with the same options."""
-    log_to_stderr(log.log_level.upper())
-    config = _served(model, engine, pool, routing, settled.environment)
+    config = _served(model, engine, pool, routing, busy, settled.environment)
     from ..program import draw_graph
     from ..server import run
 
@@ -132,10 +131,11 @@ def _served(
     engine: EngineOptions,
     pool: PoolOptions,
     routing: RoutingOptions,
+    busy: BusyThresholds,
     environment: Mapping[str, str],
     **others: Any,
 ) -> GraphConfig:
-    routed = routing.graph_fields(pool.router, environment)
+    routed = routing.graph_fields(pool.router, busy, environment)
     return graph_config(model, engine, environment, workers=pool.workers, seed=pool.seed, **routed, **others)
 
 

@@ -17,7 +17,7 @@ from cyclopts import App
 from pipeline.settings import settings_of
 
 from ..terminal import echo
-from .parsing import Command, commands, flattened
+from .parsing import Command, check_variables, commands, flattened
 from .sources import ENVIRONMENT_TABLE, Settled, Value
 
 _SHOWN = ("serve", "worker", "graph", "replay", "replay sweep")
@@ -37,7 +37,9 @@ def config_app() -> App:
 
 
 def _show(made: Command, options: dict[str, Any]) -> None:
-    echo("\n".join(lines_of(made.settle(options, os.environ))))
+    settled = made.settle(options, os.environ)
+    check_variables(settled.environment)
+    echo("\n".join([*lines_of(settled), *_lines_of_variables(settled.environment)]))
 
 
 def lines_of(settled: Settled) -> Iterator[str]:
@@ -54,10 +56,20 @@ def lines_of(settled: Settled) -> Iterator[str]:
                 yield f"# {name} is not set"
             else:
                 yield f"{f'{name} = {as_toml(value)}':40}  # {origin_of(each)}"
-    if settled.variables:
+
+
+def _lines_of_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield the table of the variables that have no option and are set; those that may be secrets are hidden."""
+    from ..secrets import NOT_SHOWN
+    from ..variables import SECRETS, names
+
+    found = sorted(name for name in names() if environment.get(name, "").strip())
+    if found:
         yield f"\n[{ENVIRONMENT_TABLE}]"
-        for name, each in settled.variables.items():
-            yield f"{f'{name} = {as_toml(each.value)}':40}  # {origin_of(each)}"
+    for name in found:
+        text = NOT_SHOWN if name in SECRETS else environment[name]
+        origin = "environment" if os.environ.get(name, "").strip() else "file"
+        yield f"{f'{name} = {as_toml(text)}':40}  # {origin}"
 
 
 def origin_of(value: Value) -> str:

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from attrs import asdict, fields, frozen
+from attrs import asdict, frozen
 
 from pipeline import InvalidArgument
-from pipeline.settings import ANY, PORT, at_least, between, finite, required, setting, share
+from pipeline.protocols.limits import BusyThresholds
+from pipeline.settings import ANY, PORT, at_least, required, setting
 
 if TYPE_CHECKING:
-    from operators import BusyThresholds
-
     from ..deployment import GraphConfig
 
 Router = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
@@ -48,18 +47,18 @@ class LogOptions:
 
 @frozen
 class LogLevelOption:
-    """What a short command logs."""
+    """What a short command logs: text, and no requests."""
 
     group: ClassVar[str] = "Logging"
+    log_format: ClassVar[Literal["text"]] = "text"
+    access_log: ClassVar[bool] = False
 
     log_level: LogLevel = setting("warning", "Least serious messages shown.")
 
 
 @frozen
-class QuietLogOption:
+class QuietLogOption(LogLevelOption):
     """The same for a command that shows a report."""
-
-    group: ClassVar[str] = "Logging"
 
     log_level: LogLevel = setting("error", "Least serious messages shown.")
 
@@ -189,39 +188,8 @@ class RoutingOptions:
         variable="DYN_USE_KV_EVENTS",
         is_read_below=True,
     )
-    active_decode_blocks_threshold: float | None = setting(
-        None,
-        "A worker is busy with more than this part of its KV blocks in use.",
-        share(),
-        variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
-        metavar="FRACTION",
-        is_read_below=True,
-    )
-    active_prefill_tokens_threshold: int | None = setting(
-        None,
-        "A worker is busy with more tokens than this in prefill.",
-        between(0, 2**64 - 1),
-        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        metavar="TOKENS",
-        is_read_below=True,
-    )
-    active_prefill_tokens_threshold_frac: float | None = setting(
-        None,
-        "The same as a part of the tokens of its largest batch.",
-        finite(0),
-        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        metavar="FRACTION",
-        is_read_below=True,
-    )
 
-    @property
-    def busy(self) -> BusyThresholds:
-        """The thresholds above which a worker is busy."""
-        from operators import BusyThresholds
-
-        return BusyThresholds(**{one.name: getattr(self, one.name) for one in fields(BusyThresholds)})
-
-    def graph_fields(self, router: str, environment: Any) -> dict[str, Any]:
+    def graph_fields(self, router: str, busy: BusyThresholds, environment: Any) -> dict[str, Any]:
         """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit."""
         given = {
             "router": router,
@@ -229,7 +197,7 @@ class RoutingOptions:
             "enforce_disagg": self.enforce_disagg,
             "migration_limit": self.migration_limit,
             "migration_max_seq_len_tokens": self.migration_max_seq_len_tokens,
-            "busy": self.busy,
+            "busy": busy,
         }
         if router == "kv":
             from ..deployment import kv_router_config
@@ -283,14 +251,13 @@ def graph_config(
     model: ModelOptions | None, engine: EngineOptions | MockerOptions | HostedEngine, environment: Any, **others: Any
 ) -> GraphConfig:
     """Return the checked config of a graph. Raise InvalidArgument that names the field."""
-    from ..deployment import GraphConfig
-    from ..environment import is_true
+    from ..deployment import IGNORE_UNSUPPORTED, GraphConfig
 
     return GraphConfig(
         **({} if model is None else asdict(model)),
         engine=engine.engine,
         engine_args=engine.engine_args,
-        ignore_unsupported=is_true(environment.get("DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS")),
+        ignore_unsupported=IGNORE_UNSUPPORTED.of(environment),
         **others,
     )
 

@@ -27,7 +27,7 @@ from pipeline import InvalidArgument, PenstockError
 from pipeline.settings import Setting, kinds_of, setting, settings_of
 
 from ..failure_report import report
-from ..terminal import echo
+from ..terminal import echo, log_to_stderr
 from .sources import Settled, Sources, WrongSettings, as_text, settle
 
 Function = TypeVar("Function", bound=Callable[..., "int | None"])
@@ -84,6 +84,10 @@ class Command:
         """Run the function with the records that the options and other sources give."""
         settled = self.settle(options, os.environ)
         made = {name: settled.made(record) for name, record in self.records.items()}
+        if "log" in made:
+            log = made["log"]
+            log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
+            check_variables(settled.environment)
         if "settled" in inspect.signature(self.function).parameters:
             made["settled"] = settled
         return self.function(**made)
@@ -131,7 +135,7 @@ def flattened(made: Command, act: Callable[[dict[str, Any]], int | None]) -> Cal
     arguments = [one for one in known.values() if not one.options]
 
     def run(*values: Any, **options: Any) -> int | None:
-        given = {one.name: value for one, value in zip(arguments, values, strict=False) if value not in ((), None)}
+        given = {one.name: value for one, value in zip(arguments, values, strict=False) if value}
         try:
             return act(given | options)
         except (PenstockError, OSError) as error:
@@ -142,6 +146,17 @@ def flattened(made: Command, act: Callable[[dict[str, Any]], int | None]) -> Cal
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__doc__, run.__name__ = made.function.__doc__, made.function.__name__
     return run
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """Log the variables that nothing reads. Raise WrongSettings for those without an option that cannot be read."""
+    from ..variables import names, unread, unreadable
+
+    if problems := unreadable(environment):
+        raise WrongSettings(f"{name}: {what}" for name, what in problems)
+    known = {one.variable for each in commands.values() for one in each.settings().values()}
+    for line in unread(environment, known | names()):
+        logging.getLogger(__name__).warning(line)
 
 
 def _own_name(app: App) -> str:
@@ -162,7 +177,8 @@ def _parameter(known: Setting) -> inspect.Parameter:
         consume_multiple=not known.options,
     )
     how = inspect.Parameter.KEYWORD_ONLY if known.options else inspect.Parameter.POSITIONAL_ONLY
-    default = inspect.Parameter.empty if known.default is attrs.NOTHING else None
+    # What is not given is not passed on; the default only has to be of the type.
+    default = inspect.Parameter.empty if known.default is attrs.NOTHING else () if kind == list[str] else kind()
     return inspect.Parameter(known.name, how, default=default, annotation=Annotated[kind, shown])
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 from cyclopts import App
 
-from ..environment import of_graphs
-from ..terminal import echo, log_to_stderr, table_width
+from pipeline.protocols.limits import BusyThresholds
+
+from ..terminal import echo, table_width
 from .live import Live, check_options, ids_of, replayed_live
 from .loads import (
     INTERRUPTED_EXIT,
@@ -59,6 +60,7 @@ def run(
     pool: ReplayPool,
     engine: MockerOptions,
     routing: RoutingOptions,
+    busy: BusyThresholds,
     faults: RunOptions,
     goodput: GoodputOptions,
     report: ReportOptions,
@@ -68,13 +70,14 @@ def run(
 ) -> int:
     """Replay a trace, or made up load, through the graph that `serve` would run or to a server; report what it cost."""
     check_options(settled.options, server.live, per_request=report.per_request, has_json=report.json is not None)
-    log_to_stderr(log.log_level.upper())
     check_place(report.json, "json")
     check_page(report.html, "html")
     how = {"speed_up": load.speed_up, "sessions_at_a_time": load.concurrency, "limits": limits_of(goodput)}
     if server.live is None:
-        routed = routing.graph_fields(pool.router, settled.environment)
+        routed = routing.graph_fields(pool.router, busy, settled.environment)
         config = graph_config(None, engine, settled.environment, workers=pool.workers, seed=pool.seed, **routed)
+        from ..variables import of_graphs
+
         with engine_args_named(config):
             made = _of_graph(config, load, faults, report, server.real_time, of_graphs(settled.environment), how)
     else:

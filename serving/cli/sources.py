@@ -110,8 +110,6 @@ class Settled:
     values: Mapping[type[Any], Mapping[str, Value]]
     environment: Mapping[str, str]
     """The variables, also those that the settings file gives."""
-    variables: Mapping[str, Value] = field(factory=dict)
-    """The variables that have no option and are set."""
 
     def made(self, record: type[Any]) -> Any:
         """Return the record. A value of the environment that a stage below reads by itself is left to that stage."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from pipeline import InvalidArgument
+from pipeline.protocols.limits import BusyThresholds
 
-from ..environment import of_graphs
-from ..terminal import echo, log_to_stderr
+from ..terminal import echo
 from .loads import (
     INTERRUPTED_EXIT,
     check_no_trace,
@@ -48,6 +48,7 @@ def sweep(
     pool: SweepPool,
     engine: MockerOptions,
     routing: RoutingOptions,
+    busy: BusyThresholds,
     run: RunOptions,
     goodput: GoodputOptions,
     report: SweepReportOptions,
@@ -55,12 +56,13 @@ def sweep(
     settled: Settled,
 ) -> int:
     """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
-    log_to_stderr(log.log_level.upper())
+    from ..variables import of_graphs
+
     files = SweepFiles(report.json, report.html, report.reports)
     files.check(per_request=report.per_request)
     axes = _axes_of(pool.router, pool.workers, pool.vary)
     main = "kv" if "kv" in axes["router"] else "round-robin"
-    base = routing.graph_fields(main, settled.environment)
+    base = routing.graph_fields(main, busy, settled.environment)
     base |= {
         "router": axes["router"][0],
         "workers": 1,

@@ -1,14 +1,18 @@
 """Standard graphs, built from one config."""
 
-from .config import GraphConfig, RouterName
+from .config import IGNORE_UNSUPPORTED, METRICS_PREFIX, GraphConfig, RouterName
 from .engines import Deployment, converted, find_engine, hint_of
 from .fleet import Fleet
 from .graphs import Hosting, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph, wall_ms
-from .kv_routing import event_log
-from .routing import busy_thresholds, prefill_endpoint, prefill_stage, router_of, routing_to
+from .kv_routing import SESSION_TTL, event_log
+from .routing import SILENCE, busy_thresholds, prefill_endpoint, prefill_stage, router_of, routing_to
 from .settings import kv_router_config, policy_document, policy_profile
 
 __all__ = [
+    "IGNORE_UNSUPPORTED",
+    "METRICS_PREFIX",
+    "SESSION_TTL",
+    "SILENCE",
     "Deployment",
     "Fleet",
     "GraphConfig",

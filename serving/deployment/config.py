@@ -16,6 +16,7 @@ from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
+from pipeline.settings import Variable, switch
 
 from .engines import Deployment, find_engine
 
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
 
 RouterName = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
+
+METRICS_PREFIX: Variable[str | None] = Variable(
+    "DYN_METRICS_PREFIX", None, "Prefix of all metrics, dynamo_frontend by default.", str
+)
+IGNORE_UNSUPPORTED = Variable(
+    "DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS",
+    False,
+    "Whether unknown fields of requests are dropped instead of refused.",
+    switch,
+)
 
 _LETTERS = range(ord("a"), ord("z") + 1)
 

@@ -24,7 +24,7 @@ from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedReque
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.telemetry import merged, traced
 
-from .config import GraphConfig
+from .config import METRICS_PREFIX, GraphConfig
 from .config import Hosting as Hosting
 from .fleet import Fleet
 from .routing import Routing, prefill_stage, routing_to
@@ -142,7 +142,7 @@ def _migration(config: GraphConfig, hosting: Hosting) -> Migration:
     """As configured; it counts where something counts at all."""
     metrics = None
     if hosting.metrics is not None:
-        metrics = MigrationMetrics(hosting.metrics.meter, prefix=hosting.environment.get("DYN_METRICS_PREFIX"))
+        metrics = MigrationMetrics(hosting.metrics.meter, prefix=METRICS_PREFIX.of(hosting.environment))
     return Migration(
         config.migration_limit,
         max_seq_len_tokens=config.migration_max_seq_len_tokens,

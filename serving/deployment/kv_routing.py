@@ -38,15 +38,20 @@ from operators.kv import (
 from pipeline import Unavailable
 from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols.card import ModelDeploymentCard
+from pipeline.settings import Variable, whole
 
-from ..environment import seconds
 from .config import GraphConfig
 from .settings import policy_profile
 
 if TYPE_CHECKING:
     from pipeline.telemetry import Metrics, Tracer
 
-SESSION_TTL_ENV = "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS"
+SESSION_TTL: Variable[float | None] = Variable(
+    "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
+    None,
+    "Seconds that an idle session keeps its worker under the router kv.",
+    whole(1, 10**9, unit=1.0),
+)
 
 
 @frozen
@@ -104,7 +109,7 @@ async def kv_stage(
             on_event=counted.event_applied,
             expiry_s=active_request_expiry_s(environment),
             refresh_after_s=overlap_refresh_after_s(environment),
-            session_ttl_s=seconds(environment.get(SESSION_TTL_ENV), 1.0),
+            session_ttl_s=SESSION_TTL.of(environment),
         )
         events = kv_events(runtime.events, pool.endpoint)
         async with router:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
-from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,9 +45,9 @@ from operators.prefill import ConditionalDisaggregation, PrefillPool
 from pipeline import Annotated, AsyncEngine, link
 from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.settings import Variable, from_environment, whole
 from pipeline.telemetry import TracedEngine, Tracer, traced
 
-from ..environment import fraction, integer, seconds
 from .config import GraphConfig, RouterName
 from .kv_routing import KvPool, kv_stage
 
@@ -65,7 +64,12 @@ _MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choic
     "kv": "direct",  # the stage above names the worker
 }
 
-SILENCE_ENV = "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"
+SILENCE: Variable[float | None] = Variable(
+    "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
+    None,
+    "Seconds without an item after which a worker's stream is given up; a request as a whole fails after twice that.",
+    whole(1, 10**9, unit=1.0),
+)
 """After so many seconds without an item a worker's stream is given up, before the whole request is after twice that."""
 _WAITS_FOR_BLOCKS_S = 2.0
 """What decode workers have on top: who waits for a prefill is silent as long as that is. It must be known first that
@@ -144,12 +148,8 @@ def _pushing(
 
 
 def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
-    """Those the environment sets; one that cannot be read, or is out of its range, counts as not set."""
-    return BusyThresholds(
-        fraction(environment.get("DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD"), 1.0),
-        integer(environment.get("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD"), 0, 2**64 - 1),
-        fraction(environment.get("DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC"), inf),
-    )
+    """Return the thresholds that the environment sets; one that cannot be read, or is out of range, is not set."""
+    return BusyThresholds(**from_environment(BusyThresholds, environment))
 
 
 def router_of(
@@ -160,7 +160,7 @@ def router_of(
     **judging: Any,
 ) -> PushRouter[Any, Any]:
     """The router as configured; `judging` are the arguments of PushRouter that tell who is busy."""
-    silence_timeout_s = seconds(environment.get(SILENCE_ENV), 1.0)
+    silence_timeout_s = SILENCE.of(environment)
     if silence_timeout_s is not None and worker_type == "decode":
         silence_timeout_s += _WAITS_FOR_BLOCKS_S
     return PushRouter(

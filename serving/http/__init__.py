@@ -13,14 +13,16 @@ with brought_by("serve", by=__name__):
     from .request import REQUEST_ID
     from .server_span import SCHEMA_URL
     from .service import served
-    from .status import STATUS_PORT_ENV, status_app, status_port
+    from .status import HEALTH_PATH, LIVE_PATH, STATUS_PORT, status_app, status_port
 
 __all__ = [
+    "HEALTH_PATH",
     "INTERNAL",
+    "LIVE_PATH",
     "ON_GONE",
     "REQUEST_ID",
     "SCHEMA_URL",
-    "STATUS_PORT_ENV",
+    "STATUS_PORT",
     "Access",
     "Availability",
     "HttpOptions",

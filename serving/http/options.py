@@ -3,87 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from pipeline.errors import OVERLOADED
 from pipeline.protocols.limits import RequestLimits
+from pipeline.settings import by_variable, from_environment, switch, url_path, whole
 
-from ..environment import integer, is_true, path, seconds
 from ..limits import HttpLimits
 
-BODY_LIMIT = "DYN_HTTP_BODY_LIMIT_MB"
+
+def _off(text: str) -> bool:
+    return not switch(text)
+
+
+def _path(default: str, name: str) -> str:
+    variable = f"DYN_HTTP_SVC_{name}_PATH"
+    return by_variable(default, "Path of this route.", variable, url_path)
 
 
 @frozen
 class HttpOptions:
     """How one app answers."""
 
-    body_limit_mb: int = 45
+    body_limit_mb: int = by_variable(
+        45,
+        "Megabytes of a body; a larger one gets 413.",
+        "DYN_HTTP_BODY_LIMIT_MB",
+        whole(1, 2**20),
+    )
     """Megabytes of a body at most; a longer one is refused with 413."""
-    nvext: bool = True
+    nvext: bool = by_variable(
+        True,
+        "1 drops the field `nvext` of requests and answers.",
+        "DYN_DISABLE_FRONTEND_NVEXT",
+        _off,
+    )
     """Whether the request extension `nvext` and its headers are read; without it they are ignored."""
-    force_usage: bool = False
+    force_usage: bool = by_variable(False, "1 puts usage into every stream.", "DYN_ENABLE_FORCE_INCLUDE_USAGE", switch)
     """Whether every stream ends with its usage, as if the client had wanted it."""
-    overload_status: int = OVERLOADED
+    overload_status: int = by_variable(
+        OVERLOADED,
+        "HTTP status of a refusal because of overload.",
+        "DYN_HTTP_OVERLOAD_STATUS_CODE",
+        whole(200, 599),
+    )
     """Status of a refusal by overload."""
-    silence_timeout_s: float | None = None
+    silence_timeout_s: float | None = by_variable(
+        None,
+        "Half the seconds without an item after which a request fails.",
+        "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
+        whole(1, 10**9, unit=2.0),
+    )
     """Seconds without an item of the engine after which a request is killed, at most a quarter later.
 
-    None: the limit of this name in `limits`.
+    None: the limit of this name in `limits`. Twice the variable: the router gives up on its worker first.
     """
-    keep_alive_s: float | None = None
+    keep_alive_s: float | None = by_variable(
+        None,
+        "Milliseconds between comments to a waiting client, which then has its 200 before the first item.",
+        "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
+        whole(1, 10**9, unit=0.001),
+    )
     """Seconds between comments to a waiting client, which then has its 200 before the first item; None: no comments."""
-    context_window_tokens: int | None = None
+    context_window_tokens: int | None = by_variable(
+        None,
+        "Context window in `/v1/models`; by default the model's.",
+        "DYN_CONTEXT_WINDOW",
+        whole(1, 2**32 - 1),
+    )
     """Overrides the context length of every model in the list of models."""
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = by_variable(
+        None,
+        "Most output tokens in `/v1/models`; by default the model's.",
+        "DYN_MAX_OUTPUT_TOKENS",
+        whole(1, 2**32 - 1),
+    )
     """Tokens of an answer at most, in the list of models."""
-    chat_path: str = "/v1/chat/completions"
-    completions_path: str = "/v1/completions"
-    models_path: str = "/v1/models"
-    health_path: str = "/health"
-    live_path: str = "/live"
-    metrics_path: str = "/metrics"
-    openapi_path: str = "/openapi.json"
-    docs_path: str = "/docs"
+    chat_path: str = _path("/v1/chat/completions", "CHAT")
+    completions_path: str = _path("/v1/completions", "CMP")
+    models_path: str = _path("/v1/models", "MODELS")
+    health_path: str = _path("/health", "HEALTH")
+    live_path: str = _path("/live", "LIVE")
+    metrics_path: str = _path("/metrics", "METRICS")
+    openapi_path: str = _path("/openapi.json", "OPENAPI")
+    docs_path: str = _path("/docs", "DOCS")
     limits: HttpLimits = HttpLimits()
     """Bounds of requests, connections and clients."""
     request_limits: RequestLimits = RequestLimits()
     """Bounds of the fields of a request."""
     shows_internals: bool = True
     """Whether metrics and the workers in `/health` are shown; where keys are set, to keys with `admin`."""
-    shows_workers: bool = True
+    shows_workers: bool = by_variable(
+        True,
+        "1 hides from clients which workers answered, and why.",
+        "PENSTOCK_HIDE_WORKERS",
+        _off,
+    )
     """Whether the headers of answers name the workers and the reason for the choice; if not, `nvext` hides them too."""
     access_log: bool = False
     """Whether each request is logged to the logger `serving.access`."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HttpOptions:
-        """Return the defaults, changed by the variables of NVIDIA Dynamo; an invalid value counts as unset."""
-        found: dict[str, Any] = {
-            "body_limit_mb": integer(environment.get(BODY_LIMIT), 1, 2**20),
-            "nvext": False if is_true(environment.get("DYN_DISABLE_FRONTEND_NVEXT")) else None,
-            "force_usage": True if is_true(environment.get("DYN_ENABLE_FORCE_INCLUDE_USAGE")) else None,
-            "shows_workers": False if is_true(environment.get("PENSTOCK_HIDE_WORKERS")) else None,
-            "overload_status": integer(environment.get("DYN_HTTP_OVERLOAD_STATUS_CODE"), 200, 599),
-            # Doubled: a router gives up on its worker after the time in the variable, and should be first.
-            "silence_timeout_s": seconds(environment.get("DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS"), 2.0),
-            "keep_alive_s": seconds(environment.get("DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS"), 0.001),
-            "context_window_tokens": integer(environment.get("DYN_CONTEXT_WINDOW"), 1, 2**32 - 1),
-            "max_output_tokens": integer(environment.get("DYN_MAX_OUTPUT_TOKENS"), 1, 2**32 - 1),
-        }
-        found |= {field: path(environment.get(f"DYN_HTTP_SVC_{name}_PATH")) for field, name in _PATHS.items()}
-        return evolve(cls(), **{name: value for name, value in found.items() if value is not None})
-
-
-_PATHS = {
-    "chat_path": "CHAT",
-    "completions_path": "CMP",
-    "models_path": "MODELS",
-    "health_path": "HEALTH",
-    "live_path": "LIVE",
-    "metrics_path": "METRICS",
-    "openapi_path": "OPENAPI",
-    "docs_path": "DOCS",
-}
+        """Return the defaults, changed by the variables; one that cannot be read counts as not set."""
+        return cls(**from_environment(cls, environment))

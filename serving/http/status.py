@@ -14,21 +14,29 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from engines import SystemHealth
+from pipeline.settings import Variable, url_path, whole
 
-from ..environment import integer, path
 from ..openai import encode
 from .edge import Edge
 from .metrics import Telemetry
 from .options import HttpOptions
 
-HEALTH_PATH_ENV, LIVE_PATH_ENV = "DYN_SYSTEM_HEALTH_PATH", "DYN_SYSTEM_LIVE_PATH"
-STATUS_PORT_ENV = "DYN_SYSTEM_PORT"
-_LAST_PORT = 2**16 - 1
+HEALTH_PATH = Variable("DYN_SYSTEM_HEALTH_PATH", "/health", "Path of a worker's health on its status port.", url_path)
+LIVE_PATH = Variable("DYN_SYSTEM_LIVE_PATH", "/live", "Path of a worker's liveness on its status port.", url_path)
+
+
+def _port(text: str) -> int | None:
+    return None if text.startswith("-") and text[1:].isdecimal() else whole(0, 2**16 - 1)(text)
+
+
+STATUS_PORT: Variable[int | None] = Variable(
+    "DYN_SYSTEM_PORT", None, "Port of a worker's status, on all addresses; 0 takes a free one, below 0: none.", _port
+)
 
 
 def status_port(environment: Mapping[str, str]) -> int | None:
     """Return the port of the status app, 0 for any free one; None for no status app: unset, negative or invalid."""
-    return integer(environment.get(STATUS_PORT_ENV), 0, _LAST_PORT)
+    return STATUS_PORT.of(environment)
 
 
 def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[str, str]) -> Edge:
@@ -49,8 +57,8 @@ def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[
         return Response(telemetry.text(), media_type=telemetry.media_type)
 
     routes = [
-        Route(path(environment.get(HEALTH_PATH_ENV)) or "/health", state),
-        Route(path(environment.get(LIVE_PATH_ENV)) or "/live", state),
+        Route(HEALTH_PATH.of(environment), state),
+        Route(LIVE_PATH.of(environment), state),
         Route("/metrics", metrics),
     ]
     return Edge(routes, {HTTPException: _unroutable}, HttpOptions(), telemetry.refusals)

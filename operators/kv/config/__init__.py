@@ -1,7 +1,13 @@
 """Settings of the KV router, their validation, and their environment variables."""
 
 from .config import ConditionalPolicy, KvRouterConfig, QueuePolicy, raise_problems
-from .environment import active_request_expiry_s, config_from_environment, overlap_refresh_after_s, variable_of
+from .environment import (
+    active_request_expiry_s,
+    config_from_environment,
+    kv_router_variables,
+    overlap_refresh_after_s,
+    variable_of,
+)
 from .validation import Problem, is_finite
 
 __all__ = [
@@ -12,6 +18,7 @@ __all__ = [
     "active_request_expiry_s",
     "config_from_environment",
     "is_finite",
+    "kv_router_variables",
     "overlap_refresh_after_s",
     "raise_problems",
     "variable_of",

@@ -5,9 +5,10 @@ Source: dynamo lib/kv-router/src/scheduling/config.rs, KvRouterConfig::from_env;
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from pipeline.settings import Variable, decimal, expected, number, whole
 
 from ..load import EXPIRY_S
 from .config import CHOICES, FIELD_TYPES, KvRouterConfig
@@ -62,18 +63,47 @@ def config_from_environment(environment: Mapping[str, str], values: Mapping[str,
     return KvRouterConfig.from_plain(own)
 
 
+ACTIVE_REQUEST_EXPIRY = Variable(
+    "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+    EXPIRY_S,
+    "Seconds without a sign of a request after which its worker counts it no longer.",
+    whole(1, unit=1.0),
+)
+OVERLAP_REFRESH_AFTER: Variable[float] = Variable(
+    "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
+    OVERLAP_REFRESH_AFTER_S,
+    "Seconds in the queue after which the overlap of a request is looked up again; 0: never.",
+    number(),
+)
+
+
 def active_request_expiry_s(environment: Mapping[str, str]) -> float:
-    """After how long a booked request counts as lost; the default for what is no number above 0."""
-    seconds = _int(environment.get("DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS", "").strip())
-    return float(seconds) if seconds else EXPIRY_S
+    """Return the seconds after which a booked request counts as lost."""
+    return ACTIVE_REQUEST_EXPIRY.of(environment)
 
 
 def overlap_refresh_after_s(environment: Mapping[str, str]) -> float | None:
-    """After how long in the queue a request's overlap is looked up again; None for 0, which switches that off."""
-    seconds = _float(environment.get("DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS", "").strip())
-    if seconds is None or not math.isfinite(seconds) or seconds < 0:
-        return OVERLAP_REFRESH_AFTER_S
-    return seconds or None
+    """Return the seconds in the queue after which a request's overlap is looked up again; None switches that off."""
+    return OVERLAP_REFRESH_AFTER.of(environment) or None
+
+
+def kv_router_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return every variable of the router, with what is wrong with its text, or with an empty text."""
+    found = {}
+    fields = {variable_of(field): field for field in _READ} | dict.fromkeys(_OLDER_WEIGHTS, "prefill_load_scale")
+    for name, field in fields.items():
+        text = environment.get(name, "").strip()
+        is_wrong = text and _read(field, text) is None
+        found[name] = f"must be {expected([_kind(field)])}, got {text!r}" if is_wrong else ""
+    for variable in (ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER):
+        problem = variable.problem(environment)
+        found[variable.name] = "" if problem is None else problem[1]
+    return found
+
+
+def _kind(field: str) -> Any:
+    kind = FIELD_TYPES[field].partition(" | ")[0]
+    return CHOICES.get(kind) or _KINDS[kind]
 
 
 def _read(field: str, text: str) -> Any:
@@ -86,10 +116,8 @@ def _read(field: str, text: str) -> Any:
 
 
 def _float(text: str) -> float | None:
-    if "_" in text or not text.isascii():
-        return None  # Python's own ways of writing numbers
     try:
-        return float(text)
+        return decimal(text)
     except ValueError:
         return None
 
@@ -106,3 +134,5 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "bool": lambda text: _BOOLEANS.get(text.lower()),
     "str": lambda text: text,
 }
+
+_KINDS: Mapping[str, type] = {"float": float, "int": int, "bool": bool, "str": str}

@@ -21,7 +21,6 @@ from pipeline.protocols.openai import ChatCompletionRequest
 from pipeline.wire import WINDOW, JsonSize
 
 from ...limits import HttpLimits
-from ..options import BODY_LIMIT
 from ..problems import Refusal
 from .headers import RequestHeaders
 
@@ -70,7 +69,7 @@ async def read_body(headers: RequestHeaders, receive: Receive, limit_mb: int, li
 def check_length(size_bytes: int, limit_mb: int) -> None:
     """Raise Refusal (413) if a body of this size is too long."""
     if size_bytes > limit_mb * _MB:
-        text = f"Request body exceeds the limit of {limit_mb} MB set by {BODY_LIMIT}"
+        text = f"Request body exceeds the limit of {limit_mb} MB set by DYN_HTTP_BODY_LIMIT_MB"
         raise Refusal(413, text, exceeded=ExceededLimit("body_limit_mb", size_bytes / _MB, limit_mb))
 
 

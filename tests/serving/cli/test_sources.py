@@ -159,3 +159,43 @@ def test_an_argument_of_a_foreign_engine_that_may_be_a_secret_is_not_printed(
 def test_every_command_that_runs_something_takes_a_settings_file() -> None:
     for name in ("serve", "worker", "graph", "replay", "replay sweep"):
         assert "config" in commands[name].settings()
+
+
+def test_a_variable_that_cannot_be_read_ends_the_program_before_it_starts(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_HTTP_BODY_LIMIT_MB", "45MB")
+    monkeypatch.setenv("DYN_CANARY_WAIT_TIME", "soon")
+    code, out, err = penstock("graph")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "Error: DYN_CANARY_WAIT_TIME: must be a number of at least 0, got 'soon'",
+        "Error: DYN_HTTP_BODY_LIMIT_MB: must be a whole number from 1 to 1048576, got '45MB'",
+    ]
+
+
+def test_a_variable_that_nothing_reads_is_a_warning(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKRES", "4")
+    assert penstock("graph")[0] == 0
+    assert "PENSTOCK_WORKRES is set and nothing reads it; did you mean PENSTOCK_WORKERS?" in caplog.messages
+
+
+def test_variables_without_an_option_are_printed_where_they_are_set(
+    penstock: Penstock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_HTTP_BODY_LIMIT_MB", "64")
+    monkeypatch.setenv("DYN_HEALTH_CHECK_PAYLOAD", '{"token": "s3cret"}')
+    out = penstock("config")[1]
+    assert origins(out)["DYN_HTTP_BODY_LIMIT_MB"] == ('"64"', "environment")
+    assert ("s3cret" in out, "DYN_HEALTH_CHECK_PAYLOAD" in out) == (False, True)
+
+
+def test_a_program_beside_pydantic_takes_the_same_options(penstock: Penstock) -> None:
+    """The library of the command line hands values to pydantic where another package has loaded it."""
+    import pydantic  # noqa: F401
+
+    code, out, err = penstock("config", "--no-kv-events", "--model-name", "m")
+    assert (code, err) == (0, "")
+    assert (origins(out)["kv_events"][0], origins(out)["model_name"][0]) == ("false", '"m"')

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import EngineEvents, decode_frames
+from operators.kv import EngineEvents
 from operators.kv.events import (
     AmbiguousNamespace,
     EngineBatch,
@@ -23,6 +23,7 @@ from operators.kv.events import (
     Origin,
     Undecodable,
     decode_event,
+    decode_frames,
 )
 from pipeline import InvalidArgument
 from pipeline.errors import InvalidMessage
