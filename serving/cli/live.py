@@ -12,55 +12,37 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from pipeline import InvalidArgument
+from pipeline.protocols.limits import BusyThresholds
+from pipeline.settings import settings_of
 
-from .loads import told_to_end
+from .loads import interrupted
+from .options import MockerOptions, ReplayPool, RoutingOptions
+from .replay_options import LiveOptions, RunOptions
 
 if TYPE_CHECKING:
-    from ..live import LiveServer
     from ..replay import Report, RequestReport, Role, Trace
 
 OF_THE_GRAPH = (
-    *("router", "workers", "prefill_workers", "enforce_disagg", "engine", "engine_arg", "router_config", "kv_events"),
-    *("migration_limit", "migration_max_seq_len_tokens", "active_decode_blocks_threshold"),
-    *("active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "fault", "real_time"),
-    *("gpus_per_worker", "gpus_per_prefill_worker", "wall_time"),
+    *(
+        name
+        for record in (ReplayPool, MockerOptions, RoutingOptions, BusyThresholds, RunOptions)
+        for name in settings_of(record)
+        if name != "seed"
+    ),
+    *("real_time", "wall_time"),
 )
-"""Options that say what the graph is, or how its time goes: a server has its own."""
+"""Settings of a graph, or of its time, that a server decides for itself."""
 
 OF_A_SERVER = ("model", "live_ids", "live_timeout")
-"""Options that mean nothing without one."""
+"""Settings that need a server."""
 
 _IDS = re.compile(r"(\d{1,10})-(\d{1,10})")
 _REQUESTS_SUFFIX = ".requests.jsonl"
 
 
-@frozen
-class Live:
-    """The options of a replay against a server. `vocabulary` are the token ids that prompts are made of.
-
-    Raises InvalidArgument for a time limit that is none.
-    """
-
-    url: str
-    model: str | None
-    vocabulary: range
-    timeout_s: float
-
-    def __attrs_post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise InvalidArgument(f"must be above 0, got {self.timeout_s:g}", field="live_timeout")
-
-    def settings(self, server: LiveServer, of_load: Mapping[str, Any]) -> dict[str, Any]:
-        """What the report says of itself."""
-        ids = f"{self.vocabulary[0]}-{self.vocabulary[-1]}"
-        return {"live": str(server.address), "model": server.model, "live_ids": ids, **of_load}
-
-
 def check_options(given: set[str], live: str | None, *, per_request: bool, has_json: bool) -> None:
-    """Raises InvalidArgument for an option that was given and means nothing with a server, or without one or a file."""
+    """Raise InvalidArgument for an option that has no meaning with a server, without one, or without a file."""
     for name in OF_A_SERVER if live is None else OF_THE_GRAPH:
         if name in given:
             what = "is for --live only" if live is None else "cannot go with --live: that server is there, as it is"
@@ -75,44 +57,51 @@ def check_options(given: set[str], live: str | None, *, per_request: bool, has_j
 
 
 def ids_of(text: str) -> range:
-    """The token ids from the first to the last that a text `FIRST-LAST` names."""
+    """Return the token ids of a text `FIRST-LAST`. Raise InvalidArgument for any other text."""
     found = _IDS.fullmatch(text)
     if found is None or int(found[1]) >= int(found[2]):
         raise InvalidArgument(f"expected FIRST-LAST, such as 1000-31999, got {text!r}", field="live_ids")
     return range(int(found[1]), int(found[2]) + 1)
 
 
-def replayed_live(live: Live, trace: Trace, json: Path | None, settings: Mapping[str, Any], **how: Any) -> Report:
-    """The report, with a bar while it is made; `json` set, a line for each request goes beside it as it ends.
+def replayed_live(
+    server: LiveOptions, trace: Trace, json: Path | None, settings: Mapping[str, Any], **how: Any
+) -> Report:
+    """Return the report of a replay to the server, with a progress bar meanwhile.
 
-    An interrupt ends the load, and the report is of what was done. Raises as `find_server` before anything is sent.
+    With `json` each request is written to a file beside it when it ends, as a line. An interrupt ends the load; the
+    report covers the requests until then. Raise as `find_server` before anything is sent.
     """
     import anyio
 
     from .progress import progress
 
+    vocabulary = ids_of(server.live_ids)
     _raise_limit_of_files()
-    load = trace.with_vocabulary(live.vocabulary)
+    load = trace.with_vocabulary(vocabulary)
+    settings = {"live_ids": f"{vocabulary[0]}-{vocabulary[-1]}", **settings}
     with progress(trace.requests, sys.stderr) as on_progress:
-        main = partial(_replay, live, load, json, settings, on_progress=on_progress, **how)
+        main = partial(_replay, server, load, json, settings, on_progress=on_progress, **how)
         return anyio.run(main, backend_options=_fastest_loop())
 
 
-async def _replay(live: Live, trace: Trace, json: Path | None, settings: Mapping[str, Any], **how: Any) -> Report:
+async def _replay(
+    options: LiveOptions, trace: Trace, json: Path | None, settings: Mapping[str, Any], **how: Any
+) -> Report:
     from ..live import find_server, live_graph
     from ..replay import run
 
     key = os.environ.get("OPENAI_API_KEY") or None
-    server = await find_server(live.url, model=live.model, api_key=key)
-    graph = live_graph(server, api_key=key, silence_s=live.timeout_s)
+    server = await find_server(options.live or "", model=options.model, api_key=key)
+    graph = live_graph(server, api_key=key, silence_s=options.live_timeout)
     numbers = Numbers()
-    said = live.settings(server, settings) | {"worker_ids": numbers.ids}
+    of_server = {"live": str(server.address), "model": server.model}
     with _lines(json) as on_request:
         return await run(
             graph,
             trace,
-            settings=said,
-            stop_when=told_to_end,
+            settings=of_server | dict(settings) | {"worker_ids": numbers.ids},
+            stop_when=interrupted,
             number_of=numbers.number_of,
             on_request=on_request,
             **how,
@@ -126,6 +115,7 @@ class Numbers:
         self.ids: dict[Role, list[int]] = {"decode": [], "prefill": []}
 
     def number_of(self, worker_id: int, role: Role) -> int:
+        """Return the number of a worker; a new one gets the next."""
         known = self.ids[role]
         if worker_id not in known:
             known.append(worker_id)
@@ -133,7 +123,10 @@ class Numbers:
 
 
 def _fastest_loop() -> dict[str, Any]:
-    """uvloop where it is, which costs a client a third less; but by a clock of more than whole milliseconds."""
+    """Return the backend options of uvloop if it is installed: a client then costs a third less.
+
+    Its own clock counts whole milliseconds, which is too coarse here.
+    """
     try:
         from uvloop import Loop
     except ModuleNotFoundError:
@@ -148,7 +141,7 @@ def _fastest_loop() -> dict[str, Any]:
 
 @contextmanager
 def _lines(json: Path | None) -> Iterator[Any]:
-    """What writes a line for a request; nothing does without a file."""
+    """Give a function that writes a line for a request, or None without a file."""
     if json is None:
         yield None
         return
@@ -161,7 +154,7 @@ def _lines(json: Path | None) -> Iterator[Any]:
 
 
 def _raise_limit_of_files() -> None:
-    """As many connections as the system lets this process have, not as many as it gives unasked."""
+    """Allow as many open connections as the system permits this process."""
     try:
         import resource
     except ModuleNotFoundError:  # there is no such limit

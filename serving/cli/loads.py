@@ -1,4 +1,4 @@
-"""What the commands of `penstock replay` do: read the load, replay it, write reports and pages."""
+"""Steps of the commands of `penstock replay`: read the load, replay it, read and write reports and pages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from .replay_options import GoodputOptions, LoadOptions
 
 INTERRUPTED_EXIT = 130
-"""As of a program that a shell's user interrupts."""
+"""Exit code of a program that was interrupted, as shells give it."""
 
 
 def check_place(path: Path | None, field: str) -> None:
-    """Raises InvalidArgument where the report could not be written, before all the work is done."""
+    """Raise InvalidArgument if no report can be written there: known before the work, not after it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "is a folder" if path.is_dir() else "is in no folder that is there"
         raise InvalidArgument(f"{path} {what}", field=field)
@@ -51,7 +51,7 @@ def write_pareto(path: Path, reports: dict[str, Report]) -> None:
 
 
 def script_of(faults: Sequence[str], config: GraphConfig) -> list[Fault | RollingRestart]:
-    """The faults as written, once they are known to fit the workers."""
+    """Return the faults of the options. Raise InvalidArgument for one that does not fit the workers."""
     from ..replay import parse_faults, plan_faults
 
     script = parse_faults(list(faults))
@@ -127,8 +127,10 @@ def load_settings(options: LoadOptions, load: Trace, seed: int | None) -> dict[s
 
 
 def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> Report:
-    """The report, with a bar while it is made and with the time that took. In real time an interrupt ends the load, and
-    it is of what was done."""
+    """Return the report with the time that it took, and show a progress bar meanwhile.
+
+    In real time an interrupt ends the load; the report covers the requests until then.
+    """
     import anyio
 
     from pipeline.virtual_time import run_in_virtual_time
@@ -140,15 +142,15 @@ def replayed(config: GraphConfig, trace: Trace, real_time: bool, **how: Any) -> 
     with progress(trace.requests, sys.stderr) as on_progress:
         main = partial(run_config, config, trace, on_progress=on_progress, **how)
         report = (
-            anyio.run(partial(main, stop_when=told_to_end))
+            anyio.run(partial(main, stop_when=interrupted))
             if real_time
             else run_in_virtual_time(main, backend="asyncio")
         )
     return evolve(report, wall_time_ms=round(1000 * (perf_counter() - began_s), 3))
 
 
-async def told_to_end() -> None:
-    """Returns when the program is told to end; the next time it ends as any does."""
+async def interrupted() -> None:
+    """Wait for an interrupt of the program. A second one has its usual effect."""
     import anyio
 
     with anyio.open_signal_receiver(signal.SIGINT) as signals:
@@ -156,7 +158,7 @@ async def told_to_end() -> None:
 
 
 def named_reports(paths: Sequence[Path]) -> dict[str, Report]:
-    """The reports of the files by their short names. Raises InvalidArgument for less than two, or one given twice."""
+    """Return the reports of the files by short names. Raise InvalidArgument for fewer than two, or one given twice."""
     named = {short_name(path, paths): read_report(path) for path in paths}
     if len(named) < max(2, len(paths)):
         what = "needs two reports at least" if len(paths) < 2 else "a report is given twice"
@@ -165,12 +167,12 @@ def named_reports(paths: Sequence[Path]) -> dict[str, Report]:
 
 
 def short_name(path: Path, paths: Sequence[Path]) -> str:
-    """Its name without folder and suffix, unless another one is called the same."""
+    """Return the name without folder and suffix, or the whole path if another file has that name too."""
     return path.stem if [other.stem for other in paths].count(path.stem) == 1 else str(path)
 
 
 def read_report(path: Path) -> Report:
-    """Raises InvalidArgument for a file that cannot be read or is no report, named by its path."""
+    """Return the report of a file. Raise InvalidArgument with the path if it cannot be read or is not a report."""
     from ..replay import Report
 
     try:

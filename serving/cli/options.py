@@ -78,7 +78,7 @@ _ENGINE = "Engine behind the graph: echo, mocker, or module:factory."
 
 @frozen
 class EngineArgOption:
-    """Arguments of the engine, as texts by name; the engine's own parameters say what they mean."""
+    """Arguments of the engine, as texts by name; the engine's own parameters give them their types."""
 
     group: ClassVar[str] = "Engine"
 
@@ -191,14 +191,9 @@ class RoutingOptions:
 
     def graph_fields(self, router: str, busy: BusyThresholds, environment: Any) -> dict[str, Any]:
         """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit."""
-        given = {
-            "router": router,
-            "prefill_workers": self.prefill_workers,
-            "enforce_disagg": self.enforce_disagg,
-            "migration_limit": self.migration_limit,
-            "migration_max_seq_len_tokens": self.migration_max_seq_len_tokens,
-            "busy": busy,
-        }
+        given = asdict(self) | {"router": router, "busy": busy}
+        for name in ("router_config", "kv_events"):
+            del given[name]
         if router == "kv":
             from ..deployment import kv_router_config
 

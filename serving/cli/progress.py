@@ -13,7 +13,10 @@ from rich.text import Text
 
 @contextmanager
 def progress(total: int, file: TextIO) -> Iterator[Callable[[int], None]]:
-    """What to tell how many have ended. The bar is gone when the block ends; a file that is no terminal has none."""
+    """Show a bar on a terminal until the block ends; give the function that reports how many requests have ended.
+
+    There is no bar in a file that is not a terminal.
+    """
     if not file.isatty():
         yield lambda ended: None
         return
@@ -21,15 +24,15 @@ def progress(total: int, file: TextIO) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(file=file), transient=True) as bar:
         task = bar.add_task("", total=total)
 
-        def heard(ended: int) -> None:
+        def on_progress(ended: int) -> None:
             bar.update(task, completed=ended)
 
-        yield heard
+        yield on_progress
 
 
 @contextmanager
 def sweep_progress(runs: int, file: TextIO) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
-    """What to tell how many requests have ended of how many, and that a run has. Else as `progress`."""
+    """Show a bar as `progress` does; give the functions that report ended requests of a total, and an ended run."""
     if not file.isatty():
         yield lambda ended, of: None, lambda: None
         return
@@ -37,24 +40,24 @@ def sweep_progress(runs: int, file: TextIO) -> Iterator[tuple[Callable[[int, int
     with Progress(*columns, console=Console(file=file), transient=True) as bar:
         task = bar.add_task("", total=None, done=0, runs=runs)
 
-        def heard(ended: int, of: int) -> None:
+        def on_progress(ended: int, of: int) -> None:
             bar.update(task, completed=ended, total=of)
 
         def run_ended() -> None:
             bar.update(task, done=bar.tasks[0].fields["done"] + 1)
 
-        yield heard, run_ended
+        yield on_progress, run_ended
 
 
 class _Runs(ProgressColumn):
-    """How many runs have ended."""
+    """Shows how many runs have ended."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.fields['done']}/{task.fields['runs']} runs")
 
 
 class _Rate(ProgressColumn):
-    """How many a second, of late."""
+    """Shows the recent rate of requests."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.speed is None else f"{task.speed:,.0f} requests/s")

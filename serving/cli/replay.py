@@ -19,7 +19,7 @@ from cyclopts import App
 from pipeline.protocols.limits import BusyThresholds
 
 from ..terminal import echo, table_width
-from .live import Live, check_options, ids_of, replayed_live
+from .live import check_options, replayed_live
 from .loads import (
     INTERRUPTED_EXIT,
     check_page,
@@ -132,9 +132,8 @@ def _of_graph(
 def _of_server(server: LiveOptions, load: LoadOptions, seed: int, report: ReportOptions, how: dict[str, Any]) -> Report:
     """Return the report of the load sent to the server."""
     trace = load_of(load, seed)
-    live = Live(server.live or "", server.model, ids_of(server.live_ids), server.live_timeout)
     lines = report.json if report.per_request else None
-    return replayed_live(live, trace, lines, load_settings(load, trace, seed), **how)
+    return replayed_live(server, trace, lines, load_settings(load, trace, seed), **how)
 
 
 @command(replay)

@@ -147,7 +147,7 @@ def settle(records: Iterable[type[Any]], sources: Sources) -> Settled:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Return what to say of a name that is not known: the nearest one, if one is near."""
+    """Return the problem of a name that is not known, with the nearest known one if there is one."""
     near = get_close_matches(name, list(known), 1)
     return f"{name} is not a setting" + (f"; did you mean {near[0]}?" if near else "")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -39,7 +38,7 @@ SWEEP_EXAMPLE = (
 )
 
 _CALLED = {"requests": "request_count"}
-"""Options that are not called like what they set."""
+"""Options with another name than the field that they set."""
 _DEFAULTS: dict[str, Sequence[Any]] = {"router": ["round-robin"], "workers": [1]}
 
 
@@ -58,8 +57,7 @@ def sweep(
     """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
     from ..variables import of_graphs
 
-    files = SweepFiles(report.json, report.html, report.reports)
-    files.check(per_request=report.per_request)
+    _check_files(report)
     axes = _axes_of(pool.router, pool.workers, pool.vary)
     main = "kv" if "kv" in axes["router"] else "round-robin"
     base = routing.graph_fields(main, busy, settled.environment)
@@ -75,7 +73,7 @@ def sweep(
         axes,
         _load_of(load, pool.seed, axes),
         {"speed_up": load.speed_up, "concurrency": load.concurrency},
-        files,
+        report,
         jobs=pool.jobs,
         environment=of_graphs(settled.environment),
         faults=list(run.fault),
@@ -86,49 +84,43 @@ def sweep(
     )
 
 
-@frozen
-class SweepFiles:
-    """Where a sweep writes: the runs as JSON, the page, the folder of reports."""
+def _check_files(report: SweepReportOptions) -> None:
+    """Raise InvalidArgument for a place where nothing can be written, and for single requests without a folder."""
+    folder = report.reports
+    if report.per_request and folder is None:
+        raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
+    check_place(report.json, "json")
+    check_page(report.html, "html")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InvalidArgument(f"{folder} is no folder", field="reports")
+    if folder is not None and not folder.absolute().parent.is_dir():
+        raise InvalidArgument(f"{folder} is in no folder that is there", field="reports")
 
-    json: Path | None = None
-    html: Path | None = None
-    reports: Path | None = None
 
-    def check(self, *, per_request: bool) -> None:
-        """Raises InvalidArgument for a place where nothing can be written, and where each request has none."""
-        if per_request and self.reports is None:
-            raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
-        check_place(self.json, "json")
-        check_page(self.html, "html")
-        if self.reports is not None and self.reports.exists() and not self.reports.is_dir():
-            raise InvalidArgument(f"{self.reports} is no folder", field="reports")
-        if self.reports is not None and not self.reports.absolute().parent.is_dir():
-            raise InvalidArgument(f"{self.reports} is in no folder that is there", field="reports")
+def _write_files(report: SweepReportOptions, done: Sweep) -> None:
+    if report.json is not None:
+        from ..replay import sweep_json
 
-    def write(self, done: Sweep) -> None:
-        if self.json is not None:
-            from ..replay import sweep_json
+        report.json.write_bytes(sweep_json(done))
+    if report.html is not None:
+        from ..replay.page import sweep_page
 
-            self.json.write_bytes(sweep_json(done))
-        if self.html is not None:
-            from ..replay.page import sweep_page
-
-            self.html.write_text(sweep_page(done), encoding="utf-8")
+        report.html.write_text(sweep_page(done), encoding="utf-8")
 
 
 @frozen
 class SweepLoad:
-    """What is replayed: a trace with the name of its file, or load that is made up for each run."""
+    """The load of a sweep: a trace with the name of its file, or synthetic load that each run makes."""
 
     trace: Trace | None = None
     name: str | None = None
-    made_up: SyntheticLoad | None = None
+    synthetic: SyntheticLoad | None = None
 
 
 def _axes_of(routers: Sequence[str], workers: Sequence[int], vary: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The values that vary, by name: routers first, then workers, then what else in the order it was given.
+    """Return the values that vary, by name: routers first, then workers, then the others in the order of the options.
 
-    Raises InvalidArgument for a text that is not NAME=VALUE,VALUE and for a name that is given twice.
+    Raise InvalidArgument for a text that is not NAME=VALUE,VALUE and for a name that is given twice.
     """
     axes: dict[str, Sequence[Any]] = {}
     given: dict[str, Sequence[Any]] = {"router": list(routers), "workers": list(workers)}
@@ -158,7 +150,7 @@ def _load_of(options: LoadOptions, seed: int, axes: Mapping[str, Sequence[Any]])
 
     given = options.synthetic | options.prefixes
     texts = {name: values[0] for name, values in axes.items() if name in (*given, "request_count")}
-    return SweepLoad(made_up=synthetic_load(given | _placed(converted, SyntheticLoad, texts), options, seed))
+    return SweepLoad(synthetic=synthetic_load(given | _placed(converted, SyntheticLoad, texts), options, seed))
 
 
 def _placed(converted: Any, make: Any, texts: Mapping[str, str]) -> dict[str, Any]:
@@ -173,20 +165,21 @@ def _run_sweep(
     axes: Mapping[str, Sequence[Any]],
     load: SweepLoad,
     how: Mapping[str, Any],
-    files: SweepFiles,
+    report: SweepReportOptions,
     *,
     jobs: int | None,
     **given: Any,
 ) -> int:
-    """Runs all of it with a bar, prints the table, writes the files; the exit code. What is `given` is for `sweep`.
+    """Run all with a progress bar, print the table, write the files, and return the exit code.
 
-    That is 1 if a run failed, which is said when it does. An interrupt ends what runs, and what is done is shown.
+    `given` are arguments of `serving.replay.sweep`. The code is 1 if a run failed; its error is printed at once. An
+    interrupt ends the runs under way, and the table has the others.
     """
     from ..replay import Sweep, sweep_runs
     from ..replay import sweep as run_all
     from .progress import sweep_progress
 
-    runs = sweep_runs(base, axes, load=load.made_up, **how)
+    runs = sweep_runs(base, axes, load=load.synthetic, **how)
     results: list[Any] = []
     code = 0
     with sweep_progress(len(runs), sys.stderr) as (on_progress, run_ended):
@@ -197,17 +190,17 @@ def _run_sweep(
             if result.problem is not None:
                 echo(f"Error: {result.run.name}: {result.problem}", err=True)
 
-        told: dict[str, Any] = {"on_progress": on_progress, "on_result": on_result, "trace_name": load.name}
+        hooks: dict[str, Any] = {"on_progress": on_progress, "on_result": on_result, "trace_name": load.name}
         try:
-            run_all(runs, load.trace, jobs=jobs, folder=files.reports, **given, **told)
+            run_all(runs, load.trace, jobs=jobs, folder=report.reports, **given, **hooks)
         except KeyboardInterrupt:
             code = INTERRUPTED_EXIT
             echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
     done = Sweep.of(runs, results)
     if found := sum(result.is_found for result in results):
-        echo(f"{found} of {len(runs)} runs were in {files.reports}", err=True)
+        echo(f"{found} of {len(runs)} runs were in {report.reports}", err=True)
     from ..replay import sweep_text
 
     echo(sweep_text(done), nl=False)
-    files.write(done)
+    _write_files(report, done)
     return code or int(any(result.problem is not None for result in results))
