@@ -5,9 +5,8 @@ from pipeline.extras import brought_by
 with brought_by("serve", by=__name__):
     import httptools  # noqa: F401  # before the app's own needs, so that the error names this folder
 
-    from .closing import AppHost
+    from .closing import AppHost, limit_unsent
     from .connection import Connection
     from .connections import Connections, Refused
-    from .unsent import limit_unsent
 
 __all__ = ["AppHost", "Connection", "Connections", "Refused", "limit_unsent"]

@@ -11,6 +11,8 @@ for as long as its client, and may be one of ten thousand.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from contextvars import copy_context
 from enum import Enum
 from typing import Any
@@ -21,9 +23,16 @@ from ..http import Problem, Refusal
 from .answer_head import answer_of, header_lines
 from .chunked import ChunkedBody
 from .connections import NEVER, Application, Connections
-from .cycle import Cycle
-from .unsent import unsent_bytes
-from .waiters import Waiters
+from .cycle import Cycle, Waiters
+
+try:
+    from fcntl import ioctl
+    from termios import TIOCOUTQ  # the same number as SIOCOUTQ, see tcp(7)
+except ImportError:  # missing on Windows
+    ioctl, TIOCOUTQ = None, 0  # type: ignore[assignment, misc]
+
+UNSENT_BYTES = 128 * 1024
+"""Bytes that the system takes of an answer beyond what is on its way; by default it takes megabytes."""
 
 LINGER_S = 5.0
 """How long the input of a refused client is read and dropped, so that it can read its answer."""
@@ -193,3 +202,27 @@ def too_slow(part: str, value_s: float, limit_s: float) -> Problem:
     """Return the problem of a request whose head or body took longer than its limit."""
     exceeded = ExceededLimit(f"{part}_timeout_s", round(value_s, 1), limit_s)
     return Refusal(408, f"The {part} of the request came too slowly", exceeded=exceeded).problem
+
+
+# -- what the client has not taken
+
+
+def limit_unsent(listener: socket.socket) -> None:
+    """Let the connections of a TCP listener hold no more than `UNSENT_BYTES` in the system, where that can be set."""
+    if (option := getattr(socket, "TCP_NOTSENT_LOWAT", None)) is not None:
+        listener.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
+
+
+def unsent_bytes(transport: Any) -> int:
+    """Return the bytes that wait for the client; the system's only where it shows them.
+
+    A slow client takes bytes from the system long before the transport has room to write.
+    """
+    waiting_bytes: int = transport.get_write_buffer_size()
+    if ioctl is None:
+        return waiting_bytes
+    try:
+        queued = ioctl(transport.get_extra_info("socket").fileno(), TIOCOUTQ, bytes(4))
+    except OSError:
+        return waiting_bytes
+    return waiting_bytes + int(struct.unpack("i", queued)[0])

@@ -17,7 +17,9 @@ from .closing import AppHost, State, too_slow
 from .connections import NEVER
 from .head import TLS_HANDSHAKE, malformed
 from .reading import ReadingConnection
-from .tls import start_tls
+
+_TURNS_UNTIL_READY = 2
+"""Turns of the loop until `start_tls` has set the new protocol, and that has its transport."""
 
 _HANDSHAKE, _IDLE, _HEAD, _BODY = State.HANDSHAKE, State.IDLE, State.HEAD, State.BODY
 _ANSWERING, _LINGERING, _CLOSING = State.ANSWERING, State.LINGERING, State.CLOSING
@@ -140,3 +142,27 @@ class Connection(ReadingConnection):
 def _address(address: Any) -> tuple[str, int] | None:
     """Return the host and the port of an address, None for a Unix socket."""
     return (address[0], address[1]) if isinstance(address, tuple) else None
+
+
+async def start_tls(transport: Any, protocol: asyncio.BaseProtocol, context: Any, first: bytes) -> Any:
+    """Return the transport of the server's side, once the handshake that begins with these bytes is complete.
+
+    The transport must not be reading. Raise OSError if the handshake fails. `loop.start_tls` alone loses what came
+    before it, and on a new connection of uvloop something may always have.
+    """
+    starting = asyncio.ensure_future(
+        asyncio.get_running_loop().start_tls(transport, protocol, context, server_side=True)
+    )
+    try:
+        for _ in range(_TURNS_UNTIL_READY):
+            await asyncio.sleep(0)
+        handshake = transport.get_protocol()
+        while first and not starting.done():
+            part = handshake.get_buffer(len(first))
+            size = min(len(part), len(first))
+            part[:size] = first[:size]
+            handshake.buffer_updated(size)
+            first = first[size:]
+        return await starting
+    finally:
+        starting.cancel()

@@ -1,9 +1,9 @@
-"""Cycle: one request as the app sees it, and its answer on the way out."""
+"""Cycle: one request as the app sees it, and its answer on the way out; Waiters: tasks that wait for its changes."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from asyncio import CancelledError
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ from ..http import INTERNAL, ON_GONE
 from .answer_head import CLOSE, Headers, answer_head, answer_of
 from .connections import Application, Message
 from .head import Head
-from .waiters import Waiters
 
 _log = logging.getLogger("uvicorn.error")
 
@@ -139,7 +138,7 @@ class Cycle:
         """Run the app. Its error is logged, and answered if no answer has begun."""
         try:
             await app(self.scope, self.receive, self.send)
-        except CancelledError:
+        except asyncio.CancelledError:
             self._channel.broken()
             raise
         except BaseException as error:
@@ -256,3 +255,32 @@ class Cycle:
         self.is_complete = True
         self._changed.wake()
         self._channel.answered(keep_alive=self._keep_alive)
+
+
+class Waiters:
+    """An event that is never set: `wake` wakes the tasks that wait at that moment."""
+
+    __slots__ = ("_futures",)
+
+    def __init__(self) -> None:
+        self._futures: list[asyncio.Future[None]] | None = None
+
+    async def wait(self) -> None:
+        """Return after the next `wake`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._futures is None:
+            self._futures = []
+        futures = self._futures
+        futures.append(future)
+        try:
+            await future
+        finally:
+            if future in futures:
+                futures.remove(future)
+
+    def wake(self) -> None:
+        """Wake the waiting tasks; a task that is cancelled meanwhile is skipped."""
+        futures, self._futures = self._futures, None
+        for future in futures or ():
+            if not future.done():
+                future.set_result(None)

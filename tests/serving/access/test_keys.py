@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
 from serving.access import SHORTEST_KEY, ApiKey, KeyRing, WatchedFiles, all_keys, hash_of, key_ring, new_key
-from serving.access.bucket import Bucket
+from serving.access.key_ring import Bucket
 
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
 

@@ -13,8 +13,8 @@ from serving.http import Refusal
 from serving.limits import HttpLimits
 from serving.socket.answer_head import answer_head
 from serving.socket.chunked import ChunkedBody
+from serving.socket.cycle import Waiters
 from serving.socket.head import check_start, parse_head
-from serving.socket.waiters import Waiters
 
 LIMITS = HttpLimits()
 BEHIND = b"GET /next HTTP/1.1\r\nHost: a\r\n\r\n"
