@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from http.client import HTTPConnection
 from pathlib import Path
@@ -23,6 +24,8 @@ from serving.http import HttpOptions, app
 from serving.log_format import FIELDS, JsonLines, RequestFields, TextLines, current_fields, with_fields
 from serving.terminal import log_to_stderr
 from tests.serving.worlds import chat, last, program, request_to, token
+
+Lines = Callable[[], list[dict[str, Any]]]
 
 DOCS = Path(__file__).parents[2] / "docs" / "observability.md"
 HOSTILE = st.text(
@@ -125,8 +128,8 @@ def test_long_texts_of_clients_are_cut() -> None:
 
 
 @pytest.fixture
-def root() -> Any:
-    """The root logger and that of the access log, as they were afterwards."""
+def root() -> Iterator[logging.Logger]:
+    """The root logger without handlers; it and that of the access log are restored afterwards."""
     loggers = [logging.getLogger(name) for name in ("", "serving.access")]
     before = [(logger.handlers[:], logger.level) for logger in loggers]
     loggers[0].handlers.clear()
@@ -149,8 +152,8 @@ def test_the_access_log_is_written_whatever_the_level_and_only_if_it_is_on(
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Any:
-    """The fields of the messages of the access log."""
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    """Return the fields of the access log's messages so far."""
     caplog.set_level(logging.INFO, "serving.access")
     caplog.handler.addFilter(RequestFields())
     return lambda: [json_of(record) for record in caplog.records if record.name == "serving.access"]
@@ -161,7 +164,7 @@ ACCESS = HttpOptions(access_log=True)
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_is_one_line_when_its_answer_has_ended(lines: Any, stream: bool) -> None:
+async def test_a_request_is_one_line_when_its_answer_has_ended(lines: Lines, stream: bool) -> None:
     engine = ScriptedEngine([Wait(2), token("a"), Wait(1), token("b"), last(FinishReason.LENGTH), Wait(1)])
     exchange = chat(app({"m": engine}, options=ACCESS), stream=stream)
     async with anyio.create_task_group() as tasks:
@@ -189,7 +192,7 @@ async def test_a_request_is_one_line_when_its_answer_has_ended(lines: Any, strea
 
 
 @pytest.mark.anyio
-async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(lines: Any) -> None:
+async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(lines: Lines) -> None:
     service = app({"m": ScriptedEngine([])}, options=ACCESS)
     for path in ("/live", "/nope\nERROR x: forged caller=1"):
         await request_to(service, path, method="GET").run()
@@ -201,13 +204,13 @@ async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(li
 
 
 @pytest.mark.anyio
-async def test_without_the_option_nothing_is_written(lines: Any) -> None:
+async def test_without_the_option_nothing_is_written(lines: Lines) -> None:
     await request_to(app({"m": ScriptedEngine([])}), "/live", method="GET").run()
     assert lines() == []
 
 
 @pytest.mark.anyio
-async def test_the_access_log_names_the_worker(lines: Any) -> None:
+async def test_the_access_log_names_the_worker(lines: Lines) -> None:
     async with hosted_graph(GraphConfig(workers=2, model_name="m"), Hosting()) as opened:
         await chat(app(opened.graph, options=ACCESS)).run()
         assert lines()[0]["worker"] in [f"{worker.worker_id:x}" for worker in opened.workers]

@@ -29,21 +29,16 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-def serving() -> Callable[..., Any]:
-    """Runs a test's function with the URL of a server of the engine."""
-
-    async def run(engine: Any, use: Callable[[str], Awaitable[None]]) -> None:
-        server = HttpServer(app({"m": engine}), listen("127.0.0.1", 0))
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(server.run)
-            try:
-                with anyio.fail_after(20):
-                    await use(server.url)
-            finally:
-                server.stop()
-
-    return run
+async def serving(engine: ScriptedEngine, use: Callable[[str], Awaitable[None]]) -> None:
+    """Call `use` with the URL of a server of the engine, and stop the server when it returns."""
+    server = HttpServer(app({"m": engine}), listen("127.0.0.1", 0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.run)
+        try:
+            with anyio.fail_after(20):
+                await use(server.url)
+        finally:
+            server.stop()
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
@@ -55,7 +50,7 @@ def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
-async def test_the_openai_client_reads_streams_and_whole_answers(serving: Any, hello: ScriptedEngine) -> None:
+async def test_the_openai_client_reads_streams_and_whole_answers(hello: ScriptedEngine) -> None:
     async def use(url: str) -> None:
         async with client_of(url) as client:
             whole = await client.chat.completions.create(model="m", messages=HI)
@@ -85,7 +80,7 @@ async def test_the_openai_client_reads_streams_and_whole_answers(serving: Any, h
 )
 @pytest.mark.parametrize("stream", [True, False])
 async def test_errors_become_exceptions_of_the_openai_client(
-    serving: Any, engine: Any, model: str, raised: type[openai.APIStatusError], stream: bool
+    engine: Any, model: str, raised: type[openai.APIStatusError], stream: bool
 ) -> None:
     async def use(url: str) -> None:
         async with client_of(url) as client:
@@ -96,7 +91,7 @@ async def test_errors_become_exceptions_of_the_openai_client(
     await serving(engine, use)
 
 
-async def test_an_error_in_the_middle_is_raised_by_the_openai_client(serving: Any) -> None:
+async def test_an_error_in_the_middle_is_raised_by_the_openai_client() -> None:
     async def use(url: str) -> None:
         async with client_of(url) as client:
             stream = await client.chat.completions.create(model="m", messages=HI, stream=True)
@@ -109,7 +104,7 @@ async def test_an_error_in_the_middle_is_raised_by_the_openai_client(serving: An
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1])
-async def test_a_connection_that_is_cut_ends_the_request(serving: Any, stream: bool, tokens: int) -> None:
+async def test_a_connection_that_is_cut_ends_the_request(stream: bool, tokens: int) -> None:
     """Also while the first item is waited for."""
     engine = ScriptedEngine([*[token("a")] * tokens, Stall()])
 
@@ -129,7 +124,7 @@ async def test_a_connection_that_is_cut_ends_the_request(serving: Any, stream: b
     await serving(engine, use)
 
 
-async def test_connections_stay_open_between_requests(serving: Any, hello: ScriptedEngine) -> None:
+async def test_connections_stay_open_between_requests(hello: ScriptedEngine) -> None:
     async def use(url: str) -> None:
         async with httpx2.AsyncClient(base_url=url, limits=httpx2.Limits(max_connections=1)) as client:
             ports = set()

@@ -20,15 +20,16 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def service() -> Any:
+def service() -> Starlette:
+    """An app with two models, one of which ends like a question for readiness."""
     return app({"foo": ScriptedEngine([]), "shadow/ready": ScriptedEngine([])})
 
 
-async def page(service: Any, path: str, method: str = "GET") -> Exchange:
+async def page(service: Starlette, path: str, method: str = "GET") -> Exchange:
     return await request_to(service, path, method=method, headers={}).run()
 
 
-async def test_all_models_are_listed(service: Any) -> None:
+async def test_all_models_are_listed(service: Starlette) -> None:
     answer = await page(service, "/v1/models")
     assert answer.json["object"] == "list"
     assert [model["id"] for model in answer.json["data"]] == ["foo", "shadow/ready"]
@@ -54,14 +55,14 @@ async def test_sizes_of_models_can_be_overridden() -> None:
         ("/live", 200, {"status": "live"}),
     ],
 )
-async def test_pages(service: Any, path: str, status: int, body: dict[str, Any]) -> None:
+async def test_pages(service: Starlette, path: str, status: int, body: dict[str, Any]) -> None:
     answer = await page(service, path)
     assert answer.status == status
     assert body.items() <= answer.json.items()
 
 
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/foo/", "/health/", "/", "/v1/files", "/busy_threshold"])
-async def test_there_are_no_other_pages(service: Any, path: str) -> None:
+async def test_there_are_no_other_pages(service: Starlette, path: str) -> None:
     answer = await page(service, path)
     assert (answer.status, answer.json["type"]) == (404, "Not Found")
 

@@ -25,7 +25,7 @@ HELD = (ChatCompletionRequest, CompletionRequest, PreprocessedRequest)
 
 @pytest.fixture
 def held() -> Iterator[Callable[[], list[Any]]]:
-    """Returns the requests of this test that are in memory; nothing is collected meanwhile."""
+    """Return the requests of this test that are in memory. No garbage is collected meanwhile."""
     gc.collect()
     gc.disable()
     others = _requests()
@@ -36,7 +36,7 @@ def held() -> Iterator[Callable[[], list[Any]]]:
 
 
 def nothing_is(held: Callable[[], list[Any]]) -> bool:
-    """Whether nothing is held; a thread that has given its result lets go of its work a moment later, in real time."""
+    """Return whether no request is held. A thread releases its work a moment after its result, in real time."""
     for _ in range(200):
         if not held():
             return True

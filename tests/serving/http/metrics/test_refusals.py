@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from serving.http.problems import Problem
 from serving.log_format import JsonLines
 from tests.serving.worlds import chat, token
 
+Lines = Callable[[], list[dict[str, Any]]]
+"""Returns the messages about refusals so far, as JSON."""
+
 PROBLEM = Problem(400, "m", "validation", exceeded=ExceededLimit("max_tools", 2000, 1536))
 
 
@@ -30,7 +34,7 @@ def telemetry() -> Telemetry:
 
 
 @pytest.fixture
-def written(caplog: pytest.LogCaptureFixture) -> Any:
+def written(caplog: pytest.LogCaptureFixture) -> Lines:
     caplog.set_level(logging.WARNING)
     return lambda: [
         json.loads(JsonLines().format(r)) for r in caplog.records if r.name == "serving.http.metrics.refusals"
@@ -49,7 +53,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, written: Any) -> None:
+def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, written: Lines) -> None:
     telemetry.refusals.report(PROBLEM, "r1", "10.0.0.1")
     assert counted(telemetry) == {"max_tools": 1}
     (line,) = written()
@@ -67,12 +71,12 @@ def test_a_refusal_names_its_limit_in_metric_and_message(telemetry: Telemetry, w
     }
 
 
-def test_what_no_limit_refused_is_passed_over(telemetry: Telemetry, written: Any) -> None:
+def test_what_no_limit_refused_is_passed_over(telemetry: Telemetry, written: Lines) -> None:
     telemetry.refusals.report(evolve(PROBLEM, exceeded=None), "r1", "10.0.0.1")
     assert (counted(telemetry), written()) == ({}, [])
 
 
-def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Telemetry, written: Any) -> None:
+def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Telemetry, written: Lines) -> None:
     clock = Clock()
     refusals = Refusals(telemetry.metrics, clock)
     other = evolve(PROBLEM, exceeded=ExceededLimit("max_connections", 2, 1))
@@ -85,7 +89,7 @@ def test_a_flood_of_refusals_is_a_message_a_second_for_each_limit(telemetry: Tel
     assert counted(telemetry) == {"max_tools": 2500, "max_connections": 2500}
 
 
-def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Any) -> None:
+def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Lines) -> None:
     refusals = Refusals(telemetry.metrics, Clock())
     for number in range(1000):
         refusals.report(evolve(PROBLEM, exceeded=ExceededLimit(f"limit_{number}", 2, 1)))
@@ -97,7 +101,7 @@ def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Any) -> None
 
 
 @pytest.mark.anyio
-async def test_a_refused_request_is_counted_and_logged_with_its_id(telemetry: Telemetry, written: Any) -> None:
+async def test_a_refused_request_is_counted_and_logged_with_its_id(telemetry: Telemetry, written: Lines) -> None:
     tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(3)]
     failing = ScriptedEngine([Fail(InvalidArgument("too many", exceeded=ExceededLimit("max_tools", 3, 2)))])
     options = HttpOptions(request_limits=RequestLimits(max_tools=2))
@@ -111,7 +115,7 @@ async def test_a_refused_request_is_counted_and_logged_with_its_id(telemetry: Te
 
 
 @pytest.mark.anyio
-async def test_a_refusal_before_there_is_a_model_is_counted_too(telemetry: Telemetry, written: Any) -> None:
+async def test_a_refusal_before_there_is_a_model_is_counted_too(telemetry: Telemetry, written: Lines) -> None:
     headers = {f"x-dynamo-meta-{n}": "a" for n in range(65)}
     answer = await chat(app({"m": ScriptedEngine([])}, telemetry=telemetry), headers=headers).run()
     assert (answer.status, counted(telemetry)) == (431, {"max_metadata_entries": 1})
@@ -120,7 +124,7 @@ async def test_a_refusal_before_there_is_a_model_is_counted_too(telemetry: Telem
 
 @pytest.mark.anyio
 async def test_a_refusal_in_the_middle_of_a_stream_names_its_limit_in_the_frame(
-    telemetry: Telemetry, written: Any
+    telemetry: Telemetry, written: Lines
 ) -> None:
     """Also one that came from another process."""
     error = error_from_plain(error_to_plain(InvalidArgument("late", exceeded=ExceededLimit("max_tools", 3, 2))))

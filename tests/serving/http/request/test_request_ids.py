@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -144,7 +144,8 @@ class Seen(logging.Handler):
 
 
 @pytest.fixture
-def seen() -> Any:
+def seen() -> Iterator[list[dict[str, Any]]]:
+    """The messages of `Talking` so far, with the fields of their requests."""
     handler, logger = Seen(), logging.getLogger("tests.engine")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
