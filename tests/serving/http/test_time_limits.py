@@ -110,7 +110,8 @@ async def test_a_whole_answer_that_is_not_read_ends_too() -> None:
 
 async def test_an_error_that_is_not_read_ends_too() -> None:
     service = limited(ScriptedEngine([Fail(RuntimeError("broken"))]), write_timeout_s=8, max_open_requests=1)
-    for fields in ({"model": "unknown"}, {"messages": 1}, {}):
+    wrong: list[dict[str, Any]] = [{"model": "unknown"}, {"messages": 1}, {}]
+    for fields in wrong:
         exchange = chat(service, **fields)
         exchange.stop_reading()
         began = anyio.current_time()
