@@ -9,7 +9,7 @@ import anyio
 from attrs import define, field
 
 from engines import Worker
-from engines.mocker import HandoffExchange, MockEngine
+from engines.mocker import MockEngine, TransferExchange
 from operators import KvPushRouter, PrefillRouter
 from pipeline import Segment
 from serving.deployment import OpenGraph
@@ -34,7 +34,7 @@ class Watch:
     """Looks at the workers the moment before one dies, and at all there ever were in the end."""
 
     opened: OpenGraph
-    exchange: HandoffExchange | None
+    exchange: TransferExchange | None
     deaths: list[Death] = field(factory=list)
     _gone: dict[Worker, None] = field(factory=dict)
 
@@ -75,8 +75,8 @@ def _of_routers(opened: OpenGraph) -> dict[str, int]:
     return found
 
 
-def _of_exchange(exchange: HandoffExchange | None) -> dict[str, int]:
-    return {} if exchange is None else {"hand-overs": exchange.meetings, "sides waiting": exchange.waiting}
+def _of_exchange(exchange: TransferExchange | None) -> dict[str, int]:
+    return {} if exchange is None else {"hand-overs": exchange.sessions, "sides waiting": exchange.waiting}
 
 
 def _of_worker(worker: Worker) -> dict[str, int]:

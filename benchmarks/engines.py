@@ -46,7 +46,7 @@ class Plain(LLMEngine):
 class Hearing(Plain):
     """The same; it need not be raced, for it never waits."""
 
-    hears_kill: ClassVar[bool] = True
+    ends_on_kill: ClassVar[bool] = True
 
 
 async def _bare() -> float:

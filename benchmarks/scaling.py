@@ -52,7 +52,7 @@ Costs = dict[str, list[tuple[int, float]]]
 class HoldingEngine(LLMEngine):
     """Generate one token; a request for more of them then waits until it is closed. It has cached a conversation."""
 
-    hears_kill: ClassVar[bool] = True
+    ends_on_kill: ClassVar[bool] = True
     made = count()
 
     def __init__(self, workers: int) -> None:

@@ -45,9 +45,9 @@ from pipeline.loop import clock
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import OpenSpan, Tracer, annotate, link_to, trace_link
 
-from .chunks import ChunkRules, GenerateRecord, engine_error, is_cancellation
+from .chunks import ChunkContract, GenerateRecord, engine_error, is_cancellation
 from .llm import Chunks, FirstToken, GenerateContext, LLMEngine
-from .roles import DisaggregationMode, enforce_prefill_max_tokens, is_handed_over, require_hand_over
+from .roles import DisaggregationMode, enforce_prefill_max_tokens, is_prefilled_elsewhere, require_prefill
 
 
 class AbortWatch:
@@ -115,7 +115,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         self.engine = engine
         self.mode = mode
         self.model = model
-        self._wants_hand_over = mode is DisaggregationMode.DECODE and not may_prefill
+        self._requires_prefill = mode is DisaggregationMode.DECODE and not may_prefill
         self._details = details
         self.tracer = tracer
         overrides_abort = type(engine).abort is not LLMEngine.abort
@@ -145,12 +145,12 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         """The request as this role's engine is given it. Raises InvalidArgument for one that is not for this role."""
         if self.mode is DisaggregationMode.PREFILL:
             return enforce_prefill_max_tokens(payload)
-        if self._wants_hand_over:
-            require_hand_over(payload)
+        if self._requires_prefill:
+            require_prefill(payload)
         return payload
 
     async def _items(self, chunks: Chunks, call: _Call) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
-        control, engine_ends = call.request.control, self.engine.hears_kill and isasyncgen(chunks)
+        control, engine_ends = call.request.control, self.engine.ends_on_kill and isasyncgen(chunks)
         source = cast(Source, chunks) if engine_ends else until_killed(chunks, call.request)
         steady = False
         try:
@@ -251,11 +251,11 @@ class _Call:
         self._span = OpenSpan(request, SPAN, tracer=adapter.tracer)
         self.request = self._span.context
         self._engine = adapter.engine
-        takes_blocks = adapter.mode is DisaggregationMode.DECODE and is_handed_over(payload)
+        takes_blocks = adapter.mode is DisaggregationMode.DECODE and is_prefilled_elsewhere(payload)
         first_token = FirstToken() if takes_blocks else None
         self.context = GenerateContext(self.request, first_token, metadata=request.metadata)
         encodes = adapter.mode is DisaggregationMode.ENCODE
-        self._rules = ChunkRules(payload.sampling_options.n or 1, encodes=encodes)
+        self._rules = ChunkContract(payload.sampling_options.n or 1, encodes=encodes)
         self._stamps_last = adapter.mode in (DisaggregationMode.PREFILL, DisaggregationMode.ENCODE)
         self._awaits_token = True
         self._is_begun = False
@@ -289,7 +289,7 @@ class _Call:
             if chunk.worker_trace_link is None and (link := trace_link(self.request)) is not None:
                 chunk = evolve(chunk, worker_trace_link=link)  # a copy: the engine may say the same chunk again
         if self._record is not None:
-            self._record.saw(chunk)
+            self._record.observe(chunk)
         self._is_complete = is_last
         return chunk, is_last, self._record is None and not self._awaits_token and self._rules.is_single
 
@@ -350,5 +350,5 @@ class _Call:
         """Notes a cancelled chunk that the engine has not made."""
         self._is_complete = self._rules.is_cancelled = True
         if self._record is not None:
-            self._record.saw(chunk)
+            self._record.observe(chunk)
         return chunk

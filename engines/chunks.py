@@ -24,7 +24,7 @@ from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnk
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, TopLogprob
 
 
-class ChunkRules:
+class ChunkContract:
     """L1 for one request: so many choices, counted from 0, each with one terminal chunk.
 
     With `encodes` a terminal chunk that is neither cancelled nor an error must carry an object as `encoder_result`.
@@ -133,7 +133,7 @@ class GenerateRecord:
             "disagg_role": role,
         }
 
-    def saw(self, chunk: LLMEngineOutput) -> None:
+    def observe(self, chunk: LLMEngineOutput) -> None:
         """A chunk passed. Only those with tokens are timed."""
         if chunk.token_ids:
             now_s = self._clock()

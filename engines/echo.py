@@ -33,7 +33,7 @@ class EchoEngine(LLMEngine):
     After a stop, also during a delay, one chunk with finish reason cancelled follows; after a kill nothing.
     """
 
-    hears_kill: ClassVar[bool] = True
+    ends_on_kill: ClassVar[bool] = True
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s

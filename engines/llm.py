@@ -187,7 +187,7 @@ class LLMEngine(ABC):
     a `BackendError`, and so does what is no Exception, as that of `sys.exit()` or a Rust panic.
     """
 
-    hears_kill: ClassVar[bool] = False
+    ends_on_kill: ClassVar[bool] = False
     """True promises that a generator ends by itself, at once, after a kill, whatever it waits for.
 
     Nobody then needs to race its chunks against the kill: half a microsecond a chunk on asyncio, four on trio. Without

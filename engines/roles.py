@@ -93,17 +93,17 @@ def enforce_prefill_max_tokens(request: PreprocessedRequest) -> PreprocessedRequ
     return evolve(request, stop_conditions=stop)
 
 
-def is_handed_over(request: PreprocessedRequest) -> bool:
+def is_prefilled_elsewhere(request: PreprocessedRequest) -> bool:
     """Whether somebody else computes the prompt, or has: what a decode worker expects."""
     return request.prefill_result is not None or request.bootstrap_info is not None
 
 
-def require_hand_over(request: PreprocessedRequest) -> None:
+def require_prefill(request: PreprocessedRequest) -> None:
     """Raises InvalidArgument for a request to a decode worker that says nothing of its prefill.
 
     Probes may, and requests that a router wants prefilled where they are decoded.
     """
-    if not (is_handed_over(request) or request.is_probe or request.has_annotation(BYPASS_REMOTE_PREFILL)):
+    if not (is_prefilled_elsewhere(request) or request.is_probe or request.has_annotation(BYPASS_REMOTE_PREFILL)):
         raise InvalidArgument("a decode worker needs the prefill_result of the request", field="prefill_result")
 
 

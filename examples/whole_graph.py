@@ -10,7 +10,7 @@ import sys
 from contextlib import AsyncExitStack
 
 from engines import DisaggregationMode, as_engine
-from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs, handoff_order
+from engines.mocker import MockEngine, MockEngineArgs, TransferExchange, transfer_order
 from operators import Detokenize, KvPrefill, KvPushRouter, Migration, Model, PrefillRouter, Preprocess, PushRouter
 from operators.kv import KvRouterConfig, kv_router
 from pipeline import Context
@@ -20,7 +20,7 @@ from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Faults, run_in_virtual_time
 from serving.deployment import StandardGraph
 
-exchange = HandoffExchange(handoff_order("vllm"))
+exchange = TransferExchange(transfer_order("vllm"))
 engines = [
     as_engine(MockEngine(MockEngineArgs(worker_type=role), exchange=exchange, token_ids=range(97, 123)), mode=role)
     for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)

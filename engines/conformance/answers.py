@@ -26,7 +26,7 @@ from pipeline.errors import BackendInvalidArgument
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.wire import from_msgpack, to_msgpack
 
-from ..chunks import ChunkRules
+from ..chunks import ChunkContract
 from ..llm import Chunks, EngineConfig, GenerateContext, LLMEngine
 from .bounded_calls import bounded
 from .failures import ConformanceFailure, failed, miscounted
@@ -102,7 +102,7 @@ class Trial:
         chunks = await _unless_refused(bounded("GenerateFailed", "generate", ask, self.within_s))
         if not hasattr(chunks, "__anext__"):
             raise failed("GenerateFailed", f"it gave {type(chunks).__name__}")
-        read = until_killed(chunks, context.inner) if raced and not self.engine.hears_kill else chunks
+        read = until_killed(chunks, context.inner) if raced and not self.engine.ends_on_kill else chunks
         try:
             yield Answer(read, chunks, before, asked), context
         except BaseException:
@@ -159,7 +159,7 @@ class Answer:
         """When it was asked for, and when each chunk came, by the loop's clock."""
         self.is_complete = False
         self._read, self._source, self._asked = read, source, asked
-        self._rules = ChunkRules(self.choices)
+        self._rules = ChunkContract(self.choices)
         self.times_s.append(anyio.current_time())
 
     @property

@@ -77,7 +77,7 @@ async def check_left_by_close(trial: Trial, rest: Rest, gap_s: float) -> None:
 
 
 async def check_left_by_stop(trial: Trial, rest: Rest, gap_s: float) -> None:
-    """Requests that are killed or stopped. Raises the same, or AbortNotHeard if `abort` could have ended it."""
+    """Requests that are killed or stopped. Raises the same, or AbortIgnored if `abort` could have ended it."""
     await _expect_nothing_left(trial, rest, gap_s, "killed", GenerateContext.kill)
     await _expect_nothing_left(trial, rest, gap_s, "stopped", GenerateContext.stop_generating, reads_on=True)
 
@@ -102,11 +102,11 @@ async def _expect_nothing_left(
     tasks, threads = await before.left(trial.deadline_s, may_idle=True)
     is_heard = how == "closed" or not overrides_abort(trial.engine)
     if tasks:
-        raise failed("TasksLeftByStream" if is_heard else "AbortNotHeard", f"{how}: {_named(tasks)}")
+        raise failed("TasksLeftByStream" if is_heard else "AbortIgnored", f"{how}: {_named(tasks)}")
     if threads:
-        raise failed("ThreadsLeftByStream" if is_heard else "AbortNotHeard", f"{how}: {_named(threads)}")
+        raise failed("ThreadsLeftByStream" if is_heard else "AbortIgnored", f"{how}: {_named(threads)}")
     if not await rest.is_back(trial.turns, gap_s, trial.deadline_s):
-        raise failed("WorkLeftByStream" if is_heard else "AbortNotHeard", f"{how}, {trial.deadline_s:g} s later")
+        raise failed("WorkLeftByStream" if is_heard else "AbortIgnored", f"{how}, {trial.deadline_s:g} s later")
 
 
 async def check_left_by_cleanup(before: Running, within_s: float) -> None:

@@ -69,7 +69,7 @@ async def check_stop_before(trial: Trial, known: Known) -> None:
 
 
 async def check_stop_between(trial: Trial, known: Known) -> None:
-    """A stop behind the first chunk. Raises the same, TokenRepeatedAfterStop, AbortFailed and AbortNotHeard."""
+    """A stop behind the first chunk. Raises the same, TokenRepeatedAfterStop, AbortFailed and AbortIgnored."""
 
     async with trial.answer(long=True) as (answer, context):
         await answer.begin(trial.within_s)
@@ -130,7 +130,7 @@ async def abort(trial: Trial, context: GenerateContext) -> None:
 
 def not_observed(trial: Trial) -> str:
     """The failure of an engine that goes on behind a stop and its `abort`."""
-    return "AbortNotHeard" if overrides_abort(trial.engine) else "CancellationNotObserved"
+    return "AbortIgnored" if overrides_abort(trial.engine) else "CancellationNotObserved"
 
 
 async def _both(*acts: Callable[[], Awaitable[object]]) -> None:
@@ -171,7 +171,7 @@ TURNS = (0, 1, 5)
 
 
 async def check_kill(trial: Trial) -> None:
-    """Kills at several turns of the loop, and several requests at a time. Raises KillNotHeard."""
+    """Kills at several turns of the loop, and several requests at a time. Raises KillIgnored."""
 
     async def kill(turns: int, *, is_begun: bool = True) -> None:
         async with trial.answer(long=True) as (answer, context):
@@ -188,7 +188,7 @@ async def check_kill(trial: Trial) -> None:
 
 async def _expect_end_after_kill(trial: Trial, answer: Answer, context: GenerateContext, turns: int) -> None:
     """Kills while a reader is inside the stream; one chunk may still come out, which is not delivered."""
-    within_s = trial.at_once_s if trial.engine.hears_kill else trial.deadline_s
+    within_s = trial.at_once_s if trial.engine.ends_on_kill else trial.deadline_s
     is_going_on = False
 
     async def read_on() -> None:
@@ -216,7 +216,7 @@ async def _expect_end_after_kill(trial: Trial, answer: Answer, context: Generate
 
     await run_beside(call, kill)
     if not is_ended:
-        raise failed("KillNotHeard", f"it still ran {within_s:g} s later, or went on to yield chunks")
+        raise failed("KillIgnored", f"it still ran {within_s:g} s later, or went on to yield chunks")
 
 
 async def check_cancelled_reader(trial: Trial) -> None:

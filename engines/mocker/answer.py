@@ -46,7 +46,7 @@ class Answer:
         self._plan = plan
         self._params = params
         self._last_delay_s = last_delay_s
-        self._said_tokens = 0
+        self._emitted_tokens = 0
         self._finished: list[Sequence] = []
         self._forget = self.control.on_stop(self.channel.news.wake)
         if rank.latencies is not None:
@@ -85,9 +85,9 @@ class Answer:
         while True:
             while passes and not control.is_stopped:
                 sequence, token_ids, is_finished = passes.popleft()
-                if is_plain and self._said_tokens:
+                if is_plain and self._emitted_tokens:
                     # Nearly every chunk comes this way, and is nothing but its tokens.
-                    self._said_tokens += len(token_ids)
+                    self._emitted_tokens += len(token_ids)
                     yield LLMEngineOutput(token_ids)
                 elif token_ids:
                     yield self._chunk(sequence, token_ids)
@@ -140,12 +140,12 @@ class Answer:
         chunk = LLMEngineOutput(token_ids)
         if len(self.sequences) > 1:
             chunk.index = sequence.owner
-        if not self._said_tokens:
-            self._said_tokens = len(token_ids)
+        if not self._emitted_tokens:
+            self._emitted_tokens = len(token_ids)
             chunk.completion_usage = self._usage()
             chunk.disaggregated_params = self._params
         else:
-            self._said_tokens += len(token_ids)
+            self._emitted_tokens += len(token_ids)
         if self._plan.logprobs is not None:
             chunk.log_probs, chunk.top_logprobs = log_probabilities(token_ids, self._plan.logprobs)
         return chunk
@@ -159,13 +159,13 @@ class Answer:
         return chunk
 
     def _usage(self) -> CompletionUsage:
-        usage = CompletionUsage.of(len(self._plan.prompt), self._said_tokens)
+        usage = CompletionUsage.of(len(self._plan.prompt), self._emitted_tokens)
         if (cached := self.sequences[0].cached_tokens) is not None:
             usage.prompt_tokens_details = PromptTokensDetails(cached)
         return usage
 
 
-def nothing(choices: int, control: Control) -> Iterator[LLMEngineOutput]:
+def empty_answer(choices: int, control: Control) -> Iterator[LLMEngineOutput]:
     """The whole answer to a request for no tokens."""
     if control.is_stopped:
         yield LLMEngineOutput.cancelled()

@@ -369,6 +369,6 @@ class MockEngineArgs:
         return self.enable_prefix_caching and self.worker_type != "decode"
 
     @property
-    def handoff_capacity(self) -> int:
+    def transfer_capacity(self) -> int:
         """Most requests between a prefill and a decode worker at once."""
         return max(1, self.num_gpu_blocks if self.max_num_seqs is None else self.max_num_seqs)

@@ -28,14 +28,14 @@ from .scheduling import (
     VllmPolicy,
     accept_rates,
 )
-from .timing import InterpolatedTiming, PassTime, PolynomialTiming, TimingModel
+from .timing import InterpolatedTiming, PolynomialTiming, StepTime, TimingModel
 
 _PREDICTOR = (
     *("aic_backend", "aic_system", "aic_backend_version", "aic_tp_size", "aic_model_path", "aic_moe_tp_size"),
     *("aic_moe_ep_size", "aic_attention_dp_size", "aic_gemm_dtype", "aic_moe_dtype", "aic_fmha_dtype"),
     *("aic_kv_cache_dtype", "aic_comm_dtype"),
 )
-_HANDOFF = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_timing_mode", "bootstrap_port")
+_TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_timing_mode", "bootstrap_port")
 
 
 def predictor_argument(args: MockEngineArgs) -> str | None:
@@ -84,7 +84,7 @@ def _of_other_workers(args: MockEngineArgs) -> Iterator[tuple[str, str]]:
         for name in ("zmq_kv_events_port", "zmq_replay_port"):
             yield name, "this worker has no KV events"
     if args.worker_type == "aggregated":
-        for name in _HANDOFF:
+        for name in _TRANSFER:
             yield name, "an aggregated worker hands nothing over"
     elif args.kv_bytes_per_token is None:
         yield "kv_transfer_bandwidth", "how long a transfer takes needs kv_bytes_per_token"
@@ -106,7 +106,7 @@ def make_scheduler(
         BlockPool(args.num_gpu_blocks, on_event if args.publishes_kv_events else None),
         block_size=args.block_size,
         policy=make_policy(args),
-        time=PassTime(make_timing(args) if timing is None else timing, args.speedup_ratio, args.decode_speedup_ratio),
+        time=StepTime(make_timing(args) if timing is None else timing, args.speedup_ratio, args.decode_speedup_ratio),
         worker_type=args.worker_type,
         max_seqs=args.max_num_seqs,
         # SGLang has limits of its own, which are the policy's.

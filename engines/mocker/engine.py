@@ -30,7 +30,7 @@ from ..kv_events import PushSource
 from ..llm import EngineConfig, GenerateContext, LLMEngine
 from ..metrics import MetricsBindings, MetricsContext, SnapshotPublisher
 from ..worker import health_payload
-from .answer import Answer, nothing
+from .answer import Answer, empty_answer
 from .args import MockEngineArgs
 from .build import check_timing, idle_arguments, make_timing
 from .kv_events import EventFeed
@@ -39,7 +39,7 @@ from .rank import Rank
 from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
 from .scheduling import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
-from .transfer import HandoffExchange, HandoffKey, TransferTiming, handoff_delay_ms, receive_blocks, send_blocks
+from .transfer import TransferExchange, TransferKey, TransferTiming, receive_blocks, send_blocks, transfer_delay_ms
 
 _log = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class MockEngine(LLMEngine):
     dropped, the request's blocks are free at once. `cleanup` ends what runs as a stop does, and the sockets.
     """
 
-    hears_kill: ClassVar[bool] = True
+    ends_on_kill: ClassVar[bool] = True
 
     def __init__(
         self,
         args: MockEngineArgs | None = None,
         *,
         timing: TimingModel | None = None,
-        exchange: HandoffExchange | None = None,
+        exchange: TransferExchange | None = None,
         token_ids: range | None = None,
         recorded: RecordedOutputs | None = None,
         model: str = MODEL,
@@ -157,7 +157,7 @@ class MockEngine(LLMEngine):
             plan = evolve(plan, prompt=long_prompt)
         receives = self.args.worker_type == "decode" and request.bootstrap_info is not None
         if not plan.output_tokens and not receives:  # whoever sends blocks waits until they are taken
-            for chunk in nothing(len(plan.outputs), context.control):
+            for chunk in empty_answer(len(plan.outputs), context.control):
                 yield chunk
             return
         answer = self._answers[context.id] = self._answer(request, plan, context.control)
@@ -219,7 +219,7 @@ class MockEngine(LLMEngine):
             return answer.chunks()
         if self.exchange is None:
             raise InvalidArgument("this worker shares no exchange with others", field="bootstrap_info")
-        key = HandoffKey.of(info, request_id)
+        key = TransferKey.of(info, request_id)
         if self.args.worker_type == "decode":
             return receive_blocks(answer, self.exchange, key)
         return send_blocks(answer, self.exchange, key, self._transfer(len(request.token_ids)))
@@ -240,7 +240,7 @@ class MockEngine(LLMEngine):
     def _transfer_delay_s(self, prompt_tokens: int) -> float:
         """What the last chunk of a prefill waits where nobody meets: the time its blocks would be on their way."""
         timing = self._transfer(prompt_tokens)
-        delay_ms = handoff_delay_ms(timing, prompt_tokens, worker_type=self.args.worker_type, is_completed=True)
+        delay_ms = transfer_delay_ms(timing, prompt_tokens, worker_type=self.args.worker_type, is_completed=True)
         return (delay_ms or 0.0) / 1000
 
 

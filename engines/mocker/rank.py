@@ -1,6 +1,6 @@
 """Rank: one data-parallel rank of the mock engine, its pass loop and whom the passes are for.
 
-    submit ──► Scheduler ──run_pass──► wait for its duration ──► channels of the requests
+    submit ──► Scheduler ──run_step──► wait for its duration ──► channels of the requests
                    └── events of the block pool ──► publisher, feed
 
 Everything of a rank costs by the pass: one timer, one look at the clock, and one wake for each request that got tokens.
@@ -33,7 +33,7 @@ from ..metrics import ComponentSnapshot, SnapshotPublisher
 from .args import MockEngineArgs
 from .build import make_scheduler
 from .kv_events import EventFeed
-from .scheduling import Pass, Sequence, Stage
+from .scheduling import Sequence, SequenceState, StepResult
 from .timing import TimingModel
 
 
@@ -53,7 +53,7 @@ class Channel:
         self.news = Wakeup()
         """Rung when there is something to look at; also for a request that was stopped."""
 
-    def tell(self, sequence: Sequence, token_ids: list[int], is_finished: bool) -> None:
+    def deliver(self, sequence: Sequence, token_ids: list[int], is_finished: bool) -> None:
         self.passes.append((sequence, token_ids, is_finished))
         self.news.wake()
 
@@ -102,13 +102,13 @@ class Latencies:
         for sequence in sequences:
             sequence.begun_s = now_s
 
-    def saw(self, done: Pass, live: Container[Sequence], now_s: float) -> None:
+    def observe_step(self, done: StepResult, live: Container[Sequence], now_s: float) -> None:
         """The time of a pass is over: what it gave to the sequences that are still waited for is told now."""
         gaps: dict[float, int] = {}
         for sequence in done.emitted:
             if sequence not in live:
                 continue
-            last_s, sequence.told_s = sequence.told_s, now_s
+            last_s, sequence.last_token_s = sequence.last_token_s, now_s
             if last_s is None:
                 if sequence.begun_s is not None:
                     self.first_token.observe(now_s - sequence.begun_s)
@@ -218,7 +218,7 @@ class Rank:
     def cancel(self, sequence: Sequence) -> None:
         """Nobody waits for the sequence any more; it gives back what it has. Idempotent."""
         self._live.pop(sequence, None)
-        if sequence.stage is not Stage.ENDED:
+        if sequence.stage is not SequenceState.ENDED:
             self.scheduler.cancel(sequence)
             self._make_room()
 
@@ -277,16 +277,16 @@ class Rank:
         await self._work.wait()
         self._work = anyio.Event()
 
-    def _pass(self) -> Pass:
+    def _pass(self) -> StepResult:
         try:
-            done = self.scheduler.run_pass()
+            done = self.scheduler.run_step()
         except Exception as raised:  # a model of time that somebody else wrote
             error = raised
             _log.exception("a pass of rank %d failed", self.dp_rank)
             self.fail_all(
                 lambda: error if isinstance(error, PenstockError) else BackendUnknown(str(error), cause=error)
             )
-            return Pass()
+            return StepResult()
         finally:
             if self.feed is not None:
                 self.feed.flush()
@@ -297,21 +297,21 @@ class Rank:
         self._show()
         return done
 
-    def _deliver(self, done: Pass, now_s: float) -> None:
+    def _deliver(self, done: StepResult, now_s: float) -> None:
         """Tells each request what the pass gave it; who was cancelled meanwhile hears nothing."""
         live = self._live
         if self.latencies is not None:
-            self.latencies.saw(done, live, now_s)
+            self.latencies.observe_step(done, live, now_s)
         for sequence in done.emitted:
             channel = live.get(sequence)
             if channel is not None:
                 is_finished = sequence.length == sequence.end
                 if is_finished:
                     del live[sequence]
-                channel.tell(sequence, sequence.new_token_ids(), is_finished)
+                channel.deliver(sequence, sequence.new_token_ids(), is_finished)
         for sequence in done.completed_empty:
             if (channel := live.pop(sequence, None)) is not None:
-                channel.tell(sequence, [], True)
+                channel.deliver(sequence, [], True)
         for sequence in done.rejected:
             if (channel := live.pop(sequence, None)) is not None:
                 channel.reject()

@@ -25,7 +25,7 @@ from pipeline import InvalidArgument, wire
 from pipeline.llm import hash_seed
 from pipeline.protocols import PreprocessedRequest, StopConditions
 
-from ..roles import is_handed_over
+from ..roles import is_prefilled_elsewhere
 from .args import MockEngineArgs, WorkerType
 from .scheduling import Sequence
 from .tokens import Output
@@ -74,7 +74,7 @@ class RecordedOutputs:
         return self.by_name.get(request_id if wanted is None else wanted)
 
 
-def left_to_say(recorded: Items[int], request: PreprocessedRequest) -> Items[int]:
+def remaining_output(recorded: Items[int], request: PreprocessedRequest) -> Items[int]:
     """What of an answer is not at the end of the prompt already, as it is when the request began elsewhere.
 
     A limit that is exactly the rest says how much that is. Without one a link to the worker before says that it did,
@@ -197,7 +197,7 @@ def plan_request(
     if recorded is not None:
         if not recorded:
             raise InvalidArgument("a recorded answer has at least one output token", field="output_token_ids")
-        recorded = left_to_say(recorded, request)
+        recorded = remaining_output(recorded, request)
     wanted = _output_tokens(stop, args.worker_type, recorded)
     seed = (options.seed or 0) % _U64
     outputs = (
@@ -210,7 +210,7 @@ def plan_request(
         tuple(outputs),
         hash_seed(adapter, namespace),
         request.output_options.logprobs,
-        pays_prompt=not is_handed_over(request),
+        pays_prompt=not is_prefilled_elsewhere(request),
     )
 
 

@@ -110,7 +110,7 @@ class PredictedTiming:
 
 
 @frozen
-class PassTime:
+class StepTime:
     """The time of a pass from its two phases, as fast as asked for; a speed-up of 0 means that nothing takes time."""
 
     model: TimingModel

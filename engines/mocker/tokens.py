@@ -62,19 +62,19 @@ class Output:
         thinking: Thinking,
         max_output_tokens: int,
         *,
-        said_before_tokens: int = 0,
+        emitted_before_tokens: int = 0,
         seed: int = 0,
         token_ids: range = TOKEN_IDS,
     ) -> Output:
         """An output that begins with thinking; of a request that had said some of it elsewhere, only the rest."""
-        count = thinking_tokens(said_before_tokens + max_output_tokens, thinking.thinking_ratio)
+        count = thinking_tokens(emitted_before_tokens + max_output_tokens, thinking.thinking_ratio)
         if not count:
             return cls(seed, token_ids=token_ids)
         borders = ((0, thinking.start_thinking_token_id), (count - 1, thinking.end_thinking_token_id))
-        marks = tuple((at - said_before_tokens, token) for at, token in borders if at >= said_before_tokens)
+        marks = tuple((at - emitted_before_tokens, token) for at, token in borders if at >= emitted_before_tokens)
         return cls(seed, thinking=marks, token_ids=token_ids)
 
-    def speech(self, *, prompt_tokens: int, first: int, last: int) -> Iterator[int]:
+    def output_source(self, *, prompt_tokens: int, first: int, last: int) -> Iterator[int]:
         """The tokens one after the other; made up ones never end.
 
         A made up one follows from its position in the whole sequence, the token before it (`last`, before the first

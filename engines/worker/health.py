@@ -24,7 +24,7 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.settings import Variable, choice
 
 from .lifecycle import Work
-from .probe import Canary, CanarySettings, HeardEngine, ProbeEngine
+from .probe import IdleProbe, IdleProbeSettings, ProbeEngine, TrafficObserver
 
 if TYPE_CHECKING:
     from ..adapter import RequestAdapter
@@ -135,17 +135,17 @@ class WorkerHealth:
     def __init__(self, health: SystemHealth, name: str) -> None:
         self._health, self._name = health, name
         self._is_listed = False
-        self._canary: Canary | None = None
+        self._canary: IdleProbe | None = None
         self._end_canary: Callable[[], None] = lambda: None
 
     def watched(
-        self, adapter: RequestAdapter, payload: Mapping[str, Any] | None, settings: CanarySettings
+        self, adapter: RequestAdapter, payload: Mapping[str, Any] | None, settings: IdleProbeSettings
     ) -> TokenEngine:
         """What is to be served in the adapter's place. To be called before: the very first request counts."""
         engine: TokenEngine = adapter
         if payload is not None and settings.is_enabled:
-            self._canary = Canary(ProbeEngine(adapter), payload, settings, self._say)
-            engine = HeardEngine(adapter, self._canary)
+            self._canary = IdleProbe(ProbeEngine(adapter), payload, settings, self._say)
+            engine = TrafficObserver(adapter, self._canary)
         self._is_listed = self._health.register(self._name, is_target=payload is not None, is_probed=True)
         return engine
 

@@ -1,6 +1,6 @@
-"""Canary: probes one endpoint when it is idle, and says whether it is ready.
+"""IdleProbe: probes one endpoint when it is idle, and says whether it is ready.
 
-    real traffic ──► HeardEngine ──► adapter          a good item: ready, and the waiting begins anew
+    real traffic ──► TrafficObserver ──► adapter          a good item: ready, and the waiting begins anew
     nothing for `idle_s` ──► probe ──► adapter        a good first item: ready, anything else: not ready
 
 Source: dynamo lib/runtime/src/health_check.rs, and the health payload of lib/backend-common/src/worker.rs.
@@ -113,7 +113,7 @@ Items = ResponseStream[Annotated[LLMEngineOutput]]
 
 
 @frozen
-class CanarySettings:
+class IdleProbeSettings:
     """Whether to probe, after how long without a good item, and how long a probe may take."""
 
     is_enabled: bool = by_variable(
@@ -159,7 +159,7 @@ async def choose_payload(
     return stamp(payload)
 
 
-class Canary:
+class IdleProbe:
     """Watches one endpoint while `run` runs. Made on the loop it runs on.
 
     `engine` takes the payload as plain values (`ProbeEngine`). `say` hears each change: ready or not; it must not wait.
@@ -169,7 +169,7 @@ class Canary:
         self,
         engine: AsyncEngine[Any, Annotated[LLMEngineOutput]],
         payload: Mapping[str, Any],
-        settings: CanarySettings,
+        settings: IdleProbeSettings,
         say: Callable[[bool], object],
     ) -> None:
         self.is_flowing = False
@@ -251,13 +251,13 @@ class Canary:
         self._say(is_ready)
 
 
-class HeardEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
+class TrafficObserver(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
     """The same engine, whose good items a canary hears: the first of a stream and the last at once, others by a mark.
 
     Costs a generator around each stream, some 70 nanoseconds an item, so it is there only where a canary runs.
     """
 
-    def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]], canary: Canary) -> None:
+    def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]], canary: IdleProbe) -> None:
         self._engine, self._canary = engine, canary
 
     @property
@@ -272,7 +272,7 @@ class HeardEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
         return ResponseStream(_heard(stream, self._canary), request, stream)
 
 
-async def _heard(stream: Items, canary: Canary) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+async def _heard(stream: Items, canary: IdleProbe) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
     async with stream:
         is_heard, item = False, None
         async for item in stream:

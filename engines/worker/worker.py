@@ -38,7 +38,7 @@ from .card import card_of, model_folder
 from .config import ShutdownTimes, WorkerConfig, served_name
 from .health import SystemHealth, WorkerHealth
 from .lifecycle import Background, Lifecycle, WorkerState, engine_errors
-from .probe import CanarySettings, choose_payload
+from .probe import IdleProbeSettings, choose_payload
 from .process_watch import Exit, ProcessWatch
 from .publishing import attach_kv_events, attach_snapshots, worker_labels
 from .signals import Signals, run_until_signalled, termination_signals
@@ -269,7 +269,7 @@ class Worker:
             tracer=self._tracer,
         )
         payload = await choose_payload(self.config.health_check_payload, self._environment, self.engine)
-        settings = CanarySettings.from_environment(self._environment)
+        settings = IdleProbeSettings.from_environment(self._environment)
         if self._asked.is_stopped:
             return
         await self._serve(self._own_health.watched(adapter, payload, settings))

@@ -24,7 +24,7 @@ import attrs
 from attrs import define, evolve, frozen
 
 from engines import DisaggregationMode, EchoEngine, LLMEngine
-from engines.mocker import MODEL, HandoffExchange, MockEngine, MockEngineArgs, RecordedOutputs, handoff_order
+from engines.mocker import MODEL, MockEngine, MockEngineArgs, RecordedOutputs, TransferExchange, transfer_order
 from pipeline import InvalidArgument, PenstockError, to_error
 from pipeline.foreign import raise_if_ours
 from pipeline.wire import from_json
@@ -136,7 +136,7 @@ class Deployment:
     token_ids: range | None = None
     model_name: str | None = None
     mode: DisaggregationMode = DisaggregationMode.AGGREGATED
-    exchange: HandoffExchange | None = None
+    exchange: TransferExchange | None = None
     recorded: RecordedOutputs | None = None
     made: int = 0
 
@@ -184,8 +184,8 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
     if args.worker_type != deployment.mode.value:
         raise InvalidArgument(f"must be {deployment.mode}, the mode of its worker", field="worker_type")
     if deployment.exchange is None:
-        order, session_s = handoff_order(args.engine_type), args.handoff_session_timeout_ms / 1000
-        deployment.exchange = HandoffExchange(order, session_timeout_s=session_s)
+        order, session_s = transfer_order(args.engine_type), args.handoff_session_timeout_ms / 1000
+        deployment.exchange = TransferExchange(order, session_timeout_s=session_s)
     args = _with_ports_of(args, deployment.made)
     deployment.made += 1
     name = MODEL if deployment.model_name is None else deployment.model_name

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.chunks import ChunkRules, engine_error, is_cancellation
+from engines.chunks import ChunkContract, engine_error, is_cancellation
 from pipeline import Cancelled, ContractViolation, Disconnected, EngineShutdown, InvalidArgument, StreamIncomplete
 from pipeline.errors import BackendCancelled, BackendInvalidArgument, BackendUnknown, blames_worker, may_migrate
 from pipeline.protocols import FinishReason, LLMEngineOutput
@@ -24,13 +24,13 @@ def last(index: int | None = None) -> LLMEngineOutput:
 
 def test_one_choice_ends_with_its_terminal_chunk() -> None:
     """BE-94."""
-    rules = ChunkRules()
+    rules = ChunkContract()
     assert rules.is_single
     assert [rules.admit(each) for each in (chunk(), chunk(), last())] == [False, False, True]
 
 
 def test_several_choices_end_one_by_one() -> None:
-    rules = ChunkRules(3)
+    rules = ChunkContract(3)
     assert not rules.is_single
     assert [rules.admit(each) for each in (chunk(0), last(1), chunk(0), last(0), chunk(2), last(2))] == [False] * 5 + [
         True
@@ -39,7 +39,7 @@ def test_several_choices_end_one_by_one() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 4))
 def test_a_choice_that_has_ended_says_no_more(steps: list[tuple[int, bool]], choices: int) -> None:
-    rules, ended = ChunkRules(choices), set[int]()
+    rules, ended = ChunkContract(choices), set[int]()
     for index, ends in ((index % choices, ends) for index, ends in steps):
         each = last(index) if ends else chunk(index)
         if index in ended:
@@ -57,11 +57,11 @@ def test_a_choice_that_has_ended_says_no_more(steps: list[tuple[int, bool]], cho
 @pytest.mark.parametrize(("choices", "index"), [(1, 1), (2, 2), (2, -1)])
 def test_there_is_no_choice_beyond_those_asked_for(choices: int, index: int) -> None:
     with pytest.raises(ContractViolation, match="L1: a chunk of choice"):
-        ChunkRules(choices).admit(chunk(index))
+        ChunkContract(choices).admit(chunk(index))
 
 
 def test_no_index_counts_as_the_first_choice() -> None:
-    rules = ChunkRules(2)
+    rules = ChunkContract(2)
     rules.admit(last())
     with pytest.raises(ContractViolation, match="choice 0"):
         rules.admit(chunk(0))
@@ -70,7 +70,7 @@ def test_no_index_counts_as_the_first_choice() -> None:
 @pytest.mark.parametrize("item", [None, 7, {"token_ids": [1]}])
 def test_what_is_no_chunk_may_not_come(item: Any) -> None:
     with pytest.raises(ContractViolation, match=type(item).__name__):
-        ChunkRules().admit(item)
+        ChunkContract().admit(item)
 
 
 @pytest.mark.parametrize(
@@ -86,24 +86,24 @@ def test_what_is_no_chunk_may_not_come(item: Any) -> None:
 )
 def test_an_encode_worker_ends_with_its_result(finish: FinishReason, result: Any, is_fine: bool) -> None:
     ended = LLMEngineOutput([], finish_reason=finish, encoder_result=result)
-    assert ChunkRules().admit(ended)
+    assert ChunkContract().admit(ended)
     if is_fine:
-        assert ChunkRules(encodes=True).admit(ended)
+        assert ChunkContract(encodes=True).admit(ended)
     else:
         with pytest.raises(ContractViolation, match="encoder_result"):
-            ChunkRules(encodes=True).admit(ended)
+            ChunkContract(encodes=True).admit(ended)
 
 
 def test_a_stream_that_just_ends_is_incomplete_and_may_go_on_elsewhere() -> None:
     with pytest.raises(StreamIncomplete) as caught:
-        ChunkRules().cut_short(stopped=False)
+        ChunkContract().cut_short(stopped=False)
     assert isinstance(caught.value.__cause__, ContractViolation)
     assert may_migrate(caught.value)
     assert blames_worker(caught.value)
 
 
 def test_an_engine_that_is_done_with_fewer_choices_would_be_no_better_elsewhere() -> None:
-    rules = ChunkRules(3)
+    rules = ChunkContract(3)
     rules.admit(chunk(1))
     rules.admit(last(1))
     with pytest.raises(ContractViolation, match="1 of 3 choices") as caught:
@@ -116,14 +116,14 @@ def test_an_engine_that_is_done_with_fewer_choices_would_be_no_better_elsewhere(
 
 
 def test_after_a_stop_a_stream_that_just_ends_is_cancelled() -> None:
-    assert ChunkRules().cut_short(stopped=True) == LLMEngineOutput.cancelled()
+    assert ChunkContract().cut_short(stopped=True) == LLMEngineOutput.cancelled()
 
 
 def test_one_cancelled_choice_speaks_for_all_after_a_stop() -> None:
-    rules = ChunkRules(2)
+    rules = ChunkContract(2)
     assert not rules.admit(chunk(0, FinishReason.CANCELLED))
     assert rules.cut_short(stopped=True) is None
-    rules = ChunkRules(2)
+    rules = ChunkContract(2)
     rules.admit(last(0))
     assert rules.cut_short(stopped=True) == LLMEngineOutput.cancelled()
 

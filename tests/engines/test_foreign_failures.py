@@ -69,9 +69,9 @@ WRECKS = [exits, interrupts, closes, panics, fails_in_groups]
 class Wreck(LLMEngine):
     """Answers 1, 2 and an end; calls `fails` at the places of its life that are named."""
 
-    def __init__(self, fails: Fails, *places: str, hears_kill: bool = False) -> None:
+    def __init__(self, fails: Fails, *places: str, ends_on_kill: bool = False) -> None:
         self.fails, self.places = fails, places
-        self.hears_kill = hears_kill  # type: ignore[misc]
+        self.ends_on_kill = ends_on_kill  # type: ignore[misc]
         self.calls: list[str] = []
 
     def at(self, place: str) -> None:
@@ -150,14 +150,14 @@ async def read(engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
 
 
 @pytest.mark.parametrize("fails", WRECKS)
-@pytest.mark.parametrize("hears_kill", [True, False])
+@pytest.mark.parametrize("ends_on_kill", [True, False])
 @pytest.mark.parametrize(
     ("place", "tokens"), [("call", []), ("set-up", []), ("first", []), ("middle", [1]), ("end", [1, 2])]
 )
 async def test_whatever_an_engine_raises_loses_this_request_only(
-    fails: Fails, hears_kill: bool, place: str, tokens: list[int]
+    fails: Fails, ends_on_kill: bool, place: str, tokens: list[int]
 ) -> None:
-    wreck = Wreck(fails, place, hears_kill=hears_kill)
+    wreck = Wreck(fails, place, ends_on_kill=ends_on_kill)
     with watch_streams() as streams:
         async with as_engine(wreck) as engine:
             answers: list[tuple[list[int], Any]] = []
@@ -180,8 +180,8 @@ async def test_whatever_an_engine_raises_loses_this_request_only(
 
 
 @pytest.mark.parametrize("place", ["call", "first", "middle"])
-@pytest.mark.parametrize("hears_kill", [True, False])
-async def test_a_cancellation_nobody_asked_for_is_a_failure_of_the_engine(place: str, hears_kill: bool) -> None:
+@pytest.mark.parametrize("ends_on_kill", [True, False])
+async def test_a_cancellation_nobody_asked_for_is_a_failure_of_the_engine(place: str, ends_on_kill: bool) -> None:
     kept: list[BaseException] = []
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -194,7 +194,7 @@ async def test_a_cancellation_nobody_asked_for_is_a_failure_of_the_engine(place:
     def fails() -> None:
         raise kept[0]
 
-    async with as_engine(Wreck(fails, place, hears_kill=hears_kill)) as engine:
+    async with as_engine(Wreck(fails, place, ends_on_kill=ends_on_kill)) as engine:
         _, failure = await read(engine)
     assert type(failure) is BackendCancelled
 
@@ -321,14 +321,14 @@ async def test_an_adapter_passes_a_cancellation_of_its_reader_on() -> None:
             finally:
                 released.append("released")
 
-    async def ask(hears_kill: bool) -> Awaitable[None] | None:
-        adapter = RequestAdapter(Slow(exits, hears_kill=hears_kill))
+    async def ask(ends_on_kill: bool) -> Awaitable[None] | None:
+        adapter = RequestAdapter(Slow(exits, ends_on_kill=ends_on_kill))
         async with await adapter.generate(Context(REQUEST)) as stream:
             await anext(stream)
         return None
 
-    for hears_kill in (True, False):
+    for ends_on_kill in (True, False):
         with anyio.move_on_after(1) as scope:
-            await ask(hears_kill)
+            await ask(ends_on_kill)
         assert scope.cancelled_caught
     assert released == ["released"] * 2

@@ -57,7 +57,7 @@ def test_milliseconds_have_two_decimals(value: float, text: str) -> None:
 def test_only_chunks_with_tokens_are_timed_and_tokens_are_counted_not_chunks() -> None:
     kept = record([10.0, 10.1, 10.3])
     for chunk in (LLMEngineOutput([]), LLMEngineOutput([1, 2]), LLMEngineOutput([]), LLMEngineOutput([3])):
-        kept.saw(chunk)
+        kept.observe(chunk)
     found = said(kept)
     assert (found["output_tokens"], found["ttft_ms"], found["itl_max_ms"]) == (3, "100.00", "200.00")
     assert (found["input_tokens"], found["model"], found["disagg_role"]) == (3, "asked", "agg")
@@ -75,7 +75,7 @@ def test_what_is_not_known_is_not_said() -> None:
 
 def test_the_ending_is_said() -> None:
     kept = record([0.0])
-    kept.saw(LLMEngineOutput.error("no memory"))
+    kept.observe(LLMEngineOutput.error("no memory"))
     assert said(kept)["finish_reason"] == "error: no memory"
     assert said(kept, cancelled=True)["cancelled"] is True
     dropped = said(kept, dropped=True)

@@ -82,7 +82,7 @@ async def test_all_else_is_left_out_unless_it_is_written() -> None:
     context = MetricsContext("m", "backend", 0.0, EngineMetrics())
     assert await engine.setup_metrics(context) == MetricsBindings()
     assert await engine.health_check_payload() is None
-    assert not engine.hears_kill
+    assert not engine.ends_on_kill
     await engine.background()
     await engine.abort(mock_context())
     await engine.drain()

@@ -11,7 +11,7 @@ from engines.roles import (
     encoder_terminal_chunk,
     enforce_prefill_max_tokens,
     require_encoder_result,
-    require_hand_over,
+    require_prefill,
     require_prefill_result,
 )
 from pipeline import InvalidArgument
@@ -117,10 +117,10 @@ def test_decode_wants_to_know_of_the_prefill_unless_it_is_probed(fields: dict[st
     """BE-119."""
     request = PreprocessedRequest([1], **fields)
     if is_served:
-        require_hand_over(request)
+        require_prefill(request)
         return
     with pytest.raises(InvalidArgument) as caught:
-        require_hand_over(request)
+        require_prefill(request)
     assert caught.value.field == "prefill_result"
 
 

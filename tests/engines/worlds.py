@@ -49,7 +49,7 @@ class FunctionEngine(LLMEngine):
 class EndsOnKill(FunctionEngine):
     """Promises that its function ends by itself after a kill."""
 
-    hears_kill = True
+    ends_on_kill = True
 
 
 def scripted(*steps: Any) -> FunctionEngine:

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from attrs import define, evolve, field
 
 from engines import DisaggregationMode, EngineConfig, GenerateContext, Worker
-from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
+from engines.mocker import MockEngine, MockEngineArgs, TransferExchange
 from engines.mocker.timing import PolynomialTiming
 from operators import PrefillRouter
 from operators.kv import KvRouter, KvRouterConfig
@@ -69,7 +69,7 @@ class Mortal(MockEngine):
     Without `stops_prefills` it does not promise that its prefills may be stopped.
     """
 
-    def __init__(self, args: MockEngineArgs, exchange: HandoffExchange, *, stops_prefills: bool = True) -> None:
+    def __init__(self, args: MockEngineArgs, exchange: TransferExchange, *, stops_prefills: bool = True) -> None:
         self.timing = Timing()
         super().__init__(args, timing=self.timing, exchange=exchange, token_ids=range(97, 123))
         self._stops_prefills = stops_prefills
@@ -145,7 +145,7 @@ class Fleet:
     tasks: TaskGroup
     rng: Random
     args: MockEngineArgs
-    exchange: HandoffExchange = field(factory=HandoffExchange)
+    exchange: TransferExchange = field(factory=TransferExchange)
     hosts: list[Host] = field(factory=list)
     engines: list[Mortal] = field(factory=list)
     graph: StandardGraph = field(init=False)
@@ -191,7 +191,7 @@ class Fleet:
         for kv in self.kv_routers:
             assert (len(kv.loads), len(kv.queue)) == (0, 0)
         assert self.prefill.prefills == len(self.prefill._tasks._of_request) == 0
-        assert (self.exchange.waiting, self.exchange.meetings) == (0, 0)
+        assert (self.exchange.waiting, self.exchange.sessions) == (0, 0)
         for engine in self.engines:
             assert engine._answers == {}
             for rank in engine.ranks:

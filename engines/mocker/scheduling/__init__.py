@@ -13,8 +13,8 @@ from .policies import (
     accept_rates,
 )
 from .scheduler import Scheduler
-from .sequence import AT_ONCE_TOKENS, Sequence, Stage, u32s
-from .step import Pass, Plan
+from .sequence import AT_ONCE_TOKENS, Sequence, SequenceState, u32s
+from .step import StepPlan, StepResult
 
 __all__ = [
     "AT_ONCE_TOKENS",
@@ -25,13 +25,13 @@ __all__ = [
     "Load",
     "NoEvictPolicy",
     "OnEvent",
-    "Pass",
-    "Plan",
     "Policy",
     "Scheduler",
     "Sequence",
+    "SequenceState",
     "SglangPolicy",
-    "Stage",
+    "StepPlan",
+    "StepResult",
     "VllmPolicy",
     "accept_rates",
     "u32s",

@@ -9,11 +9,11 @@ from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, S
 
 OnEvent = Callable[[KvEventData], object]
 OnEventWithTokens = Callable[[KvEventData, Sequence[int]], object]
-"""Also given the tokens of all blocks that were stored, one after the other; none for any other change."""
+"""Also receives the tokens of all stored blocks, one after the other; none for any other change."""
 
 
 class BlockPool:
-    """A fixed number of blocks, each free, inactive (named, held by nobody) or active (held by at least one sequence).
+    """A fixed number of blocks, each free, inactive (named, not held) or active (held by at least one sequence).
 
     ::
 
@@ -22,11 +22,10 @@ class BlockPool:
           └──────────────────┘                         └───────────────────────┘  └─evicted by take──► active
 
     A name is a sequence hash. Several blocks may have the same one: two sequences computed the same tokens at once.
-    `on_event` hears when a name appears (KvStored, one for each run of consecutive new names) and when its last block
-    loses it (KvRemoved); reuse and further copies say nothing. `on_event_with_tokens` hears the same with the tokens,
-    which nobody need make as long as it is None. Both may be set at any time. Blocks are released from the tail of a
-    sequence to its head, so of one sequence the tail is evicted first. The same block may not be held twice by one
-    sequence.
+    `on_event` is called when a name appears (KvStored, one for each run of consecutive new names) and when its last
+    block loses it (KvRemoved); reuse and further copies are no events. `on_event_with_tokens` is called with the tokens
+    as well; while it is None they are not made. Both may be set at any time. Blocks are released from the tail of a
+    sequence to its head, so the tail of a sequence is evicted first. One sequence may not hold the same block twice.
 
     Source: dynamo lib/mocker/src/kv_manager/vllm_backend.rs and cache/vllm_block_pool.rs. Other than there, a failed
     `take` changes nothing, and freed blocks that have no name are not kept in the order of eviction.
@@ -50,35 +49,35 @@ class BlockPool:
         self.capacity = capacity_blocks
         self.active = 0
         self.changes = 0
-        """Counts up whenever a lookup may answer otherwise than before."""
+        """Incremented whenever the result of a lookup may change."""
         self.on_event = on_event
         self.on_event_with_tokens: OnEventWithTokens | None = None
         self._held_by = [0] * capacity_blocks
         self._names: list[int | None] = [None] * capacity_blocks
         self._free = list(range(capacity_blocks - 1, -1, -1))
         self._inactive: OrderedDict[int, None] = OrderedDict()
-        """Named blocks nobody holds; the one released longest ago first."""
+        """Named blocks that are not held; the one released longest ago first."""
         self._shown: dict[int, int] = {}
-        """Name -> the block a lookup answers with."""
+        """Name -> the block that a lookup returns."""
         self._copies: dict[int, list[int]] = {}
         """Name -> the other blocks of that name, oldest first."""
 
     @property
     def inactive(self) -> int:
-        """Blocks that hold something reusable and are held by nobody."""
+        """Blocks with reusable content that are not held."""
         return len(self._inactive)
 
     @property
     def available(self) -> int:
-        """Blocks a sequence could get now: the free and the inactive ones."""
+        """Blocks that can be taken now: the free and the inactive ones."""
         return self.capacity - self.active
 
     def names(self) -> set[int]:
-        """The sequence hashes of everything that can be reused."""
+        """Return the sequence hashes of all reusable blocks."""
         return set(self._shown)
 
     def match(self, names: Iterable[int]) -> list[int]:
-        """The blocks that hold the longest cached prefix of the names. Nothing changes."""
+        """Return the blocks that hold the longest cached prefix of the names. Nothing changes."""
         shown = self._shown
         found = []
         for name in names:
@@ -89,12 +88,12 @@ class BlockPool:
         return found
 
     def count_active(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks somebody holds."""
+        """Return how many of the blocks are held."""
         held_by = self._held_by
         return sum([1 for block in blocks if held_by[block]])
 
     def reuse(self, blocks: Iterable[int]) -> None:
-        """Holds named blocks once more."""
+        """Hold these named blocks once more."""
         self.changes += 1
         held_by, inactive = self._held_by, self._inactive
         woken = 0
@@ -106,7 +105,7 @@ class BlockPool:
         self.active += woken
 
     def take(self, count: int) -> list[int] | None:
-        """So many nameless blocks, held once; the longest inactive are evicted for them. None if there are too few."""
+        """Return that many nameless blocks, held once, or None if there are too few. Evicts the longest inactive ones."""
         if count > self.capacity - self.active:
             return None
         self.changes += 1
@@ -131,9 +130,9 @@ class BlockPool:
         parent: int | None = None,
         tokens: Sequence[int] = (),
     ) -> None:
-        """Names consecutive blocks of a sequence, the first one below `parent`; `tokens` are theirs, if wanted.
+        """Name consecutive blocks of a sequence, the first one below `parent`; `tokens` are theirs, for the events.
 
-        Below a parent that was cleared they stay nameless: no lookup and no listener could get to them.
+        Below a parent that was cleared they stay nameless: no lookup could reach them.
         """
         if parent is not None and parent not in self._shown:
             return
@@ -147,12 +146,12 @@ class BlockPool:
                 run.append(index)
                 continue
             self._copies.setdefault(name, []).append(block)
-            self._say_stored(run, names, token_hashes, parent, tokens)
+            self._publish_stored(run, names, token_hashes, parent, tokens)
             run = []
-        self._say_stored(run, names, token_hashes, parent, tokens)
+        self._publish_stored(run, names, token_hashes, parent, tokens)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Lets the blocks of a sequence go, the last one first: the named become inactive, the nameless free."""
+        """Release the blocks of a sequence, the last one first: named ones become inactive, nameless ones free."""
         self.changes += 1
         held_by, names, inactive, free = self._held_by, self._names, self._inactive, self._free
         let_go = 0
@@ -168,12 +167,12 @@ class BlockPool:
         self.active -= let_go
 
     def destroy(self, blocks: Sequence[int]) -> None:
-        """As `release`, but what nobody else holds is forgotten instead of kept for reuse."""
+        """As `release`, but blocks without another holder become free instead of inactive."""
         self.release(blocks)
         self._forget([block for block in reversed(blocks) if block in self._inactive])
 
     def evict(self) -> int | None:
-        """Forgets the block that is inactive for longest, and returns its name; None if there is none."""
+        """Evict the block that is inactive for longest and return its name; None if there is none."""
         if not self._inactive:
             return None
         self.changes += 1
@@ -182,7 +181,7 @@ class BlockPool:
         return name
 
     def clear(self) -> int:
-        """Forgets everything nobody holds, and the names of the rest; returns how many names that were."""
+        """Free all inactive blocks and drop the names of the held ones; return the number of names."""
         self.changes += 1
         count = len(self._shown)
         self._free.extend(self._inactive)
@@ -191,11 +190,11 @@ class BlockPool:
         self._shown.clear()
         self._copies.clear()
         if count:
-            self._say(KvCleared())
+            self._publish(KvCleared())
         return count
 
     def check(self) -> None:
-        """Asserts every invariant; for tests, it looks at each block."""
+        """Assert every invariant, block by block; for tests."""
         held = {block for block, count in enumerate(self._held_by) if count}
         free, inactive = set(self._free), set(self._inactive)
         assert all(count >= 0 for count in self._held_by)
@@ -222,7 +221,7 @@ class BlockPool:
         self._forget([next(oldest) for _ in range(count)])
 
     def _forget(self, blocks: Sequence[int]) -> None:
-        """Inactive blocks become free ones; says which names are gone with them."""
+        """Make inactive blocks free; publish the names that are gone with them."""
         gone = []
         for block in blocks:
             del self._inactive[block]
@@ -232,10 +231,10 @@ class BlockPool:
                 gone.append(name)
         self._free.extend(blocks)
         if gone:
-            self._say(KvRemoved(gone))
+            self._publish(KvRemoved(gone))
 
     def _drop(self, name: int, block: int) -> bool:
-        """The block no longer has the name; True if no other one has it."""
+        """Take the name from the block; return whether no other block has it."""
         others = self._copies.get(name)
         if others is None:
             del self._shown[name]
@@ -248,7 +247,7 @@ class BlockPool:
             del self._copies[name]
         return False
 
-    def _say_stored(
+    def _publish_stored(
         self,
         run: list[int],
         names: Sequence[int],
@@ -261,9 +260,9 @@ class BlockPool:
         first, last = run[0], run[-1] + 1
         stored = list(map(StoredBlock, names[first:last], token_hashes[first:last]))
         size = len(tokens) // len(names)
-        self._say(KvStored(names[first - 1] if first else parent, stored), tokens[first * size : last * size])
+        self._publish(KvStored(names[first - 1] if first else parent, stored), tokens[first * size : last * size])
 
-    def _say(self, change: KvEventData, tokens: Sequence[int] = ()) -> None:
+    def _publish(self, change: KvEventData, tokens: Sequence[int] = ()) -> None:
         if self.on_event is not None:
             self.on_event(change)
         if self.on_event_with_tokens is not None:

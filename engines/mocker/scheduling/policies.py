@@ -68,7 +68,7 @@ class Policy(Protocol):
         """Who gives up its blocks when there are none; None if nobody ever should have to."""
         ...
 
-    def after_pass(self, preempted: bool) -> None:
+    def after_step(self, preempted: bool) -> None:
         """A pass is over."""
         ...
 
@@ -135,7 +135,7 @@ class SglangPolicy:
     def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
         if not load.running:
             # The rest of the cache is promised; who gave way to that would only do so again.
-            return sequence.missing_blocks(sequence.said) - shared_blocks <= load.pool.available
+            return sequence.missing_blocks(sequence.emitted_length) - shared_blocks <= load.pool.available
         missing = sequence.missing_blocks(sequence.length) - shared_blocks
         kept = sum(self._output_left(other) for other in load.running) * self.ratio
         return missing * self._page + self._output_left(sequence) < load.pool.available * self._page - kept
@@ -143,7 +143,7 @@ class SglangPolicy:
     def victim(self, running: Items[Sequence]) -> Sequence | None:
         return min(running, key=lambda sequence: sequence.generated, default=None)
 
-    def after_pass(self, preempted: bool) -> None:
+    def after_step(self, preempted: bool) -> None:
         least = self._first_ratio * LEAST_RATIO
         before = self._first_ratio if preempted else self.ratio
         self.ratio = max(least, before - (self._first_ratio - least) / PASSES_TO_LEAST)
@@ -179,7 +179,7 @@ class NoEvictPolicy:
     def victim(self, running: Items[Sequence]) -> Sequence | None:
         return None
 
-    def after_pass(self, preempted: bool) -> None:
+    def after_step(self, preempted: bool) -> None:
         pass
 
 
@@ -218,13 +218,13 @@ class VllmPolicy:
             tokens = max(sequence.end - 1, sequence.length)
         else:
             # Where nobody runs the rest of the cache is promised, and who gave way to that would only do so again.
-            tokens = sequence.length if load.running else sequence.said
+            tokens = sequence.length if load.running else sequence.emitted_length
         return sequence.missing_blocks(tokens) - shared_blocks <= load.pool.available
 
     def victim(self, running: Items[Sequence]) -> Sequence | None:
         return running[-1 if self._newest else 0] if running else None
 
-    def after_pass(self, preempted: bool) -> None:
+    def after_step(self, preempted: bool) -> None:
         pass
 
 

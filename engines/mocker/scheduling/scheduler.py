@@ -6,13 +6,13 @@ from itertools import chain
 
 from pipeline import ContractViolation
 
-from ..timing import PassTime, PolynomialTiming
+from ..timing import PolynomialTiming, StepTime
 from .blocks import BlockPool
 from .policies import UNBOUNDED, Burst, Policy, VllmPolicy
-from .sequence import NEVER, Sequence, Stage
-from .step import Pass, Plan, Queue
+from .sequence import NEVER, Sequence, SequenceState
+from .step import Queue, StepPlan, StepResult
 
-__all__ = ["Pass", "Scheduler"]
+__all__ = ["Scheduler", "StepResult"]
 
 
 class Scheduler:
@@ -44,7 +44,7 @@ class Scheduler:
         *,
         block_size: int,
         policy: Policy | None = None,
-        time: PassTime | None = None,
+        time: StepTime | None = None,
         worker_type: str = "aggregated",
         max_seqs: int | None = None,
         max_batched_tokens: int | None = None,
@@ -57,7 +57,7 @@ class Scheduler:
         self.block_size = block_size
         self.preemptions = 0
         self._policy = VllmPolicy() if policy is None else policy
-        self._time = PassTime(PolynomialTiming()) if time is None else time
+        self._time = StepTime(PolynomialTiming()) if time is None else time
         self._charges_prompts = worker_type != "decode"
         self._charges_tokens = worker_type != "prefill"
         self._max_seqs = UNBOUNDED if max_seqs is None else max_seqs
@@ -108,7 +108,7 @@ class Scheduler:
         `pays_prompt` is for a decode worker: everywhere else a prompt takes time anyway.
         An output that goes beyond what the model or the cache can hold is cut here.
         """
-        self._queue.begin(sequence, Stage.WAITING)
+        self._queue.begin(sequence, SequenceState.WAITING)
         sequence.holds_blocks = holds_blocks
         sequence.pays_prompt = pays_prompt or self._charges_prompts
         self._queue.waiting.append(sequence)
@@ -121,11 +121,11 @@ class Scheduler:
         if self.rejects(sequence):
             return False
         end = sequence.end
-        self._queue.begin(sequence, Stage.RESERVED)
+        self._queue.begin(sequence, SequenceState.RESERVED)
         sequence.pays_prompt = self._charges_prompts  # computed here after all, if it is pre-empted
         found, shared = self._queue.match(sequence, sequence.prompt_tokens // self.block_size)
         if not self._queue.fits(sequence, shared, self._running):
-            sequence.stage, sequence.end = Stage.NEW, end
+            sequence.stage, sequence.end = SequenceState.NEW, end
             return False
         sequence.adopt(self.pool, found)
         if not sequence.allocate(self.pool, sequence.prompt_tokens):
@@ -136,31 +136,31 @@ class Scheduler:
 
     def activate(self, sequence: Sequence) -> None:
         """The prompt of a reserved sequence has come: the next pass with room for it makes it say its next token."""
-        if sequence.stage is not Stage.RESERVED:
+        if sequence.stage is not SequenceState.RESERVED:
             raise ContractViolation(f"a sequence that is {sequence.stage.name.lower()} has no reservation")
         self._queue.remove(sequence)
         sequence.computed = sequence.prompt_tokens
         self._publish(sequence)
-        sequence.stage = Stage.WAITING
+        sequence.stage = SequenceState.WAITING
         self._queue.ready.append(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back the blocks of a finished sequence that holds them; nothing for any other."""
-        if sequence.stage is Stage.HELD:
+        if sequence.stage is SequenceState.HELD:
             self._end(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is, and gives back what it has; nothing if it has ended."""
-        if sequence.stage is Stage.RUNNING:
+        if sequence.stage is SequenceState.RUNNING:
             self._running.remove(sequence)
-        elif sequence.stage in (Stage.WAITING, Stage.RESERVED):
+        elif sequence.stage in (SequenceState.WAITING, SequenceState.RESERVED):
             self._queue.remove(sequence)
         self._end(sequence)
 
-    def run_pass(self) -> Pass:
+    def run_step(self) -> StepResult:
         """Schedules, computes and says what one forward pass does. Returns it, with the time it takes."""
-        done = Pass()
-        plan = Plan(self._max_tokens, self._policy.prefill_tokens)
+        done = StepResult()
+        plan = StepPlan(self._max_tokens, self._policy.prefill_tokens)
         if self._policy.prefill_first:
             self._plan_prompts_first(plan, done)
         else:
@@ -170,20 +170,20 @@ class Scheduler:
         done.scheduled_tokens = self._max_tokens - plan.budget
         if plan.paying:
             done.duration_ms = self._time.prefill_ms(plan.paying, plan.prompt_tokens, plan.cached_tokens)
-        self._say(done)
-        self._policy.after_pass(bool(done.preempted))
+        self._emit(done)
+        self._policy.after_step(bool(done.preempted))
         return done
 
-    def _plan_prompts_first(self, plan: Plan, done: Pass) -> None:
+    def _plan_prompts_first(self, plan: StepPlan, done: StepResult) -> None:
         for sequence in self.running:
-            if sequence.computed < sequence.prompt_tokens and sequence.stage is Stage.RUNNING:
+            if sequence.computed < sequence.prompt_tokens and sequence.stage is SequenceState.RUNNING:
                 self._advance(sequence, plan, done)
         if not done.preempted:
             self._admit(plan, done)
         if not plan.batch:
             self._advance_running(plan, done)
 
-    def _advance_running(self, plan: Plan, done: Pass) -> None:
+    def _advance_running(self, plan: StepPlan, done: StepResult) -> None:
         """Gives each running sequence the tokens it lacks. The first case is nearly all there is to do, ever."""
         for sequence in self.running:
             if plan.budget <= 0:
@@ -194,10 +194,10 @@ class Scheduler:
                 sequence.computed = length
                 if length >= sequence.next_full:
                     self._publish(sequence)
-            elif sequence.stage is Stage.RUNNING:
+            elif sequence.stage is SequenceState.RUNNING:
                 self._advance(sequence, plan, done)
 
-    def _advance(self, sequence: Sequence, plan: Plan, done: Pass) -> None:
+    def _advance(self, sequence: Sequence, plan: StepPlan, done: StepResult) -> None:
         """Gives a running sequence tokens and blocks for them; pre-empts where there are no blocks, maybe itself."""
         tokens = self._allowance(sequence, sequence.computed, plan)
         if not tokens:
@@ -207,7 +207,7 @@ class Scheduler:
                 return
         self._compute(sequence, tokens, plan)
 
-    def _allowance(self, sequence: Sequence, before: int, plan: Plan) -> int:
+    def _allowance(self, sequence: Sequence, before: int, plan: StepPlan) -> int:
         """How many tokens a sequence with so many computed gets in this pass."""
         remaining = sequence.length - before
         if before >= sequence.prompt_tokens:
@@ -216,7 +216,7 @@ class Scheduler:
             return 0
         return min(self._policy.part(remaining, plan.prefill_left), plan.budget)
 
-    def _compute(self, sequence: Sequence, tokens: int, plan: Plan) -> None:
+    def _compute(self, sequence: Sequence, tokens: int, plan: StepPlan) -> None:
         plan.add(sequence, sequence.computed, tokens)
         sequence.computed += tokens
         if sequence.computed >= sequence.next_full:
@@ -228,20 +228,20 @@ class Scheduler:
         else:
             sequence.next_full = NEVER
 
-    def _preempt(self, plan: Plan, done: Pass) -> Sequence:
+    def _preempt(self, plan: StepPlan, done: StepResult) -> Sequence:
         victim = self._policy.victim(self._running)
         if victim is None:
             raise ContractViolation("a sequence lacks a block that its admission promised")
         self._running.remove(victim)
         plan.take_back(victim)
         victim.reset(self.pool)
-        victim.stage = Stage.WAITING
+        victim.stage = SequenceState.WAITING
         self._queue.waiting.appendleft(victim)
         self.preemptions += 1
         done.preempted.append(victim)
         return victim
 
-    def _admit(self, plan: Plan, done: Pass) -> None:
+    def _admit(self, plan: StepPlan, done: StepResult) -> None:
         """Lets sequences run from the heads of the queues, as long as the next one can."""
         queue, room = self._queue, self._max_seqs - len(self._running)
         while queue.ready and room > 0:
@@ -263,7 +263,7 @@ class Scheduler:
             else:
                 self._reject_head(done)
 
-    def _admit_head(self, sequence: Sequence, plan: Plan, done: Pass) -> bool:
+    def _admit_head(self, sequence: Sequence, plan: StepPlan, done: StepResult) -> bool:
         """Lets the head of the waiting run, if there are blocks and tokens for it."""
         found, shared = self._queue.match(sequence, sequence.reusable_blocks())
         if not self._queue.fits(sequence, shared, self._running):
@@ -285,13 +285,13 @@ class Scheduler:
         self._start(sequence, done, first=first)
         return True
 
-    def _start(self, sequence: Sequence, done: Pass, *, first: bool) -> None:
-        sequence.stage = Stage.RUNNING
+    def _start(self, sequence: Sequence, done: StepResult, *, first: bool) -> None:
+        sequence.stage = SequenceState.RUNNING
         self._running.append(sequence)
         if first:
             done.admitted.append(sequence)
 
-    def _reject_head(self, done: Pass) -> None:
+    def _reject_head(self, done: StepResult) -> None:
         sequence = self._queue.waiting.popleft()
         self._end(sequence)
         done.rejected.append(sequence)
@@ -300,12 +300,12 @@ class Scheduler:
         """Whether not even a whole pass can begin with what the cache lacks of the sequence now."""
         found, _ = self._queue.match(sequence, sequence.reusable_blocks())
         before = len(found) * self.block_size
-        plan = Plan(self._max_tokens, self._policy.prefill_tokens)
+        plan = StepPlan(self._max_tokens, self._policy.prefill_tokens)
         return before < sequence.length and not self._allowance(sequence, before, plan)
 
-    def _say(self, done: Pass) -> None:
+    def _emit(self, done: StepResult) -> None:
         """Lets each sequence that is computed say its next token, and adds the time that takes."""
-        ready = self._ready_to_say(done)
+        ready = self._ready_to_emit(done)
         emitted, finished, burst = done.emitted, done.finished, self._burst
         for sequence in ready:
             if burst is not None:
@@ -314,8 +314,8 @@ class Scheduler:
             else:
                 # What `generate` does, without the call.
                 sequence.length = length = sequence.length + 1
-                if length > sequence.said:
-                    sequence.said = length
+                if length > sequence.emitted_length:
+                    sequence.emitted_length = length
                     sequence.new_tokens = 1
                     emitted.append(sequence)
             if sequence.length == sequence.end:
@@ -323,7 +323,7 @@ class Scheduler:
         if finished or done.completed_empty:
             self._let_go(done)
 
-    def _ready_to_say(self, done: Pass) -> list[Sequence]:
+    def _ready_to_emit(self, done: StepResult) -> list[Sequence]:
         """Who says a token; the time of it is added, and who has none to say is noted."""
         ready, context_tokens = [], 0
         for sequence in self._running:
@@ -342,14 +342,14 @@ class Scheduler:
             )
         return ready
 
-    def _let_go(self, done: Pass) -> None:
+    def _let_go(self, done: StepResult) -> None:
         for sequence in chain(done.completed_empty, done.finished):
             if sequence.holds_blocks:
-                sequence.stage = Stage.HELD
+                sequence.stage = SequenceState.HELD
             else:
                 self._end(sequence)
-        self._running = [sequence for sequence in self._running if sequence.stage is Stage.RUNNING]
+        self._running = [sequence for sequence in self._running if sequence.stage is SequenceState.RUNNING]
 
     def _end(self, sequence: Sequence) -> None:
         sequence.free(self.pool)
-        sequence.stage = Stage.ENDED
+        sequence.stage = SequenceState.ENDED

@@ -16,38 +16,38 @@ from ..tokens import Output
 from .blocks import BlockPool
 
 NEVER = maxsize
-"""A token count no sequence reaches."""
+"""A token count that no sequence reaches."""
 AT_ONCE_TOKENS = 65_536
-"""Tokens of a prompt that are worked on in one piece, which takes some 3 ms."""
+"""Tokens of a prompt that are hashed or copied in one piece, which takes some 3 ms."""
 
 
-class Stage(Enum):
-    """Where a sequence is in its life."""
+class SequenceState(Enum):
+    """The state of a sequence in its scheduler."""
 
     NEW = auto()
     WAITING = auto()
     RUNNING = auto()
     RESERVED = auto()
-    """It has blocks for its prompt, which somebody else computes."""
+    """It has blocks for its prompt, which a prefill worker computes."""
     HELD = auto()
-    """It is finished, and keeps its blocks until they are released."""
+    """It is finished and keeps its blocks until they are released."""
     ENDED = auto()
 
 
 class Sequence:
-    """One request on one engine: its prompt, what it has said, and the blocks it holds.
+    """One request on one engine: its prompt, the tokens generated so far, and the blocks it holds.
 
-    Counters are in tokens from the start of the prompt: `length` (known), `computed` (the cache holds them),
-    `said` (handed on; after a pre-emption it is above `length`, and what lies between is not handed on again),
-    `end` (the length at which it is finished), `room` (what its blocks hold). The last token of `length` is sampled
-    but not computed yet, unless the sequence is in its prompt. `cached_tokens` is what the first admission found in
-    the cache (None before it), `reused_tokens` the sum over all admissions. `new_tokens` is how many tokens the last
-    pass that handed some on gave. Tokens and hashes are made when somebody needs them.
+    Counters are in tokens from the start of the prompt: `length` (known), `computed` (in the cache), `emitted_length`
+    (handed on; after a preemption it is above `length`, and the tokens between are not handed on again), `end` (the
+    length at which the sequence is finished), `room` (what its blocks hold). The last token of `length` is sampled but
+    not computed yet, unless the sequence is in its prompt. `cached_tokens` is the prefix that the first admission found
+    in the cache (None before it), `reused_tokens` the sum over all admissions. `new_tokens` is the number of tokens
+    that the last step with output added. Tokens and hashes are made on first use.
 
-    `pays_prompt` says whether time is charged for its prompt where that is computed, `holds_blocks` whether it keeps
-    its blocks when it is finished; the scheduler sets both. `owner` is the caller's; `begun_s` and `told_s` are of who
-    measures how long it waits. `hash_seed` is the one of its local block hashes. Raises InvalidArgument for a negative
-    output length, for planned tokens that are too few, for a prompt without tokens, and for tokens that are no u32.
+    The scheduler sets `pays_prompt`, whether computing the prompt takes time, and `holds_blocks`, whether a finished
+    sequence keeps its blocks. `owner` is the caller's; `begun_s` and `last_token_s` belong to the measurement of
+    latencies. `hash_seed` is the seed of the local block hashes. Raises InvalidArgument for a negative output length,
+    for too few planned tokens, for a prompt without tokens, and for a token that is not a u32.
 
     Source: dynamo lib/mocker/src/common/sequence.rs. Other than there, output tokens follow from the prompt, so they
     need not be kept over a pre-emption.
@@ -56,18 +56,20 @@ class Sequence:
     __slots__ = (
         "_hash_seed",
         "_names",
+        "_output_source",
+        "_outputs",
         "_prompt",
-        "_speech",
         "_token_hashes",
-        "_tokens_said",
         "begun_s",
         "block_size",
         "blocks",
         "cached_tokens",
         "computed",
         "dp_rank",
+        "emitted_length",
         "end",
         "holds_blocks",
+        "last_token_s",
         "length",
         "new_tokens",
         "next_full",
@@ -78,9 +80,7 @@ class Sequence:
         "published",
         "reused_tokens",
         "room",
-        "said",
         "stage",
-        "told_s",
     )
 
     def __init__(
@@ -105,22 +105,22 @@ class Sequence:
             )
         self.owner = owner
         self.begun_s: float | None = None
-        self.told_s: float | None = None
+        self.last_token_s: float | None = None
         self.dp_rank = dp_rank
         self.block_size = block_size
         self.prompt_tokens = len(prompt)
-        self.length = self.said = self.prompt_tokens
+        self.length = self.emitted_length = self.prompt_tokens
         self.end = self.prompt_tokens + max_output_tokens
         self.new_tokens = self.preemptions = self.reused_tokens = 0
         self.cached_tokens: int | None = None
         self.holds_blocks, self.pays_prompt = False, True
-        self.stage = Stage.NEW
+        self.stage = SequenceState.NEW
         # Checked here, where an error meets its own request, and not in a pass, where it would meet them all.
         self._prompt = u32s(prompt, "token_ids")
         if output.planned is not None:
             u32s(output.planned, "output_token_ids")
-        self._speech = output.speech(prompt_tokens=self.prompt_tokens, first=prompt[0], last=prompt[-1])
-        self._tokens_said: array[int] = array("q")
+        self._output_source = output.output_source(prompt_tokens=self.prompt_tokens, first=prompt[0], last=prompt[-1])
+        self._outputs: array[int] = array("q")
         self._hash_seed = hash_seed
         self._names: list[int] = []
         self._token_hashes: list[int] = []
@@ -135,12 +135,12 @@ class Sequence:
 
     @property
     def emitted(self) -> int:
-        """Tokens handed on."""
-        return self.said - self.prompt_tokens
+        """Tokens emitted."""
+        return self.emitted_length - self.prompt_tokens
 
     @property
     def max_output_tokens(self) -> int:
-        """How many tokens it says, if it is neither rejected nor cancelled."""
+        """Tokens of the whole output, unless the sequence is rejected or cancelled."""
         return self.end - self.prompt_tokens
 
     @property
@@ -149,54 +149,54 @@ class Sequence:
         return self.length == self.end
 
     def output_tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """The tokens at these output indexes, said already or not; up to what is said unless told otherwise."""
+        """Return the tokens at these output indexes, emitted or not; `stop` is the number emitted by default."""
         stop = self.emitted if stop is None else stop
-        self._say_through(stop)
-        return self._tokens_said[start:stop].tolist()
+        self._generate_through(stop)
+        return self._outputs[start:stop].tolist()
 
     def new_token_ids(self) -> list[int]:
-        """The tokens of the last pass that handed some on."""
-        said = self._tokens_said
-        if self.new_tokens == 1 and len(said) == self.said - self.prompt_tokens - 1:  # nearly always
-            token = next(self._speech)
-            said.append(token)
+        """Return the tokens of the last step with output."""
+        outputs = self._outputs
+        if self.new_tokens == 1 and len(outputs) == self.emitted_length - self.prompt_tokens - 1:  # nearly always
+            token = next(self._output_source)
+            outputs.append(token)
             return [token]
         return self.output_tokens(self.emitted - self.new_tokens)
 
     @property
     def last_token(self) -> int:
-        """The last token handed on; of the prompt, if there is none yet."""
+        """The last emitted token, or the last one of the prompt before any."""
         return self.output_tokens(self.emitted - 1)[0] if self.emitted else self._prompt[-1]
 
     def names(self, blocks: int) -> list[int]:
-        """The sequence hashes of its first so many blocks, which must be full."""
+        """Return the sequence hashes of that many leading blocks, which must be full."""
         if len(self._names) < blocks:
             self._hash_through(blocks)
         return self._names[:blocks]
 
     def token_hashes(self, blocks: int) -> list[int]:
-        """The local hashes of the same."""
+        """Return the local hashes of that many leading blocks, which must be full."""
         if len(self._token_hashes) < blocks:
             self._hash_through(blocks)
         return self._token_hashes[:blocks]
 
     def block_tokens(self, first: int, last: int) -> list[int]:
-        """The tokens of full blocks from `first` to below `last`."""
+        """Return the tokens of the full blocks from `first` to below `last`."""
         return self._tokens(first * self.block_size, last * self.block_size)
 
     def reusable_blocks(self) -> int:
-        """How many leading blocks may come from the cache: not the last token's, its output is needed.
+        """Return how many leading blocks may come from the cache: not the last token's, whose output is needed.
 
-        All full ones where no token is to be generated.
+        Without a token left to generate, all full blocks may.
         """
         return (self.length if self.is_complete else self.length - 1) // self.block_size
 
     def missing_blocks(self, tokens: int) -> int:
-        """Blocks it lacks to hold so many tokens."""
+        """Return how many blocks are missing to hold that many tokens."""
         return max(0, -(-tokens // self.block_size) - len(self.blocks))
 
     def adopt(self, pool: BlockPool, blocks: list[int]) -> None:
-        """Begins with blocks of the cache, which hold its first tokens."""
+        """Take over blocks of the cache that hold the first tokens."""
         pool.reuse(blocks)
         self.blocks = blocks.copy()
         self.published = len(blocks)
@@ -204,7 +204,7 @@ class Sequence:
         self.next_full = self.room + self.block_size
 
     def allocate(self, pool: BlockPool, tokens: int) -> bool:
-        """Gets the blocks it lacks for so many tokens; False, and nothing changed, if the pool has too few."""
+        """Take the missing blocks for that many tokens; return False, with nothing changed, if the pool has too few."""
         missing = self.missing_blocks(tokens)
         if missing:
             taken = pool.take(missing)
@@ -215,7 +215,7 @@ class Sequence:
         return True
 
     def publish(self, pool: BlockPool) -> None:
-        """Names the blocks its computed tokens fill, so that others find them."""
+        """Name the blocks filled with computed tokens, so that lookups find them."""
         full, first = self.computed // self.block_size, self.published
         if len(self._names) < full:
             self._hash_through(full)
@@ -227,26 +227,28 @@ class Sequence:
         self.next_full = (full + 1) * self.block_size
 
     def generate(self, count: int = 1) -> int:
-        """Samples so many tokens; returns how many of them were not handed on before.
+        """Sample that many tokens; return how many of them were not emitted before.
 
         Raises ContractViolation beyond `max_output_tokens`.
         """
         if self.length + count > self.end:
-            raise ContractViolation(f"a sequence of at most {self.max_output_tokens} output tokens was asked for more")
+            raise ContractViolation(
+                f"a sequence of at most {self.max_output_tokens} output tokens cannot generate more"
+            )
         self.length += count
-        fresh = self.length - self.said
+        fresh = self.length - self.emitted_length
         if fresh <= 0:
             return 0
-        self.said = self.length
+        self.emitted_length = self.length
         self.new_tokens = fresh
         return fresh
 
     def pop(self, pool: BlockPool) -> None:
-        """Takes back the last generated token, and its block if that is empty then."""
+        """Take back the last generated token, and its block if that is empty then."""
         if not self.generated:
             raise ContractViolation("a prompt cannot be shortened")
         self.length -= 1
-        self.said = min(self.said, self.length)
+        self.emitted_length = min(self.emitted_length, self.length)
         self.computed = min(self.computed, self.length)
         if self.length <= self.room - self.block_size:
             pool.release([self.blocks.pop()])
@@ -255,12 +257,12 @@ class Sequence:
             self.next_full = (self.published + 1) * self.block_size
 
     def free(self, pool: BlockPool) -> None:
-        """Gives all blocks back, the last one first."""
+        """Release all blocks, the last one first."""
         pool.release(self.blocks)
         self._forget_blocks()
 
     def reset(self, pool: BlockPool) -> None:
-        """Gives all blocks back and goes back to the prompt; what was handed on stays so."""
+        """Release all blocks and go back to the prompt; emitted tokens stay emitted."""
         self.free(pool)
         self.length = self.prompt_tokens
         self.preemptions += 1
@@ -276,10 +278,10 @@ class Sequence:
         outputs = self.output_tokens(max(0, start - self.prompt_tokens), stop - self.prompt_tokens)
         return [*self._prompt[start:], *outputs]
 
-    def _say_through(self, count: int) -> None:
-        said = self._tokens_said
-        if len(said) < count:
-            said.extend(islice(self._speech, count - len(said)))
+    def _generate_through(self, count: int) -> None:
+        outputs = self._outputs
+        if len(outputs) < count:
+            outputs.extend(islice(self._output_source, count - len(outputs)))
 
     def hash_some(self) -> bool:
         """Hash the next `AT_ONCE_TOKENS` of the prompt; return whether full blocks of it are left.
@@ -293,7 +295,7 @@ class Sequence:
         return last < whole
 
     def _hash_through(self, blocks: int) -> None:
-        """Hashes all full blocks of the prompt at once, later ones as they come."""
+        """Hash all full blocks of the prompt at once, later ones one by one."""
         known = len(self._names)
         last = max(blocks, self.prompt_tokens // self.block_size)
         tokens: Items[int]
@@ -310,7 +312,7 @@ class Sequence:
 
 
 def u32s(tokens: Items[int], field: str) -> array[int]:
-    """The tokens as an array, itself if it is one already. Raises InvalidArgument for a token that is no u32."""
+    """Return the tokens as an array, or the same array. Raises InvalidArgument for a token that is not a u32."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     try:

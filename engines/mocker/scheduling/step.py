@@ -1,6 +1,6 @@
-"""What a pass is given to do, and what it did.
+"""StepPlan and StepResult: the budget of one forward pass, and its outcome.
 
-Queue: who is on an engine and does not run yet, and whether the next one may.
+Queue: the sequences of a scheduler that do not run yet, and the lookups of their admission.
 """
 
 from __future__ import annotations
@@ -15,31 +15,37 @@ from pipeline import ContractViolation
 
 from .blocks import BlockPool
 from .policies import Load, Policy
-from .sequence import Sequence, Stage
+from .sequence import Sequence, SequenceState
 
 
 @define(eq=False)
-class Pass:
-    """What one pass did, and how long it takes.
+class StepResult:
+    """The outcome of one step (a forward pass).
 
-    `emitted` handed on `new_tokens` tokens each. Each sequence comes once in its life in one of: `finished` (said its
-    last token in this pass), `rejected` (could never be served; without chunks also, and even after some tokens, one
-    that got in by a cached prefix, was pre-empted, and is too long now without it), `completed_empty` (has no token to
-    say). `admitted` began, also once in their lives; `preempted` were sent back. `scheduled_tokens` were computed.
+    Over its life a sequence is listed once in one of `finished`, `rejected` and `completed_empty`.
     """
 
     duration_ms: float = 0.0
+    """Simulated time of the step."""
     emitted: list[Sequence] = field(factory=list)
+    """Sequences with output, `new_tokens` tokens each."""
     finished: list[Sequence] = field(factory=list)
+    """Sequences whose last token this step generated."""
     rejected: list[Sequence] = field(factory=list)
+    """Sequences that can never be served. Without chunked prefill this may come after some tokens: a sequence was
+    admitted by a cached prefix, preempted, and is too long without it."""
     completed_empty: list[Sequence] = field(factory=list)
+    """Sequences without a token to generate."""
     admitted: list[Sequence] = field(factory=list)
+    """Sequences that began, once in their lives."""
     preempted: list[Sequence] = field(factory=list)
+    """Sequences that went back to the queue."""
     scheduled_tokens: int = 0
+    """Tokens computed."""
 
     @property
     def did_nothing(self) -> bool:
-        """Whether the next pass would do nothing either, unless the scheduler is asked for something in between."""
+        """Whether the next step would do nothing either, unless the scheduler is called in between."""
         return not (
             self.scheduled_tokens
             or self.emitted
@@ -51,8 +57,8 @@ class Pass:
         )
 
 
-class Plan:
-    """The tokens a pass may still compute, and the prompts it computes already."""
+class StepPlan:
+    """The tokens that a step may still compute, and the prompts it computes already."""
 
     __slots__ = ("batch", "budget", "cached_tokens", "parts", "paying", "prefill_left", "prompt_tokens")
 
@@ -60,28 +66,28 @@ class Plan:
         self.budget = budget
         self.prefill_left = prefill_tokens
         self.batch = 0
-        """Sequences with prompt tokens in this pass."""
+        """Sequences with prompt tokens in this step."""
         self.paying = 0
-        """Those of them whose prompts take time, and sum up to the two figures below."""
+        """Those of them whose prompts take time; the next two fields are sums over them."""
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.parts: dict[Sequence, tuple[int, int, int]] = {}
         """Tokens, prompt tokens, and prompt tokens computed before, where it is more than one token of output."""
 
     def add(self, sequence: Sequence, before: int, tokens: int) -> None:
-        """The sequence gets so many tokens, after so many computed before."""
+        """Give the sequence that many tokens, after `before` computed ones."""
         prompt_before = min(before, sequence.prompt_tokens)
         prompt_now = min(before + tokens, sequence.prompt_tokens) - prompt_before
         self.parts[sequence] = tokens, prompt_now, prompt_before
         self._count(1, sequence, tokens, prompt_now, prompt_before)
 
     def take_back(self, sequence: Sequence) -> None:
-        """The sequence gets nothing after all."""
+        """Take back what the sequence was given."""
         part = self.parts.pop(sequence, None)
         if part is not None:
             self._count(-1, sequence, *part)
         elif sequence.computed == sequence.length:
-            # Single tokens of output are not written down; a sequence that has got its own lacks nothing.
+            # Single tokens of output are not recorded; a sequence that has been given one is computed to its length.
             self.budget += 1
 
     def _count(self, sign: int, sequence: Sequence, tokens: int, prompt_now: int, prompt_before: int) -> None:
@@ -97,10 +103,10 @@ class Plan:
 
 
 class Queue:
-    """Three places to wait in, and the questions an admission asks.
+    """Sequences that do not run yet, in three groups, and the lookups of their admission.
 
-    `waiting` want blocks and tokens, `reserved` have blocks for prompts that somebody else computes, `ready` those
-    whose prompts have come.
+    `waiting` need blocks and tokens, `reserved` have blocks for prompts that a prefill worker computes, and the prompts
+    of `ready` have arrived.
     """
 
     def __init__(
@@ -114,17 +120,17 @@ class Queue:
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._caching = prefix_caching
-        self._asked: tuple[Sequence | None, int, int] = (None, 0, 0)
-        """The last lookup: whose prefix, of how many blocks, in which state of the pool."""
+        self._last_lookup: tuple[Sequence | None, int, int] = (None, 0, 0)
+        """Whose prefix, of how many blocks, in which state of the pool."""
         self._found: tuple[list[int], int] = ([], 0)
-        """The answer to it."""
+        """The result of the last lookup."""
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.ready) + len(self.reserved)
 
-    def begin(self, sequence: Sequence, stage: Stage) -> None:
-        """Takes a new sequence on, its output cut to what can be had here. Raises ContractViolation for any other."""
-        if sequence.stage is not Stage.NEW:
+    def begin(self, sequence: Sequence, stage: SequenceState) -> None:
+        """Accept a new sequence, its output cut to the limits here. Raises ContractViolation for any other."""
+        if sequence.stage is not SequenceState.NEW:
             raise ContractViolation(f"a sequence that is {sequence.stage.name.lower()} cannot begin")
         if sequence.block_size != self._block_size:
             raise ContractViolation(f"blocks are of {self._block_size} tokens here, not {sequence.block_size}")
@@ -134,36 +140,36 @@ class Queue:
         sequence.stage = stage
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out that is here."""
+        """Remove a sequence of this queue."""
         if sequence in self.reserved:
             del self.reserved[sequence]
         else:
             (self.ready if sequence in self.ready else self.waiting).remove(sequence)
 
     def end_of(self, sequence: Sequence) -> int | None:
-        """The length at which the sequence ends here; None if it cannot begin."""
+        """Return the length at which the sequence ends here, or None if it cannot begin."""
         if sequence.prompt_tokens >= self._max_model_len:
             return None
         end = self._policy.output_end(sequence, self._pool.capacity * self._block_size)
         return None if end is None else min(end, self._max_model_len)
 
     def match(self, sequence: Sequence, blocks: int) -> tuple[list[int], int]:
-        """The cached prefix of a sequence, of at most so many blocks, and how many of them others hold.
+        """Return the cached prefix of a sequence, of at most that many blocks, and how many of them are held.
 
-        Who waits at the head asks in every pass, so the last answer is kept while it holds.
+        The head of the queue is looked up in every step, so the last result is kept while it holds.
         """
         if not self._caching:
             return [], 0
-        asked = sequence, blocks, self._pool.changes
-        if asked != self._asked:
+        lookup = sequence, blocks, self._pool.changes
+        if lookup != self._last_lookup:
             found = self._pool.match(sequence.names(blocks))
-            self._asked, self._found = asked, (found, self._pool.count_active(found))
+            self._last_lookup, self._found = lookup, (found, self._pool.count_active(found))
         return self._found
 
     def fits(self, sequence: Sequence, shared_blocks: int, running: Items[Sequence]) -> bool:
-        """Whether the policy lets the sequence have its blocks now."""
+        """Return whether the policy gives the sequence its blocks now."""
         return self._policy.fits(sequence, shared_blocks, Load(self._pool, running, chain(self.reserved, self.ready)))
 
     def order(self) -> None:
-        """Puts first who is next."""
+        """Order the waiting sequences by the policy."""
         self._policy.order(self.waiting, self._pool)

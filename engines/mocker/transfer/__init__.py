@@ -1,35 +1,35 @@
 """Transfer of KV blocks between prefill and decode engines, in simulated time."""
 
 from .engine_sides import receive_blocks, send_blocks
-from .exchange import HandoffExchange
+from .exchange import TransferExchange
 from .protocol import (
     ActionKind,
     ActionOutcome,
     EndReason,
-    Handoff,
-    HandoffAction,
-    HandoffFact,
-    HandoffOrder,
-    handoff_order,
+    Transfer,
+    TransferAction,
+    TransferFact,
+    TransferOrder,
+    transfer_order,
 )
-from .session import Role, Seat
-from .sides import HandoffKey, TransferTiming, handoff_delay_ms
+from .session import SessionEndpoint, TransferRole
+from .sides import TransferKey, TransferTiming, transfer_delay_ms
 
 __all__ = [
     "ActionKind",
     "ActionOutcome",
     "EndReason",
-    "Handoff",
-    "HandoffAction",
-    "HandoffExchange",
-    "HandoffFact",
-    "HandoffKey",
-    "HandoffOrder",
-    "Role",
-    "Seat",
+    "SessionEndpoint",
+    "Transfer",
+    "TransferAction",
+    "TransferExchange",
+    "TransferFact",
+    "TransferKey",
+    "TransferOrder",
+    "TransferRole",
     "TransferTiming",
-    "handoff_delay_ms",
-    "handoff_order",
     "receive_blocks",
     "send_blocks",
+    "transfer_delay_ms",
+    "transfer_order",
 ]

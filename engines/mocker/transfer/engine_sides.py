@@ -13,8 +13,8 @@ from pipeline import Cancelled, InvalidArgument
 from pipeline.protocols import LLMEngineOutput
 
 from ..answer import REJECTED, Answer
-from .exchange import HandoffExchange
-from .sides import HandoffKey, TransferTiming
+from .exchange import TransferExchange
+from .sides import TransferKey, TransferTiming
 
 
 class Sender:
@@ -61,17 +61,17 @@ class Receiver:
 
 
 async def send_blocks(
-    answer: Answer, exchange: HandoffExchange, key: HandoffKey, timing: TransferTiming
+    answer: Answer, exchange: TransferExchange, key: TransferKey, timing: TransferTiming
 ) -> AsyncGenerator[LLMEngineOutput, None]:
     """A prefill whose blocks a decode worker fetches: its chunk as soon as they are there, its last when they left."""
     try:
         async with (
-            exchange.source(key, Sender(answer, timing), answer.control) as seat,
+            exchange.source(key, Sender(answer, timing), answer.control) as endpoint,
             aclosing(answer.chunks()) as chunks,
         ):
-            await seat.held()
+            await endpoint.held()
             yield await anext(chunks)
-            await seat.done()
+            await endpoint.done()
             async for chunk in chunks:
                 yield chunk
     except Cancelled:
@@ -82,15 +82,15 @@ async def send_blocks(
 
 
 async def receive_blocks(
-    answer: Answer, exchange: HandoffExchange, key: HandoffKey
+    answer: Answer, exchange: TransferExchange, key: TransferKey
 ) -> AsyncGenerator[LLMEngineOutput, None]:
     """An answer that begins when the prefill worker's blocks have arrived."""
     try:
         async with (
-            exchange.destination(key, Receiver(answer), answer.control) as seat,
+            exchange.destination(key, Receiver(answer), answer.control) as endpoint,
             aclosing(answer.chunks()) as chunks,
         ):
-            await seat.done()
+            await endpoint.done()
             async for chunk in chunks:
                 yield chunk
     except Cancelled:

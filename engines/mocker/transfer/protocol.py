@@ -1,4 +1,4 @@
-"""Handoff: one prompt's KV blocks pass from a prefill worker to a decode worker, as a pure state machine.
+"""Transfer: one prompt's KV blocks pass from a prefill worker to a decode worker, as a pure state machine.
 
     source first        submit prefill ─► reserve destination ─┐
     destination first   reserve destination ─► submit prefill ─┴► start transfer ─► activate ─► release ─► complete
@@ -22,11 +22,11 @@ from pipeline import ContractViolation, InvalidArgument
 
 from .sides import TransferTiming
 
-HandoffOrder = Literal["source_first", "destination_first"]
+TransferOrder = Literal["source_first", "destination_first"]
 EndReason = Literal["failed", "cancelled", "timed_out"]
-HandoffResult = Literal["succeeded", "failed", "cancelled", "timed_out"]
+TransferResult = Literal["succeeded", "failed", "cancelled", "timed_out"]
 
-_ORDER_OF_ENGINE: dict[str, HandoffOrder] = {
+_ORDER_OF_ENGINE: dict[str, TransferOrder] = {
     "vllm": "source_first",
     "trtllm": "source_first",
     "sglang": "destination_first",
@@ -58,7 +58,7 @@ class ActionOutcome(StrEnum):
     FAILED = "failed"
 
 
-class HandoffFact(StrEnum):
+class TransferFact(StrEnum):
     """What becomes true some time after an action was acknowledged."""
 
     SOURCE_HELD = "source_held"
@@ -67,7 +67,7 @@ class HandoffFact(StrEnum):
 
 
 @frozen
-class HandoffAction:
+class TransferAction:
     """One thing to do now; `delay_ms` is set for the start of the transfer only."""
 
     kind: ActionKind
@@ -78,18 +78,18 @@ class HandoffAction:
 class _Step:
     kind: ActionKind
     outcomes: tuple[ActionOutcome, ...]
-    fact: HandoffFact | None = None
+    fact: TransferFact | None = None
     """What the next step waits for; without one, for the acknowledgement only."""
 
 
-_SUBMIT = _Step(ActionKind.SUBMIT_PREFILL, (ActionOutcome.SUBMITTED,), HandoffFact.SOURCE_HELD)
-_RESERVE = _Step(ActionKind.RESERVE_DESTINATION, (ActionOutcome.ACCEPTED,), HandoffFact.DESTINATION_RESERVED)
+_SUBMIT = _Step(ActionKind.SUBMIT_PREFILL, (ActionOutcome.SUBMITTED,), TransferFact.SOURCE_HELD)
+_RESERVE = _Step(ActionKind.RESERVE_DESTINATION, (ActionOutcome.ACCEPTED,), TransferFact.DESTINATION_RESERVED)
 _TAIL = (
-    _Step(ActionKind.START_TRANSFER, (ActionOutcome.SCHEDULED,), HandoffFact.TRANSFER_COMPLETED),
+    _Step(ActionKind.START_TRANSFER, (ActionOutcome.SCHEDULED,), TransferFact.TRANSFER_COMPLETED),
     _Step(ActionKind.ACTIVATE_DESTINATION, (ActionOutcome.APPLIED,)),
     _Step(ActionKind.RELEASE_SOURCE, (ActionOutcome.APPLIED, ActionOutcome.NOOP)),
 )
-_STEPS: dict[HandoffOrder, tuple[_Step, ...]] = {
+_STEPS: dict[TransferOrder, tuple[_Step, ...]] = {
     "source_first": (_SUBMIT, _RESERVE, *_TAIL),
     "destination_first": (_RESERVE, _SUBMIT, *_TAIL),
 }
@@ -102,7 +102,7 @@ _CANCELLED = (ActionOutcome.APPLIED, ActionOutcome.NOOP)
 _OUTCOMES = {step.kind: step.outcomes for step in _STEPS["source_first"]} | dict.fromkeys(_CANCELS.values(), _CANCELLED)
 
 
-def handoff_order(engine_type: str) -> HandoffOrder:
+def transfer_order(engine_type: str) -> TransferOrder:
     """Which side goes first with this engine. Raises InvalidArgument for an unknown one."""
     if engine_type not in _ORDER_OF_ENGINE:
         known = ", ".join(_ORDER_OF_ENGINE)
@@ -110,7 +110,7 @@ def handoff_order(engine_type: str) -> HandoffOrder:
     return _ORDER_OF_ENGINE[engine_type]
 
 
-class Handoff:
+class Transfer:
     """One hand-over from `start` to `COMPLETE`. Rules, named by the ContractViolation that a breach raises:
 
     H1  A fact comes after the acknowledgement of its action, and in the order of the steps.
@@ -123,16 +123,16 @@ class Handoff:
     nothing.
     """
 
-    def __init__(self, order: HandoffOrder) -> None:
+    def __init__(self, order: TransferOrder) -> None:
         if order not in _STEPS:
             raise InvalidArgument(f"unknown order {order!r}: expected one of {', '.join(_STEPS)}", field="order")
-        self.order: HandoffOrder = order
-        self.result: HandoffResult | None = None
+        self.order: TransferOrder = order
+        self.result: TransferResult | None = None
         """Set with COMPLETE."""
         self._reason: EndReason | None = None
         self._at = -1  # the step that was issued last
         self._outcomes: dict[ActionKind, ActionOutcome | None] = {}  # of what was issued; None: not acknowledged
-        self._facts: dict[HandoffFact, TransferTiming | int | None] = {}
+        self._facts: dict[TransferFact, TransferTiming | int | None] = {}
 
     @property
     def is_ending(self) -> bool:
@@ -143,32 +143,32 @@ class Handoff:
     def is_transferring(self) -> bool:
         """True while blocks are on their way."""
         begun = self._outcomes.get(ActionKind.START_TRANSFER) is ActionOutcome.SCHEDULED
-        return begun and not self.is_ending and HandoffFact.TRANSFER_COMPLETED not in self._facts
+        return begun and not self.is_ending and TransferFact.TRANSFER_COMPLETED not in self._facts
 
-    def has(self, fact: HandoffFact) -> bool:
+    def has(self, fact: TransferFact) -> bool:
         """Whether the fact was taken."""
         return fact in self._facts
 
-    def start(self) -> list[HandoffAction]:
+    def start(self) -> list[TransferAction]:
         """The first action; nothing when started before or given up already."""
         if self._at >= 0 or self.is_ending:
             return []
         return self._advance()
 
-    def source_held(self, timing: TransferTiming) -> list[HandoffAction]:
+    def source_held(self, timing: TransferTiming) -> list[TransferAction]:
         """The prefill is done, its blocks wait to be fetched. Raises InvalidArgument if its delay has no end."""
-        return self._on_fact(HandoffFact.SOURCE_HELD, timing)
+        return self._on_fact(TransferFact.SOURCE_HELD, timing)
 
-    def destination_reserved(self, missing_tokens: int) -> list[HandoffAction]:
+    def destination_reserved(self, missing_tokens: int) -> list[TransferAction]:
         """The decode side has room, and lacks that many tokens. Raises InvalidArgument as `TransferTiming.delay_ms`."""
         if missing_tokens < 0:
             raise InvalidArgument(f"must not be negative, got {missing_tokens}", field="missing_tokens")
-        return self._on_fact(HandoffFact.DESTINATION_RESERVED, missing_tokens)
+        return self._on_fact(TransferFact.DESTINATION_RESERVED, missing_tokens)
 
-    def transfer_completed(self) -> list[HandoffAction]:
-        return self._on_fact(HandoffFact.TRANSFER_COMPLETED, None)
+    def transfer_completed(self) -> list[TransferAction]:
+        return self._on_fact(TransferFact.TRANSFER_COMPLETED, None)
 
-    def give_up(self, reason: EndReason) -> list[HandoffAction]:
+    def give_up(self, reason: EndReason) -> list[TransferAction]:
         """Failure, cancellation or timeout: cancels what may be owned. Ignored once given up or complete."""
         if self.is_ending:
             return []
@@ -176,7 +176,7 @@ class Handoff:
         cancels = [cancel for step, cancel in _CANCELS.items() if step in self._outcomes]
         return [self._issue(cancel) for cancel in cancels] or self._complete()
 
-    def acknowledge(self, kind: ActionKind, outcome: ActionOutcome) -> list[HandoffAction]:
+    def acknowledge(self, kind: ActionKind, outcome: ActionOutcome) -> list[TransferAction]:
         """Takes the outcome of an issued action; a failed step gives the hand-over up."""
         if kind not in self._outcomes:
             raise ContractViolation(f"{kind} was acknowledged but never issued", rule="H3")
@@ -200,7 +200,7 @@ class Handoff:
     def _steps(self) -> tuple[_Step, ...]:
         return _STEPS[self.order]
 
-    def _on_fact(self, fact: HandoffFact, value: TransferTiming | int | None) -> list[HandoffAction]:
+    def _on_fact(self, fact: TransferFact, value: TransferTiming | int | None) -> list[TransferAction]:
         if fact in self._facts:
             if self._facts[fact] != value:
                 raise ContractViolation(f"{fact} was said with {self._facts[fact]}, now with {value}", rule="H2")
@@ -217,7 +217,7 @@ class Handoff:
             del self._facts[fact]
             raise
 
-    def _advance(self) -> list[HandoffAction]:
+    def _advance(self) -> list[TransferAction]:
         if self._at + 1 == len(self._steps):
             return self._complete()
         kind = self._steps[self._at + 1].kind
@@ -226,21 +226,21 @@ class Handoff:
         return [action]
 
     def _delay_ms(self) -> float:
-        timing, missing = self._facts[HandoffFact.SOURCE_HELD], self._facts[HandoffFact.DESTINATION_RESERVED]
+        timing, missing = self._facts[TransferFact.SOURCE_HELD], self._facts[TransferFact.DESTINATION_RESERVED]
         assert isinstance(timing, TransferTiming)
         assert isinstance(missing, int)
         return timing.delay_ms(missing) or 0.0
 
-    def _issue(self, kind: ActionKind, delay_ms: float | None = None) -> HandoffAction:
+    def _issue(self, kind: ActionKind, delay_ms: float | None = None) -> TransferAction:
         self._outcomes[kind] = None
-        return HandoffAction(kind, delay_ms)
+        return TransferAction(kind, delay_ms)
 
     def _is_clean(self) -> bool:
         """Whether the last cancel has just been answered."""
         issued = [cancel for cancel in _CANCELS.values() if cancel in self._outcomes]
         return self.result is None and all(self._outcomes[cancel] is not None for cancel in issued)
 
-    def _complete(self) -> list[HandoffAction]:
+    def _complete(self) -> list[TransferAction]:
         self.result = self._reason or "succeeded"
         self._outcomes[ActionKind.COMPLETE] = ActionOutcome.APPLIED
-        return [HandoffAction(ActionKind.COMPLETE)]
+        return [TransferAction(ActionKind.COMPLETE)]

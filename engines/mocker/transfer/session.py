@@ -1,16 +1,16 @@
-"""Meeting: the two sides of one hand-over and what happens between them.
+"""TransferSession: the two sides of one hand-over and what happens between them.
 
     source       submit ─ hold ─┐                            release
-    meeting                     ├─► facts ─► Handoff ─► actions
+    session                     ├─► facts ─► Transfer ─► actions
     destination       reserve ──┘         transfer ─ activate
 
-Each side waits in its own task only (`hold`; `reserve` and the time on the way), so no task belongs to the meeting.
+Each side waits in its own task only (`hold`; `reserve` and the time on the way), so no task belongs to the session.
 What does not wait is called at once by whoever brought it about. A side that has to be cancelled while it waits is
 interrupted and cancels itself on its way out.
 
-Seat: one worker's place at a meeting, from which its side takes its turns.
+SessionEndpoint: one worker's place at a session, from which its side takes its turns.
 
-The meeting decides; a seat waits for what its own side has to wait for, in its own task, and reports how it went.
+The session decides; a endpoint waits for what its own side has to wait for, in its own task, and reports how it went.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from attrs import frozen
 from pipeline import Cancelled, Control
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected, BackendResponseTimeout
 
-from .protocol import ActionKind, ActionOutcome, EndReason, Handoff, HandoffAction, HandoffFact, HandoffOrder
-from .sides import DestinationSide, HandoffKey, SourceSide
+from .protocol import ActionKind, ActionOutcome, EndReason, Transfer, TransferAction, TransferFact, TransferOrder
+from .sides import DestinationSide, SourceSide, TransferKey
 
 _log = logging.getLogger(__name__)
 
-Role = Literal["source", "destination"]
+TransferRole = Literal["source", "destination"]
 
-_WAITING_FOR: dict[ActionKind, Role] = {
+_WAITING_FOR: dict[ActionKind, TransferRole] = {
     ActionKind.SUBMIT_PREFILL: "source",
     ActionKind.RESERVE_DESTINATION: "destination",
     ActionKind.START_TRANSFER: "destination",
 }
 """The actions that wait, and the side in whose task."""
-_TO_CANCEL: dict[ActionKind, Role] = {
+_TO_CANCEL: dict[ActionKind, TransferRole] = {
     ActionKind.CANCEL_SOURCE: "source",
     ActionKind.CANCEL_DESTINATION: "destination",
 }
-_FIRST: dict[HandoffOrder, Role] = {"source_first": "source", "destination_first": "destination"}
-_OTHER: dict[Role, Role] = {"source": "destination", "destination": "source"}
+_FIRST: dict[TransferOrder, TransferRole] = {"source_first": "source", "destination_first": "destination"}
+_OTHER: dict[TransferRole, TransferRole] = {"source": "destination", "destination": "source"}
 
 
 @frozen
 class Ending:
-    """Why a meeting ended before the hand-over was complete."""
+    """Why a session ended before the hand-over was complete."""
 
     reason: EndReason
-    by: Role | None = None
+    by: TransferRole | None = None
     """The side that ended it; none for the clock."""
     cause: Exception | None = None
     had_met: bool = False
     """Whether both sides were there."""
 
-    def error_for(self, role: Role, request_id: str) -> Exception:
+    def error_for(self, role: TransferRole, request_id: str) -> Exception:
         """What that side is told."""
         of = f"of the hand-over of request {request_id!r}"
         if self.by == role:
@@ -75,67 +75,67 @@ class Ending:
         return BackendConnectionTimeout(f"the {_OTHER[role]} {of} did not come in time")
 
 
-class Meeting:
-    """One `Handoff` and its two seats. `deadline_s` is for the other side to come, then for all the rest."""
+class TransferSession:
+    """One `Transfer` and its two endpoints. `deadline_s` is for the other side to come, then for all the rest."""
 
     def __init__(
         self,
-        key: HandoffKey,
-        order: HandoffOrder,
+        key: TransferKey,
+        order: TransferOrder,
         *,
         rendezvous_s: float,
         session_s: float,
-        on_over: Callable[[Meeting], None],
+        on_over: Callable[[TransferSession], None],
     ) -> None:
         self.key = key
-        self.handoff = Handoff(order)
-        self.seats: dict[Role, Seat] = {}
+        self.transfer = Transfer(order)
+        self.endpoints: dict[TransferRole, SessionEndpoint] = {}
         self.ending: Ending | None = None
         self.deadline_s = min(rendezvous_s, session_s)
         self._session_s = session_s
         self._on_over = on_over
-        self._turns: dict[Role, HandoffAction] = {}
-        self._owed: dict[Role, ActionKind] = {}
+        self._turns: dict[TransferRole, TransferAction] = {}
+        self._owed: dict[TransferRole, ActionKind] = {}
 
-    def seat(self, seat: Seat) -> None:
+    def endpoint(self, endpoint: SessionEndpoint) -> None:
         """Takes a side in. What is its turn already starts when its task next waits here."""
-        self.seats[seat.role] = seat
-        if len(self.seats) > 1:
+        self.endpoints[endpoint.role] = endpoint
+        if len(self.endpoints) > 1:
             self.deadline_s = self._session_s
-            for seated in self.seats.values():
-                seated.extend(self._session_s)
-        if seat.role == _FIRST[self.handoff.order]:
-            self.perform(self.handoff.start())
+            for joined in self.endpoints.values():
+                joined.extend(self._session_s)
+        if endpoint.role == _FIRST[self.transfer.order]:
+            self.perform(self.transfer.start())
 
-    def take_turn(self, role: Role) -> HandoffAction | None:
+    def take_turn(self, role: TransferRole) -> TransferAction | None:
         return self._turns.pop(role, None)
 
-    def perform(self, actions: list[HandoffAction]) -> None:
+    def perform(self, actions: list[TransferAction]) -> None:
         """Does what is due and all that follows from it at once; what waits is left to its side's task."""
         due = deque(actions)
         while due:
             due.extend(self._do(due.popleft()))
 
     def acknowledge(self, kind: ActionKind, outcome: ActionOutcome) -> None:
-        self.perform(self.handoff.acknowledge(kind, outcome))
+        self.perform(self.transfer.acknowledge(kind, outcome))
 
-    def give_up(self, reason: EndReason, by: Role | None = None, cause: Exception | None = None) -> None:
+    def give_up(self, reason: EndReason, by: TransferRole | None = None, cause: Exception | None = None) -> None:
         """Ends it, unless it is over; each side that may have blocks gives them back."""
         if self._end(reason, by, cause):
-            self.perform(self.handoff.give_up(reason))
+            self.perform(self.transfer.give_up(reason))
 
-    def settle(self, role: Role) -> None:
+    def settle(self, role: TransferRole) -> None:
         """Cancels the side if that is still owed; called when it waits no longer."""
         kind = self._owed.pop(role, None)
         if kind is None:
             return
         try:
-            self.seats[role].cancel()
+            self.endpoints[role].cancel()
         except Exception:  # nobody is left to do more, and the other side must not be kept
             _log.exception("the %s of the hand-over of request %r could not be cancelled", role, self.key.request_id)
         self.acknowledge(kind, ActionOutcome.APPLIED)
 
-    def _do(self, action: HandoffAction) -> list[HandoffAction]:
+    def _do(self, action: TransferAction) -> list[TransferAction]:
         kind = action.kind
         if kind in _WAITING_FOR:
             self._turns[_WAITING_FOR[kind]] = action
@@ -146,70 +146,72 @@ class Meeting:
             self._on_over(self)
             self._wake()
         else:
-            role: Role = "destination" if kind is ActionKind.ACTIVATE_DESTINATION else "source"
+            role: TransferRole = "destination" if kind is ActionKind.ACTIVATE_DESTINATION else "source"
             return self._apply(kind, role)
         return []
 
-    def _apply(self, kind: ActionKind, role: Role) -> list[HandoffAction]:
+    def _apply(self, kind: ActionKind, role: TransferRole) -> list[TransferAction]:
         outcome = ActionOutcome.APPLIED
         try:
-            self.seats[role].apply()
+            self.endpoints[role].apply()
         except Exception as error:
             outcome = ActionOutcome.FAILED
             self._end("failed", role, error)
-        return self.handoff.acknowledge(kind, outcome)
+        return self.transfer.acknowledge(kind, outcome)
 
-    def _end(self, reason: EndReason, by: Role | None, cause: Exception | None) -> bool:
+    def _end(self, reason: EndReason, by: TransferRole | None, cause: Exception | None) -> bool:
         """Notes the reason and tells both sides; False if it is over already."""
-        if self.handoff.is_ending:
+        if self.transfer.is_ending:
             return False
-        self.ending = Ending(reason, by, cause, had_met=len(self.seats) > 1)
+        self.ending = Ending(reason, by, cause, had_met=len(self.endpoints) > 1)
         self._wake()
         return True
 
-    def _cancel(self, kind: ActionKind, role: Role) -> list[HandoffAction]:
-        seat = self.seats.get(role)
-        if seat is None or not seat.has_begun:  # issued, but we know that it was never done
-            return self.handoff.acknowledge(kind, ActionOutcome.NOOP)
+    def _cancel(self, kind: ActionKind, role: TransferRole) -> list[TransferAction]:
+        endpoint = self.endpoints.get(role)
+        if endpoint is None or not endpoint.has_begun:  # issued, but we know that it was never done
+            return self.transfer.acknowledge(kind, ActionOutcome.NOOP)
         self._owed[role] = kind
-        if seat.is_busy:
-            seat.interrupt()
+        if endpoint.is_busy:
+            endpoint.interrupt()
         else:
             self.settle(role)
         return []
 
     def _wake(self) -> None:
-        for seat in self.seats.values():
-            seat.wake()
+        for endpoint in self.endpoints.values():
+            endpoint.wake()
 
 
 _MS_PER_S = 1000.0
 
 
-class Seat:
+class SessionEndpoint:
     """One side's place: `async with` takes it and leaves it, and leaving before the end gives the hand-over up.
 
-    In between nothing is held open, so a generator may yield while it is seated. One task at a time waits here.
+    In between nothing is held open, so a generator may yield while it is joined. One task at a time waits here.
     Stopping or killing `control` is leaving, at once and from anywhere; whoever waits here then gets Cancelled.
     """
 
-    role: Role
+    role: TransferRole
 
-    def __init__(self, sit: Callable[[Seat], Meeting], cancel: Callable[[], None], control: Control | None) -> None:
+    def __init__(
+        self, join: Callable[[SessionEndpoint], TransferSession], cancel: Callable[[], None], control: Control | None
+    ) -> None:
         self.cancel = cancel
         self.is_busy = False
         """True while its side waits for something of its own, in its own task."""
         self.has_begun = False
         """True once its side was asked for anything that may have given it blocks."""
-        self._sit = sit
+        self._join = join
         self._control = control
-        self._meeting: Meeting | None = None
+        self._session: TransferSession | None = None
         self._scope: CancelScope | None = None
         self._news: anyio.Event | None = None
 
     async def __aenter__(self) -> Self:
         """Raises as the exchange's `source` and `destination` say; then nothing was taken."""
-        self._meeting = self._sit(self)
+        self._session = self._join(self)
         self._forget = self._control.on_stop(self._leave) if self._control is not None else _nothing
         return self
 
@@ -226,7 +228,7 @@ class Seat:
         BackendConnectionTimeout if it never came, BackendResponseTimeout if the session took too long. Our side's
         blocks are given back by then.
         """
-        await self._until(lambda meeting: meeting.handoff.result == "succeeded")
+        await self._until(lambda session: session.transfer.result == "succeeded")
 
     def apply(self) -> None:
         """The one call that ends this side well."""
@@ -245,87 +247,91 @@ class Seat:
         if self._scope is not None:
             self._scope.deadline = deadline_s
 
-    async def _act(self, meeting: Meeting, turn: HandoffAction) -> None:
+    async def _act(self, session: TransferSession, turn: TransferAction) -> None:
         """Does its side's part of the action, and reports."""
         raise NotImplementedError
 
     def _leave(self, cause: Exception | None = None) -> None:
-        if self._meeting is not None:
-            self._meeting.give_up("cancelled" if cause is None else "failed", self.role, cause)
+        if self._session is not None:
+            self._session.give_up("cancelled" if cause is None else "failed", self.role, cause)
 
-    async def _until(self, is_reached: Callable[[Meeting], bool]) -> None:
-        meeting = self._meeting
-        assert meeting is not None, "take the seat first: `async with`"
+    async def _until(self, is_reached: Callable[[TransferSession], bool]) -> None:
+        session = self._session
+        assert session is not None, "take the endpoint first: `async with`"
         while True:
-            if meeting.ending is not None:
-                raise meeting.ending.error_for(self.role, meeting.key.request_id)
-            if is_reached(meeting):
+            if session.ending is not None:
+                raise session.ending.error_for(self.role, session.key.request_id)
+            if is_reached(session):
                 return
-            with CancelScope(deadline=meeting.deadline_s) as self._scope:
-                await self._step(meeting)
+            with CancelScope(deadline=session.deadline_s) as self._scope:
+                await self._step(session)
             if self._scope.cancelled_caught:  # else by an interrupt, after which this changes nothing
-                meeting.give_up("timed_out")
+                session.give_up("timed_out")
 
-    async def _step(self, meeting: Meeting) -> None:
-        turn = meeting.take_turn(self.role)
+    async def _step(self, session: TransferSession) -> None:
+        turn = session.take_turn(self.role)
         if turn is None:
             self._news = anyio.Event()
             await self._news.wait()
             return
         self.is_busy = self.has_begun = True
         try:
-            await self._act(meeting, turn)
+            await self._act(session, turn)
         except Exception as error:
-            meeting.give_up("failed", self.role, error)
+            session.give_up("failed", self.role, error)
         finally:
             self.is_busy = False
-            meeting.settle(self.role)
+            session.settle(self.role)
 
 
-class SourceSeat(Seat):
-    """The prefill worker's seat."""
+class SourceEndpoint(SessionEndpoint):
+    """The prefill worker's endpoint."""
 
     role = "source"
 
-    def __init__(self, sit: Callable[[Seat], Meeting], side: SourceSide, control: Control | None) -> None:
-        super().__init__(sit, side.cancel, control)
+    def __init__(
+        self, join: Callable[[SessionEndpoint], TransferSession], side: SourceSide, control: Control | None
+    ) -> None:
+        super().__init__(join, side.cancel, control)
         self._side = side
 
     async def held(self) -> None:
         """Returns when our prefill is done and its blocks are held. Raises as `done`."""
-        await self._until(lambda meeting: meeting.handoff.has(HandoffFact.SOURCE_HELD))
+        await self._until(lambda session: session.transfer.has(TransferFact.SOURCE_HELD))
 
     def apply(self) -> None:
         self._side.release()
 
-    async def _act(self, meeting: Meeting, turn: HandoffAction) -> None:
+    async def _act(self, session: TransferSession, turn: TransferAction) -> None:
         self._side.submit()
-        meeting.acknowledge(turn.kind, ActionOutcome.SUBMITTED)
+        session.acknowledge(turn.kind, ActionOutcome.SUBMITTED)
         timing = await self._side.hold()
-        meeting.perform(meeting.handoff.source_held(timing))
+        session.perform(session.transfer.source_held(timing))
 
 
-class DestinationSeat(Seat):
-    """The decode worker's seat."""
+class DestinationEndpoint(SessionEndpoint):
+    """The decode worker's endpoint."""
 
     role = "destination"
 
-    def __init__(self, sit: Callable[[Seat], Meeting], side: DestinationSide, control: Control | None) -> None:
-        super().__init__(sit, side.cancel, control)
+    def __init__(
+        self, join: Callable[[SessionEndpoint], TransferSession], side: DestinationSide, control: Control | None
+    ) -> None:
+        super().__init__(join, side.cancel, control)
         self._side = side
 
     def apply(self) -> None:
         self._side.activate()
 
-    async def _act(self, meeting: Meeting, turn: HandoffAction) -> None:
+    async def _act(self, session: TransferSession, turn: TransferAction) -> None:
         if turn.kind is ActionKind.RESERVE_DESTINATION:
-            meeting.acknowledge(turn.kind, ActionOutcome.ACCEPTED)
+            session.acknowledge(turn.kind, ActionOutcome.ACCEPTED)
             missing_tokens = await self._side.reserve()
-            meeting.perform(meeting.handoff.destination_reserved(missing_tokens))
+            session.perform(session.transfer.destination_reserved(missing_tokens))
         else:
-            meeting.acknowledge(turn.kind, ActionOutcome.SCHEDULED)
+            session.acknowledge(turn.kind, ActionOutcome.SCHEDULED)
             await anyio.sleep((turn.delay_ms or 0.0) / _MS_PER_S)
-            meeting.perform(meeting.handoff.transfer_completed())
+            session.perform(session.transfer.transfer_completed())
 
 
 def _nothing() -> None:

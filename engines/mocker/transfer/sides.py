@@ -68,7 +68,7 @@ class TransferTiming:
         return delay_ms
 
 
-def handoff_delay_ms(
+def transfer_delay_ms(
     timing: TransferTiming, missing_tokens: int, *, worker_type: WorkerType, is_completed: bool
 ) -> float | None:
     """The delay this worker owes the hand-over: only a prefill worker whose prefill is complete owes one.
@@ -121,8 +121,8 @@ class DestinationSide(Protocol):
 
 
 @frozen
-class HandoffKey:
-    """Who meets: both sides bring the same. Two meetings differ in room, and in hand-over id where they have one."""
+class TransferKey:
+    """Who meets: both sides bring the same. Two sessions differ in room, and in hand-over id where they have one."""
 
     bootstrap_host: str
     bootstrap_port: int
@@ -131,17 +131,17 @@ class HandoffKey:
     handoff_id: UUID | None = None
 
     @classmethod
-    def of(cls, info: BootstrapInfo, request_id: str) -> HandoffKey:
-        """The key of a request whose router chose that meeting place."""
+    def of(cls, info: BootstrapInfo, request_id: str) -> TransferKey:
+        """The key of a request whose router chose that session place."""
         return cls(info.bootstrap_host, info.bootstrap_port, info.bootstrap_room, request_id, info.handoff_id)
 
     @property
     def places(self) -> list[tuple[str, int, int] | UUID]:
-        """The names of the meeting, each its own."""
+        """The names of the session, each its own."""
         room = (self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
         return [room] if self.handoff_id is None else [room, self.handoff_id]
 
-    def differs_in(self, other: HandoffKey) -> str | None:
+    def differs_in(self, other: TransferKey) -> str | None:
         """The first field the two do not share, if there is one."""
         fields = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "handoff_id", "request_id")
         return next((name for name in fields if getattr(self, name) != getattr(other, name)), None)

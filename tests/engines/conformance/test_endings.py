@@ -216,7 +216,7 @@ async def takes_many_chunks_to_stop(request: PreprocessedRequest, context: Gener
             yield chunk
 
 
-@breaks("AbortNotHeard")
+@breaks("AbortIgnored")
 class AbortWakesNothing(Sevens):
     """It looks only between its tokens, which are far apart."""
 
@@ -237,7 +237,7 @@ class AbortWakesNothing(Sevens):
 # -- kill and close
 
 
-@breaks("KillNotHeard", hears_kill=True)
+@breaks("KillIgnored", ends_on_kill=True)
 async def looks_every_second(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 4)
     for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
@@ -249,7 +249,7 @@ async def looks_every_second(request: PreprocessedRequest, context: GenerateCont
     yield LLMEngineOutput.length()
 
 
-@breaks("KillNotHeard", hears_kill=True)
+@breaks("KillIgnored", ends_on_kill=True)
 async def hears_kill_only_at_first(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 1)
     with anyio.move_on_after(1):
@@ -260,7 +260,7 @@ async def hears_kill_only_at_first(request: PreprocessedRequest, context: Genera
     yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.length()
 
 
-@breaks("KillNotHeard", hears_kill=True)
+@breaks("KillIgnored", ends_on_kill=True)
 async def tells_kill_from_stop(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     """Never waits, and goes on after a kill."""
     refuse_more(request, 10_000)
@@ -272,7 +272,7 @@ async def tells_kill_from_stop(request: PreprocessedRequest, context: GenerateCo
     yield LLMEngineOutput.length()
 
 
-@breaks("KillNotHeard")
+@breaks("KillIgnored")
 async def shields_its_waits(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 4)
     for _ in range(min(4, request.stop_conditions.max_tokens or 4)):
@@ -453,8 +453,8 @@ def test_every_ending_has_an_engine_that_fails_it() -> None:
         "TokenRepeatedAfterStop",
         "E3",
         "AbortFailed",
-        "AbortNotHeard",
-        "KillNotHeard",
+        "AbortIgnored",
+        "KillIgnored",
         "CancellationSwallowed",
         "CloseFailed",
         "NotServedAfterwards",

@@ -38,7 +38,7 @@ breaks = BROKEN.breaks
 
 ELSEWHERE = {
     *("CancellationNotObserved", "CancellationIgnored", "StopInWaitIgnored", "StopInWaitUnanswered"),
-    *("AbortFailed", "AbortNotHeard", "KillNotHeard", "CloseFailed", "NotServedAfterwards"),
+    *("AbortFailed", "AbortIgnored", "KillIgnored", "CloseFailed", "NotServedAfterwards"),
     *("TokenRepeatedAfterStop", "TokensLeftOver", "StreamsShareState", "LimitUsageMismatch"),
     *("PromptTokensMismatch", "RequestChanged", "MaxTokensIgnored", "LimitNotNamed", "MinTokensIgnored"),
     *("IgnoreEosIgnored", "ChoicesIgnored", "LockHeldOverYield", "CancelScopeHeldOverYield"),

@@ -265,7 +265,7 @@ class Scheduled(Toy):
         self.done(context)
 
 
-@breaks("AbortNotHeard")
+@breaks("AbortIgnored")
 class GoesOnBehindAnAbort(Scheduled):
     """Only a close takes a request off."""
 

@@ -94,7 +94,7 @@ class DoneBeforeStopped(Sevens):
 class HearsKill(Sevens):
     """Waits long, and for nothing after a stop or kill."""
 
-    hears_kill = True
+    ends_on_kill = True
     token_s = 8.0
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:

@@ -166,13 +166,13 @@ class BrokenEngines(list[BrokenEngine]):
         """The failures that some engine here must fail with."""
         return {name for broken in self for name in broken.names}
 
-    def breaks(self, *names: str, hears_kill: bool = False) -> Callable[[Any], Any]:
+    def breaks(self, *names: str, ends_on_kill: bool = False) -> Callable[[Any], Any]:
         """Return a decorator that adds a class, or a function in the place of `generate`, with these failures."""
 
         def add(broken: Any) -> Any:
             factory = broken
             if not isinstance(broken, type):
-                members = {"generate": staticmethod(broken), "hears_kill": hears_kill}
+                members = {"generate": staticmethod(broken), "ends_on_kill": ends_on_kill}
                 factory = type(broken.__name__, (Sevens,), members)
             self.append(BrokenEngine(frozenset(names), factory))
             return broken

@@ -245,8 +245,8 @@ def test_a_decode_worker_has_no_local_indexer() -> None:
 
 
 def test_handoffs_are_limited_as_sequences_are() -> None:
-    assert MockEngineArgs().handoff_capacity == 256
-    assert MockEngineArgs(max_num_seqs=None, num_gpu_blocks=7).handoff_capacity == 7
+    assert MockEngineArgs().transfer_capacity == 256
+    assert MockEngineArgs(max_num_seqs=None, num_gpu_blocks=7).transfer_capacity == 7
 
 
 def test_annotations_are_types_a_command_line_can_read() -> None:

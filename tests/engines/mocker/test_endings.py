@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from engines import DisaggregationMode, GenerateContext, as_engine
-from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
+from engines.mocker import MockEngine, MockEngineArgs, TransferExchange
 from pipeline import Context, EngineShutdown
 from pipeline.protocols import (
     BootstrapInfo,
@@ -178,7 +178,7 @@ async def test_an_answer_that_waits_for_its_transfer_is_ended_at_once(ending: st
 @pytest.mark.parametrize("worker_type", ["prefill", "decode"])
 async def test_a_hand_over_is_ended_by_the_end_of_its_engine(worker_type: Any) -> None:
     """It waits for its other side, which may take half a minute to come."""
-    engine = MockEngine(evolve(ARGS, worker_type=worker_type), exchange=HandoffExchange(), timing=Steady())
+    engine = MockEngine(evolve(ARGS, worker_type=worker_type), exchange=TransferExchange(), timing=Steady())
     heard: list[FinishReason | None] = []
     async with anyio.create_task_group() as tasks:
         async with as_engine(engine, mode=DisaggregationMode(worker_type)) as asked:
@@ -196,12 +196,12 @@ async def test_a_hand_over_is_ended_by_the_end_of_its_engine(worker_type: Any) -
         assert heard[-1:] == [FinishReason.CANCELLED]
         assert_empty(engine)
         assert engine.exchange is not None
-        assert engine.exchange.waiting == engine.exchange.meetings == 0
+        assert engine.exchange.waiting == engine.exchange.sessions == 0
 
 
 async def test_a_reservation_gets_the_blocks_of_a_finished_request_though_nobody_reads_it() -> None:
     """Its blocks are free when its last pass is, not when its reader has come to the end."""
-    exchange = HandoffExchange()
+    exchange = TransferExchange()
     args = evolve(ARGS, num_gpu_blocks=4, kv_transfer_bandwidth=None)
     decode = MockEngine(evolve(args, worker_type="decode"), exchange=exchange, timing=Steady())
     prefill = MockEngine(evolve(args, worker_type="prefill"), exchange=exchange, timing=Steady())
@@ -230,7 +230,7 @@ async def test_a_reservation_gets_the_blocks_of_a_finished_request_though_nobody
 
 
 async def test_a_reservation_that_waits_for_room_fails_when_the_loop_ends() -> None:
-    exchange = HandoffExchange("destination_first")
+    exchange = TransferExchange("destination_first")
     engine = MockEngine(evolve(ARGS, num_gpu_blocks=4, worker_type="decode"), exchange=exchange, timing=Steady())
     await engine.start(0)
     failed: list[Exception] = []

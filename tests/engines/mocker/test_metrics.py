@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 
 from engines import as_engine
 from engines.metrics import EngineMetrics, MetricsContext
-from engines.mocker import MockEngine, MockEngineArgs, Pass, Sequence
+from engines.mocker import MockEngine, MockEngineArgs, Sequence, StepResult
 from engines.mocker.rank import Histogram, Latencies
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
@@ -192,7 +192,7 @@ def test_the_tokens_of_a_burst_share_the_time_since_the_one_before() -> None:
     for now_s, count in ((2.0, 2), (5.0, 3), (6.0, 4)):
         sequence.generate(count)
         finished = [sequence] if sequence.is_complete else []
-        latencies.saw(Pass(emitted=[sequence], finished=finished), {sequence}, now_s)
+        latencies.observe_step(StepResult(emitted=[sequence], finished=finished), {sequence}, now_s)
     assert (latencies.first_token.sum, latencies.first_token.counts) == (1.0, [1, 0])
     assert latencies.token_gap.sum == pytest.approx(4.0)
     assert latencies.token_gap.counts == [4, 3]
@@ -204,6 +204,6 @@ def test_a_request_that_came_before_anybody_measured_has_its_gaps_only() -> None
     for now_s in (2.0, 5.0):
         sequence.generate()
         finished = [sequence] if sequence.is_complete else []
-        latencies.saw(Pass(emitted=[sequence], finished=finished), {sequence}, now_s)
+        latencies.observe_step(StepResult(emitted=[sequence], finished=finished), {sequence}, now_s)
     assert sum(latencies.first_token.counts) == sum(latencies.whole.counts) == 0
     assert latencies.token_gap.sum == 3.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engines import as_engine
 from engines.mocker import MockEngine, MockEngineArgs
-from engines.mocker.request import RecordedOutputs, left_to_say, plan_request
+from engines.mocker.request import RecordedOutputs, plan_request, remaining_output
 from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest, SamplingOptions, StopConditions, TraceLink
 
@@ -142,8 +142,8 @@ def test_an_answer_that_began_elsewhere_goes_on_where_it_was(
     """Known by the link, or by the limit; a link tells of at least so many tokens."""
     said = data.draw(st.integers(0, len(recorded)))
     by_limit = request(prompt + recorded[:said], max_tokens=len(recorded) - said)
-    assert left_to_say(recorded, by_limit) == recorded[said:]
-    by_link = left_to_say(recorded, request(prompt + recorded[:said], migration_link=LINK))
+    assert remaining_output(recorded, by_limit) == recorded[said:]
+    by_link = remaining_output(recorded, request(prompt + recorded[:said], migration_link=LINK))
     assert by_link == recorded[len(recorded) - len(by_link) :]
     assert len(by_link) <= len(recorded) - said
 
@@ -154,13 +154,13 @@ def test_a_limit_that_is_the_rest_says_how_much_was_said(in_prompt: int, said: i
     recorded = [7] * (said + more)
     link = LINK if is_linked else None
     asked = request([1, *[7] * (in_prompt + said)], max_tokens=more, migration_link=link)
-    assert left_to_say(recorded, asked) == recorded[said:]
+    assert remaining_output(recorded, asked) == recorded[said:]
 
 
 def test_a_prompt_that_ends_as_an_answer_begins_is_no_part_of_it() -> None:
-    assert left_to_say([5, 6, 7], request([1, 5, 6], max_tokens=3)) == [5, 6, 7]
-    assert left_to_say([5, 6, 7], request([1, 5, 6])) == [5, 6, 7]
-    assert left_to_say([5, 6, 7], request([1, 5, 6], max_tokens=2)) == [5, 6, 7]
+    assert remaining_output([5, 6, 7], request([1, 5, 6], max_tokens=3)) == [5, 6, 7]
+    assert remaining_output([5, 6, 7], request([1, 5, 6])) == [5, 6, 7]
+    assert remaining_output([5, 6, 7], request([1, 5, 6], max_tokens=2)) == [5, 6, 7]
 
 
 @pytest.mark.parametrize(("max_tokens", "said"), [(None, 3), (5, 3), (3, 3), (2, 2), (0, 0)])

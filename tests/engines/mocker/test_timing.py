@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mocker import ClassicTiming, InterpolatedTiming, PassTime, PolynomialTiming, PredictedTiming
+from engines.mocker import ClassicTiming, InterpolatedTiming, PolynomialTiming, PredictedTiming, StepTime
 from pipeline import InvalidArgument
 
 POLYNOMIAL, CLASSIC = PolynomialTiming(), ClassicTiming()
@@ -62,20 +62,20 @@ def test_a_decode_step_never_takes_less_than_a_millisecond(share: float) -> None
 
 def test_a_speed_up_divides() -> None:
     """MOCK-53"""
-    assert PassTime(POLYNOMIAL, 10).prefill_ms(1, 128, 0) == pytest.approx(1.84518, abs=1e-5)
-    assert PassTime(POLYNOMIAL, 10, 2).prefill_ms(1, 128, 0) == pytest.approx(1.84518, abs=1e-5)
-    assert PassTime(POLYNOMIAL, 10, 2).decode_ms(1, 0, 100, 1) == pytest.approx(0.287)
+    assert StepTime(POLYNOMIAL, 10).prefill_ms(1, 128, 0) == pytest.approx(1.84518, abs=1e-5)
+    assert StepTime(POLYNOMIAL, 10, 2).prefill_ms(1, 128, 0) == pytest.approx(1.84518, abs=1e-5)
+    assert StepTime(POLYNOMIAL, 10, 2).decode_ms(1, 0, 100, 1) == pytest.approx(0.287)
 
 
 @pytest.mark.parametrize(("speedup", "decode_speedup"), [(0, 1), (1, 0)])
 def test_a_speed_up_of_zero_means_no_time_at_all(speedup: float, decode_speedup: float) -> None:
-    time = PassTime(POLYNOMIAL, speedup, decode_speedup)
+    time = StepTime(POLYNOMIAL, speedup, decode_speedup)
     assert time.decode_ms(1, 50, 100, 1) == 0
     assert (time.prefill_ms(1, 128, 0) == 0) == (speedup == 0)
 
 
 def test_means_are_whole_tokens() -> None:
-    assert PassTime(POLYNOMIAL).prefill_ms(2, 257, 1) == POLYNOMIAL.prefill_ms(2, 128, 0)
+    assert StepTime(POLYNOMIAL).prefill_ms(2, 257, 1) == POLYNOMIAL.prefill_ms(2, 128, 0)
 
 
 class FailingPredictor:

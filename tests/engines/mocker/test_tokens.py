@@ -42,7 +42,7 @@ def test_a_thinking_request_that_moved_goes_on_as_if_it_had_stayed(
 ) -> None:
     whole = said(prompt, count, Output.thought(thinking(ratio), count, seed=5))
     at = data.draw(st.integers(0, count))
-    rest = Output.thought(thinking(ratio), count - at, said_before_tokens=at, seed=5)
+    rest = Output.thought(thinking(ratio), count - at, emitted_before_tokens=at, seed=5)
     assert said(prompt + whole[:at], count - at, rest) == whole[at:]
 
 

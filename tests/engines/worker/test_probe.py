@@ -12,7 +12,7 @@ import pytest
 from attrs import define, field
 
 from engines import EchoEngine
-from engines.worker import Canary, CanarySettings, HeardEngine, choose_payload
+from engines.worker import IdleProbe, IdleProbeSettings, TrafficObserver, choose_payload
 from pipeline import Annotated, Context, EngineShutdown, ResponseStream
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import UNTRACED
@@ -31,8 +31,8 @@ BAD: Annotated[LLMEngineOutput] = Annotated.from_error("bad")
 class Watched:
     """A canary, what it said (and at what second), and the engine it hears."""
 
-    canary: Canary
-    real: HeardEngine
+    canary: IdleProbe
+    real: TrafficObserver
     probed: ScriptedEngine
     said: list[Any] = field(factory=list)
 
@@ -50,12 +50,12 @@ async def watched(probe: Any, traffic: Any = (GOOD, LAST)) -> AsyncIterator[Watc
     """A running canary whose probes play one script and whose real requests play another."""
     probed, began_s = ScriptedEngine(probe), anyio.current_time()
     said: list[Any] = []
-    canary = Canary(
-        probed, PAYLOAD, CanarySettings(True), lambda ready: said.append((anyio.current_time() - began_s, ready))
+    canary = IdleProbe(
+        probed, PAYLOAD, IdleProbeSettings(True), lambda ready: said.append((anyio.current_time() - began_s, ready))
     )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(canary.run)
-        yield Watched(canary, HeardEngine(ScriptedEngine(traffic), canary), probed, said)
+        yield Watched(canary, TrafficObserver(ScriptedEngine(traffic), canary), probed, said)
         tasks.cancel_scope.cancel()
     assert probed.open == 0
 
@@ -100,7 +100,7 @@ async def test_the_first_item_alone_decides(rest: list[Any], open_streams: OpenS
 async def test_an_engine_that_refuses_the_probe_is_not_ready() -> None:
     said: list[bool] = []
     refusing = ScriptedEngine([], fails=EngineShutdown("gone"))
-    assert not await Canary(refusing, PAYLOAD, CanarySettings(), said.append).probe()
+    assert not await IdleProbe(refusing, PAYLOAD, IdleProbeSettings(), said.append).probe()
     assert said == [False]
 
 
@@ -116,7 +116,9 @@ class Hung(ScriptedEngine):
 async def test_a_probe_that_cannot_even_be_cancelled_is_not_ready_in_time() -> None:
     """And what real traffic says meanwhile is not taken back by its late end."""
     said: list[Any] = []
-    canary = Canary(Hung([GOOD]), PAYLOAD, CanarySettings(), lambda ready: said.append((anyio.current_time(), ready)))
+    canary = IdleProbe(
+        Hung([GOOD]), PAYLOAD, IdleProbeSettings(), lambda ready: said.append((anyio.current_time(), ready))
+    )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(canary.probe)
         await anyio.sleep(10)
@@ -229,18 +231,18 @@ async def test_three_canaries_do_not_know_each_other() -> None:
 
 
 async def test_a_heard_engine_holds_the_contract_of_the_one_it_wraps() -> None:
-    def heard() -> HeardEngine:
+    def heard() -> TrafficObserver:
         script = [item for token in range(64) for item in (Annotated(LLMEngineOutput([token])), Wait(0.001))]
-        return HeardEngine(
-            ScriptedEngine(script), Canary(ScriptedEngine([]), PAYLOAD, CanarySettings(), lambda _: None)
+        return TrafficObserver(
+            ScriptedEngine(script), IdleProbe(ScriptedEngine([]), PAYLOAD, IdleProbeSettings(), lambda _: None)
         )
 
     await check_engine(heard, request=REQUEST)
 
 
 async def test_a_heard_engine_goes_by_the_name_of_the_one_it_wraps() -> None:
-    canary = Canary(ScriptedEngine([]), PAYLOAD, CanarySettings(), lambda _: None)
-    heard = HeardEngine(ScriptedEngine([]), canary)
+    canary = IdleProbe(ScriptedEngine([]), PAYLOAD, IdleProbeSettings(), lambda _: None)
+    heard = TrafficObserver(ScriptedEngine([]), canary)
     assert (heard.name, str(heard)) == (ScriptedEngine([]).name, str(ScriptedEngine([])))
 
 
@@ -250,14 +252,14 @@ async def test_a_heard_engine_goes_by_the_name_of_the_one_it_wraps() -> None:
 @pytest.mark.parametrize(
     ("environment", "settings"),
     [
-        ({}, CanarySettings(False, 10.0, 3.0)),
+        ({}, IdleProbeSettings(False, 10.0, 3.0)),
         (
             {
                 "DYN_HEALTH_CHECK_ENABLED": "True",
                 "DYN_CANARY_WAIT_TIME": "2",
                 "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "0.5",
             },
-            CanarySettings(True, 2.0, 0.5),
+            IdleProbeSettings(True, 2.0, 0.5),
         ),
         (
             {
@@ -265,13 +267,13 @@ async def test_a_heard_engine_goes_by_the_name_of_the_one_it_wraps() -> None:
                 "DYN_CANARY_WAIT_TIME": "0",
                 "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": "-1",
             },
-            CanarySettings(),
+            IdleProbeSettings(),
         ),
-        ({"DYN_CANARY_WAIT_TIME": "soon", "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": ""}, CanarySettings()),
+        ({"DYN_CANARY_WAIT_TIME": "soon", "DYN_HEALTH_CHECK_REQUEST_TIMEOUT": ""}, IdleProbeSettings()),
     ],
 )
-def test_the_settings_come_from_the_environment(environment: dict[str, str], settings: CanarySettings) -> None:
-    assert CanarySettings.from_environment(environment) == settings
+def test_the_settings_come_from_the_environment(environment: dict[str, str], settings: IdleProbeSettings) -> None:
+    assert IdleProbeSettings.from_environment(environment) == settings
 
 
 class Payload(EchoEngine):

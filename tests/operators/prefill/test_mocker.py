@@ -12,7 +12,7 @@ import pytest
 from attrs import define, evolve
 
 from engines import DisaggregationMode, as_engine
-from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
+from engines.mocker import MockEngine, MockEngineArgs, TransferExchange
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PushPrefill, PushRouter
 from operators.kv import KvRouterConfig, kv_router
 from operators.prefill import ConditionalDisaggregation
@@ -36,7 +36,7 @@ class Disaggregated:
     graph: AsyncEngine[Any, Any]
     router: PrefillRouter
     workers: dict[int, Any]
-    exchange: HandoffExchange
+    exchange: TransferExchange
 
     async def ask(self, **fields: Any) -> list[int]:
         asked = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6), **fields)
@@ -51,7 +51,7 @@ class Disaggregated:
 async def disaggregated(
     *, meets: bool = True, kv: bool = True, conditional: bool = False
 ) -> AsyncIterator[Disaggregated]:
-    exchange = HandoffExchange()
+    exchange = TransferExchange()
     halves = {1: "prefill", 2: "prefill", 11: "decode", 12: "decode"}
     async with AsyncExitStack() as stack:
         workers: dict[int, Any] = {}
@@ -83,7 +83,7 @@ async def disaggregated(
         both = Disaggregated(router >> KvPushRouter(decides) >> PushRouter(decode), router, workers, exchange)
         yield both
         await anyio.sleep(60)
-        assert (router.prefills, exchange.waiting, exchange.meetings, both.blocks_held()) == (0, 0, 0, 0)
+        assert (router.prefills, exchange.waiting, exchange.sessions, both.blocks_held()) == (0, 0, 0, 0)
         assert (len(chooses.loads), len(decides.loads)) == (0, 0)
 
 

@@ -33,7 +33,7 @@ def finish(core: Scheduler, passes: int = 500) -> list[Sequence]:
     for _ in range(passes):
         if core.is_idle:
             return finished
-        finished += core.run_pass().finished
+        finished += core.run_step().finished
         core.pool.check()
     raise AssertionError("it does not end")
 
@@ -41,14 +41,14 @@ def finish(core: Scheduler, passes: int = 500) -> list[Sequence]:
 def test_no_evict_admits_what_fits_to_its_end_only() -> None:
     core = no_evict(6)
     first, second = submitted(core, sequence_of(8, 8, of=1), sequence_of(8, 8, of=2))
-    core.run_pass()
+    core.run_step()
     assert (core.running, core.waiting) == ((first,), (second,))
 
 
 def test_vllm_admits_what_fits_now() -> None:
     core = scheduler(6)
     both = submitted(core, sequence_of(8, 8, of=1), sequence_of(8, 8, of=2))
-    core.run_pass()
+    core.run_step()
     assert core.running == both
 
 
@@ -72,7 +72,7 @@ def test_no_evict_admits_as_many_as_the_hardware_does() -> None:
     for n in range(64):
         core.submit(Sequence(range(n * 2000, n * 2000 + 1096), 7000, block_size=32))
     for _ in range(40):
-        core.run_pass()
+        core.run_step()
     assert (core.running_count, core.waiting_count, core.preemptions) == (28, 36, 0)
 
 
@@ -87,15 +87,15 @@ def test_no_evict_cuts_an_output_to_the_cache() -> None:
 def test_no_evict_rejects_a_prompt_that_leaves_no_room_for_output(tokens: int) -> None:
     core = no_evict(4)
     (sequence,) = submitted(core, sequence_of(tokens))
-    assert core.run_pass().rejected == [sequence]
+    assert core.run_step().rejected == [sequence]
 
 
 def test_no_evict_counts_only_cached_blocks_that_somebody_holds() -> None:
     core = no_evict(8)
     holder, seeder, again = submitted(core, sequence_of(4, 12, of=1), sequence_of(8, 4, of=2), sequence_of(8, 12, of=2))
     while seeder.emitted < 4:
-        core.run_pass()
-    core.run_pass()
+        core.run_step()
+    core.run_step()
     assert (core.running, core.waiting) == ((holder,), (again,)), "it needs 5 blocks, of which 4 are not promised"
     finish(core)
     assert again.cached_tokens == 4
@@ -105,7 +105,7 @@ def test_no_evict_keeps_room_for_reserved_outputs_too() -> None:
     core = no_evict(6)
     assert core.reserve(sequence_of(4, 12, of=1))
     (other,) = submitted(core, sequence_of(4, 8, of=2))
-    core.run_pass()
+    core.run_step()
     assert core.waiting == (other,)
 
 
@@ -136,18 +136,18 @@ def sglang(capacity: int = 100, max_seqs: int | None = None, **options: Any) -> 
 def test_sglang_computes_prompts_before_outputs() -> None:
     core = sglang()
     (first,) = submitted(core, sequence_of(8, 5, of=1))
-    core.run_pass()
+    core.run_step()
     (second,) = submitted(core, sequence_of(8, 5, of=2))
-    assert core.run_pass().emitted == [second]
-    assert core.run_pass().emitted == [first, second]
+    assert core.run_step().emitted == [second]
+    assert core.run_step().emitted == [first, second]
 
 
 def test_sglang_lets_a_long_prompt_starve_outputs() -> None:
     core = sglang(chunked_prefill_size=8)
     (first,) = submitted(core, sequence_of(8, 9, of=1))
-    core.run_pass()
+    core.run_step()
     (long,) = submitted(core, sequence_of(20, 5, of=2))
-    passes = [core.run_pass() for _ in range(4)]
+    passes = [core.run_step() for _ in range(4)]
     assert [done.scheduled_tokens for done in passes] == [8, 8, 4, 2]
     assert [done.emitted for done in passes] == [[], [], [long], [first, long]]
 
@@ -155,13 +155,13 @@ def test_sglang_lets_a_long_prompt_starve_outputs() -> None:
 def test_sglang_has_a_cap_of_its_own_on_prompt_tokens() -> None:
     core = sglang(max_prefill_tokens=12)
     submitted(core, sequence_of(8, of=1), sequence_of(8, of=2))
-    assert [core.run_pass().scheduled_tokens for _ in range(2)] == [8, 8], "a prompt that fits a chunk is not split"
+    assert [core.run_step().scheduled_tokens for _ in range(2)] == [8, 8], "a prompt that fits a chunk is not split"
 
 
 def test_sglang_splits_at_page_boundaries() -> None:
     core = sglang(max_prefill_tokens=10)
     submitted(core, sequence_of(25))
-    assert [core.run_pass().scheduled_tokens for _ in range(3)] == [8, 8, 9]
+    assert [core.run_step().scheduled_tokens for _ in range(3)] == [8, 8, 9]
 
 
 def test_sglang_reuses_whole_pages() -> None:
@@ -193,16 +193,16 @@ def test_fifo_and_a_long_queue_keep_their_order() -> None:
     finish(crowded)
     queue = [sequence_of(4, of=n) for n in range(2, 2 + LONGEST_PREFIX_WAITING)]
     submitted(crowded, *queue, sequence_of(20, of=1))
-    assert crowded.run_pass().finished == [queue[0]]
+    assert crowded.run_step().finished == [queue[0]]
 
 
 @pytest.mark.parametrize(("clip", "admitted"), [(4096, 1), (8, 2)])
 def test_sglang_keeps_room_for_outputs_up_to_a_length(clip: int, admitted: int) -> None:
     core = sglang(20, clip_max_new_tokens=clip)
     submitted(core, sequence_of(8, 60, of=1))
-    core.run_pass()
+    core.run_step()
     submitted(core, sequence_of(8, 60, of=2))
-    core.run_pass()
+    core.run_step()
     assert core.running_count == admitted
 
 
@@ -216,12 +216,12 @@ def test_sglang_alone_admits_what_its_cache_can_hold() -> None:
 def test_sglang_preempts_who_has_said_least() -> None:
     core = sglang(6, clip_max_new_tokens=1)
     first, second = submitted(core, sequence_of(8, 9, of=1), sequence_of(8, 9, of=2))
-    core.run_pass()
-    core.run_pass()
+    core.run_step()
+    core.run_step()
     assert core.pool.active == 6
     first.length -= 1  # it has said one token less
     first.computed -= 1
-    while not (done := core.run_pass()).preempted:
+    while not (done := core.run_step()).preempted:
         pass
     assert done.preempted == [first]
     assert second.stage.name == "RUNNING"
@@ -230,13 +230,13 @@ def test_sglang_preempts_who_has_said_least() -> None:
 def test_who_is_activated_and_gives_way_in_one_pass_gives_no_token_back() -> None:
     core = sglang(6, clip_max_new_tokens=1)
     (running,) = submitted(core, sequence_of(7, 9, of=1))
-    core.run_pass()
+    core.run_step()
     reserved = sequence_of(12, 5, of=2)
     assert core.reserve(reserved)
     while running.length < 13:
-        core.run_pass()
+        core.run_step()
     core.activate(reserved)
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.preempted, done.emitted, done.scheduled_tokens) == ([reserved], [running], 1)
 
 
@@ -247,11 +247,11 @@ def test_who_gave_way_to_reserved_blocks_waits_for_room_for_all_it_said(policy: 
     (running,) = submitted(core, sequence_of(4, 12, of=1))
     reserved = sequence_of(4, 1, of=2)
     assert core.reserve(reserved)
-    while not core.run_pass().preempted:
+    while not core.run_step().preempted:
         pass
-    assert running.said == 13
+    assert running.emitted_length == 13
     assert core.pool.available == 3
-    assert core.run_pass().did_nothing
+    assert core.run_step().did_nothing
     core.cancel(reserved)
     assert finish(core) == [running]
 
@@ -265,10 +265,10 @@ def test_who_gave_way_to_a_prompt_gets_no_part_of_that_pass() -> None:
 
     core = scheduler(5, policy=PromptsFirst())
     first, second = submitted(core, sequence_of(16, of=1), sequence_of(8, of=2))
-    core.run_pass()
+    core.run_step()
     assert core.running_count == 2
     assert core.reserve(sequence_of(12, of=3))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.preempted, core.running, core.waiting) == ([second], (first,), (second,))
     assert (second.blocks, second.computed, done.scheduled_tokens) == ([], 0, BLOCK)
 
@@ -277,26 +277,26 @@ def test_sglang_admits_nobody_in_a_pass_in_which_a_prompt_gave_way() -> None:
     core = sglang(14, schedule_policy="lpm", chunked_prefill_size=8, clip_max_new_tokens=1)
     submitted(core, sequence_of(13, 50, of=1))
     for _ in range(2):
-        core.run_pass()
+        core.run_step()
     (long,) = submitted(core, sequence_of(20, of=2))
-    core.run_pass()
+    core.run_step()
     assert core.reserve(sequence_of(28, of=3))
     (cached,) = submitted(core, sequence_of(13, of=1))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.preempted, done.admitted) == ([long], [])
-    assert core.run_pass().admitted == [cached]
+    assert core.run_step().admitted == [cached]
 
 
 def test_sglang_keeps_less_room_from_pass_to_pass_and_all_of_it_after_a_preemption() -> None:
     policy = SglangPolicy(page_size=BLOCK, schedule_conservativeness=0.5)
     assert policy.ratio == pytest.approx(0.35)
     for _ in range(300):
-        policy.after_pass(preempted=False)
+        policy.after_step(preempted=False)
     assert policy.ratio == pytest.approx((0.35 + 0.35 * 0.14) / 2)
     for _ in range(400):
-        policy.after_pass(preempted=False)
+        policy.after_step(preempted=False)
     assert policy.ratio == pytest.approx(0.35 * 0.14)
-    policy.after_pass(preempted=True)
+    policy.after_step(preempted=True)
     assert policy.ratio == pytest.approx(0.35, abs=0.001)
 
 
@@ -306,4 +306,4 @@ def test_the_arguments_of_sglang_reach_its_policy() -> None:
     )
     core = make_scheduler(args)
     submitted(core, sequence_of(20))
-    assert [core.run_pass().scheduled_tokens for _ in range(3)] == [8, 8, 4]
+    assert [core.run_step().scheduled_tokens for _ in range(3)] == [8, 8, 4]

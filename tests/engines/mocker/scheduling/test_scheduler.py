@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.mocker import BlockPool, Scheduler, Sequence, Stage
+from engines.mocker import BlockPool, Scheduler, Sequence, SequenceState
 from pipeline import ContractViolation
 from pipeline.protocols.kv import KvEventData, KvRemoved, KvStored
 from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, run, scheduler, sequence_of, submitted
@@ -13,7 +13,7 @@ from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, run, scheduler,
 def test_the_pass_that_computes_a_prompt_says_the_first_token() -> None:
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(6, 3))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.admitted, done.emitted, done.finished) == ([sequence], [sequence], [])
     assert (sequence.new_tokens, sequence.emitted, done.scheduled_tokens) == (1, 1, 6)
     assert sequence.new_token_ids() == sequence.output_tokens(0, 1)
@@ -22,11 +22,11 @@ def test_the_pass_that_computes_a_prompt_says_the_first_token() -> None:
 def test_each_pass_says_one_token_until_the_limit() -> None:
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(6, 3))
-    passes = [core.run_pass() for _ in range(3)]
+    passes = [core.run_step() for _ in range(3)]
     assert [len(done.emitted) for done in passes] == [1, 1, 1]
     assert [done.finished for done in passes] == [[], [], [sequence]]
     assert core.is_idle
-    assert sequence.stage is Stage.ENDED
+    assert sequence.stage is SequenceState.ENDED
 
 
 def test_a_finished_request_leaves_nothing_active() -> None:
@@ -44,7 +44,7 @@ def test_a_cancelled_request_gives_its_blocks_back(passes: int) -> None:
     core = scheduler()
     sequence, other = submitted(core, sequence_of(6, 9), sequence_of(6, 9, of=1))
     for _ in range(passes):
-        core.run_pass()
+        core.run_step()
     core.cancel(sequence)
     core.cancel(sequence)
     assert core.pool.active == len(other.blocks)
@@ -59,7 +59,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
     sequences = submitted(core, *(sequence_of(6, 3, of=n) for n in range(5)))
     counts, finished = [], []
     while not core.is_idle:
-        done = core.run_pass()
+        done = core.run_step()
         counts.append(len(done.emitted))
         finished += done.finished
     assert max(counts) == 2
@@ -70,7 +70,7 @@ def test_a_long_prompt_is_computed_over_several_passes() -> None:
     """MOCK-32"""
     core = scheduler(max_batched_tokens=16)
     (sequence,) = submitted(core, sequence_of(40))
-    passes = [core.run_pass() for _ in range(3)]
+    passes = [core.run_step() for _ in range(3)]
     assert [done.scheduled_tokens for done in passes] == [16, 16, 8]
     assert [done.emitted for done in passes] == [[], [], [sequence]]
 
@@ -78,16 +78,16 @@ def test_a_long_prompt_is_computed_over_several_passes() -> None:
 def test_without_chunks_a_prompt_waits_for_a_pass_it_fits_in() -> None:
     core = scheduler(max_batched_tokens=16, chunked_prefill=False)
     submitted(core, sequence_of(10, of=1), sequence_of(10, of=2))
-    assert [core.run_pass().scheduled_tokens for _ in range(2)] == [10, 10]
+    assert [core.run_step().scheduled_tokens for _ in range(2)] == [10, 10]
 
 
 def test_without_chunks_a_prompt_that_fits_no_pass_is_rejected() -> None:
     core = scheduler(max_batched_tokens=16, chunked_prefill=False)
     first, long, last = submitted(core, sequence_of(8, 2, of=1), sequence_of(17, of=2), sequence_of(8, of=3))
-    assert core.run_pass().rejected == []
-    run_second = core.run_pass()
+    assert core.run_step().rejected == []
+    run_second = core.run_step()
     assert (run_second.finished, run_second.rejected) == ([first], [])
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.rejected, done.finished) == ([long], [last])
 
 
@@ -95,7 +95,7 @@ def test_nobody_overtakes_the_head_that_does_not_fit() -> None:
     """MOCK-34"""
     core = scheduler(5)
     _, large, small = submitted(core, sequence_of(12, 9, of=1), sequence_of(12, of=2), sequence_of(4, of=3))
-    done = core.run_pass()
+    done = core.run_step()
     assert large not in done.admitted
     assert small not in done.admitted
     assert core.waiting == (large, small)
@@ -105,9 +105,9 @@ def test_a_prompt_gets_the_tokens_that_outputs_leave() -> None:
     """MOCK-35"""
     core = scheduler(max_batched_tokens=16)
     submitted(core, *(sequence_of(4, 9, of=n) for n in range(3)))
-    core.run_pass()
+    core.run_step()
     submitted(core, sequence_of(40, of=9))
-    done = core.run_pass()
+    done = core.run_step()
     assert done.scheduled_tokens == 16
     assert core.running[-1].computed == 13
 
@@ -115,9 +115,9 @@ def test_a_prompt_gets_the_tokens_that_outputs_leave() -> None:
 def test_a_budget_spent_on_outputs_admits_nobody() -> None:
     core = scheduler(max_batched_tokens=4)
     first, second = submitted(core, sequence_of(4, 9, of=1), sequence_of(4, 9, of=2))
-    core.run_pass()
+    core.run_step()
     assert list(core.running) == [first]
-    core.run_pass()
+    core.run_step()
     assert list(core.running) == [first, second]
     assert second.computed == 3
 
@@ -125,9 +125,9 @@ def test_a_budget_spent_on_outputs_admits_nobody() -> None:
 def test_who_can_never_be_served_is_told_so_though_the_budget_is_spent() -> None:
     core = scheduler(max_batched_tokens=1, max_model_len=32)
     (busy,) = submitted(core, sequence_of(1, 9, of=1))
-    core.run_pass()
+    core.run_step()
     (hopeless,) = submitted(core, sequence_of(32))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.emitted, done.rejected) == ([busy], [hopeless])
 
 
@@ -136,7 +136,7 @@ def test_a_prompt_as_long_as_the_model_allows_is_rejected(prompt_tokens: int) ->
     """MOCK-43"""
     core = scheduler(max_model_len=32)
     sequence, other = submitted(core, sequence_of(prompt_tokens, 3), sequence_of(4, of=1))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.rejected, done.emitted) == ([sequence], [other])
     assert core.rejects(sequence_of(32))
 
@@ -151,7 +151,7 @@ def test_without_a_model_length_a_long_prompt_that_fits_is_accepted() -> None:
 def test_a_prompt_larger_than_the_cache_is_rejected() -> None:
     core = scheduler(3)
     fits, too_long = submitted(core, sequence_of(12), sequence_of(13))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.finished, done.rejected) == ([fits], [too_long])
 
 
@@ -175,9 +175,9 @@ def test_the_cached_tokens_are_known_from_the_first_admission_on() -> None:
     first, second = sequence_of(12, 2), sequence_of(14, 2)
     assert [first.cached_tokens] == [None]
     submitted(core, first)
-    assert core.run_pass().admitted == [first]
+    assert core.run_step().admitted == [first]
     submitted(core, second)
-    assert core.run_pass().admitted == [second]
+    assert core.run_step().admitted == [second]
     assert [first.cached_tokens, second.cached_tokens] == [0, 12]
 
 
@@ -185,7 +185,7 @@ def test_a_request_for_no_output_completes_without_a_token() -> None:
     """MOCK-47"""
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(6, 0))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.completed_empty, done.emitted, done.finished) == ([sequence], [], [])
     assert done.duration_ms == pytest.approx(MODEL.prefill_ms(1, 6, 0)), "no decode step"
     assert core.is_idle
@@ -197,7 +197,7 @@ def test_a_fully_cached_prompt_recomputes_its_last_block() -> None:
     submitted(core, sequence_of(12))
     run(core)
     (again,) = submitted(core, sequence_of(12))
-    assert core.run_pass().scheduled_tokens == 4
+    assert core.run_step().scheduled_tokens == 4
     assert again.cached_tokens == 8
 
 
@@ -215,7 +215,7 @@ def test_a_recomputed_block_is_a_second_copy_that_nobody_hears_of() -> None:
 def test_blocks_are_shared_with_requests_later_in_the_same_pass() -> None:
     core = scheduler()
     first, second = submitted(core, sequence_of(13, 9), sequence_of(13, 9))
-    done = core.run_pass()
+    done = core.run_step()
     assert (second.cached_tokens, done.scheduled_tokens) == (12, 14)
     assert first.blocks[:3] == second.blocks[:3]
     assert core.pool.active == 5
@@ -225,7 +225,7 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
     """MOCK-14"""
     core = scheduler(prefix_caching=False)
     first, second = submitted(core, sequence_of(13, 9), sequence_of(13, 9))
-    core.run_pass()
+    core.run_step()
     assert not set(first.blocks) & set(second.blocks)
     assert second.cached_tokens == 0
     run(core)
@@ -237,23 +237,23 @@ def test_only_cached_blocks_that_somebody_holds_count_as_room() -> None:
     submitted(core, sequence_of(8, of=1))
     run(core)
     (holder,) = submitted(core, sequence_of(12, 9, of=2))
-    core.run_pass()
+    core.run_step()
     (again,) = submitted(core, sequence_of(16, of=1))
-    core.run_pass()
+    core.run_step()
     assert core.waiting == (again,), "two of its four blocks are cached, but in the room it asks for"
     (sharer,) = submitted(core, sequence_of(16, of=2))
     core.cancel(again)
-    core.run_pass()
+    core.run_step()
     assert sharer.cached_tokens == 12
-    assert holder.stage is Stage.RUNNING
+    assert holder.stage is SequenceState.RUNNING
 
 
 def test_the_block_of_a_token_is_taken_when_it_is_computed() -> None:
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(4, 3))
-    core.run_pass()
+    core.run_step()
     assert (sequence.length, core.pool.active) == (5, 1)
-    core.run_pass()
+    core.run_step()
     assert (sequence.length, core.pool.active) == (6, 2)
 
 
@@ -273,12 +273,12 @@ def test_full_blocks_of_output_are_stored_below_those_of_the_prompt() -> None:
     stored = [(event.parent_hash, event.blocks[0].block_hash) for event in events if isinstance(event, KvStored)]
     assert stored == [(None, names[0]), (names[0], names[1])]
     (longer,) = submitted(core, sequence_of([*range(6), *sequence.output_tokens()], 1))
-    core.run_pass()
+    core.run_step()
     assert longer.cached_tokens == 8
 
 
 def test_a_pass_over_nothing_does_nothing() -> None:
-    done = scheduler().run_pass()
+    done = scheduler().run_step()
     assert done.did_nothing
     assert done.duration_ms == 0
 
@@ -296,7 +296,7 @@ def test_figures_for_metrics_count_who_runs_and_who_waits() -> None:
     core = scheduler(max_seqs=1)
     submitted(core, sequence_of(4, 3, of=1), sequence_of(4, 3, of=2))
     assert core.reserve(sequence_of(4, 3, of=3))
-    core.run_pass()
+    core.run_step()
     assert (core.running_count, core.waiting_count, core.pool.active, core.pool.capacity) == (1, 2, 2, 100)
 
 

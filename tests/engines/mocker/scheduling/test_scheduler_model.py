@@ -163,7 +163,7 @@ class Slow:
                 place.remove(request)
                 self.cache.let_go(request.blocks)
 
-    def run_pass(self) -> Told:
+    def run_step(self) -> Told:
         self.told, self.budget = Told(), self.rules.budget
         self.parts: dict[int, tuple[int, int, int]] = {}
         """By number: tokens, and prompt tokens before and after."""
@@ -309,7 +309,7 @@ def make(rules: Rules, rng: Random) -> Scheduler:
 
 
 def pass_of(scheduler: Scheduler) -> Told:
-    done = scheduler.run_pass()
+    done = scheduler.run_step()
     return Told(
         done.duration_ms,
         done.scheduled_tokens,
@@ -347,8 +347,8 @@ class Both:
             self.fast.cancel(self.asked[number])
             self.slow.cancel(number)
 
-    def run_pass(self) -> None:
-        got, expected = pass_of(self.fast), self.slow.run_pass()
+    def run_step(self) -> None:
+        got, expected = pass_of(self.fast), self.slow.run_step()
         assert got.duration_ms == pytest.approx(expected.duration_ms)
         got.duration_ms = expected.duration_ms
         assert got == expected
@@ -379,11 +379,11 @@ def test_every_pass_is_what_the_rules_make_of_it(policy: str, seed: int, **optio
     """Admissions, cached tokens, pre-emptions, tokens, endings, time, and what is left in the cache."""
     both = Both(Rules(policy, **options), seed)
     for _ in range(40):
-        both.rng.choices((both.submit, both.cancel, both.run_pass), (6, 1, 15))[0]()
+        both.rng.choices((both.submit, both.cancel, both.run_step), (6, 1, 15))[0]()
     for _ in range(3000):
         if both.fast.is_idle:
             break
-        both.run_pass()
+        both.run_step()
     assert both.fast.is_idle
     assert not both.slow.running
     assert not both.slow.waiting

@@ -13,7 +13,7 @@ def crowded(preemption_mode: Any = "lifo") -> tuple[Scheduler, tuple[Sequence, .
     core = scheduler(7, policy=VllmPolicy(preemption_mode))
     sequences = submitted(core, *(sequence_of(7, 5, of=n) for n in range(1, 4)))
     for _ in range(2):
-        core.run_pass()
+        core.run_step()
     assert core.pool.active == 6
     return core, sequences
 
@@ -21,13 +21,13 @@ def crowded(preemption_mode: Any = "lifo") -> tuple[Scheduler, tuple[Sequence, .
 def test_lifo_preempts_who_came_last() -> None:
     """MOCK-37"""
     core, (_, _, third) = crowded("lifo")
-    assert core.run_pass().preempted == [third]
+    assert core.run_step().preempted == [third]
 
 
 def test_fifo_preempts_who_came_first() -> None:
     """MOCK-38"""
     core, (first, second, third) = crowded("fifo")
-    done = core.run_pass()
+    done = core.run_step()
     assert done.preempted == [first]
     assert core.running == (second, third)
 
@@ -36,7 +36,7 @@ def test_a_preempted_request_waits_at_the_front() -> None:
     """MOCK-40"""
     core, (_, _, third) = crowded()
     (newcomer,) = submitted(core, sequence_of(4, of=9))
-    core.run_pass()
+    core.run_step()
     assert core.waiting == (third, newcomer)
     assert third.computed == 0
     assert third.blocks == []
@@ -47,12 +47,12 @@ def test_a_pass_that_preempts_admits_nobody() -> None:
     """MOCK-41"""
     core = scheduler(6)
     first, second = submitted(core, sequence_of(4, 12, of=1), sequence_of(1, 12, of=2))
-    while not (done := core.run_pass()).preempted:
+    while not (done := core.run_step()).preempted:
         pass
     assert (done.preempted, done.admitted) == ([second], [])
     assert (core.running, core.waiting) == ((first,), (second,))
     assert core.pool.available >= 1, "there would have been room for its prompt"
-    core.run_pass()
+    core.run_step()
     assert core.running == (first, second)
 
 
@@ -61,7 +61,7 @@ def test_a_preempted_request_says_nothing_twice() -> None:
     core, sequences = crowded()
     said = {sequence: sequence.emitted for sequence in sequences}
     while not core.is_idle:
-        for sequence in core.run_pass().emitted:
+        for sequence in core.run_step().emitted:
             said[sequence] += sequence.new_tokens
     assert list(said.values()) == [5, 5, 5]
     assert core.preemptions >= 1
@@ -70,7 +70,7 @@ def test_a_preempted_request_says_nothing_twice() -> None:
 
 def test_who_is_computed_before_being_preempted_gives_its_tokens_back() -> None:
     core, (first, second, third) = crowded("fifo")
-    done = core.run_pass()
+    done = core.run_step()
     # The second one needed the block: the first one's token is refunded, its time not charged.
     assert done.preempted == [first]
     assert done.scheduled_tokens == 2
@@ -81,7 +81,7 @@ def test_a_second_admission_is_no_news_and_adds_to_what_is_reused() -> None:
     core, (_, _, third) = crowded()
     admitted: list[Sequence] = []
     while not core.is_idle:
-        admitted += core.run_pass().admitted
+        admitted += core.run_step().admitted
     assert admitted == []
     assert third.preemptions >= 1
     assert third.cached_tokens == 0

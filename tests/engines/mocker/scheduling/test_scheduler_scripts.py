@@ -17,8 +17,8 @@ from engines.mocker import (
     Policy,
     Scheduler,
     Sequence,
+    SequenceState,
     SglangPolicy,
-    Stage,
     VllmPolicy,
 )
 from engines.mocker.scheduling import UNBOUNDED
@@ -125,11 +125,11 @@ class Script:
             case 5 if self.sequences:
                 scheduler.release(rng.choice(self.sequences))
             case _:
-                self.run_pass()
+                self.run_step()
         self.check()
 
-    def run_pass(self) -> bool:
-        done = self.scheduler.run_pass()
+    def run_step(self) -> bool:
+        done = self.scheduler.run_step()
         assert 0 <= done.scheduled_tokens <= self.budget
         assert done.duration_ms >= 0
         assert not set(done.preempted) & {*done.emitted, *done.finished, *done.completed_empty}
@@ -153,30 +153,30 @@ class Script:
         assert not set(scheduler.running) & set(scheduler.waiting)
         for sequence in self.sequences:
             assert sequence.computed <= sequence.length <= sequence.end
-            if sequence.stage is not Stage.RESERVED:
+            if sequence.stage is not SequenceState.RESERVED:
                 assert sequence.computed <= sequence.room
-            if sequence.stage in (Stage.NEW, Stage.ENDED):
+            if sequence.stage in (SequenceState.NEW, SequenceState.ENDED):
                 assert not sequence.blocks
             assert self.endings[sequence] <= 1
 
     def come_to_rest(self) -> None:
         """Held and reserved blocks may keep everybody waiting, but not busy."""
         for _ in range(3000):
-            if self.scheduler.is_idle or self.run_pass():
+            if self.scheduler.is_idle or self.run_step():
                 return
             self.check()
         raise AssertionError("it goes round in circles")
 
     def finish(self) -> None:
         for sequence in self.sequences:
-            if sequence.stage is Stage.RESERVED:
+            if sequence.stage is SequenceState.RESERVED:
                 self.scheduler.activate(sequence)
         for _ in range(3000):
             if self.scheduler.is_idle:
                 break
             for sequence in self.sequences:
                 self.scheduler.release(sequence)
-            assert not self.run_pass() or self.scheduler.is_idle, "it is stuck"
+            assert not self.run_step() or self.scheduler.is_idle, "it is stuck"
             self.check()
         for sequence in self.sequences:
             self.scheduler.release(sequence)

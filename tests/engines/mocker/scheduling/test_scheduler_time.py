@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from engines.mocker import Burst, PassTime, VllmPolicy
-from engines.mocker.scheduling import Plan
+from engines.mocker import Burst, StepTime, VllmPolicy
+from engines.mocker.scheduling import StepPlan
 from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, RecordingModel, run, scheduler, sequence_of, submitted
 
 
@@ -15,13 +15,13 @@ def test_a_token_within_a_block_is_given_back_as_well() -> None:
     core = scheduler(4, policy=VllmPolicy("fifo"))
     first, second = submitted(core, sequence_of(5, 9, of=1), sequence_of(7, 9, of=2))
     for _ in range(2):
-        core.run_pass()
-    done = core.run_pass()
+        core.run_step()
+    done = core.run_step()
     assert (done.preempted, done.emitted, done.scheduled_tokens) == ([first], [second], 1)
 
 
 def test_what_a_plan_takes_back_it_has_never_given() -> None:
-    plan = Plan(100, 50)
+    plan = StepPlan(100, 50)
     kept, dropped = sequence_of(20), sequence_of(30, 5)
     plan.add(kept, 5, 10)
     plan.add(dropped, 8, 22)
@@ -34,7 +34,7 @@ def test_what_a_plan_takes_back_it_has_never_given() -> None:
 
 
 def test_tokens_of_output_are_no_part_of_a_prompt() -> None:
-    plan = Plan(100, 50)
+    plan = StepPlan(100, 50)
     plan.add(sequence_of(20, 9), 20, 3)
     assert (plan.budget, plan.prefill_left, plan.batch) == (97, 50, 0)
 
@@ -44,13 +44,13 @@ def test_a_pass_takes_the_time_of_its_prompts_and_of_its_tokens() -> None:
     submitted(core, sequence_of(10, 5, of=1), sequence_of(13, 5, of=2))
     prompts = MODEL.prefill_ms(2, 23 // 2, 0)
     tokens = MODEL.decode_ms(2, 7 * BLOCK, 100 * BLOCK, 11)
-    assert core.run_pass().duration_ms == pytest.approx(prompts + tokens)
-    assert core.run_pass().duration_ms == pytest.approx(MODEL.decode_ms(2, 7 * BLOCK, 100 * BLOCK, 12))
+    assert core.run_step().duration_ms == pytest.approx(prompts + tokens)
+    assert core.run_step().duration_ms == pytest.approx(MODEL.decode_ms(2, 7 * BLOCK, 100 * BLOCK, 12))
 
 
 def test_the_model_is_asked_for_whole_prompts_so_far_and_what_was_computed_before() -> None:
     recorder = RecordingModel()
-    core = scheduler(50, time=PassTime(recorder), max_batched_tokens=10)
+    core = scheduler(50, time=StepTime(recorder), max_batched_tokens=10)
     submitted(core, sequence_of(16, of=1))
     run(core)
     submitted(core, sequence_of(18, of=1))
@@ -60,49 +60,49 @@ def test_the_model_is_asked_for_whole_prompts_so_far_and_what_was_computed_befor
 
 
 def test_both_phases_are_sped_up_and_decode_twice() -> None:
-    core = scheduler(time=PassTime(RecordingModel(), 2, 4))
+    core = scheduler(time=StepTime(RecordingModel(), 2, 4))
     submitted(core, sequence_of(4, 2))
-    assert [core.run_pass().duration_ms for _ in range(2)] == [10 / 2 + 4 / 8, 4 / 8]
+    assert [core.run_step().duration_ms for _ in range(2)] == [10 / 2 + 4 / 8, 4 / 8]
 
 
 def test_tokens_of_a_prefill_worker_take_no_time() -> None:
     """MOCK-61"""
-    core = scheduler(time=PassTime(RecordingModel()), worker_type="prefill")
+    core = scheduler(time=StepTime(RecordingModel()), worker_type="prefill")
     submitted(core, sequence_of(4, 1))
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.duration_ms, len(done.emitted)) == (10, 1)
 
 
 def test_prompts_of_a_decode_worker_take_no_time() -> None:
     """MOCK-62"""
-    core = scheduler(time=PassTime(RecordingModel()), worker_type="decode")
+    core = scheduler(time=StepTime(RecordingModel()), worker_type="decode")
     submitted(core, sequence_of(4, 2))
-    assert core.run_pass().duration_ms == 4
+    assert core.run_step().duration_ms == 4
 
 
 def test_a_decode_worker_pays_for_the_prompts_it_is_told_to_pay_for() -> None:
     """Those that were handed over count neither among them nor in their mean."""
     model = RecordingModel()
-    core = scheduler(time=PassTime(model), worker_type="decode")
+    core = scheduler(time=StepTime(model), worker_type="decode")
     free, paying, reserved = sequence_of(40, 2, of=1), sequence_of(12, 2, of=2), sequence_of(8, 2, of=3)
     core.reserve(reserved)
     core.activate(reserved)
     core.submit(free)
     core.submit(paying, pays_prompt=True)
-    assert core.run_pass().duration_ms == 14
-    assert core.run_pass().duration_ms == 4
+    assert core.run_step().duration_ms == 14
+    assert core.run_step().duration_ms == 4
     assert model.prefills == [(1, 12, 0)]
 
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_decode_worker_pays_again_for_a_preempted_prompt_it_paid_for(pays: bool) -> None:
     model = RecordingModel()
-    core = scheduler(5, time=PassTime(model), worker_type="decode", prefix_caching=False)
+    core = scheduler(5, time=StepTime(model), worker_type="decode", prefix_caching=False)
     first, second = sequence_of(8, 9, of=1), sequence_of(8, 9, of=2)
     core.submit(first)
     core.submit(second, pays_prompt=pays)
     while not core.is_idle:
-        core.run_pass()
+        core.run_step()
     assert second.preemptions > 0
     assert model.prefills == [(1, 8, 0)] * (1 + second.preemptions) * pays
 
@@ -114,10 +114,10 @@ def test_an_error_of_the_model_comes_through_and_everything_can_be_cancelled() -
         def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
             raise LookupError("no such point")
 
-    core = scheduler(time=PassTime(Broken()))
+    core = scheduler(time=StepTime(Broken()))
     (sequence,) = submitted(core, sequence_of(4))
     with pytest.raises(LookupError):
-        core.run_pass()
+        core.run_step()
     core.cancel(sequence)
     assert core.is_idle
     assert core.pool.active == 0
@@ -128,7 +128,7 @@ def test_a_burst_says_several_tokens_and_never_too_many() -> None:
     (sequence,) = submitted(core, sequence_of(5, 8))
     counts = []
     while not core.is_idle:
-        done = core.run_pass()
+        done = core.run_step()
         core.pool.check()
         counts += [each.new_tokens for each in done.emitted]
     assert counts == [3, 3, 2]
@@ -138,10 +138,10 @@ def test_a_burst_says_several_tokens_and_never_too_many() -> None:
 def test_the_tokens_of_a_burst_are_computed_in_the_next_pass() -> None:
     core = scheduler(burst=Burst((1.0, 1.0), Random(1)))
     submitted(core, sequence_of(5, 8))
-    assert [core.run_pass().scheduled_tokens for _ in range(3)] == [5, 3, 3]
+    assert [core.run_step().scheduled_tokens for _ in range(3)] == [5, 3, 3]
 
 
 def test_a_prefill_worker_has_no_bursts() -> None:
     core = scheduler(worker_type="prefill", burst=Burst((1.0, 1.0), Random(1)))
     submitted(core, sequence_of(5, 2))
-    assert [each.new_tokens for each in core.run_pass().emitted] == [1]
+    assert [each.new_tokens for each in core.run_step().emitted] == [1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.mocker import PassTime, Stage
+from engines.mocker import SequenceState, StepTime
 from pipeline import ContractViolation
 from tests.engines.mocker.scheduling.worlds import RecordingModel, run, scheduler, sequence_of, submitted
 
@@ -13,27 +13,27 @@ def test_a_held_sequence_keeps_its_blocks_until_it_is_released() -> None:
     core = scheduler(worker_type="prefill")
     sequence = sequence_of(10)
     core.submit(sequence, holds_blocks=True)
-    assert core.run_pass().finished == [sequence]
-    assert (sequence.stage, core.pool.active, core.is_idle) == (Stage.HELD, 3, True)
+    assert core.run_step().finished == [sequence]
+    assert (sequence.stage, core.pool.active, core.is_idle) == (SequenceState.HELD, 3, True)
     core.release(sequence)
     core.release(sequence)
-    assert (sequence.stage, core.pool.active, core.pool.inactive) == (Stage.ENDED, 0, 2)
+    assert (sequence.stage, core.pool.active, core.pool.inactive) == (SequenceState.ENDED, 0, 2)
     core.pool.check()
 
 
 def test_releasing_a_sequence_that_still_runs_does_nothing() -> None:
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(4, 3))
-    core.run_pass()
+    core.run_step()
     core.release(sequence)
-    assert sequence.stage is Stage.RUNNING
+    assert sequence.stage is SequenceState.RUNNING
 
 
 def test_a_held_sequence_can_be_cancelled() -> None:
     core = scheduler()
     sequence = sequence_of(10)
     core.submit(sequence, holds_blocks=True)
-    core.run_pass()
+    core.run_step()
     core.cancel(sequence)
     core.release(sequence)
     assert core.pool.active == 0
@@ -45,20 +45,20 @@ def test_who_waits_for_held_blocks_makes_passes_that_do_nothing() -> None:
     held, waiting = sequence_of(10, of=1), sequence_of(10, of=2)
     core.submit(held, holds_blocks=True)
     core.submit(waiting)
-    core.run_pass()
-    assert core.run_pass().did_nothing
+    core.run_step()
+    assert core.run_step().did_nothing
     core.release(held)
-    assert core.run_pass().emitted == [waiting]
+    assert core.run_step().emitted == [waiting]
 
 
 def test_a_reserved_prompt_has_its_blocks_and_no_pass() -> None:
-    core = scheduler(worker_type="decode", time=PassTime(RecordingModel()))
+    core = scheduler(worker_type="decode", time=StepTime(RecordingModel()))
     sequence = sequence_of(10, 3)
     assert core.reserve(sequence)
     assert (core.pool.active, core.is_idle, sequence.cached_tokens) == (3, True, 0)
     assert core.pool.names() == set(), "nothing is there yet"
     core.activate(sequence)
-    done = core.run_pass()
+    done = core.run_step()
     assert (done.admitted, done.emitted, done.scheduled_tokens, done.duration_ms) == ([sequence], [sequence], 0, 4)
     assert core.pool.names() == set(sequence.names(2))
     assert len(run(core)) == 2
@@ -70,7 +70,7 @@ def test_a_reservation_is_refused_while_there_is_no_room() -> None:
     first, second = sequence_of(8, 3, of=1), sequence_of(12, 3, of=2)
     assert core.reserve(first)
     assert not core.reserve(second)
-    assert (second.stage, second.max_output_tokens, core.pool.active) == (Stage.NEW, 3, 2)
+    assert (second.stage, second.max_output_tokens, core.pool.active) == (SequenceState.NEW, 3, 2)
     core.cancel(first)
     assert core.pool.active == 0
     assert core.reserve(second)
@@ -113,7 +113,7 @@ def test_who_has_its_blocks_does_not_queue_behind_who_waits_for_blocks() -> None
     ready, waiting = sequence_of(12, 2, of=1), sequence_of(12, 1, of=2)
     core.reserve(ready)
     core.submit(waiting)
-    assert core.run_pass().did_nothing
+    assert core.run_step().did_nothing
     core.activate(ready)
     assert len(run(core)) == 3
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.mocker import BlockPool, Output, Sequence, Stage
+from engines.mocker import BlockPool, Output, Sequence, SequenceState
 from pipeline import ContractViolation, InvalidArgument
 from pipeline.llm import block_hashes, sequence_hashes
 from pipeline.protocols.kv import KvEventData, KvStored
@@ -170,7 +170,7 @@ def test_too_few_blocks_change_nothing() -> None:
 
 def test_the_last_token_is_the_prompts_until_one_is_said() -> None:
     sequence, _, _ = setting(5)
-    assert (sequence.last_token, sequence.stage) == (4, Stage.NEW)
+    assert (sequence.last_token, sequence.stage) == (4, SequenceState.NEW)
     sequence.generate()
     assert sequence.last_token == sequence.new_token_ids()[0]
 

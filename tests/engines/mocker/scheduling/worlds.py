@@ -36,7 +36,7 @@ def run(core: Scheduler, passes: int = 1000) -> list[int]:
     for _ in range(passes):
         if core.is_idle:
             return tokens
-        for sequence in core.run_pass().emitted:
+        for sequence in core.run_step().emitted:
             tokens += sequence.new_token_ids()
         core.pool.check()
     raise AssertionError("it does not end")

@@ -12,7 +12,7 @@ import pytest
 from attrs import define, evolve
 
 from engines import DisaggregationMode, as_engine
-from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs, Sequence
+from engines.mocker import MockEngine, MockEngineArgs, Sequence, TransferExchange
 from pipeline import Context, InvalidArgument
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from pipeline.protocols import BootstrapInfo, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
@@ -29,7 +29,7 @@ class Pair:
 
     prefill: Any
     decode: Any
-    exchange: HandoffExchange
+    exchange: TransferExchange
 
     def ask(self, half: str, context: Context[Any]) -> Any:
         return getattr(self, half).generate(context)
@@ -40,12 +40,12 @@ class Pair:
             rank.scheduler.pool.check()
             assert rank.scheduler.pool.active == 0
             assert rank.live == 0
-        assert self.exchange.waiting == self.exchange.meetings == 0
+        assert self.exchange.waiting == self.exchange.sessions == 0
 
 
 @asynccontextmanager
 async def pair(args: MockEngineArgs = ARGS) -> AsyncIterator[Pair]:
-    exchange = HandoffExchange()
+    exchange = TransferExchange()
     prefill = MockEngine(evolve(args, worker_type="prefill"), exchange=exchange)
     decode = MockEngine(evolve(args, worker_type="decode"), exchange=exchange)
     async with (

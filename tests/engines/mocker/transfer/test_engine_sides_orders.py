@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engines import GenerateContext
-from engines.mocker import HandoffExchange, MockEngine, MockEngineArgs
-from engines.mocker.transfer import HandoffOrder
+from engines.mocker import MockEngine, MockEngineArgs, TransferExchange
+from engines.mocker.transfer import TransferOrder
 from pipeline import Context, EngineShutdown, InvalidArgument
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from pipeline.protocols import BootstrapInfo, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
@@ -59,7 +59,7 @@ class Deployment:
     """A prefill and a decode worker, either of which may be replaced, and one request that is tried again and again."""
 
     tasks: TaskGroup
-    exchange: HandoffExchange
+    exchange: TransferExchange
     running: dict[Half, MockEngine] = field(factory=dict)
     loops: dict[Half, anyio.CancelScope] = field(factory=dict)
     engines: list[MockEngine] = field(factory=list)
@@ -133,7 +133,7 @@ class Deployment:
                 rank.scheduler.pool.check()
                 assert rank.scheduler.pool.active == rank.live == 0
                 assert rank.scheduler.is_idle
-        assert self.exchange.meetings == self.exchange.waiting == 0
+        assert self.exchange.sessions == self.exchange.waiting == 0
 
     async def check_serves(self) -> None:
         """A last attempt goes well, whatever came before."""
@@ -163,9 +163,9 @@ steps = st.lists(st.tuples(st.sampled_from(ACTS), st.sampled_from(HALVES), st.sa
 """What is done, to which half, and the milliseconds until the next; 0 is the same turn of the loop."""
 
 
-async def play(order: HandoffOrder, story: list[Any]) -> Deployment:
+async def play(order: TransferOrder, story: list[Any]) -> Deployment:
     tasks = anyio.create_task_group()
-    deployment = Deployment(tasks, HandoffExchange(order))
+    deployment = Deployment(tasks, TransferExchange(order))
     async with tasks:
         for half in HALVES:
             await deployment.start(half)
@@ -185,21 +185,21 @@ async def play(order: HandoffOrder, story: list[Any]) -> Deployment:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(get_args(HandoffOrder)), steps)
+@given(st.sampled_from(get_args(TransferOrder)), steps)
 @example("source_first", [("begin", "prefill", 10), ("kill", "prefill", 0), ("begin", "prefill", 0)])
 @example(
     "source_first", [("kill", "decode", 0), ("begin", "decode", 0), ("kill", "decode", 0), ("begin", "prefill", 1)]
 )
-async def test_in_whatever_order_halves_begin_and_end_nothing_stays(order: HandoffOrder, story: list[Step]) -> None:
+async def test_in_whatever_order_halves_begin_and_end_nothing_stays(order: TransferOrder, story: list[Step]) -> None:
     await play(order, story)
 
 
-@pytest.mark.parametrize("order", get_args(HandoffOrder))
+@pytest.mark.parametrize("order", get_args(TransferOrder))
 @pytest.mark.parametrize("ending", ["stop", "kill"])
 @pytest.mark.parametrize("room", ["same", "another"])
 @pytest.mark.parametrize("after_ms", [1, 10, 20])
 async def test_a_request_that_is_tried_again_at_once_is_not_kept_out_by_its_earlier_attempt(
-    order: HandoffOrder, ending: str, room: str, after_ms: int
+    order: TransferOrder, ending: str, room: str, after_ms: int
 ) -> None:
     """Its halves are ended and come again before the workers had a turn to let go of the old ones."""
     again = "begin" if room == "same" else "retry"
@@ -218,8 +218,8 @@ async def test_a_request_that_is_tried_again_at_once_is_not_kept_out_by_its_earl
         assert retried.chunks[-1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("order", get_args(HandoffOrder))
-async def test_who_has_nothing_to_say_takes_the_blocks_all_the_same(order: HandoffOrder) -> None:
+@pytest.mark.parametrize("order", get_args(TransferOrder))
+async def test_who_has_nothing_to_say_takes_the_blocks_all_the_same(order: TransferOrder) -> None:
     deployment = await play(order, [("begin", "prefill", 1), ("nothing_to_say", "decode", 100)])
     sent, received = (deployment.attempts[half][0] for half in HALVES)
     assert (sent.error, received.error) == (None, None)

@@ -1,4 +1,4 @@
-"""HandoffExchange: how the two sides of a transfer find each other, and who is refused."""
+"""TransferExchange: how the two sides of a transfer find each other, and who is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 import pytest
 from attrs import evolve
 
-from engines.mocker.transfer import HandoffExchange, HandoffKey, HandoffOrder, Role
+from engines.mocker.transfer import TransferExchange, TransferKey, TransferOrder, TransferRole
 from pipeline import InvalidArgument, WorkerOverloaded
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from pipeline.protocols import BootstrapInfo
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("late", ROLES)
-async def test_the_blocks_change_hands_whoever_comes_first(order: HandoffOrder, late: Role) -> None:
+async def test_the_blocks_change_hands_whoever_comes_first(order: TransferOrder, late: TransferRole) -> None:
     """MOCK-101, MOCK-103."""
     calls: list[str] = []
     both = pair(order, ScriptedSide(2.0, shared=calls), ScriptedSide(1.0, shared=calls))
@@ -60,7 +60,7 @@ async def test_a_full_hit_at_the_destination_takes_no_time_and_every_step() -> N
 
 async def test_a_source_learns_when_its_blocks_are_held_and_may_yield_meanwhile() -> None:
     """A worker answers as soon as its prefill is done; the transfer does not need it to be read further."""
-    exchange, source, destination = HandoffExchange(), ScriptedSide(1.0), ScriptedSide()
+    exchange, source, destination = TransferExchange(), ScriptedSide(1.0), ScriptedSide()
 
     async def answer() -> AsyncGenerator[str, None]:
         async with exchange.source(KEY, source) as taken:
@@ -77,18 +77,18 @@ async def test_a_source_learns_when_its_blocks_are_held_and_may_yield_meanwhile(
     assert source.calls == ["submit", "hold", "release"]
     assert await anext(items) == "released"
     await items.aclose()
-    assert exchange.meetings == 0
+    assert exchange.sessions == 0
 
 
 @pytest.mark.parametrize("order", ORDERS)
-async def test_it_is_known_how_many_have_their_blocks_on_the_way(order: HandoffOrder) -> None:
+async def test_it_is_known_how_many_have_their_blocks_on_the_way(order: TransferOrder) -> None:
     both = pair(order, ScriptedSide(2.0), ScriptedSide(1.0))
     seen = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(both.run)
         for wait_s in (0.5, 2.0, 0.53, 1.0):  # at 0.5 s and 2.5 s they prepare, from 3 s on it takes 64 ms
             await anyio.sleep(wait_s)
-            seen.append((both.exchange.meetings, both.exchange.transfers))
+            seen.append((both.exchange.sessions, both.exchange.transfers))
     assert seen == [(1, 0), (1, 0), (1, 1), (0, 0)]
     gone = pair(order, ScriptedSide(2.0), ScriptedSide(missing_tokens=10**9))
     await gone.run()
@@ -104,42 +104,42 @@ async def test_an_identity_may_not_change_and_who_waits_does_not_notice(name: st
         "handoff_id": UUID(int=3),
         "request_id": "x",
     }
-    exchange, source, stranger = HandoffExchange(), ScriptedSide(), ScriptedSide()
+    exchange, source, stranger = TransferExchange(), ScriptedSide(), ScriptedSide()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(attend, exchange, "source", source)
         await anyio.wait_all_tasks_blocked()
         error = await attend(exchange, "destination", stranger, evolve(KEY, **{name: other[name]}))
         assert isinstance(error, InvalidArgument)
         assert error.field == name
-        assert (exchange.waiting, exchange.meetings) == (1, 1)
+        assert (exchange.waiting, exchange.sessions) == (1, 1)
         assert await attend(exchange, "destination", ScriptedSide()) is None
     assert stranger.calls == []
     assert source.calls == ["submit", "hold", "release"]
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_seat_is_taken_once(role: Role) -> None:
-    exchange, side, second = HandoffExchange(), ScriptedSide(), ScriptedSide()
-    other: Role = "destination" if role == "source" else "source"
+async def test_a_seat_is_taken_once(role: TransferRole) -> None:
+    exchange, side, second = TransferExchange(), ScriptedSide(), ScriptedSide()
+    other: TransferRole = "destination" if role == "source" else "source"
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(attend, exchange, role, side)
         await anyio.wait_all_tasks_blocked()
         assert isinstance(await attend(exchange, role, second), InvalidArgument)
         assert await attend(exchange, other, ScriptedSide()) is None
     assert second.calls == []
-    assert exchange.meetings == 0
+    assert exchange.sessions == 0
 
 
 async def test_rooms_without_a_handoff_id_meet_too() -> None:
-    key = HandoffKey.of(BootstrapInfo("10.0.0.1", 8998, 5), "request-2")
-    exchange = HandoffExchange()
+    key = TransferKey.of(BootstrapInfo("10.0.0.1", 8998, 5), "request-2")
+    exchange = TransferExchange()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(attend, exchange, "source", ScriptedSide(), key)
         assert await attend(exchange, "destination", ScriptedSide(), key) is None
 
 
 async def test_too_many_waiting_sides_are_refused_and_the_awaited_never() -> None:
-    exchange, keys = HandoffExchange(), [evolve(KEY, bootstrap_room=n, handoff_id=None) for n in range(257)]
+    exchange, keys = TransferExchange(), [evolve(KEY, bootstrap_room=n, handoff_id=None) for n in range(257)]
     refused = ScriptedSide()
     async with anyio.create_task_group() as tasks:
         for key in keys[:-1]:
@@ -152,11 +152,11 @@ async def test_too_many_waiting_sides_are_refused_and_the_awaited_never() -> Non
         for key in keys[1:-1]:
             assert await attend(exchange, "destination", ScriptedSide(), key) is None
     assert refused.calls == []
-    assert exchange.meetings == exchange.waiting == 0
+    assert exchange.sessions == exchange.waiting == 0
 
 
 async def test_who_comes_after_the_other_gave_up_is_told_at_once() -> None:
-    exchange, side = HandoffExchange(), ScriptedSide()
+    exchange, side = TransferExchange(), ScriptedSide()
     assert isinstance(await attend(exchange, "source", ScriptedSide(fails_in="hold")), OSError)
     started_s = anyio.current_time()
     error = await attend(exchange, "destination", side)
@@ -164,21 +164,21 @@ async def test_who_comes_after_the_other_gave_up_is_told_at_once() -> None:
     assert "failed: hold" in str(error)
     assert anyio.current_time() == started_s
     assert side.calls == []
-    assert exchange.meetings == 0
+    assert exchange.sessions == 0
 
 
 async def test_who_gave_up_alone_may_come_again() -> None:
-    exchange = HandoffExchange()
+    exchange = TransferExchange()
     await attend(exchange, "source", ScriptedSide(fails_in="hold"))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(attend, exchange, "source", ScriptedSide())
         await anyio.wait_all_tasks_blocked()
         assert await attend(exchange, "destination", ScriptedSide()) is None
-    assert exchange.meetings == 0
+    assert exchange.sessions == 0
 
 
 @pytest.mark.parametrize("first", ROLES)
-async def test_two_that_met_in_vain_may_meet_again(first: Role) -> None:
+async def test_two_that_met_in_vain_may_meet_again(first: TransferRole) -> None:
     both = pair(source=ScriptedSide(fails_in="hold"))
     await both.run()
     assert isinstance(both.errors["source"], OSError)
@@ -189,7 +189,7 @@ async def test_two_that_met_in_vain_may_meet_again(first: Role) -> None:
 
 
 async def test_after_the_rendezvous_limit_nothing_was_missed() -> None:
-    exchange = HandoffExchange()
+    exchange = TransferExchange()
     await attend(exchange, "source", ScriptedSide(fails_in="hold"))
     await anyio.sleep(30.0)
     assert isinstance(await attend(exchange, "destination", ScriptedSide()), BackendConnectionTimeout)
@@ -197,14 +197,16 @@ async def test_after_the_rendezvous_limit_nothing_was_missed() -> None:
 
 @pytest.mark.parametrize("first", ROLES)
 @pytest.mark.parametrize("request_id", [KEY.request_id, "of somebody else"])
-async def test_a_place_where_one_side_takes_its_time_to_go_is_free_for_the_next(first: Role, request_id: str) -> None:
+async def test_a_place_where_one_side_takes_its_time_to_go_is_free_for_the_next(
+    first: TransferRole, request_id: str
+) -> None:
     """A retry of the request, or another one with the same room; the old side's leaving does not disturb it."""
     both = pair(destination=SlowToLeave(1_000.0))
     key = evolve(KEY, request_id=request_id)
-    sides: dict[Role, ScriptedSide] = {"source": ScriptedSide(60.0), "destination": ScriptedSide(60.0)}
+    sides: dict[TransferRole, ScriptedSide] = {"source": ScriptedSide(60.0), "destination": ScriptedSide(60.0)}
     errors: list[Exception | None] = []
 
-    async def come(role: Role) -> None:
+    async def come(role: TransferRole) -> None:
         errors.append(await attend(both.exchange, role, sides[role], key))
 
     async with anyio.create_task_group() as tasks:
@@ -214,14 +216,14 @@ async def test_a_place_where_one_side_takes_its_time_to_go_is_free_for_the_next(
         await anyio.sleep(1.0)
         tasks.start_soon(come, "destination" if first == "source" else "source")
         await anyio.sleep(50.0)
-        assert both.exchange.meetings == 1
+        assert both.exchange.sessions == 1
     assert both.ended_s["destination"] - both.ended_s["source"] == 100.0
     assert errors == [None, None]
     both.check_freed()
 
 
 async def test_a_meeting_is_free_again_when_it_is_over() -> None:
-    exchange = HandoffExchange()
+    exchange = TransferExchange()
     for _ in range(2):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(attend, exchange, "source", ScriptedSide())
@@ -231,4 +233,4 @@ async def test_a_meeting_is_free_again_when_it_is_over() -> None:
 async def test_an_unknown_order_is_refused_before_anybody_comes() -> None:
     order: Any = "both_first"
     with pytest.raises(InvalidArgument):
-        HandoffExchange(order)
+        TransferExchange(order)

@@ -1,4 +1,4 @@
-"""Handoff: which action follows which fact, and that every side that may own blocks is cancelled when it goes wrong."""
+"""Transfer: which action follows which fact; a failure cancels every side that may own blocks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from engines.mocker.transfer import (
     ActionKind,
     ActionOutcome,
     EndReason,
-    Handoff,
-    HandoffAction,
-    HandoffFact,
-    HandoffOrder,
+    Transfer,
+    TransferAction,
+    TransferFact,
+    TransferOrder,
     TransferTiming,
-    handoff_delay_ms,
-    handoff_order,
+    transfer_delay_ms,
+    transfer_order,
 )
 from pipeline import ContractViolation, InvalidArgument
 
-ORDERS = get_args(HandoffOrder)
+ORDERS = get_args(TransferOrder)
 REASONS = get_args(EndReason)
 CANCELS = (ActionKind.CANCEL_SOURCE, ActionKind.CANCEL_DESTINATION)
 
@@ -40,9 +40,9 @@ OUTCOMES = {
 }
 """What a driver reports of each action; of all others, that it was applied."""
 FACTS = {
-    ActionKind.SUBMIT_PREFILL: HandoffFact.SOURCE_HELD,
-    ActionKind.RESERVE_DESTINATION: HandoffFact.DESTINATION_RESERVED,
-    ActionKind.START_TRANSFER: HandoffFact.TRANSFER_COMPLETED,
+    ActionKind.SUBMIT_PREFILL: TransferFact.SOURCE_HELD,
+    ActionKind.RESERVE_DESTINATION: TransferFact.DESTINATION_RESERVED,
+    ActionKind.START_TRANSFER: TransferFact.TRANSFER_COMPLETED,
 }
 TAIL = ["start_transfer", "activate_destination", "release_source", "complete"]
 SEQUENCE = {
@@ -51,65 +51,65 @@ SEQUENCE = {
 }
 
 
-def acknowledge(handoff: Handoff, action: HandoffAction) -> list[HandoffAction]:
-    return handoff.acknowledge(action.kind, OUTCOMES.get(action.kind, ActionOutcome.APPLIED))
+def acknowledge(transfer: Transfer, action: TransferAction) -> list[TransferAction]:
+    return transfer.acknowledge(action.kind, OUTCOMES.get(action.kind, ActionOutcome.APPLIED))
 
 
 def say(
-    handoff: Handoff, fact: HandoffFact, timing: TransferTiming = NOT_MODELLED, missing: int = 0
-) -> list[HandoffAction]:
-    if fact is HandoffFact.SOURCE_HELD:
-        return handoff.source_held(timing)
-    if fact is HandoffFact.DESTINATION_RESERVED:
-        return handoff.destination_reserved(missing)
-    return handoff.transfer_completed()
+    transfer: Transfer, fact: TransferFact, timing: TransferTiming = NOT_MODELLED, missing: int = 0
+) -> list[TransferAction]:
+    if fact is TransferFact.SOURCE_HELD:
+        return transfer.source_held(timing)
+    if fact is TransferFact.DESTINATION_RESERVED:
+        return transfer.destination_reserved(missing)
+    return transfer.transfer_completed()
 
 
 def follow(
-    handoff: Handoff, action: HandoffAction, timing: TransferTiming = NOT_MODELLED, missing: int = 0
-) -> list[HandoffAction]:
+    transfer: Transfer, action: TransferAction, timing: TransferTiming = NOT_MODELLED, missing: int = 0
+) -> list[TransferAction]:
     """Acknowledges the action and says its fact; gives what is due next."""
-    due = acknowledge(handoff, action)
-    return due + say(handoff, FACTS[action.kind], timing, missing) if action.kind in FACTS else due
+    due = acknowledge(transfer, action)
+    return due + say(transfer, FACTS[action.kind], timing, missing) if action.kind in FACTS else due
 
 
-def drive_to(handoff: Handoff, kind: ActionKind, timing: TransferTiming = NOT_MODELLED, missing: int = 0) -> Any:
+def drive_to(transfer: Transfer, kind: ActionKind, timing: TransferTiming = NOT_MODELLED, missing: int = 0) -> Any:
     """Goes well until that action is due, and gives it."""
-    (action,) = handoff.start()
+    (action,) = transfer.start()
     while action.kind is not kind:
-        (action,) = follow(handoff, action, timing, missing)
+        (action,) = follow(transfer, action, timing, missing)
     return action
 
 
-def kinds(actions: list[HandoffAction]) -> list[str]:
+def kinds(actions: list[TransferAction]) -> list[str]:
     return [action.kind.value for action in actions]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_handoff_that_goes_well_takes_each_step_once_in_order(order: HandoffOrder) -> None:
+def test_a_handoff_that_goes_well_takes_each_step_once_in_order(order: TransferOrder) -> None:
     """MOCK-101, MOCK-103."""
-    handoff = Handoff(order)
-    taken = due = handoff.start()
+    transfer = Transfer(order)
+    taken = due = transfer.start()
     while due[0].kind is not ActionKind.COMPLETE:
-        assert handoff.result is None
-        due = follow(handoff, due[0])
+        assert transfer.result is None
+        due = follow(transfer, due[0])
         taken = taken + due
     assert kinds(taken) == SEQUENCE[order]
-    assert handoff.result == "succeeded"
-    assert handoff.is_ending
+    assert transfer.result == "succeeded"
+    assert transfer.is_ending
 
 
 def test_each_engine_has_its_order() -> None:
-    assert [handoff_order(engine) for engine in ("vllm", "trtllm", "sglang")] == [ORDERS[0], ORDERS[0], ORDERS[1]]
+    assert [transfer_order(engine) for engine in ("vllm", "trtllm", "sglang")] == [ORDERS[0], ORDERS[0], ORDERS[1]]
     with pytest.raises(InvalidArgument, match="vllm, trtllm, sglang") as raised:
-        handoff_order("tgi")
+        transfer_order("tgi")
     assert raised.value.field == "engine_type"
 
 
 def test_an_unknown_order_is_refused() -> None:
     order: Any = "both_first"
     with pytest.raises(InvalidArgument, match="source_first, destination_first"):
-        Handoff(order)
+        Transfer(order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -123,13 +123,13 @@ def test_an_unknown_order_is_refused() -> None:
     ],
 )
 def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
-    order: HandoffOrder, timing: TransferTiming, missing_tokens: int, delay_ms: float
+    order: TransferOrder, timing: TransferTiming, missing_tokens: int, delay_ms: float
 ) -> None:
     """MOCK-104: the third row is a destination that has every block already."""
-    handoff = Handoff(order)
-    transfer = drive_to(handoff, ActionKind.START_TRANSFER, timing, missing_tokens)
-    assert transfer == HandoffAction(ActionKind.START_TRANSFER, delay_ms)
-    assert kinds(follow(handoff, transfer)) == ["activate_destination"]
+    transfer = Transfer(order)
+    transfer = drive_to(transfer, ActionKind.START_TRANSFER, timing, missing_tokens)
+    assert transfer == TransferAction(ActionKind.START_TRANSFER, delay_ms)
+    assert kinds(follow(transfer, transfer)) == ["activate_destination"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -137,82 +137,82 @@ def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
 @pytest.mark.parametrize("is_acknowledged", [False, True])
 @pytest.mark.parametrize("kind", [step for step in ActionKind if step.value in SEQUENCE["source_first"][:-1]])
 def test_giving_up_cancels_every_side_that_may_own_blocks(
-    order: HandoffOrder, reason: EndReason, is_acknowledged: bool, kind: ActionKind
+    order: TransferOrder, reason: EndReason, is_acknowledged: bool, kind: ActionKind
 ) -> None:
     """MOCK-106: issued counts as owned, acknowledged or not."""
-    handoff = Handoff(order)
-    action = drive_to(handoff, kind)
+    transfer = Transfer(order)
+    action = drive_to(transfer, kind)
     if is_acknowledged and kind in FACTS:
-        assert acknowledge(handoff, action) == []
+        assert acknowledge(transfer, action) == []
     issued = SEQUENCE[order][: SEQUENCE[order].index(kind.value) + 1]
     expected = [
         cancel
         for step, cancel in (("submit_prefill", CANCELS[0]), ("reserve_destination", CANCELS[1]))
         if step in issued
     ]
-    cancels = handoff.give_up(reason)
+    cancels = transfer.give_up(reason)
     assert [cancel.kind for cancel in cancels] == expected
-    ends = [handoff.acknowledge(cancel.kind, ActionOutcome.NOOP) for cancel in cancels]
+    ends = [transfer.acknowledge(cancel.kind, ActionOutcome.NOOP) for cancel in cancels]
     assert [kinds(end) for end in ends] == [[]] * (len(ends) - 1) + [["complete"]]
-    assert handoff.result == reason
+    assert transfer.result == reason
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_lost_release_is_followed_by_cancels_and_no_second_release(order: HandoffOrder) -> None:
+def test_a_lost_release_is_followed_by_cancels_and_no_second_release(order: TransferOrder) -> None:
     """MOCK-107."""
-    handoff = Handoff(order)
-    release = drive_to(handoff, ActionKind.RELEASE_SOURCE)
-    cancels = handoff.give_up("timed_out")
+    transfer = Transfer(order)
+    release = drive_to(transfer, ActionKind.RELEASE_SOURCE)
+    cancels = transfer.give_up("timed_out")
     assert [cancel.kind for cancel in cancels] == list(CANCELS)
-    late = acknowledge(handoff, release)
+    late = acknowledge(transfer, release)
     assert late == []
-    assert acknowledge(handoff, cancels[0]) == []
-    assert kinds(acknowledge(handoff, cancels[1])) == ["complete"]
-    assert handoff.result == "timed_out"
+    assert acknowledge(transfer, cancels[0]) == []
+    assert kinds(acknowledge(transfer, cancels[1])) == ["complete"]
+    assert transfer.result == "timed_out"
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", [step for step in ActionKind if step.value in SEQUENCE["source_first"][:-1]])
-def test_a_failed_step_gives_up_and_its_own_side_is_cancelled_too(order: HandoffOrder, kind: ActionKind) -> None:
-    handoff = Handoff(order)
-    drive_to(handoff, kind)
-    cancels = kinds(handoff.acknowledge(kind, ActionOutcome.FAILED))
+def test_a_failed_step_gives_up_and_its_own_side_is_cancelled_too(order: TransferOrder, kind: ActionKind) -> None:
+    transfer = Transfer(order)
+    drive_to(transfer, kind)
+    cancels = kinds(transfer.acknowledge(kind, ActionOutcome.FAILED))
     own = "cancel_destination" if "destination" in kind.value else "cancel_source"
     assert own in cancels
-    assert handoff.is_ending
-    assert handoff.result is None
+    assert transfer.is_ending
+    assert transfer.result is None
 
 
 def test_what_is_given_up_before_its_start_never_starts() -> None:
-    handoff = Handoff("source_first")
-    assert kinds(handoff.give_up("cancelled")) == ["complete"]
-    assert handoff.start() == []
-    assert handoff.result == "cancelled"
+    transfer = Transfer("source_first")
+    assert kinds(transfer.give_up("cancelled")) == ["complete"]
+    assert transfer.start() == []
+    assert transfer.result == "cancelled"
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_is_said_twice_is_ignored(order: HandoffOrder) -> None:
-    handoff = Handoff(order)
-    (action,) = handoff.start()
-    assert handoff.start() == []
+def test_what_is_said_twice_is_ignored(order: TransferOrder) -> None:
+    transfer = Transfer(order)
+    (action,) = transfer.start()
+    assert transfer.start() == []
     while action.kind is not ActionKind.COMPLETE:
         before = action
-        (action,) = follow(handoff, before)
-        assert acknowledge(handoff, before) == []
+        (action,) = follow(transfer, before)
+        assert acknowledge(transfer, before) == []
         if before.kind in FACTS:
-            assert say(handoff, FACTS[before.kind]) == []
-    assert acknowledge(handoff, action) == []
-    assert handoff.give_up("timed_out") == []
-    assert handoff.result == "succeeded"
+            assert say(transfer, FACTS[before.kind]) == []
+    assert acknowledge(transfer, action) == []
+    assert transfer.give_up("timed_out") == []
+    assert transfer.result == "succeeded"
 
 
 def test_giving_up_twice_keeps_the_first_reason() -> None:
-    handoff = Handoff("source_first")
-    handoff.start()
-    (cancel,) = handoff.give_up("failed")
-    assert handoff.give_up("timed_out") == []
-    assert kinds(acknowledge(handoff, cancel)) == ["complete"]
-    assert handoff.result == "failed"
+    transfer = Transfer("source_first")
+    transfer.start()
+    (cancel,) = transfer.give_up("failed")
+    assert transfer.give_up("timed_out") == []
+    assert kinds(acknowledge(transfer, cancel)) == ["complete"]
+    assert transfer.result == "failed"
 
 
 def breach(rule: str) -> Any:
@@ -220,67 +220,67 @@ def breach(rule: str) -> Any:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_h1_a_fact_before_its_acknowledged_action_is_an_error(order: HandoffOrder) -> None:
-    handoff = Handoff(order)
-    for fact in HandoffFact:
+def test_h1_a_fact_before_its_acknowledged_action_is_an_error(order: TransferOrder) -> None:
+    transfer = Transfer(order)
+    for fact in TransferFact:
         with breach("H1"):
-            say(handoff, fact)
-    (action,) = handoff.start()
+            say(transfer, fact)
+    (action,) = transfer.start()
     while action.kind in FACTS:
-        for fact in HandoffFact:
-            if not handoff.has(fact):
+        for fact in TransferFact:
+            if not transfer.has(fact):
                 with breach("H1"):
-                    say(handoff, fact)
-        (action,) = follow(handoff, action)
+                    say(transfer, fact)
+        (action,) = follow(transfer, action)
 
 
 def test_h2_an_acknowledgement_that_contradicts_the_first_is_an_error() -> None:
-    handoff = Handoff("source_first")
-    drive_to(handoff, ActionKind.START_TRANSFER)
+    transfer = Transfer("source_first")
+    drive_to(transfer, ActionKind.START_TRANSFER)
     with breach("H2"):
-        handoff.acknowledge(ActionKind.SUBMIT_PREFILL, ActionOutcome.FAILED)
-    assert not handoff.is_ending
+        transfer.acknowledge(ActionKind.SUBMIT_PREFILL, ActionOutcome.FAILED)
+    assert not transfer.is_ending
 
 
 def test_h2_a_fact_that_contradicts_the_first_is_an_error() -> None:
-    handoff = Handoff("source_first")
-    drive_to(handoff, ActionKind.ACTIVATE_DESTINATION, MISSING_ONLY, 5)
+    transfer = Transfer("source_first")
+    drive_to(transfer, ActionKind.ACTIVATE_DESTINATION, MISSING_ONLY, 5)
     with breach("H2"):
-        handoff.destination_reserved(6)
+        transfer.destination_reserved(6)
     with breach("H2"):
-        handoff.source_held(NOT_MODELLED)
+        transfer.source_held(NOT_MODELLED)
 
 
 def test_h3_only_an_issued_action_is_acknowledged_and_only_as_it_can_go() -> None:
-    handoff = Handoff("source_first")
-    (submit,) = handoff.start()
+    transfer = Transfer("source_first")
+    (submit,) = transfer.start()
     for kind in set(ActionKind) - {submit.kind}:
         with breach("H3"):
-            handoff.acknowledge(kind, ActionOutcome.APPLIED)
+            transfer.acknowledge(kind, ActionOutcome.APPLIED)
     for outcome in set(ActionOutcome) - {ActionOutcome.SUBMITTED, ActionOutcome.FAILED}:
         with breach("H3"):
-            handoff.acknowledge(submit.kind, outcome)
-    assert acknowledge(handoff, submit) == []  # what was refused left no trace
+            transfer.acknowledge(submit.kind, outcome)
+    assert acknowledge(transfer, submit) == []  # what was refused left no trace
 
 
 def test_h4_a_cancel_that_failed_does_not_end_it() -> None:
-    handoff = Handoff("source_first")
-    handoff.start()
-    (cancel,) = handoff.give_up("cancelled")
+    transfer = Transfer("source_first")
+    transfer.start()
+    (cancel,) = transfer.give_up("cancelled")
     with breach("H4"):
-        handoff.acknowledge(cancel.kind, ActionOutcome.FAILED)
-    assert handoff.result is None
-    assert kinds(acknowledge(handoff, cancel)) == ["complete"]
+        transfer.acknowledge(cancel.kind, ActionOutcome.FAILED)
+    assert transfer.result is None
+    assert kinds(acknowledge(transfer, cancel)) == ["complete"]
 
 
 def test_late_reports_of_steps_lead_to_nothing() -> None:
-    handoff = Handoff("source_first")
-    (submit,) = handoff.start()
-    (cancel,) = handoff.give_up("cancelled")
-    assert acknowledge(handoff, submit) == []
-    assert handoff.source_held(NOT_MODELLED) == []
-    assert kinds(acknowledge(handoff, cancel)) == ["complete"]
-    assert handoff.source_held(NOT_MODELLED) == []
+    transfer = Transfer("source_first")
+    (submit,) = transfer.start()
+    (cancel,) = transfer.give_up("cancelled")
+    assert acknowledge(transfer, submit) == []
+    assert transfer.source_held(NOT_MODELLED) == []
+    assert kinds(acknowledge(transfer, cancel)) == ["complete"]
+    assert transfer.source_held(NOT_MODELLED) == []
 
 
 @pytest.mark.parametrize("value", [-1.0, nan, inf, -inf])
@@ -297,7 +297,7 @@ def test_counts_below_zero_and_unknown_modes_are_refused() -> None:
         ("kv_bytes_per_token", lambda: TransferTiming(1, -1)),
         ("mode", lambda: TransferTiming(1, mode=mode)),
         ("missing_tokens", lambda: MISSING_ONLY.delay_ms(-1)),
-        ("missing_tokens", lambda: Handoff("source_first").destination_reserved(-1)),
+        ("missing_tokens", lambda: Transfer("source_first").destination_reserved(-1)),
     ]
     for name, make in refused:
         with pytest.raises(InvalidArgument) as raised:
@@ -306,16 +306,16 @@ def test_counts_below_zero_and_unknown_modes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_delay_without_end_is_refused_before_the_transfer_and_leaves_no_trace(order: HandoffOrder) -> None:
-    handoff, endless = Handoff(order), TransferTiming(1, 10**300, 1e-20)
-    (first,) = handoff.start()
-    (second,) = follow(handoff, first, endless)
-    assert acknowledge(handoff, second) == []
+def test_a_delay_without_end_is_refused_before_the_transfer_and_leaves_no_trace(order: TransferOrder) -> None:
+    transfer, endless = Transfer(order), TransferTiming(1, 10**300, 1e-20)
+    (first,) = transfer.start()
+    (second,) = follow(transfer, first, endless)
+    assert acknowledge(transfer, second) == []
     with pytest.raises(InvalidArgument) as raised:
-        say(handoff, FACTS[second.kind], endless)
+        say(transfer, FACTS[second.kind], endless)
     assert raised.value.field == "bandwidth_gb_s"
-    assert not handoff.has(FACTS[second.kind])
-    assert [cancel.kind for cancel in handoff.give_up("failed")] == list(CANCELS)
+    assert not transfer.has(FACTS[second.kind])
+    assert [cancel.kind for cancel in transfer.give_up("failed")] == list(CANCELS)
 
 
 @pytest.mark.parametrize("timing", [TransferTiming(1, 10**400, 1.0), TransferTiming(1, 1, 5e-324)])
@@ -333,7 +333,7 @@ def test_only_a_completed_prefill_owes_a_delay(
 ) -> None:
     """MOCK-64, MOCK-65."""
     timing = TransferTiming(128, 1_000_000, 1.0)
-    assert handoff_delay_ms(timing, 0, worker_type=worker_type, is_completed=is_completed) == delay_ms
+    assert transfer_delay_ms(timing, 0, worker_type=worker_type, is_completed=is_completed) == delay_ms
 
 
 @pytest.mark.parametrize("timing", [TransferTiming(8, None, 1.0), TransferTiming(8, 4), TransferTiming(8, 4, 0.0)])
@@ -342,7 +342,7 @@ def test_without_bytes_or_bandwidth_no_delay_is_modelled(timing: TransferTiming)
 
 
 class World:
-    """Two sides of which the handoff sees only reports: late, repeated, and one in ten of a step that failed."""
+    """Two sides of which the transfer sees only reports: late, repeated, and one in ten of a step that failed."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -350,7 +350,7 @@ class World:
         self.issued: list[ActionKind] = []
         self.reports: list[tuple[Any, ActionOutcome]] = []
 
-    def do(self, actions: list[HandoffAction]) -> None:
+    def do(self, actions: list[TransferAction]) -> None:
         for action in actions:
             assert ActionKind.COMPLETE not in self.issued
             assert action.kind not in self.issued
@@ -371,12 +371,12 @@ class World:
         self.owns[side] += kind in (ActionKind.SUBMIT_PREFILL, ActionKind.RESERVE_DESTINATION)
         return OUTCOMES.get(kind, ActionOutcome.APPLIED)
 
-    def report(self, handoff: Handoff) -> None:
+    def report(self, transfer: Transfer) -> None:
         kind, outcome = self.reports.pop(self.rng.randrange(len(self.reports)))
-        if isinstance(kind, HandoffFact):
-            self.do(say(handoff, kind, MISSING_ONLY, 3))
+        if isinstance(kind, TransferFact):
+            self.do(say(transfer, kind, MISSING_ONLY, 3))
             return
-        self.do(handoff.acknowledge(kind, outcome))
+        self.do(transfer.acknowledge(kind, outcome))
         if kind in FACTS and outcome is not ActionOutcome.FAILED:
             self.reports.append((FACTS[kind], outcome))
         if self.rng.random() < 0.2:
@@ -384,16 +384,18 @@ class World:
 
 
 @given(st.sampled_from(ORDERS), st.integers(0, 2**32))
-def test_in_any_order_of_reports_each_side_is_freed_once_and_the_end_comes_last(order: HandoffOrder, seed: int) -> None:
-    rng, handoff = Random(seed), Handoff(order)
+def test_in_any_order_of_reports_each_side_is_freed_once_and_the_end_comes_last(
+    order: TransferOrder, seed: int
+) -> None:
+    rng, transfer = Random(seed), Transfer(order)
     world = World(rng)
-    world.do(handoff.start())
+    world.do(transfer.start())
     while world.reports:
         if rng.random() < 0.05:
-            world.do(handoff.give_up(rng.choice(REASONS)))
-        world.report(handoff)
+            world.do(transfer.give_up(rng.choice(REASONS)))
+        world.report(transfer)
     assert world.issued[-1] is ActionKind.COMPLETE
-    assert handoff.result is not None
+    assert transfer.result is not None
     assert max(world.freed.values(), default=0) <= 1
     assert world.owns["source"] == 0
-    assert world.owns["destination"] == (handoff.result == "succeeded")
+    assert world.owns["destination"] == (transfer.result == "succeeded")

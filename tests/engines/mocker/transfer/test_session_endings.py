@@ -15,7 +15,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.mocker.transfer import HandoffExchange, HandoffOrder, Role, TransferTiming
+from engines.mocker.transfer import TransferExchange, TransferOrder, TransferRole, TransferTiming
 from pipeline import Cancelled, Control, InvalidArgument
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected, BackendResponseTimeout
 from tests.engines.mocker.transfer.worlds import (
@@ -33,19 +33,19 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_whoever_waits_alone_gives_up_after_the_rendezvous_limit(role: Role) -> None:
-    exchange, side = HandoffExchange(), ScriptedSide(1.0)
+async def test_whoever_waits_alone_gives_up_after_the_rendezvous_limit(role: TransferRole) -> None:
+    exchange, side = TransferExchange(), ScriptedSide(1.0)
     started_s = anyio.current_time()
     error = await attend(exchange, role, side)
     assert isinstance(error, BackendConnectionTimeout)
     assert anyio.current_time() - started_s == pytest.approx(30.0)
-    assert exchange.meetings == exchange.waiting == side.held == 0
+    assert exchange.sessions == exchange.waiting == side.held == 0
     assert side.freed == (role == "source")
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("slow", ROLES)
-async def test_a_session_that_takes_too_long_ends_on_both_sides(order: HandoffOrder, slow: Role) -> None:
+async def test_a_session_that_takes_too_long_ends_on_both_sides(order: TransferOrder, slow: TransferRole) -> None:
     """MOCK-106 where the destination still waits for room."""
     both = pair(order)
     both.sides[slow].wait_s = 1_000.0
@@ -68,13 +68,15 @@ async def test_the_session_limit_holds_for_the_time_on_the_way() -> None:
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 @pytest.mark.parametrize("after_s", [0.5, 1.5, 2.01])
-async def test_a_side_that_leaves_frees_both(order: HandoffOrder, role: Role, how: str, after_s: float) -> None:
+async def test_a_side_that_leaves_frees_both(
+    order: TransferOrder, role: TransferRole, how: str, after_s: float
+) -> None:
     """In the first wait, in the second, and with the blocks on the way."""
     both = pair(order, ScriptedSide(1.0), ScriptedSide(1.0))
     disturb = both.scopes[role].cancel if how == "cancel" else getattr(both.controls[role], how)
     started_s = anyio.current_time()
     await both.run(disturb, after_s)
-    other: Role = "destination" if role == "source" else "source"
+    other: TransferRole = "destination" if role == "source" else "source"
     assert isinstance(both.errors[other], BackendDisconnected)
     if how == "cancel":
         assert role not in both.errors
@@ -99,7 +101,7 @@ async def test_a_side_that_leaves_without_waiting_for_the_end_frees_both() -> No
 
 
 async def test_a_request_stopped_while_its_answer_is_not_read_frees_both_at_once() -> None:
-    exchange, source, destination, control = HandoffExchange(), ScriptedSide(), ScriptedSide(1_000.0), Control()
+    exchange, source, destination, control = TransferExchange(), ScriptedSide(), ScriptedSide(1_000.0), Control()
     async with anyio.create_task_group() as tasks, exchange.source(KEY, source, control) as taken:
         tasks.start_soon(attend, exchange, "destination", destination)
         await taken.held()
@@ -107,18 +109,18 @@ async def test_a_request_stopped_while_its_answer_is_not_read_frees_both_at_once
         control.stop()
         assert source.freed == 1
         await anyio.wait_all_tasks_blocked()
-        assert exchange.meetings == 0
+        assert exchange.sessions == 0
         with pytest.raises(Cancelled):
             await taken.done()
     assert destination.calls == ["cancel"]
 
 
 async def test_a_request_stopped_before_it_came_asks_nothing_of_its_side() -> None:
-    exchange, side, control = HandoffExchange(), ScriptedSide(), Control()
+    exchange, side, control = TransferExchange(), ScriptedSide(), Control()
     control.stop()
     assert isinstance(await attend(exchange, "source", side, control=control), Cancelled)
     assert side.calls == []
-    assert exchange.meetings == 0
+    assert exchange.sessions == 0
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -132,7 +134,9 @@ async def test_a_request_stopped_before_it_came_asks_nothing_of_its_side() -> No
         ("destination", "activate"),
     ],
 )
-async def test_a_side_that_fails_keeps_its_error_and_frees_both(order: HandoffOrder, role: Role, fails_in: str) -> None:
+async def test_a_side_that_fails_keeps_its_error_and_frees_both(
+    order: TransferOrder, role: TransferRole, fails_in: str
+) -> None:
     both = pair(order, ScriptedSide(1.0), ScriptedSide(1.0))
     both.sides[role].fails_in = fails_in
     await both.run()
@@ -178,7 +182,7 @@ async def test_who_waits_is_told_at_once_though_the_other_takes_its_time_to_go()
 
 
 async def test_a_seat_that_was_left_is_not_kept_by_its_request() -> None:
-    exchange, control = HandoffExchange(), Control()
+    exchange, control = TransferExchange(), Control()
     taken = exchange.source(KEY, ScriptedSide(), control)
     async with taken:
         left = ref(taken)
@@ -191,23 +195,23 @@ async def test_a_seat_that_was_left_is_not_kept_by_its_request() -> None:
 @settings(max_examples=60)
 @given(st.sampled_from(ORDERS), st.integers(0, 2**32))
 async def test_whatever_ends_it_both_sides_are_freed_once_and_nothing_stays_open(
-    order: HandoffOrder, seed: int
+    order: TransferOrder, seed: int
 ) -> None:
     """Twenty hand-overs at once: arrivals, waits, failures, stops and cancellations at random, ties included."""
-    rng, exchange = Random(seed), HandoffExchange(order, rendezvous_timeout_s=4.0, session_timeout_s=6.0)
+    rng, exchange = Random(seed), TransferExchange(order, rendezvous_timeout_s=4.0, session_timeout_s=6.0)
     pairs = [Pair(exchange, ScriptedSide(rng.randrange(5)), ScriptedSide(rng.randrange(5))) for _ in range(20)]
 
     async def live(number: int, both: Pair) -> None:
         key = evolve(KEY, bootstrap_room=number, handoff_id=UUID(int=number))
 
-        async def come(role: Role) -> None:
+        async def come(role: TransferRole) -> None:
             with both.scopes[role]:
                 await anyio.sleep(rng.randrange(6))
                 both.errors[role] = await attend(exchange, role, both.sides[role], key, both.controls[role])
 
         if rng.random() < 0.3:
             both.sides[rng.choice(ROLES)].fails_in = rng.choice(["submit", "hold", "reserve", "activate", "release"])
-        role: Role = rng.choice(ROLES)
+        role: TransferRole = rng.choice(ROLES)
         control, scope = both.controls[role], both.scopes[role]
         disturbances: list[Callable[[], object]] = [scope.cancel, control.stop, control.kill, list]
         disturb = rng.choice(disturbances)

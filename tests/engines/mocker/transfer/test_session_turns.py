@@ -1,4 +1,4 @@
-"""HandoffExchange: a side that ends at any turn of the loop, of either side's waits, leaves nothing behind."""
+"""TransferExchange: a side that ends at any turn of the loop, of either side's waits, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import get_args
 import anyio
 import pytest
 
-from engines.mocker.transfer import HandoffOrder, Role
+from engines.mocker.transfer import TransferOrder, TransferRole
 from pipeline import Cancelled
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from tests.engines.mocker.transfer.worlds import (
@@ -24,12 +24,12 @@ ALL_TURNS = 32
 """More than a transfer takes; the last ones disturb nothing."""
 
 
-@pytest.mark.parametrize("order", get_args(HandoffOrder))
+@pytest.mark.parametrize("order", get_args(TransferOrder))
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("late", [None, *ROLES])
 async def test_at_whatever_turn_a_side_ends_both_give_back_once_what_they_have(
-    order: HandoffOrder, how: str, role: Role, late: Role | None
+    order: TransferOrder, how: str, role: TransferRole, late: TransferRole | None
 ) -> None:
     went_well = []
     for turn in range(ALL_TURNS):
@@ -46,7 +46,7 @@ async def test_at_whatever_turn_a_side_ends_both_give_back_once_what_they_have(
         assert source in ([], ["submit", "cancel"], ["submit", "hold", "cancel"], ["submit", "hold", "release"])
         assert destination in ([], ["cancel"], ["reserve", "cancel"], ["reserve", "activate"])
         assert has_moved == ("activate" in destination)
-        assert both.exchange.meetings == both.exchange.waiting == 0
+        assert both.exchange.sessions == both.exchange.waiting == 0
         both.check_freed()
         for error in both.errors.values():
             expected = (Cancelled, BackendDisconnected, BackendConnectionTimeout)

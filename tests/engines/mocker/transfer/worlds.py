@@ -9,14 +9,21 @@ from uuid import UUID
 import anyio
 from anyio.lowlevel import checkpoint
 
-from engines.mocker.transfer import HandoffExchange, HandoffKey, HandoffOrder, Role, Seat, TransferTiming
+from engines.mocker.transfer import (
+    SessionEndpoint,
+    TransferExchange,
+    TransferKey,
+    TransferOrder,
+    TransferRole,
+    TransferTiming,
+)
 from pipeline import Control
 from pipeline.protocols import BootstrapInfo
 
-ORDERS = get_args(HandoffOrder)
-ROLES: tuple[Role, ...] = get_args(Role)
+ORDERS = get_args(TransferOrder)
+ROLES: tuple[TransferRole, ...] = get_args(TransferRole)
 INFO = BootstrapInfo("10.0.0.1", 8998, 77, UUID(int=7))
-KEY = HandoffKey.of(INFO, "request-1")
+KEY = TransferKey.of(INFO, "request-1")
 TIMING = TransferTiming(128, 1_000_000, 1.0, "destination_missing")
 """A missing token takes 1 ms."""
 LATE_S = 5.0
@@ -111,19 +118,27 @@ class SlowToLeave(ScriptedSide):
                 await anyio.sleep(100.0)
 
 
-def seat(
-    exchange: HandoffExchange, role: Role, side: ScriptedSide, key: HandoffKey = KEY, control: Control | None = None
-) -> Seat:
-    """Return the seat of that role, to be entered."""
+def endpoint(
+    exchange: TransferExchange,
+    role: TransferRole,
+    side: ScriptedSide,
+    key: TransferKey = KEY,
+    control: Control | None = None,
+) -> SessionEndpoint:
+    """Return the endpoint of that role, to be entered."""
     return (exchange.source if role == "source" else exchange.destination)(key, side, control)
 
 
 async def attend(
-    exchange: HandoffExchange, role: Role, side: ScriptedSide, key: HandoffKey = KEY, control: Control | None = None
+    exchange: TransferExchange,
+    role: TransferRole,
+    side: ScriptedSide,
+    key: TransferKey = KEY,
+    control: Control | None = None,
 ) -> Exception | None:
-    """Take the seat, wait for the end, and return the error it ended with."""
+    """Take the endpoint, wait for the end, and return the error it ended with."""
     try:
-        async with seat(exchange, role, side, key, control) as taken:
+        async with endpoint(exchange, role, side, key, control) as taken:
             await taken.done()
     except Exception as error:
         return error
@@ -133,16 +148,16 @@ async def attend(
 class Pair:
     """Both sides of one transfer, each in its task."""
 
-    def __init__(self, exchange: HandoffExchange, source: ScriptedSide, destination: ScriptedSide) -> None:
+    def __init__(self, exchange: TransferExchange, source: ScriptedSide, destination: ScriptedSide) -> None:
         self.exchange = exchange
-        self.sides: dict[Role, ScriptedSide] = {"source": source, "destination": destination}
-        self.errors: dict[Role, Exception | None] = {}
+        self.sides: dict[TransferRole, ScriptedSide] = {"source": source, "destination": destination}
+        self.errors: dict[TransferRole, Exception | None] = {}
         """How each side ended; a cancelled one has no entry."""
-        self.scopes: dict[Role, anyio.CancelScope] = {role: anyio.CancelScope() for role in self.sides}
-        self.controls: dict[Role, Control] = {role: Control() for role in self.sides}
-        self.ended_s: dict[Role, float] = {}
+        self.scopes: dict[TransferRole, anyio.CancelScope] = {role: anyio.CancelScope() for role in self.sides}
+        self.controls: dict[TransferRole, Control] = {role: Control() for role in self.sides}
+        self.ended_s: dict[TransferRole, float] = {}
 
-    async def attend(self, role: Role, after_s: float = 0.0, after_turns: int = 0) -> None:
+    async def attend(self, role: TransferRole, after_s: float = 0.0, after_turns: int = 0) -> None:
         """Come with that side, later by so much, and wait for its end."""
         try:
             with self.scopes[role]:
@@ -153,7 +168,7 @@ class Pair:
             self.ended_s[role] = anyio.current_time()
 
     async def run(
-        self, disturb: Callable[[], object] | None = None, after_s: float = 0.0, *, late: Role | None = None
+        self, disturb: Callable[[], object] | None = None, after_s: float = 0.0, *, late: TransferRole | None = None
     ) -> None:
         """Run both sides to their ends; a late one comes `LATE_S` after the other. `disturb` is called meanwhile."""
         async with anyio.create_task_group() as tasks:
@@ -163,7 +178,7 @@ class Pair:
                 await anyio.sleep(after_s)
                 disturb()
 
-    def end(self, role: Role, how: str) -> None:
+    def end(self, role: TransferRole, how: str) -> None:
         """Stop, kill or cancel that side."""
         if how == "cancel":
             self.scopes[role].cancel()
@@ -172,7 +187,7 @@ class Pair:
 
     def check_freed(self) -> None:
         """Assert that nothing stays open: no session and no block, and that nothing was freed twice."""
-        assert self.exchange.meetings == self.exchange.waiting == 0
+        assert self.exchange.sessions == self.exchange.waiting == 0
         source, destination = self.sides["source"], self.sides["destination"]
         assert not source.held
         assert source.freed == ("submit" in source.calls)
@@ -183,7 +198,7 @@ class Pair:
 
 
 def pair(
-    order: HandoffOrder = "source_first", source: ScriptedSide | None = None, destination: ScriptedSide | None = None
+    order: TransferOrder = "source_first", source: ScriptedSide | None = None, destination: ScriptedSide | None = None
 ) -> Pair:
     """Return both sides at an exchange of their own."""
-    return Pair(HandoffExchange(order), source or ScriptedSide(), destination or ScriptedSide())
+    return Pair(TransferExchange(order), source or ScriptedSide(), destination or ScriptedSide())
