@@ -105,7 +105,7 @@ class BlockPool:
         self.active += woken
 
     def take(self, count: int) -> list[int] | None:
-        """Return that many nameless blocks, held once, or None if there are too few. Evicts the longest inactive ones."""
+        """Return that many nameless blocks, held once; None if there are too few. Evicts the longest inactive ones."""
         if count > self.capacity - self.active:
             return None
         self.changes += 1
