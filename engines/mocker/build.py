@@ -18,6 +18,7 @@ from pipeline import InvalidArgument
 
 from .args import MockEngineArgs, SglangArgs
 from .scheduling import (
+    ROLES,
     BlockPool,
     Burst,
     NoEvictPolicy,
@@ -107,7 +108,7 @@ def make_scheduler(
         block_size=args.block_size,
         policy=make_policy(args),
         time=StepTime(make_timing(args) if timing is None else timing, args.speedup_ratio, args.decode_speedup_ratio),
-        worker_type=args.worker_type,
+        role=ROLES[args.worker_type],
         max_seqs=args.max_num_seqs,
         # SGLang has limits of its own, which are the policy's.
         max_batched_tokens=None if args.engine_type == "sglang" else args.max_num_batched_tokens,

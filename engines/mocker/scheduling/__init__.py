@@ -12,13 +12,14 @@ from .policies import (
     VllmPolicy,
     accept_rates,
 )
-from .scheduler import Scheduler
+from .scheduler import ROLES, Role, Scheduler
 from .sequence import AT_ONCE_TOKENS, Sequence, SequenceState, u32s
 from .step import StepPlan, StepResult
 
 __all__ = [
     "AT_ONCE_TOKENS",
     "LONGEST_PREFIX_WAITING",
+    "ROLES",
     "UNBOUNDED",
     "BlockPool",
     "Burst",
@@ -26,6 +27,7 @@ __all__ = [
     "NoEvictPolicy",
     "OnEvent",
     "Policy",
+    "Role",
     "Scheduler",
     "Sequence",
     "SequenceState",

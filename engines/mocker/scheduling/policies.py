@@ -1,10 +1,10 @@
-"""Policy: what differs between the engines we imitate, as choices the scheduler asks for.
+"""Policy: the decisions in which the simulated engines differ, made for the scheduler.
 
 SglangPolicy: prompts before outputs, admission by an estimate of what outputs will need.
 
 NoEvictPolicy: admission that keeps room to the end of everything admitted.
 
-VllmPolicy: optimistic admission, paid for by pre-emption.
+VllmPolicy: optimistic admission, paid for by preemption.
 
 Speculative decoding: how many tokens one decode step yields.
 """
@@ -32,49 +32,49 @@ UNBOUNDED = maxsize
 
 @frozen
 class Load:
-    """What a choice may look at."""
+    """The state that a decision may depend on."""
 
     pool: BlockPool
     running: Items[Sequence]
     promised: Iterable[Sequence]
-    """Not running, yet with blocks for a prompt somebody else computes, in transfer or about to run."""
+    """Not running, yet with blocks for a prompt of a prefill worker: in transfer or about to run."""
 
 
 class Policy(Protocol):
-    """The choices of one flavour of engine. They change nothing but the order of the waiting."""
+    """The decisions of one flavour of engine. They change nothing but the order of the queue."""
 
     prefill_first: bool
-    """Whether a pass that computes prompts makes the sequences in their output wait."""
+    """Whether a step that computes prompts makes the sequences in their output wait."""
     prefill_tokens: int
-    """Prompt tokens a pass computes at most, besides the limit of all tokens."""
+    """Most prompt tokens of a step, besides its limit of all tokens."""
 
     def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
-        """The length at which the sequence ends for lack of room; None if there is none for it at all."""
+        """Return the length at which the sequence ends for lack of room; None if its prompt does not fit."""
         ...
 
     def part(self, remaining_tokens: int, left_tokens: int) -> int:
-        """How much of a prompt this pass may compute, with so much left of `prefill_tokens`."""
+        """Return how much of a prompt this step may compute, with `left_tokens` left of `prefill_tokens`."""
         ...
 
     def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
-        """Puts first who is to be admitted first."""
+        """Order the queue by admission."""
         ...
 
     def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
-        """Whether it may be admitted now; `shared_blocks` of its prefix are held by others already."""
+        """Return whether it may be admitted now; other sequences hold `shared_blocks` of its prefix already."""
         ...
 
     def victim(self, running: Items[Sequence]) -> Sequence | None:
-        """Who gives up its blocks when there are none; None if nobody ever should have to."""
+        """Return the sequence to preempt when no blocks are left; None if this policy never preempts."""
         ...
 
     def after_step(self, preempted: bool) -> None:
-        """A pass is over."""
+        """Called after each step."""
         ...
 
 
 INITIAL_RATIO = 0.7
-"""Part of the outputs of running sequences that is kept free at first, and again after a pre-emption."""
+"""Part of the outputs of running sequences that is kept free at first, and again after a preemption."""
 LEAST_RATIO = 0.14
 """How far that part falls, as a part of its first value."""
 PASSES_TO_LEAST = 600
@@ -83,16 +83,16 @@ LONGEST_PREFIX_WAITING = 128
 
 
 class SglangPolicy:
-    """A pass computes prompts, if there are any to compute; else each running sequence gets its next token.
+    """A step computes prompts, if there are any to compute; else each running sequence gets its next token.
 
     A prompt is split only if it is longer than a chunk, at page boundaries. It is admitted if what is left of the cache
     holds it, its output (at most `clip_max_new_tokens` of it) and a part of the outputs of the running; where nothing
-    runs, if the cache holds it, with what it said before a pre-emption. `lpm` admits the longest cached prefix first.
-    Who has generated least is pre-empted.
+    runs, if the cache holds it, with its tokens from before a preemption. `lpm` admits the longest cached prefix first.
+    The sequence with the fewest generated tokens is preempted.
 
-    Source: dynamo lib/mocker/src/scheduler/sglang/{prefill,decode,policy,config}.rs. Other than there, a pre-empted
+    Source: dynamo lib/mocker/src/scheduler/sglang/{prefill,decode,policy,config}.rs. Other than there, a preempted
     sequence goes back to its prompt, a long prompt is charged as a whole and not by the chunk, what counts against the
-    cap of a pass is tokens and not pages, and equal prompts that wait together are not spread over passes.
+    cap of a step is tokens and not pages, and equal prompts that wait together are not spread over steps.
     """
 
     prefill_first = True
@@ -134,7 +134,7 @@ class SglangPolicy:
 
     def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
         if not load.running:
-            # The rest of the cache is promised; who gave way to that would only do so again.
+            # The rest of the cache is promised; a sequence preempted for that would only be preempted again.
             return sequence.missing_blocks(sequence.emitted_length) - shared_blocks <= load.pool.available
         missing = sequence.missing_blocks(sequence.length) - shared_blocks
         kept = sum(self._output_left(other) for other in load.running) * self.ratio
@@ -155,7 +155,7 @@ class SglangPolicy:
 class NoEvictPolicy:
     """TensorRT-LLM's guaranteed_no_evict: admits what fits to its end, beside all others to their ends.
 
-    So nothing is ever pre-empted. Prompt and output are cut to the cache; a prompt that fills it is rejected.
+    So nothing is ever preempted. Prompt and output are cut to the cache; a prompt that fills it is rejected.
     Source: dynamo lib/mocker/src/scheduler/vllm/policy.rs, TrtllmGuaranteedNoEvict.
     """
 
@@ -184,15 +184,15 @@ class NoEvictPolicy:
 
 
 class VllmPolicy:
-    """Admits what fits now, and pre-empts when outputs outgrow the cache.
+    """Admits what fits now, and preempts when outputs outgrow the cache.
 
-    `lifo` pre-empts who was admitted last, `fifo` the first. Where the cache cannot hold a whole output, the sequence
-    ends there.
+    `lifo` preempts the sequence admitted last, `fifo` the first. A sequence whose whole output exceeds the cache ends
+    where the cache does.
 
     Source: dynamo lib/mocker/src/scheduler/vllm/policy.rs. Other than there, an output that can never be held is cut
-    (there it is pre-empted forever); with `fifo` a pre-empted request comes back only when all of it fits (there, two
-    that restart from their prompts can pre-empt each other forever); and where nobody else runs, only when what it has
-    said fits (there it starts over and over, as long as others have reserved the blocks it lacks).
+    (there it is preempted forever); with `fifo` a preempted request comes back only when all of it fits (there, two
+    that restart from their prompts can preempt each other forever); and where no other runs, only when its tokens so
+    far fit (there it starts over and over, as long as others have reserved the missing blocks).
     """
 
     prefill_first = False
@@ -217,7 +217,7 @@ class VllmPolicy:
         if sequence.preemptions and not self._newest:
             tokens = max(sequence.end - 1, sequence.length)
         else:
-            # Where nobody runs the rest of the cache is promised, and who gave way to that would only do so again.
+            # Where no other runs the rest of the cache is promised: preempted for that, it would be so again.
             tokens = sequence.length if load.running else sequence.emitted_length
         return sequence.missing_blocks(tokens) - shared_blocks <= load.pool.available
 
@@ -234,9 +234,9 @@ DEFAULT_ACCEPT_RATES = (0.85, 0.3)
 
 
 def accept_rates(drafts: int, text: str | None) -> tuple[float, ...]:
-    """The rates of so many drafts, from a comma-separated text; missing ones are 0, further ones are left out.
+    """Return the rates of that many drafts from a comma-separated text; missing ones are 0, further ones left out.
 
-    Raises InvalidArgument for a number of drafts outside 1 to 5, and for a rate that is no number from 0 to 1.
+    Raises InvalidArgument for a number of drafts outside 1 to 5, and for a rate that is not from 0 to 1.
     """
     if not 1 <= drafts <= DRAFTS_MAX:
         raise InvalidArgument(f"must be from 1 to {DRAFTS_MAX}, got {drafts}", field="aic_nextn")
@@ -269,7 +269,7 @@ class Burst:
         self._rng = rng
 
     def draw(self, remaining_tokens: int) -> int:
-        """At most what remains of the output."""
+        """Return the tokens of the next step, at most `remaining_tokens`."""
         count = 1
         for rate in self._rates:
             if self._rng.random() >= rate:

@@ -1,8 +1,10 @@
-"""Scheduler: which sequences advance in a pass, how long it takes, and what they say."""
+"""Scheduler: which sequences advance in a step, how long the step takes, and which tokens come out."""
 
 from __future__ import annotations
 
 from itertools import chain
+
+from attrs import frozen
 
 from pipeline import ContractViolation
 
@@ -15,27 +17,44 @@ from .step import Queue, StepPlan, StepResult
 __all__ = ["Scheduler", "StepResult"]
 
 
+@frozen
+class Role:
+    """What takes time on a worker, by its type."""
+
+    charges_prompts: bool = True
+    """Whether computing a prompt takes time; if not, only of requests submitted with `pays_prompt`."""
+    charges_tokens: bool = True
+    """Whether generating tokens takes time, several of them at once included."""
+
+
+ROLES = {
+    "aggregated": Role(),
+    "prefill": Role(charges_tokens=False),
+    "decode": Role(charges_prompts=False),
+}
+"""By worker type. The prompts of a decode worker are computed by a prefill worker."""
+
+
 class Scheduler:
-    """Runs sequences pass by pass over one pool of blocks, as one rank of an engine does.
+    """Runs sequences step by step over one pool of blocks, as one rank of an engine does.
 
     ::
 
         submit ──► waiting ──admitted──► running ──► finished (with `holds_blocks`: held, until release)
                       ▲                   │   ▲
-                      └────pre-empted─────┘   │
+                      └────preempted──────┘   │
         reserve ──► reserved ──activate──► ready
 
-    A pass gives each running sequence, in order of admission, the tokens it lacks; then, unless somebody was
-    pre-empted, it admits from the head of the waiting. Who is computed to the last known token says one more. `cancel`
-    takes a sequence out of any state. Nothing here waits, and nothing may be called from within `on_event`.
+    A step gives each running sequence, in order of admission, its missing tokens; then, unless a sequence was
+    preempted, it admits from the head of the queue. A sequence whose known tokens are all computed generates one more.
+    `cancel` takes a sequence out of any state. Nothing here waits, and nothing may be called from within `on_event`.
 
-    `max_seqs` and `max_batched_tokens`: None is no limit. A `prefill` worker is charged nothing for tokens, a `decode`
-    worker nothing for prompts but those it is told to pay for, which nobody else computes. What a model of time raises
-    comes through; all that is left to do then is to cancel.
+    `max_seqs` and `max_batched_tokens` have no limit if None. `role` decides what takes time. What a model of time
+    raises goes to the caller, who can then only cancel.
 
     Source: dynamo lib/mocker/src/scheduler/vllm/core.rs. Other than there, tokens of a burst get their blocks in the
-    pass that computes them, as single ones do; a prompt that fits no pass is rejected, not kept waiting forever; and
-    who runs on blocks filled elsewhere need not queue behind those who wait for blocks.
+    step that computes them, as single ones do; a prompt that fits no step is rejected instead of waiting for ever; and
+    a sequence with blocks filled elsewhere does not queue behind those that wait for blocks.
     """
 
     def __init__(
@@ -45,7 +64,7 @@ class Scheduler:
         block_size: int,
         policy: Policy | None = None,
         time: StepTime | None = None,
-        worker_type: str = "aggregated",
+        role: Role = ROLES["aggregated"],
         max_seqs: int | None = None,
         max_batched_tokens: int | None = None,
         max_model_len: int | None = None,
@@ -58,13 +77,12 @@ class Scheduler:
         self.preemptions = 0
         self._policy = VllmPolicy() if policy is None else policy
         self._time = StepTime(PolynomialTiming()) if time is None else time
-        self._charges_prompts = worker_type != "decode"
-        self._charges_tokens = worker_type != "prefill"
+        self._role = role
         self._max_seqs = UNBOUNDED if max_seqs is None else max_seqs
         self._max_tokens = UNBOUNDED if max_batched_tokens is None else max_batched_tokens
         self._caching = prefix_caching
         self._chunked = chunked_prefill
-        self._burst = burst if self._charges_tokens else None
+        self._burst = burst if role.charges_tokens else None
         self._running: list[Sequence] = []
         self._queue = Queue(
             pool,
@@ -81,7 +99,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        """The sequences that wait for a pass, the next one first."""
+        """The sequences that wait for a step, the next one first."""
         return (*self._queue.ready, *self._queue.waiting)
 
     @property
@@ -90,39 +108,39 @@ class Scheduler:
 
     @property
     def waiting_count(self) -> int:
-        """Sequences taken on and not running, those included whose prompt is computed elsewhere."""
+        """Sequences accepted and not running, including those whose prompt is computed elsewhere."""
         return len(self._queue)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing for a pass to do."""
+        """Whether there is nothing for a step to do."""
         return not (self._running or self._queue.waiting or self._queue.ready)
 
     def rejects(self, sequence: Sequence) -> bool:
-        """Whether the sequence could never be served here."""
+        """Return whether the sequence can never be served here."""
         return self._queue.end_of(sequence) is None
 
     def submit(self, sequence: Sequence, *, holds_blocks: bool = False, pays_prompt: bool = False) -> None:
-        """Takes a new sequence on; with `holds_blocks` it keeps its blocks when it is finished.
+        """Queue a new sequence; with `holds_blocks` it keeps its blocks when it is finished.
 
-        `pays_prompt` is for a decode worker: everywhere else a prompt takes time anyway.
-        An output that goes beyond what the model or the cache can hold is cut here.
+        `pays_prompt` charges time for its prompt where the role does not. An output beyond what the model or the cache
+        can hold is cut here.
         """
         self._queue.begin(sequence, SequenceState.WAITING)
         sequence.holds_blocks = holds_blocks
-        sequence.pays_prompt = pays_prompt or self._charges_prompts
+        sequence.pays_prompt = pays_prompt or self._role.charges_prompts
         self._queue.waiting.append(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Takes blocks for a new sequence's prompt, which somebody else computes; False if there is no room now.
+        """Take blocks for a new sequence's prompt, which a prefill worker computes; return False without room for it.
 
-        Its `cached_tokens` are what need not be sent, for it is here already.
+        Its `cached_tokens` need not be transferred: they are in the cache here.
         """
         if self.rejects(sequence):
             return False
         end = sequence.end
         self._queue.begin(sequence, SequenceState.RESERVED)
-        sequence.pays_prompt = self._charges_prompts  # computed here after all, if it is pre-empted
+        sequence.pays_prompt = self._role.charges_prompts  # computed here after all, if it is preempted
         found, shared = self._queue.match(sequence, sequence.prompt_tokens // self.block_size)
         if not self._queue.fits(sequence, shared, self._running):
             sequence.stage, sequence.end = SequenceState.NEW, end
@@ -135,7 +153,7 @@ class Scheduler:
         return True
 
     def activate(self, sequence: Sequence) -> None:
-        """The prompt of a reserved sequence has come: the next pass with room for it makes it say its next token."""
+        """Let a reserved sequence run, for its prompt has arrived: the next step with room generates its next token."""
         if sequence.stage is not SequenceState.RESERVED:
             raise ContractViolation(f"a sequence that is {sequence.stage.name.lower()} has no reservation")
         self._queue.remove(sequence)
@@ -145,12 +163,12 @@ class Scheduler:
         self._queue.ready.append(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives back the blocks of a finished sequence that holds them; nothing for any other."""
+        """Release the blocks of a finished sequence that holds them; does nothing for any other."""
         if sequence.stage is SequenceState.HELD:
             self._end(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and gives back what it has; nothing if it has ended."""
+        """Remove a sequence in any state and release its blocks; does nothing if it has ended."""
         if sequence.stage is SequenceState.RUNNING:
             self._running.remove(sequence)
         elif sequence.stage in (SequenceState.WAITING, SequenceState.RESERVED):
@@ -158,7 +176,7 @@ class Scheduler:
         self._end(sequence)
 
     def run_step(self) -> StepResult:
-        """Schedules, computes and says what one forward pass does. Returns it, with the time it takes."""
+        """Schedule and compute one step; return its outcome and the time it takes."""
         done = StepResult()
         plan = StepPlan(self._max_tokens, self._policy.prefill_tokens)
         if self._policy.prefill_first:
@@ -184,7 +202,7 @@ class Scheduler:
             self._advance_running(plan, done)
 
     def _advance_running(self, plan: StepPlan, done: StepResult) -> None:
-        """Gives each running sequence the tokens it lacks. The first case is nearly all there is to do, ever."""
+        """Give each running sequence its missing tokens. The first case is nearly always the one."""
         for sequence in self.running:
             if plan.budget <= 0:
                 break
@@ -198,7 +216,7 @@ class Scheduler:
                 self._advance(sequence, plan, done)
 
     def _advance(self, sequence: Sequence, plan: StepPlan, done: StepResult) -> None:
-        """Gives a running sequence tokens and blocks for them; pre-empts where there are no blocks, maybe itself."""
+        """Give a running sequence tokens and blocks for them; without blocks preempt a sequence, maybe this one."""
         tokens = self._allowance(sequence, sequence.computed, plan)
         if not tokens:
             return
@@ -208,7 +226,7 @@ class Scheduler:
         self._compute(sequence, tokens, plan)
 
     def _allowance(self, sequence: Sequence, before: int, plan: StepPlan) -> int:
-        """How many tokens a sequence with so many computed gets in this pass."""
+        """Return how many tokens a sequence with that many computed ones gets in this step."""
         remaining = sequence.length - before
         if before >= sequence.prompt_tokens:
             return min(remaining, plan.budget)
@@ -242,7 +260,7 @@ class Scheduler:
         return victim
 
     def _admit(self, plan: StepPlan, done: StepResult) -> None:
-        """Lets sequences run from the heads of the queues, as long as the next one can."""
+        """Start sequences from the heads of the queues, as long as the next one fits."""
         queue, room = self._queue, self._max_seqs - len(self._running)
         while queue.ready and room > 0:
             sequence = queue.ready.popleft()
@@ -264,7 +282,7 @@ class Scheduler:
                 self._reject_head(done)
 
     def _admit_head(self, sequence: Sequence, plan: StepPlan, done: StepResult) -> bool:
-        """Lets the head of the waiting run, if there are blocks and tokens for it."""
+        """Start the head of the queue if there are blocks and tokens for it; return whether it runs."""
         found, shared = self._queue.match(sequence, sequence.reusable_blocks())
         if not self._queue.fits(sequence, shared, self._running):
             return False
@@ -297,14 +315,14 @@ class Scheduler:
         done.rejected.append(sequence)
 
     def _is_too_long(self, sequence: Sequence) -> bool:
-        """Whether not even a whole pass can begin with what the cache lacks of the sequence now."""
+        """Return whether the part of the sequence that is not cached exceeds even an empty step."""
         found, _ = self._queue.match(sequence, sequence.reusable_blocks())
         before = len(found) * self.block_size
         plan = StepPlan(self._max_tokens, self._policy.prefill_tokens)
         return before < sequence.length and not self._allowance(sequence, before, plan)
 
     def _emit(self, done: StepResult) -> None:
-        """Lets each sequence that is computed say its next token, and adds the time that takes."""
+        """Generate the next token of each sequence that is computed, and add the time of that."""
         ready = self._ready_to_emit(done)
         emitted, finished, burst = done.emitted, done.finished, self._burst
         for sequence in ready:
@@ -324,7 +342,7 @@ class Scheduler:
             self._let_go(done)
 
     def _ready_to_emit(self, done: StepResult) -> list[Sequence]:
-        """Who says a token; the time of it is added, and who has none to say is noted."""
+        """Return the sequences that generate a token; add the time, and record those without a token to generate."""
         ready, context_tokens = [], 0
         for sequence in self._running:
             length = sequence.length
@@ -335,7 +353,7 @@ class Scheduler:
                 context_tokens += length
             else:
                 done.completed_empty.append(sequence)
-        if self._charges_tokens:
+        if self._role.charges_tokens:
             pool, block_size = self.pool, self.block_size
             done.duration_ms += self._time.decode_ms(
                 len(ready), pool.active * block_size, pool.capacity * block_size, context_tokens

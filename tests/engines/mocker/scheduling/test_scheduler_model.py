@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.mocker import BlockPool, Burst, NoEvictPolicy, Output, Scheduler, Sequence, VllmPolicy
+from engines.mocker.scheduling import ROLES
 
 BLOCK = 4
 RATES = (0.6, 0.5)
@@ -298,7 +299,7 @@ def make(rules: Rules, rng: Random) -> Scheduler:
         BlockPool(rules.capacity),
         block_size=BLOCK,
         policy=POLICIES[rules.policy](),
-        worker_type=rules.worker_type,
+        role=ROLES[rules.worker_type],
         max_seqs=rules.max_seqs,
         max_batched_tokens=rules.max_tokens,
         max_model_len=rules.max_model_len,

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from engines.mocker import Burst, StepTime, VllmPolicy
-from engines.mocker.scheduling import StepPlan
+from engines.mocker.scheduling import ROLES, StepPlan
 from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, RecordingModel, run, scheduler, sequence_of, submitted
 
 
@@ -67,7 +67,7 @@ def test_both_phases_are_sped_up_and_decode_twice() -> None:
 
 def test_tokens_of_a_prefill_worker_take_no_time() -> None:
     """MOCK-61"""
-    core = scheduler(time=StepTime(RecordingModel()), worker_type="prefill")
+    core = scheduler(time=StepTime(RecordingModel()), role=ROLES["prefill"])
     submitted(core, sequence_of(4, 1))
     done = core.run_step()
     assert (done.duration_ms, len(done.emitted)) == (10, 1)
@@ -75,7 +75,7 @@ def test_tokens_of_a_prefill_worker_take_no_time() -> None:
 
 def test_prompts_of_a_decode_worker_take_no_time() -> None:
     """MOCK-62"""
-    core = scheduler(time=StepTime(RecordingModel()), worker_type="decode")
+    core = scheduler(time=StepTime(RecordingModel()), role=ROLES["decode"])
     submitted(core, sequence_of(4, 2))
     assert core.run_step().duration_ms == 4
 
@@ -83,7 +83,7 @@ def test_prompts_of_a_decode_worker_take_no_time() -> None:
 def test_a_decode_worker_pays_for_the_prompts_it_is_told_to_pay_for() -> None:
     """Those that were handed over count neither among them nor in their mean."""
     model = RecordingModel()
-    core = scheduler(time=StepTime(model), worker_type="decode")
+    core = scheduler(time=StepTime(model), role=ROLES["decode"])
     free, paying, reserved = sequence_of(40, 2, of=1), sequence_of(12, 2, of=2), sequence_of(8, 2, of=3)
     core.reserve(reserved)
     core.activate(reserved)
@@ -97,7 +97,7 @@ def test_a_decode_worker_pays_for_the_prompts_it_is_told_to_pay_for() -> None:
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_decode_worker_pays_again_for_a_preempted_prompt_it_paid_for(pays: bool) -> None:
     model = RecordingModel()
-    core = scheduler(5, time=StepTime(model), worker_type="decode", prefix_caching=False)
+    core = scheduler(5, time=StepTime(model), role=ROLES["decode"], prefix_caching=False)
     first, second = sequence_of(8, 9, of=1), sequence_of(8, 9, of=2)
     core.submit(first)
     core.submit(second, pays_prompt=pays)
@@ -142,6 +142,6 @@ def test_the_tokens_of_a_burst_are_computed_in_the_next_pass() -> None:
 
 
 def test_a_prefill_worker_has_no_bursts() -> None:
-    core = scheduler(worker_type="prefill", burst=Burst((1.0, 1.0), Random(1)))
+    core = scheduler(role=ROLES["prefill"], burst=Burst((1.0, 1.0), Random(1)))
     submitted(core, sequence_of(5, 2))
     assert [each.new_tokens for each in core.run_step().emitted] == [1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from engines.mocker import SequenceState, StepTime
+from engines.mocker.scheduling import ROLES
 from pipeline import ContractViolation
 from tests.engines.mocker.scheduling.worlds import RecordingModel, run, scheduler, sequence_of, submitted
 
 
 def test_a_held_sequence_keeps_its_blocks_until_it_is_released() -> None:
-    core = scheduler(worker_type="prefill")
+    core = scheduler(role=ROLES["prefill"])
     sequence = sequence_of(10)
     core.submit(sequence, holds_blocks=True)
     assert core.run_step().finished == [sequence]
@@ -52,7 +53,7 @@ def test_who_waits_for_held_blocks_makes_passes_that_do_nothing() -> None:
 
 
 def test_a_reserved_prompt_has_its_blocks_and_no_pass() -> None:
-    core = scheduler(worker_type="decode", time=StepTime(RecordingModel()))
+    core = scheduler(role=ROLES["decode"], time=StepTime(RecordingModel()))
     sequence = sequence_of(10, 3)
     assert core.reserve(sequence)
     assert (core.pool.active, core.is_idle, sequence.cached_tokens) == (3, True, 0)
@@ -119,7 +120,7 @@ def test_who_has_its_blocks_does_not_queue_behind_who_waits_for_blocks() -> None
 
 
 def test_a_preempted_reservation_is_computed_here() -> None:
-    core = scheduler(5, worker_type="decode")
+    core = scheduler(5, role=ROLES["decode"])
     first, second = sequence_of(8, 9, of=1), sequence_of(8, 9, of=2)
     for sequence in (first, second):
         core.reserve(sequence)
