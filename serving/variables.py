@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from engines.worker import PAYLOAD, STARTING_HEALTH, CanarySettings, ShutdownTimes
+from engines.worker import PAYLOAD, STARTING_HEALTH, IdleProbeSettings, ShutdownTimes
 from operators.kv import kv_router_variables
 from operators.pool import COOLDOWN, DEVICE_RATIO, OVERLOAD_STATUS
 from pipeline.settings import Problem, Variable, from_environment, settings_of
@@ -20,7 +20,7 @@ from .deployment import IGNORE_UNSUPPORTED, METRICS_PREFIX, SESSION_TTL, SILENCE
 from .http import HEALTH_PATH, LIVE_PATH, STATUS_PORT, HttpOptions
 from .server import GRACE
 
-RECORDS: tuple[type[Any], ...] = (HttpOptions, ShutdownTimes, CanarySettings)
+RECORDS: tuple[type[Any], ...] = (HttpOptions, ShutdownTimes, IdleProbeSettings)
 """Records of settings with variables and without options."""
 VARIABLES: tuple[Variable[Any], ...] = (
     *(GRACE, SILENCE, IGNORE_UNSUPPORTED, METRICS_PREFIX, OVERLOAD_STATUS, COOLDOWN, DEVICE_RATIO),

@@ -184,7 +184,7 @@ _log = logging.getLogger(__name__)
 
 @frozen
 class Activation:
-    """Whether a prefill router can be used. ReleaseOnce activated it stays so, and may be deactivated and reactivated."""
+    """Whether a prefill router can be used. Once activated it stays so, and may be deactivated and reactivated."""
 
     is_activated: bool = False
     """Whether there has been a worker."""
