@@ -134,7 +134,7 @@ def own_engine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_worker_hosts_an_engine_of_somebody_else_until_a_signal(
+def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(
     own_engine: Path, program: Program, post: Post
 ) -> None:
     worker = ("worker", "own_engine:Loud")

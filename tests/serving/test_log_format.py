@@ -71,7 +71,7 @@ def test_the_error_of_a_json_line_is_a_field_with_its_stack() -> None:
 
 
 @given(HOSTILE, HOSTILE, HOSTILE)
-def test_a_json_line_is_one_line_whatever_is_in_it(message: str, client: str, error: str) -> None:
+def test_a_json_line_is_one_line_with_any_content(message: str, client: str, error: str) -> None:
     line = json_of(record(message, exc_info=failure(error), client_request=client))
     assert line.keys() <= FIELDS.keys()
 
@@ -140,7 +140,7 @@ def root() -> Iterator[logging.Logger]:
 
 @pytest.mark.parametrize("access_log", [True, False])
 @pytest.mark.parametrize("level", ["DEBUG", "ERROR"])
-def test_the_access_log_is_written_whatever_the_level_and_only_if_it_is_on(
+def test_the_access_log_is_written_at_any_level_and_only_if_it_is_on(
     root: logging.Logger, level: str, access_log: bool
 ) -> None:
     log_to_stderr(level, access_log=access_log)

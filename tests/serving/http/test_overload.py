@@ -45,7 +45,7 @@ async def fill(tasks: Any, make: Any, application: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("variables", "status"), [({}, 529), ({"DYN_HTTP_OVERLOAD_STATUS_CODE": "503"}, 503)], ids=["529", "503"]
 )
-async def test_when_all_are_busy_the_answer_says_so_until_the_load_falls(
+async def test_when_all_workers_are_busy_requests_are_refused_until_the_load_falls(
     stream: bool, variables: dict[str, str], status: int, open_streams: OpenStreams
 ) -> None:
     async with serving(QUARTER | variables) as (_, application), anyio.create_task_group() as tasks:
@@ -74,7 +74,7 @@ async def test_one_that_is_not_busy_gets_all(open_streams: OpenStreams) -> None:
         assert str(opened.graph).startswith("Rejection("), "a refusal comes before all work"
 
 
-async def test_without_a_threshold_nobody_is_refused(open_streams: OpenStreams) -> None:
+async def test_without_a_threshold_no_request_is_refused(open_streams: OpenStreams) -> None:
     async with serving({}) as (opened, application), anyio.create_task_group() as tasks:
         await fill(tasks, chat, application)
         assert (await chat(application, max_tokens=1).run()).status == 200
@@ -138,7 +138,7 @@ async def test_retry_after_is_in_whole_seconds_and_never_too_early(
 @pytest.mark.parametrize(
     "error", [AllBusy("full", retry_after_s=2.5, status=503), AllBusy("full"), AllExcluded("gone", retry_after_s=0.5)]
 )
-def test_a_refusal_keeps_what_it_says_on_the_wire(error: Any) -> None:
+def test_a_refusal_keeps_its_content_on_the_wire(error: Any) -> None:
     again: Any = error_from_plain(error_to_plain(error))
     assert (type(again), again.message, again.facts) == (type(error), error.message, error.facts)
     assert again.retry_after_s == error.retry_after_s

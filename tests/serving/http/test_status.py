@@ -39,7 +39,7 @@ async def test_readiness_flips_between_200_and_503() -> None:
         ("POST", "/health", 405),
     ],
 )
-async def test_what_is_not_there_is_said_as_text(method: str, path: str, status: int) -> None:
+async def test_an_unknown_path_is_answered_as_text(method: str, path: str, status: int) -> None:
     answer = await request_to(status_app(SystemHealth(), Telemetry(), {}), path, method=method).run()
     text = b"Route not found" if status == 404 else b"Method Not Allowed"
     assert (answer.status, answer.content) == (status, text)

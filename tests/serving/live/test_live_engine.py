@@ -159,7 +159,7 @@ async def test_it_holds_the_contract_of_an_engine(plug: Any) -> None:
 # -- what is asked
 
 
-async def test_a_request_asks_for_exactly_its_tokens_from_prompt_ids(serving: Any) -> None:
+async def test_a_request_wants_exactly_its_tokens_from_prompt_ids(serving: Any) -> None:
     async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server, api_key="secret\n") as engine:
         sampling = SamplingOptions(temperature=0.5)
         request = ask(9, sampling_options=sampling, routing=RoutingHints(priority=3, strict_priority=1))
@@ -198,7 +198,7 @@ async def test_the_span_and_baggage_of_a_request_go_to_the_server(serving: Any) 
         assert {name: asked.headers[name] for name in headers} == headers
 
 
-async def test_a_server_that_knows_nvext_is_asked_for_ids_workers_and_times_and_told_the_urgency(serving: Any) -> None:
+async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_workers_and_times(serving: Any) -> None:
     async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
         hints = RoutingHints(priority=3, strict_priority=1)
         await outputs(engine, ask(routing=hints, annotations=["output_replay_id:line:7"]))
@@ -304,7 +304,7 @@ async def refuse(status: int, body: Any, line: Any, asked: Any) -> None:
         (504, BackendResponseTimeout),
     ],
 )
-async def test_a_status_is_an_error_of_the_tree_and_says_what_the_server_said(
+async def test_a_status_is_an_error_of_the_tree_with_the_servers_message(
     serving: Any, status: int, kind: type[PenstockError]
 ) -> None:
     bodies = [
@@ -417,7 +417,7 @@ async def test_a_server_that_falls_silent_is_given_up_on(serving: Any, silent: s
     ("how", "kind"),
     [("refused", CannotConnect), ("unknown", CannotConnect), ("silent", ConnectionTimeout)],
 )
-async def test_a_connection_that_cannot_be_made_says_why(
+async def test_a_connection_that_cannot_be_made_is_an_error_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, how: str, kind: type[PenstockError]
 ) -> None:
     async def connect(*address: Any, **more: Any) -> Any:
@@ -443,7 +443,7 @@ async def test_a_connection_that_cannot_be_made_says_why(
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "close"])
-async def test_the_server_hears_that_nobody_waits_any_more(serving: Any, how: str) -> None:
+async def test_the_server_sees_that_its_client_is_gone(serving: Any, how: str) -> None:
     async def script(line: Any, asked: Any) -> None:
         await line.begin()
         await line.event(chunk())
@@ -523,7 +523,7 @@ async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_ag
         assert len(server.lines) == 1
 
 
-async def test_a_transport_without_connections_that_breaks_is_asked_once() -> None:
+async def test_a_transport_without_connections_that_breaks_is_tried_once() -> None:
     class Broken(httpx2.AsyncBaseTransport):
         asked = 0
 
@@ -599,7 +599,7 @@ async def test_a_server_that_wants_to_close_is_let_go(serving: Any) -> None:
         assert len(server.lines) == 2
 
 
-async def test_an_answer_is_what_the_server_itself_says_first(
+async def test_the_first_answer_of_the_server_counts(
     serving: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No proxy, no password of the user's, no redirect; and no cookie, which would tie all requests to one worker."""

@@ -56,7 +56,7 @@ async def test_a_server_and_the_graph_it_serves_count_the_same(
         assert (there.queue_wait_ms, there.prefill_time_ms is None) == (None, here.prefill_time_ms is None)
 
 
-async def test_a_prefill_worker_that_an_answer_tells_of_has_its_prompt(serving: Any, mount: Any) -> None:
+async def test_a_prefill_worker_named_in_an_answer_has_its_prompt(serving: Any, mount: Any) -> None:
     config = GraphConfig(engine="mocker", workers=2, prefill_workers=1, seed=7)
     async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "nvidia"}
@@ -80,7 +80,7 @@ async def one_token_a_second(line: Any, asked: Any) -> None:
     await line.end()
 
 
-async def test_what_is_done_is_reported_when_somebody_ends_it_early(serving: Any) -> None:
+async def test_a_replay_that_is_ended_early_reports_what_was_done(serving: Any) -> None:
     async def enough() -> None:
         await anyio.sleep(12.5)
 
@@ -106,7 +106,7 @@ async def test_a_replay_that_ends_by_itself_was_not_interrupted(serving: Any) ->
     assert (report.completed_requests, report.settings, report.is_interrupted) == (2, {}, False)
 
 
-async def test_errors_are_counted_by_type_with_what_the_first_one_said(serving: Any) -> None:
+async def test_errors_are_counted_by_type_with_the_message_of_the_first(serving: Any) -> None:
     async def script(line: Any, asked: Any) -> None:
         if len(server.asked) <= 3:
             await line.whole(503 if len(server.asked) < 3 else 500, {"message": f"no {len(server.asked)}"})
@@ -150,7 +150,7 @@ async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> 
 # -- finding the server
 
 
-async def test_the_first_model_is_asked_unless_one_is_named(serving: Any) -> None:
+async def test_the_first_model_is_used_unless_one_is_named(serving: Any) -> None:
     async with serving(one_token_a_second, models={"a": "nvidia", "b": "vllm"}) as server:
         assert await find_server(f"{URL}/v1", transport=server.transport) == LiveServer(
             Address.parse(URL), "a", nvext=True
@@ -161,7 +161,7 @@ async def test_the_first_model_is_asked_unless_one_is_named(serving: Any) -> Non
         assert caught.value.field == "model"
 
 
-async def test_a_server_without_models_is_not_asked_for_one(serving: Any) -> None:
+async def test_a_server_without_models_gets_no_requests(serving: Any) -> None:
     async with serving(one_token_a_second, models={}) as server:
         with pytest.raises(Unavailable, match="no model now"):
             await find_server(URL, transport=server.transport)

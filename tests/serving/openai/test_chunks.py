@@ -148,12 +148,12 @@ def test_an_engine_without_log_probabilities_gives_null() -> None:
         ({"logprobs": True, "top_logprobs": 4, "return_tokens_as_token_ids": True}, LogprobForm(4, True)),
     ],
 )
-def test_a_chat_asks_for_log_probabilities_in_two_fields(fields: Any, expected: LogprobForm | None) -> None:
+def test_a_chat_requests_log_probabilities_by_two_fields(fields: Any, expected: LogprobForm | None) -> None:
     request = ChatCompletionRequest(model="m", messages=[], **fields)
     assert AnswerForm.of(request, id="i", created=1).logprobs == expected
 
 
 @pytest.mark.parametrize(("count", "expected"), [(None, None), (0, LogprobForm(0)), (2, LogprobForm(2))])
-def test_a_completion_asks_for_log_probabilities_in_one(count: int | None, expected: LogprobForm | None) -> None:
+def test_a_completion_requests_log_probabilities_by_one_field(count: int | None, expected: LogprobForm | None) -> None:
     request = CompletionRequest(model="m", prompt="p", logprobs=count)
     assert AnswerForm.of(request, id="i", created=1).logprobs == expected

@@ -177,7 +177,7 @@ async def test_an_answer_before_the_end_of_a_body_reaches_a_client_that_goes_on_
 # -- Expect: 100-continue
 
 
-async def test_a_client_that_waits_is_told_to_go_on_once_the_app_wants_the_body() -> None:
+async def test_a_client_that_waits_gets_100_once_the_app_wants_the_body() -> None:
     async with serve() as served:
         raw = await served.connect()
         data = post(b"abc", "Expect: 100-continue")

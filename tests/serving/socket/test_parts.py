@@ -59,7 +59,7 @@ def test_a_head_keeps_its_headers_and_no_start_of_it_is_refused(headers: list[tu
 
 
 @given(raw=st.binary(max_size=200))
-def test_whatever_comes_as_a_head_is_parsed_or_refused(raw: bytes) -> None:
+def test_any_bytes_of_a_head_are_parsed_or_refused(raw: bytes) -> None:
     statuses = []
     for parse in (parse_head, check_start):
         try:

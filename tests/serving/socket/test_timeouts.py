@@ -73,7 +73,7 @@ async def test_a_head_or_body_that_does_not_come_to_its_end_gets_408(
 
 
 @pytest.mark.parametrize("before", [b"", b"\r\n\r\n", GET])
-async def test_a_silent_connection_is_closed_without_an_answer_nobody_asked_for(before: bytes) -> None:
+async def test_a_silent_connection_is_closed_without_an_answer(before: bytes) -> None:
     async with serve(**QUICK) as served:
         raw = await served.connect()
         await raw.send(before)

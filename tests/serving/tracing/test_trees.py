@@ -350,7 +350,7 @@ async def test_concurrent_requests_are_a_tree_each(serving: Serving, recorded: R
     prompts=st.integers(1, 3),
 )
 @settings(max_examples=40)
-async def test_whatever_happens_when_there_is_one_tree(
+async def test_whenever_a_request_ends_there_is_one_tree(
     shape: str,
     leaves_after_ms: int | None,
     dies_after_ms: int | None,

@@ -84,7 +84,7 @@ async def test_a_completion_has_text_choices(hello: ScriptedEngine, stream: bool
     assert all(part["id"].startswith("cmpl-") for part in parts)
 
 
-async def test_without_being_asked_a_stream_has_no_usage(hello: ScriptedEngine) -> None:
+async def test_a_stream_has_no_usage_by_default(hello: ScriptedEngine) -> None:
     answer = await chat(app({"m": hello}), stream=True).run()
     assert b"usage" not in answer.content
 
@@ -136,7 +136,7 @@ async def test_what_a_worker_reports_of_the_prompt_is_believed() -> None:
     }
 
 
-async def test_without_a_word_of_the_worker_the_prompt_is_as_long_as_its_stage_says() -> None:
+async def test_without_a_report_of_the_worker_the_prompt_is_as_long_as_preprocessing_found() -> None:
     class Counting(ScriptedEngine):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
             request.registry.insert_shared(PROMPT_TOKENS, 5)
@@ -191,7 +191,7 @@ async def test_metric_events_never_reach_the_client() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_extension_fields_are_sent_to_who_asks(stream: bool) -> None:
+async def test_extension_fields_are_sent_to_clients_that_request_them(stream: bool) -> None:
     engine = ScriptedEngine([token("a", engine_data={"k": 1}), last()])
     answer = await chat(app({"m": engine}), stream=stream, nvext={"extra_fields": ["engine_data"]}).run()
     first = answer.chunks[0] if stream else answer.json

@@ -227,7 +227,7 @@ async def test_json_that_is_nearly_right_is_repaired() -> None:
         ("Application/vnd.api+JSON", 404),
     ],
 )
-async def test_the_body_must_be_said_to_be_json(content_type: str | None, status: int) -> None:
+async def test_the_content_type_of_the_body_must_be_json(content_type: str | None, status: int) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
     body = {"model": "unknown", "messages": [{"role": "user", "content": "x"}]}
     answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/chat/completions", body, headers=headers).run()
@@ -245,7 +245,7 @@ async def test_a_long_body_is_refused(announced: bool) -> None:
 
 
 @pytest.mark.parametrize("length", ["²", "-1", "9" * 5000, "x"])
-async def test_an_announced_length_that_is_no_number_says_nothing(length: str) -> None:
+async def test_an_announced_length_that_is_not_a_number_is_ignored(length: str) -> None:
     headers = {"content-type": "application/json", "content-length": length}
     answer = await request_to(app({"m": ScriptedEngine([])}), "/v1/completions", b"", headers=headers).run()
     assert answer.status == 400
@@ -338,9 +338,7 @@ async def test_what_cannot_be_done_is_refused_by_name(
 )
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("place", range(5), ids=[name for name, _ in early(ValueError())])
-async def test_whatever_is_raised_before_the_first_item_is_a_status(
-    place: int, stream: bool, error: BaseException
-) -> None:
+async def test_any_error_before_the_first_item_is_a_status(place: int, stream: bool, error: BaseException) -> None:
     """Issue 12, point 23: of a graph whose stages translate nothing."""
     _, engine = early(error)[place]
     with watch_streams() as streams:
@@ -353,7 +351,7 @@ async def test_whatever_is_raised_before_the_first_item_is_a_status(
 @pytest.mark.parametrize(
     "error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), BaseException(SECRET)], ids=repr
 )
-async def test_whatever_is_raised_in_the_middle_is_an_error_frame(error: BaseException) -> None:
+async def test_any_error_in_the_middle_is_an_error_frame(error: BaseException) -> None:
     """Issue 12, point 23."""
     engine = ScriptedEngine([token("a"), Wait(1), Fail(error)])
     exchange = await chat(app({"m": engine}), stream=True).run()
@@ -363,7 +361,7 @@ async def test_whatever_is_raised_in_the_middle_is_an_error_frame(error: BaseExc
     assert engine.open == 0
 
 
-async def test_whatever_one_prompt_of_many_raises_is_a_status() -> None:
+async def test_any_error_of_one_prompt_of_many_is_a_status() -> None:
     """Issue 12, point 23: a task of its own would end the loop."""
     engine = ScriptedEngine(lambda request: [Fail(SystemExit(3))] if request.prompt == "b" else [token("a"), last()])
     exchange = await complete(app({"m": engine}), prompt=["a", "b"]).run()

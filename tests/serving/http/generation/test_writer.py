@@ -185,7 +185,7 @@ async def test_a_failure_of_the_server_is_kept_and_ends_the_sending() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-async def test_a_client_that_breaks_off_is_noticed_once_and_nobody_waits(after: int) -> None:
+async def test_a_client_that_breaks_off_is_reported_once_and_nothing_waits(after: int) -> None:
     client = Client(breaks_after=after)
     writer = client.writer()
     writer.commit()

@@ -119,7 +119,7 @@ async def test_a_client_that_leaves_is_counted(telemetry: Telemetry, stream: boo
     assert seen[f"requests_total{{{labels}}}"] == 1
 
 
-async def test_names_nobody_serves_never_become_labels(telemetry: Telemetry) -> None:
+async def test_names_that_are_not_served_never_become_labels(telemetry: Telemetry) -> None:
     service = app({"m": ScriptedEngine([])}, telemetry=telemetry)
     for name in ("nonexistent-model-1", "Foo"):
         await chat(service, model=name).run()

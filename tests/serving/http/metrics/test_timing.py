@@ -58,7 +58,7 @@ def of_chunks(exchange: Any) -> list[Any]:
 # -- what a client sees
 
 
-async def test_a_stream_names_the_workers_first_and_tells_the_times_last(telemetry: Telemetry) -> None:
+async def test_a_stream_has_the_workers_first_and_the_times_last(telemetry: Telemetry) -> None:
     async with service(telemetry) as served:
         before_ms = wall_ms()
         messages = [{"role": "user", "content": "four"}]
@@ -93,7 +93,7 @@ async def test_a_whole_answer_has_them_once(telemetry: Telemetry) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_router_without_cost_says_its_worker_too(telemetry: Telemetry, stream: bool) -> None:
+async def test_a_router_without_cost_reports_its_worker_too(telemetry: Telemetry, stream: bool) -> None:
     async with service(telemetry, "round-robin") as served:
         exchange = await chat(served, stream=stream, nvext=BOTH).run()
     nvext = of_chunks(exchange)[-1] if stream else exchange.json["nvext"]
@@ -107,13 +107,15 @@ async def test_a_router_without_cost_says_its_worker_too(telemetry: Telemetry, s
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("router", ["kv", "round-robin"])
 @pytest.mark.parametrize("nvext", [None, {}, {"extra_fields": []}])
-async def test_who_does_not_ask_is_told_nothing(telemetry: Telemetry, nvext: Any, router: str, stream: bool) -> None:
+async def test_a_request_without_extra_fields_gets_none(
+    telemetry: Telemetry, nvext: Any, router: str, stream: bool
+) -> None:
     async with service(telemetry, router) as served:
         assert b"nvext" not in (await chat(served, stream=stream, nvext=nvext).run()).content
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_query_tells_worker_and_tokens(telemetry: Telemetry, stream: bool) -> None:
+async def test_a_query_returns_worker_and_tokens(telemetry: Telemetry, stream: bool) -> None:
     async with service(telemetry) as served:
         exchange = await chat(served, stream=stream, nvext=QUERY).run()
     assert exchange.status == 200
@@ -180,7 +182,7 @@ async def test_the_gauges_have_the_prefix_of_all_others() -> None:
     assert "dynamo_frontend_worker_last" not in text
 
 
-async def test_the_worker_heard_of_last_is_the_last_to_go(
+async def test_the_worker_with_the_latest_request_is_the_last_to_be_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serving.http.metrics.gauges.RANKS_MAX", 5)
