@@ -7,65 +7,45 @@ independent of graphs: `read_trace` and `SyntheticLoad` make the requests, `Sche
 """
 
 from .driver import request_of
-from .faults import Action, Fault, RollingRestart, parse_fault, parse_faults, plan_faults, read_faults
+from .faults import Action, Fault, RollingRestart, parse_faults, plan_faults
 from .report import (
-    Balance,
-    Distribution,
-    Goodput,
     Limits,
     LoadFacts,
     Report,
     RequestReport,
-    Series,
-    WorkerReport,
-    WorkerSeries,
     comparison_text,
     make_report,
     report_text,
 )
-from .runner import GraphFactory, run, run_config
-from .samples import RequestSample, Role, Samples, Status
-from .schedule import DueRequest, Schedule
+from .runner import run, run_config
+from .samples import Role, Samples
+from .schedule import Schedule
 from .sweeping import Sweep, SweepRun, sweep, sweep_json, sweep_runs, sweep_text
-from .traces import BadLine, Prompt, Session, SyntheticLoad, Trace, TraceFormat, Turn, first_requests, read_trace
+from .traces import Prompt, Session, SyntheticLoad, Trace, Turn, first_requests, read_trace
 
 __all__ = [
     "Action",
-    "BadLine",
-    "Balance",
-    "Distribution",
-    "DueRequest",
     "Fault",
-    "Goodput",
-    "GraphFactory",
     "Limits",
     "LoadFacts",
     "Prompt",
     "Report",
     "RequestReport",
-    "RequestSample",
     "Role",
     "RollingRestart",
     "Samples",
     "Schedule",
-    "Series",
     "Session",
-    "Status",
     "Sweep",
     "SweepRun",
     "SyntheticLoad",
     "Trace",
-    "TraceFormat",
     "Turn",
-    "WorkerReport",
-    "WorkerSeries",
     "comparison_text",
     "first_requests",
     "make_report",
-    "parse_fault",
     "parse_faults",
     "plan_faults",
-    "read_faults",
     "read_trace",
     "report_text",
     "request_of",

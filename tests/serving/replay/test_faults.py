@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.replay import Action, Fault, Role, RollingRestart, parse_fault, parse_faults, plan_faults, read_faults
+from serving.replay import Action, Fault, Role, RollingRestart, parse_faults, plan_faults
+from serving.replay.faults import parse_fault, read_faults
 
 DIES, LEAVES, RETURNS = Action.DIES, Action.LEAVES, Action.RETURNS
 _WORDS = ("worker", "3", "all", "dies", "restarts", "at", "120", "s", "every", "down", ",", "prefill", "5ms")

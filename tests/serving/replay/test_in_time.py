@@ -7,7 +7,8 @@ import math
 import anyio
 import pytest
 
-from serving.replay import DueRequest, Report, Samples, Schedule, SyntheticLoad, make_report
+from serving.replay import Report, Samples, Schedule, SyntheticLoad, make_report
+from serving.replay.schedule import DueRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.replay import Balance, Limits, Report, RequestSample, Samples, Status, make_report
+from serving.replay import Limits, Report, Samples, make_report
+from serving.replay.report import Balance
+from serving.replay.samples import RequestSample, Status
 
 
 def request(

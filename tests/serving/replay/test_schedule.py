@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.replay import DueRequest, Prompt, Schedule, Session, SyntheticLoad, Trace, TraceFormat, Turn
-from serving.replay.schedule import SAME_MOMENT_MS
+from serving.replay import Prompt, Schedule, Session, SyntheticLoad, Trace, Turn
+from serving.replay.schedule import SAME_MOMENT_MS, DueRequest
+from serving.replay.traces import TraceFormat
 
 from .worlds import TraceOf, row
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from serving.replay import Distribution, Report, Samples, make_report
+from serving.replay import Report, Samples, make_report
 from serving.replay.page import report_page
+from serving.replay.report import Distribution
 
 from .worlds import ShownChart, ShownPage, cells, charts_of, made
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
 from serving.deployment import GraphConfig
-from serving.replay import Distribution, Report, Sweep, SweepRun, WorkerReport, sweep_runs
+from serving.replay import Report, Sweep, SweepRun, sweep_runs
 from serving.replay.page import pareto_page, scaling_page, sweep_page
 from serving.replay.page.pareto import Point, front_of
+from serving.replay.report import Distribution, WorkerReport
 from serving.replay.sweeping import SweepResult
 
 from .worlds import ShownChart, ShownPage, charts_of

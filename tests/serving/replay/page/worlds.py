@@ -12,7 +12,8 @@ import plotly.graph_objects as go  # type: ignore[import-untyped]
 from attrs import define, field
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from serving.replay import Report, Samples, Status, make_report
+from serving.replay import Report, Samples, make_report
+from serving.replay.samples import Status
 
 VOID = {"meta", "br"}
 

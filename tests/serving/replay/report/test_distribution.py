@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.replay import Distribution
-from serving.replay.report import gaps_and_rates, rank
+from serving.replay.report import Distribution, gaps_and_rates, rank
 
 SAMPLES = st.lists(st.floats(0, 1e9), min_size=1, max_size=60)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serving.replay import Distribution, Report
+from serving.replay import Report
+from serving.replay.report import Distribution
 from serving.replay.report.figures import HIGHER, LOWER, NEITHER, best, difference, figure_named, number, plain_figures
 
 

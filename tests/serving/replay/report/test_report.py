@@ -9,7 +9,8 @@ import pytest
 from attrs import evolve
 
 from pipeline import InvalidArgument
-from serving.replay import Distribution, Limits, Report, Samples, make_report, report_text
+from serving.replay import Limits, Report, Samples, make_report, report_text
+from serving.replay.report import Distribution
 
 STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p95", "p99", "std")
 

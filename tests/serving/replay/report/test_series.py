@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from serving.replay import Samples, Series, Status, make_report
-from serving.replay.samples import IntervalMeans, IntervalSums
+from serving.replay import Samples, make_report
+from serving.replay.report import Series
+from serving.replay.samples import IntervalMeans, IntervalSums, Status
 
 
 def series(samples: Samples) -> Series:

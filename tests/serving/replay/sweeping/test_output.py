@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.deployment import GraphConfig
-from serving.replay import Distribution, Report, Sweep, SweepRun, WorkerReport, sweep_json, sweep_runs, sweep_text
+from serving.replay import Report, Sweep, SweepRun, sweep_json, sweep_runs, sweep_text
+from serving.replay.report import Distribution, WorkerReport
 from serving.replay.sweeping import SweepResult, unbeaten, unbeaten_in
 
 MOCKER = GraphConfig(engine="mocker")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest
 from serving.deployment import GraphConfig
-from serving.replay import Trace, TraceFormat, Turn, driver, parse_faults, read_trace, run_config
-from serving.replay.traces import DynamoRecords
+from serving.replay import Trace, Turn, driver, parse_faults, read_trace, run_config
+from serving.replay.traces import DynamoRecords, TraceFormat
 
 Read = Callable[..., Trace]
 SCHEMA = "dynamo.request.trace.v1"

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from engines.mocker import RecordedOutputs
 from pipeline import InvalidArgument
-from serving.replay import Prompt, Trace, TraceFormat, Turn, first_requests, read_trace
+from serving.replay import Prompt, Trace, Turn, first_requests, read_trace
 from serving.replay.driver import recorded_outputs
+from serving.replay.traces import TraceFormat
 
 from ..worlds import TraceOf, row
 
