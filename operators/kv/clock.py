@@ -8,7 +8,7 @@ from pipeline.loop import clock
 
 
 class LoopClock:
-    """Seconds of the loop that ran when it was first asked.
+    """Seconds of the loop that ran at the first call.
 
     Without any loop, or before there is one, it is the time last returned.
     """

@@ -1,6 +1,6 @@
-"""What goes wrong in the KV router and nowhere else.
+"""The errors of the KV router.
 
-Selection itself raises what the tree has already: Unavailable where nobody can be asked, ResourceExhausted where all
+Selection itself raises errors of the core: Unavailable where no worker can be reached, ResourceExhausted where all
 are overloaded, WorkerOverloaded and InvalidArgument for a request that names its worker.
 
 Source: dynamo lib/kv-router/src/scheduling/types.rs, KvSchedulerError, and sequences/multi_worker.rs, SequenceError.

@@ -1,4 +1,4 @@
-"""PrefixLookup: what of a prompt each rank has cached, from events, from our own routing, or from both.
+"""PrefixLookup: how much of a prompt each rank has cached, by KV events, by what was routed there, or by both.
 
     use_kv_events        index, fed by the event feed       with a predicted time to live also what was routed
     otherwise            what was routed, for router_ttl_secs
@@ -67,7 +67,7 @@ class PrefixLookup:
         return Overlap(device=scores) if scores else Overlap()
 
     def record(self, rank: WorkerRank, blocks: PromptBlocks, now_s: float) -> None:
-        """The prompt is sent there. A failure is logged: routing does not depend on it."""
+        """Record that the prompt is sent there. A failure is logged: routing does not depend on it."""
         if self._routed is None:
             return
         try:
@@ -99,8 +99,8 @@ class PrefixLookup:
         """Take in events, plain or as the event plane brings them, until disposed.
 
         Without an index, or where routing is approximate, nothing is subscribed. Events are kept and not applied until
-        `run` has asked their workers what they hold: if they arrive, or overlap is looked up, and `run` does not run, a
-        warning is logged, once.
+        their workers have reported to `run` what they hold: if events arrive, or overlap is looked up, while `run` does
+        not run, a warning is logged, once.
         """
         if self.feed is None:
             return Disposable()
@@ -132,7 +132,7 @@ class PrefixLookup:
 
 
 def _uncounted(event_type: str, status: str) -> None:
-    """For whoever does not count events."""
+    """Count nothing."""
 
 
 async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryReply | None:
@@ -140,6 +140,6 @@ async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryRepl
 
 
 def kv_events(events: EventPlane, endpoint: str | EndpointId) -> Observable[Event[RouterEvent]]:
-    """What the workers of the endpoint's component say of their caches, as the event plane brings it."""
+    """The KV events of the workers of the endpoint's component, as the event plane delivers them."""
     where = EndpointId.parse(endpoint)
     return events.subscribe(Scope(where.namespace, where.component), KV_EVENTS_TOPIC, RouterEvent)

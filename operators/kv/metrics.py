@@ -1,4 +1,4 @@
-"""RouterMetrics: what a KV router counts of the requests it routes, refuses and hears of.
+"""RouterMetrics: what a KV router counts of the requests it routes and refuses, and of KV events.
 
 What is in flight and waits in it is in `router_gauges`, how long its steps take in `router_steps`.
 

@@ -4,7 +4,7 @@ The formula itself is `pipeline.llm.block_hash`. Source: dynamo lib/kv-router/sr
 RequestExtraInfo and compute_block_hash_for_seq. Other than there, the options cannot change under hashes that were
 computed: another option is another `PromptBlocks`.
 
-LazySequenceHashes: the sequence hashes of a prompt that is only asked about, chained no further than they are read.
+LazySequenceHashes: the sequence hashes of a prompt that is not booked, chained no further than they are read.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ _PAD_BASE, _PAD_RANGE = 1_000_000, 1 << 30
 
 @frozen(eq=False)
 class PromptBlocks:
-    """A prompt cut into blocks; hashed when first asked, once.
+    """A prompt cut into blocks, which are hashed once, when they are first needed.
 
-    Record `i` of `media` tells of block `i`; where there is none the block is plain text. A block also depends on the
-    adapter and the cache namespace, empty names being none. The tokens must not change any more: the prompt of a
-    request that grew is another one. Raises InvalidArgument for a block size below 1 and for tokens that are no u32.
+    The tokens must not change: the prompt of a request that grew is another one. Raises InvalidArgument for a block
+    size below 1 and for a token that is not a u32.
     """
 
     token_ids: Sequence[int]
     block_size_tokens: int
     lora_name: str | None = None
+    """The adapter, on which the hashes depend; empty for none."""
     cache_namespace: str | None = None
+    """The tenant, on which the hashes depend; empty for none."""
     is_eagle: bool = False
+    """Whether the workers' blocks look one token ahead."""
     media: Sequence[BlockExtraInfo | None] = ()
+    """The media in each block; None for plain text."""
 
     @classmethod
     def of_request(
         cls, request: PreprocessedRequest, block_size_tokens: int, *, is_eagle: bool = False
     ) -> PromptBlocks:
-        """Those the request is routed by."""
+        """Return the blocks that the request is routed by."""
         tokens, media = request.block_mm_routing_info()
         hints = request.routing
         lora, namespace = (hints.lora_name, hints.cache_namespace) if hints is not None else (None, None)
@@ -51,7 +54,7 @@ class PromptBlocks:
 
     @cached_property
     def local_hashes(self) -> array[int]:
-        """What each whole block holds, whatever stands before it."""
+        """The hash of each whole block, whatever comes before it."""
         return block_hash_array(
             self.token_ids,
             self.block_size_tokens,
@@ -62,7 +65,7 @@ class PromptBlocks:
 
     @cached_property
     def sequence_hashes(self) -> list[int]:
-        """Each whole block with everything before it."""
+        """The hash of each whole block with everything before it."""
         return sequence_hashes(self.local_hashes)
 
 
@@ -100,8 +103,8 @@ _PIECE_BLOCKS = 16
 class LazySequenceHashes(Sequence[int]):
     """Reads like `sequence_hashes(local_hashes)`, in pieces, each time anew.
 
-    Whoever compares prefixes stops at the first block nobody has; chaining the rest costs as much as hashing the
-    tokens. Who needs all of them, or needs them twice, takes `PromptBlocks.sequence_hashes`.
+    A comparison of prefixes stops at the first block that no worker has; chaining the rest costs as much as hashing
+    the tokens. A caller that needs all of them, or needs them twice, takes `PromptBlocks.sequence_hashes`.
     """
 
     __slots__ = ("_local_hashes",)

@@ -1,4 +1,4 @@
-"""RouteRequest: what a request asks of the chooser, read from its routing hints.
+"""RouteRequest: what a request needs of the router, read from its routing hints.
 
 Source: dynamo lib/llm/src/kv_router/push_router.rs, select_worker. Other than there a request that names its worker
 goes the same way as all others, so allowed workers, taints and the queue hold for it too, and its rank is checked.
@@ -33,19 +33,27 @@ POLICY_CLASS = "policy-class"
 
 @frozen(kw_only=True, eq=False)
 class RouteRequest:
-    """A prompt, who may take it, and how urgent it is. `worker_id` pins it, to `dp_rank` or the worker's only rank."""
+    """A prompt, the workers that may take it, and how urgent it is."""
 
     blocks: PromptBlocks
     worker_id: int | None = None
+    """The only worker it may go to; None for any."""
     dp_rank: int | None = None
+    """The rank of that worker; None if it has just one."""
     allowed_worker_ids: AbstractSet[int] | None = None
+    """The workers it may go to; None for all."""
     constraints: RoutingConstraints = field(factory=RoutingConstraints)
+    """Taints that its worker must carry, or should."""
     override: RouterConfigOverride | None = None
+    """Settings of the router for this request."""
     priority_jump_s: float = 0.0
+    """Its turn comes as if it had arrived so many seconds earlier."""
     strict_priority: int = 0
+    """Requests of a higher one go first."""
     policy_class: str | None = None
+    """The queue class or family it names."""
     failed_worker_ids: AbstractSet[int] = frozenset()
-    """Those it has failed on before, which it must not come back to."""
+    """The workers it has failed on, to which it must not return."""
     is_overload: bool = False
     """Whether the last of them was overloaded."""
     prompt_tokens: int = 0
@@ -63,7 +71,7 @@ class RouteRequest:
         is_eagle: bool = False,
         metadata: Mapping[str, str] | None = None,
     ) -> RouteRequest:
-        """What the request says, in this phase."""
+        """Read the hints of a request in this phase."""
         hints = request.routing or RoutingHints()
         worker_id, dp_rank = named_worker(hints, phase)
         state = request.migration_state
@@ -89,7 +97,7 @@ class RouteRequest:
 
     @property
     def partition(self) -> Hashable:
-        """What restricts the choice of workers, None if nothing does: those with the same may wait in one line."""
+        """What restricts the choice of workers, None if nothing does. Requests with the same wait in one line."""
         required, adapter, failed = (
             self.constraints.required_taints,
             self.blocks.lora_name or None,
@@ -103,8 +111,8 @@ class RouteRequest:
     def rules(self, pool: WorkerPool, adapters: Adapters) -> RoutingRules:
         """The rules for these workers. Raises InvalidArgument if the named worker has several ranks and none is named.
 
-        A worker that is not there keeps its first rank, so that the pool can say what is wrong with it. Without a named
-        worker a request with an adapter goes to those that have it loaded, if one that it allows has.
+        A worker that is not there keeps its first rank, so that the pool can name what is wrong with it. A request with
+        an adapter and without a named worker goes to the workers that have it loaded, if an allowed one has.
         """
         pin, allowed, adapter = self._pin(pool), self.allowed_worker_ids, self.blocks.lora_name
         if pin is None and adapter and (holders := adapters.get(adapter)):
@@ -146,9 +154,9 @@ class HashedPrompts:
         self._known: dict[tuple[int, str | None, str | None, bool], PromptBlocks] = {}
 
     def of(self, blocks: PromptBlocks) -> PromptBlocks:
-        """The same blocks, hashed already if they were met before; these, and from now on these, if not.
+        """Return the blocks of the same prompt that an earlier router has hashed; else these, and keep them.
 
-        The same are only those of the very same tokens: equal ones would take as long to compare as to hash.
+        The same means the same token list: to compare equal ones would take as long as to hash them.
         """
         way = blocks.block_size_tokens, blocks.lora_name, blocks.cache_namespace, blocks.is_eagle
         known = self._known.get(way)
@@ -158,13 +166,13 @@ class HashedPrompts:
 
 
 def share_hashes(request: AnyContext) -> None:
-    """From now on all routers of the request share what they hash."""
+    """Have all routers of the request share the hashes of its prompt, from now on."""
     if request.registry.get_optional(_KEY, HashedPrompts) is None:
         request.registry.insert_shared(_KEY, HashedPrompts())
 
 
 def with_shared_hashes(route: RouteRequest, request: AnyContext) -> RouteRequest:
-    """What the request asks of a router, with the hashes of those before, if they are shared."""
+    """The request with the hashes of earlier routers, if they are shared."""
     known = request.registry.get_optional(_KEY, HashedPrompts)
     if known is None:
         return route

@@ -1,4 +1,4 @@
-"""EngineEvents: an engine's own words about its cache, made into changes a router can apply.
+"""EngineEvents: an engine's own cache events, converted into changes that a router can apply.
 
     EngineBatch ──► are its blocks here, ours, and of main attention? ──yes──► hash their tokens ──► EngineChange
                                        └─ no: Filtered, with the reason
@@ -6,11 +6,11 @@
 What is filtered takes no event id. Source: dynamo lib/kv-router/src/zmq_wire, mod.rs, filter.rs and convert.rs. Other
 than there a block on disk or further away is filtered by its attention, and has its parent's tenant, as any other.
 
-Namespaces: which tenant a rank's blocks are of, for stores that do not say it because they continue one that did.
+Namespaces: the tenant of a rank's blocks, for stores that omit it because they continue one that named it.
 
-What a worker does to its engine's changes before they are events: fewer of them, and none that says nothing.
+DuplicateFilter, merged: a worker reduces its engine's changes before they become events.
 
-    changes ──DuplicateFilter──► those that change a rank's cache ──merged──► as few as say the same
+    changes ──DuplicateFilter──► those that change a rank's cache ──merged──► as few as possible
 
 Source: dynamo lib/llm/src/kv_router/publisher, event coalescing and EventDedupFilter.
 """
@@ -45,13 +45,13 @@ _BITS: Mapping[StorageTier, int] = {"device": 1, "host_pinned": 2, "disk": 4, "e
 
 
 class AmbiguousNamespace(Exception):
-    """The parent is known under two tenants, so whose the child is cannot be said."""
+    """The parent is known under two tenants, so that of the child is unknown."""
 
 
 class Namespaces:
     """The tenant of each salted block of one rank, by the engine's name of it; over `limit_blocks` the oldest go.
 
-    Blocks without a tenant are not kept: a parent that is not known has none. A block heard of under two tenants, or
+    Blocks without a tenant are not kept: a parent that is not known has none. A block stored under two tenants, or
     under one and none, stays ambiguous until the rank is cleared. One that several tiers hold is gone with the last.
     """
 
@@ -63,17 +63,17 @@ class Namespaces:
     def __len__(self) -> int:
         return len(self._of)
 
-    def of_store(self, parent: int | None, said: str | None) -> str | None:
-        """The tenant of a store: what it says, else its parent's. Raises AmbiguousNamespace."""
-        if said is not None or parent is None or parent not in self._of:
-            return said
+    def of_store(self, parent: int | None, named: str | None) -> str | None:
+        """Return the tenant of a store: the one it names, else its parent's. Raises AmbiguousNamespace."""
+        if named is not None or parent is None or parent not in self._of:
+            return named
         inherited = self._of[parent]
         if inherited is None:
             raise AmbiguousNamespace
         return inherited
 
     def stored(self, names: Iterable[int], namespace: str | None, tier: StorageTier = "device") -> None:
-        """The blocks are there, for that tenant."""
+        """Note blocks that were stored, for that tenant."""
         of, tiers = self._of, self._tiers
         for name in names:
             if name in of:
@@ -89,7 +89,7 @@ class Namespaces:
             del of[oldest], tiers[oldest]
 
     def removed(self, names: Iterable[int], tier: StorageTier = "device") -> None:
-        """The blocks are gone from that tier; an ambiguous one is remembered as such even if it is in no other."""
+        """Note blocks that were removed from that tier; an ambiguous one stays so even if it is in no other."""
         for name in names:
             if name in self._of:
                 self._tiers[name] &= ~_BITS[tier]
@@ -121,7 +121,7 @@ MEDIA: dict[str | None, StorageTier] = {
     **dict.fromkeys(["CPU_TIER2", "DISK", "NVME", "STORAGE"], "disk"),
     **dict.fromkeys(["EXTERNAL", "NETWORK", "REMOTE", "SHARED"], "external"),
 }
-"""What engines call a storage tier, in capitals here and in any case by them; None: they do not say."""
+"""The names of storage tiers in engines' events, compared in capitals; None where the event has none."""
 
 MAIN_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
 """Attention whose blocks a prompt can be continued from."""
@@ -130,10 +130,10 @@ OTHER_KINDS = {
     *("encoder_only_attention", "cross_attention"),
 }
 _OWN = {None, "worker"}
-"""The owners whose blocks are the worker's own; a cache manager beside the engine is known, but not heard."""
+"""The owners whose blocks are the worker's own; events of a cache manager beside the engine are filtered."""
 _CACHE_MANAGER = "kvcr"
 _TEACHING: set[StorageTier] = {"device", "host_pinned"}
-"""Tiers whose events are whole. Of blocks further away engines say little more than the names."""
+"""Tiers whose events are complete. For blocks further away engines send little more than the names."""
 _WARNINGS = 3
 
 
@@ -155,7 +155,7 @@ class Filtered:
 
 
 class EngineEvents:
-    """See the module. Remembers of each rank which attention its cache groups are of, and its blocks' tenants."""
+    """See the module. Keeps for each rank the kind of attention of its cache groups, and its blocks' tenants."""
 
     def __init__(self, block_size_tokens: int) -> None:
         if block_size_tokens < 1:
@@ -169,7 +169,7 @@ class EngineEvents:
         self._warnings_left = self._loss_warnings_left = _WARNINGS
 
     def convert(self, batch: EngineBatch) -> list[EngineChange | Filtered]:
-        """Return what each event of the batch comes to, in order.
+        """Return the change for each event of the batch, in order.
 
         Batches missing before this one are counted as lost, also before the first that arrives. Blocks stored in them
         stay unknown until they are stored again, and what continues these is refused by the index; blocks removed in
@@ -229,7 +229,7 @@ class EngineEvents:
             self._kinds[dp_rank, origin.group] = origin.kind
 
     def _not_main(self, dp_rank: int, origin: Origin) -> FilterReason | None:
-        """Why blocks of this kind of attention are no use to a router; a group's kind is what its stores said."""
+        """Why blocks of this kind of attention are of no use to a router; a group has the kind of its stores."""
         kind, learned = origin.kind, False
         if kind is None:
             if origin.group is None:
@@ -275,14 +275,14 @@ class EngineEvents:
         return KvStored(event.parent, list(map(StoredBlock, event.names, local, media)))
 
     def _warn(self, text: str, *values: object) -> None:
-        """A few times: an engine that is set up wrongly says so with every event."""
+        """Log a few times only: with an engine that is set up wrongly every event is wrong."""
         if self._warnings_left > 0:
             self._warnings_left -= 1
             _log.warning(text, *values)
 
 
 def _foreign(origin: Origin) -> FilterReason | None:
-    """Why the blocks are not ones this worker can serve from."""
+    """Why this worker cannot serve from the blocks; None if it can."""
     if origin.ownership not in _OWN:
         return "unsupported_ownership" if origin.ownership == _CACHE_MANAGER else "unknown_ownership"
     if origin.locality not in (None, "LOCAL"):

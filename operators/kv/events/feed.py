@@ -1,12 +1,12 @@
-"""EventFeed: the events of many worker-ranks into one index, in order, with what was lost asked for again.
+"""EventFeed: the events of many worker-ranks into one index, in order, with lost events recovered.
 
     event plane ──receive──► the next of its rank? ──yes──► index
                                 └─ no: kept ──► recover(rank, from) ──► installed, then those kept meanwhile
        of an unknown publisher ─┴─ the answer names the one that is alive; events of others are dropped
 
 Source: dynamo lib/llm/src/kv_router/worker_query.rs and lib/kv-router/src/recovery. Other than there, a rank keeps what
-it is known to hold while its worker is asked, and loses it when the worker does not answer; and an event of an unknown
-publisher, which may be a new life of the worker or a late word of an old one, changes nothing until the worker answers.
+it is known to hold during a recovery, and loses it when the worker does not answer; and an event of an unknown
+publisher, which may be a restarted worker or a late event of an earlier one, changes nothing until the worker answers.
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ from .rank import Counted, RankFeed, Sight
 _log = logging.getLogger(__name__)
 
 Recover = Callable[[WorkerRank, int | None], Awaitable[RecoveryReply | None]]
-"""Asks a worker for a rank's events from an id on, None for everything. None as answer: this worker keeps nothing.
+"""Requests a rank's events from an id on, None for everything. Returns None for a worker that keeps nothing.
 
-A reply names the publisher that is alive; without that name the publisher heard last is believed.
+A reply names the publisher that is alive; without that name the publisher of the last event is taken for it.
 """
 
 
 @frozen
 class RepairLimits:
-    """Bounds of the repairs: events kept for a rank meanwhile, workers asked at once, and how long to try.
-
-    An attempt may take `timeout_s`; after one that did not help the feed waits, at first `first_delay_s`, each time
-    twice as long up to `longest_delay_s`. After so many `attempts` in a row that brought nothing new, the publisher
-    heard last is believed: a rank that lacks events, or had another publisher, begins anew with what arrived of it, and
-    events of other publishers are dropped. `kept_events` bounds those of the publisher and those of others, each for
-    itself.
-    """
+    """Bounds of the repairs."""
 
     kept_events: int = 1024
+    """Events kept for a rank during its repair: so many of its publisher, and so many of others."""
     at_once: int = 16
+    """Workers queried at the same time."""
     timeout_s: float = 10.0
+    """Seconds for one attempt."""
     first_delay_s: float = 0.1
+    """Seconds before the second attempt; twice as long after each that did not help."""
     longest_delay_s: float = 10.0
+    """The longest wait between attempts, in seconds."""
     attempts: int = 8
+    """After so many in a row without anything new, the publisher of the last event is taken for the one that is alive:
+    a rank that lacks events, or had another publisher, starts over with that publisher's events, and others are
+    dropped."""
 
 
 @define
 class _Progress:
-    """What the attempts of one repair have brought: the publisher, its last event known, and how many failed since."""
+    """What the attempts of one repair achieved: the publisher, its last known event, and how many failed since."""
 
     publisher_id: int | None
     reached: int
@@ -64,7 +65,7 @@ class _Progress:
     has_switched: bool = False
 
     def note(self, feed: RankFeed, has_helped: bool) -> bool:
-        """Count an attempt; True for the first that found another publisher, which is to be asked at once."""
+        """Count an attempt; return True for the first that found another publisher, to be queried at once."""
         reached = feed.cursor.last or 0
         if feed.publisher_id != self.publisher_id:
             is_first, self.has_switched = not self.has_switched, True
@@ -76,14 +77,14 @@ class _Progress:
 
 
 def _ignore(kind: str, status: str) -> None:
-    """Counts nothing."""
+    """Count nothing."""
 
 
 class EventFeed:
-    """See the module. Only ranks that were added are heard: one not known, yet or any more, is asked when it comes.
+    """See the module. Only events of ranks that were added count; a rank is recovered when it is added.
 
-    `run` asks the workers, until it is cancelled; all other calls wait for nothing, and may come while it does not run.
-    All in one loop and thread.
+    `run` queries the workers, until it is cancelled; all other calls wait for nothing, and are allowed without it. Used
+    in one loop and thread.
     """
 
     def __init__(
@@ -104,48 +105,48 @@ class EventFeed:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether workers are to be asked and `run` does not run: events of their ranks are kept and not applied."""
+        """Whether ranks need a recovery while `run` does not run: their events are kept and not applied."""
         return self._wakeup is None and bool(self._wanted)
 
     def add_worker(self, worker_id: int, dp_ranks: Iterable[int] = (0,)) -> None:
-        """Hears these ranks and asks what each holds; those heard already go on."""
+        """Take in the events of these ranks, and recover what each holds; ranks that were added before go on."""
         for dp_rank in dp_ranks:
             rank = WorkerRank(worker_id, dp_rank)
             if rank not in self._ranks:
                 self._begin(rank)
 
     def remove_rank(self, rank: WorkerRank) -> None:
-        """Forgets the rank and what it holds; a repair under way is cut."""
+        """Drop the rank and what it holds; a repair in progress is cancelled."""
         self._drop(rank)
         self.index.remove_rank(rank)
 
     def remove_worker(self, worker_id: int) -> None:
-        """The same for all its ranks."""
+        """Drop all ranks of the worker."""
         for rank in [rank for rank in self._ranks if rank.worker_id == worker_id]:
             self._drop(rank)
         self.index.remove_worker(worker_id)
 
     def receive(self, event: RouterEvent, publisher_id: int | None = None) -> None:
-        """Take an event as it arrived. Does nothing for a rank that was not added.
+        """Take in an event. Does nothing for a rank that was not added.
 
-        An event of another publisher than the rank's changes nothing yet: the worker is asked which of its publishers
-        is alive. The event counts if that is its own, also a second time, and is dropped if not.
+        An event of another publisher than the rank's changes nothing until the worker names the publisher that is
+        alive. It is applied if that is its own, and dropped otherwise.
         """
         feed = self._ranks.get(WorkerRank(event.worker_id, event.event.dp_rank))
         if feed is None:
             return
         if publisher_id is not None and feed.publisher_id is None and feed.in_order:
-            # The worker has answered without a name. An event that was taken before is then of a new life of it; at
-            # worst it was only late, and the rank is asked in vain.
+            # The worker answered without a name. An event id that was taken before then means that it restarted; at
+            # worst the event was only late, and the recovery is superfluous.
             if feed.cursor.sight(event.event.event_id) is Sight.STALE:
                 feed = self._begin(feed.rank)
             else:
                 feed.publisher_id = publisher_id
         if not feed.receive(event, publisher_id):
-            self._ask(feed)
+            self._want(feed)
 
     async def run(self) -> None:
-        """Repairs what needs it, for ever. Cancelled, it leaves what it was at to the next run."""
+        """Repair ranks until cancelled; repairs in progress are left to the next run."""
         if self._wakeup is not None:
             raise ContractViolation("the feed runs already")
         self._wakeup = Wakeup()
@@ -163,13 +164,13 @@ class EventFeed:
     # -- inside
 
     def _begin(self, rank: WorkerRank) -> RankFeed:
-        """Starts hearing the rank from nothing; what an older repair of it still brings is not for this one."""
+        """Start the rank over; results of an older repair no longer count."""
         self._drop(rank)
         self.index.clear_rank(rank)
         kept = self._limits.kept_events
         feed = RankFeed(rank, self.index, self._counted, deque(maxlen=kept), deque(maxlen=kept))
         self._ranks[rank] = feed
-        self._ask(feed)
+        self._want(feed)
         return feed
 
     def _drop(self, rank: WorkerRank) -> None:
@@ -177,7 +178,7 @@ class EventFeed:
         if feed is not None and feed.scope is not None:
             feed.scope.cancel()
 
-    def _ask(self, feed: RankFeed) -> None:
+    def _want(self, feed: RankFeed) -> None:
         if not feed.in_repair:
             feed.in_repair = True
             self._wanted.append(feed)
@@ -185,7 +186,7 @@ class EventFeed:
                 self._wakeup.wake()
 
     async def _repair(self, feed: RankFeed, room: anyio.Semaphore) -> None:
-        """Asks until nothing is left to ask about, the rank is dropped, or it has been asked often enough."""
+        """Query the worker until the rank is settled, dropped, or out of attempts."""
         with anyio.CancelScope() as feed.scope:
             delay_s, progress = self._limits.first_delay_s, _Progress(feed.publisher_id, feed.cursor.last or 0)
             while self._ranks.get(feed.rank) is feed:
@@ -195,7 +196,7 @@ class EventFeed:
                 may_hurry = progress.note(feed, has_helped)
                 if progress.failed >= self._limits.attempts:
                     _log.warning("%s: no useful answer in %d attempts; what arrives counts", feed.rank, progress.failed)
-                    feed.believe_last_heard()
+                    feed.believe_last_publisher()
                     break
                 if not may_hurry:
                     await anyio.sleep(delay_s)
@@ -203,7 +204,7 @@ class EventFeed:
             feed.in_repair = False
 
     async def _one_attempt(self, feed: RankFeed, room: anyio.Semaphore) -> bool:
-        """Asks once and takes what came; False if it helped nothing."""
+        """Query once and take in the answer; return False if it did not help."""
         reply: RecoveryReply | None
         async with room:
             question = feed.question()
@@ -215,5 +216,5 @@ class EventFeed:
         if self._ranks.get(feed.rank) is not feed:
             return False
         if reply is not None and isinstance(reply.answer, DumpFailed):
-            _log.info("%s could not be asked for its blocks: %s", feed.rank, reply.answer.message)
+            _log.info("blocks of %s could not be recovered: %s", feed.rank, reply.answer.message)
         return feed.settle(reply, question)

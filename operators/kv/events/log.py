@@ -5,15 +5,15 @@
     recover(start, end) ◄── the events from start on, or the whole index as it is now
 
 Source: dynamo lib/kv-router/src/indexer/local.rs, LocalKvIndexer. Other than there, the log gives the ids itself, so it
-cannot have a gap, and a question waits for nothing: one task asks after the other, and the second finds the dump.
+cannot have a gap, and a query waits for nothing: queries run one after another, and the second finds the dump.
 
-KvRecovery: asks workers, over the runtime, for the events a router missed.
+KvRecovery: requests the events a router missed from the workers, over the runtime.
 
     EventFeed ──rank, from──► KvRecovery ──RecoveryRequest──► the rank's endpoint at that worker
-        ◄── answer; None where the worker's card says that it keeps nothing
+        ◄── answer; None where the worker keeps no events, by its card
 
-Source: dynamo lib/llm/src/kv_router/worker_query.rs, WorkerQueryClient. Other than there, who is a worker is known from
-its own endpoint and card; these endpoints are followed from the first question of their rank on.
+Source: dynamo lib/llm/src/kv_router/worker_query.rs, WorkerQueryClient. Other than there, workers are known by
+their own endpoint and card; these endpoints are followed from the first query of their rank on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KEPT_EVENTS = 1024
 class EventLog:
     """See the module. Ids count from `first_id`; `newest` is one less until something is recorded. Waits for nothing.
 
-    `index` holds what the events say; ranks of a worker may share one.
+    `index` holds the blocks by these events; ranks of a worker may share one.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EventLog:
         self._dumped: RecoveredTree | None = None
 
     def record(self, change: KvEventData, storage_tier: StorageTier = "device") -> RouterEvent:
-        """The change as the next event, to be published; what the index refuses of it is published all the same."""
+        """Return the change as the next event, to be published; also if the index refuses a part of it."""
         event = RouterEvent(self.rank.worker_id, KvEvent(self.newest + 1, change, self.rank.dp_rank), storage_tier)
         with suppress(KvIndexError):  # routers refuse the same part of it
             self.index.apply(event)
@@ -81,9 +81,9 @@ class EventLog:
         return event
 
     def recover(self, start: int | None = None, end: int | None = None) -> RecoveryAnswer:
-        """What brings a router that needs the events from `start` on up to date; without a start, everything.
+        """Return what brings a router up to date that needs the events from `start` on; without a start, everything.
 
-        The answer goes to the newest event whatever the end is.
+        The answer reaches to the newest event whatever the end is.
         """
         if start is not None and end is not None and end < start:
             return InvalidRange(start, end)
@@ -104,7 +104,7 @@ class EventLog:
         return list(self._kept)[start - self._oldest :]
 
     def _tree(self) -> RecoveredTree | DumpFailed:
-        """The dump made last, with the events since, while these are few; else a new one."""
+        """Return the last dump with the events since, while these are few; else a new one."""
         made = self._dumped
         if made is None:
             try:
@@ -123,14 +123,14 @@ class EventLog:
 
 
 WorkersOf = Callable[[int], EndpointWorkers[Any, RecoveryReply]]
-"""From a rank to those who answer for theirs."""
+"""From a rank to the workers' endpoints that answer for it."""
 
 
 class KvRecovery:
     """The `recover` of a KvRouter, until it is closed; a context manager. In one loop and thread.
 
-    `configs` are the settings in the workers' cards, as the router's; without them every worker is asked. Whoever makes
-    it closes it, after the router's `run` has ended.
+    `configs` are the settings in the workers' cards, as for the router; without them every worker is queried. The
+    caller that makes it closes it, after the router's `run` has ended.
     """
 
     def __init__(self, workers_of: WorkersOf, configs: Observable[Configs] | None = None) -> None:
@@ -138,32 +138,32 @@ class KvRecovery:
         self._pools: dict[int, EndpointWorkers[Any, RecoveryReply]] = {}
         self._configs: Configs | None = None if configs is None else {}
         self._is_closed = False
-        self._following: DisposableBase = Disposable() if configs is None else configs.subscribe(self._learn)
+        self._following: DisposableBase = Disposable() if configs is None else configs.subscribe(self._on_configs)
 
     async def __call__(self, rank: WorkerRank, start_event_id: int | None) -> RecoveryReply | None:
         """Return the rank's events from the id on, without one everything; None for a worker that keeps nothing.
 
-        Raises Unavailable for a worker that is not known here yet, or not any more; StreamIncomplete for one that says
-        nothing; StreamClosed after `close`; else what its answer ended with. Waits as long as the worker takes.
+        Raises Unavailable for a worker that is not known here yet, or not any more; StreamIncomplete for an empty
+        answer; StreamClosed after `close`; else the error of the answer. Waits as long as the worker takes.
         """
         if self._is_closed:
             raise StreamClosed("this recovery was closed")
         if self._configs is not None:
             if (config := self._configs.get(rank.worker_id)) is None:
-                raise Unavailable(f"worker {rank.worker_id} has not said whether it keeps its events")
+                raise Unavailable(f"worker {rank.worker_id} has not published whether it keeps its events")
             if not config.enable_local_indexer:
                 return None
         pool = self._pool(rank.dp_rank)
         if rank.worker_id not in pool.instance_ids():
-            raise Unavailable(f"worker {rank.worker_id} is not to be asked at {pool}")
+            raise Unavailable(f"worker {rank.worker_id} cannot be reached at {pool}")
         request = Context(RecoveryRequest(rank.dp_rank, start_event_id))
         async with await pool.engine(rank.worker_id).generate(request) as stream:
             async for reply in stream:
                 return reply
-        raise StreamIncomplete(f"worker {rank.worker_id} said nothing at {pool}")
+        raise StreamIncomplete(f"worker {rank.worker_id} sent no answer at {pool}")
 
     def close(self) -> None:
-        """Follows nothing more. Idempotent."""
+        """Follow nothing more. Idempotent."""
         self._is_closed = True
         self._following.dispose()
         for pool in self._pools.values():
@@ -178,7 +178,7 @@ class KvRecovery:
     ) -> None:
         self.close()
 
-    def _learn(self, configs: Configs) -> None:
+    def _on_configs(self, configs: Configs) -> None:
         self._configs = configs
 
     def _pool(self, dp_rank: int) -> EndpointWorkers[Any, RecoveryReply]:
@@ -188,7 +188,7 @@ class KvRecovery:
 
 
 def recovery_workers(runtime: Runtime, endpoint: str | EndpointId) -> WorkersOf:
-    """Those who answer for the ranks of the endpoint's workers, as discovery knows them."""
+    """Return the endpoints that answer for the ranks of the endpoint's workers, as discovery knows them."""
     where = EndpointId.parse(endpoint)
 
     def workers_of(dp_rank: int) -> EndpointWorkers[Any, RecoveryReply]:

@@ -1,12 +1,12 @@
 """RankFeed: one worker-rank's events on their way into the index: what is next, what waits, what an answer changes.
 
-Plain calls, none of them waits; `event_feed` asks the workers and gives the answers here.
+Plain calls that never wait; `EventFeed` queries the workers and passes the answers on.
 
-Whose events count: those of the publisher that the worker's last answer named. An event of any other publisher waits as
-`foreign` and changes nothing until an answer to a later question decides: it is taken if that answer names its
-publisher, and dropped otherwise. Where answers name no publisher, or none comes, the publisher heard last is believed.
+The events that count are those of the publisher that the worker's last answer named. An event of any other publisher
+waits as `foreign` until an answer to a later question decides: it is taken if that answer names its publisher, and
+dropped otherwise. Where answers name no publisher, or none comes, the publisher of the last event is taken for it.
 
-EventCursor: how far the events of one worker-rank were taken, and what the next one's id says.
+EventCursor: how far the events of one worker-rank were taken, and how the next one's id relates to that.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from ..types import WorkerRank
 
 
 class Sight(Enum):
-    """How an event stands to those taken before."""
+    """How an event relates to those taken before."""
 
     INITIAL = "initial"
-    """Nothing was taken yet, so nothing can be said."""
+    """The first one."""
     STALE = "stale"
     """Taken before."""
     CONTIGUOUS = "contiguous"
@@ -75,7 +75,7 @@ _log = logging.getLogger(__name__)
 FIRST_EVENT_ID = 1
 
 Counted = Callable[[str, str], object]
-"""Hears of each event applied: what it was, and the label of how that went."""
+"""Called for each event applied, with its type and the label of the outcome."""
 
 _KINDS: dict[type[KvEventData], str] = {KvStored: "stored", KvRemoved: "removed", KvCleared: "cleared"}
 
@@ -91,15 +91,15 @@ class ForeignEvent:
 
 @frozen
 class Question:
-    """What a worker is asked: the rank's events from `start_event_id` on, None for everything it holds.
+    """A query to a worker for the rank's events from `start_event_id` on, None for everything it holds.
 
     `arrived` events of the rank had arrived before, so an answer decides over these and not over later ones. Where it
-    names no publisher, `last_heard_id` is believed, the publisher heard last by then.
+    names no publisher, `last_publisher_id` is taken, the publisher of the last event by then.
     """
 
     start_event_id: int | None
     arrived: int
-    last_heard_id: int | None
+    last_publisher_id: int | None
     was_in_order: bool
 
 
@@ -108,8 +108,8 @@ class RankFeed:
     """How far the rank was taken, and the events that wait; a full deque loses its oldest.
 
     `kept` are the publisher's own events that cannot be applied yet, `foreign` those of others. While the rank is
-    `in_order` nothing of its publisher's is missing, and its events are applied as they arrive, also while the worker
-    is asked about foreign ones. `in_repair` says that the worker is being asked, `scope` is the task that does.
+    `in_order` nothing of its publisher's is missing, and its events are applied as they arrive, also during a query
+    about foreign ones. `in_repair` is set during a query, `scope` is that of its task.
     """
 
     rank: WorkerRank
@@ -120,7 +120,7 @@ class RankFeed:
     cursor: EventCursor = field(factory=EventCursor)
     publisher_id: int | None = None
     """The publisher whose events count; None until one is known."""
-    last_heard_id: int | None = None
+    last_publisher_id: int | None = None
     """The publisher of the last event that arrived."""
     arrived: int = 0
     """How many events of the rank have arrived."""
@@ -130,14 +130,14 @@ class RankFeed:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to ask the worker about."""
+        """Whether the worker needs no query."""
         return self.in_order and not self.foreign
 
     def receive(self, event: RouterEvent, publisher_id: int | None) -> bool:
-        """Take an event as it arrived; False if the worker has to be asked first."""
+        """Take in an event; return False if the worker must be queried first."""
         self.arrived += 1
         if publisher_id is not None:
-            self.last_heard_id = publisher_id
+            self.last_publisher_id = publisher_id
             if publisher_id != self.publisher_id:
                 self.foreign.append(ForeignEvent(self.arrived, publisher_id, event))
                 return False
@@ -148,12 +148,12 @@ class RankFeed:
         return False
 
     def question(self) -> Question:
-        """What to ask the worker now."""
-        last_heard_id = self.last_heard_id if self.foreign else self.publisher_id
-        return Question(self.cursor.expected, self.arrived, last_heard_id, self.in_order)
+        """The query that the worker needs now."""
+        last_publisher_id = self.last_publisher_id if self.foreign else self.publisher_id
+        return Question(self.cursor.expected, self.arrived, last_publisher_id, self.in_order)
 
     def take(self, event: RouterEvent) -> bool:
-        """Applies the event if it is the next, drops it if it was taken before; False if others are missing first."""
+        """Apply the next event, drop one that was taken before; return False if others are missing first."""
         event_id = event.event.event_id
         sight = self.cursor.sight(event_id)
         if sight is Sight.GAP or (sight is Sight.INITIAL and event_id > FIRST_EVENT_ID):
@@ -163,13 +163,13 @@ class RankFeed:
         return True
 
     def settle(self, reply: RecoveryReply | None, question: Question) -> bool:
-        """Take the answer to the question; False if it helped nothing. None is of a worker that keeps nothing.
+        """Take in the answer; return False if it did not help. None is from a worker that keeps nothing.
 
-        What the publisher has sent is applied afterwards. A worker that could not answer leaves a rank in order as it
-        is; of any other rank nothing is known then.
+        The publisher's own events are applied afterwards. If the worker could not answer, a rank in order stays as it
+        is, and any other rank is forgotten.
         """
         if reply is None:
-            self.believe_last_heard()
+            self.believe_last_publisher()
             return True
         if isinstance(reply.answer, DumpFailed | InvalidRange):
             if not self.in_order:
@@ -182,7 +182,7 @@ class RankFeed:
         return self.in_order
 
     def install(self, answer: RecoveryAnswer, question: Question | None = None) -> bool:
-        """Make what the worker answered the rank's state; False if nothing is known of the rank then."""
+        """Make the answer the rank's state; return False if nothing is known of the rank then."""
         if isinstance(answer, RecoveredTree):
             if self.in_order and answer.last_event_id < (self.cursor.expected or 0):
                 return True  # what has arrived meanwhile was applied, and is newer
@@ -203,24 +203,24 @@ class RankFeed:
         self.forget()
         return False
 
-    def believe_last_heard(self) -> None:
-        """Decide without the worker: begin anew with the events of the publisher heard last, unless all is in order.
+    def believe_last_publisher(self) -> None:
+        """Decide without the worker: start over with the events of the last publisher, unless all is in order.
 
-        Events of other publishers are dropped. If that belief is wrong, the next event of the publisher that is alive
-        is foreign, and the worker is asked again.
+        Events of other publishers are dropped. If that is wrong, the next event of the publisher that is alive is
+        foreign, and the worker is queried again.
         """
-        if self.foreign and self.last_heard_id != self.publisher_id:
+        if self.foreign and self.last_publisher_id != self.publisher_id:
             if self.publisher_id is not None:
                 self.forget()
                 self.kept.clear()
-            self.publisher_id = self.last_heard_id
+            self.publisher_id = self.last_publisher_id
             self._sort_foreign(self.arrived)
         self.foreign.clear()
         if not self.in_order:
             self.begin_with_kept()
 
     def take_kept(self) -> bool:
-        """Takes the events kept, in order; False if some are missing before one, which is still kept then."""
+        """Take the kept events, in order; return False if some are missing before one, which is kept on."""
         waiting = sorted(self.kept, key=lambda event: event.event.event_id)
         taken = next((i for i, event in enumerate(waiting) if not self.take(event)), len(waiting))
         self.kept.clear()
@@ -228,7 +228,7 @@ class RankFeed:
         return taken == len(waiting)
 
     def begin_with_kept(self) -> None:
-        """Begins anew with the events kept, from behind the last gap on: what was before cannot be learned."""
+        """Start over with the kept events behind the last gap: what came before it cannot be recovered."""
         self.forget()
         for event in sorted(self.kept, key=lambda event: event.event.event_id):
             sight = self.cursor.sight(event.event.event_id)
@@ -246,8 +246,8 @@ class RankFeed:
         self.in_order = False
 
     def _identify(self, named_id: int | None, question: Question) -> bool:
-        """Learn from an answer which publisher is alive; True if what was known was of another one, and is dropped."""
-        living_id = question.last_heard_id if named_id is None else named_id
+        """Learn which publisher is alive; return True if the state was of another one, and is dropped."""
+        living_id = question.last_publisher_id if named_id is None else named_id
         switched = living_id != self.publisher_id and (self.publisher_id is not None or self.cursor.last is not None)
         if switched:
             self.forget()
@@ -276,7 +276,7 @@ class RankFeed:
         return is_clear and self.cursor.sight(event.event.event_id) is not Sight.STALE
 
     def _own(self, events: Iterable[RouterEvent]) -> list[RouterEvent]:
-        """Those of this rank: a worker may answer for all of its ranks."""
+        """The events of this rank: a worker may answer for all of its ranks."""
         return [e for e in events if (e.worker_id, e.event.dp_rank) == self.rank]
 
     def _apply_all(self, events: Iterable[RouterEvent]) -> None:
@@ -291,7 +291,7 @@ class RankFeed:
         except KvIndexError as error:
             status = error.status
             _log.debug("event %d of %s: %s", event.event.event_id, self.rank, error)
-        except Exception:  # no worker may end what is heard of the others
+        except Exception:  # no worker may end the feed of the others
             status = "failed"
             _log.exception("event %d of %s makes no sense", event.event.event_id, self.rank)
         self.cursor = EventCursor(event.event.event_id)
@@ -300,5 +300,5 @@ class RankFeed:
     def _count(self, kind: str, status: str) -> None:
         try:
             self.counted(kind, status)
-        except Exception:  # events go on whoever counts them
+        except Exception:  # a failing counter does not end the feed
             _log.exception("an event of %s is not counted", self.rank)

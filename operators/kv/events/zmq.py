@@ -1,4 +1,4 @@
-"""EngineSubscriber: an engine's KV events, heard over ZeroMQ, as the events that a router follows.
+"""EngineSubscriber: an engine's KV events, received over ZeroMQ, as the events that a router follows.
 
     PUB socket of the engine ──► SUB socket ──► decode_frames ──► EngineEvents
                                               DuplicateFilter, merged ◄──┘ └──► events ──► KvRouter.follow
@@ -42,9 +42,9 @@ class EngineSubscriber:
     """Follows the engine of one worker at `endpoint` (`tcp://host:port`) in `run`; `events` is what it sends.
 
     The events of each rank are numbered from 1 without a gap. `topic` is what the engine's topics begin with. An engine
-    whose sequence goes back began anew: each rank heard before is cleared first. What was published before the
+    whose sequence goes back has restarted: each rank seen before is cleared first. What was published before the
     connection stood, or faster than it was taken, is lost: seen by its sequence, it is counted in `lost_batches`, and
-    what the router believes may differ from the cache until those blocks go. `filtered` counts by reason what is not
+    the router's index may differ from the cache until those blocks go. `filtered` counts by reason what is not
     for the router, `malformed` the messages that were none, `refused` by reason those over a limit of `limits`. All of
     these leave the connection as it is, or it is made anew; what was in them counts as lost with the next message. Used
     in one loop.
@@ -97,7 +97,7 @@ class EngineSubscriber:
             watch = _ConnectionWatch(zmq, socket)
             descriptor: Any = socket.getsockopt(zmq.FD)
             while True:
-                # The descriptor only tells of a change, so what is there is taken before it is waited for.
+                # The descriptor only signals a change, so messages that are there are taken before it is waited for.
                 for _ in range(_MESSAGES_PER_TURN):
                     try:
                         frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -185,7 +185,7 @@ class _ConnectionWatch:
         self._lost_at_s: float | None = None
 
     def is_cut(self) -> bool:
-        """Whether the connection has been lost for a while and nothing is done about it. Ask now and then."""
+        """Whether the connection has been lost for a while and nothing is done about it. To be called now and then."""
         from zmq.utils.monitor import recv_monitor_message
 
         while self._monitor.poll(0):

@@ -1,13 +1,13 @@
 """ActiveBlocks: the blocks that running requests hold on one rank, shared prefixes counted once.
 
 Source: dynamo lib/kv-router/src/sequences/block_tracker.rs, BlockTracker. Other than there, blocks are kept one by one,
-and a sequence whose hash is known below another parent does not confuse the account: from there on its blocks are
-shared with nobody.
+and a sequence whose hash is known below another parent does not confuse the account: from there on no other request
+shares its blocks.
 
-ActivePrefixes: how much of a prompt is active on which ranks, asked for all ranks at once.
+ActivePrefixes: how much of a prompt is active on which ranks, for all ranks at once.
 
 Source: dynamo lib/kv-router/src/sequences/prompt_membership_trie.rs. Other than there a plain dict: a sequence hash
-stands for its whole prefix, so a bit mask of the ranks that hold it says all.
+stands for its whole prefix, so a bit mask of the ranks that hold it is enough.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ActiveBlocks:
         shared = self._shared_blocks(hashes)
         new, parent = list(hashes[shared:]), hashes[shared - 1] if shared else None
         if not (self._parents.keys().isdisjoint(new) and self._enter(new, parent)):
-            # A hash below two parents: these blocks get names nobody else has.
+            # A hash below two parents: these blocks get names of their own.
             new = [next(self._unnamed) for _ in new]
             self._enter(new, parent)
         if parent is not None:

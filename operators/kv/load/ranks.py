@@ -118,9 +118,9 @@ Column = Sequence[int]
 
 @frozen(eq=False)
 class RankLoads:
-    """The load of some ranks, a column each, in the order the ranks were asked for.
+    """The load of some ranks, a column each, in the order in which the ranks were given.
 
-    `additional_blocks` is what the prompt asked about would add on top of `decode_blocks`.
+    `additional_blocks` is what the prompt in question would add on top of `decode_blocks`.
     """
 
     prefill_tokens: Column
@@ -177,7 +177,7 @@ class Slots:
     _requests: list[int] = field(factory=lambda: [0])
     _timed: dict[int, Slot] = field(factory=dict)
     _free: list[int] = field(factory=list)
-    _asked: Sequence[WorkerRank] | None = None
+    _prepared: Sequence[WorkerRank] | None = None
     _positions: dict[int, int] = field(factory=dict)
     _take: Callable[[Sequence[int]], Sequence[int]] = field(default=list)
 
@@ -189,7 +189,7 @@ class Slots:
             number = len(self._requests)
             for column in (self._prefill_tokens, self._decode_blocks, self._requests):
                 column.append(0)
-        self._asked = None
+        self._prepared = None
         slot = self.by_rank[rank] = Slot(rank, number, lazy)
         return slot
 
@@ -199,7 +199,7 @@ class Slots:
         self._prefill_tokens[number] = self._decode_blocks[number] = self._requests[number] = 0
         self._timed.pop(number, None)
         self._free.append(number)
-        self._asked = None
+        self._prepared = None
         del self.by_rank[slot.rank]
 
     def refresh(self, slot: Slot, now_s: float) -> None:
@@ -228,13 +228,13 @@ class Slots:
 
     def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
         """The prompt tokens in flight on these ranks."""
-        self._ask(ranks)
+        self._prepare(ranks)
         for number, slot in self._timed.items():
             self._prefill_tokens[number] = slot.prompts.tokens_at(now_s)
         return self._take(self._prefill_tokens)
 
     def all_loads(self, now_s: float) -> list[RankLoad]:
-        """What is in flight on each rank but lazy ones. Changes nothing and may be asked in any thread."""
+        """What is in flight on each rank but lazy ones. Changes nothing and may be called in any thread."""
         return [
             RankLoad(
                 slot.rank,
@@ -245,13 +245,13 @@ class Slots:
             if not slot.lazy
         ]
 
-    def _ask(self, ranks: Sequence[WorkerRank]) -> None:
-        """Prepares taking these ranks out of a column. A pool asks with the same tuple again and again."""
-        if ranks is self._asked and isinstance(ranks, tuple):
+    def _prepare(self, ranks: Sequence[WorkerRank]) -> None:
+        """Prepare taking these ranks out of a column. A pool gives the same tuple again and again."""
+        if ranks is self._prepared and isinstance(ranks, tuple):
             return
         slots = [self.by_rank.get(rank) for rank in ranks]
         numbers = [0 if slot is None else slot.number for slot in slots]
-        self._asked = ranks
+        self._prepared = ranks
         self._positions = {number: position for position, number in enumerate(numbers) if number}
         self._take = itemgetter(*numbers) if len(numbers) > 1 else _taker(numbers)
 

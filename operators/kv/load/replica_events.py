@@ -1,9 +1,9 @@
-"""What routers of the same workers tell each other about their requests, and how one takes it in.
+"""The events by which routers of the same workers share their requests, and how a router applies them.
 
 Source: dynamo lib/kv-router/src/protocols.rs, ActiveSequenceEvent, and sequences/replica_sync.rs. The wire form is the
-same; output blocks are not told. Other than there a router's bookings are its own: the same request id booked here, or
-told by a third router, is another booking. A request that is prefilled by one pool and decoded by another, or sent
-again through another router, meets itself nowhere.
+same; output blocks are not shared. Other than there a router's bookings are its own: the same request id booked here,
+or by a third router, is another booking. So a request that is prefilled in one pool and decoded in another, or sent
+again through another router, never collides with itself.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ SequenceEventData: TypeAlias = Annotated[
 
 @frozen
 class ActiveSequenceEvent:
-    """One step in the life of a request, told by the router it is from. `worker` counts for `AddRequest` only."""
+    """One step in the life of a request, published by the router it is from. `worker` counts for `AddRequest` only."""
 
     request_id: str
     worker: WorkerRank
@@ -130,11 +130,11 @@ class Applied:
 def apply_events(
     sequences: ActiveSequences, received: Sequence[ReceivedEvent], *, registered_only: bool = False
 ) -> Applied:
-    """Takes one batch of other routers' events in; an added prompt begins when it was heard of.
+    """Apply a batch of other routers' events; an added prompt begins when its event was received.
 
-    A booking on an unknown worker opens an account for it, or is dropped and counted with `registered_only`. One that
-    is told again replaces what was told before: its router would not book it anew if it were not over. The end of a
-    request we do not know is nothing.
+    A booking on an unknown worker opens an account for it, or is dropped and counted with `registered_only`. A second
+    booking of an id replaces the first: its router would not book it again unless the first had ended. The end of an
+    unknown request changes nothing.
     """
     loads_changed = made_room = False
     dropped = 0

@@ -1,9 +1,9 @@
 """ActiveSequences: the blocks and prompt tokens in flight on every rank, by the requests that hold them.
 
-Source: dynamo lib/kv-router/src/sequences/multi_worker.rs, ActiveSequencesMultiWorker. Other than there a booking is
-an object that releases what it booked and nothing else, and freeing by id is for those who have only the id.
+Source: dynamo lib/kv-router/src/sequences/multi_worker.rs, ActiveSequencesMultiWorker. Other than there a request
+is released by its object, which never releases a later one of the same id; freeing by id is for callers with only that.
 
-tracking_hashes: by what names the blocks of a prompt are counted as active.
+tracking_hashes: the names by which the blocks of a prompt are counted as active.
 
 Source: dynamo lib/kv-router/src/scheduling/config.rs, compute_seq_hashes_for_tracking. Other than there the random
 numbers come from outside, and keyed hashes are not offered.
@@ -28,7 +28,7 @@ EXPIRY_S = 300.0
 CHECK_EVERY_S = 30.0
 """How often booking looks for expired requests, at most."""
 SWEEP_EVERY_S = 60.0
-"""How often whoever owns the account should call `expire` even without bookings."""
+"""How often the owner of the account should call `expire` even without bookings."""
 
 
 @frozen
@@ -75,7 +75,7 @@ class ActiveSequences:
     _checked_s: float | None = field(default=None, init=False)
 
     def set_workers(self, workers: Mapping[int, range]) -> list[str]:
-        """Keeps an account for exactly these ranks, and those that a booking brought and nobody registered yet.
+        """Keep an account for exactly these ranks, and for those that a booking opened and that are not registered yet.
 
         Ranks that were here and are no more lose their requests, whose ids are returned.
         """
@@ -217,7 +217,7 @@ class ActiveSequences:
         return self._slots.prefill_tokens(ranks, now_s)
 
     def loads(self, now_s: float) -> list[RankLoad]:
-        """What is in flight on every rank of `set_workers`. May be asked in any thread."""
+        """What is in flight on every rank of `set_workers`. May be called in any thread."""
         return self._slots.all_loads(now_s)
 
     def potential_loads(

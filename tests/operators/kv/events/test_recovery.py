@@ -69,7 +69,7 @@ async def test_whom_the_cards_say_keeps_nothing_is_not_asked() -> None:
         assert await recovery(RANK, None) is None
         with pytest.raises(Unavailable, match="at dyn"):
             await recovery(WorkerRank(8, 3), None)
-        with pytest.raises(Unavailable, match="has not said"):
+        with pytest.raises(Unavailable, match="has not published"):
             await recovery(WorkerRank(9, 3), None)
     assert engine.requests == []
 
