@@ -89,6 +89,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     async def generate(
         self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
     ) -> ResponseStream[Output]:
+        if self.router.sessions is None and (reservation := _RESERVED.take(request)) is not None:
+            return await self._send(request, reservation, next)
         payload = request.payload
         route = await self._route(request)
         session_id = None if self.router.sessions is None else session_id_of(_session(request.metadata))
@@ -130,6 +132,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             reservation = await self.router.reserve(route, request_id=request.id, control=request.control, steps=steps)
         if (tracker := request.payload.tracker) is not None:
             tracker.record_router_queue_depth(waiting)
+        if route.worker_id is None:
+            _log_choice(reservation.decision)
         return reservation
 
     # -- 2 and 3: reserved and sent
@@ -137,20 +141,23 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     async def _serve(
         self, request: Context[PreprocessedRequest], route: RouteRequest, next: Next, entry: Entered | None = None
     ) -> ResponseStream[Output]:
-        """Send the request to its worker, and account for the stream; `entry` is its place in a session."""
-        payload, phase = request.payload, _phase(request.payload.tracker)
+        """Reserve a worker, unless that was done, and send the request there; `entry` is its place in a session."""
         if (reservation := _RESERVED.take(request)) is None:
             reservation = await self._reserved(request, route)
-        decision = reservation.decision
+        return await self._send(request, reservation, next, entry)
+
+    async def _send(
+        self, request: Context[PreprocessedRequest], reservation: Reservation, next: Next, entry: Entered | None = None
+    ) -> ResponseStream[Output]:
+        """Send the request to the reserved worker, and account for its stream."""
+        payload, phase, decision = request.payload, _phase(request.payload.tracker), reservation.decision
         try:
             if request.is_stopped and phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
                 raise Cancelled("stopped before its prefill was sent")
-            if route.worker_id is None:
-                _log_choice(decision)
             self._record(request, decision)
             reasons = _reasons(decision) if payload.has_annotation(ROUTER_DECISION) else None
             sent = request.with_payload(_with_rank(payload, decision.rank, phase))
-            assign_worker(sent, decision.rank.worker_id)
+            assign_worker(sent, decision.rank.worker_id, is_accounted=True)
             if request.trace is None:
                 stream = await next.generate(sent)
             else:

@@ -7,7 +7,7 @@ The mark is of this dispatch only. A client's own wish, `routing.backend_instanc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Operator, ResponseStream
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RoutingHints
@@ -17,15 +17,27 @@ from ..marks import Mark
 Output = Annotated[LLMEngineOutput]
 Next = AsyncEngine[PreprocessedRequest, Output]
 
-_ASSIGNED: Mark[int] = Mark("operators.pool.assigned")
+
+class Assigned(NamedTuple):
+    """A worker that was assigned, and whether the stage that assigned it accounts for the request."""
+
+    worker_id: int
+    is_accounted: bool
 
 
-def assign_worker(request: Context[Any], worker_id: int) -> None:
-    """Have the PushRouter below send this request to that worker, once, whatever its mode; see `Mark`."""
-    _ASSIGNED.put(request, worker_id)
+_ASSIGNED: Mark[Assigned] = Mark("operators.pool.assigned")
 
 
-def take_assigned_worker(request: Context[Any]) -> int | None:
+def assign_worker(request: Context[Any], worker_id: int, *, is_accounted: bool = False) -> None:
+    """Have the PushRouter below send this request to that worker, once, whatever its mode; see `Mark`.
+
+    With `is_accounted` the caller counts the request as load and records the worker and the choice in the request's
+    tracker, and PushRouter does neither.
+    """
+    _ASSIGNED.put(request, Assigned(worker_id, is_accounted))
+
+
+def take_assigned_worker(request: Context[Any]) -> Assigned | None:
     """Return the worker that was assigned and remove the mark; None if there is no mark."""
     return _ASSIGNED.take(request)
 

@@ -134,7 +134,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     async def generate(self, request: Context[In]) -> ResponseStream[Out]:
         if (assigned := take_assigned_worker(request)) is not None:
-            return await self._send_to(request, assigned)
+            return await self._send_to(request, assigned.worker_id, is_accounted=assigned.is_accounted)
         if self._pick is None:
             return await self._send_to(request, _named_instance(request.payload))
         chosen = self._choose(request)
@@ -148,7 +148,9 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             raise self.standing.vanished(chosen)
         return await self._send(request, self._picked(others, request))
 
-    async def _send_to(self, request: Context[In], instance_id: int) -> ResponseStream[Out]:
+    async def _send_to(
+        self, request: Context[In], instance_id: int, *, is_accounted: bool = False
+    ) -> ResponseStream[Out]:
         """Return the stream of that instance, also while it cools down.
 
         Raise CannotConnect if it is not there, WorkerOverloaded if it is busy.
@@ -158,7 +160,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
         if not self.standing.not_busy((instance_id,)):
             raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
-        return await self._send(request, instance_id)
+        return await self._send(request, instance_id, is_accounted=is_accounted)
 
     # -- choosing
 
@@ -218,8 +220,9 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     # -- acting
 
-    async def _send(self, request: Context[In], instance_id: int) -> ResponseStream[Out]:
-        counted = UNCOUNTED if type(instance_id) is Uncharged else self.loads.begin(instance_id)
+    async def _send(self, request: Context[In], instance_id: int, *, is_accounted: bool = False) -> ResponseStream[Out]:
+        is_uncounted = is_accounted or type(instance_id) is Uncharged
+        counted = UNCOUNTED if is_uncounted else self.loads.begin(instance_id)
         arrival = self._workers.arrival(instance_id)
         if request.trace is not None:
             annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
@@ -230,7 +233,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             if isinstance(error, Exception):
                 self._blame(request, instance_id, arrival, error)
             raise
-        if (tracker := getattr(request.payload, "tracker", None)) is not None:
+        if not is_accounted and (tracker := getattr(request.payload, "tracker", None)) is not None:
             tracker.record_worker(int(instance_id))
             tracker.record_choice(self._choice)
         if self._silence_timeout_s is not None:
