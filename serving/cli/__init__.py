@@ -1,9 +1,9 @@
-"""The command line of Penstock: `main` is the program, `commands` are its commands with all their settings."""
+"""The command line of Penstock: `main` is the program, `commands` its commands by name with their settings."""
 
 from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     from .app import main
-    from .parsing import commands
+    from .parsing import GROUPS, commands
 
-__all__ = ["commands", "main"]
+__all__ = ["GROUPS", "commands", "main"]
