@@ -208,7 +208,7 @@ def settings_of(record: type[Any]) -> Mapping[str, Setting]:
     """Return the settings of an attrs class by field name, in their order; other fields are left out.
 
     The class may set `group`, the heading of its options, and `variable_prefix`, `PENSTOCK_` by default; with an empty
-    prefix only those settings have a variable that name one.
+    prefix only those settings have a variable that name one. `validates_itself` leaves the checks to the class.
     """
     if (known := _SETTINGS.get(record)) is not None:
         return known
@@ -370,6 +370,18 @@ def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def kind_problems(record: type[Any], values: Mapping[str, Any]) -> list[Problem]:
+    """Return the values, by the names of settings, that are not of the type of their setting."""
+    known, problems = settings_of(record), []
+    for name, value in values.items():
+        try:
+            if not (value is None and type(None) in kinds_of(known[name].kind)):
+                from_plain(value, known[name].kind)
+        except ValueError as error:
+            problems.append((name, str(error).replace(" or none, got ", ", got ")))
+    return problems
+
+
 def range_problems(record: type[Any], values: Mapping[str, Any]) -> list[Problem]:
     """Return what is out of range among values of the right types; None is right wherever it can be."""
     return [
@@ -390,7 +402,9 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 
 
 def _validate(record: Any, attribute: attrs.Attribute[Any], _: Any) -> None:
-    """Check the whole object once, when its first setting is set."""
+    """Check the whole object once, when its first setting is set, unless its class does so by itself."""
+    if getattr(record, "validates_itself", False):
+        return
     known = settings_of(type(record))
     if attribute.name == next(iter(known)):
         raise_problems(range_problems(type(record), {name: getattr(record, name) for name in known}))
@@ -436,7 +450,7 @@ def from_plain(value: Any, kind: Any) -> Any:
         elif each is Path and isinstance(value, str):
             return Path(value)
         elif each is float and type(value) is int:
-            return float(value)
+            return float(value) if is_finite(value) else value
         elif type(value) is (get_origin(each) or each):
             return (value,) if get_origin(kind) is tuple else value
     raise ValueError(f"must be {expected(kinds)}, got {shown(value)}")

@@ -1,5 +1,7 @@
 """Settings of the KV router, their validation, and their environment variables."""
 
+from pipeline.settings import Problem, is_finite
+
 from .config import ConditionalPolicy, KvRouterConfig, QueuePolicy, raise_problems
 from .environment import (
     active_request_expiry_s,
@@ -8,7 +10,6 @@ from .environment import (
     overlap_refresh_after_s,
     variable_of,
 )
-from .validation import Problem, is_finite
 
 __all__ = [
     "ConditionalPolicy",

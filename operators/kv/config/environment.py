@@ -8,39 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.settings import Variable, decimal, expected, number, whole
+from pipeline.settings import Setting, Variable, decimal, expected, kinds_of, number, settings_of, switch, whole
 
 from ..load import EXPIRY_S
-from .config import CHOICES, FIELD_TYPES, KvRouterConfig
+from .config import KvRouterConfig
 
 OVERLAP_REFRESH_AFTER_S = 10.0
-U64_MAX = 2**64 - 1
 
-_PREFIX = "DYN_ROUTER_"
-_RENAMED = {
-    "overlap_score_credit": "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",
-    "overlap_score_credit_decay": "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",
-    "use_kv_events": "DYN_USE_KV_EVENTS",
-}
-_READ = (
-    *("overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "decode_active_request_weight"),
-    *("router_placement", "router_temperature", "use_kv_events", "router_replica_sync", "router_track_active_blocks"),
-    *("router_track_output_blocks", "router_assume_kv_reuse", "router_track_prefill_tokens"),
-    *("router_tracking_hash", "router_tracking_hash_key_file", "router_tracking_hash_key_id"),
-    *("router_queue_threshold", "router_policy_config", "router_prefill_policy", "router_decode_policy"),
-    *("router_predicted_ttl_secs", "min_initial_workers"),
-    *("conditional_disagg_enabled", "conditional_disagg_policy"),
-    *("conditional_disagg_eff_isl_threshold", "conditional_disagg_eff_isl_ratio_threshold"),
-    *("conditional_disagg_prefill_busy_threshold", "conditional_disagg_decode_busy_threshold"),
-)
 _MUST_BE_KNOWN = ("router_placement", "router_tracking_hash")
 _OLDER_WEIGHTS = ("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT")
-_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 def variable_of(field: str) -> str:
-    """The variable that sets a field of the configuration."""
-    return _RENAMED.get(field) or _PREFIX + field.removeprefix("router_").upper()
+    """Return the variable that sets a field of the configuration; empty: none does."""
+    return settings_of(KvRouterConfig)[field].variable
 
 
 def config_from_environment(environment: Mapping[str, str], values: Mapping[str, Any] | None = None) -> KvRouterConfig:
@@ -50,11 +31,9 @@ def config_from_environment(environment: Mapping[str, str], values: Mapping[str,
     read and is out of range raises InvalidArgument, as do the values.
     """
     own = dict(values or {})
-    for field in _READ:
-        text = environment.get(variable_of(field), "").strip()
-        if not text:
-            continue
-        if (value := _read(field, text)) is not None:
+    for field, known in settings_of(KvRouterConfig).items():
+        text = environment.get(known.variable, "").strip() if known.variable else ""
+        if text and (value := _read(known, text)) is not None:
             own[field] = value
     for variable in _OLDER_WEIGHTS:
         if (weight := _float(environment.get(variable, "").strip())) is not None:
@@ -90,29 +69,27 @@ def overlap_refresh_after_s(environment: Mapping[str, str]) -> float | None:
 def kv_router_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return every variable of the router, with what is wrong with its text, or with an empty text."""
     found = {}
-    fields = {variable_of(field): field for field in _READ} | dict.fromkeys(_OLDER_WEIGHTS, "prefill_load_scale")
-    for name, field in fields.items():
+    settings = settings_of(KvRouterConfig)
+    variables = {known.variable: known for known in settings.values() if known.variable}
+    for name, known in (variables | dict.fromkeys(_OLDER_WEIGHTS, settings["prefill_load_scale"])).items():
         text = environment.get(name, "").strip()
-        is_wrong = text and _read(field, text) is None
-        found[name] = f"must be {expected([_kind(field)])}, got {text!r}" if is_wrong else ""
+        is_wrong = text and _read(known, text) is None
+        found[name] = f"must be {expected(kinds_of(known.kind)[:1])}, got {text!r}" if is_wrong else ""
     for variable in (ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER):
         problem = variable.problem(environment)
         found[variable.name] = "" if problem is None else problem[1]
     return found
 
 
-def _kind(field: str) -> Any:
-    kind = FIELD_TYPES[field].partition(" | ")[0]
-    return CHOICES.get(kind) or _KINDS[kind]
-
-
-def _read(field: str, text: str) -> Any:
-    """The text as a value of the field; None if it is none."""
-    kind = FIELD_TYPES[field].partition(" | ")[0]
-    if kind in CHOICES:
-        known = text in CHOICES[kind].__args__
-        return text if known or field in _MUST_BE_KNOWN else None
-    return _READERS[kind](text)
+def _read(known: Setting, text: str) -> Any:
+    """Return the value of a text, or None for one that cannot be read."""
+    kind = kinds_of(known.kind)[0]
+    if known.choices:
+        return text if text in known.choices or known.name in _MUST_BE_KNOWN else None
+    try:
+        return _READERS[kind](text)
+    except ValueError:
+        return None
 
 
 def _float(text: str) -> float | None:
@@ -122,17 +99,4 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _int(text: str) -> int | None:
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(U64_MAX))):
-        return None
-    return value if (value := int(text)) <= U64_MAX else None
-
-
-_READERS: Mapping[str, Callable[[str], Any]] = {
-    "float": _float,
-    "int": _int,
-    "bool": lambda text: _BOOLEANS.get(text.lower()),
-    "str": lambda text: text,
-}
-
-_KINDS: Mapping[str, type] = {"float": float, "int": int, "bool": bool, "str": str}
+_READERS: Mapping[type, Callable[[str], Any]] = {float: decimal, int: whole(), bool: switch, str: str}

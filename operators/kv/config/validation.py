@@ -1,77 +1,14 @@
-"""What may be wrong with a router's settings, found all at once: kinds, ranges, combinations.
-
-Each check is a function of the values to a list of problems. Values that another check found wrong are left out of
-what the next one sees.
-"""
+"""Settings of a router that contradict each other, or that it does not offer."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
-Problem = tuple[str, str]
-"""A setting, and what is wrong with it."""
+from pipeline.settings import Problem
+
 Get = Callable[[str], Any]
 """The value of a setting."""
-
-_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "float": ("a number", lambda value: type(value) in (int, float)),
-    "int": ("an integer", lambda value: type(value) is int),
-    "bool": ("true or false", lambda value: type(value) is bool),
-    "str": ("a text", lambda value: type(value) is str),
-}
-
-_AT_LEAST_0 = (
-    *("overlap_score_credit", "overlap_score_credit_decay", "prefill_load_scale", "decode_active_request_weight"),
-    *("router_temperature", "router_ttl_secs", "router_queue_threshold", "router_predicted_ttl_secs"),
-    *("conditional_disagg_prefill_busy_threshold", "conditional_disagg_decode_busy_threshold"),
-    *("conditional_disagg_eff_isl_threshold", "min_initial_workers", "router_snapshot_threshold"),
-)
-_SHARES = (
-    *("host_cache_hit_weight", "disk_cache_hit_weight", "shared_cache_multiplier"),
-    *("conditional_disagg_eff_isl_ratio_threshold", "router_prune_target_ratio"),
-)
-_AT_LEAST_1 = ("router_event_threads", "router_max_tree_size")
-
-
-def type_problems(values: Mapping[str, Any], types: Mapping[str, str], choices: Mapping[str, Any]) -> list[Problem]:
-    """Values that are not of the declared kind; `choices` are the kinds that are one of some texts."""
-    found = []
-    for name, value in values.items():
-        kind, _, rest = types[name].partition(" | ")
-        if value is None and rest == "None":
-            continue
-        if kind in choices:
-            allowed = get_args(choices[kind])
-            if value not in allowed:
-                found.append((name, f"must be one of {', '.join(allowed)}, got {value!r}"))
-        elif not _KINDS[kind][1](value):
-            found.append((name, f"must be {_KINDS[kind][0]}, got {value!r}"))
-    return found
-
-
-def range_problems(values: Mapping[str, Any]) -> list[Problem]:
-    """Numbers outside their range, NaN and infinity included; None is no number."""
-    ranges = [(_AT_LEAST_0, 0, math.inf), (_SHARES, 0, 1), (_AT_LEAST_1, 1, math.inf)]
-    return [
-        (name, f"must be {_range_text(low, high)}, got {values[name]}")
-        for names, low, high in ranges
-        for name in names
-        if values.get(name) is not None and not (is_finite(values[name]) and low <= values[name] <= high)
-    ]
-
-
-def is_finite(value: float) -> bool:
-    """Whether a number is finite, and an integer not larger than any float."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
-def _range_text(low: float, high: float) -> str:
-    return f"a finite number not below {low}" if math.isinf(high) else f"between {low} and {high}"
 
 
 def combination_problems(values: Mapping[str, Any]) -> list[Problem]:
