@@ -52,8 +52,8 @@ class AnswerRecord:
     def undisturbed(self) -> list[int]:
         """Return the answer of an engine to this request when nothing disturbs it."""
         output = Output(self.seed, token_ids=self.token_ids)
-        speech = output.speech(prompt_tokens=self.prompt_tokens, first=self.first, last=self.last)
-        return list(islice(speech, self.wanted_tokens))
+        tokens = output.output_source(prompt_tokens=self.prompt_tokens, first=self.first, last=self.last)
+        return list(islice(tokens, self.wanted_tokens))
 
     def problems(self) -> list[str]:
         """Return what is wrong with the answer. A broken answer must be the beginning of the undisturbed one."""
