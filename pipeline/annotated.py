@@ -1,7 +1,6 @@
 """Annotated[T]: one item of a stream: data, an event, comments or an error.
 
-An item is an error exactly if its event is `error`; then its error field is set too. It is the last item its consumer
-may rely on.
+An item is an error exactly if its event is `error`; its error field is then set too. It is the last item of its stream.
 
 Source: dynamo lib/runtime/src/protocols/annotated.rs. Other than there, error items always carry the typed error.
 """
@@ -24,7 +23,7 @@ ERROR_EVENT = "error"
 
 @define(slots=True)
 class Annotated(Generic[T]):
-    """One item; each part is None where it has none, and is then left out on the wire."""
+    """One item. A part that is None is omitted on the wire."""
 
     data: T | None = None
     id: str | None = None
@@ -34,20 +33,20 @@ class Annotated(Generic[T]):
 
     @classmethod
     def from_data(cls, data: T) -> Annotated[T]:
-        """An item of data only."""
+        """Return an item of data only."""
         return cls(data)
 
     @classmethod
     def from_error(cls, error: BaseException | str) -> Annotated[T]:
-        """An error item; a text becomes an `Unknown`, a foreign exception is converted with its causes."""
+        """Return an error item. A text becomes an `Unknown`; a foreign exception is converted with its causes."""
         typed = Unknown(error) if isinstance(error, str) else to_error(error)
         return cls(None, None, ERROR_EVENT, None, typed)
 
     @classmethod
     def from_annotation(cls, name: str, value: object) -> Annotated[T]:
-        """An event with the JSON text of `value` as its one comment.
+        """Return an event with the JSON text of `value` as its one comment.
 
-        Raises TypeError, or ValueError for a number that is not finite, if it has no JSON form.
+        Raise TypeError, or ValueError for a number that is not finite, if it has no JSON form.
         """
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return cls(None, None, name, [text], None)
@@ -66,7 +65,7 @@ class Annotated(Generic[T]):
         return self.event is not None
 
     def extract_error(self) -> PenstockError | None:
-        """The error of an error item: its error field, else its comments as text; None for any other item."""
+        """Return the error of an error item: its error field, else its comments as text; None for any other item."""
         if not self.is_error:
             return None
         return self.error or Unknown(", ".join(self.comment or ()) or "unknown error")
@@ -78,19 +77,19 @@ class Annotated(Generic[T]):
         return self
 
     def into_data(self) -> T | None:
-        """The data, None where there is none; raises the error of an error item."""
+        """Return the data, None where there is none; raises the error of an error item."""
         return self.ok().data
 
     def into_result(self) -> T | None:
-        """The same as `into_data`."""
+        """Return the same as `into_data`."""
         return self.into_data()
 
     def transfer(self, data: U | None) -> Annotated[U]:
-        """The same item around other data: id, event, comments and error are kept."""
+        """Return the same item around other data: id, event, comments and error are kept."""
         return Annotated(data, self.id, self.event, self.comment, self.error)
 
     def map_data(self, change: Callable[[T], U]) -> Annotated[U]:
-        """The same item around `change(data)`; if that fails, a fresh error item that says why."""
+        """Return the same item around `change(data)`; if that fails, an error item with the failure."""
         if self.data is None:
             return self.transfer(None)
         try:

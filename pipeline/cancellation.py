@@ -1,9 +1,9 @@
-"""Ending a stream that waits: the one place where an item is raced against kill.
+"""`until_killed` and `unless_killed`: a kill cancels the wait for an item or a result.
 
-Only the stage that really waits for something races (an engine's adapter, a receiver); all others rely on their
-stream ending. A cancel scope for each item costs some 4 microseconds on asyncio. There the task that reads is
-cancelled instead, in the way of `asyncio.timeout`, for a tenth of that. This needs private names of anyio, to see what
-a source shields; with an anyio that has them no longer, a scope is used on asyncio too, and a warning logged.
+Only a stage that waits for something outside the graph uses them (an engine's adapter, a receiver); all other stages
+rely on their stream ending. A cancel scope for each item costs some 4 microseconds on asyncio. There the reading task
+is cancelled instead, as by `asyncio.timeout`, for a tenth of that. This needs private names of anyio, to see what a
+source shields; with an anyio without them, a cancel scope is used on asyncio too, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
-"""On asyncio, how long a source that was cut may go on waiting, to release what it holds, before it is cut again."""
+"""On asyncio: seconds that a cancelled source may wait, to release what it holds, before it is cancelled again."""
 
 _SHIELDED_S = 0.01
-"""How often a shielded wait is looked at again."""
+"""Seconds between two checks whether a wait is still shielded."""
 
 _states: Any = getattr(anyio_on_asyncio, "_task_states", None)
-"""Task -> the state that has its cancel scopes. anyio has no public way to see what shields another task."""
+"""Task -> its state with its cancel scopes. anyio has no public way to see what shields another task."""
 
 
 def _sees_shields() -> bool:
-    """Whether this anyio has the private names by which a cut looks for a shield."""
+    """Return whether this anyio has the private names that show a shield."""
     has_scope = hasattr(getattr(anyio_on_asyncio, "TaskState", None), "cancel_scope")
     return isinstance(_states, Mapping) and has_scope and hasattr(anyio_on_asyncio.CancelScope(), "_parent_scope")
 
 
 _cuts_tasks = _sees_shields()
-"""Whether asyncio's own means are used: without sight of shields a cancel scope is right, and slower."""
+"""Whether asyncio tasks are cancelled directly. Where shields cannot be seen, a cancel scope is correct, and slower."""
 if not _cuts_tasks:
     from importlib.metadata import version
 
@@ -55,13 +55,13 @@ if not _cuts_tasks:
 
 
 def until_killed(items: AsyncIterator[T], context: Context[Any]) -> AsyncGenerator[T, None]:
-    """The items until they end or the context is killed; then cancels what they wait for, at once.
+    """Return the items until they end or the context is killed; a kill cancels the source's wait at once.
 
-    What the source shields by a cancel scope of its own is waited for. An item that was ready when the kill came is
-    dropped. The source is closed on every way out, unless it was never read.
+    A wait that the source shields by a cancel scope of its own is not cancelled. An item that was ready when the kill
+    came is dropped. The source is closed on every way out, unless it was never read.
 
-    On asyncio a source may raise CancelledError though nobody has cancelled the task that reads, because it waited for
-    something that was cancelled; here it raises BackendCancelled then.
+    On asyncio a source may raise CancelledError although the reading task is not cancelled, because something it
+    waited for was. That becomes BackendCancelled.
     """
     native = isinstance(current_token().native_token, asyncio.AbstractEventLoop)
     return _in_task(items, context) if native and _cuts_tasks else _in_scope(items, context)
@@ -145,17 +145,17 @@ async def _one_in_task(awaitable: Awaitable[T], context: Context[Any]) -> list[T
 
 
 class _ReadCanceller:
-    """Called on a kill, cancels the task that reads, and again where that was in vain, until it has left the read."""
+    """Called on a kill: cancels the reading task, again if it goes on waiting, until it has left the read."""
 
     __slots__ = ("_again", "_looks", "_loop", "cancelled_before", "outer", "task", "times")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.task: asyncio.Task[Any] | None = None
-        """The one that reads now."""
+        """The task that reads now."""
         self.cancelled_before = 0
-        """How often its cancellation had been asked for when it began to read."""
+        """The task's count of cancellation requests when it began to read."""
         self.outer: Any = None
-        """Its innermost cancel scope then: those inside are the source's."""
+        """The task's innermost cancel scope then: scopes inside it belong to the source."""
         self.times = 0
         self._loop = loop
         self._again: asyncio.Handle | None = None
@@ -165,12 +165,12 @@ class _ReadCanceller:
         if self.task is None:
             return
         if self.task is asyncio.current_task(self._loop):
-            # It runs, so the cancellation might meet a later wait of its own.
+            # The task is running, so the cancellation could hit a later wait of its own.
             self._again = self._loop.call_soon(self)
         elif self._is_shielded():
             self._again = self._loop.call_later(_SHIELDED_S, self)
         elif self.is_cancelled_by_others and self._looks < 2:
-            # A deadline of the source has just passed, which is over on the next turn; or it is ending already.
+            # A deadline of the source has just passed and ends on the next turn; or the task is ending already.
             self._again = self._loop.call_later(PATIENCE_S, self) if self._looks else self._loop.call_soon(self)
             self._looks += 1
         else:
@@ -180,17 +180,17 @@ class _ReadCanceller:
 
     @property
     def is_due_to_others(self) -> bool:
-        """Whether a cancellation that comes out of the read is to go on to whoever else has asked for it."""
-        # A cancelled scope around the reader comes back at its next wait, and would not know this error for its own.
+        """Whether a cancellation raised by the read belongs to other code that has requested it."""
+        # A cancelled scope around the reader raises again at its next wait, and would not recognise this error.
         return self.is_cancelled_by_others and (not self.times or current_effective_deadline() != -inf)
 
     @property
     def is_cancelled_by_others(self) -> bool:
-        """Whether somebody else has asked for the task's end while it read."""
+        """Whether other code has requested the task's cancellation during the read."""
         return self.task is not None and self.task.cancelling() - self.times > self.cancelled_before
 
     def ends(self) -> None:
-        """The task has left the read: takes back what was asked of it."""
+        """Withdraw the cancellation requests: the task has left the read."""
         if self._again is not None:
             self._again.cancel()
         if self.task is not None:

@@ -1,13 +1,12 @@
-"""Context: a request on its way down, and what all its stages share.
+"""Context: a request, and the state that all its stages share.
 
     Context(payload)  ──map / with_payload──►  Context(other payload)     same id, control, metadata, registry
 
 Source: dynamo lib/runtime/src/pipeline/context.rs.
 
-Registry: typed values that ride along with a request inside one process.
+Registry: typed values that accompany a request inside one process. They do not cross the network.
 
-*Shared* entries are read by anyone (`get`); *unique* entries are handed over once (`take`) or copied (`clone`).
-Nothing in it crosses the network.
+Any stage may read a *shared* entry (`get`); a *unique* entry is taken once (`take_unique`) or copied (`clone_unique`).
 
 Source: dynamo lib/runtime/src/pipeline/registry.rs. Other than there, a take with the wrong type leaves the entry.
 """
@@ -26,16 +25,16 @@ V = TypeVar("V")
 
 
 class Registry:
-    """A bag of shared and unique entries, each key in one of the two."""
+    """Shared and unique entries; each key is one or the other."""
 
     __slots__ = ("_shared", "_unique")
 
     def __init__(self) -> None:
-        self._shared: dict[str, Any] | None = None  # made when there is something to put in
+        self._shared: dict[str, Any] | None = None  # made with the first entry
         self._unique: dict[str, Any] | None = None
 
     def insert_shared(self, key: str, value: object) -> None:
-        """Puts a value that every stage may read; replaces what the key held."""
+        """Set a value that every stage may read, in place of what the key held."""
         if self._unique:
             self._unique.pop(key, None)
         if self._shared is None:
@@ -43,7 +42,7 @@ class Registry:
         self._shared[key] = value
 
     def insert_unique(self, key: str, value: object) -> None:
-        """Puts a value that one stage may take; replaces what the key held."""
+        """Set a value that one stage may take, in place of what the key held."""
         if self._shared:
             self._shared.pop(key, None)
         if self._unique is None:
@@ -51,22 +50,22 @@ class Registry:
         self._unique[key] = value
 
     def get(self, key: str, kind: type[V]) -> V:
-        """The shared value itself. Raises RegistryError if it is missing or of another type."""
+        """Return the shared value itself. Raise RegistryError if it is missing or of another type."""
         return _checked(self._shared, key, kind)
 
     def get_optional(self, key: str, kind: type[V]) -> V | None:
-        """The shared value, or None if there is none. Raises RegistryError if it is of another type."""
+        """Return the shared value, or None if it is missing. Raise RegistryError if it is of another type."""
         return self.get(key, kind) if self._shared and key in self._shared else None
 
     def take_unique(self, key: str, kind: type[V]) -> V:
-        """The unique value, which then is gone. Raises RegistryError, and leaves it, as `get` does."""
+        """Remove and return the unique value. Raise RegistryError as `get` does; the entry then stays."""
         value = _checked(self._unique, key, kind)
         assert self._unique is not None, "it holds the value"
         del self._unique[key]
         return value
 
     def clone_unique(self, key: str, kind: type[V]) -> V:
-        """A deep copy of the unique value, which stays. Raises RegistryError as `get` does."""
+        """Return a deep copy of the unique value, which stays. Raise RegistryError as `get` does."""
         return deepcopy(_checked(self._unique, key, kind))
 
 
@@ -84,21 +83,22 @@ U = TypeVar("U")
 
 
 class Context(Generic[T_co]):
-    """One request: its payload, its id, its metadata, and the control every stage shares.
+    """One request: its payload, id, metadata, and the control that all its stages share.
 
-    `id` is a random UUID unless given and stays the same for every stage, retry and sub-request. `metadata` is text
-    to text, keys sorted, and crosses the wire. `control` is the identity of the request's life: a context made from
-    this one is stopped and killed with it. Contexts are cheap: a stage that changes the payload makes a new one.
+    Contexts are cheap: a stage that changes the payload makes a new one with the same control.
     """
 
     __slots__ = ("__weakref__", "_registry", "_stages", "control", "id", "metadata", "payload", "trace")
 
     payload: T_co
     control: Control
+    """Stop and kill. Contexts with the same control are one request, stopped and killed together."""
     id: str
+    """The same for every stage, retry and sub-request. Default: a random UUID."""
     metadata: dict[str, str]
+    """Crosses the wire; keys are sorted."""
     trace: object
-    """Where spans of this request hang; owned by `pipeline.telemetry.tracing`."""
+    """The parent of the request's spans; set by `pipeline.telemetry`."""
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class Context(Generic[T_co]):
     def __repr__(self) -> str:
         return f"Context(id={self.id!r}, state={self.control.state.name.lower()}, payload={self.payload!r})"
 
-    # -- the payload changes, the request stays
+    # -- the same request with another payload
 
     def map(self, change: Callable[[T_co], U]) -> Context[U]:
-        """The same request with `change(payload)`; an error of `change` goes to the caller and nothing is made."""
+        """Return the same request with `change(payload)`; what `change` raises goes to the caller."""
         return self.with_payload(change(self.payload))
 
     def with_payload(self, payload: U) -> Context[U]:
-        """The same request with another payload: id, control, metadata, registry, stages and trace are shared."""
+        """Return the same request with another payload; all else (id, control, metadata, registry, trace) is shared."""
         other: Context[U] = Context.__new__(Context)
         other.payload = payload
         other.id = self.id
@@ -138,18 +138,18 @@ class Context(Generic[T_co]):
         return other
 
     def transfer(self, payload: U) -> tuple[T_co, Context[U]]:
-        """The payload, and the same request with another one."""
+        """Return the payload, and the same request with another one."""
         return self.payload, self.with_payload(payload)
 
     def into_parts(self) -> tuple[T_co, Context[None]]:
-        """The payload, and the request without it; `with_payload` on the second joins them again."""
+        """Return the payload, and the request without it. `with_payload` on the second joins them again."""
         return self.transfer(None)
 
     def child(self, payload: U, *, linked: bool = True) -> Context[U]:
-        """A sub-request: same id, metadata, registry and trace, a control of its own.
+        """Return a sub-request: the same id, metadata, registry and trace, with a control of its own.
 
-        Stop and kill reach it from this one, never the other way. Unlinked, they do not reach it at all: for work
-        that must outlive the request. The caller keeps the child alive as long as it matters.
+        A stop or kill of this request reaches a linked child, never the reverse. An unlinked child is for work that
+        must outlive the request. The caller holds a reference to the child as long as it needs it.
         """
         other = self.with_payload(payload)
         other.control = Control()
@@ -157,7 +157,7 @@ class Context(Generic[T_co]):
             self.control.link_child(other.control)
         return other
 
-    # -- what rides along
+    # -- values that accompany the request
 
     @property
     def registry(self) -> Registry:
@@ -172,10 +172,10 @@ class Context(Generic[T_co]):
         return tuple(self._stages)
 
     def add_stage(self, name: str) -> None:
-        """Notes that the request passed a stage."""
+        """Record that the request has passed a stage."""
         self._stages.append(name)
 
-    # -- control, at hand
+    # -- the control's methods
 
     @property
     def is_stopped(self) -> bool:
@@ -187,21 +187,21 @@ class Context(Generic[T_co]):
         return self.control.is_killed
 
     def stop(self) -> None:
-        """Asks the producer for an early, orderly end."""
+        """Request an early, orderly end."""
         self.control.stop()
 
     stop_generating = stop
 
     def kill(self) -> None:
-        """Ends the request at once."""
+        """End the request at once."""
         self.control.kill()
 
     def stopped(self) -> Coroutine[Any, Any, None]:
-        """Await stop or kill; returns at once if that has happened already."""
+        """Wait for stop or kill; return immediately if it has happened already."""
         return self.control.stopped()
 
     def killed(self) -> Coroutine[Any, Any, None]:
-        """Await kill."""
+        """Wait for kill."""
         return self.control.killed()
 
 

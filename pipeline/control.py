@@ -1,14 +1,14 @@
 """Control: stop and kill, one object shared by every stage of a request.
 
-A request runs, is stopped, is killed; the state only moves forward. *Stop* asks the producer to finish: what it has
-made is still delivered and the stream ends on its own. *Kill* ends the stream at once and nothing more is delivered.
+A request runs, is stopped, is killed; the state only moves forward. *Stop* requests an early end: items made before
+it are still delivered, and the stream ends on its own. *Kill* ends the stream at once; nothing more is delivered.
 
     parent.stop()  ──►  child 1, child 2, ..., then the parent change
                    ──►  callbacks of child 1, child 2, ..., then the parent run, waiters wake
 
-Every method may be called from any thread. Once `stop` or `kill` has returned in any thread, the control and all that
-is linked below it have that state; a callback that another thread has begun may still run then. Children are held
-weakly, in the order they were linked.
+Every method may be called from any thread. When `stop` or `kill` has returned, the control and all controls linked
+below it have that state; a callback begun by another thread may still be running. Children are held weakly, in the
+order they were linked.
 
 Source: dynamo lib/runtime/src/pipeline/context.rs, Controller. Other than there, a late child inherits the state, a
 stop never undoes a kill, dead children are forgotten, and a cycle of children ends.
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(IntEnum):
-    """How far a request has come; only ever grows."""
+    """State of a request; it only ever grows."""
 
     RUNNING = 0
     STOPPED = 1
@@ -42,16 +42,15 @@ class State(IntEnum):
 
 
 _CHILDREN_SWEPT_AT = 8
-"""With so many children, and then whenever they have doubled, the dead ones are forgotten."""
+"""At this many children, and whenever they have doubled since, references to dead ones are removed."""
 
-# One lock for all: a stop changes its whole subtree under it, which is a few list operations for each control, and no
-# foreign code runs meanwhile. Reentrant, because a finaliser or a signal handler that stops a request may run inside
-# such an operation.
+# One lock for all controls: a stop changes its whole subtree under it, with a few list operations for each control and
+# no foreign code. It is reentrant because a finaliser or a signal handler may stop a request during such an operation.
 _lock = RLock()
 
 
 class Control:
-    """Stop, kill, and what waits for them."""
+    """Cancellation state of one request, with its children and callbacks."""
 
     __slots__ = ("__weakref__", "_children", "_children_limit", "_heading", "_retained", "_state", "_watchers")
 
@@ -77,35 +76,34 @@ class Control:
         return self._state is State.KILLED
 
     def stop(self) -> None:
-        """Ask for an early, orderly end. Idempotent; does nothing to a killed request.
+        """Request an early, orderly end. Idempotent; without effect on a killed request.
 
-        What a callback raises is logged. Only KeyboardInterrupt and SystemExit, which a signal may raise anywhere, go
-        on to the caller, once every callback has run.
+        An exception of a callback is logged. KeyboardInterrupt and SystemExit, which a signal may raise anywhere, are
+        raised here once every callback has run.
         """
         self._advance(State.STOPPED)
 
     stop_generating = stop
 
     def kill(self) -> None:
-        """End the request at once; items in flight are lost. Idempotent. Callbacks are treated as in `stop`."""
+        """End the request at once; items in flight are lost. Idempotent. Exceptions of callbacks as in `stop`."""
         self._advance(State.KILLED)
 
     def stopped(self) -> Coroutine[Any, Any, None]:
-        """Await stop or kill; returns at once if that has happened already."""
+        """Wait for stop or kill; return immediately if it has happened already."""
         return self._reached(State.STOPPED)
 
     def killed(self) -> Coroutine[Any, Any, None]:
-        """Await kill; a plain stop does not wake it."""
+        """Wait for kill; a stop does not end the wait."""
         return self._reached(State.KILLED)
 
     def on_stop(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Calls back once, on stop or kill, whichever comes first; returns what takes the callback back.
+        """Call the callback once, on stop or kill, whichever is first. Return a function that removes the callback.
 
-        The callback runs in the loop that is running now: at once when stopped from that thread, else on the
-        loop's next turn, as a plain callback in which anyio itself may find no loop. It must not wait. What it raises
-        is logged. A stop from a signal handler wakes the loop; the callback then runs at once on asyncio and on the
-        next turn on trio. If the request is stopped already, the callback runs before this returns, and what it raises
-        goes to the caller.
+        The callback runs in the event loop that is running now: immediately if stopped from its thread, else on the
+        loop's next turn, as a plain callback in which anyio may find no loop. It must not wait; its exceptions are
+        logged. A stop by a signal handler wakes the loop; the callback then runs immediately on asyncio, on the next
+        turn on trio. If the request is stopped already, the callback runs now and its exceptions are raised here.
         """
         return self._watch(State.STOPPED, callback)
 
@@ -114,7 +112,7 @@ class Control:
         return self._watch(State.KILLED, callback)
 
     def link_child(self, child: Control) -> None:
-        """Forward stop and kill to the child from now on, before this one changes; a late child catches up."""
+        """Forward stop and kill to the child, which changes before this one. A late child takes the present state."""
         changed: list[Control] = []
         with _lock:
             if self._children is None:
@@ -128,7 +126,7 @@ class Control:
         _call_back(changed)
 
     def retain(self, owned: object) -> None:
-        """Keep the object alive as long as this control; the same object again changes nothing."""
+        """Keep a reference to the object as long as this control exists. Idempotent."""
         with _lock:
             for kept in self._retained:
                 if kept is owned:
@@ -136,7 +134,7 @@ class Control:
             self._retained = (*self._retained, owned)
 
     def _advance(self, target: State) -> None:
-        """Bring the whole subtree to the state, then run what that makes due; in both, children before parents."""
+        """Set the state of the whole subtree, then run the callbacks that are due; children before parents in both."""
         with _lock:
             changed = self._change_all(target)
         _call_back(changed)
@@ -206,9 +204,9 @@ class Control:
 
 
 class _Watcher(LoopHandle):
-    """A callback at home, with the level that makes it due. Calling this forgets it.
+    """A callback with its loop and the state that makes it due. Calling the object removes the callback.
 
-    Most requests have one or two as long as they are open: this is a third of what closures took.
+    Most requests hold one or two while they are open: this takes a third of the memory of closures.
     """
 
     __slots__ = ("_callback", "_control", "level")
@@ -228,7 +226,7 @@ class _Watcher(LoopHandle):
 
 
 def _call_back(changed: list[Control]) -> None:
-    """Run the callbacks that are due, in that order. Raise what may be a signal's doing, after all have run."""
+    """Run the callbacks that are due, in that order; then raise the first KeyboardInterrupt or SystemExit of one."""
     interrupt: BaseException | None = None
     for control in changed:
         for watcher in control._take_due():
@@ -236,7 +234,7 @@ def _call_back(changed: list[Control]) -> None:
                 watcher.notify()
             except (KeyboardInterrupt, SystemExit) as error:
                 interrupt = interrupt or error
-            except BaseException:  # one listener's fault must reach neither the others nor the caller
+            except BaseException:  # it must reach neither the other callbacks nor the caller
                 _log.exception("a stop callback failed")
     if interrupt is not None:
         raise interrupt
@@ -248,17 +246,17 @@ Arguments = TypeVarTuple("Arguments")
 class ReleaseOnce:
     """Runs its action, with these arguments, on the first `release()` and never again.
 
-    Give one to the stream that keeps a reservation (`ResponseStream(items, context, once)`) and release it in the
-    generator's `finally` too: the stream covers the ways out on which the generator never started. The action must
-    not wait, and not ask anyio for the loop (its time, a task): after a drop it is a plain callback, in which anyio
-    finds none. What it raises goes to the caller of `release`, and is logged after a drop.
+    A stream that holds a reservation is given one: `stream.holding(once)`, or `ResponseStream(items, context, once)`
+    with a release in the generator's `finally` as well. The action must not wait and must not use anyio (its clock,
+    tasks): after a drop it is a plain callback of the loop, in which anyio finds none. Its exceptions are raised by
+    `release`, or logged after a drop.
     """
 
     __slots__ = ("_action", "_arguments", "_loop")
 
     def __init__(self, action: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
         self._action: Callable[..., object] | None = action
-        self._arguments: tuple[Any, ...] = arguments  # half of what a closure over them takes, as long as it is held
+        self._arguments: tuple[Any, ...] = arguments  # half the memory of a closure over them
         self._loop = running_loop()
 
     @property
@@ -266,19 +264,19 @@ class ReleaseOnce:
         return self._action is None
 
     def release(self) -> None:
-        """Runs the action, unless that has been done."""
+        """Run the action, unless it was released or cancelled before."""
         action, self._action = self._action, None
         arguments, self._arguments = self._arguments, ()
         if action is not None:
             action(*arguments)
 
     def cancel(self) -> bool:
-        """Drops the action without running it; False if it was released or cancelled before."""
+        """Drop the action without running it. Return False if it was released or cancelled before."""
         action, self._action = self._action, None
         self._arguments = ()
         return action is not None
 
     def release_soon(self) -> None:
-        """Release on the next turn of the loop it was made in; safe in finalisers and threads. Raises nothing."""
+        """Release on the next turn of the loop this was made in. Safe in finalisers and threads; raises nothing."""
         if self._action is not None:
             call_soon(self._loop, self.release)

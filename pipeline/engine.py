@@ -1,4 +1,4 @@
-"""AsyncEngine: one request in, a stream of items out. The contract everything that serves holds."""
+"""AsyncEngine: one request in, a stream of items out. The contract of everything that serves requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AsyncEngine(Stage, ABC, Generic[In_contra, Out_co]):
 
     @abstractmethod
     def generate(self, request: Context[In_contra]) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
-        """Returns as soon as there is a stream; the items are waited for in the stream. See the contract."""
+        """Return a stream as soon as there is one; wait for its items in the stream. See the contract."""
 
 
 Handler = Callable[[In], AsyncIterator[Out]] | Callable[[In, Context[Any]], AsyncIterator[Out]]
@@ -62,9 +62,9 @@ class FunctionEngine(AsyncEngine[In, Out]):
 
         async def count(to: int, context: Context) -> AsyncIterator[int]: ...
 
-    The function hears of a stop through the context and should end early; a kill ends its stream even if it waits.
-    Whatever it raises goes to the reader, a foreign exception as `Unknown`, that of `sys.exit()` too. Raises GraphError
-    for a function that does not yield its items.
+    The function can see a stop in the context and should then end early; a kill ends its stream even while it waits.
+    Its exceptions go to the reader, foreign ones as `Unknown`, that of `sys.exit()` included. Raises GraphError for a
+    function that does not yield its items.
     """
 
     def __init__(self, handler: Handler[In, Out]) -> None:
@@ -99,13 +99,13 @@ def function_engine(handler: Callable[[In], AsyncIterator[Out]]) -> FunctionEngi
 @overload
 def function_engine(handler: Callable[[In, Context[Any]], AsyncIterator[Out]]) -> FunctionEngine[In, Out]: ...
 def function_engine(handler: Handler[Any, Out]) -> FunctionEngine[Any, Out]:
-    """Decorator: makes an async generator function an engine. See `FunctionEngine`."""
+    """Decorate an async generator function as an engine. See `FunctionEngine`."""
     return FunctionEngine(handler)
 
 
 @frozen
 class ErasedEngine:
-    """An engine in a registry of many kinds, beside the types it was stored under.
+    """An engine in a registry of engines of many types, with the types it was stored under.
 
     Source: dynamo lib/runtime/src/engine.rs, AnyAsyncEngine.
     """
@@ -118,5 +118,5 @@ class ErasedEngine:
     def typed(
         self, request: type[In], item: type[Out], error: type[BaseException] = PenstockError
     ) -> AsyncEngine[In, Out] | None:
-        """The engine, if it was stored under exactly these types; None otherwise."""
+        """Return the engine, if it was stored under exactly these types; None otherwise."""
         return self.engine if (self.request, self.item, self.error) == (request, item, error) else None

@@ -12,7 +12,7 @@ _OWN = ("pipeline", "operators", "engines", "serving")
 def brought_by(extra: str, *, by: str) -> Iterator[None]:
     """Raise ModuleNotFoundError that names the extra, if the block imports a library that is not installed.
 
-    `by` is what needs it. A missing module of penstock itself is a fault of ours, and its error is left as it is.
+    `by`: the part that needs the library. A missing module of penstock itself is a bug; its error is not changed.
     """
     try:
         yield

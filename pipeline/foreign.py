@@ -1,4 +1,4 @@
-"""What foreign code raises, told from what ends the task that runs it.
+"""Separate what foreign code raises from what ends the task that runs it.
 
 An engine, a tokenizer or a user's function may raise anything: `sys.exit()`, KeyboardInterrupt, the panic of a Rust
 library, a CancelledError of a task of its own. Let through, each of them ends the event loop, or a request without an
@@ -90,7 +90,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _cancellation() -> type[BaseException] | tuple[()]:
-    """The class of the running loop's cancellations; without a loop there are none."""
+    """Return the class of the running loop's cancellations; without a loop there are none."""
     try:
         return get_cancelled_exc_class()
     except NoEventLoopError:
@@ -98,7 +98,7 @@ def _cancellation() -> type[BaseException] | tuple[()]:
 
 
 def _is_cancelled() -> bool:
-    """Return whether the end of the running task was asked for, by a cancel scope or by the loop's own means."""
+    """Return whether the running task is being cancelled, by a cancel scope or by the loop's own means."""
     if current_effective_deadline() == -inf:
         return True
     if not isinstance(current_token().native_token, asyncio.AbstractEventLoop):

@@ -33,14 +33,14 @@ class Operator(Stage, ABC, Generic[In_contra, Out_co, NextIn_co, NextOut_contra]
     The contract, checked by `pipeline.testing.check_operator`; where it is about the stream it is that of
     `AsyncEngine` (E1 to E13), because an operator on an engine is an engine. In addition:
 
-    O1. The request handed to `next` has the id and the control of the request that came in, or a child's control.
+    O1. The request given to `next` has the id and the control of the request that came in, or a child's control.
     O2. What `next` raises goes to the caller typed, unless the operator's purpose is to handle it.
     O3. An error item from `next` goes to the caller and is the last item, with the same exception.
     O4. Every stream taken from `next` is closed, on every way out, also if the operator's own stream is never read.
-    O5. The operator reads no further ahead than its reader asks, so that demand reaches the engine.
+    O5. The operator reads no item before its reader requests one, so that demand reaches the engine.
     O6. An operator holds no state of a request on itself: requests run concurrently through one instance.
 
-    Whoever writes one needs `generate` only; `>>` comes with it.
+    A subclass defines `generate`; `>>` comes with the class.
 
     Source: dynamo lib/runtime/src/pipeline/nodes.rs, Operator.
     """
@@ -49,21 +49,21 @@ class Operator(Stage, ABC, Generic[In_contra, Out_co, NextIn_co, NextOut_contra]
     def generate(
         self, request: Context[In_contra], next: AsyncEngine[NextIn_co, NextOut_contra]
     ) -> Coroutine[Any, Any, ResponseStream[Out_co]]:
-        """Asks `next` zero, one or many times and returns the caller's stream, which owns what it took."""
+        """Call `next` any number of times; return a stream that owns every stream taken from it."""
 
     @overload
     def __rshift__(self, next: Operator[NextIn_co, NextOut_contra, X, Y]) -> Chain[In_contra, Out_co, X, Y]: ...
     @overload
     def __rshift__(self, next: AsyncEngine[NextIn_co, NextOut_contra]) -> Segment[In_contra, Out_co]: ...
     def __rshift__(self, next: Any) -> Any:
-        """Links this operator to the next stage. Raises LinkError, naming both, if their types do not fit."""
-        from .graph import join  # what linking makes stands to the right of what it links
+        """Link this operator to the next stage. Raise LinkError, naming both, if their types do not fit."""
+        from .graph import join  # graphs are built of operators, so `graph` imports this module
 
         return join(self, next)
 
 
 PASSES_THROUGH: tuple[Any, ...] = (T, U, T, U)
-"""What an operator `declares` that hands on whatever comes: linking then checks its neighbours with each other."""
+"""`declares` of an operator that passes every type through: linking then checks its neighbours with each other."""
 
 
 class Identity(Operator[Any, Any, Any, Any]):
@@ -101,15 +101,15 @@ class MapResponse(Operator[X, U, X, T]):
 
 
 def identity() -> Identity:
-    """An operator that changes nothing."""
+    """Return an operator that changes nothing."""
     return Identity()
 
 
 def map_request(change: Callable[[T], X]) -> MapRequest[T, Any, X]:
-    """An operator from a function of the payload."""
+    """Return an operator from a function of the payload."""
     return MapRequest(change)
 
 
 def map_response(change: Callable[[T], U]) -> MapResponse[Any, U, T]:
-    """An operator from a function of an item."""
+    """Return an operator from a function of an item."""
     return MapResponse(change)

@@ -1,9 +1,9 @@
-"""Pace: a source whose items are always ready lets the loop turn now and then.
+"""Pace: a source whose items are always ready yields to the event loop at intervals.
 
-An item that is ready is handed over without a turn of the loop. A reader of many such items would keep every other task
-from running, and neither a deadline nor a stop of another task would reach it. So the loop takes a turn before the next
-item is read, once so many items or so much time have passed without one. This is counted for each loop, not for each
-stream: many short answers in a row are as greedy as one long one.
+A ready item is delivered without a turn of the loop. A reader of many such items would keep every other task from
+running, and neither a deadline nor a stop by another task would reach it. So the loop takes a turn before the next item
+is read, after a number of items or an amount of time without one. The count is kept for each loop, not for each stream:
+many short answers in a row block a loop as much as one long one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from .loop import clock, running_loop
 T = TypeVar("T")
 
 ITEMS_A_LOOK = 32
-"""After so many items of a stream the budget is looked at."""
+"""Items of a stream between two checks of the budget."""
 
 LOOKS_MAX = 32
-"""So many looks of all streams of a loop, without a turn of that loop, use the budget up: 1,024 items."""
+"""Checks by all streams of a loop, without a turn of that loop, that use up the budget: 1,024 items."""
 
 TIME_MAX_S = 0.005
-"""So much time without a turn of the loop, when it is looked at, uses the budget up as well."""
+"""Seconds without a turn of the loop that use up the budget, too."""
 
 
 class Pace(Generic[T]):
-    """The reads of one source, with a turn of the loop before the next one where the budget is used up.
+    """The reads of one source, with a turn of the loop before the next read if the budget is used up.
 
-    `read` gives the awaitable of the next item. The turn is a checkpoint: a reader that is cancelled gets its
-    cancellation there, and no item is lost, because none has been taken. A pace is an endless iterator of some of the
-    source's reads each.
+    `read` returns the awaitable of the next item. The turn is a checkpoint: a cancelled reader is cancelled there, and
+    no item is lost, because none has been taken. Iterating over a pace never ends; each step is a group of reads.
     """
 
     __slots__ = ("_budget", "_read", "is_resting", "was_read")
@@ -45,7 +44,7 @@ class Pace(Generic[T]):
         self._read = read
         self._budget: _Budget | None = None
         self.is_resting = False
-        """Whether a reader waits for the turn of the loop."""
+        """Whether a reader is waiting for a turn of the loop."""
         self.was_read = False
 
     def reads(self) -> Iterator[Awaitable[T]]:
@@ -79,7 +78,7 @@ class Pace(Generic[T]):
 
 
 class _Budget:
-    """What the streams of one loop have read since its last turn, as far as that is known."""
+    """What the streams of one loop have read since its last turn."""
 
     __slots__ = ("_began_s", "_clock", "_is_running", "_looks", "_soon", "loop")
 
@@ -93,7 +92,7 @@ class _Budget:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """The loop has just taken a turn; notice when it takes the next."""
+        """Start counting: the loop has just taken a turn. Its next turn ends the count."""
         self._looks, self._began_s = 0, self._clock()
         self._is_running = True
         try:
@@ -102,7 +101,7 @@ class _Budget:
             self._is_running = False
 
     def is_used_up(self) -> bool:
-        """Look at it before the next items are read."""
+        """Return whether a turn of the loop is due. Called before the next items are read."""
         if not self._is_running:
             self.begin()
             return False

@@ -1,4 +1,4 @@
-"""Declared types: what a stage says it takes and gives, read at run time, and whether its neighbours fit.
+"""Declared types of stages, read at run time, and whether neighbours fit.
 
 Static checkers see every edge; this repeats the check where graphs are put together from lists, configuration or
 untyped code. What is not declared (`Any`, no annotation) fits everything; a type variable takes the type that arrives.
@@ -42,9 +42,9 @@ class Signature:
 
 
 def check_line(line: Sequence[tuple[Stage, Signature]]) -> tuple[Any, Any]:
-    """Follows the request's type down the line and the item's type back up; returns what the line takes and gives.
+    """Follow the request's type down the line and the item's type back up; returns what the line takes and gives.
 
-    Raises LinkError at the first misfit.
+    Raise LinkError at the first misfit.
     """
     for stage, signature in line[:-1]:
         if signature.is_engine:
@@ -54,7 +54,7 @@ def check_line(line: Sequence[tuple[Stage, Signature]]) -> tuple[Any, Any]:
 
 
 def _taken(line: Sequence[tuple[Stage, Signature]]) -> Any:
-    """What the first stage takes that does not just hand it on."""
+    """Return the type taken by the first stage that does not merely pass it through."""
     for _, signature in line:
         if not isinstance(signature.takes, TypeVar):
             return signature.takes
@@ -69,21 +69,21 @@ def _check_down(line: Sequence[tuple[Stage, Signature]]) -> None:
         if not assignable(arriving, signature.takes):
             above = line[position - 1][0]
             raise LinkError(
-                f"{above} cannot be followed by {stage}: {above.name} sends {spelled(arriving)}, "
-                f"{stage.name} takes {spelled(signature.takes)}"
+                f"{above} cannot be followed by {stage}: {above.name} sends {type_text(arriving)}, "
+                f"{stage.name} takes {type_text(signature.takes)}"
             )
         arriving = _fill(signature.sends, {signature.takes: arriving})
 
 
 def _check_up(line: Sequence[tuple[Stage, Signature]]) -> Any:
-    """The type of the items that leave the line at its top."""
+    """Return the type of the items that leave the line at its top."""
     *operators, (below, last) = line
     arriving = last.gives if last.is_engine else _fill(last.gives, {last.expects: Any})
     for stage, signature in reversed(operators):
         if not assignable(arriving, signature.expects):
             raise LinkError(
-                f"{stage} cannot be followed by {below}: {below.name} gives {spelled(arriving)}, "
-                f"{stage.name} expects {spelled(signature.expects)}"
+                f"{stage} cannot be followed by {below}: {below.name} gives {type_text(arriving)}, "
+                f"{stage.name} expects {type_text(signature.expects)}"
             )
         arriving = _fill(signature.gives, {signature.expects: arriving})
         below = stage
@@ -91,7 +91,7 @@ def _check_up(line: Sequence[tuple[Stage, Signature]]) -> Any:
 
 
 def _arguments(given: Any, base: Any) -> tuple[Any, ...]:
-    """The arguments of `base` in the class or alias `given`, type variables filled in on the way up."""
+    """Return the arguments of `base` in the class or alias `given`, type variables filled in on the way up."""
     cls, args = get_origin(given) or given, get_args(given)
     filled = dict(zip(getattr(cls, "__parameters__", ()), args, strict=False))
     if cls is base:
@@ -104,7 +104,7 @@ def _arguments(given: Any, base: Any) -> tuple[Any, ...]:
 
 
 def _fill(declared: Any, filled: dict[Any, Any]) -> Any:
-    """The type with its variables replaced; those not in `filled` stay."""
+    """Return the type with its variables replaced; those not in `filled` stay."""
     if isinstance(declared, TypeVar):
         return filled.get(declared, declared)
     if not getattr(declared, "__parameters__", ()) or isinstance(declared, type):
@@ -127,7 +127,7 @@ def handler_types(handler: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def assignable(given: Any, wanted: Any) -> bool:
-    """Whether a value of type `given` may stand where `wanted` is declared, as far as can be told."""
+    """Return whether a value of type `given` may stand where `wanted` is declared, as far as run time knows."""
     if given is wanted or _unknown(given) or _unknown(wanted) or wanted is object:
         return True
     if _is_union(given):
@@ -159,15 +159,15 @@ def _arguments_fit(given: Any, wanted: Any, origin: Any) -> bool:
     return True
 
 
-def spelled(declared: Any) -> str:
-    """The type as one would write it."""
+def type_text(declared: Any) -> str:
+    """Return the type as one would write it."""
     if declared in (None, type(None)):
         return "None"
     if _is_union(declared):
-        return " | ".join(spelled(member) for member in get_args(declared))
+        return " | ".join(type_text(member) for member in get_args(declared))
     origin, args = get_origin(declared), get_args(declared)
     if isinstance(origin, type) and args:
-        return f"{origin.__qualname__}[{', '.join(spelled(a) for a in args)}]"
+        return f"{origin.__qualname__}[{', '.join(type_text(a) for a in args)}]"
     return declared.__qualname__ if isinstance(declared, type) else str(declared).replace("typing.", "")
 
 

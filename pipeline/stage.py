@@ -1,4 +1,4 @@
-"""Stage: what operators and engines have in common: a name, their text, their types, their side branches."""
+"""Stage: the common base of operators and engines: name, text, declared types, side branches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .written import argument_texts
 class Stage:
     """One place in a graph. Subclasses are operators and engines.
 
-    A stage prints as it was written, `Name(arguments)`, without what a reader has no use for and what may be a secret:
+    A stage prints as it was written, `Name(arguments)`, except for arguments of no use and possible secrets:
 
     - an argument that is its parameter's default is left out, and so are functions given by keyword and observables;
     - numbers, booleans, None and members of enums are printed as they are, stages as their own text;
@@ -25,13 +25,13 @@ class Stage:
     _written: tuple[tuple[Any, ...], dict[str, Any]]
     _name: str | None = None
     declares: tuple[Any, ...] | None = None
-    """Types known only of this instance, in the order of its base's parameters; None: those of its class."""
+    """Types of this instance, in the order of its base's parameters; None: those of its class."""
 
     adds_time: bool = True
-    """Whether the stage can take time of its own, so that a trace shows it."""
+    """Whether the stage may take time itself; a trace then shows a span for it."""
 
     shown_texts: ClassVar[Sequence[str]] = ()
-    """Names of the parameters whose texts are never secret, so that they are printed."""
+    """Names of parameters whose texts are never secret and may be printed."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -45,7 +45,7 @@ class Stage:
         return self._name or type(self).__name__
 
     def named(self, name: str) -> Self:
-        """The same stage under another name."""
+        """Return the same stage under another name."""
         other = copy(self)
         object.__setattr__(other, "_name", name)
         return other

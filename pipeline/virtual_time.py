@@ -21,14 +21,14 @@ from .loop import running_loop, virtual_clocks
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 _BLIND_TURNS = 64
-"""After so many turns in a row without a look at the selector it gets one: a task may spin until a socket says so."""
+"""Turns in a row without polling the selector, before it is polled: a task may spin until a socket is ready."""
 
 _SAME_MOMENT_S = 1e-9
 """asyncio runs timers that are this close together."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never sleeps for a timer: says how long it was asked to sleep instead."""
+    """Never sleeps for a timer: records how long it should have slept instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
                 handle._run()
 
     def _has_timer_now(self) -> bool:
-        """Whether a timer is due at this moment. One that was cancelled may lie before it."""
+        """Return whether a timer is due at this moment. One that was cancelled may lie before it."""
         timers, last_s = self._scheduled, self._jumping.slept_s + _SAME_MOMENT_S
         if not timers or timers[0].when() > last_s:
             return False
         return any(timer.when() <= last_s and not timer.cancelled() for timer in timers)
 
     def call_at_rest(self, callback: Callable[[*Args], object], *args: *Args) -> asyncio.Handle:
-        """Calls back before time goes on, once nothing else is ready to run at this moment."""
+        """Call back before time goes on, once nothing else is ready to run at this moment."""
         handle = asyncio.Handle(callback, args, self)
         self._at_rest.append(handle)
         return handle
@@ -108,14 +108,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def virtual_time(backend: Literal["trio", "asyncio"] = "asyncio") -> tuple[str, dict[str, Any]]:
-    """A backend with its options, clock at 0: for `anyio.run`, and for pytest's `anyio_backend` fixture.
+    """Return a backend with its options, clock at 0: for `anyio.run`, and for pytest's `anyio_backend` fixture.
 
-    Take a new one for each run. Raises ModuleNotFoundError for "trio" if trio is not installed.
+    Take a new one for each run. Raise ModuleNotFoundError for "trio" if trio is not installed.
     """
     if backend == "asyncio":
         return backend, {"loop_factory": VirtualTimeLoop}
     try:
-        from trio.testing import MockClock  # only who asks for trio needs it
+        from trio.testing import MockClock  # optional
     except ModuleNotFoundError as missing:
         text = "virtual time on trio needs trio, which penstock does not bring: pip install trio"
         raise ModuleNotFoundError(text, name=missing.name) from missing
@@ -142,6 +142,6 @@ def virtual_time(backend: Literal["trio", "asyncio"] = "asyncio") -> tuple[str, 
 def run_in_virtual_time(
     main: Callable[[*Args], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "asyncio"
 ) -> T:
-    """Runs the async function to its end in virtual time and returns its result."""
+    """Run the async function to its end in virtual time and returns its result."""
     name, options = virtual_time(backend)
     return anyio.run(main, *args, backend=name, backend_options=options)

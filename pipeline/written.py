@@ -56,17 +56,17 @@ class _Parameters:
         return list(signature(self.made.__init__).parameters.values())[1:]
 
     def at(self, place: int) -> Parameter | None:
-        """The one that takes the positional argument at this place."""
+        """Return the one that takes the positional argument at this place."""
         by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         found = [one for one in self._all if one.kind in by_place]
         return found[place] if place < len(found) else self._of_kind(Parameter.VAR_POSITIONAL)
 
     def named(self, name: str) -> Parameter | None:
-        """The one that takes the keyword argument of this name."""
+        """Return the one that takes the keyword argument of this name."""
         return next((one for one in self._all if one.name == name), self._of_kind(Parameter.VAR_KEYWORD))
 
     def shows(self, parameter: Parameter | None, shown: Sequence[str], name: str | None = None) -> IsShown:
-        """Which texts of the parameter may be printed; `name` is that of the argument, if it was given one."""
+        """Return which texts of the parameter may be printed; `name` is that of the argument, if it was given one."""
         if parameter is not None and (parameter.name in shown or name in shown):
             return lambda text: True
         literals = set() if parameter is None else set(_literals(self._hint(parameter)))
@@ -76,7 +76,7 @@ class _Parameters:
         return next((one for one in self._all if one.kind == kind), None)
 
     def _hint(self, parameter: Parameter) -> Any:
-        """The parameter's type; None where it is meant for type checkers only, or there is none."""
+        """Return the parameter's type; None where it is meant for type checkers only, or there is none."""
         owner = next(cls for cls in self.made.__mro__ if "__init__" in cls.__dict__)
 
         def alone() -> None: ...
@@ -105,7 +105,7 @@ def _is_default(value: object, parameter: Parameter | None) -> bool:
 
 
 def _is_source(value: object) -> bool:
-    """Whether it is an observable: what comes from it is seen when it comes, its class says nothing."""
+    """Return whether the value is an observable, whose class does not inform a reader."""
     return callable(getattr(value, "subscribe", None)) and not isclass(value)
 
 
@@ -129,7 +129,7 @@ def _text(value: object, is_shown: IsShown, stages: type[Any]) -> str:
 
 
 def _collection(value: Any, is_shown: IsShown, stages: type[Any]) -> str:
-    """A short list or tuple as it was written, anything else by how much is in it."""
+    """Return a short list or tuple as it was written, anything else by how much is in it."""
     opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
     if opening != "{" and not any(type(item) in _COLLECTIONS for item in value):
         end = "," if opening == "(" and len(value) == 1 else ""

@@ -12,7 +12,7 @@ from ..stage import Stage
 
 @define
 class _Node:
-    """A stage to draw: what it says, who is behind it, where it leads."""
+    """A stage to draw: its label, the instances behind it, and its edges."""
 
     text: str
     members: Sequence[str] = ()
@@ -21,7 +21,7 @@ class _Node:
 
 
 def render(stages: Sequence[Stage], form: Literal["mermaid", "dot", "text"]) -> str:
-    """The graph in that form. Raises ValueError for any other."""
+    """Return the graph in that form. Raise ValueError for any other."""
     forms: dict[str, Callable[[_Node], str]] = {"mermaid": _mermaid, "dot": _dot, "text": _text}
     if form not in forms:
         raise ValueError(f"form is one of {', '.join(forms)}, not {form!r}")
@@ -29,7 +29,7 @@ def render(stages: Sequence[Stage], form: Literal["mermaid", "dot", "text"]) -> 
 
 
 def _nodes(stages: Sequence[Stage]) -> _Node:
-    """The first node of the line; each leads to the next and to the first node of each branch."""
+    """Return the first node of the line; each leads to the next and to the first node of each branch."""
     node: _Node | None = None
     for stage in reversed(stages):
         branches = [(label, _nodes(side.parts())) for label, side in stage.branches().items()]
@@ -39,7 +39,7 @@ def _nodes(stages: Sequence[Stage]) -> _Node:
 
 
 def _edges(first: _Node) -> tuple[list[_Node], list[tuple[_Node, _Node, str]]]:
-    """All nodes in drawing order, and (from, to, label) with an empty label on the main line."""
+    """Return all nodes in drawing order, and (from, to, label) with an empty label on the main line."""
     nodes: list[_Node] = []
     edges: list[tuple[_Node, _Node, str]] = []
     node: _Node | None = first

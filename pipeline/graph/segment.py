@@ -1,4 +1,4 @@
-"""Segment and Chain: what linking makes. Operators and an engine become an engine, operators alone an operator.
+"""Segment and Chain: operators linked to an engine become an engine, operators alone an operator.
 
     graph = Detokenize() >> PushRouter(workers)        # or link(Detokenize(), PushRouter(workers))
     print(graph)                                       # the line above
@@ -32,7 +32,7 @@ NextIn_co = TypeVar("NextIn_co", covariant=True)
 NextOut_contra = TypeVar("NextOut_contra", contravariant=True)
 
 Target = type[Stage] | str
-"""Which stage is meant: by its class, or by its name."""
+"""A stage, by its class or by its name."""
 
 
 class _Linked(AsyncEngine[Any, Any]):
@@ -47,37 +47,37 @@ class _Linked(AsyncEngine[Any, Any]):
 
 
 def _folded(operators: Sequence[Stage], engine: AsyncEngine[Any, Any]) -> AsyncEngine[Any, Any]:
-    """The engine below all the operators, as seen from above the first."""
+    """Return the engine below all the operators, as seen from above the first."""
     for operator in reversed(operators):
         engine = _Linked(cast("Operator[Any, Any, Any, Any]", operator), engine)
     return engine
 
 
 class _Line(Stage):
-    """Stages in a row: how to look at them, and how to make another row from them."""
+    """Stages in a row: access to them, and edits that return another row."""
 
     def __init__(self, *stages: Stage) -> None:
         self.stages = tuple(_flat(stages))
         self._takes, self._gives = check_line([(stage, _signature(stage)) for stage in self.stages])
 
     def __getitem__(self, target: Target) -> Stage:
-        """The one stage of that class or name. Raises GraphError if there is none, or more than one."""
+        """Return the one stage of that class or name. Raise GraphError if there is none, or more than one."""
         return self.stages[self._position(target)]
 
     def replace(self, target: Target, stage: Stage) -> Self:
-        """A graph with another stage in the place of `target`. Raises GraphError, or LinkError if it does not fit."""
+        """Return a graph with another stage in place of `target`. Raise GraphError, or LinkError if it does not fit."""
         return self._spliced(self._position(target), 1, stage)
 
     def insert_before(self, target: Target, stage: Stage) -> Self:
-        """A graph with one more operator above `target`. Raises as `replace` does."""
+        """Return a graph with one more operator above `target`. Raises as `replace` does."""
         return self._spliced(self._position(target), 0, stage)
 
     def insert_after(self, target: Target, stage: Stage) -> Self:
-        """A graph with one more operator below `target`. Raises as `replace` does."""
+        """Return a graph with one more operator below `target`. Raises as `replace` does."""
         return self._spliced(self._position(target) + 1, 0, stage)
 
     def draw(self, form: Literal["mermaid", "dot", "text"] = "text") -> str:
-        """The graph as text of that form, with its side branches and the instances of its pools."""
+        """Return the graph as text of that form, with its side branches and the instances of its pools."""
         return render(self.stages, form)
 
     def parts(self) -> Sequence[Stage]:
@@ -142,7 +142,7 @@ class Chain(_Line, Operator[In_contra, Out_co, NextIn_co, NextOut_contra]):
 
 
 def join(first: Operator[Any, Any, Any, Any], next: Stage) -> Stage:
-    """What `first >> next` is: a segment if `next` is an engine, else a chain."""
+    """Return `first >> next`: a segment if `next` is an engine, else a chain."""
     if not isinstance(next, Stage):
         raise LinkError(f"{first} cannot be followed by {next!r}, which is neither an operator nor an engine")
     return Segment(first, next) if isinstance(next, AsyncEngine) else Chain(first, next)
@@ -153,9 +153,9 @@ def link(first: Operator[In, Out, X, Y], next: AsyncEngine[X, Y], /) -> Segment[
 @overload
 def link(*stages: Stage) -> Segment[Any, Any]: ...
 def link(*stages: Stage) -> Segment[Any, Any]:
-    """The segment of the stages, for graphs put together from lists.
+    """Return the segment of the stages, for graphs put together from lists.
 
-    Raises LinkError, naming the two stages and their types, where neighbours do not fit.
+    Raise LinkError, naming the two stages and their types, where neighbours do not fit.
     """
     if not stages:
         raise GraphError("nothing to link")
@@ -171,13 +171,13 @@ class LateEngine(AsyncEngine[In_contra, Out_co]):
         self._engine: AsyncEngine[In_contra, Out_co] | None = None
 
     def attach(self, engine: AsyncEngine[In_contra, Out_co]) -> None:
-        """Sets the engine. Raises EdgeAlreadySet the second time."""
+        """Set the engine. Raise EdgeAlreadySet the second time."""
         if self._engine is not None:
             raise EdgeAlreadySet(f"{self} already leads to {self._engine}")
         self._engine = engine
 
     async def generate(self, request: Context[In_contra]) -> ResponseStream[Out_co]:
-        """The attached engine's answer. Raises NoEdge (at a segment's exit NoNetworkEdge) while there is none."""
+        """Return the attached engine's answer. Raise NoEdge (at a segment's exit NoNetworkEdge) while there is none."""
         if self._engine is None:
             raise self._missing(f"{self} leads nowhere: attach an engine first")
         return await self._engine.generate(request)

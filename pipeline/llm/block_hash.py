@@ -35,7 +35,7 @@ _pair = Struct("<QQ").pack
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """The tokens as hashed: each a little-endian u32. Raises InvalidArgument for a token that is none."""
+    """Return the tokens as hashed: each a little-endian u32. Raise InvalidArgument for a token that is none."""
     try:
         if len(tokens) <= _AT_ONCE_TOKENS:
             return Struct(f"<{len(tokens)}I").pack(*tokens)
@@ -48,19 +48,19 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 def block_hashes(
     tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED, media: Media = (), is_eagle: bool = False
 ) -> list[int]:
-    """The local hash of each whole block; see `block_hash_array`."""
+    """Return the local hash of each whole block; see `block_hash_array`."""
     return block_hash_array(tokens, block_size_tokens, seed=seed, media=media, is_eagle=is_eagle).tolist()
 
 
 def block_hash_array(
     tokens: Sequence[int], block_size_tokens: int, *, seed: int = SEED, media: Media = (), is_eagle: bool = False
 ) -> array[int]:
-    """The local hash of each whole block, as an array of u64; tokens after the last whole block are left out.
+    """Return the local hash of each whole block, as an array of u64; tokens after the last whole block are left out.
 
     What is hashed is the block's tokens and, ascending, the hashes of the media in it. With `is_eagle` each block also
     counts the token behind it, for an engine whose drafts look one ahead: a block is whole when that is there.
 
-    Raises InvalidArgument for a block size below 1, as `token_bytes`, and for a media hash that is no u64.
+    Raise InvalidArgument for a block size below 1, as `token_bytes`, and for a media hash that is no u64.
     """
     if block_size_tokens < 1:
         raise InvalidArgument(f"must be at least 1, got {block_size_tokens}", field="block_size")
@@ -105,7 +105,7 @@ def _media_bytes(found: Sequence[int]) -> bytes:
 
 
 def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list[int]:
-    """The sequence hash of each block, given the local hashes in order and the sequence hash before the first.
+    """Return the sequence hash of each block, given the local hashes in order and the sequence hash before the first.
 
     Chaining a list in pieces, each from the last hash of the one before, equals chaining it whole.
     """
@@ -117,7 +117,7 @@ def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> l
 
 
 def hash_seed(lora_name: str | None = None, cache_namespace: str | None = None) -> int:
-    """The seed of local hashes for an adapter and a cache namespace; empty names count as none.
+    """Return the seed of local hashes for an adapter and a cache namespace; empty names count as none.
 
     So the same tokens under another adapter, or for another tenant, are other blocks.
     """

@@ -39,7 +39,7 @@ def card_checksum(card: ModelDeploymentCard) -> str:
 
 
 def file_checksum(path: Path) -> str:
-    """The file's content as `blake3:<64 hex digits>`. Reads the whole file; OSError as reading raises it."""
+    """Return the file's content as `blake3:<64 hex digits>`. Reads the whole file; OSError as reading raises it."""
     hasher = blake3()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -48,7 +48,7 @@ def file_checksum(path: Path) -> str:
 
 
 def checked_file(path: Path) -> CheckedFile:
-    """The file with its checksum and size."""
+    """Return the file with its checksum and size."""
     return CheckedFile(str(path), file_checksum(path), path.stat().st_size)
 
 
@@ -59,9 +59,9 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def card_from_folder(folder: Path, *, kv_cache_block_size: int, display_name: str | None = None) -> ModelDeploymentCard:
-    """The card of the model in `folder`: its files, checksums and context length; other fields at their defaults.
+    """Return the card of the model in `folder`: files, checksums and context length; other fields have their defaults.
 
-    Reads every file it names. Raises InvalidArgument if there is no such folder or its configuration cannot be used;
+    Reads every file it names. Raise InvalidArgument if there is no such folder or its configuration cannot be used;
     OSError as reading does.
     """
     if not folder.is_dir():
@@ -86,7 +86,7 @@ def card_from_folder(folder: Path, *, kv_cache_block_size: int, display_name: st
 
 
 def _find(folder: Path, cls: type[F], **names: str) -> F | None:
-    """The first of these files the folder has, as its kind."""
+    """Return the first of these files the folder has, as its kind."""
     for kind, name in names.items():
         if (path := folder / name).is_file():
             return cls(kind, checked_file(path))
@@ -94,9 +94,9 @@ def _find(folder: Path, cls: type[F], **names: str) -> F | None:
 
 
 def architectural_context_length(folder: Path) -> int | None:
-    """The context length in tokens the model's own files give; 0 counts as none.
+    """Return the context length in tokens the model's own files give; 0 counts as none.
 
-    Looked for in the configuration, its text part, then the tokenizer's configuration. Raises InvalidArgument for a
+    Looked for in the configuration, its text part, then the tokenizer's configuration. Raise InvalidArgument for a
     configuration whose value is there and is no length.
     """
     config = read_object(folder / CONFIG)
@@ -104,7 +104,7 @@ def architectural_context_length(folder: Path) -> int | None:
     for part in (config, text_config if isinstance(text_config, dict) else {}):
         if "max_position_embeddings" in part and (length := _length(folder, part["max_position_embeddings"])):
             return length
-    # Tokenizers without a limit say 10**30, so what is out of range here is no error.
+    # Tokenizers without a limit have 10**30, so a value out of range is no error.
     limit = read_object(folder / TOKENIZER_CONFIG).get("model_max_length")
     return limit if type(limit) is int and 0 < limit <= U32_MAX else None
 
@@ -116,14 +116,14 @@ def _length(folder: Path, value: Any) -> int:
 
 
 def wrong_file(path: Path, problem: str) -> InvalidArgument:
-    """The error for a file of a model folder; its `field` is the file's name."""
+    """Return the error for a file of a model folder; its `field` is the file's name."""
     return InvalidArgument(f"{path}: {problem}", field=path.name)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, read leniently where plain JSON fails; empty if there is no file.
+    """Return the object in a JSON file, read leniently where plain JSON fails; empty if there is no file.
 
-    Raises InvalidArgument that names the file if it holds anything else.
+    Raise InvalidArgument that names the file if it holds anything else.
     """
     if not path.is_file():
         return {}

@@ -31,24 +31,24 @@ def _one_permit() -> anyio.Semaphore:
 
 
 def track_request(wall_ms: Callable[[], int]) -> RequestTracker:
-    """A tracker whose request is received now; `wall_ms` gives milliseconds since the epoch."""
+    """Return a tracker whose request is received now; `wall_ms` gives milliseconds since the epoch."""
     return RequestTracker(anyio.current_time, wall_ms, _one_permit)
 
 
 def tracker_of(request: AnyContext) -> RequestTracker | None:
-    """The tracker a stage has left in the request's registry; None if there is none."""
+    """Return the tracker a stage has left in the request's registry; None if there is none."""
     return request.registry.get_optional(TRACKER, RequestTracker)
 
 
 def metrics_item(metrics: LLMMetricAnnotation, event: str = LLM_METRICS_EVENT) -> Annotated[Any]:
-    """The item that carries these metrics."""
+    """Return the item that carries these metrics."""
     return Annotated[Any](event=event, comment=[to_json(metrics).decode()])
 
 
 def metrics_of(item: Annotated[Any]) -> LLMMetricAnnotation | None:
-    """The metrics an item carries, None if its event is another.
+    """Return the metrics an item carries, None if its event is another.
 
-    Raises InvalidArgument for a metrics event that does not have exactly one comment with such a record.
+    Raise InvalidArgument for a metrics event that does not have exactly one comment with such a record.
     """
     if item.event not in METRIC_EVENTS:
         return None

@@ -55,7 +55,7 @@ class Written:
     """What a write came to, with the revision that holds now.
 
     `created`: it was done. `exists`: the key was there, and its value stays. `missing`: there is nothing to replace.
-    `retry`: somebody else wrote in between.
+    `retry`: the key was written in between.
     """
 
     outcome: Literal["created", "exists", "missing", "retry"]
@@ -71,38 +71,38 @@ class Store(ABC):
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> Written:
-        """Writes a new key; one that exists stays as it is."""
+        """Write a new key; one that exists stays as it is."""
 
     @abstractmethod
     async def replace(self, key: str, value: bytes, revision: int) -> Written:
-        """Writes a known key if it still has that revision; a concurrent delete wins."""
+        """Write a known key if it still has that revision; a concurrent delete wins."""
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Removes the key; a missing one is fine. If that fails the key is not renewed any more."""
+        """Remove the key; a missing one is fine. If that fails the key is not renewed any more."""
 
     @abstractmethod
     async def get(self, key: str) -> Put | None:
-        """The key's value and revision, None if there is none."""
+        """Return the key's value and revision, None if there is none."""
 
     @abstractmethod
     async def entries(self, prefix: str = "") -> dict[str, bytes]:
-        """All values under the prefix, by full key, in the order of keys."""
+        """Return all values under the prefix, by full key, in the order of keys."""
 
     @abstractmethod
     def watch(self, prefix: str = "") -> Observable[Change]:
-        """What is under the prefix now, then every change: no gap, nothing twice, the last state always comes.
+        """Return what is under the prefix now, then every change: without gaps or repetition, up to the last state.
 
         Never ends while the store is open, then completes. Disposing releases.
         """
 
     @abstractmethod
     def abandon(self, key: str) -> None:
-        """Stops renewing the key."""
+        """Stop renewing the key."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Removes what this process created and completes all watches."""
+        """Remove what this process created and completes all watches."""
 
 
 T = TypeVar("T")
@@ -131,14 +131,14 @@ class Model:
 
 @frozen
 class Added(Generic[T]):
-    """Somebody appeared; an instance also if it is published again with other content."""
+    """An instance or model has appeared, or an instance was published again with other content."""
 
     item: T
 
 
 @frozen
 class Removed(Generic[T]):
-    """Somebody is gone, as last known."""
+    """An instance or model is gone; this is its last known state."""
 
     item: T
 
@@ -164,13 +164,13 @@ class Lease:
         self._is_held = True
 
     async def release(self) -> None:
-        """Gives the share back; does nothing the second time. A cancellation waits until that is done."""
+        """Return the share back; does nothing the second time. A cancellation waits until that is done."""
         if self._was_last():
             with anyio.CancelScope(shield=True):
                 await self._store.delete(self._key)
 
     def abandon(self) -> None:
-        """Stops renewing."""
+        """Stop renewing."""
         if self._was_last():
             self._store.abandon(self._key)
 
@@ -186,24 +186,24 @@ class Lease:
 
 
 class Discovery:
-    """Registrations of one runtime, and a view of everybody's."""
+    """The registrations of one runtime, and a view of those of all runtimes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._shares: dict[str, int] = {}
         self._cards: dict[str, dict[str, tuple[bytes, Model | None]]] = {}
-        """By endpoint, what its cards were when somebody last joined them, and what that says."""
+        """By endpoint: its cards when they were last merged, and the result."""
 
     async def register(self, instance: Instance) -> Lease:
-        """Publishes the instance; one that is there with other content is published again."""
+        """Publish the instance; one that is there with other content is published again."""
         key, value = f"{INSTANCES}/{instance.key}", to_json(instance)
         await self._write(key, value, lambda _: value)
         return Lease(self._shares, self._store, key)
 
     async def register_model(self, model: Model) -> Lease:
-        """Publishes the card; the same card again keeps taints that were updated meanwhile.
+        """Publish the card; the same card again keeps taints that were updated meanwhile.
 
-        Raises InvalidArgument, and leaves what was there, if the instance has another card there already, or the
+        Raise InvalidArgument, and leaves what was there, if the instance has another card there already, or the
         endpoint serves another model.
         """
         key, value = f"{MODELS}/{model.key}", to_json(model)
@@ -212,16 +212,16 @@ class Discovery:
         await self._write(key, value, lambda known: known if _is_kept(key, known, model) else value)
         lease = Lease(self._shares, self._store, key)
         try:
-            await self._check_conflict(model)  # somebody may have been quicker
+            await self._check_conflict(model)  # another runtime may have been first
         except BaseException:
             await lease.release()
             raise
         return lease
 
     async def update_taints(self, endpoint: EndpointId, instance_id: int, taints: Iterable[str]) -> None:
-        """Sets the caller's taints on the base card of an instance of this runtime; those of its topology stay.
+        """Set the caller's taints on the base card of an instance of this runtime; those of its topology stay.
 
-        Raises InvalidArgument for a card of somebody else and for a reserved taint that is not the card's own, and
+        Raise InvalidArgument for a card of another runtime and for a reserved taint that is not the card's own, and
         Unavailable if others kept changing the card.
         """
         key = f"{MODELS}/{instance_key(endpoint, instance_id)}"
@@ -231,19 +231,19 @@ class Discovery:
         await self._replace(key, lambda known: to_json(_with_taints(from_json(known, Model), wanted)))
 
     async def instances(self, prefix: str = "") -> list[Instance]:
-        """All, or those of a namespace, component or endpoint, given as its path (`ns/comp`)."""
+        """Return all, or those of a namespace, component or endpoint, given as its path (`ns/comp`)."""
         return await self._list(_under(INSTANCES, prefix), Instance)
 
     async def models(self, prefix: str = "") -> list[Model]:
-        """All cards, or those under the path."""
+        """Return all cards, or those under the path."""
         return await self._list(_under(MODELS, prefix), Model)
 
     def watch(self, prefix: str = "") -> Observable[Added[Instance] | Removed[Instance]]:
-        """The instances under the path as they are now, then every change, while the runtime is open."""
+        """Return the instances under the path as they are now, then every change, while the runtime is open."""
         return self._watch(_under(INSTANCES, prefix), Instance, _instance_event)
 
     def watch_models(self, prefix: str = "") -> Observable[Added[Model] | Removed[Model] | TaintsUpdated]:
-        """The cards under the path as they are now, then every change. A card changes in its taints only."""
+        """Return the cards under the path as they are now, then every change. A card changes in its taints only."""
         return self._watch(_under(MODELS, prefix), Model, _model_event)
 
     async def _list(self, prefix: str, kind: type[T]) -> list[T]:
@@ -269,7 +269,7 @@ class Discovery:
         return Observable(subscribe)
 
     async def _check_conflict(self, model: Model) -> None:
-        """Reads only cards that are new since the last time: where many workers join, there are many to look at."""
+        """Read only cards that are new since the last time: where many workers join, there are many to look at."""
         prefix = _under(MODELS, model.endpoint.path)
         before = self._cards.get(prefix, {})
         self._cards[prefix] = cards = {
@@ -280,7 +280,7 @@ class Discovery:
             raise InvalidArgument(problem, field="display_name")
 
     async def _write(self, key: str, value: bytes, changed: Callable[[bytes], bytes]) -> None:
-        """Creates the key, or replaces its value by `changed(value)`, which also renews what was abandoned."""
+        """Create the key, or replaces its value by `changed(value)`, which also renews what was abandoned."""
         for _ in range(_ATTEMPTS):
             if (await self._store.create(key, value)).outcome == "created":
                 return
@@ -289,7 +289,7 @@ class Discovery:
         raise Unavailable(f"{key} keeps changing")
 
     async def _replace(self, key: str, changed: Callable[[bytes], bytes]) -> bool:
-        """Replaces the value by `changed(value)`; False if there is none. Raises Unavailable as `update_taints`."""
+        """Replace the value by `changed(value)`; False if there is none. Raise Unavailable as `update_taints`."""
         for _ in range(_ATTEMPTS):
             if (known := await self._store.get(key)) is None:
                 return False
@@ -322,7 +322,7 @@ def _under(bucket: str, prefix: str) -> str:
 
 
 def _read(key: str, value: bytes, kind: type[T]) -> T | None:
-    """The record, None if there is none in the value."""
+    """Return the record, None if there is none in the value."""
     try:
         return from_json(value, kind)
     except InvalidArgument as error:
@@ -331,7 +331,7 @@ def _read(key: str, value: bytes, kind: type[T]) -> T | None:
 
 
 def _is_kept(key: str, value: bytes, again: Model) -> bool:
-    """Whether the known value stays, with its taints, when its card is registered again; not if it is no card."""
+    """Return whether the stored value and its taints stay when the card is registered again; False if it is no card."""
     if (known := _read(key, value, Model)) is None:
         return False
     if _fixed(known.card) != _fixed(again.card):
@@ -342,7 +342,7 @@ def _is_kept(key: str, value: bytes, again: Model) -> bool:
 
 
 def _fixed(card: ModelDeploymentCard) -> dict[str, Any]:
-    """The card without what may change."""
+    """Return the card without what may change."""
     content = asdict(card)
     del content["mdc_sum"], content["runtime_config"]["taints"]
     return content

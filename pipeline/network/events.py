@@ -1,4 +1,4 @@
-"""The event plane: facts published to whoever listens, without an answer and without a promise of arrival.
+"""The event plane: events published to the present subscribers, without an answer or a delivery guarantee.
 
     publisher(scope, topic).publish(fact)  ──►  subscribe(scope, topic, type) ──► Observable[Event]
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @frozen
 class Scope:
-    """A namespace, a component or an endpoint; a listener hears exactly its own, nothing above or below."""
+    """A namespace, component or endpoint. Subscribers receive the events of exactly their scope."""
 
     namespace: str
     component: str | None = None
@@ -44,7 +44,7 @@ class Scope:
 
     @classmethod
     def of(cls, endpoint: EndpointId) -> Scope:
-        """The scope of that endpoint."""
+        """Return the scope of that endpoint."""
         return cls(endpoint.namespace, endpoint.component, endpoint.endpoint)
 
 
@@ -66,7 +66,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def publish(self, payload: object) -> None:
-        """Sends the fact to whoever listens now. Does not wait; may be called from any thread."""
+        """Send the event to the present subscribers. Does not wait; may be called from any thread."""
 
 
 class EventPlane(ABC):
@@ -74,11 +74,11 @@ class EventPlane(ABC):
 
     @abstractmethod
     def publisher(self, scope: Scope, topic: str) -> Publisher:
-        """A new publisher."""
+        """Return a new publisher."""
 
     @abstractmethod
     def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
-        """What is published there from the subscription on, read as the type; completes when the plane closes.
+        """Return the events published there from the subscription on, as this type. Completes when the plane closes.
 
         Disposing releases. A listener's error stays its own.
         """
@@ -95,9 +95,9 @@ class Sequences:
         self._next: dict[int, int] = {}
 
     def missed(self, event: Event[Any]) -> range:
-        """The numbers lost before this event: empty in order, and for one seen before.
+        """Return the numbers lost before this event: empty in order, and for one seen before.
 
-        A publisher is expected to start at 0, so whoever joins late learns what it did not hear.
+        A publisher starts at 0, so a late subscriber knows how many events it missed.
         """
         expected = self._next.get(event.publisher_id, 0)
         self._next[event.publisher_id] = max(expected, event.sequence + 1)
@@ -114,7 +114,7 @@ _HEADER = struct.Struct(">BI")
 
 @frozen
 class EventIdentity:
-    """Who published an event, and as which one."""
+    """The publisher of an event, and the event's number."""
 
     publisher_id: U64
     sequence: U64
@@ -132,12 +132,12 @@ class _Envelope:
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """The payload with its version and length before it."""
+    """Return the payload with its version and length before it."""
     return _HEADER.pack(FRAME_VERSION, len(payload)) + payload
 
 
 def decode_frame(data: bytes) -> bytes:
-    """The payload. Raises InvalidMessage for another version and for a frame that is not whole."""
+    """Return the payload. Raise InvalidMessage for another version and for a frame that is not whole."""
     if len(data) < _HEADER.size:
         raise InvalidMessage(f"incomplete header: {len(data)} of {_HEADER.size} bytes")
     version, length = _HEADER.unpack_from(data)
@@ -150,12 +150,12 @@ def decode_frame(data: bytes) -> bytes:
 
 
 def encode_event(event: Event[bytes]) -> bytes:
-    """The envelope of an event whose payload is bytes already."""
+    """Return the envelope of an event whose payload is bytes already."""
     return to_msgpack(_Envelope(event.publisher_id, event.sequence, event.published_at_ms, event.topic, event.payload))
 
 
 def decode_event(data: bytes) -> Event[bytes]:
-    """The event in an envelope. Raises InvalidMessage for anything else."""
+    """Return the event in an envelope. Raise InvalidMessage for anything else."""
     envelope = _read(data, _Envelope)
     if not isinstance(envelope.payload, bytes):
         raise InvalidMessage("the payload of an event is bytes")
@@ -163,7 +163,7 @@ def decode_event(data: bytes) -> Event[bytes]:
 
 
 def decode_identity(data: bytes) -> EventIdentity:
-    """Publisher and sequence alone. Raises InvalidMessage for anything that is not an envelope."""
+    """Publisher and sequence alone. Raise InvalidMessage for anything that is not an envelope."""
     return _read(data, EventIdentity)
 
 
@@ -198,7 +198,7 @@ class Fanout(Generic[T]):
     ) -> Disposable:
         """Listens from now on: to the `first` items, then to what is pushed and accepted; disposing ends it.
 
-        After `complete` the listener is told so, and nothing else.
+        After `complete` the subscriber is completed and receives nothing else.
         """
         if self._is_complete:
             observer.on_completed()
@@ -210,12 +210,12 @@ class Fanout(Generic[T]):
         return Disposable(lambda: self._remove(key))
 
     def push(self, item: T) -> None:
-        """Hands the item to those who listen now."""
+        """Deliver the item to the present subscribers."""
         self._due.append((item, tuple(self._listeners)))
         self._deliver()
 
     def complete(self) -> None:
-        """Tells every listener that nothing more comes, and forgets them."""
+        """Complete and remove every subscriber."""
         self._is_complete = True
         listeners, self._listeners = self._listeners, {}
         for observer, _ in listeners.values():

@@ -103,7 +103,7 @@ class InProcessServing(Serving):
             call.kill()
 
     async def take(self, request: Context[Any]) -> ResponseStream[Any]:
-        """The engine's answer, relayed."""
+        """Return the engine's answer, relayed."""
         call = Context(request.payload, id=request.id, metadata=request.metadata)
         call.trace = request.trace
         request.control.link_child(call.control)
@@ -149,14 +149,14 @@ class InProcessServing(Serving):
             ended.release()
 
     def _is_lost_to(self, request: Context[Any]) -> bool:
-        """Whether the instance went away under a request that still wants an answer."""
+        """Return whether the instance went away under a request that still wants an answer."""
         return self._is_cut and not request.is_stopped
 
     def _lost(self) -> Disconnected:
         return Disconnected(f"{self._instance} was lost")
 
     def _fail(self, request: Context[Any], error: BaseException) -> None:
-        """Counts the error, and raises what the caller gets in its place, if it is not the error itself."""
+        """Count the error, and raises what the caller gets in its place, if it is not the error itself."""
         if self._meter is not None:
             self._meter.failed()
         if self._is_lost_to(request) and not isinstance(error, Disconnected):

@@ -28,7 +28,7 @@ _NO_NVIDIA = {"none", "void"}
 
 
 def check_name(kind: str, name: str) -> str:
-    """The name itself. Raises InvalidArgument unless it is of lower-case letters, digits, `-` and `_`."""
+    """Return the name itself. Raise InvalidArgument unless it is of lower-case letters, digits, `-` and `_`."""
     if name not in (DEFAULT_NAMESPACE, DEFAULT_COMPONENT) and not _NAME.fullmatch(name):
         raise InvalidArgument(f"{kind} {name!r} must consist of a-z, 0-9, - and _", field=kind)
     return name
@@ -62,7 +62,7 @@ class EndpointId:
         )
 
     def checked(self) -> EndpointId:
-        """This id. Raises InvalidArgument for a namespace or component that cannot be one, and for an empty endpoint,
+        """This id. Raise InvalidArgument for a namespace or component that cannot be one, and for an empty endpoint,
         whose name is otherwise free."""
         for part in self.namespace.split("."):
             check_name("namespace", part)
@@ -73,7 +73,7 @@ class EndpointId:
 
     @property
     def path(self) -> str:
-        """`ns/comp/ep`: the key under which its instances are stored, and nobody else's."""
+        """`ns/comp/ep`: the key under which its instances, and no others, are stored."""
         return f"{self.namespace}/{self.component}/{escaped(self.endpoint)}"
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Instance:
 
     @classmethod
     def of(cls, endpoint: EndpointId, instance_id: int, *, device_type: DeviceType | None = None) -> Self:
-        """An instance of the endpoint."""
+        """Return an instance of the endpoint."""
         return cls(endpoint.namespace, endpoint.component, endpoint.endpoint, instance_id, device_type=device_type)
 
     @property
@@ -120,12 +120,12 @@ def instance_key(endpoint: EndpointId, instance_id: int) -> str:
 
 
 def escaped(name: str) -> str:
-    """The name as one part of a key, where a slash would begin another."""
+    """Return the name as one part of a key, where a slash would begin another."""
     return name.replace("%", "%25").replace("/", "%2F")
 
 
 def matches_prefix(key: str, prefix: str) -> bool:
-    """Whether the key lies under the prefix; only whole parts between slashes count, and the empty prefix is all."""
+    """Return whether the key is below the prefix, by whole parts between slashes; all are below the empty one."""
     return not prefix or f"{key}/".startswith(f"{prefix.removesuffix('/')}/")
 
 

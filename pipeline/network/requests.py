@@ -37,15 +37,15 @@ class Serving(ABC):
 
     @abstractmethod
     def refuse(self) -> None:
-        """Takes no new request: callers get CannotConnect. What runs goes on."""
+        """Take no new request: callers get CannotConnect. What runs goes on."""
 
     @abstractmethod
     async def drained(self) -> None:
-        """Returns when nothing runs."""
+        """Return when nothing runs."""
 
     @abstractmethod
     def cut(self) -> None:
-        """Refuses, and ends what runs at once: the engine is killed, its callers get Disconnected."""
+        """Refuse, and ends what runs at once: the engine is killed, its callers get Disconnected."""
 
 
 class RequestPlane(ABC):
@@ -53,7 +53,7 @@ class RequestPlane(ABC):
 
     @abstractmethod
     async def serve(self, instance: Instance, engine: AsyncEngine[Any, Any]) -> tuple[Instance, Serving]:
-        """Takes requests for the instance from now on; the instance comes back with its `transport`.
+        """Take requests for the instance from now on; the instance comes back with its `transport`.
 
         Where payloads cross as bytes they are read as the type the engine declares that it takes. Raises
         InvalidArgument if this process serves the instance already.
@@ -61,11 +61,11 @@ class RequestPlane(ABC):
 
     @abstractmethod
     def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
-        """The instance as an engine, which holds the engine contract.
+        """Return the instance as an engine, which holds the engine contract.
 
         Where items cross as bytes they are read as the type.
         Stop, kill and close of the caller reach the instance's engine. An error comes back as its own class, foreign
-        ones as `Unknown`. An instance that cannot be reached raises CannotConnect when it is asked; one that is lost
+        ones as `Unknown`. An instance that cannot be reached raises CannotConnect when it is called; one that is lost
         while it answers makes the read raise Disconnected, unless the caller has stopped the request. Nothing but
         payload, id, metadata and trace of the context crosses.
         """
@@ -76,7 +76,7 @@ class RequestPlane(ABC):
 
 
 def not_found(name: str, instance_id: int) -> CannotConnect:
-    """The error for an instance that is not there (any more)."""
+    """Return the error for an instance that is not there (any more)."""
     return CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
 
 
@@ -122,7 +122,7 @@ class CallMeter:
         self._errors = metrics.recorder("errors_total", **labels, error_type="generate")
 
     def begun(self, payload: Any) -> MeteredCall:
-        """A call with this payload was taken; the result goes to `ended`."""
+        """Return a call with this payload was taken; the result goes to `ended`."""
         self._requests += 1
         self._inflight(1)
         if token_ids := getattr(payload, "token_ids", None):

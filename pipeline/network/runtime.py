@@ -58,9 +58,9 @@ class Served:
         return self._serving.running
 
     async def publish(self) -> None:
-        """Makes it visible; again after `unpublish`. If the card is refused the instance is not visible either.
+        """Make it visible; again after `unpublish`. If the card is refused the instance is not visible either.
 
-        Raises Unavailable once it has been withdrawn or cut: nobody could reach it.
+        Raise Unavailable once it has been withdrawn or cut: no caller could reach it.
         """
         if self._is_withdrawn:
             raise Unavailable(f"{self.instance} takes no requests any more")
@@ -76,14 +76,14 @@ class Served:
         self.leases = (lease, *card)
 
     async def unpublish(self) -> None:
-        """Makes it invisible; who knows it may still ask it."""
+        """Withdraw it from discovery. Callers that have found it may still send requests."""
         leases, self.leases = self.leases, ()
         async with AsyncExitStack() as releases:
             for lease in leases:
                 releases.push_async_callback(lease.release)
 
     async def withdraw(self) -> None:
-        """Makes it invisible, then takes no new request. If discovery fails the leases lapse, which is logged."""
+        """Make it invisible, then takes no new request. If discovery fails the leases lapse, which is logged."""
         self._is_withdrawn = True
         try:
             await self.unpublish()
@@ -93,11 +93,11 @@ class Served:
             self._serving.refuse()
 
     async def drained(self) -> None:
-        """Returns when nothing runs."""
+        """Return when nothing runs."""
         await self._serving.drained()
 
     async def close(self, graceful_timeout_s: float | None = None) -> None:
-        """Withdraws it, waits for what runs and cuts what is left after the time, by default the runtime's.
+        """Withdraw it, waits for what runs and cuts what is left after the time, by default the runtime's.
 
         Callers that are cut get Disconnected.
         """
@@ -110,7 +110,7 @@ class Served:
             self.cut()
 
     def cut(self) -> None:
-        """Takes no new request and ends what runs: the engine is killed, callers get Disconnected."""
+        """Take no new request and ends what runs: the engine is killed, callers get Disconnected."""
         self._is_withdrawn = True
         self._serving.cut()
         if self._runtime.served.get(self.instance.key) is self:  # another may serve the instance meanwhile
@@ -141,7 +141,7 @@ class Runtime:
     `scheduler` runs its background work and is there for timed operators on its facts.
 
     Source: dynamo lib/runtime/src/runtime.rs, distributed.rs. The bound is short by default, because streams of one
-    process that nobody reads any more would keep it waiting.
+    process that is no longer read would keep it waiting.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Runtime:
         lease_ttl_s: float = LEASE_TTL_S,
         metrics: Metrics | None = None,
     ) -> Self:
-        """A deployment of its own inside this process: no server, no socket, invisible to every other runtime.
+        """Return a deployment of its own inside this process: no server, no socket, invisible to every other runtime.
 
         What was abandoned stays visible for `lease_ttl_s`. `wall_ms` dates events, by default with the loop's clock;
         `metrics`, of the component family, count requests.
@@ -234,9 +234,9 @@ class Runtime:
         card: ModelDeploymentCard | None = None,
         instance_id: int | None = None,
     ) -> Served:
-        """Serves the engine at the endpoint, first reachable, then visible; if publishing fails neither.
+        """Serve the engine at the endpoint, first reachable, then visible; if publishing fails neither.
 
-        Without an id the instance has the runtime's, or a new one where that is taken. Raises InvalidArgument for
+        Without an id the instance has the runtime's, or a new one where that is taken. Raise InvalidArgument for
         names and ids that cannot be, an id that is taken, and a card in conflict with the endpoint's; StreamClosed
         outside of the runtime's block.
         """
@@ -260,7 +260,7 @@ class Runtime:
         return served
 
     def new_instance_id(self) -> int:
-        """An id for one more worker of this process: never drawn before, nor of an instance that is served now."""
+        """Return an id for one more worker of this process, neither returned before nor of an instance served now."""
         taken = self._drawn_ids | {served.instance_id for served in self.served.values()}
         while (instance_id := self._rng.randint(1, MAX_ID)) in taken:
             pass
@@ -272,10 +272,10 @@ class Runtime:
     @overload
     def workers(self, endpoint: str | EndpointId, item_type: type[Out]) -> EndpointWorkers[Any, Out]: ...
     def workers(self, endpoint: str | EndpointId, item_type: Any = Any) -> EndpointWorkers[Any, Any]:
-        """The instances of the endpoint, followed until the view is closed or the runtime is left.
+        """Return the instances of the endpoint, followed until the view is closed or the runtime is left.
 
         What is there already may take a moment to be known: see `wait_for_instances`. Where items cross as bytes they
-        are read as the type, without one as plain values. Raises InvalidArgument for names that cannot be.
+        are read as the type, without one as plain values. Raise InvalidArgument for names that cannot be.
         """
         where = EndpointId.parse(endpoint).checked()
         return EndpointWorkers(

@@ -23,7 +23,7 @@ Out_co = TypeVar("Out_co", covariant=True)
 
 Ids = tuple[int, ...]
 Absence = Literal["none_yet", "all_left", "closed"]
-"""Why a pool has no instance: none has appeared so far, all there were are gone, or nobody looks any more."""
+"""Why a pool has no instance: none has appeared so far, all have gone, or the pool is closed."""
 
 
 class Workers(Protocol[In_contra, Out_co]):
@@ -35,20 +35,22 @@ class Workers(Protocol[In_contra, Out_co]):
         ...
 
     def instance_ids(self) -> Ids:
-        """The instances that are there now, sorted."""
+        """Return the instances that are there now, sorted."""
         ...
 
     def absence(self) -> Absence | None:
-        """Why there is no instance now; None if there is one."""
+        """Return why there is no instance now; None if there is one."""
         ...
 
     def arrival(self, instance_id: int) -> int:
-        """Which arrival it was, counted over the pool: another number than before means that it has left and come
-        back, and that what was known of it holds no more. -1 for one that is not there."""
+        """Return the number of the instance's present arrival in the pool; -1 if it is absent.
+
+        A number other than before means that the instance has left and come back: what was known of it is void.
+        """
         ...
 
     def device_type(self, instance_id: int) -> DeviceType | None:
-        """What it computes on; None if it does not say or is not there."""
+        """Return the instance's device type; None if unknown or if there is no such instance."""
         ...
 
     def changes(self) -> Observable[Ids]:
@@ -56,11 +58,11 @@ class Workers(Protocol[In_contra, Out_co]):
         ...
 
     def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
-        """That instance as an engine; asked while it is not there, it raises CannotConnect."""
+        """Return the instance as an engine. Calls raise CannotConnect while it is absent."""
         ...
 
     async def wait_for_instances(self, count: int = 1) -> Ids:
-        """The instances, once there are at least so many. Raises Unavailable if the pool is closed before."""
+        """Return the instances, once there are at least so many. Raise Unavailable if the pool is closed before."""
         ...
 
 
@@ -112,7 +114,7 @@ class _Pool(Generic[In, Out]):
             if len(ids) >= count:
                 known.set()
 
-        # Listens beside `changes`, whose listeners keep a pool going that was closed: nobody would end the wait.
+        # A subscription beside `changes`, whose subscribers keep a closed pool running: the wait would never end.
         news = Observable[Ids](lambda observer, _: _Pool._listen(self, observer))
         listening = news.subscribe(look, on_completed=lambda: known.set())
         try:
@@ -131,7 +133,7 @@ class _Pool(Generic[In, Out]):
 
 
 class EndpointWorkers(_Pool[In, Out]):
-    """Follows discovery until it is closed and nobody listens to `changes` any more."""
+    """Follows discovery until it is closed and `changes` has no subscriber."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class EndpointWorkers(_Pool[In, Out]):
         self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
 
     def close(self) -> None:
-        """Gives this view up; a listener of `changes` still gets its news until it is disposed."""
+        """Return this view up; a listener of `changes` still gets its news until it is disposed."""
         self._users.dispose()
 
     def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
@@ -183,7 +185,7 @@ def static_workers(
     name: str = "static",
     device_types: Mapping[int, DeviceType] = MappingProxyType({}),
 ) -> Workers[In, Out]:
-    """A pool that never changes, from engines at hand: for tests, and for programs of one file."""
+    """Return a pool that never changes, from engines at hand: for tests, and for programs of one file."""
     return _Pool(name, engines, device_types)
 
 

@@ -1,9 +1,9 @@
-"""How a record's fields look on the wire, said where the fields are declared.
+"""The wire form of a record's fields, declared on the fields.
 
 A field without one of these marks follows from its default: no default means required, default None means left out
 while None, any other default means optional when read and always written. Unknown keys are ignored unless the class
-says `wire_closed: ClassVar[bool] = True`. A field without a default that is named in the class variable `wire_nullable`
-is read as null where it is absent. A union of records is told apart by a tag: see `Tagged`. A class with a wire
+has `wire_closed: ClassVar[bool] = True`. A field without a default that is named in the class variable `wire_nullable`
+is read as null where it is absent. The records of a union are distinguished by a tag: see `Tagged`. A class with a wire
 form of its own has `to_wire()` and the class method `from_wire(value)` instead.
 
 `pipeline.wire.codec` reads these marks; nothing here translates anything.
@@ -26,7 +26,7 @@ SHOWN_MAX = 64
 
 
 def shortened(text: str, most: int = SHOWN_MAX) -> str:
-    """The text as an error repeats it: its first characters, if it is longer than `most`."""
+    """Return the text as an error repeats it: its first characters, if it is longer than `most`."""
     return text if len(text) <= most else text[:most] + "..."
 
 
@@ -75,7 +75,7 @@ class WireRule:
 
 @frozen(eq=False)
 class Tagged:
-    """How the records of a union are told apart on the wire.
+    """How the records of a union are distinguished on the wire.
 
     With a `key` the tag is a value beside the record's own fields (internal tag):
 
@@ -97,7 +97,7 @@ class Tagged:
 
 
 def needs(field: str, needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The keywords of JSON Schema for a record whose other fields depend on one: its value -> those that are not null.
+    """Return keywords of JSON Schema for a record in which other fields depend on one: its value -> required fields.
 
     A record has them, or others that its fields alone do not show, as the class variable `wire_needs`.
     """
@@ -113,7 +113,7 @@ def needs(field: str, needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
 
 
 def null(*, name: str | None = None) -> Any:
-    """An optional field that is written as null while it is None."""
+    """Return an optional field that is written as null while it is None."""
     return field(default=None, metadata={WIRE_KEY: WireRule("always", name)})
 
 
@@ -124,7 +124,7 @@ def skip(
     name: str | None = None,
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """A field that is left out while it equals its default (None, unless said otherwise)."""
+    """Return a field that is left out while it equals its default (None, unless given)."""
     metadata = {WIRE_KEY: WireRule("set", name, aliases)}
     if factory is not None:
         return field(factory=factory, metadata=metadata)
@@ -132,7 +132,7 @@ def skip(
 
 
 def never(*, init: bool = True) -> Any:
-    """A field of this process only; None wherever the record is read. Not part of equality.
+    """Return a field of this process only; None wherever the record is read. Not part of equality.
 
     Without `init` it is None in every new record, a copy with changes included.
     """
@@ -140,5 +140,5 @@ def never(*, init: bool = True) -> Any:
 
 
 def rest() -> Any:
-    """The dict of all keys that no other field of the record claims."""
+    """Return the dict of all keys that no other field of the record claims."""
     return field(factory=dict, metadata={WIRE_KEY: WireRule("rest")})

@@ -1,4 +1,4 @@
-"""What a request asks of the engine: when to stop, how to sample, what to return.
+"""Options of a request to the engine: when to stop, how to sample, what to return.
 
 Source: dynamo lib/llm/src/protocols/common.rs, StopConditions, SamplingOptions, GuidedDecodingOptions, OutputOptions.
 """
@@ -58,7 +58,7 @@ class GuidedDecodingOptions:
             raise InvalidRecord(f"brackets are nested deeper than {MAX_GRAMMAR_NESTING} levels", "grammar")
 
     def kinds(self) -> list[str]:
-        """The names of the kinds that are set; an empty `choice` is not."""
+        """Return the names of the kinds that are set; an empty `choice` is not."""
         names = ("json", "regex", "grammar", "whitespace_pattern", "structural_tag")
         return [name for name in names if getattr(self, name) is not None] + (["choice"] if self.choice else [])
 
@@ -74,13 +74,13 @@ class GuidedDecodingOptions:
         whitespace_pattern: str | None = None,
         structural_tag: Any = None,
     ) -> GuidedDecodingOptions | None:
-        """The options, or None if no kind is set; a backend alone asks for nothing."""
+        """Return the options, or None if no kind is set; a backend alone selects nothing."""
         options = cls(json, regex, choice or None, grammar, backend, whitespace_pattern, structural_tag)
         return options if options.kinds() else None
 
 
 def bracket_depth(text: str) -> int:
-    """The deepest nesting of round, square and curly brackets, wherever they stand."""
+    """Return the deepest nesting of round, square and curly brackets, wherever they stand."""
     depth = deepest = 0
     for byte in text.encode("utf-8", "surrogatepass"):
         if byte in b"([{":

@@ -44,7 +44,7 @@ class FinishReason:
 
     @classmethod
     def error(cls, message: str) -> FinishReason:
-        """The choice failed; an empty message is allowed."""
+        """Return the choice failed; an empty message is allowed."""
         return cls("error", message)
 
     @property
@@ -63,7 +63,7 @@ class FinishReason:
 
     @classmethod
     def parse(cls, text: str) -> FinishReason:
-        """The reason a text stands for; only one error prefix is taken off. Raises InvalidRecord for any other text."""
+        """Return the reason in a text, without one error prefix. Raise InvalidRecord for any other text."""
         if (known := _BY_TEXT.get(text)) is not None:
             return known
         if text.startswith(_ERROR_PREFIX):
@@ -75,7 +75,7 @@ class FinishReason:
 
     @classmethod
     def from_wire(cls, value: Any) -> FinishReason:
-        """Raises InvalidRecord for unknown texts, `error` alone, and objects that are not exactly `{"error": text}`."""
+        """Raise InvalidRecord for unknown texts, `error` alone, and objects that are not exactly `{"error": text}`."""
         if isinstance(value, str):
             return cls.parse(value)
         if isinstance(value, dict) and value.keys() == {"error"}:
@@ -143,32 +143,32 @@ class LLMEngineOutput:
 
     @classmethod
     def token(cls, token_id: int) -> LLMEngineOutput:
-        """A chunk of one token and nothing else."""
+        """Return a chunk of one token and nothing else."""
         return cls([token_id])
 
     @classmethod
     def cancelled(cls) -> LLMEngineOutput:
-        """The last chunk of a choice that was given up."""
+        """Return the last chunk of a choice that was given up."""
         return cls([], finish_reason=FinishReason.CANCELLED)
 
     @classmethod
     def stop(cls) -> LLMEngineOutput:
-        """The last chunk of a choice that met a stop condition."""
+        """Return the last chunk of a choice that met a stop condition."""
         return cls([], finish_reason=FinishReason.STOP)
 
     @classmethod
     def length(cls) -> LLMEngineOutput:
-        """The last chunk of a choice that reached its token limit."""
+        """Return the last chunk of a choice that reached its token limit."""
         return cls([], finish_reason=FinishReason.LENGTH)
 
     @classmethod
     def error(cls, message: str) -> LLMEngineOutput:
-        """The last chunk of a choice that failed."""
+        """Return the last chunk of a choice that failed."""
         return cls([], finish_reason=FinishReason.error(message))
 
     @classmethod
     def encode_terminal(cls, encoder_result: dict[str, Any]) -> LLMEngineOutput:
-        """The only chunk of an encoder: no tokens, index 0, its result."""
+        """Return the only chunk of an encoder: no tokens, index 0, its result."""
         return cls([], finish_reason=FinishReason.STOP, index=0, encoder_result=encoder_result)
 
     @property
@@ -178,15 +178,15 @@ class LLMEngineOutput:
         return reason.message if reason is not None and reason.is_error else None
 
     def with_tokens(self, token_ids: list[int]) -> LLMEngineOutput:
-        """A copy with these tokens."""
+        """Return a copy with these tokens."""
         return evolve(self, token_ids=token_ids)
 
     def with_usage(self, usage: CompletionUsage) -> LLMEngineOutput:
-        """A copy with these counts."""
+        """Return a copy with these counts."""
         return evolve(self, completion_usage=usage)
 
     def with_encoder_result(self, encoder_result: dict[str, Any]) -> LLMEngineOutput:
-        """A copy with this encoder result."""
+        """Return a copy with this encoder result."""
         return evolve(self, encoder_result=encoder_result)
 
 

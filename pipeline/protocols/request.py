@@ -82,7 +82,7 @@ class MultimodalData:
 
     @classmethod
     def from_wire(cls, value: Any) -> MultimodalData:
-        """Raises InvalidRecord for anything but one known key with its kind of value."""
+        """Raise InvalidRecord for anything but one known key with its kind of value."""
         if not isinstance(value, dict) or len(value) != 1:
             raise InvalidRecord("expected an object with one of the keys Url, RawUrl, Decoded, UuidOnly")
         ((kind, content),) = value.items()
@@ -165,21 +165,21 @@ class PreprocessedRequest:
     migration_state: MigrationState | None = never()
 
     def has_annotation(self, annotation: str) -> bool:
-        """Whether exactly this annotation was asked for."""
+        """Return whether the request has exactly this annotation."""
         return annotation in self.annotations
 
     def get_annotation_value(self, key: str) -> str | None:
-        """The text after `key:` of the first annotation that starts so, colons included."""
+        """Return the text after `key:` of the first annotation that starts so, colons included."""
         return annotation_value(self.annotations, key)
 
     def ensure_routing(self) -> RoutingHints:
-        """The routing hints, made empty if there were none."""
+        """Return the routing hints, made empty if there were none."""
         if self.routing is None:
             self.routing = RoutingHints()
         return self.routing
 
     def block_mm_routing_info(self) -> tuple[list[int], list[BlockExtraInfo | None] | None]:
-        """The tokens to look for in the KV index and their blocks' media.
+        """Return the tokens to look for in the KV index and their blocks' media.
 
         Those of the media routing information if it has tokens, else the prompt's own and None.
         """
@@ -211,15 +211,15 @@ class PreprocessedEmbeddingRequest:
     annotations: list[str] = field(factory=list)
 
     def has_annotation(self, annotation: str) -> bool:
-        """Whether exactly this annotation was asked for."""
+        """Return whether the request has exactly this annotation."""
         return annotation in self.annotations
 
     def get_annotation_value(self, key: str) -> str | None:
-        """The text after `key:` of the first annotation that starts so, colons included."""
+        """Return the text after `key:` of the first annotation that starts so, colons included."""
         return annotation_value(self.annotations, key)
 
 
 def annotation_value(annotations: Sequence[str], key: str) -> str | None:
-    """The text after `key:` in the first annotation that starts so; None if there is none."""
+    """Return the text after `key:` in the first annotation that starts so; None if there is none."""
     prefix = f"{key}:"
     return next((text[len(prefix) :] for text in annotations if text.startswith(prefix)), None)

@@ -1,9 +1,9 @@
-"""What a request tells the routers: pins, ranks, priorities, taints, overrides.
+"""Routing hints of a request: pins, ranks, priorities, taints, overrides.
 
 Source: dynamo lib/llm/src/protocols/common/preprocessor.rs, RoutingHints and RouterParams;
 lib/kv-router/src/config.rs, RouterConfigOverride; lib/kv-router/src/protocols.rs, RoutingConstraints.
 
-MigrationState: what the attempts of one request tell each other.
+MigrationState: what the attempts of one request share.
 
 Source: dynamo lib/llm/src/migration.rs and lib/kv-router, the shared list of excluded workers. Other than there every
 router keeps it, not only the KV-aware one in the same process.
@@ -69,7 +69,7 @@ class RouterParams:
 class RouterConfigOverride:
     """Router settings for this request only; an absent one keeps the router's own.
 
-    `overlap_score_weight` is the older name: it sets `prefill_load_scale` whatever that says, and zero also sets the
+    `overlap_score_weight` is the older name: it overrides `prefill_load_scale`, and zero also sets the
     credit to zero; it is gone once the record exists. Raises InvalidRecord for a number out of its range.
     """
 
@@ -105,9 +105,10 @@ def _check_range(name: str, value: float | None, high: float) -> None:
 class MigrationState:
     """The workers that failed this request, in order and each once, and the last of their errors.
 
-    Whoever sends the request to workers writes it, before the error is shown to anybody, and asks none of them again.
+    The stage that sends the request to workers writes it, before the error is visible to other stages, and sends the
+    request to none of these workers again.
     `held_text` is the end of the text of the delivered tokens that was not shown when the stream broke, because a stop
-    string may begin there: for whoever decodes the next stream, or to be shown if there is none. Shared by reference,
+    string may begin there: for the decoder of the next stream, or to be shown if there is none. Shared by reference,
     stays in this process.
     """
 

@@ -17,7 +17,7 @@ from .field_rules import U32, U64, skip
 
 
 class RequestPhase(StrEnum):
-    """Which half of a request a worker is asked for; aggregated is both."""
+    """The half of a request that a worker computes; aggregated is both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,7 +25,7 @@ class RequestPhase(StrEnum):
 
 
 def worker_label(worker_id: int) -> str:
-    """The id as metrics, logs, answer headers and the names of instances show it: hex digits, without a prefix."""
+    """Return the id as metrics, logs, answer headers and instance names show it: hex digits without a prefix."""
     return f"{worker_id:x}"
 
 

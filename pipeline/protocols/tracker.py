@@ -87,7 +87,7 @@ class WorkerSlot:
 class RequestTracker:
     """One request's times, counts and workers, shared by all its stages and attempts. Belongs to one event loop.
 
-    `clock` gives monotonic seconds, `wall_ms` milliseconds since the epoch, `gate` a fresh permit gate, asked for when
+    `clock` gives monotonic seconds, `wall_ms` milliseconds since the epoch, `gate` a fresh permit gate, called when
     the first phase is set. The first value recorded holds, but the last holds for `finish` and `osl_tokens`.
     """
 
@@ -149,7 +149,7 @@ class RequestTracker:
         return self._now_once("prefill_start")
 
     def record_first_token(self) -> bool:
-        """The first token is there, in disaggregation that of prefill; whether this was the first time."""
+        """Return the first token is there, in disaggregation that of prefill; whether this was the first time."""
         return self._now_once("first_token")
 
     def record_decode_first_token(self) -> bool:
@@ -161,7 +161,7 @@ class RequestTracker:
         return self._now_once("prefill_complete")
 
     def record_prefill_cached(self, cached_tokens: int | None) -> None:
-        """So much of the prompt the prefill worker had cached, where it says so; of several the last counts."""
+        """Record the tokens of the prompt that the prefill worker had cached, if reported; the last report counts."""
         if cached_tokens is not None:
             self.prefill_cached_tokens = cached_tokens
 
@@ -302,7 +302,7 @@ class RequestTracker:
         return RouterDecision(decode, None if prefill is decode else prefill, self.attempts)
 
     def timing_info(self) -> TimingInfo:
-        """All durations known by now, in milliseconds to the microsecond; gaps filled from another router's."""
+        """Return all durations known by now, in milliseconds to the microsecond; gaps filled from another router's."""
         transfer_s = self.kv_transfer_estimated_latency_s
         timing = TimingInfo(
             self.received_ms,
@@ -340,10 +340,10 @@ GAUGE_PREFIX = "worker_last_"
 
 
 def worker_gauges(tracker: RequestTracker) -> list[tuple[str, dict[str, str], float]]:
-    """The per-worker gauges this request sets: name without the front end's prefix, labels, value.
+    """Return the per-worker gauges this request sets: name without the front end's prefix, labels, value.
 
     Time to first token and input length belong to the prefill worker, time between tokens to the decode worker.
-    Empty where no worker is known, and without a token: who was only chosen has shown nothing.
+    Empty if no worker is known, or before its first token: a chosen worker alone has no latency.
     """
     if tracker.first_token is None:
         return []

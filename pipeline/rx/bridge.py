@@ -74,9 +74,9 @@ class _Output:
 
 
 def apply(stream: ResponseStream[Any], *operators: Pipe) -> ResponseStream[Any]:
-    """The stream after synchronous reactivex operators, with demand kept and no task.
+    """Return the stream after synchronous reactivex operators, with demand kept and no task.
 
-    One item is pulled and pushed through; what came out is handed on before the next is pulled. The operators hear
+    One item is pulled and pushed through; its results are delivered before the next is pulled. The operators see
     the upstream's end and its error, and may answer both (`buffer` flushes, `catch` goes on with something else).
     Where they complete early (`take`) the upstream is closed; their own error goes to the reader, after the items
     before it. The result ends with its upstream at the latest. They are subscribed at the first read and disposed on
@@ -124,7 +124,7 @@ async def _push_one(stream: ResponseStream[Any], source: Subject[Any]) -> bool:
 
 
 def to_observable(stream: ResponseStream[T], scheduler: AnyIOScheduler) -> Observable[T]:
-    """The stream as a cold observable for one subscriber, pumped by a task of the scheduler.
+    """Return the stream as a cold observable for one subscriber, pumped by a task of the scheduler.
 
     Observers are the demand: the next item is read when they have returned and other tasks have had their turn. The
     end completes it, what a read raises is its error. Disposing stops the pump and closes the stream; until it is
@@ -157,7 +157,7 @@ async def _pump(stream: ResponseStream[T], observer: ObserverBase[T], scope: any
                     observer.on_error(error)
                     return
                 observer.on_next(item)
-                await checkpoint()  # items may all be ready, and nobody else would run
+                await checkpoint()  # items may all be ready, and no other task would run
 
 
 # -- an observable as a stream
@@ -193,7 +193,7 @@ class _Inbox:
         self.wake()
 
     def close(self) -> None:
-        """Lets the source go; what is there stays."""
+        """Let the source go; what is there stays."""
         self.subscription.dispose()
         self.on_completed()
 
@@ -202,7 +202,7 @@ class _Inbox:
             self._handle.run(pushed.set)
 
     async def pushed(self) -> None:
-        """Waits for a push or the end."""
+        """Wait for a push or the end."""
         self._pushed = anyio.Event()
         if not self.items and not self.ended:  # another thread may have pushed since the reader looked
             await self._pushed.wait()
@@ -216,7 +216,7 @@ def from_observable(
     buffer_items: int,
     overflow: OverflowPolicy = "error",
 ) -> ResponseStream[T]:
-    """What the observable pushes, for one reader; it is subscribed now and may push from any thread, one at a time.
+    """Return the items of the observable for one reader. It is subscribed now; it may push from any thread, in turn.
 
     At most `buffer_items` wait for the reader. One more: `error` lets the source go and, after those that wait, raises
     BufferOverflow; `drop_oldest` and `drop_newest` lose one item, silently. The source's error is raised after the

@@ -83,25 +83,25 @@ class AnyIOScheduler(PeriodicScheduler):
         return self.to_datetime(anyio.from_thread.run_sync(self._clock, token=self._token))
 
     def schedule(self, action: ScheduledAction[State], state: State | None = None) -> DisposableBase:
-        """Runs the action on the loop's next turn; disposing the result cancels it."""
+        """Run the action on the loop's next turn; disposing the result cancels it."""
         return self.schedule_relative(0.0, action, state)
 
     def schedule_relative(
         self, duetime: RelativeTime, action: ScheduledAction[State], state: State | None = None
     ) -> DisposableBase:
-        """Runs the action after the time, counted from when the loop hears of it."""
+        """Run the action after this time, counted from when the loop receives it."""
         delay_s = max(0.0, self.to_seconds(duetime))
         return self._at(lambda: self._clock() + delay_s, action, state)
 
     def schedule_absolute(
         self, duetime: AbsoluteTime, action: ScheduledAction[State], state: State | None = None
     ) -> DisposableBase:
-        """Runs the action at that time of `now`, at once if it has passed."""
+        """Run the action at that time of `now`, at once if it has passed."""
         due_s = self.to_seconds(duetime)
         return self._at(lambda: due_s, action, state)
 
     def spawn(self, work: Work) -> DisposableBase:
-        """Runs the async function as a task of this scheduler. Disposing the result, in any thread, cancels the scope
+        """Run the async function as a task of this scheduler. Disposing the result, in any thread, cancels the scope
         the function is given and enters where it may be cut short."""
         if self._tasks is None:
             raise _not_running()
@@ -155,7 +155,7 @@ class AnyIOScheduler(PeriodicScheduler):
                     invoke()
 
     async def _first_due(self) -> None:
-        """Waits until there is something to run or to start; always lets others run."""
+        """Wait until there is something to run or to start; always lets others run."""
         await checkpoint()
         while True:
             self._changed = anyio.Event()

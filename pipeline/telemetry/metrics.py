@@ -3,10 +3,10 @@
     metrics = Metrics(meter)                                   # a family's instruments, made when first used
     metrics.add("requests_total", 1, model="m", endpoint="chat_completions", ...)
     metrics.record("time_to_first_token_seconds", 0.12, model="m")
-    own = Metrics(meter, prefix="my_router", rows=[Instrument("waiting", "observed", "", "Who waits", ("pool",))])
-    forget = own.observe("waiting", lambda: [({"pool": "a"}, len(queue))])   # looked at whenever somebody reads them
+    own = Metrics(meter, prefix="my_router", rows=[Instrument("waiting", "observed", "", "Waiting", ("pool",))])
+    forget = own.observe("waiting", lambda: [({"pool": "a"}, len(queue))])   # read on demand
 
-Uses the API of OpenTelemetry only: whoever runs the program configures it.
+It uses only the API of OpenTelemetry; the program configures the SDK.
 Source: dynamo lib/llm/src/http/service/metrics.rs, lib/runtime/src/metrics.
 """
 
@@ -56,7 +56,7 @@ class Buckets:
         return tuple(dict.fromkeys([0.0, *(float(_TWO_DIGITS.create_decimal_from_float(step)) for step in steps)]))
 
     def overridden(self, name: str, environment: Mapping[str, str]) -> Buckets:
-        """These with what `DYN_METRICS_<NAME>_MIN`, `_MAX` and `_COUNT` say; unchanged if that makes no sense."""
+        """Return the buckets as `DYN_METRICS_<NAME>_MIN`, `_MAX` and `_COUNT` set them; unchanged if invalid."""
         variable = f"DYN_METRICS_{name.upper()}_"
         try:
             low = float(environment.get(f"{variable}MIN", self.min))
@@ -86,7 +86,7 @@ class Instrument:
     optional: tuple[str, ...] = ()
 
     def bounds(self, environment: Mapping[str, str]) -> tuple[float, ...]:
-        """The upper bounds of a histogram's buckets, the last one, infinity, left out."""
+        """Return the upper bounds of a histogram's buckets, the last one, infinity, left out."""
         if isinstance(self.buckets, Buckets):
             return self.buckets.overridden(self.name, environment).bounds()
         return self.buckets
@@ -101,7 +101,7 @@ _INPUT = Buckets(50, 128_000, 12)
 
 
 def _worker_gauge(name: str, unit: str, description: str, *labels: str) -> Instrument:
-    """A gauge of a worker's engine, with the model under both of its names where they are known."""
+    """Return a gauge of a worker's engine, with the model under both of its names where they are known."""
     names = (*_INSTANCE, "model", "model_name", *labels)
     return Instrument(name, "gauge", unit, description, names, optional=("model", "model_name"))
 
@@ -207,15 +207,15 @@ class Metrics:
         return self._meter
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
-        """Adds to a counter, or moves an up_down."""
+        """Add to a counter, or moves an up_down."""
         self._instrument(name, labels, ("counter", "up_down")).add(value, labels)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Sets a gauge."""
+        """Set a gauge."""
         self._instrument(name, labels, ("gauge",)).set(value, labels)
 
     def record(self, name: str, value: float, **labels: str) -> None:
-        """Puts a value into a histogram."""
+        """Put a value into a histogram."""
         self._instrument(name, labels, ("histogram",)).record(value, labels)
 
     def recorder(self, name: str, **labels: str) -> Callable[[float], object]:
@@ -224,7 +224,7 @@ class Metrics:
         return partial(made.record if self._rows[name].kind == "histogram" else made.add, attributes=labels)
 
     def observe(self, name: str, look: Look) -> Callable[[], None]:
-        """Shows what `look` gives whenever the metrics are read; returns the call that ends it.
+        """Show what `look` gives whenever the metrics are read; returns the call that ends it.
 
         A series that is not given any more is gone. Several may observe one instrument, also through other `Metrics` of
         the same meter. `look` must not wait and may be called in any thread; what it raises is logged, and so are wrong
@@ -249,11 +249,11 @@ class Metrics:
         return observers.add(look)
 
     def buckets(self, name: str) -> tuple[float, ...]:
-        """The bucket bounds of a histogram, for those who count by themselves."""
+        """Return the bucket bounds of a histogram, for callers that keep counts of their own."""
         return self._row(name).bounds(self._environment)
 
     def full_name(self, name: str) -> str:
-        """The name with its prefix."""
+        """Return the name with its prefix."""
         return f"{self._prefix}_{self._row(name).name}"
 
     def _row(self, name: str) -> Instrument:
@@ -301,7 +301,7 @@ class _Labels:
 
 @define(eq=False)
 class _Observers:
-    """All who observe one instrument of a meter, which takes callbacks only with the instrument and for ever."""
+    """All callbacks of one instrument. A meter takes callbacks only with the instrument, and never removes them."""
 
     name: str
     labels: _Labels
@@ -336,22 +336,22 @@ _observed: WeakKeyDictionary[otel.Meter, dict[str, _Observers]] = WeakKeyDiction
 
 @cache
 def _global_meter() -> otel.Meter:
-    """One for all: until a provider is configured every call would give another."""
+    """Return one for all: until a provider is configured every call would give another."""
     return otel.get_meter("penstock")
 
 
 def component_name(name: str) -> str:
-    """The full name of a worker's own metric: `test metric` is `dynamo_component_test_metric`."""
+    """Return the full name of a worker's own metric: `test metric` is `dynamo_component_test_metric`."""
     return f"{PREFIXES['component']}_{sanitize_name(name)}"
 
 
 def sanitize_name(name: str) -> str:
-    """A valid metric name: letters, digits, `_` and `:`, not starting with a digit. Raises InvalidArgument for none."""
+    """Return the name with only letters, digits, `_` and `:`, no digit first. Raise InvalidArgument if none remain."""
     return _sanitized(re.sub(r"[^A-Za-z0-9_:]", "_", name), name, "metric name")
 
 
 def sanitize_label(name: str) -> str:
-    """A valid label name: as a metric's but without `:` and the reserved `__` before it."""
+    """Return a valid label name: as a metric's but without `:` and the reserved `__` before it."""
     cleaned = re.sub(r"[^A-Za-z0-9_]", "_", name)
     while cleaned.startswith("__"):
         cleaned = cleaned.removeprefix("__")

@@ -44,7 +44,7 @@ class Sample:
 
 
 def family(name: str, kind: Literal["counter", "gauge", "histogram"], about: str, samples: Iterable[Sample]) -> str:
-    """The text of a family."""
+    """Return the text of a family."""
     help_text = about.replace("\\", r"\\").replace("\n", r"\n")
     lines = [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
     for sample in samples:
@@ -54,7 +54,7 @@ def family(name: str, kind: Literal["counter", "gauge", "histogram"], about: str
 
 
 def merged(texts: Iterable[str]) -> str:
-    """The texts as one in which each family stands once, with all its samples; readers refuse any other.
+    """Return the texts as one in which each family stands once, with all its samples; readers refuse any other.
 
     Of two helps, or types, of a family the first one counts. Families and samples stay in their order. A line that is
     no sample goes with the one before it.
@@ -77,7 +77,7 @@ class _Family:
 
 
 def _sort_in(line: str, families: dict[str, _Family], current: str) -> str:
-    """Puts the line into its family, and gives that one's name; `current` is that of the line before."""
+    """Put the line into its family, and gives that one's name; `current` is that of the line before."""
     if (about := _ABOUT.fullmatch(line)) is not None:
         name = about["name"]
         its = families.setdefault(name, _Family())
@@ -92,7 +92,7 @@ def _sort_in(line: str, families: dict[str, _Family], current: str) -> str:
 
 
 def _family_of(line: str, families: Mapping[str, _Family]) -> str | None:
-    """The family of a sample; None if it is none."""
+    """Return the family of a sample; None if it is none."""
     found = None if line.lstrip().startswith("#") else _SAMPLE.fullmatch(line)
     if found is None:
         return None
@@ -106,9 +106,9 @@ def _family_of(line: str, families: Mapping[str, _Family]) -> str | None:
 
 
 def with_labels(text: str, labels: Mapping[str, str]) -> str:
-    """The text with the labels in every sample, after its own; one that a sample has already is left as it is.
+    """Return the text with the labels in every sample, after its own; one that a sample has already is left as it is.
 
-    Comments and lines that are no samples stay unchanged. Raises InvalidArgument for a label that has no valid name.
+    Comments and lines that are no samples stay unchanged. Raise InvalidArgument for a label that has no valid name.
     """
     for name in labels:
         if not _NAME.fullmatch(name):

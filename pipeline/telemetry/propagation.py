@@ -36,7 +36,7 @@ _BAGGAGE = re.compile(rf"{_PAIR}(?:[ \t]*+,[ \t]*+{_PAIR}){{0,63}}")
 
 
 def extract(headers: Mapping[str, str]) -> object:
-    """The caller's span and baggage as `Context.trace` has them; None if there is neither.
+    """Return the caller's span and baggage as `Context.trace` has them; None if there is neither.
 
     A traceparent has exactly four parts; any other is ignored as a whole, with its tracestate. Upper case is read as
     lower case. Source: dynamo lib/runtime/src/logging.rs, parse_traceparent.
@@ -47,7 +47,7 @@ def extract(headers: Mapping[str, str]) -> object:
 
 
 def inject(context: Context[object]) -> dict[str, str]:
-    """The headers that carry the stage's span and baggage to another process; empty without either."""
+    """Return the headers that carry the stage's span and baggage to another process; empty without either."""
     headers: dict[str, str] = {}
     if isinstance(context.trace, TraceContext):
         _propagator().inject(headers, context.trace, _INTO)
@@ -55,7 +55,7 @@ def inject(context: Context[object]) -> dict[str, str]:
 
 
 def linked(link: TraceLink) -> SpanContext | None:
-    """The span that the link names; None if its ids are not of hex digits."""
+    """Return the span that the link names; None if its ids are not of hex digits."""
     header = f"00-{link.trace_id}-{link.span_id}-01"
     found = _LINKS.extract({"traceparent": header}, TraceContext(), _BOUNDED)
     ids = trace.get_current_span(found).get_span_context()
@@ -92,7 +92,7 @@ _LINKS = TraceContextTextMapPropagator()
 
 
 def _propagator() -> TextMapPropagator:
-    """The one in use. Loaded when it is first needed: that reads the environment, and may not find what it names."""
+    """Return the propagator in use, loaded at the first call: that reads the environment and may fail."""
     from opentelemetry.propagate import get_global_textmap
 
     return get_global_textmap()

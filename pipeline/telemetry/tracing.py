@@ -72,7 +72,7 @@ _TEXT_MAX = 1024
 
 
 def traced(graph: Segment[Any, Any], *, tracer: Tracer | None = None) -> Segment[Any, Any]:
-    """The same graph with a span around each stage that adds time.
+    """Return the same graph with a span around each stage that adds time.
 
     A span starts when its stage is called and ends with the stage's stream, however that ends; an exception or an error
     item is recorded and sets its status. The stages keep their names, text, types, branches and members. A request that
@@ -135,32 +135,32 @@ class TracedEngine(_Traced, AsyncEngine[Any, Any]):
         self.declares = (types.takes, types.gives)
 
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-        return await self.asked(request, self._engine.generate)
+        return await self.generate_by(request, self._engine.generate)
 
-    async def asked(
-        self, request: Context[Any], ask: Callable[[Context[Any]], Awaitable[ResponseStream[Any]]]
+    async def generate_by(
+        self, request: Context[Any], generate: Callable[[Context[Any]], Awaitable[ResponseStream[Any]]]
     ) -> ResponseStream[Any]:
-        """What `ask` gives, in this engine's span: for callers that use more of the engine than `generate`."""
-        return await spanned(request, self.name, ask, tracer=self._tracer)
+        """Return the stream of `generate` in this engine's span, for callers of other methods of the engine."""
+        return await spanned(request, self.name, generate, tracer=self._tracer)
 
 
 async def spanned(
     request: Context[Any],
     name: str,
-    ask: Callable[[Context[Any]], Awaitable[ResponseStream[Out]]],
+    generate: Callable[[Context[Any]], Awaitable[ResponseStream[Out]]],
     *,
     tracer: Tracer | None = None,
     attributes: Attributes | None = None,
     link: TraceLink | None = None,
 ) -> ResponseStream[Out]:
-    """The stream that `ask` gives for the request as it is below a span, which lasts until the stream has ended.
+    """Return the stream of `generate` for the request below a new span, which lasts until the stream has ended.
 
-    Raises what `ask` raises, which is recorded in the span.
+    What `generate` raises is recorded in the span and raised.
     """
     inner, span = _below(request, name, tracer or trace.get_tracer("penstock"), attributes, link)
     if not span.is_recording():
-        return await ask(inner)
-    return await _until_ended(ask(inner), request, span)
+        return await generate(inner)
+    return await _until_ended(generate(inner), request, span)
 
 
 def _below(
@@ -170,18 +170,18 @@ def _below(
     attributes: Attributes | None = None,
     link: TraceLink | None = None,
 ) -> tuple[Context[Any], Span]:
-    """The request as the stage sees it, and its span, below the caller's.
+    """Return the request as the stage sees it, and its span, below the caller's.
 
     Where the request carries none, the span that is current in the caller's task counts, if there is one.
     """
     above = _trace_of(request)
     if above is not None and (above is UNTRACED or _is_left_out(trace.get_current_span(above))):
         return request, trace.INVALID_SPAN
-    said: dict[str, AttributeValue] = {REQUEST_ID: request.id}
+    values: dict[str, AttributeValue] = {REQUEST_ID: request.id}
     if attributes:
-        said.update(attributes)
+        values.update(attributes)
     target = None if link is None else linked(link)
-    span = tracer.start_span(name, above, attributes=said, links=None if target is None else [Link(target)])
+    span = tracer.start_span(name, above, attributes=values, links=None if target is None else [Link(target)])
     if above is None and not span.get_span_context().is_valid:  # nothing traces, so nothing has to hang below
         return request, trace.INVALID_SPAN
     inner = request.with_payload(request.payload)
@@ -190,7 +190,7 @@ def _below(
 
 
 def _is_left_out(above: Span) -> bool:
-    """Whether the sampler has left out the request: a span below would repeat that, at half the cost of a real one.
+    """Return whether the sampler has dropped the request: a span below would be dropped too, at half a real one's cost.
 
     The decision of another process is not ours, and a span that has ended was sampled all the same.
     """
@@ -198,10 +198,10 @@ def _is_left_out(above: Span) -> bool:
     return ids.is_valid and not ids.is_remote and not ids.trace_flags.sampled and not above.is_recording()
 
 
-async def _until_ended(asked: Awaitable[ResponseStream[Any]], request: Context[Any], span: Span) -> ResponseStream[Any]:
+async def _until_ended(call: Awaitable[ResponseStream[Any]], request: Context[Any], span: Span) -> ResponseStream[Any]:
     course = _Course(span)
     try:
-        stream = await asked
+        stream = await call
     except BaseException as error:
         course.fails(error)
         course.end()
@@ -288,7 +288,7 @@ class OpenSpan:
         self.context, self._span = _below(request, name, tracer or trace.get_tracer("penstock"), attributes)
 
     def fails(self, error: BaseException | str) -> None:
-        """Sets the span's status to error."""
+        """Set the span's status to error."""
         _record(self._span, error)
 
     def end(self) -> None:
@@ -321,11 +321,11 @@ class RequestSpan:
         return self._span.is_recording()
 
     def annotate(self, attributes: Attributes) -> None:
-        """Sets attributes."""
+        """Set attributes."""
         self._span.set_attributes(dict(attributes))
 
     def fails(self, error: BaseException | str) -> None:
-        """Sets the status to error."""
+        """Set the status to error."""
         _record(self._span, error)
 
     def end(self) -> None:
@@ -336,13 +336,13 @@ class RequestSpan:
 
 
 def annotate(context: Context[Any], attributes: Attributes) -> None:
-    """Sets attributes on the span of the stage that was given this context; does nothing without one."""
+    """Set attributes on the span of the stage that was given this context; does nothing without one."""
     if (span := _span(context)) is not None:
         span.set_attributes(dict(attributes))
 
 
 def link_to(context: Context[Any], *links: TraceLink) -> None:
-    """Links the stage's span to spans of earlier workers. A link that is not of hex digits is left out."""
+    """Link the stage's span to spans of earlier workers. A link that is not of hex digits is left out."""
     if (span := _span(context)) is None:
         return
     for link in links:
@@ -351,7 +351,7 @@ def link_to(context: Context[Any], *links: TraceLink) -> None:
 
 
 def trace_link(context: Context[Any]) -> TraceLink | None:
-    """The stage's span as a link for others; None without one."""
+    """Return the stage's span as a link for others; None without one."""
     if (span := _span(context)) is None or not (ids := span.get_span_context()).is_valid:
         return None
     return TraceLink(f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
@@ -366,7 +366,7 @@ def _as_context(found: object) -> TraceContext | None:
 
 
 def _span(context: Context[Any]) -> Span | None:
-    """The span of the stage that was given this context."""
+    """Return the span of the stage that was given this context."""
     if (found := _trace_of(context)) is None:
         return None
     span = trace.get_current_span(found)

@@ -30,16 +30,16 @@ async def check_engine(
     settle_s: float = 0.0,
     rules: Iterable[str] | None = None,
 ) -> None:
-    """Checks E1 to E13 of `AsyncEngine` on fresh engines; raises an ExceptionGroup of all violations.
+    """Check E1 to E13 of `AsyncEngine` on fresh engines; raise an ExceptionGroup of all violations.
 
-    `factory` gives the engine, or an async context manager of it. `request` is a payload whose answer has well more
+    `factory` returns the engine, or an async context manager of it. `request` is a payload whose answer has well more
     than `slack_items` items, so that an ignored stop shows. `expected` are its items (None: as in a first run).
     `bad_request` is a payload the engine refuses (None: E2 is not checked). `within_s` bounds every ending,
-    `answer_within_s` every undisturbed answer, and `slack_items` what may still come after a stop. `open_count` asks
-    the engine what it holds open, and `settle_s` is how long that may still be something behind an ending. `rules`
-    limits the check. Works in real and in virtual time.
+    `answer_within_s` every undisturbed answer, and `slack_items` how many may still come after a stop. `open_count`
+    returns how much the engine holds open, and `settle_s` bounds how long it may do so after an ending. `rules` limits
+    the check. Works in real and in virtual time.
 
-    An engine whose `generate` is no coroutine that returns a stream has that one violation, and no rule is checked.
+    If `generate` is not a coroutine that returns a stream, this is the only violation, and no rule is checked.
     """
     subject = Subject(
         factory,
@@ -68,9 +68,9 @@ async def check_operator(
     handles_errors: bool = False,
     rules: Iterable[str] | None = None,
 ) -> None:
-    """Checks O1 to O6 of `Operator`, and E1 to E13 of the operator on an engine; raises all violations as a group.
+    """Check O1 to O6 of `Operator`, and E1 to E13 of the operator on an engine; raises all violations as a group.
 
-    `items` is what the stage below answers with: well more than `slack_items`. `handles_errors` says that errors from
+    `items` is what the stage below answers with: well more than `slack_items`. `handles_errors` means that errors from
     below are this operator's business (O2 and O3 are then not checked). The rest as in `check_engine`.
     """
     common = Subject(
@@ -111,7 +111,7 @@ async def _check(
 
 
 def _violation(rule: str, check: Any, failure: BaseException) -> ContractViolation:
-    """What a rule's check raised, as a violation of that rule; `rule` is empty for what comes before all rules."""
+    """Return the error of a rule's check as a violation of the rule; `rule` is empty before the first rule."""
     title = check.__name__.partition("_")[2].replace("_", " ")
     failure = ungrouped(failure)
     text = str(failure) if isinstance(failure, ContractViolation) else f"the check met {failure!r}"

@@ -28,7 +28,7 @@ _READY_ANSWERS = 256
 
 async def e1_context_is_kept(subject: Subject) -> None:
     async with watched(subject) as (engine, _):
-        request = subject.ask()
+        request = subject.new_request()
         async with await engine.generate(request) as stream:
             if stream.context.id != request.id:
                 raise ContractViolation(f"the stream's id is {stream.context.id!r}, the request's {request.id!r}")
@@ -72,11 +72,11 @@ async def e4_kill_ends_at_once(subject: Subject) -> None:
 
 
 async def _between_reads(subject: Subject, verb: Callable[[Context[Any]], None], slack: int) -> None:
-    """Stops or kills while nobody is inside the stream, behind some items."""
+    """Stop or kill between two reads, after some items."""
     for point in _POINTS:
         when = f"after a {verb.__name__} behind {point} items"
         async with watched(subject) as (engine, watch):
-            request = subject.ask()
+            request = subject.new_request()
             async with await engine.generate(request) as stream:
                 await subject.read(stream, point)
                 verb(request)
@@ -95,10 +95,10 @@ async def _expect_end(stream: ResponseStream[Any], subject: Subject, when: str, 
 
 
 async def _during_a_read(subject: Subject, verb: Callable[[Context[Any]], None], slack: int) -> None:
-    """Stops or kills while a reader is inside the stream, at a few moments of its life."""
+    """Stop or kills while a reader is inside the stream, at a few moments of its life."""
     for turns in (1, 2, 5):
         async with watched(subject) as (engine, watch):
-            request = subject.ask()
+            request = subject.new_request()
             read_after: list[Any] = []
             async with await engine.generate(request) as stream, anyio.create_task_group() as tasks:
                 with within(subject.within_s, f"ending after a {verb.__name__} during a read"):
@@ -120,7 +120,7 @@ _END = object()
 
 
 async def _read_on(stream: ResponseStream[Any], request: Context[Any], after: list[Any]) -> None:
-    """Reads to the end; notes what is delivered to a read that began after the disturbance."""
+    """Read to the end; notes what is delivered to a read that began after the disturbance."""
     while True:
         disturbed = request.is_stopped
         try:
@@ -139,7 +139,7 @@ async def e5_close_releases_everything(subject: Subject) -> None:
     for point in (*_POINTS, None):
         when = "after a close at the end" if point is None else f"after a close behind {point} items"
         async with watched(subject) as (engine, watch):
-            stream = await engine.generate(subject.ask())
+            stream = await engine.generate(subject.new_request())
             await (subject.read(stream, point) if point is not None else subject.drain(stream))
             with within(subject.within_s, f"closing {when[6:]}"):
                 await stream.aclose()
@@ -150,7 +150,7 @@ async def e5_close_releases_everything(subject: Subject) -> None:
 async def e6_drop_releases_everything(subject: Subject) -> None:
     for point in _POINTS:
         async with watched(subject) as (engine, watch):
-            stream = await engine.generate(subject.ask())
+            stream = await engine.generate(subject.new_request())
             await subject.read(stream, point)
             del stream
             await watch.expect_nothing_open(f"after a drop behind {point} items", is_dropped=True)
@@ -171,7 +171,7 @@ async def _expected(subject: Subject, engine: AsyncEngine[Any, Any]) -> list[Any
 
 
 async def _answer(subject: Subject, engine: AsyncEngine[Any, Any]) -> list[Any]:
-    async with await engine.generate(subject.ask()) as stream:
+    async with await engine.generate(subject.new_request()) as stream:
         return await subject.drain(stream)
 
 
@@ -210,7 +210,7 @@ async def _expect_silence_after_the_end(stream: ResponseStream[Any]) -> None:
 
 async def e9_nothing_stays_open(subject: Subject) -> None:
     async with watched(subject) as (engine, watch):
-        stream = await engine.generate(subject.ask())
+        stream = await engine.generate(subject.new_request())
         await subject.drain(stream)
         del stream
         await watch.expect_nothing_open("after the end, without a close")
@@ -222,7 +222,7 @@ async def e10_requests_do_not_affect_each_other(subject: Subject) -> None:
         answers: list[list[Any]] = []
 
         async def undisturbed() -> None:
-            async with await engine.generate(subject.ask()) as stream:
+            async with await engine.generate(subject.new_request()) as stream:
                 got: list[Any] = []
                 async for item in stream:
                     got.append(item)
@@ -230,7 +230,7 @@ async def e10_requests_do_not_affect_each_other(subject: Subject) -> None:
                 answers.append(got)
 
         async def disturbed(verb: Callable[[Context[Any]], None] | None) -> None:
-            request = subject.ask()
+            request = subject.new_request()
             async with await engine.generate(request) as stream:
                 await subject.read(stream, 1)
                 if verb is not None:
@@ -250,7 +250,7 @@ async def e10_requests_do_not_affect_each_other(subject: Subject) -> None:
 async def e11_stopped_beforehand(subject: Subject) -> None:
     for verb, slack in ((Context.stop, subject.slack_items), (Context.kill, 0)):
         async with watched(subject) as (engine, watch):
-            request = subject.ask()
+            request = subject.new_request()
             verb(request)
             try:
                 stream = await engine.generate(request)
@@ -276,7 +276,7 @@ async def e12_cancelling_the_reader_releases_everything(subject: Subject) -> Non
 
 
 async def _read_all(engine: AsyncEngine[Any, Any], subject: Subject) -> None:
-    async with await engine.generate(subject.ask()) as stream:
+    async with await engine.generate(subject.new_request()) as stream:
         async for _ in stream:
             await checkpoint()
 
@@ -292,7 +292,7 @@ async def e13_ready_items_let_other_tasks_run(subject: Subject) -> None:
         read = answers = 0
         with within(subject.answer_within_s, "an undisturbed answer"):
             while not has_run.is_set() and read < _READY_ITEMS and answers < _READY_ANSWERS:
-                async with await engine.generate(subject.ask()) as stream:
+                async with await engine.generate(subject.new_request()) as stream:
                     async for _ in stream:
                         read += 1
                         if has_run.is_set() or read >= _READY_ITEMS:

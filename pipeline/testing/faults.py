@@ -24,9 +24,9 @@ class Malformed:
 
 @frozen(kw_only=True)
 class Fault:
-    """What goes wrong with one request; what is None does not.
+    """The faults of one request; a fault that is None does not happen.
 
-    A count says after how many items. `error` is what `error_after` reports.
+    A count is the number of items before the fault. `error` is the error of `error_after`.
     """
 
     fail_to_connect: bool = False

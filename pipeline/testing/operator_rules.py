@@ -31,14 +31,14 @@ class OperatorSubject:
     handles_errors: bool = False
     """Whether it is this operator's purpose to handle what the stage below raises."""
 
-    def ask(self) -> Context[Any]:
-        return self.common.ask()
+    def new_request(self) -> Context[Any]:
+        return self.common.new_request()
 
     def on(self, below: ScriptedEngine) -> Segment[Any, Any]:
         return Segment(self.common.make(), below)
 
     def subject(self) -> Subject:
-        """The operator on a scripted engine, as an engine."""
+        """Return the operator on a scripted engine, as an engine."""
         return evolve(
             self.common,
             make=lambda: self.on(ScriptedEngine(self.items)),
@@ -51,14 +51,14 @@ OperatorRule = Callable[[OperatorSubject], Awaitable[None]]
 
 async def o1_context_reaches_the_next_stage(subject: OperatorSubject) -> None:
     below = ScriptedEngine(subject.items)
-    request = subject.ask()
+    request = subject.new_request()
     await (await subject.on(below).generate(request)).collect()
-    for asked in below.requests:
-        if asked.id != request.id:
-            raise ContractViolation(f"the next stage was asked with id {asked.id!r} instead of {request.id!r}")
-        asked.control.stop()  # a child may be stopped alone, the request's own control is the same object
+    for received in below.requests:
+        if received.id != request.id:
+            raise ContractViolation(f"the next stage received id {received.id!r} instead of {request.id!r}")
+        received.control.stop()  # a child may be stopped alone, the request's own control is the same object
         request.kill()
-        if not asked.is_killed:
+        if not received.is_killed:
             raise ContractViolation("a kill of the request does not reach the request handed to the next stage")
 
 
@@ -71,7 +71,7 @@ async def o2_errors_go_to_the_caller(subject: OperatorSubject) -> None:
     for below in (failing, mid):
         async with watched(evolve(subject.common, make=partial(subject.on, below))) as (engine, watch):
             try:
-                await (await engine.generate(subject.ask())).collect()
+                await (await engine.generate(subject.new_request())).collect()
             except PenstockError as raised:
                 if raised is not error:
                     raise ContractViolation(f"{error!r} from below reached the caller as {raised!r}") from raised
@@ -89,7 +89,7 @@ async def o3_an_error_item_is_the_last(subject: OperatorSubject) -> None:
     error = BackendUnknown("reported from below")
     below = ScriptedEngine([*subject.items[:1], Annotated[Any].from_error(error)])
     with watch_streams() as streams:
-        got = await (await subject.on(below).generate(subject.ask())).collect()
+        got = await (await subject.on(below).generate(subject.new_request())).collect()
     errors = [item for item in got if isinstance(item, Annotated) and item.is_error]
     if not errors:
         raise ContractViolation("an error item from below did not reach the caller")
@@ -110,7 +110,7 @@ async def o4_every_stream_taken_is_closed(subject: OperatorSubject) -> None:
     for point in (0, 1):
         below = ScriptedEngine(subject.items)
         segment = subject.on(below)
-        stream = await segment.generate(subject.ask())
+        stream = await segment.generate(subject.new_request())
         await subject.common.read(stream, point)
         del stream
         for _ in range(10):
@@ -119,12 +119,12 @@ async def o4_every_stream_taken_is_closed(subject: OperatorSubject) -> None:
 
 
 Leave = Callable[[AsyncEngine[Any, Any], OperatorSubject], Awaitable[None]]
-"""Asks the operator's segment and leaves its stream, closed."""
+"""Sends the segment a request and leaves its stream closed."""
 
 
 def _closed_behind(count: int) -> Leave:
     async def leave(segment: AsyncEngine[Any, Any], subject: OperatorSubject) -> None:
-        async with await segment.generate(subject.ask()) as stream:
+        async with await segment.generate(subject.new_request()) as stream:
             await subject.common.read(stream, count)
 
     return leave
@@ -132,7 +132,7 @@ def _closed_behind(count: int) -> Leave:
 
 def _ended_by(verb: Callable[[Context[Any]], None], count: int) -> Leave:
     async def leave(segment: AsyncEngine[Any, Any], subject: OperatorSubject) -> None:
-        request = subject.ask()
+        request = subject.new_request()
         async with await segment.generate(request) as stream:
             await subject.common.read(stream, count)
             verb(request)
@@ -142,7 +142,7 @@ def _ended_by(verb: Callable[[Context[Any]], None], count: int) -> Leave:
 
 
 async def _read_to_the_end(segment: AsyncEngine[Any, Any], subject: OperatorSubject) -> None:
-    await subject.common.drain(await segment.generate(subject.ask()))
+    await subject.common.drain(await segment.generate(subject.new_request()))
 
 
 _WAYS_OUT: dict[str, Leave] = {
@@ -168,7 +168,7 @@ def _expect_closed(below: ScriptedEngine, when: str, streams: OpenStreams | None
 
 async def o5_demand_reaches_the_engine(subject: OperatorSubject) -> None:
     below = ScriptedEngine(subject.items)
-    async with await subject.on(below).generate(subject.ask()) as stream:
+    async with await subject.on(below).generate(subject.new_request()) as stream:
         for _ in range(2):
             await subject.common.read(stream, 1)
             delivered = below.delivered

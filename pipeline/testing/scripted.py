@@ -1,4 +1,4 @@
-"""A scripted engine: says what it is told, waits and fails where it is told, and counts what it has open."""
+"""A scripted engine: emits items, waits and fails by its script, and counts its open streams."""
 
 from __future__ import annotations
 

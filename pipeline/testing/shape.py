@@ -36,8 +36,8 @@ async def expect_shape(subject: Subject) -> None:
 
 
 async def _problem(engine: Any, subject: Subject) -> str | None:
-    """What is wrong with the answer to one request, None if nothing is."""
-    answer = engine.generate(subject.ask())
+    """Return what is wrong with the answer to one request, None if nothing is."""
+    answer = engine.generate(subject.new_request())
     if isinstance(answer, ResponseStream):
         await answer.aclose()
         return "returns its stream without being awaited"

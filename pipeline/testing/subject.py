@@ -25,26 +25,26 @@ _SETTLE_LOOK_S = 0.02
 
 @define
 class Subject:
-    """An engine under check, made anew for each rule by `make`."""
+    """An engine under test, made anew for each rule by `make`."""
 
     make: Callable[[], Any]
-    """Gives the engine, or an async context manager of it."""
+    """Returns the engine, or an async context manager of it."""
     request: Any
-    """A payload the engine answers with several items."""
+    """A payload that the engine answers with several items."""
     expected: list[Any] | None = None
-    """The items of an undisturbed answer; None: whatever the first undisturbed run gives."""
+    """The items of an undisturbed answer. None: those of the first undisturbed run."""
     bad_request: Any = None
-    """A payload that fails; None: this engine refuses nothing."""
+    """A payload that fails. None: the engine refuses no request."""
     within_s: float = 2.0
-    """How soon is soon, for endings that need the engine's help."""
+    """Seconds within which endings that need the engine must come."""
     slack_items: int = 16
     """Items that may still come after a stop."""
     open_count: Callable[[Any], int] | None = None
-    """Asks the engine how much it holds open, tasks and streams aside."""
+    """Returns how much the engine holds open, apart from tasks and streams."""
     answer_within_s: float = 60.0
-    """How long an undisturbed answer may take."""
+    """Seconds an undisturbed answer may take."""
     settle_s: float = 0.0
-    """How long what was closed may take to end, beyond some turns of the loop."""
+    """Seconds that closed streams may take to end, beyond some turns of the loop."""
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[AsyncEngine[Any, Any]]:
@@ -52,11 +52,11 @@ class Subject:
         async with made if isinstance(made, AbstractAsyncContextManager) else nullcontext(made) as engine:
             yield engine
 
-    def ask(self) -> Context[Any]:
+    def new_request(self) -> Context[Any]:
         return Context(self.request)
 
     async def read(self, stream: ResponseStream[Any], count: int) -> list[Any]:
-        """Up to `count` items. Raises ContractViolation if they take too long."""
+        """Return up to `count` items. Raise ContractViolation if they take too long."""
         items: list[Any] = []
         with within(self.answer_within_s, "an undisturbed answer"):
             while len(items) < count:
@@ -67,7 +67,7 @@ class Subject:
         return items
 
     async def drain(self, stream: ResponseStream[Any]) -> list[Any]:
-        """All items, without closing. Raises ContractViolation if the answer takes too long."""
+        """Return all items, without closing. Raise ContractViolation if the answer takes too long."""
         with within(self.answer_within_s, "an undisturbed answer"):
             return [item async for item in stream]
         raise AssertionError  # `within` raised
@@ -84,7 +84,7 @@ class Watch:
     tasks_before: frozenset[int] = field(factory=lambda: _task_ids())
 
     async def expect_nothing_open(self, when: str, *, is_dropped: bool = False) -> None:
-        """Raises ContractViolation if a stream, a task or a reservation is left after some turns of the loop.
+        """Raise ContractViolation if a stream, a task or a reservation is left after some turns of the loop.
 
         Unless the subject's own stream was dropped, each stream must have been closed, or read to its end: one that is
         just let go of is finalised in time, but stays open wherever something else still refers to it.

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def _rule(attribute: attrs.Attribute[Any]) -> WireRule:
-    """How a field is written: as its mark says, else as its default says."""
+    """Return the wire rule of a field: its mark, else the one its default implies."""
     if (rule := attribute.metadata.get(WIRE_KEY)) is not None:
         return cast(WireRule, rule)
     return WireRule("set" if attribute.default is None else "always")
@@ -63,7 +63,7 @@ def _key(attribute: attrs.Attribute[Any]) -> str:
 
 
 def _overrides(cls: type) -> dict[str, Any]:
-    """What cattrs must know of each field of a record."""
+    """Return the options of cattrs for each field of a record."""
     chosen = {}
     for attribute in attrs.fields(cls):
         rule = _rule(attribute)
@@ -112,7 +112,7 @@ def _raise_first(fields: list[attrs.Attribute[Any]], value: dict[str, Any]) -> N
 
 
 def _rest_field(cls: type) -> str | None:
-    """The field that takes the keys no other field claims, if the record has one."""
+    """Return the field that takes the keys no other field claims, if the record has one."""
     return next((field.name for field in attrs.fields(cls) if _rule(field).write == "rest"), None)
 
 
@@ -151,7 +151,7 @@ def _record_encoder(cls: type) -> Callable[[Any], Any]:
 
 
 def _list_decoder(kind: Any) -> Decode:
-    """A list; of records of integers all at once where it can, see `records_decoder`."""
+    """Return a list; of records of integers all at once where it can, see `records_decoder`."""
     decode = list_decoder(kind, _converter.get_structure_hook)
     columns = _integer_columns(*get_args(kind))
     return decode if columns is None else records_decoder(get_args(kind)[0], columns, decode)
@@ -172,12 +172,12 @@ def _integer_columns(cls: Any = None) -> dict[str, IntRange] | None:
 
 
 def _shape(kind: Any) -> Any:
-    """The type without its parameters."""
+    """Return the type without its parameters."""
     return get_origin(kind) or kind
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether values of this type are plain already, however deep."""
+    """Return whether values of this type are plain already, however deep."""
     if kind in (Any, str, bool, float, type(None)) or int_range(kind) is not None:
         return True
     origin = get_origin(kind)
@@ -209,7 +209,7 @@ def _is_error(kind: Any) -> bool:
 
 
 def _annotated_to_plain(item: Annotated[Any]) -> dict[str, Any]:
-    """The item's parts that are set; its data in the data's own form."""
+    """Return the item's parts that are set; its data in the data's own form."""
     plain: dict[str, Any] = {} if item.data is None else {"data": _converter.unstructure(item.data)}
     if item.id is not None:
         plain["id"] = item.id
@@ -309,14 +309,14 @@ _UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.Msg
 
 
 def to_plain(value: Any) -> Any:
-    """A record as dicts, lists, texts and numbers. Parts that are plain already are shared, not copied."""
+    """Return a record as dicts, lists, texts and numbers. Parts that are plain already are shared, not copied."""
     return _converter.unstructure(value)
 
 
 def from_plain(value: Any, cls: type[T]) -> T:
-    """The record a plain value stands for, or the item of a stream with `Annotated[Record]` as the class.
+    """Return the record a plain value stands for, or the item of a stream with `Annotated[Record]` as the class.
 
-    Raises InvalidArgument that names the first wrong place.
+    Raise InvalidArgument that names the first wrong place.
     """
     try:
         return _converter.structure(value, cls)
@@ -329,9 +329,9 @@ def from_plain(value: Any, cls: type[T]) -> T:
 
 
 def to_json(value: Any) -> bytes:
-    """A record as JSON. A number that is not finite becomes null, for JSON has none.
+    """Return a record as JSON. A number that is not finite becomes null, for JSON has none.
 
-    Raises CodecError for a value that has no JSON form, such as half a surrogate pair or an object of no plain kind.
+    Raise CodecError for a value that has no JSON form, such as half a surrogate pair or an object of no plain kind.
     """
     plain = to_plain(value)
     try:
@@ -341,7 +341,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(data: bytes | str, cls: type[T]) -> T:
-    """The record in a JSON text. Raises InvalidArgument for a text that is no JSON, and as `from_plain`."""
+    """Return the record in a JSON text. Raise InvalidArgument for a text that is no JSON, and as `from_plain`."""
     return from_plain(plain_from_json(data), cls)
 
 
@@ -367,7 +367,7 @@ def plain_from_long_json(data: bytes | bytearray, pause: Callable[[], object]) -
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a text is a JSON object. What is in it is only skipped, so the cost is a fraction of decoding it."""
+    """Return whether a text is a JSON object. Its content is skipped, which costs a fraction of decoding it."""
     try:
         _json_object_decoder.decode(text)
     except (RecursionError, ValueError, msgspec.MsgspecError):
@@ -376,7 +376,7 @@ def is_json_object(text: str) -> bool:
 
 
 def to_msgpack(value: Any) -> bytes:
-    """A record as MessagePack with named fields. Raises CodecError as `to_json`, and for an integer above 64 bits."""
+    """Return a record as MessagePack, fields by name. Raise CodecError as `to_json`, and for integers above 64 bits."""
     plain = to_plain(value)
     try:
         return _msgpack_encoder.encode(plain)
@@ -385,12 +385,12 @@ def to_msgpack(value: Any) -> bytes:
 
 
 def from_msgpack(data: bytes, cls: type[T]) -> T:
-    """The record in a MessagePack message. Raises InvalidArgument for malformed bytes, and as `from_plain`."""
+    """Return the record in a MessagePack message. Raise InvalidArgument for malformed bytes, and as `from_plain`."""
     return from_plain(_decode(_msgpack_decoder.decode, data, "MessagePack"), cls)
 
 
 def _decode(decode: Callable[[Any], Any], data: bytes | bytearray | str, form: str) -> Any:
-    """The plain value in the bytes; every way to be malformed is one InvalidArgument without a field."""
+    """Return the plain value in the bytes; every way to be malformed is one InvalidArgument without a field."""
     try:
         return decode(data)
     except RecursionError:

@@ -34,7 +34,7 @@ _JSON_KINDS: dict[type, str] = {
 
 
 def found(value: Any) -> str:
-    """A short description of a wrong value, for the message."""
+    """Return a short description of a wrong value, for the message."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -47,12 +47,12 @@ def found(value: Any) -> str:
 
 
 def mismatch(expected: str, value: Any) -> InvalidRecord:
-    """The error for a value of the wrong kind."""
+    """Return the error for a value of the wrong kind."""
     return InvalidRecord(f"expected {expected}, found {found(value)}")
 
 
 def below(place: str, error: InvalidRecord) -> InvalidRecord:
-    """The same error as seen from the record or list that holds it at `place`."""
+    """Return the same error as seen from the record or list that holds it at `place`."""
     joint = "." if error.field and not error.field.startswith("[") else ""
     return InvalidRecord(error.message, f"{place}{joint}{error.field}")
 
@@ -69,7 +69,7 @@ def strict(cls: type) -> Decode:
 
 
 def decode_float(value: Any, _: Any) -> float:
-    """A number; an integer counts as one."""
+    """Return a number; an integer counts as one."""
     if type(value) is float:
         return value
     if type(value) is int and abs(value) < 2**1023:
@@ -85,7 +85,7 @@ def decode_uuid(value: Any, _: Any) -> UUID:
 
 
 def int_range(kind: Any) -> IntRange | None:
-    """The range of an integer type, None for any other type."""
+    """Return the range of an integer type, None for any other type."""
     if kind is int:
         return _UNBOUNDED
     marks = getattr(kind, "__metadata__", ())
@@ -185,7 +185,7 @@ def tuple_decoder(kind: Any, hook_for: HookFor) -> Decode:
 
 
 def named_tuple_decoder(kind: Any, hook_for: HookFor) -> Decode:
-    """A named tuple, which is an object on the wire."""
+    """Return a named tuple, which is an object on the wire."""
     kinds = get_type_hints(kind, include_extras=True)
     hooks = {name: hook_for(item_kind) for name, item_kind in kinds.items()}
 
@@ -269,7 +269,7 @@ def literal_decoder(kind: Any) -> Decode:
 
 
 def decode_enum(value: Any, kind: type[StrEnum]) -> StrEnum:
-    """A member by its value."""
+    """Return a member by its value."""
     for member in kind:
         if member.value == value:
             return member
@@ -281,7 +281,7 @@ def is_union(kind: Any) -> bool:
 
 
 def _json_types(kind: Any) -> tuple[type, ...]:
-    """The types of plain values that may stand for a kind."""
+    """Return the types of plain values that may stand for a kind."""
     if int_range(kind) is not None:
         return (int,)
     if kind is float:
@@ -297,7 +297,7 @@ def _json_types(kind: Any) -> tuple[type, ...]:
 
 
 def union_decoder(kind: Any, hook_for: HookFor) -> Decode:
-    """The alternative is chosen by the kind of the value alone, and among lists by their first item."""
+    """Return the alternative is chosen by the kind of the value alone, and among lists by their first item."""
     kinds = [item for item in get_args(kind) if item is not type(None)]
     optional = len(kinds) < len(get_args(kind))
     if len(kinds) == 1:
@@ -332,6 +332,6 @@ def _optional_decoder(kind: Any, hook_for: HookFor) -> Decode:
 
 
 def _by_first_item(candidates: list[tuple[Any, Decode]], first: type) -> tuple[Any, Decode]:
-    """The list alternative whose items are of the first item's type; the first alternative if none is."""
+    """Return the list alternative whose items are of the first item's type; the first alternative if none is."""
     fitting = (choice for choice in candidates if first in _json_types(get_args(choice[0])[0]))
     return next(fitting, candidates[0])

@@ -35,7 +35,7 @@ from ..protocols.field_rules import InvalidRecord
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 _NUMBER_MAX = 1e300
 LINKS_MAX = 64
-"""Links of a chain that travel: whoever retries for hours with `from` makes a chain deeper than a reader can nest."""
+"""Links of a chain on the wire: hours of retries with `from` make a chain deeper than a reader can nest."""
 
 _DETAILS: dict[type[PenstockError], dict[str, type]] = {
     InvalidArgument: {"field": str, "exceeded": ExceededLimit},
@@ -48,7 +48,7 @@ _DETAILS: dict[type[PenstockError], dict[str, type]] = {
 
 
 def error_to_plain(error: BaseException) -> dict[str, Any]:
-    """The record of an error and its outermost causes; a foreign exception is converted first, a cycle ends."""
+    """Return the record of an error and its outermost causes; a foreign exception is converted first, a cycle ends."""
     record: dict[str, Any] | None = None
     for link in reversed(list(islice(chain(to_error(error)), LINKS_MAX))):
         outer = _link_to_plain(link)
@@ -60,7 +60,7 @@ def error_to_plain(error: BaseException) -> dict[str, Any]:
 
 
 def _link_to_plain(link: BaseException) -> dict[str, Any]:
-    """One link of the chain without its cause."""
+    """Return one link of the chain without its cause."""
     if not isinstance(link, PenstockError):
         return {"error_type": Unknown.type_name, "message": str(link) or type(link).__name__}
     kind = {"Backend": link.kind} if isinstance(link, BackendError) else link.type_name
@@ -74,8 +74,8 @@ def _link_to_plain(link: BaseException) -> dict[str, Any]:
 
 
 def error_from_plain(record: Any) -> PenstockError:
-    """The error a record tells of, with its causes. An unknown type becomes `Unknown`, an unknown kind of backend
-    error `BackendUnknown`. Raises InvalidRecord for anything that is not such a record."""
+    """Return the error in a record, with its causes. An unknown type becomes `Unknown`, an unknown kind of backend
+    error `BackendUnknown`. Raise InvalidRecord for anything that is not such a record."""
     links: list[dict[str, Any]] = []
     while record is not None:
         if not isinstance(record, dict):
@@ -95,14 +95,14 @@ def error_from_plain(record: Any) -> PenstockError:
 
 
 def _link_from_plain(record: dict[str, Any], cause: PenstockError | None) -> PenstockError:
-    """One link of the chain over its cause."""
+    """Return one link of the chain over its cause."""
     message = record.get("message", "")
     if not isinstance(message, str):
         raise InvalidRecord("expected a string", "message")
     cls = _class_of(record.get("error_type"))
     try:
         return cls(message, cause=cause, **_read_details(cls, record.get("details")))
-    except TypeError:  # a class whose constructor asks for more than a record holds
+    except TypeError:  # a class whose constructor needs more than a record holds
         return Unknown(message, cause=cause)
 
 
@@ -115,14 +115,14 @@ def _class_of(kind: Any) -> type[PenstockError]:
 
 
 def _details_of(cls: type[PenstockError]) -> dict[str, type]:
-    """The facts a class carries beside its message, with the type of each."""
+    """Return the facts a class carries beside its message, with the type of each."""
     facts = next((_DETAILS[base] for base in cls.__mro__ if base in _DETAILS), {})
     known = signature(cls).parameters if facts else {}
     return {name: kind for name, kind in facts.items() if name in known}
 
 
 def _read_details(cls: type[PenstockError], details: Any) -> dict[str, Any]:
-    """Those facts of the class that the record holds in the right type; others are left at their defaults."""
+    """Return those facts of the class that the record holds in the right type; others are left at their defaults."""
     if not isinstance(details, dict):
         return {}
     read = {name: _read(kind, details.get(name)) for name, kind in _details_of(cls).items()}
@@ -130,14 +130,14 @@ def _read_details(cls: type[PenstockError], details: Any) -> dict[str, Any]:
 
 
 def _read(kind: type, value: Any) -> Any:
-    """The value if it is of that very type, else None; a whole number is a float too, as a writer may shorten it."""
+    """Return the value if it has exactly this type, else None. A whole number may be a float that was shortened."""
     if kind is ExceededLimit:
         return _exceeded(value)
     return value if type(value) is kind or (kind is float and type(value) is int) else None
 
 
 def _exceeded(value: Any) -> ExceededLimit | None:
-    """The limit in a record; None for one that could not be shown in a header."""
+    """Return the limit in a record; None for one that could not be shown in a header."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not _NAME.fullmatch(name):
         return None
     found, threshold = value.get("value"), value.get("threshold")

@@ -27,14 +27,14 @@ class Frame(NamedTuple):
 
 
 def encode_frame(header: bytes, body: bytes, *, checksum: bool = False, limit_bytes: int | None = None) -> bytes:
-    """The frame as bytes. Raises MessageTooLarge if all of it, the 24 bytes included, exceeds `limit_bytes`."""
+    """Return the frame as bytes. Raise MessageTooLarge if all of it, the 24 bytes included, exceeds `limit_bytes`."""
     _check_size(_PREFIX.size + len(header) + len(body), limit_bytes)
     digest = _digest(header, body) if checksum else 0
     return b"".join((_PREFIX.pack(len(header), len(body), digest), header, body))
 
 
 def decode_frame(data: bytes, *, limit_bytes: int | None = None) -> Frame:
-    """The one frame that `data` is. Raises InvalidMessage if it is not exactly one whole frame, ChecksumMismatch,
+    """Return the one frame that `data` is. Raise InvalidMessage if it is not exactly one whole frame, ChecksumMismatch,
     and MessageTooLarge as `encode_frame` does."""
     decoder = FrameDecoder(limit_bytes=limit_bytes)
     frames = decoder.feed(data)
@@ -56,7 +56,7 @@ class FrameDecoder:
         self._failure: CodecError | None = None
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are whole now. Raises MessageTooLarge or ChecksumMismatch if the next one is bad."""
+        """Return the frames that are whole now. Raise MessageTooLarge or ChecksumMismatch if the next one is bad."""
         frames: list[Frame] = []
         if self._failure is None:
             self._buffer += data
@@ -71,14 +71,14 @@ class FrameDecoder:
         return frames
 
     def finish(self) -> None:
-        """The stream ended here. Raises InvalidMessage if that is inside a frame, or the error of a bad one."""
+        """The stream ended here. Raise InvalidMessage if that is inside a frame, or the error of a bad one."""
         if self._failure is not None:
             raise self._failure
         if self._buffer:
             raise InvalidMessage(f"the data ends inside a frame, after {len(self._buffer)} bytes of it")
 
     def _take(self) -> Frame | None:
-        """The first frame of the buffer if it is whole."""
+        """Return the first frame of the buffer if it is whole."""
         buffer = self._buffer
         if len(buffer) < _PREFIX.size:
             return None

@@ -192,7 +192,7 @@ def _extend(going_on: Sequence[Any], found: Any) -> None:
 
 
 def _last_comma(strings: Sequence[bytes]) -> int:
-    """The place of the last comma outside of strings, -1 if there is none, in a text that was split at its quotes."""
+    """Return the place of the last comma outside of strings in a text that was split at its quotes; -1 if none."""
     end = sum(map(len, strings)) + len(strings) - 1
     for index in range(len(strings) - 1, -1, -1):
         end -= len(strings[index])
@@ -203,7 +203,7 @@ def _last_comma(strings: Sequence[bytes]) -> int:
 
 
 def _whole_characters(piece: bytes, masked: bytes) -> int:
-    """How much of a string's piece can be decoded alone: the last character and its escape are not cut in two."""
+    """Return the length of a string's piece that can be decoded alone, without cutting its last escape in two."""
     size = len(piece)
     if (escape := masked.rfind(b"\\", size - _PAIR_BYTES)) >= 0:
         before = escape - _ESCAPE_BYTES

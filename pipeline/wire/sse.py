@@ -26,7 +26,7 @@ _NO_REASON = "unspecified error"
 
 
 def encode(item: Annotated[Any]) -> bytes | None:
-    """The event of an item, None for one with nothing to send. Raises the error of an error item.
+    """Return the event of an item, None for one with nothing to send. Raises the error of an error item.
 
     Events of our own metrics are not sent: `llm_metrics` loses its event and comments, `payload_usage` everything.
     """
@@ -47,7 +47,7 @@ def encode(item: Annotated[Any]) -> bytes | None:
 
 
 def _error_of(item: Annotated[Any]) -> BaseException:
-    """What an error item says: its error, else its comments; an error without text stays reachable as the cause."""
+    """Return the message of an error item: its error, else its comments. An error without text becomes the cause."""
     if item.error is not None and item.error.message:
         return item.error
     return Unknown(" -- ".join(item.comment or ()) or _NO_REASON, cause=item.error)
@@ -81,11 +81,11 @@ class SSEDecoder:
         """Whether `[DONE]`, which is no event, has been read."""
 
     def feed(self, data: bytes) -> list[SSEMessage]:
-        """The events that are whole now."""
+        """Return the events that are whole now."""
         return self._read(self._text.decode(data))
 
     def finish(self) -> list[SSEMessage]:
-        """The stream ended here: what was begun counts as an event."""
+        """Return the stream ended here: what was begun counts as an event."""
         return self._read(self._text.decode(b"", final=True) + "\n\n")
 
     def _read(self, text: str) -> list[SSEMessage]:
@@ -115,7 +115,7 @@ class SSEDecoder:
         return None
 
     def _dispatch(self) -> SSEMessage | None:
-        """The event buffered so far; None if there is nothing of one."""
+        """Return the event buffered so far; None if there is nothing of one."""
         fields, data, comments = self._fields, self._data, self._comments
         self._fields, self._data, self._comments = {}, [], []
         if not (fields or data or comments):
@@ -125,9 +125,9 @@ class SSEDecoder:
 
 
 def to_annotated(message: SSEMessage, data_type: type[T]) -> Annotated[T]:
-    """The item a received event stands for.
+    """Return the item a received event stands for.
 
-    Raises Unknown with the comments as text for an error event, InvalidArgument if the data is not of its type.
+    Raise Unknown with the comments as text for an error event, InvalidArgument if the data is not of its type.
     """
     if message.event == ERROR_EVENT:
         raise Unknown("\n".join(message.comments) or _NO_REASON)

@@ -11,7 +11,6 @@ from pipeline import Annotated, Disconnected, PenstockError, Unknown
 
 
 def test_an_item_from_an_error_text_is_an_error_and_a_data_item_is_not() -> None:
-    """ANN-01."""
     assert Annotated.from_data(1).is_ok
     item: Annotated[int] = Annotated.from_error("boom")
     assert item.is_error
@@ -20,7 +19,6 @@ def test_an_item_from_an_error_text_is_an_error_and_a_data_item_is_not() -> None
 
 
 def test_a_typed_error_keeps_its_type_and_text() -> None:
-    """ANN-02."""
     error = Disconnected("connection lost")
     item: Annotated[int] = Annotated.from_error(error)
     assert item.extract_error() is error
@@ -38,18 +36,16 @@ def test_a_foreign_error_is_converted_with_its_causes() -> None:
 
 
 def test_an_error_is_kept_when_an_item_is_transferred_without_data() -> None:
-    """ANN-05."""
     item: Annotated[int] = Annotated.from_error("boom")
     moved: Annotated[str] = item.transfer(None)
     assert moved.is_error
     assert moved.error is item.error
 
 
-@pytest.mark.parametrize("ask", [Annotated.ok, Annotated.into_data, Annotated.into_result])
-def test_asking_an_error_item_for_its_data_raises_its_error(ask: Any) -> None:
-    """ANN-07."""
+@pytest.mark.parametrize("take", [Annotated.ok, Annotated.into_data, Annotated.into_result])
+def test_taking_the_data_of_an_error_item_raises_its_error(take: Any) -> None:
     with pytest.raises(PenstockError, match="boom"):
-        ask(Annotated.from_error("boom"))
+        take(Annotated.from_error("boom"))
 
 
 def test_asking_a_good_item_gives_it_back() -> None:
@@ -65,7 +61,6 @@ def test_map_data_keeps_everything_but_the_data() -> None:
 
 
 def test_a_failing_map_gives_a_fresh_error_item_with_the_failure_text() -> None:
-    """ANN-09."""
 
     def fail(_: int) -> int:
         raise ValueError("cannot")
@@ -77,7 +72,7 @@ def test_a_failing_map_gives_a_fresh_error_item_with_the_failure_text() -> None:
 
 
 @pytest.mark.parametrize(("comment", "text"), [(["a", "b"], "a, b"), ([], "unknown error"), (None, "unknown error")])
-def test_an_error_event_without_an_error_is_told_by_its_comments(comment: list[str] | None, text: str) -> None:
+def test_an_error_event_without_an_error_has_its_comments_as_text(comment: list[str] | None, text: str) -> None:
     item: Annotated[int] = Annotated(event="error", comment=comment)
     error = item.extract_error()
     assert isinstance(error, Unknown)

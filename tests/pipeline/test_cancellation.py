@@ -26,7 +26,7 @@ def assert_not_being_cancelled() -> None:
 
 
 class Source:
-    """Waits for ever behind its first item, and says how it was ended."""
+    """Waits for ever behind its first item, and records how it was ended."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -143,7 +143,7 @@ async def test_a_source_that_fails_when_it_is_cut_fails() -> None:
 
 
 @pytest.mark.parametrize("first", ["kill", "cancel"])
-async def test_whoever_cancels_the_reader_at_the_same_time_is_obeyed(first: str) -> None:
+async def test_another_cancellation_of_the_reader_at_the_same_time_takes_effect(first: str) -> None:
     context, source = Context(None), Source()
     reached: list[object] = []
 

@@ -37,7 +37,7 @@ def assert_not_being_cancelled() -> None:
 
 
 class Source:
-    """Waits for ever behind its first item, and says how it was ended."""
+    """Waits for ever behind its first item, and records how it was ended."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []

@@ -11,7 +11,6 @@ from pipeline.errors import RegistryError
 
 
 def test_shared_entries_are_read_with_their_type_only() -> None:
-    """CTX-01."""
     registry = Context(None).registry
     registry.insert_shared("count", 3)
     registry.insert_shared("name", "x")
@@ -22,7 +21,6 @@ def test_shared_entries_are_read_with_their_type_only() -> None:
 
 
 def test_a_missing_entry_is_an_error_and_a_missing_optional_one_none() -> None:
-    """CTX-07."""
     registry = Registry()
     with pytest.raises(RegistryError):
         registry.get("k", int)
@@ -61,14 +59,12 @@ def test_shared_and_unique_entries_are_apart() -> None:
 
 
 def test_transfer_gives_the_payload_and_keeps_the_id() -> None:
-    """CTX-03."""
     context = Context("A", id="one")
     old, other = context.transfer("B")
     assert (old, other.payload, other.id) == ("A", "B", "one")
 
 
 def test_map_changes_the_payload_step_by_step() -> None:
-    """CTX-04."""
     context = Context("Hello").map(len).map(lambda n: f"length is {n}")
     assert context.payload == "length is 5"
 
@@ -81,7 +77,6 @@ def test_a_failing_map_raises_and_leaves_the_context() -> None:
 
 
 def test_id_and_metadata_given_are_readable_and_metadata_is_sorted() -> None:
-    """CTX-06."""
     context = Context(1, id="request-123", metadata={"z": "1", "tenant": "alpha"})
     assert context.id == "request-123"
     assert list(context.metadata.items()) == [("tenant", "alpha"), ("z", "1")]
@@ -106,7 +101,7 @@ def test_what_is_shared_stays_the_same_through_map_transfer_and_rejoining() -> N
         assert other.stages == ("first",)
 
 
-def test_stages_are_noted_in_order_by_whoever_passes() -> None:
+def test_stages_are_recorded_in_the_order_the_request_passes_them() -> None:
     context = Context(1)
     context.map(str).add_stage("above")
     context.add_stage("below")

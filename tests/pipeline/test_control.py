@@ -21,7 +21,6 @@ VERBS = {"stop": Control.stop, "kill": Control.kill}
 
 
 def test_kill_also_counts_as_stopped() -> None:
-    """CTX-09."""
     control = Control()
     control.kill()
     assert control.is_stopped
@@ -54,7 +53,6 @@ def test_the_state_only_moves_forward(verbs: list[str]) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_children_change_in_link_order_and_before_their_parent(verb: str) -> None:
-    """CTX-10."""
     parent, first, second = Control(), Control(), Control()
     order: list[str] = []
     for name, control in (("parent", parent), ("first", first), ("second", second)):
@@ -115,7 +113,7 @@ def test_children_are_held_weakly_and_forgotten() -> None:
     assert len(parent._children or ()) < 20
 
 
-def test_living_children_are_all_told_however_many() -> None:
+def test_a_stop_reaches_all_living_children_however_many() -> None:
     parent, children = Control(), [Control() for _ in range(1000)]
     for child in children:
         parent.link_child(child)
@@ -176,15 +174,14 @@ def test_a_failing_callback_does_not_keep_others_from_hearing(caplog: pytest.Log
         raise RuntimeError("boom")
 
     control.on_stop(fail)
-    control.on_stop(lambda: calls.append("heard"))
+    control.on_stop(lambda: calls.append("called"))
     control.stop()
-    assert calls == ["heard"]
+    assert calls == ["called"]
     assert "boom" in caplog.text
 
 
 @pytest.mark.anyio
 async def test_waiting_for_a_stop_that_happened_returns_at_once() -> None:
-    """CTX-12."""
     control = Control()
     control.stop()
     control.stop()
@@ -193,7 +190,7 @@ async def test_waiting_for_a_stop_that_happened_returns_at_once() -> None:
 
 
 @pytest.mark.anyio
-async def test_stop_and_kill_wake_all_waiters_and_a_stop_does_not_wake_who_waits_for_kill() -> None:
+async def test_stop_and_kill_wake_all_waiters_and_a_stop_does_not_end_a_wait_for_kill() -> None:
     control, woken = Control(), []
 
     async def wait(name: str, waiting: Any) -> None:

@@ -42,7 +42,6 @@ def all_errors(cls: type[PenstockError] = PenstockError) -> list[type[PenstockEr
 
 
 def test_a_text_becomes_an_unknown_error_without_a_cause() -> None:
-    """ERR-01."""
     error = to_error(Exception("text"))
     assert isinstance(error, Unknown)
     assert str(error) == "text"
@@ -50,7 +49,6 @@ def test_a_text_becomes_an_unknown_error_without_a_cause() -> None:
 
 
 def test_a_foreign_error_is_converted_and_its_cause_stays_reachable() -> None:
-    """ERR-03."""
     foreign = ValueError("outer")
     foreign.__cause__ = KeyError("inner")
     error = to_error(foreign)
@@ -67,13 +65,11 @@ def test_a_typed_error_inside_a_foreign_chain_keeps_its_type() -> None:
 
 @pytest.mark.parametrize("cls", [c for c in all_errors() if not issubclass(c, BackendError)])
 def test_a_plain_error_is_shown_under_its_name(cls: type[PenstockError]) -> None:
-    """ERR-05."""
     assert cls("text").render() == f"{cls.__name__}: text"
 
 
 @pytest.mark.parametrize("kind", [c.kind for c in BackendError.__subclasses__()])
 def test_a_backend_error_is_shown_as_backend_and_kind_in_one_word(kind: str) -> None:
-    """ERR-05."""
     cls = next(c for c in BackendError.__subclasses__() if c.kind == kind)
     assert cls("text").render() == f"Backend{kind}: text"
 
@@ -83,7 +79,6 @@ def test_rendering_shows_the_outermost_link_only() -> None:
 
 
 def test_a_typed_error_is_not_wrapped_again() -> None:
-    """ERR-06."""
     error = CannotConnect("no")
     assert to_error(error) is error
     assert to_error(ExceptionGroup("of one", [ExceptionGroup("again", [error])])) is error
@@ -130,7 +125,6 @@ def test_every_error_has_facts_and_every_type_name_is_unique() -> None:
     ],
 )
 def test_which_errors_may_migrate(error: PenstockError, migrates: bool) -> None:
-    """MIG-20."""
     assert may_migrate(error) is migrates
 
 
@@ -146,7 +140,6 @@ def test_a_wanted_cause_behind_a_neutral_error_allows_migration() -> None:
 
 
 def test_match_chain_wants_one_link_and_excludes_by_any() -> None:
-    """BE-49, BE-50."""
     error = Unknown("a", cause=Disconnected("b", cause=Cancelled("c")))
     assert match_chain(error, [Disconnected])
     assert not match_chain(error, [Disconnected], [Cancelled])
@@ -165,7 +158,6 @@ def test_a_cycle_of_causes_ends() -> None:
     [(Disconnected(), True), (StreamIncomplete(), True), (Cancelled(), False), (WorkerOverloaded(), False)],
 )
 def test_which_errors_blame_the_worker(error: PenstockError, blamed: bool) -> None:
-    """RT-12."""
     assert blames_worker(error) is blamed
 
 

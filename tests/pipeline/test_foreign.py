@@ -71,7 +71,7 @@ async def test_whatever_a_function_raises_loses_its_own_request_only(place: int)
     read: dict[int, list[int]] = {}
     failed: dict[int, BaseException] = {}
 
-    async def ask(number: int) -> None:
+    async def call(number: int) -> None:
         read[number] = []
         try:
             async with await count.generate(Context(number)) as stream:
@@ -82,7 +82,7 @@ async def test_whatever_a_function_raises_loses_its_own_request_only(place: int)
 
     async with anyio.create_task_group() as tasks:
         for number in [*raised, -1]:
-            tasks.start_soon(ask, number)
+            tasks.start_soon(call, number)
     assert read == {number: list(range(2 if number == -1 else place)) for number in [*raised, -1]}
     assert failed.keys() == raised.keys()
     for number, error in failed.items():

@@ -17,7 +17,7 @@ from pipeline.testing import run_in_virtual_time
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_ring_wakes_the_task_that_waits_each_time() -> None:
+async def test_each_wakeup_wakes_the_waiting_task() -> None:
     wakeup, woken = Wakeup(), 0
 
     async def listen() -> None:
@@ -35,7 +35,7 @@ async def test_a_ring_wakes_the_task_that_waits_each_time() -> None:
             assert woken == expected
 
 
-async def test_a_ring_nobody_waits_for_is_lost() -> None:
+async def test_a_wakeup_without_a_waiting_task_is_lost() -> None:
     wakeup = Wakeup()
     wakeup.wake()
     with anyio.move_on_after(1) as scope:
@@ -43,7 +43,7 @@ async def test_a_ring_nobody_waits_for_is_lost() -> None:
     assert scope.cancelled_caught
 
 
-async def test_a_wait_can_be_cancelled_and_a_ring_after_it_harms_nobody() -> None:
+async def test_a_wait_can_be_cancelled_and_a_wakeup_after_it_does_no_harm() -> None:
     wakeup = Wakeup()
     with anyio.move_on_after(1):
         await wakeup.wait()
@@ -54,7 +54,7 @@ async def test_a_wait_can_be_cancelled_and_a_ring_after_it_harms_nobody() -> Non
         wakeup.wake()
 
 
-async def test_a_ring_and_a_cancellation_at_once_do_not_fail() -> None:
+async def test_a_wakeup_and_a_cancellation_at_once_do_not_fail() -> None:
     wakeup = Wakeup()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wakeup.wait)
@@ -64,7 +64,7 @@ async def test_a_ring_and_a_cancellation_at_once_do_not_fail() -> None:
         await checkpoint()
 
 
-async def test_a_home_brings_a_callback_back_from_a_thread_whichever_library_ran_last() -> None:
+async def test_a_loop_handle_runs_a_callback_of_a_thread_in_its_loop_whichever_library_ran_last() -> None:
     handle, threads = LoopHandle(), list[int]()
     other = Thread(target=lambda: handle.run(lambda: threads.append(get_ident())))
     other.start()
@@ -75,7 +75,7 @@ async def test_a_home_brings_a_callback_back_from_a_thread_whichever_library_ran
 
 
 async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_elsewhere() -> None:
-    LoopHandle()  # so that this loop is the one that was asked for last
+    LoopHandle()  # so that this loop is the one found last
     order: list[str] = []
 
     def elsewhere() -> None:
@@ -111,7 +111,7 @@ async def test_a_cancelled_alarm_can_be_set_again() -> None:
     assert now() == pytest.approx(began_s + 2.0)
 
 
-async def test_an_alarm_and_a_cancellation_at_once_do_not_fail() -> None:
+async def test_a_timer_and_a_cancellation_at_once_do_not_fail() -> None:
     now = clock()
     deadline_s = now() + 1.0
     async with anyio.create_task_group() as tasks:
@@ -120,7 +120,7 @@ async def test_an_alarm_and_a_cancellation_at_once_do_not_fail() -> None:
         tasks.cancel_scope.cancel()
 
 
-def test_who_settles_goes_on_after_all_else_of_the_moment_and_before_time_does() -> None:
+def test_settle_returns_after_all_else_of_the_moment_and_before_time_passes() -> None:
     order: list[str] = []
 
     async def settles(at_s: float) -> None:
@@ -151,7 +151,7 @@ def test_who_settles_goes_on_after_all_else_of_the_moment_and_before_time_does()
     assert order == ["done", "settled at 1", "done"]
 
 
-def test_a_timer_that_was_cancelled_does_not_make_who_settles_late() -> None:
+def test_a_cancelled_timer_does_not_make_settle_late() -> None:
     order: list[str] = []
 
     async def main() -> float:
@@ -175,7 +175,7 @@ def test_a_timer_that_was_cancelled_does_not_make_who_settles_late() -> None:
     assert run_in_virtual_time(cancelled_alone, backend="asyncio") == 0.0
 
 
-def test_in_real_time_nobody_can_tell_when_a_moment_is_over() -> None:
+def test_in_real_time_settle_returns_at_once() -> None:
     async def main() -> bool:
         timer = Timer()
         await timer.settle()
@@ -204,7 +204,7 @@ async def test_a_deadline_that_is_now_comes_although_a_task_never_waits() -> Non
         tasks.cancel_scope.cancel()
 
 
-async def test_virtual_time_hears_of_a_socket_although_a_task_never_waits() -> None:
+async def test_virtual_time_polls_sockets_although_a_task_never_waits() -> None:
     ours, theirs = socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -224,9 +224,9 @@ async def test_virtual_time_hears_of_a_socket_although_a_task_never_waits() -> N
             tasks.cancel_scope.cancel()
 
 
-async def test_a_ring_wakes_from_an_alarm_before_its_time_and_leaves_the_next_wait_alone() -> None:
+async def test_a_wakeup_ends_a_timer_early_and_leaves_its_next_wait_alone() -> None:
     timer, began_s = Timer(), anyio.current_time()
-    timer.wake()  # nobody waits
+    timer.wake()  # no task waits
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(timer.wait, began_s + 10)
         await anyio.wait_all_tasks_blocked()
@@ -236,7 +236,7 @@ async def test_a_ring_wakes_from_an_alarm_before_its_time_and_leaves_the_next_wa
     assert anyio.current_time() == pytest.approx(began_s + 10)
 
 
-async def test_virtual_time_hears_of_another_thread_while_it_waits() -> None:
+async def test_virtual_time_takes_calls_of_another_thread_while_it_waits() -> None:
     """A thread comes back by the loop's own means, whatever the clock does meanwhile."""
     assert await anyio.to_thread.run_sync(get_ident) != get_ident()
 

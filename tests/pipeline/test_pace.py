@@ -209,7 +209,7 @@ async def test_a_kill_by_another_task_ends_a_function_engine_that_never_looks(op
 
 @pytest.mark.anyio
 async def test_a_cancelled_turn_loses_no_item(source: AsyncEngine[int, int]) -> None:
-    """The turn comes before the next item is taken, so whoever reads on gets it."""
+    """The turn comes before the next item is taken, so the next read gets it."""
     got, cancelled = list[int](), 0
     async with await source.generate(Context(ITEMS)) as stream:
         while not got or got[-1] < ITEMS - 1:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import Annotated, AsyncEngine, Context, Operator, ResponseStream, function_engine
-from pipeline.signatures import Signature, assignable, spelled
+from pipeline.signatures import Signature, assignable, type_text
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -156,4 +156,4 @@ def test_a_function_is_read_from_its_annotations() -> None:
     ],
 )
 def test_types_are_spelled_as_one_writes_them(kind: Any, text: str) -> None:
-    assert spelled(kind) == text
+    assert type_text(kind) == text

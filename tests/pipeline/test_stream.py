@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Source:
-    """A generator that says when it began and ended."""
+    """A generator that records when it began and ended."""
 
     def __init__(self, *items: Any) -> None:
         self.items = items
@@ -225,11 +225,11 @@ async def test_a_stream_that_ended_may_be_dropped_in_silence(open_streams: OpenS
     assert released == [1]
 
 
-async def test_iterating_a_stream_nobody_else_holds_reads_it_whole(open_streams: OpenStreams) -> None:
-    async def ask() -> ResponseStream[int]:
+async def test_iterating_a_stream_without_other_references_reads_it_whole(open_streams: OpenStreams) -> None:
+    async def take() -> ResponseStream[int]:
         return ResponseStream(Source(1, 2, 3)(), Context(None))
 
-    assert [item async for item in await ask()] == [1, 2, 3]
+    assert [item async for item in await take()] == [1, 2, 3]
 
 
 async def test_cancelling_the_reader_closes_the_stream(open_streams: OpenStreams) -> None:

@@ -33,7 +33,7 @@ class CheckedFile:
 
     @classmethod
     def from_wire(cls, value: Any) -> CheckedFile:
-        """Raises InvalidRecord for anything but an object of path, checksum and, if it is given, size."""
+        """Raise InvalidRecord for anything but an object of path, checksum and, if it is given, size."""
         if not isinstance(value, dict):
             raise InvalidRecord("expected an object with path and checksum")
         for name in ("path", "checksum"):
@@ -47,7 +47,7 @@ class CheckedFile:
 
 @frozen
 class TaggedFile:
-    """A file and what it is: on the wire an object with the kind as its one key. Subclasses say which kinds fit.
+    """A file and its kind: on the wire an object with the kind as its one key. Subclasses list the valid kinds.
 
     `is_custom` goes with kinds in `nested_kinds` only, whose file is one level deeper.
     """
@@ -71,7 +71,7 @@ class TaggedFile:
 
     @classmethod
     def from_wire(cls, value: Any) -> Self:
-        """Raises InvalidRecord for anything but one known kind with its file."""
+        """Raise InvalidRecord for anything but one known kind with its file."""
         if not isinstance(value, dict) or len(value) != 1:
             raise InvalidRecord("expected an object with one of the keys " + ", ".join(cls.kinds))
         ((key, content),) = value.items()
@@ -84,7 +84,7 @@ class TaggedFile:
 
 
 def _file_at(value: Any, place: str) -> CheckedFile:
-    """The file in a wire value; what is wrong with it is told from its place."""
+    """Return the file in a wire value. Errors carry its place."""
     try:
         return CheckedFile.from_wire(value)
     except InvalidRecord as error:

@@ -39,12 +39,12 @@ class ModelType(Flag):
     Pooling = 1024
 
     def to_wire(self) -> str:
-        """The names joined with `|`, in the order of the bits."""
+        """Return the names joined with `|`, in the order of the bits."""
         return "|".join(unit.name or "" for unit in self)
 
     @classmethod
     def from_wire(cls, value: Any) -> ModelType:
-        """Raises InvalidRecord for anything but known names joined with `|`."""
+        """Raise InvalidRecord for anything but known names joined with `|`."""
         if not isinstance(value, str):
             raise InvalidRecord("expected model types joined with |")
         flags = cls(0)
@@ -55,11 +55,11 @@ class ModelType(Flag):
         return flags
 
     def names(self) -> list[str]:
-        """The lower-case names in the order of the bits."""
+        """Return the lower-case names in the order of the bits."""
         return ["tensor" if unit is ModelType.TensorBased else (unit.name or "").lower() for unit in self]
 
     def endpoints(self, *, anthropic: bool = False) -> list[str]:
-        """The HTTP surfaces these types open; chat also opens responses, and messages where those are enabled."""
+        """Return the HTTP surfaces of these types; chat includes responses, and messages where these are enabled."""
         opened = [_ENDPOINTS[unit] for unit in self if unit in _ENDPOINTS]
         if ModelType.Chat in self:
             opened += ["responses", "messages"] if anthropic else ["responses"]
@@ -89,7 +89,7 @@ class WorkerType(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> WorkerType:
-        """The role a text names, whatever its case and surrounding blanks. Raises InvalidRecord for any other."""
+        """Return the role a text names, whatever its case and surrounding blanks. Raise InvalidRecord for any other."""
         name = text.strip().lower()
         try:
             return cls(name)
@@ -155,7 +155,7 @@ class ModelDeploymentCard:
         model_type: ModelType = ModelType.Chat | ModelType.Completions,
         model_input: ModelInput = "Text",
     ) -> ModelDeploymentCard:
-        """A card with the slug of its name and nothing else."""
+        """Return a card with the slug of its name and nothing else."""
         return cls(display_name, slugify(display_name), kv_cache_block_size, migration_limit, model_type, model_input)
 
     @property
@@ -176,11 +176,11 @@ class ModelDeploymentCard:
         return WorkerType.PREFILL if ModelType.Prefill in self.model_type else WorkerType.AGGREGATED
 
     def with_projected_context(self) -> ModelDeploymentCard:
-        """A copy for older readers: the older field holds the effective length, if there is any."""
+        """Return a copy for older readers: the older field holds the effective length, if there is any."""
         return evolve(self, context_length=self.effective_context_length or None)
 
     def checksum_content(self) -> bytes:
-        """What makes this card this model, as canonical bytes.
+        """Return the fields that identify the model, as canonical bytes.
 
         Left out on purpose: runtime settings, user data, adapter, model type and input, and where files are.
         """
@@ -212,7 +212,7 @@ class ModelDeploymentCard:
 
 
 def slugify(name: str) -> str:
-    """The name in lower-case letters, digits, `-` and `_`, as a key in discovery."""
+    """Return the name in lower-case letters, digits, `-` and `_`, as a key in discovery."""
     return re.sub(r"[^a-z0-9_-]", "_", name.lower()).lstrip("_")
 
 

@@ -1,4 +1,4 @@
-"""ModelRuntimeConfig: what a running worker says of itself: capacity, parsers, ranks, taints, topology.
+"""ModelRuntimeConfig: what a running worker publishes about itself: capacity, parsers, ranks, taints, topology.
 
 Source: dynamo lib/llm/src/local_model/runtime_config.rs.
 """
@@ -109,11 +109,11 @@ class ModelRuntimeConfig:
         return self.runtime_data.get(STOPS_PREFILLS) is True
 
     def effective_kv_state_endpoint(self, serving_endpoint: str) -> str:
-        """Where the KV state is asked for: the serving endpoint unless another is set."""
+        """Return the endpoint for requests about KV state: the serving endpoint unless another is set."""
         return serving_endpoint if self.kv_state_endpoint is None else self.kv_state_endpoint
 
     def effective_tokenizer_backend(self, environment: Mapping[str, str]) -> TokenizerBackend:
-        """The setting, else the environment's, else `default`. Raises InvalidRecord for an unknown name."""
+        """Return the setting, else the environment's, else `default`. Raise InvalidRecord for an unknown name."""
         if self.tokenizer_backend is not None:
             return self.tokenizer_backend
         text = environment.get(TOKENIZER_ENV, "").strip() or "default"
@@ -122,7 +122,7 @@ class ModelRuntimeConfig:
         return _TOKENIZER_BACKENDS[text]
 
     def effective_tokenizer_fallback(self, environment: Mapping[str, str]) -> bool:
-        """The setting, else the environment's, else true. Raises InvalidRecord for a text that is no boolean."""
+        """Return the setting, else the environment's, else true. Raise InvalidRecord for a text that is no boolean."""
         if self.tokenizer_fallback_enabled is not None:
             return self.tokenizer_fallback_enabled
         text = environment.get(TOKENIZER_FALLBACK_ENV, "true").strip().lower()
@@ -132,7 +132,7 @@ class ModelRuntimeConfig:
 
 
 def topology_taint(domain: str, value: str) -> str:
-    """The taint that says where in the topology a worker is."""
+    """Return the taint of a worker's place in the topology."""
     return f"{TOPOLOGY_TAINT_PREFIX}{domain}={value}"
 
 

@@ -1,4 +1,4 @@
-"""KV events: what an engine says about the blocks in its cache, and how routers hear of it.
+"""KV events: changes of the blocks in an engine's cache, published to routers.
 
 Source: dynamo lib/kv-router/src/protocols.rs, KvCacheEvent, RouterEvent and ActiveLoad.
 """
@@ -26,9 +26,9 @@ WORKER_DOMAIN = "worker"
 
 @define(slots=True)
 class StoredBlock:
-    """A block: its sequence hash as the engine names it, and the hash of its own tokens.
+    """A block: the engine's sequence hash, and the hash of the block's own tokens.
 
-    Never changed once made, like the other events; frozen, making one would cost four times as much.
+    It is never changed, like the other events; a frozen class would cost four times as much to construct.
     """
 
     block_hash: U64
@@ -38,7 +38,7 @@ class StoredBlock:
 
 @frozen
 class KvStored:
-    """Consecutive blocks came into the cache, the first one below `parent_hash` (None: it begins a sequence)."""
+    """Consecutive blocks were stored; the first follows `parent_hash` (None: it begins a sequence)."""
 
     wire_nullable: ClassVar[Sequence[str]] = ("parent_hash",)
 
@@ -56,7 +56,7 @@ class KvRemoved:
 
 @frozen
 class KvCleared:
-    """Everything of the rank left the cache."""
+    """All blocks of the rank left the cache."""
 
 
 KvEventData: TypeAlias = Annotated[
@@ -75,10 +75,10 @@ class KvEvent:
 
 @frozen
 class RouterEvent:
-    """An event and the worker it is from.
+    """An event and its worker.
 
-    `residency_domain` is whose cache the blocks are in. A reader applies events of WORKER_DOMAIN alone: any other text
-    makes the event unusable, not the batch it comes in.
+    `residency_domain`: the cache that holds the blocks. Readers apply events of WORKER_DOMAIN only; any other value
+    makes the event unusable, but not its batch.
     """
 
     worker_id: U64
@@ -89,7 +89,7 @@ class RouterEvent:
 
 @define(slots=True)
 class ActiveLoad:
-    """How full a rank of a worker is, as it says itself; what it does not know is None."""
+    """The load of a worker's rank, as the worker reports it. A value it does not know is None."""
 
     worker_id: U64
     dp_rank: U32 = 0

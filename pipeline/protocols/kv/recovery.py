@@ -1,10 +1,10 @@
-"""KV recovery: what a router asks a worker whose events it missed, and what it may be told.
+"""KV recovery: the request of a router to a worker whose events it missed, and the answers.
 
     RecoveryRequest ──► endpoint of the worker's rank ──► RecoveryReply, which holds one of the answers
 
 Source: dynamo lib/kv-router/src/indexer/types.rs, WorkerKvQueryRequest and WorkerKvQueryResponse. Other than there, the
-request names no worker, which the instance does, a worker that failed says so by the error of its stream, and a reply
-names the publisher of the events it answers for.
+request names no worker, which the instance does, a failed worker ends its stream with an error, and a reply names the
+publisher of the events it covers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENDPOINT_PREFIX = "worker_kv_indexer_query_dp"
 
 
 def recovery_endpoint(dp_rank: int) -> str:
-    """The name of the endpoint, in the worker's component, at which its rank answers; one for each rank."""
+    """Return the name of the endpoint, in the worker's component, at which its rank answers; one for each rank."""
     return f"{ENDPOINT_PREFIX}{dp_rank}"
 
 
@@ -38,7 +38,7 @@ class RecoveryRequest:
 
 @frozen
 class RecoveredEvents:
-    """All events from the one asked for to the newest; or from the last clear on, which makes those before it void."""
+    """All events from the requested one to the newest; or from the last clear on, which makes those before it void."""
 
     events: list[RouterEvent]
 
@@ -56,7 +56,7 @@ class RecoveredTree:
 
 @frozen
 class InvalidRange:
-    """The end asked for lies before the start."""
+    """The requested end lies before the start."""
 
     start_id: U64
     end_id: U64
@@ -64,7 +64,7 @@ class InvalidRange:
 
 @frozen
 class TooNew:
-    """The start lies behind the newest event: the worker is another one, or began anew."""
+    """The start lies after the newest event: this is another worker, or it has restarted."""
 
     requested_start: U64
     requested_end: U64 | None
@@ -73,7 +73,7 @@ class TooNew:
 
 @frozen
 class DumpFailed:
-    """What the rank holds could not be read; asking again may help."""
+    """The state of the rank could not be read; a second request may succeed."""
 
     message: str
 
@@ -83,11 +83,11 @@ RecoveryAnswer: TypeAlias = RecoveredEvents | RecoveredTree | InvalidRange | Too
 
 @frozen
 class RecoveryReply:
-    """An answer on its way: an object with one key, which says what it is. Raises InvalidRecord for any other.
+    """An answer as a message: an object with one key, the kind of answer. Raises InvalidRecord for any other object.
 
     `publisher_id`, beside that key, is the id under which the worker that answers publishes its events on the event
     plane. It identifies the life of the worker: a worker that starts again, under the same worker id, publishes under
-    another. None, and left out, where the worker does not know it.
+    another. None, and omitted, if the worker does not know it.
     """
 
     events: RecoveredEvents | None = skip(name="Events")

@@ -17,10 +17,10 @@ from ..routing import RouterParams, RoutingConstraints
 from ..timing import RouterDecision, TimingInfo, WorkerIdInfo
 
 QUERY_INSTANCE_ID = "query_instance_id"
-"""Annotation `query_instance_id:<kind>`: only choose the workers and say which; nothing is generated."""
+"""Annotation `query_instance_id:<kind>`: choose the workers and return their ids; generate nothing."""
 
 BYPASS_REMOTE_PREFILL = "x-bypass-remote-prefill"
-"""Annotation a router sets where the decode worker is to prefill as well; also the name of the event that tells so."""
+"""Annotation by a router if the decode worker must prefill as well; also the name of the event of it."""
 
 
 @define(slots=True)
@@ -79,7 +79,7 @@ class NvExt:
     router: RouterParams | None = None
 
     def wanted_response_fields(self) -> frozenset[str]:
-        """The response fields this request asks for by name, or by asking which workers it would get."""
+        """Return the response fields that this request names, or implies by querying its workers."""
         wanted = set(self.extra_fields or ())
         if any(text.startswith(f"{QUERY_INSTANCE_ID}:") for text in self.annotations or ()):
             wanted |= {"worker_id", "token_ids"}
@@ -88,7 +88,7 @@ class NvExt:
 
 @define(slots=True)
 class NvExtResponse:
-    """The extension object of a response; a field is set only if it was asked for."""
+    """The extension object of a response. A field is set only if the request names it."""
 
     worker_id: WorkerIdInfo | None = None
     timing: TimingInfo | None = None
@@ -101,7 +101,7 @@ class NvExtResponse:
     router_decision: RouterDecision | None = None
 
     def select(self, wanted: frozenset[str], *, finished: bool, choices: int = 1) -> NvExtResponse | None:
-        """The fields that were asked for and may be sent now; None if there are none.
+        """Return the requested fields that may be sent now; None if there are none.
 
         Timing and prompt log probabilities go out with the finish reason, completion token ids only for one choice.
         """
@@ -119,7 +119,7 @@ class NvExtResponse:
         return evolve(self, **merged)
 
     def _set_fields(self, names: frozenset[str]) -> dict[str, Any]:
-        """Those of the named fields that are set, in declared order."""
+        """Return those of the named fields that are set, in declared order."""
         values = {name: getattr(self, name) for name in _RESPONSE_FIELDS if name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -162,7 +162,7 @@ HEADERS: Mapping[str, str] = {
 
 
 def apply_headers(nvext: NvExt | None, headers: Mapping[str, str]) -> NvExt | None:
-    """The extension with what the headers say put over what the body says.
+    """Return the extension with the values of the headers in place of those of the body.
 
     The first readable one of a header and its older names counts; without a readable header `nvext` itself comes back.
     """
@@ -174,7 +174,7 @@ def apply_headers(nvext: NvExt | None, headers: Mapping[str, str]) -> NvExt | No
         "decode_worker_id": worker,
         "prefill_worker_id": _integer(texts, _PREFILL_WORKER, 0, _U64_MAX),
         "dp_rank": _integer(texts, _DP_RANK, 0, U32_MAX),
-        # The largest u32 is how a gateway says that no rank was chosen.
+        # A gateway sends the largest u32 if no rank was chosen.
         "prefill_dp_rank": None if prefill_rank == U32_MAX else prefill_rank,
         "cache_salt": texts.get(_TENANT) or None,
     }
@@ -191,7 +191,7 @@ def apply_headers(nvext: NvExt | None, headers: Mapping[str, str]) -> NvExt | No
 
 
 def _integer(texts: Mapping[str, str], names: tuple[str, ...], low: int, high: int) -> int | None:
-    """The first of these headers that holds an integer in range."""
+    """Return the first of these headers that holds an integer in range."""
     for name in names:
         text = texts.get(name, "")
         if _INTEGER.fullmatch(text) and low <= int(text) <= high:
@@ -200,5 +200,5 @@ def _integer(texts: Mapping[str, str], names: tuple[str, ...], low: int, high: i
 
 
 def effective_cache_salt(nvext: NvExt | None, top_level: str | None) -> str | None:
-    """The salt that separates this request's cache: the extension's, else the request's own; empty is none."""
+    """Return the salt that separates this request's cache: the extension's, else the request's own; empty is none."""
     return (nvext.cache_salt if nvext is not None else None) or top_level or None

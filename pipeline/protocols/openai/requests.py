@@ -1,6 +1,6 @@
 """Chat and text completion requests as OpenAI clients send them, with the extensions engines know.
 
-Ranges and combinations are checked by whoever serves the request; here only kinds of values are said, so that one
+Ranges and combinations are checked where the request is served; only types are declared here, so that one
 place can reject all bad values with one wording. Keys no field claims are kept in `unsupported`.
 
 Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions,common_ext}.rs.
@@ -218,7 +218,7 @@ class ChatCompletionRequest(GenerationRequest):
     web_search_options: Any = None
 
     def wanted_logprobs(self) -> int | None:
-        """As in every request; `logprobs` without a number asks for one, a number without `logprobs` for that many."""
+        """As in every request; `logprobs` without a number means one, a number without `logprobs` means that many."""
         if self.logprobs is None:
             return self.top_logprobs or None
         return (1 if self.top_logprobs is None else self.top_logprobs) if self.logprobs else None
@@ -240,5 +240,5 @@ class CompletionRequest(GenerationRequest):
     logprobs: I64 | None = None
 
     def wanted_logprobs(self) -> int | None:
-        """The field itself."""
+        """Return the field itself."""
         return self.logprobs

@@ -85,28 +85,26 @@ class Routed(Echo):
         return ["worker 1", "worker 2"]
 
 
-async def ask(graph: AsyncEngine[Any, Any], payload: Any) -> list[Any]:
+async def collect(graph: AsyncEngine[Any, Any], payload: Any) -> list[Any]:
     return await (await graph.generate(Context(payload))).collect()
 
 
 async def test_an_engine_answers_through_a_graph_item_by_item(open_streams: OpenStreams) -> None:
-    """ENG-05."""
-    assert len(await ask(identity() >> characters, "test")) == 4
+    assert len(await collect(identity() >> characters, "test")) == 4
 
 
 async def test_the_request_changes_on_its_way_down_and_the_stream_on_its_way_up(open_streams: OpenStreams) -> None:
-    """ENG-06."""
 
     def greet(text: str) -> str:
         return text + " world"
 
     graph = map_request(greet) >> Twice() >> characters
-    assert len(await ask(graph, "test")) == 20
+    assert len(await collect(graph, "test")) == 20
 
 
 @pytest.mark.parametrize("keep_stream", [False, True])
 async def test_a_dropped_graph_is_released_once_its_streams_are_gone(keep_stream: bool) -> None:
-    """ENG-08. Without a garbage collection: nothing forms a cycle."""
+    """Without a garbage collection: nothing forms a cycle."""
     graph = Twice() >> Echo()
     stages: list[weakref.ref[Any]] = [weakref.ref(graph), *(weakref.ref(stage) for stage in graph.stages)]
     gc.disable()
@@ -154,15 +152,14 @@ async def test_a_graph_lives_as_long_as_a_request_that_runs_through_it(linked: A
     assert {stage() for stage in stages} == {None}
 
 
-def test_a_control_keeps_the_same_graph_once_however_often_it_is_asked() -> None:
+def test_a_control_keeps_the_same_graph_once_however_often_it_retains_it() -> None:
     request, graph = Context("a"), Twice() >> Echo()
     for _ in range(100):
         graph.generate(request).close()
     assert request.control._retained == (graph,)
 
 
-async def test_next_may_be_asked_again_with_the_same_id() -> None:
-    """ENG-11."""
+async def test_next_may_be_called_again_with_the_same_id() -> None:
 
     class Retry(Operator[str, str, str, str]):
         async def generate(self, request: Context[str], next: AsyncEngine[str, str]) -> ResponseStream[str]:
@@ -170,11 +167,10 @@ async def test_next_may_be_asked_again_with_the_same_id() -> None:
             second = await (await next.generate(request)).collect()
             return ResponseStream.of(first + second, request)
 
-    assert await ask(Retry() >> Echo(), "ab") == ["a", "b", "a", "b"]
+    assert await collect(Retry() >> Echo(), "ab") == ["a", "b", "a", "b"]
 
 
 async def test_a_request_to_an_end_without_engine_fails_and_works_once_attached() -> None:
-    """ENG-03, ENG-14."""
     late = LateEngine[str, str]()
     graph = Twice() >> late
     with pytest.raises(NoEdge):
@@ -184,7 +180,6 @@ async def test_a_request_to_an_end_without_engine_fails_and_works_once_attached(
 
 
 async def test_a_segment_sink_takes_one_engine() -> None:
-    """ENG-13."""
     sink = SegmentSink[str, str]()
     with pytest.raises(NoNetworkEdge):
         await sink.generate(Context("a"))
@@ -195,16 +190,15 @@ async def test_a_segment_sink_takes_one_engine() -> None:
 
 async def test_a_graph_is_an_engine_inside_another() -> None:
     inner = Twice() >> Echo()
-    assert await ask(Twice() >> inner, "a") == ["a"] * 4
-    assert await ask((Twice() >> Twice()) >> (Twice() >> Echo()), "a") == ["a"] * 8
+    assert await collect(Twice() >> inner, "a") == ["a"] * 4
+    assert await collect((Twice() >> Twice()) >> (Twice() >> Echo()), "a") == ["a"] * 8
 
 
 async def test_an_engine_stored_erased_is_recovered_under_its_exact_types_only() -> None:
-    """ENG-01."""
     stored = ErasedEngine(Echo(), str, str)
     recovered = stored.typed(str, str)
     assert recovered is not None
-    assert await ask(recovered, "ab") == ["a", "b"]
+    assert await collect(recovered, "ab") == ["a", "b"]
     for wrong in (stored.typed(int, str), stored.typed(str, int), stored.typed(str, str, OSError)):
         assert wrong is None
 
@@ -289,8 +283,8 @@ def test_linking_nothing_is_refused() -> None:
 async def test_replace_by_class_or_name_leaves_the_old_graph_untouched(target: Any) -> None:
     graph = Twice() >> Echo()
     swapped = graph.replace(target, identity())
-    assert await ask(swapped, "a") == ["a"]
-    assert await ask(graph, "a") == ["a", "a"]
+    assert await collect(swapped, "a") == ["a"]
+    assert await collect(graph, "a") == ["a", "a"]
     assert isinstance(swapped, Segment)
 
 
@@ -307,7 +301,7 @@ def test_the_engine_itself_can_be_replaced() -> None:
     assert str((Twice() >> Echo()).replace(Echo, characters)) == "Twice() >> characters"
 
 
-@pytest.mark.parametrize(("target", "problem"), [("Nobody", "no stage"), (Probe, "no stage"), (Twice, "2 stages")])
+@pytest.mark.parametrize(("target", "problem"), [("Missing", "no stage"), (Probe, "no stage"), (Twice, "2 stages")])
 def test_a_target_that_is_not_one_stage_is_an_error_that_shows_the_graph(target: Any, problem: str) -> None:
     graph = Twice() >> Twice() >> Echo()
     with pytest.raises(GraphError, match=problem) as caught:
@@ -317,7 +311,7 @@ def test_a_target_that_is_not_one_stage_is_an_error_that_shows_the_graph(target:
 
 async def test_stages_named_apart_are_found_by_their_names() -> None:
     graph = Twice().named("outer") >> Twice().named("inner") >> Echo()
-    assert await ask(graph.replace("inner", identity()), "a") == ["a", "a"]
+    assert await collect(graph.replace("inner", identity()), "a") == ["a", "a"]
     assert graph["outer"] is graph.stages[0]
     assert str(graph) == "outer() >> inner() >> Echo()"
 

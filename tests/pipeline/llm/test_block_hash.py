@@ -29,7 +29,6 @@ KNOWN = [
 def test_hashes_are_those_of_the_original(
     tokens: list[int], block_size: int, local: list[int], chained: list[int]
 ) -> None:
-    """KV-001, KV-002."""
     assert block_hashes(tokens, block_size) == local
     assert sequence_hashes(local) == chained
 

@@ -1,4 +1,4 @@
-"""Who is registered, who hears of it, and which cards fit together."""
+"""Registrations, watches of them, and which cards fit together."""
 
 from __future__ import annotations
 
@@ -46,17 +46,16 @@ def model(
     return Model(where, instance_id, card(name, **changes), suffix)
 
 
-def heard(observable: Any) -> list[Any]:
-    said: list[Any] = []
-    observable.subscribe(said.append)
-    return said
+def record(observable: Any) -> list[Any]:
+    received: list[Any] = []
+    observable.subscribe(received.append)
+    return received
 
 
 # -- instances
 
 
 async def test_instances_are_listed_by_their_path() -> None:
-    """DISC-03."""
     async with opened() as discovery:
         for path in ("ns1/comp1/ep1", "ns1/comp1/ep2", "ns2/comp2/ep1"):
             await discovery.register(instance(path))
@@ -67,20 +66,19 @@ async def test_instances_are_listed_by_their_path() -> None:
         assert await discovery.instances("ns1/comp") == []
 
 
-async def test_a_watch_hears_what_is_there_and_what_comes() -> None:
-    """DISC-04."""
+async def test_a_watch_receives_what_is_there_and_what_comes() -> None:
     async with opened() as discovery:
         await discovery.register(instance())
-        said = heard(discovery.watch("ns/comp"))
+        received = record(discovery.watch("ns/comp"))
         await anyio.sleep(0.05)
         lease = await discovery.register(instance(instance_id=2))
         await discovery.register(instance("ns/comp2/ep"))
         await lease.release()
-        assert said == [Added(instance()), Added(instance(instance_id=2)), Removed(instance(instance_id=2))]
+        assert received == [Added(instance()), Added(instance(instance_id=2)), Removed(instance(instance_id=2))]
 
 
 async def test_endpoints_with_odd_names_are_apart() -> None:
-    """DISC-08, for instances."""
+    """For instances."""
     names = ["a.b", "a*", "a>", "a/b", "a%2Fb", "a"]
     async with opened() as discovery:
         leases = [await discovery.register(Instance.of(EndpointId("ns", "c", name), 1)) for name in names]
@@ -91,18 +89,17 @@ async def test_endpoints_with_odd_names_are_apart() -> None:
 
 
 async def test_an_instance_published_with_other_content_is_added_again() -> None:
-    """DISC-17; the same content again is silent."""
+    """The same content again is not announced."""
     async with opened() as discovery:
-        said = heard(discovery.watch())
+        received = record(discovery.watch())
         moved = evolve(instance(), transport={"nats_tcp": "elsewhere"})
         await discovery.register(instance())
         await discovery.register(instance())
         await discovery.register(moved)
-        assert said == [Added(instance()), Added(moved)]
+        assert received == [Added(instance()), Added(moved)]
 
 
 async def test_a_registration_lives_as_long_as_its_last_lease() -> None:
-    """DISC-19."""
     async with opened() as discovery:
         first = await discovery.register(instance())
         second = await discovery.register(instance())
@@ -115,43 +112,43 @@ async def test_a_registration_lives_as_long_as_its_last_lease() -> None:
 
 async def test_an_abandoned_lease_lapses_unless_another_holds() -> None:
     async with opened() as discovery:
-        said = heard(discovery.watch())
+        received = record(discovery.watch())
         first = await discovery.register(instance())
         second = await discovery.register(instance())
         first.abandon()
         await anyio.sleep(3 * TTL_S)
-        assert said == [Added(instance())]
+        assert received == [Added(instance())]
         second.abandon()
         await anyio.sleep(TTL_S + 1)
-        assert said == [Added(instance()), Removed(instance())]
+        assert received == [Added(instance()), Removed(instance())]
 
 
 async def test_registering_again_in_time_saves_an_abandoned_one() -> None:
     async with opened() as discovery:
-        said = heard(discovery.watch())
+        received = record(discovery.watch())
         (await discovery.register(instance())).abandon()
         await anyio.sleep(TTL_S / 2)
         await discovery.register(instance())
         await anyio.sleep(3 * TTL_S)
-        assert said == [Added(instance())]
+        assert received == [Added(instance())]
 
 
 async def test_a_value_that_is_no_record_is_passed_over_and_removes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with AnyIOScheduler() as scheduler:
         store = InProcessStore(scheduler, TTL_S)
         discovery = Discovery(store)
-        said = heard(discovery.watch())
+        received = record(discovery.watch())
         await discovery.register(instance())
         known = f"v1/instances/{instance().key}"
         for revision, value in enumerate([b"", b"{}", b"[1]", b"\xff"]):
             await store.replace(known, value, revision)
         await store.create("v1/instances/ns/comp/ep/99", b"null")
-        assert said == [Added(instance())]
+        assert received == [Added(instance())]
         assert await discovery.instances() == []
         assert "passing over v1/instances/ns/comp/ep/99" in caplog.text
         await store.delete("v1/instances/ns/comp/ep/99")
         await store.delete(known)
-        assert said == [Added(instance()), Removed(instance())]
+        assert received == [Added(instance()), Removed(instance())]
 
 
 async def test_a_release_outlasts_a_cancellation() -> None:
@@ -173,7 +170,6 @@ async def test_a_release_outlasts_a_cancellation() -> None:
 
 
 async def test_an_endpoint_serves_one_model() -> None:
-    """DISC-14."""
     async with opened() as discovery:
         await discovery.register_model(model("model-a", 1))
         with pytest.raises(InvalidArgument) as caught:
@@ -184,7 +180,6 @@ async def test_an_endpoint_serves_one_model() -> None:
 
 
 async def test_many_workers_share_a_model_and_endpoints_do_not() -> None:
-    """DISC-16."""
     elsewhere = EndpointId("ns", "comp2", "ep")
     async with opened() as discovery:
         for other in (model("a", 1), model("a", 2), model("b", 3, where=elsewhere)):
@@ -265,42 +260,40 @@ def with_taints(*taints: str, **settings: Any) -> ModelRuntimeConfig:
 
 
 async def test_taints_are_updated_in_place() -> None:
-    """DISC-10."""
     zone = {"topology_domains": {"zone": "z1"}}
     first = model(runtime_config=with_taints("first", **zone))
     async with opened() as discovery:
-        said = heard(discovery.watch_models())
+        received = record(discovery.watch_models())
         await discovery.register_model(first)
         await discovery.update_taints(WHERE, 1, ["second"])
         await discovery.update_taints(WHERE, 1, ["third"])
         await discovery.register_model(first)
         await discovery.update_taints(WHERE, 1, ["third", "third"])
-        assert isinstance(said[0], Added)
-        assert [event.taints for event in said[1:]] == [
+        assert isinstance(received[0], Added)
+        assert [event.taints for event in received[1:]] == [
             ("dynamo.topology/zone=z1", "second"),
             ("dynamo.topology/zone=z1", "third"),
         ]
-        assert all(isinstance(event, TaintsUpdated) for event in said[1:])
+        assert all(isinstance(event, TaintsUpdated) for event in received[1:])
         (known,) = await discovery.models()
         assert known.card.runtime_config.taints == {"third", "dynamo.topology/zone=z1"}
 
 
 async def test_a_card_does_not_change_in_place_otherwise() -> None:
-    """DISC-12: the new value is refused with the reason, the old one stays."""
+    """The new value is refused with the reason, the old one stays."""
     async with opened() as discovery:
-        said = heard(discovery.watch_models())
+        received = record(discovery.watch_models())
         await discovery.register_model(model())
         with pytest.raises(InvalidArgument, match="cannot change in place"):
             await discovery.register_model(model("renamed"))
         with pytest.raises(InvalidArgument, match="cannot change in place"):
             await discovery.register_model(model(migration_limit=3))
-        assert len(said) == 1
+        assert len(received) == 1
         assert (await discovery.models())[0].card.migration_limit == 0
 
 
 @pytest.mark.parametrize("taint", ["dynamo.topology/zone=z2", "dynamo.topology/rack=1"])
 async def test_reserved_taints_come_from_the_card(taint: str) -> None:
-    """DISC-12."""
     first = model(runtime_config=with_taints(topology_domains={"zone": "z1"}))
     async with opened() as discovery:
         await discovery.register_model(first)
@@ -336,7 +329,7 @@ async def test_a_published_card_is_a_copy() -> None:
 
 
 class Contended(InProcessStore):
-    """Somebody else always writes first."""
+    """A store in which another writer is always first."""
 
     async def replace(self, key: str, value: bytes, revision: int) -> Written:
         known = await self.get(key)

@@ -196,7 +196,7 @@ async def test_nothing_is_left_of_requests_to_instances_that_come_and_go() -> No
             await pool.serve()
             await checkpoint()
             before = task_ids()
-            await ask(run, pool, [Plan.draw(rng) for _ in range(REQUESTS)])
+            await send(run, pool, [Plan.draw(rng) for _ in range(REQUESTS)])
             await settle()
             assert streams.open == []
             assert pool.engine.open == 0
@@ -219,7 +219,7 @@ async def test_nothing_is_left_of_requests_to_instances_that_come_and_go() -> No
     assert min(pool.ways_out.values()) > 10
 
 
-async def ask(run: Run, pool: Pool, plans: list[Plan]) -> None:
+async def send(run: Run, pool: Pool, plans: list[Plan]) -> None:
     limiter = anyio.CapacityLimiter(AT_ONCE)
 
     async def limited(plan: Plan) -> None:

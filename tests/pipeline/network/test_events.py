@@ -34,27 +34,26 @@ def plane() -> InProcessEventPlane:
     return InProcessEventPlane(lambda: 1234, Random(7))
 
 
-def heard(events: InProcessEventPlane, scope: Scope = HERE, topic: str = "load") -> list[Any]:
-    said: list[Any] = []
-    events.subscribe(scope, topic, object).subscribe(said.append, on_completed=lambda: said.append("completed"))
-    return said
+def record(events: InProcessEventPlane, scope: Scope = HERE, topic: str = "load") -> list[Any]:
+    received: list[Any] = []
+    events.subscribe(scope, topic, object).subscribe(received.append, on_completed=lambda: received.append("completed"))
+    return received
 
 
 def test_events_are_numbered_from_zero_and_dated() -> None:
     events = plane()
-    said, publisher = heard(events), events.publisher(HERE, "load")
+    received, publisher = record(events), events.publisher(HERE, "load")
     publisher.publish("a")
     publisher.publish("b")
-    assert said == [Event(publisher.publisher_id, n, 1234, "load", item) for n, item in enumerate("ab")]
+    assert received == [Event(publisher.publisher_id, n, 1234, "load", item) for n, item in enumerate("ab")]
 
 
-def test_two_publishers_are_told_apart() -> None:
-    """EVT-06."""
+def test_two_publishers_have_different_ids() -> None:
     events = plane()
-    said, publishers = heard(events), [events.publisher(HERE, "load") for _ in range(2)]
+    received, publishers = record(events), [events.publisher(HERE, "load") for _ in range(2)]
     for publisher in publishers:
         publisher.publish("x")
-    assert [(e.publisher_id, e.sequence) for e in said] == [(p.publisher_id, 0) for p in publishers]
+    assert [(e.publisher_id, e.sequence) for e in received] == [(p.publisher_id, 0) for p in publishers]
     assert len({p.publisher_id for p in publishers}) == 2
     assert all(0 < p.publisher_id < 2**53 for p in publishers)
 
@@ -68,40 +67,39 @@ def test_two_publishers_are_told_apart() -> None:
         (HERE, "kv"),
     ],
 )
-def test_a_listener_hears_exactly_its_scope_and_topic(scope: Scope, topic: str) -> None:
+def test_a_subscriber_receives_exactly_its_scope_and_topic(scope: Scope, topic: str) -> None:
     events = plane()
-    said = heard(events, scope, topic)
+    received = record(events, scope, topic)
     events.publisher(Scope.of(EndpointId("ns", "comp", "ep")), "load").publish("x")
-    assert said == []
+    assert received == []
     events.publisher(scope, topic).publish("mine")
-    assert len(said) == 1
+    assert len(received) == 1
 
 
-def test_a_disposed_listener_hears_nothing_and_is_released() -> None:
-    """EVT-09."""
+def test_a_disposed_subscriber_receives_nothing_and_is_released() -> None:
     events = plane()
-    said: list[Any] = []
-    listening = events.subscribe(HERE, "load", object).subscribe(said.append)
-    other = heard(events)
+    received: list[Any] = []
+    listening = events.subscribe(HERE, "load", object).subscribe(received.append)
+    other = record(events)
     publisher = events.publisher(HERE, "load")
     listening.dispose()
     publisher.publish("x")
-    assert said == []
+    assert received == []
     assert len(other) == 1
     assert events.subscriptions == 1
 
 
 async def test_closing_completes_listeners() -> None:
     events = plane()
-    said, publisher = heard(events), events.publisher(HERE, "load")
+    received, publisher = record(events), events.publisher(HERE, "load")
     await events.close()
     publisher.publish("x")
-    assert said == ["completed"] == heard(events)
+    assert received == ["completed"] == record(events)
     assert events.subscriptions == 0
 
 
 async def test_a_cancelled_reader_of_events_is_released() -> None:
-    """EVT-09, read as a stream."""
+    """Read as a stream."""
     events, context = plane(), Context(None)
     async with from_observable(events.subscribe(HERE, "load", str), context, buffer_items=8) as stream:
         events.publisher(HERE, "load").publish("x")
@@ -113,7 +111,7 @@ async def test_a_cancelled_reader_of_events_is_released() -> None:
 
 async def test_another_threads_events_arrive_in_their_order() -> None:
     events = plane()
-    said, publisher = heard(events), events.publisher(HERE, "load")
+    received, publisher = record(events), events.publisher(HERE, "load")
 
     def publish() -> None:
         for number in range(100):
@@ -121,7 +119,7 @@ async def test_another_threads_events_arrive_in_their_order() -> None:
 
     await anyio.to_thread.run_sync(publish)
     await anyio.sleep(0.1)
-    assert [(event.sequence, event.payload) for event in said] == [(n, n) for n in range(100)]
+    assert [(event.sequence, event.payload) for event in received] == [(n, n) for n in range(100)]
 
 
 # -- loss
@@ -156,7 +154,6 @@ def test_what_was_lost_is_what_is_missed(kept: list[bool]) -> None:
 
 
 def test_an_empty_frame_is_its_header() -> None:
-    """EVT-01."""
     assert encode_frame(b"") == b"\x01\0\0\0\0"
     assert decode_frame(encode_frame(b"")) == b""
 
@@ -177,7 +174,7 @@ def test_a_frame_of_another_version_is_refused() -> None:
 
 @given(st.integers(0, 2**53 - 1), st.integers(0, 2**53 - 1), st.text(), st.binary())
 def test_an_envelope_gives_its_event_back(publisher_id: int, sequence: int, topic: str, payload: bytes) -> None:
-    """EVT-03: and its identity alone."""
+    """And its identity alone."""
     sent = Event(publisher_id, sequence, 5, topic, payload)
     assert decode_event(encode_event(sent)) == sent
     assert decode_identity(encode_event(sent)) == EventIdentity(publisher_id, sequence)
@@ -185,7 +182,6 @@ def test_an_envelope_gives_its_event_back(publisher_id: int, sequence: int, topi
 
 @pytest.mark.parametrize("data", [b"\xc1", b"", b"\x01", encode_event(Event(1, 0, 0, "t", "text"))])  # type: ignore[arg-type]
 def test_a_malformed_envelope_is_refused(data: bytes) -> None:
-    """EVT-04."""
     with pytest.raises(InvalidMessage):
         decode_event(data)
 

@@ -31,7 +31,6 @@ NAMES = st.from_regex(r"[a-z0-9_-]+", fullmatch=True)
     ],
 )
 def test_an_endpoint_is_read_from_text(text: str, parts: tuple[str, str, str]) -> None:
-    """DISC-01."""
     assert EndpointId.parse(text) == EndpointId(*parts)
 
 
@@ -67,12 +66,11 @@ def test_an_endpoint_has_a_name() -> None:
 
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_keys_of_different_endpoints_never_lie_under_each_other(one: str, other: str) -> None:
-    """DISC-08."""
     here, there = (EndpointId("ns", "comp", name) for name in (one, other))
     assert matches_prefix(Instance.of(here, 1).key, there.path) == (one == other)
 
 
-def test_an_instance_is_told_by_its_full_identity() -> None:
+def test_an_instance_has_its_full_identity() -> None:
     instance = Instance.of(EndpointId("ns", "comp", "ep"), 255)
     assert str(instance) == "ns/comp/ep/255"
     assert instance.key == "ns/comp/ep/ff"
@@ -81,7 +79,7 @@ def test_an_instance_is_told_by_its_full_identity() -> None:
 
 @pytest.mark.parametrize("codec", ["msgpack", "json", None])
 def test_an_instance_crosses_the_wire(codec: object) -> None:
-    """DISC-18: the codec round-trips, and without the field it is unset."""
+    """The codec round-trips, and without the field it is unset."""
     instance = Instance("ns", "comp", "ep", 7, {"nats_tcp": "subject"}, "cuda", codec)  # type: ignore[arg-type]
     data = to_json(instance)
     assert (b"request_plane_codec" in data) == (codec is not None)
@@ -105,7 +103,6 @@ def test_an_instance_id_has_64_bits(instance_id: str) -> None:
     ],
 )
 def test_a_prefix_ends_between_slashes(key: str, matches: bool) -> None:
-    """DISC-07."""
     assert matches_prefix(key, "ns/component") is matches
     assert matches_prefix(key, "")
 

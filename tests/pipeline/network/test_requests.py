@@ -108,7 +108,7 @@ async def test_a_close_reaches_the_engine(open_streams: OpenStreams) -> None:
         assert local.open == one.running == 0
 
 
-async def test_no_item_is_made_before_it_is_asked_for(open_streams: OpenStreams) -> None:
+async def test_no_item_is_made_before_it_is_requested(open_streams: OpenStreams) -> None:
     local = ScriptedEngine(range(9))
     async with served(local) as (_, called), await called.generate(Context(None)) as stream:
         await stream.__anext__()
@@ -195,12 +195,12 @@ class Preparing(AsyncEngine[Any, Any]):
 async def test_a_crash_before_there_is_a_stream_is_a_disconnect(open_streams: OpenStreams) -> None:
     async with served(Preparing()) as (one, called), anyio.create_task_group() as tasks:
 
-        async def ask() -> None:
+        async def call() -> None:
             with pytest.raises(Disconnected) as caught:
                 await called.generate(Context(None))
             assert isinstance(caught.value.__cause__, EngineShutdown)
 
-        tasks.start_soon(ask)
+        tasks.start_soon(call)
         await anyio.sleep(1)
         assert one.running == 1
         one.abort()
@@ -227,7 +227,7 @@ async def test_an_engine_that_raises_when_killed_is_still_a_disconnect(open_stre
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-async def test_who_has_stopped_hears_no_disconnect(how: str, open_streams: OpenStreams) -> None:
+async def test_a_stopped_request_gets_no_disconnect(how: str, open_streams: OpenStreams) -> None:
     request = Context(None)
     async with served(ScriptedEngine([1, 2])) as (one, called), await called.generate(request) as stream:
         assert await stream.__anext__() == 1

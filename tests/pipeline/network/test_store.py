@@ -1,4 +1,4 @@
-"""The contract of a store, and how its listeners hear of it."""
+"""The contract of a store and of its watches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ async def opened() -> AsyncIterator[InProcessStore]:
         assert store.watchers == 0
 
 
-def heard(store: InProcessStore, prefix: str = "") -> tuple[list[Any], Any]:
-    said: list[Any] = []
-    return said, store.watch(prefix).subscribe(said.append, on_completed=lambda: said.append("completed"))
+def record(store: InProcessStore, prefix: str = "") -> tuple[list[Any], Any]:
+    received: list[Any] = []
+    return received, store.watch(prefix).subscribe(received.append, on_completed=lambda: received.append("completed"))
 
 
 async def test_a_key_is_created_once() -> None:
-    """KVS-01."""
     async with opened() as store:
         assert await store.create("a/k", b"1") == Written("created", 0)
         assert await store.create("a/k", b"2") == Written("exists", 0)
@@ -44,7 +43,6 @@ async def test_a_key_is_created_once() -> None:
 
 
 async def test_of_many_creators_one_wins() -> None:
-    """KVS-03."""
     async with opened() as store:
         outcomes: list[str] = []
 
@@ -70,9 +68,8 @@ async def test_replacing_wants_the_revision_that_holds() -> None:
 
 
 async def test_watchers_hear_their_bucket_only() -> None:
-    """KVS-06."""
     async with opened() as store:
-        first, second, other = heard(store, "a")[0], heard(store, "a")[0], heard(store, "b")[0]
+        first, second, other = record(store, "a")[0], record(store, "a")[0], record(store, "b")[0]
         await store.create("a/k", b"1")
         await store.create("b/k", b"2")
         assert first == second == [Put("a/k", b"1", 0)]
@@ -80,18 +77,17 @@ async def test_watchers_hear_their_bucket_only() -> None:
 
 
 async def test_a_watch_begins_with_what_is_there() -> None:
-    """KVS-08: the value once, then the update."""
+    """The value once, then the update."""
     async with opened() as store:
         await store.create("a/k", b"1")
-        said, _ = heard(store, "a")
-        assert said == [Put("a/k", b"1", 0)]
+        received, _ = record(store, "a")
+        assert received == [Put("a/k", b"1", 0)]
         await store.replace("a/k", b"2", 0)
         await store.delete("a/k")
-        assert said[1:] == [Put("a/k", b"2", 1), Gone("a/k")]
+        assert received[1:] == [Put("a/k", b"2", 1), Gone("a/k")]
 
 
 async def test_entries_have_full_keys() -> None:
-    """KVS-10."""
     async with opened() as store:
         for key in ("b/x", "a/y", "a/x", "ab/x"):
             await store.create(key, key.upper().encode())
@@ -99,14 +95,14 @@ async def test_entries_have_full_keys() -> None:
         assert len(await store.entries()) == 4
 
 
-async def test_a_disposed_watch_hears_nothing_more_and_is_released() -> None:
+async def test_a_disposed_watch_receives_nothing_more_and_is_released() -> None:
     async with opened() as store:
-        said, watching = heard(store)
+        received, watching = record(store)
         assert store.watchers == 1
         watching.dispose()
         assert store.watchers == 0
         await store.create("a/k", b"1")
-        assert said == []
+        assert received == []
 
 
 async def test_a_held_key_does_not_lapse() -> None:
@@ -119,13 +115,13 @@ async def test_a_held_key_does_not_lapse() -> None:
 async def test_an_abandoned_key_lapses_within_its_time() -> None:
     async with opened() as store:
         await store.create("a/k", b"1")
-        said, _ = heard(store)
+        received, _ = record(store)
         store.abandon("a/k")
         store.abandon("a/k")
         await anyio.sleep(TTL_S - 1)
         assert await store.get("a/k") is not None
         await anyio.sleep(2)
-        assert said == [Put("a/k", b"1", 0), Gone("a/k")]
+        assert received == [Put("a/k", b"1", 0), Gone("a/k")]
 
 
 async def test_writing_an_abandoned_key_renews_it() -> None:
@@ -140,17 +136,17 @@ async def test_writing_an_abandoned_key_renews_it() -> None:
 async def test_closing_removes_everything_and_completes_watches() -> None:
     async with opened() as store:
         await store.create("a/k", b"1")
-        said, _ = heard(store)
+        received, _ = record(store)
         await store.close()
         await store.close()
-        assert said == [Put("a/k", b"1", 0), Gone("a/k"), "completed"]
-        late, _ = heard(store)
+        assert received == [Put("a/k", b"1", 0), Gone("a/k"), "completed"]
+        late, _ = record(store)
         assert late == ["completed"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30), st.integers(0, 30))
 async def test_a_watch_has_no_gap_and_no_duplicate(writes: list[tuple[str, bool]], joins_at: int) -> None:
-    """KVS-09: whenever it begins, what it heard adds up to what is there."""
+    """Whenever it begins, what it record adds up to what is there."""
     async with opened() as store:
         seen: dict[str, Any] = {}
 

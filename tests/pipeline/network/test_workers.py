@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 WHERE = "ns/comp/ep"
 
 
-def says(*items: Any) -> AsyncEngine[Any, Any]:
+def engine_of(*items: Any) -> AsyncEngine[Any, Any]:
     return ScriptedEngine(items)
 
 
@@ -35,39 +35,39 @@ def watchers(runtime: Runtime) -> int:
     return runtime._store.watchers
 
 
-def heard(workers: Workers[Any, Any]) -> tuple[list[Any], Any]:
-    said: list[Any] = []
-    return said, workers.changes().subscribe(said.append, on_completed=lambda: said.append("completed"))
+def record_changes(workers: Workers[Any, Any]) -> tuple[list[Any], Any]:
+    received: list[Any] = []
+    return received, workers.changes().subscribe(received.append, on_completed=lambda: received.append("completed"))
 
 
 async def test_a_pool_follows_what_is_served() -> None:
-    """CLI-09: a new instance is there at once."""
+    """A new instance is there at once."""
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(WHERE)
-        said, _ = heard(workers)
-        second = await runtime.serve(WHERE, says("b"), instance_id=2)
-        await runtime.serve(WHERE, says("a"), instance_id=1)
-        await runtime.serve("ns/comp/other", says("c"), instance_id=3)
+        received, _ = record_changes(workers)
+        second = await runtime.serve(WHERE, engine_of("b"), instance_id=2)
+        await runtime.serve(WHERE, engine_of("a"), instance_id=1)
+        await runtime.serve("ns/comp/other", engine_of("c"), instance_id=3)
         assert workers.instance_ids() == (1, 2)
         assert await (await workers.engine(2).generate(Context(None))).collect() == ["b"]
         await second.close()
         assert workers.instance_ids() == (1,)
         with pytest.raises(CannotConnect, match="instance_id=2"):
             await workers.engine(2).generate(Context(None))
-    assert said == [(), (2,), (1, 2), (1,), (), "completed"]
+    assert received == [(), (2,), (1, 2), (1,), (), "completed"]
 
 
 async def test_a_late_pool_begins_with_what_is_there() -> None:
     async with Runtime.in_process() as runtime:
         for instance_id in (3, 1, 2):
-            await runtime.serve(WHERE, says(), instance_id=instance_id)
-        said, _ = heard(runtime.workers(WHERE))
-        assert said == [(1, 2, 3)]
+            await runtime.serve(WHERE, engine_of(), instance_id=instance_id)
+        received, _ = record_changes(runtime.workers(WHERE))
+        assert received == [(1, 2, 3)]
 
 
 async def test_an_aborted_instance_vanishes() -> None:
     async with Runtime.in_process() as runtime:
-        served = await runtime.serve(WHERE, says())
+        served = await runtime.serve(WHERE, engine_of())
         workers = runtime.workers(WHERE)
         served.abort()
         await anyio.sleep(0.1)
@@ -77,13 +77,13 @@ async def test_an_aborted_instance_vanishes() -> None:
 
 async def test_aborting_after_the_runtime_is_left_does_nothing() -> None:
     async with Runtime.in_process() as runtime:
-        served = await runtime.serve(WHERE, says())
+        served = await runtime.serve(WHERE, engine_of())
     served.abort()
 
 
 async def test_an_instance_that_falls_silent_lapses() -> None:
     async with Runtime.in_process(lease_ttl_s=10) as runtime:
-        served = await runtime.serve(WHERE, says())
+        served = await runtime.serve(WHERE, engine_of())
         workers = runtime.workers(WHERE)
         await anyio.sleep(100)
         assert len(workers.instance_ids()) == 1
@@ -97,24 +97,24 @@ async def test_an_instance_that_falls_silent_lapses() -> None:
 
 
 async def test_a_closed_pool_still_serves_its_watchers() -> None:
-    """CLI-10: and is released with the last of them."""
+    """And is released with the last of them."""
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(WHERE)
-        said, watching = heard(workers)
+        received, watching = record_changes(workers)
         workers.close()
-        await runtime.serve(WHERE, says(), instance_id=1)
-        assert said == [(), (1,)]
+        await runtime.serve(WHERE, engine_of(), instance_id=1)
+        assert received == [(), (1,)]
         assert watchers(runtime) == 1
         watching.dispose()
         assert watchers(runtime) == 0
         assert workers.instance_ids() == ()
-        assert heard(workers)[0] == ["completed"]
+        assert record_changes(workers)[0] == ["completed"]
 
 
 async def test_closing_a_pool_releases_its_watch() -> None:
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(WHERE)
-        heard(workers)[1].dispose()
+        record_changes(workers)[1].dispose()
         assert watchers(runtime) == 1
         workers.close()
         workers.close()
@@ -128,7 +128,7 @@ async def test_waiting_ends_with_enough_instances() -> None:
         async def serve() -> None:
             for instance_id in (1, 2):
                 await anyio.sleep(5)
-                await runtime.serve(WHERE, says(), instance_id=instance_id)
+                await runtime.serve(WHERE, engine_of(), instance_id=instance_id)
 
         tasks.start_soon(serve)
         start = anyio.current_time()
@@ -166,7 +166,7 @@ async def test_waiting_goes_on_when_an_instance_has_left_before_the_waiters_turn
     """The pool is as open as before: that is not the end of it."""
     where, got = EndpointId.parse(WHERE), list[Any]()
     watch = Subject[Added[Instance] | Removed[Instance]]()
-    workers: EndpointWorkers[Any, Any] = EndpointWorkers(where, watch, lambda _: says())
+    workers: EndpointWorkers[Any, Any] = EndpointWorkers(where, watch, lambda _: engine_of())
 
     async def wait() -> None:
         got.append(await workers.wait_for_instances())
@@ -194,33 +194,33 @@ async def test_a_cancelled_wait_releases_its_watch() -> None:
 
 
 async def test_a_static_pool_never_changes() -> None:
-    workers: Workers[Any, Any] = static_workers({2: says("b"), 1: says("a")}, name="pool")
+    workers: Workers[Any, Any] = static_workers({2: engine_of("b"), 1: engine_of("a")}, name="pool")
     assert workers.name == "pool"
     assert workers.instance_ids() == (1, 2) == await workers.wait_for_instances(2)
-    assert heard(workers)[0] == [(1, 2)]
+    assert record_changes(workers)[0] == [(1, 2)]
     assert await (await workers.engine(1).generate(Context(None))).collect() == ["a"]
     with pytest.raises(CannotConnect, match="instance_id=3 not found for endpoint pool"):
         await workers.engine(3).generate(Context(None))
 
 
-async def test_a_pool_says_why_nobody_is_there() -> None:
+async def test_an_empty_pool_has_the_reason() -> None:
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(WHERE)
         assert workers.absence() == "none_yet"
-        served = await runtime.serve(WHERE, says())
+        served = await runtime.serve(WHERE, engine_of())
         assert workers.absence() is None
         await served.close()
         assert workers.absence() == "all_left"
         workers.close()
         assert workers.absence() == "closed"
     assert static_workers({}).absence() == "none_yet"
-    assert static_workers({1: says()}).absence() is None
+    assert static_workers({1: engine_of()}).absence() is None
 
 
 async def test_one_that_comes_back_is_another_arrival() -> None:
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(WHERE)
-        served = [await runtime.serve(WHERE, says(), instance_id=instance_id) for instance_id in (2, 1)]
+        served = [await runtime.serve(WHERE, engine_of(), instance_id=instance_id) for instance_id in (2, 1)]
         arrivals = [workers.arrival(instance_id) for instance_id in (1, 2, 3)]
         assert arrivals[2] == -1
         assert len(set(arrivals)) == 3
@@ -243,7 +243,7 @@ async def test_one_that_is_published_anew_is_the_same_arrival() -> None:
 
 
 async def test_a_pool_knows_what_its_instances_compute_on() -> None:
-    workers = static_workers({1: says(), 2: says()}, device_types={1: "cpu"})
+    workers = static_workers({1: engine_of(), 2: engine_of()}, device_types={1: "cpu"})
     assert [workers.device_type(instance_id) for instance_id in (1, 2, 3)] == ["cpu", None, None]
     assert [workers.arrival(instance_id) for instance_id in (1, 2, 3)] == [0, 1, -1]
 
@@ -264,24 +264,24 @@ async def test_a_listeners_error_keeps_no_other_from_hearing(caplog: pytest.LogC
                 raise LookupError("broken")
 
         workers.changes().subscribe(fail)
-        said, _ = heard(workers)
+        received, _ = record_changes(workers)
         for instance_id in (1, 2):
-            await runtime.serve(WHERE, says(), instance_id=instance_id)
-        assert said == [(), (1,), (1, 2)]
+            await runtime.serve(WHERE, engine_of(), instance_id=instance_id)
+        assert received == [(), (1,), (1, 2)]
         assert "a listener failed" in caplog.text
 
 
 async def test_a_listener_that_has_enough_at_once_is_released() -> None:
     async with Runtime.in_process() as runtime:
-        workers, said = runtime.workers(WHERE), list[Any]()
-        workers.changes().pipe(ops.take(1)).subscribe(said.append)
-        runtime.discovery.watch().subscribe(said.append).dispose()
+        workers, received = runtime.workers(WHERE), list[Any]()
+        workers.changes().pipe(ops.take(1)).subscribe(received.append)
+        runtime.discovery.watch().subscribe(received.append).dispose()
         workers.close()
-        assert said == [()]
+        assert received == [()]
         assert watchers(runtime) == 0
 
 
-async def test_the_request_plane_is_told_what_to_read_items_as() -> None:
+async def test_the_request_plane_is_given_the_type_of_items() -> None:
     class Noting(InProcessRequestPlane):
         item_types: ClassVar[list[Any]] = []
 
@@ -294,7 +294,7 @@ async def test_the_request_plane_is_told_what_to_read_items_as() -> None:
     async with runtime:
         typed: Workers[str, int] = runtime.workers(WHERE, int)
         untyped = runtime.workers(WHERE)
-        await runtime.serve(WHERE, says(1), instance_id=1)
+        await runtime.serve(WHERE, engine_of(1), instance_id=1)
         assert Noting.item_types == [int, Any]
         for workers in (typed, untyped):
             assert await (await workers.engine(1).generate(Context(""))).collect() == [1]
@@ -306,11 +306,11 @@ async def test_the_request_plane_is_told_what_to_read_items_as() -> None:
 async def test_an_engine_is_served_inside_the_runtimes_block_only() -> None:
     runtime = Runtime.in_process()
     with pytest.raises(StreamClosed, match="not open"):
-        await runtime.serve(WHERE, says())
+        await runtime.serve(WHERE, engine_of())
     async with runtime:
         pass
     with pytest.raises(StreamClosed, match="not open"):
-        await runtime.serve(WHERE, says())
+        await runtime.serve(WHERE, engine_of())
     assert not runtime.served
     with pytest.raises(StreamClosed, match="was left"):
         await runtime.__aenter__()
@@ -325,7 +325,7 @@ async def test_names_that_cannot_be_have_no_workers() -> None:
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_what_takes_no_requests_is_not_published_again(how: str) -> None:
     async with Runtime.in_process() as runtime:
-        served = await runtime.serve(WHERE, says())
+        served = await runtime.serve(WHERE, engine_of())
         if how == "close":
             await served.close()
         else:
@@ -338,12 +338,12 @@ async def test_what_takes_no_requests_is_not_published_again(how: str) -> None:
 
 async def test_an_instance_served_anew_outlives_its_predecessor(open_streams: OpenStreams) -> None:
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
-        first = await runtime.serve(WHERE, says(1, Wait(5), 2), instance_id=1)
+        first = await runtime.serve(WHERE, engine_of(1, Wait(5), 2), instance_id=1)
         workers = runtime.workers(WHERE)
         stream = await workers.engine(1).generate(Context(None))
         tasks.start_soon(first.close, 100)
         await anyio.sleep(1)
-        second = await runtime.serve(WHERE, says("new"), instance_id=1)
+        second = await runtime.serve(WHERE, engine_of("new"), instance_id=1)
         assert await stream.collect() == [1, 2]
         await anyio.sleep(1)
         assert list(runtime.served.values()) == [second]
@@ -352,11 +352,11 @@ async def test_an_instance_served_anew_outlives_its_predecessor(open_streams: Op
 
 
 async def test_an_instance_is_invisible_before_it_refuses() -> None:
-    """A caller that sees it may ask it."""
+    """A caller that sees it may call it."""
     async with Runtime.in_process() as runtime:
         plane = runtime.requests
         assert isinstance(plane, InProcessRequestPlane)
-        served = await runtime.serve(WHERE, says("x"))
+        served = await runtime.serve(WHERE, engine_of("x"))
         seen: list[tuple[int, int]] = []
         runtime.workers(WHERE).changes().subscribe(lambda ids: seen.append((len(ids), len(plane.serving))))
         await served.close()
@@ -380,7 +380,7 @@ async def test_leaving_is_orderly_though_discovery_fails(
         answers: list[Any] = []
         async with runtime:
             for instance_id in (1, 2):
-                await runtime.serve(WHERE, says(1, Wait(3), 2), card=card("a"), instance_id=instance_id)
+                await runtime.serve(WHERE, engine_of(1, Wait(3), 2), card=card("a"), instance_id=instance_id)
             stream = await runtime.workers(WHERE).engine(2).generate(Context(None))
 
             async def read() -> None:
@@ -394,7 +394,7 @@ async def test_leaving_is_orderly_though_discovery_fails(
 
 async def test_runtimes_do_not_see_each_other() -> None:
     async with Runtime.in_process() as here, Runtime.in_process() as there:
-        await here.serve(WHERE, says(), instance_id=1)
+        await here.serve(WHERE, engine_of(), instance_id=1)
         assert there.workers(WHERE).instance_ids() == ()
         with pytest.raises(CannotConnect):
             await there.workers(WHERE).engine(1).generate(Context(None))
@@ -402,9 +402,9 @@ async def test_runtimes_do_not_see_each_other() -> None:
 
 async def test_instances_of_a_process_share_its_id_and_those_of_an_endpoint_do_not() -> None:
     async with Runtime.in_process(rng=Random(3)) as runtime:
-        first = await runtime.serve(WHERE, says())
-        second = await runtime.serve(WHERE, says())
-        other = await runtime.serve("ns/comp/other", says())
+        first = await runtime.serve(WHERE, engine_of())
+        second = await runtime.serve(WHERE, engine_of())
+        other = await runtime.serve("ns/comp/other", engine_of())
         assert first.instance_id == other.instance_id == runtime.instance_id
         assert second.instance_id != first.instance_id
 
@@ -419,41 +419,41 @@ class Repeating(Random):
         return a + (self.drawn - 1) // 3
 
 
-async def test_a_new_id_is_nobody_elses_whatever_is_drawn() -> None:
+async def test_a_new_id_is_unique_whatever_is_drawn() -> None:
     async with Runtime.in_process(rng=Repeating()) as runtime:
-        await runtime.serve(WHERE, says(), instance_id=3)
+        await runtime.serve(WHERE, engine_of(), instance_id=3)
         drawn = [runtime.new_instance_id() for _ in range(3)]
         assert (runtime.instance_id, drawn) == (1, [2, 4, 5])
-        assert [(await runtime.serve(WHERE, says())).instance_id for _ in range(2)] == [1, 6]
+        assert [(await runtime.serve(WHERE, engine_of())).instance_id for _ in range(2)] == [1, 6]
 
 
 async def test_a_taken_id_is_refused_and_changes_nothing() -> None:
     async with Runtime.in_process() as runtime:
-        first = await runtime.serve(WHERE, says("first"), instance_id=1)
+        first = await runtime.serve(WHERE, engine_of("first"), instance_id=1)
         with pytest.raises(InvalidArgument, match="served already"):
-            await runtime.serve(WHERE, says("second"), instance_id=1)
+            await runtime.serve(WHERE, engine_of("second"), instance_id=1)
         workers = runtime.workers(WHERE)
         assert await (await workers.engine(1).generate(Context(None))).collect() == ["first"]
         await first.close()
-        await runtime.serve(WHERE, says("third"), instance_id=1)
+        await runtime.serve(WHERE, engine_of("third"), instance_id=1)
         assert await (await workers.engine(1).generate(Context(None))).collect() == ["third"]
 
 
 async def test_names_are_checked_before_anything_is_served() -> None:
     async with Runtime.in_process() as runtime:
         with pytest.raises(InvalidArgument):
-            await runtime.serve("NameSpace/comp/ep", says())
+            await runtime.serve("NameSpace/comp/ep", engine_of())
         for instance_id in (-1, 2**64):
             with pytest.raises(InvalidArgument, match="64 bits"):
-                await runtime.serve(WHERE, says(), instance_id=instance_id)
+                await runtime.serve(WHERE, engine_of(), instance_id=instance_id)
         assert not runtime.served
 
 
 async def test_an_instance_whose_card_is_refused_is_not_served() -> None:
     async with Runtime.in_process() as runtime:
-        await runtime.serve(WHERE, says(), card=card("model-a"), instance_id=1)
+        await runtime.serve(WHERE, engine_of(), card=card("model-a"), instance_id=1)
         with pytest.raises(InvalidArgument, match="model-a"):
-            await runtime.serve(WHERE, says(), card=card("model-b"), instance_id=2)
+            await runtime.serve(WHERE, engine_of(), card=card("model-b"), instance_id=2)
         workers = runtime.workers(WHERE)
         assert workers.instance_ids() == (1,)
         with pytest.raises(CannotConnect):
@@ -463,7 +463,7 @@ async def test_an_instance_whose_card_is_refused_is_not_served() -> None:
 
 async def test_a_card_comes_and_goes_with_its_instance() -> None:
     async with Runtime.in_process() as runtime:
-        served = await runtime.serve(WHERE, says(), card=card("model-a"))
+        served = await runtime.serve(WHERE, engine_of(), card=card("model-a"))
         assert len(await runtime.discovery.models()) == 1
         await served.unpublish()
         assert not [*await runtime.discovery.models(), *await runtime.discovery.instances()]
@@ -474,9 +474,9 @@ async def test_a_card_comes_and_goes_with_its_instance() -> None:
         assert not [*await runtime.discovery.models(), *await runtime.discovery.instances()]
 
 
-async def test_an_unpublished_instance_still_answers_who_knows_it() -> None:
+async def test_an_unpublished_instance_still_answers_callers_that_know_it() -> None:
     async with Runtime.in_process() as runtime:
-        served = await runtime.serve(WHERE, says("x"), instance_id=1)
+        served = await runtime.serve(WHERE, engine_of("x"), instance_id=1)
         called = runtime.workers(WHERE).engine(1)
         await served.unpublish()
         assert await (await called.generate(Context(None))).collect() == ["x"]
@@ -486,7 +486,7 @@ async def test_leaving_waits_for_what_runs(open_streams: OpenStreams) -> None:
     async with anyio.create_task_group() as tasks:
         answers: list[Any] = []
         async with Runtime.in_process(graceful_timeout_s=100) as runtime:
-            await runtime.serve(WHERE, says(1, Wait(30), 2), instance_id=1)
+            await runtime.serve(WHERE, engine_of(1, Wait(30), 2), instance_id=1)
             stream = await runtime.workers(WHERE).engine(1).generate(Context(None))
 
             async def read() -> None:
@@ -515,9 +515,9 @@ async def test_leaving_cuts_what_outlasts_the_bound(fails: bool, waits_s: float,
 async def test_nothing_is_open_after_leaving() -> None:
     tasks_before = {task.id for task in anyio.get_running_tasks()}
     async with Runtime.in_process() as runtime:
-        await runtime.serve(WHERE, says(), card=card("a"))
-        said, _ = heard(runtime.workers(WHERE))
-        runtime.events.subscribe(Scope("ns"), "t", str).subscribe(said.append)
+        await runtime.serve(WHERE, engine_of(), card=card("a"))
+        received, _ = record_changes(runtime.workers(WHERE))
+        runtime.events.subscribe(Scope("ns"), "t", str).subscribe(received.append)
     assert watchers(runtime) == 0
     assert isinstance(runtime.events, InProcessEventPlane)
     assert runtime.events.subscriptions == 0

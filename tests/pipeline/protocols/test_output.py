@@ -30,7 +30,6 @@ U32_MAX = 2**32 - 1
 
 @pytest.mark.parametrize(("reason", "text", "openai"), PLAIN_REASONS)
 def test_a_plain_reason_is_its_text_everywhere(reason: FinishReason, text: str, openai: str) -> None:
-    """PRT-07."""
     assert to_plain(reason) == str(reason) == text
     assert FinishReason.parse(text) is reason
     assert from_json(to_json(reason), FinishReason) is reason
@@ -40,7 +39,6 @@ def test_a_plain_reason_is_its_text_everywhere(reason: FinishReason, text: str, 
 
 @given(st.text())
 def test_an_error_reason_keeps_its_message(message: str) -> None:
-    """PRT-07."""
     reason = FinishReason.error(message)
     assert FinishReason.parse(str(reason)) == reason
     assert to_plain(reason) == {"error": message}
@@ -61,7 +59,6 @@ def test_an_error_reason_keeps_its_message(message: str) -> None:
     ],
 )
 def test_older_forms_of_a_reason_are_read(wire: Any, reason: FinishReason) -> None:
-    """PRT-08, BE-40."""
     assert from_plain(wire, FinishReason) == reason
 
 
@@ -70,7 +67,6 @@ def test_older_forms_of_a_reason_are_read(wire: Any, reason: FinishReason) -> No
     ["error", "error:x", "", "EOS", "unknown", {}, {"stop": "x"}, {"error": "m", "x": 1}, {"error": 1}, 3, True, []],
 )
 def test_what_is_no_reason_is_refused(wire: Any) -> None:
-    """BE-41."""
     with pytest.raises(InvalidArgument):
         from_plain(wire, FinishReason)
 
@@ -90,7 +86,6 @@ def test_reasons_are_values() -> None:
 
 
 def test_only_an_error_reason_has_an_error_message() -> None:
-    """PRT-10."""
     output = from_json(b'{"token_ids":[],"finish_reason":"error: boom"}', LLMEngineOutput)
     assert output.error_message == "boom"
     assert LLMEngineOutput.token(1).error_message is None
@@ -98,7 +93,6 @@ def test_only_an_error_reason_has_an_error_message() -> None:
 
 
 def test_an_encoder_ends_with_its_result_and_nothing_else() -> None:
-    """PRT-16."""
     result = {"a": 1}
     assert LLMEngineOutput.encode_terminal(result) == LLMEngineOutput(
         [], finish_reason=FinishReason.STOP, index=0, encoder_result=result
@@ -128,7 +122,6 @@ def test_chunks_are_copied_with_one_part_changed() -> None:
 
 
 def test_which_parts_of_a_chunk_are_written() -> None:
-    """BE-37."""
     assert to_plain(LLMEngineOutput.token(7)) == {
         "token_ids": [7],
         "output_type": "text",
@@ -149,7 +142,6 @@ def test_content_parts_are_tagged_by_type(wire: Any, kind: type) -> None:
 
 @given(st.integers(0, 2**33), st.integers(0, 2**33))
 def test_usage_sums_end_at_the_largest_u32(prompt: int, completion: int) -> None:
-    """BE-38."""
     usage = CompletionUsage.of(prompt, completion)
     assert usage.total_tokens == min(prompt + completion, U32_MAX)
     assert from_msgpack(to_msgpack(usage), CompletionUsage) == usage

@@ -27,7 +27,6 @@ from pipeline.wire import from_json, from_plain, to_json, to_plain
 
 
 def test_the_minimal_canary_payload_is_read() -> None:
-    """PRT-01, BE-43."""
     request = from_json(b'{"token_ids":[1],"_HEALTH_CHECK":true}', PreprocessedRequest)
     assert request == PreprocessedRequest([1], is_probe=True)
     assert request.model == ""
@@ -35,7 +34,6 @@ def test_the_minimal_canary_payload_is_read() -> None:
 
 @pytest.mark.parametrize(("is_probe", "written"), [(False, None), (True, True)])
 def test_is_probe_is_written_only_if_true_and_under_its_own_key(is_probe: bool, written: bool | None) -> None:
-    """PRT-02, BE-44."""
     plain = to_plain(PreprocessedRequest([1], is_probe=is_probe))
     assert plain.get("_HEALTH_CHECK") is written
     assert "is_probe" not in plain
@@ -68,7 +66,6 @@ def test_what_belongs_to_this_process_stays_here() -> None:
 
 
 def test_the_cache_namespace_travels_as_cache_salt() -> None:
-    """PRT-04."""
     plain = to_plain(PreprocessedRequest([1], routing=RoutingHints(cache_namespace="tenant")))
     assert plain["routing"] == {"cache_salt": "tenant"}
     routing = from_plain(plain, PreprocessedRequest).routing
@@ -77,7 +74,6 @@ def test_the_cache_namespace_travels_as_cache_salt() -> None:
 
 
 def test_an_encoder_result_is_absent_or_the_same_bytes() -> None:
-    """PRT-05."""
     assert "encoder_result" not in to_plain(PreprocessedRequest([1]))
     request = PreprocessedRequest([1], encoder_result={"z": [1.5, None], "a": {"b": "\u00e9"}})
     assert to_json(from_json(to_json(request), PreprocessedRequest)) == to_json(request)
@@ -118,7 +114,6 @@ def test_ensure_routing_makes_hints_once() -> None:
     ],
 )
 def test_routing_tokens_of_media_replace_the_prompt_for_overlap(info: MmRoutingInfo | None, expected: Any) -> None:
-    """PRT-19, BE-46."""
     assert PreprocessedRequest([1, 2], mm_routing_info=info).block_mm_routing_info() == expected
 
 
@@ -134,14 +129,12 @@ def test_routing_tokens_of_media_replace_the_prompt_for_overlap(info: MmRoutingI
     ],
 )
 def test_a_router_hint_is_merged_and_other_keys_are_kept(before: Any, after: Any) -> None:
-    """PRT-14."""
     request = PreprocessedRequest([1], extra_args=before)
     request.attach_router_hint({"hint": 1})
     assert request.extra_args == after
 
 
 def test_ignore_eos_drops_every_stop_list_and_nothing_else() -> None:
-    """BE-47."""
     full = StopConditions(5, ["a"], [1], [2], [3], 1, True, 7)
     full.apply_ignore_eos()
     assert full == StopConditions(5, None, None, None, None, 1, True, 7)
@@ -175,7 +168,6 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("second", KINDS)
 @pytest.mark.parametrize("first", KINDS)
 def test_only_one_kind_of_guided_decoding_may_be_given(first: str, second: str) -> None:
-    """PRT-11."""
     chosen: dict[str, Any] = {name: KINDS[name] for name in (first, second)}
     if first == second:
         assert GuidedDecodingOptions(backend="b", **chosen).kinds() == [first]
@@ -186,12 +178,10 @@ def test_only_one_kind_of_guided_decoding_may_be_given(first: str, second: str) 
 
 @pytest.mark.parametrize("given_options", [{}, {"choice": []}, {"backend": "b"}, {"backend": "b", "choice": []}])
 def test_no_kind_of_guided_decoding_is_no_guided_decoding(given_options: dict[str, Any]) -> None:
-    """PRT-13."""
     assert GuidedDecodingOptions.from_optional(**given_options) is None
 
 
 def test_guided_decoding_without_a_kind_is_valid() -> None:
-    """PRT-11."""
     assert GuidedDecodingOptions(backend="b", choice=[]).kinds() == []
     assert GuidedDecodingOptions.from_optional(regex="a", choice=[], backend="b") == GuidedDecodingOptions(
         regex="a", backend="b"
@@ -230,7 +220,6 @@ def test_a_router_override_out_of_range_is_refused_when_read(given_values: dict[
     "plain", [{"overlap_score_credit": 1.5, "shared_cache_multiplier": 1}, {"prefill_load_scale": 0}]
 )
 def test_a_router_override_may_be_over_one_or_zero(plain: dict[str, float]) -> None:
-    """KV-150."""
     assert to_plain(from_plain(plain, RouterConfigOverride)).items() >= plain.items()
 
 

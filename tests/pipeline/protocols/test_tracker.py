@@ -20,7 +20,7 @@ from pipeline.wire import to_plain
 
 @define
 class Clock:
-    """Seconds that pass only when told."""
+    """A clock whose time, in seconds, is set by the test."""
 
     now: float = 100.0
 
@@ -33,7 +33,6 @@ def tracker_at(clock: Clock) -> RequestTracker:
 
 
 def test_token_counts_are_kept() -> None:
-    """TRK-01."""
     tracker = tracker_at(Clock())
     tracker.record_isl(512, 256)
     tracker.record_osl(100)
@@ -50,7 +49,6 @@ def test_cached_tokens_are_recorded_only_if_given_and_the_first_holds() -> None:
 
 
 def test_time_to_first_token_needs_a_first_token() -> None:
-    """TRK-02."""
     clock = Clock()
     tracker = tracker_at(clock)
     assert tracker.ttft_ms is None
@@ -121,7 +119,6 @@ def test_prefill_times() -> None:
 
 @pytest.mark.parametrize(("overlap", "blocks", "rate"), [(3.0, 10, 0.3), (0.0, 0, None), (0.0, 4, 0.0)])
 def test_the_hit_rate_is_overlap_over_blocks(overlap: float, blocks: int, rate: float | None) -> None:
-    """TRK-04."""
     tracker = tracker_at(Clock())
     assert tracker.kv_hit_rate is None
     tracker.record_kv_hit(overlap, blocks)
@@ -130,7 +127,6 @@ def test_the_hit_rate_is_overlap_over_blocks(overlap: float, blocks: int, rate: 
 
 
 def test_the_first_queue_depth_holds() -> None:
-    """TRK-05."""
     tracker = tracker_at(Clock())
     tracker.record_router_queue_depth(42)
     tracker.record_router_queue_depth(99)
@@ -169,7 +165,6 @@ def test_the_first_worker_holds_and_its_rank_may_come_later(caplog: pytest.LogCa
 
 
 def test_another_routers_workers_fill_gaps_only() -> None:
-    """TRK-07."""
     external = WorkerIdInfo(1, 2, 3, 4)
     tracker = tracker_at(Clock())
     tracker.record_external_workers(external)
@@ -180,23 +175,21 @@ def test_another_routers_workers_fill_gaps_only() -> None:
 
 
 def test_the_first_external_query_tokens_hold() -> None:
-    """TRK-08."""
     tracker = tracker_at(Clock())
     tracker.record_external_query_token_ids([1])
     tracker.record_external_query_token_ids([2])
     assert tracker.routing_data().token_ids == [1]
 
 
-def test_the_last_prefill_says_what_was_cached_of_the_prompt() -> None:
+def test_the_last_prefill_reports_what_was_cached_of_the_prompt() -> None:
     tracker = tracker_at(Clock())
     assert tracker.prefill_cached_tokens is None
-    for said, known in ((None, None), (64, 64), (None, 64), (0, 0)):
-        tracker.record_prefill_cached(said)
+    for reported, known in ((None, None), (64, 64), (None, 64), (0, 0)):
+        tracker.record_prefill_cached(reported)
         assert tracker.prefill_cached_tokens == known
 
 
 def test_the_transfer_time_needs_both_ends_and_is_not_negative() -> None:
-    """TRK-10."""
     clock = Clock()
     tracker = tracker_at(clock)
     tracker.record_decode_first_token()
@@ -243,7 +236,6 @@ def test_text_work_is_measured() -> None:
 
 
 def test_worker_gauges_say_which_worker_and_rank() -> None:
-    """TRK-11."""
     clock = Clock()
     tracker = tracker_at(clock)
     clock.now += 0.5
@@ -317,7 +309,6 @@ async def test_a_tracker_is_found_where_a_stage_left_it() -> None:
 
 @pytest.mark.anyio
 async def test_the_next_phase_waits_until_the_permit_is_released() -> None:
-    """KV-183."""
     tracker = track_request(lambda: 0)
     seen: list[RequestPhase] = []
 

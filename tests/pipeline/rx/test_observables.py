@@ -28,82 +28,84 @@ from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, che
 pytestmark = pytest.mark.anyio
 
 
-async def ask(*script: Any) -> tuple[ScriptedEngine, ResponseStream[Any]]:
+async def answer(*script: Any) -> tuple[ScriptedEngine, ResponseStream[Any]]:
     engine: ScriptedEngine = ScriptedEngine(script)
     return engine, await engine.generate(Context(None))
 
 
-def noted(observable: Observable[Any]) -> tuple[list[Any], Any]:
-    """What the observable says, as it says it, and the subscription."""
-    said: list[Any] = []
-    return said, observable.subscribe(said.append, lambda e: said.append(repr(e)), lambda: said.append("completed"))
+def record(observable: Observable[Any]) -> tuple[list[Any], Any]:
+    """Return what the observable pushes, growing as it does, and the subscription."""
+    pushed: list[Any] = []
+    return pushed, observable.subscribe(
+        pushed.append, lambda e: pushed.append(repr(e)), lambda: pushed.append("completed")
+    )
 
 
 # -- to_observable
 
 
 async def test_a_stream_is_pushed_and_completed(open_streams: OpenStreams) -> None:
-    engine, stream = await ask(1, Wait(3), 2)
+    engine, stream = await answer(1, Wait(3), 2)
     async with AnyIOScheduler() as scheduler:
         observable = stream.to_observable(scheduler)
         assert engine.delivered == 0
-        said, _ = noted(observable)
+        pushed, _ = record(observable)
         await anyio.sleep(4)
-        assert said == [1, 2, "completed"]
+        assert pushed == [1, 2, "completed"]
         assert engine.open == 0
 
 
 async def test_a_streams_error_is_the_observables(open_streams: OpenStreams) -> None:
-    _, stream = await ask(1, Fail(Disconnected("lost")))
+    _, stream = await answer(1, Fail(Disconnected("lost")))
     async with AnyIOScheduler() as scheduler:
-        said, _ = noted(stream.to_observable(scheduler))
+        pushed, _ = record(stream.to_observable(scheduler))
         await anyio.sleep(1)
-        assert said == [1, "Disconnected('lost')"]
+        assert pushed == [1, "Disconnected('lost')"]
 
 
 @pytest.mark.parametrize("script", [(1, Stall()), (1, Wait(50), 2)])
 async def test_disposing_closes_the_stream(script: tuple[Any, ...], open_streams: OpenStreams) -> None:
-    engine, stream = await ask(*script)
+    engine, stream = await answer(*script)
     async with AnyIOScheduler() as scheduler:
-        said, subscription = noted(stream.to_observable(scheduler))
+        pushed, subscription = record(stream.to_observable(scheduler))
         await anyio.sleep(1)
         subscription.dispose()
         await anyio.sleep(1)
         assert engine.open == 0
-        assert said == [1]
+        assert pushed == [1]
 
 
 async def test_an_observer_that_has_enough_closes_the_stream(open_streams: OpenStreams) -> None:
-    engine, stream = await ask(*range(9))
+    engine, stream = await answer(*range(9))
     async with AnyIOScheduler() as scheduler:
-        said, _ = noted(stream.to_observable(scheduler).pipe(ops.take(2)))
+        pushed, _ = record(stream.to_observable(scheduler).pipe(ops.take(2)))
         await anyio.sleep(1)
-        assert said == [0, 1, "completed"]
+        assert pushed == [0, 1, "completed"]
         assert engine.delivered == 2
         assert engine.open == 0
 
 
 async def test_leaving_the_scheduler_closes_the_stream(open_streams: OpenStreams) -> None:
-    engine, stream = await ask(1, Stall())
+    engine, stream = await answer(1, Stall())
     async with AnyIOScheduler() as scheduler:
-        noted(stream.to_observable(scheduler))
+        record(stream.to_observable(scheduler))
         await anyio.sleep(1)
         assert engine.open == 1
     assert engine.open == 0
 
 
 async def test_leaving_before_the_task_has_begun_closes_the_stream_too(open_streams: OpenStreams) -> None:
-    engine, stream = await ask(1, Stall())
+    engine, stream = await answer(1, Stall())
     async with AnyIOScheduler() as scheduler:
-        noted(stream.to_observable(scheduler))
+        record(stream.to_observable(scheduler))
     assert engine.open == 0
 
 
 async def test_a_stream_has_one_subscriber(open_streams: OpenStreams) -> None:
-    _, stream = await ask(1)
+    _, stream = await answer(1)
     async with AnyIOScheduler() as scheduler:
         observable = stream.to_observable(scheduler)
-        first, _ = noted(observable)
+        first, _ = record(observable)
         errors: list[Exception] = []
         observable.subscribe(on_error=errors.append)
         await anyio.sleep(1)
@@ -112,16 +114,16 @@ async def test_a_stream_has_one_subscriber(open_streams: OpenStreams) -> None:
 
 
 async def test_a_subscription_that_failed_took_nothing(open_streams: OpenStreams) -> None:
-    _, stream = await ask(1)
+    _, stream = await answer(1)
     scheduler = AnyIOScheduler()
     observable = stream.to_observable(scheduler)
-    assert noted(observable)[0] == [
+    assert record(observable)[0] == [
         "StreamClosed('this scheduler is not running: use it inside its `async with` block')"
     ]
     async with scheduler:
-        said, _ = noted(observable)
+        pushed, _ = record(observable)
         await anyio.sleep(1)
-        assert said == [1, "completed"]
+        assert pushed == [1, "completed"]
 
 
 @pytest.mark.parametrize("how", ["leave", "dispose"])
@@ -140,7 +142,7 @@ async def test_items_that_are_all_ready_let_others_run(how: str, open_streams: O
 
 
 async def test_an_observers_error_is_the_schedulers_and_closes_the_stream(open_streams: OpenStreams) -> None:
-    engine, stream = await ask(1, 2)
+    engine, stream = await answer(1, 2)
 
     def fail(_: Any) -> None:
         raise LookupError("broken")
@@ -156,7 +158,7 @@ async def test_an_observers_error_is_the_schedulers_and_closes_the_stream(open_s
 
 
 class Source:
-    """Something that pushes, and knows whether somebody listens."""
+    """Something that pushes, and knows whether it has a subscriber."""
 
     def __init__(self) -> None:
         self.subject = Subject[Any]()
@@ -263,7 +265,7 @@ async def test_a_source_that_overflows_while_it_is_subscribed_is_disposed(open_s
 
 
 @pytest.mark.parametrize(("overflow", "kept"), [("drop_oldest", [2, 3]), ("drop_newest", [0, 1])])
-async def test_a_full_buffer_drops_as_told(
+async def test_a_full_buffer_drops_by_its_policy(
     overflow: OverflowPolicy, kept: list[int], open_streams: OpenStreams
 ) -> None:
     source = Source()

@@ -93,7 +93,6 @@ def test_the_environment_may_change_buckets_sensibly(changes: dict[str, str], ex
     [("test metric", "dynamo_component_test_metric"), ("valid_name", "dynamo_component_valid_name")],
 )
 def test_a_component_metric_is_prefixed(name: str, expected: str) -> None:
-    """MET-02."""
     assert component_name(name) == expected
 
 
@@ -237,7 +236,7 @@ def test_a_gauge_wants_its_other_labels() -> None:
 OWN = [
     Instrument("done_total", "counter", "", "What is done", ("pool",)),
     Instrument("size", "histogram", "", "How large it was", ("pool",), (1.0, 2.0)),
-    Instrument("waiting", "observed", "", "Who waits", ("pool", "rank"), optional=("rank",)),
+    Instrument("waiting", "observed", "", "Waiting requests", ("pool", "rank"), optional=("rank",)),
 ]
 
 
@@ -295,7 +294,7 @@ def test_several_may_observe_one_instrument_of_a_meter() -> None:
     assert _by_pool(recorded) == {"b": 1}
 
 
-def test_what_cannot_be_observed_is_logged_and_hides_nobody_elses(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_observation_is_logged_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
     recorded = Recorded()
     metrics = Metrics(recorded.meter, rows=OWN)
     metrics.observe("waiting", lambda: [({"pool": "a"}, 1 // 0)])

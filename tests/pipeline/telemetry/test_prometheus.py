@@ -33,7 +33,6 @@ def test_every_sample_gets_the_labels(line: str, labelled: str) -> None:
 
 @pytest.mark.parametrize("line", ['up{w="1"} 1', 'up{a="b", w = "" } 1', 'up{"w"="1"} 1'])
 def test_a_label_that_is_there_stays_as_it_is(line: str) -> None:
-    """BE-92."""
     assert with_labels(line, {"w": "7"}) == line
 
 
@@ -79,7 +78,7 @@ def test_a_family_is_what_a_reader_takes_for_one() -> None:
     assert [(sample.labels, sample.value) for sample in read.samples] == [(labels, 2.0), ({}, 0.5)]
 
 
-def test_parts_of_a_family_are_told_apart_by_what_is_behind_its_name() -> None:
+def test_parts_of_a_family_differ_by_the_rest_of_the_name() -> None:
     parts = [Sample({"le": "+Inf"}, 3, "_bucket"), Sample({}, 3, "_count"), Sample({}, 4.5, "_sum")]
     (read,) = text_string_to_metric_families(family("wait", "histogram", "", parts))
     assert [sample.name for sample in read.samples] == ["wait_bucket", "wait_count", "wait_sum"]

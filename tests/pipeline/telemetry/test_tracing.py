@@ -65,7 +65,7 @@ def spans() -> Spans:
 
 
 class Twice(Operator[Any, Any, Any, Any]):
-    """Asks the next stage under a sub-request, then again."""
+    """Call the next stage with a sub-request, then again."""
 
     async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
         await (await next.generate(request.child("first"))).collect()
@@ -268,27 +268,27 @@ async def test_the_callers_current_span_is_the_root(spans: Spans, open_streams: 
     assert spans.finished["ScriptedEngine"].parent == outer.get_span_context()
 
 
-# -- what a stage says
+# -- attributes and events of a stage
 
 
-class Saying(Operator[Any, Any, Any, Any]):
-    def __init__(self, say: Callable[[Context[Any]], object]) -> None:
-        self._say = say
+class Describing(Operator[Any, Any, Any, Any]):
+    def __init__(self, describe: Callable[[Context[Any]], object]) -> None:
+        self._describe = describe
 
     async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
-        self._say(request)
+        self._describe(request)
         return await next.generate(request)
 
 
 async def test_annotations_and_links_go_to_the_stages_own_span(spans: Spans, open_streams: OpenStreams) -> None:
     earlier = TraceLink("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
-    def say(request: Context[Any]) -> None:
+    def describe(request: Context[Any]) -> None:
         annotate(request, {"worker": 7, "why": "overlap"})
         link_to(request, earlier, TraceLink("not hex", "b7ad6b7169203331"), TraceLink("0" * 32, "0" * 16))
 
-    await (await spans.of(Saying(say), ScriptedEngine([1])).generate(Context(None))).collect()
-    span = spans.finished["Saying"]
+    await (await spans.of(Describing(describe), ScriptedEngine([1])).generate(Context(None))).collect()
+    span = spans.finished["Describing"]
     attributes = span.attributes or {}
     assert (attributes["worker"], attributes["why"]) == (7, "overlap")
     assert [f"{link.context.trace_id:032x}-{link.context.span_id:016x}" for link in span.links] == [
@@ -298,7 +298,7 @@ async def test_annotations_and_links_go_to_the_stages_own_span(spans: Spans, ope
 
 
 def test_without_a_span_everything_is_silent() -> None:
-    """BE-70, for the link."""
+    """For the link."""
     context = Context(None)
     annotate(context, {"a": 1})
     link_to(context, TraceLink("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"))
@@ -318,8 +318,8 @@ async def test_an_extracted_span_is_the_parent_and_injects_again(spans: Spans, o
     assert inject(request) == {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=value"}
     assert trace_link(request) == TraceLink(TRACE, SPAN)
     sent: list[dict[str, str]] = []
-    await (await spans.of(Saying(lambda r: sent.append(inject(r))), ScriptedEngine([])).generate(request)).collect()
-    span = spans.finished["Saying"]
+    await (await spans.of(Describing(lambda r: sent.append(inject(r))), ScriptedEngine([])).generate(request)).collect()
+    span = spans.finished["Describing"]
     assert span.parent is not None
     assert f"{span.parent.span_id:016x}" == SPAN
     assert span.context is not None
@@ -388,7 +388,7 @@ async def test_baggage_goes_down_to_the_last_stage(spans: Spans, open_streams: O
     sent: list[dict[str, str]] = []
     request = Context(None)
     request.trace = RequestSpan("GET /", {"baggage": "user=7"}, spans.tracer).trace
-    graph = spans.of(Probe(), Saying(lambda inner: sent.append(inject(inner))), ScriptedEngine([]))
+    graph = spans.of(Probe(), Describing(lambda inner: sent.append(inject(inner))), ScriptedEngine([]))
     await (await graph.generate(request)).collect()
     assert sent[0]["baggage"] == "user=7"
 
@@ -435,7 +435,7 @@ async def test_below_a_span_that_is_left_out_none_is_made(spans: Spans, monkeypa
     request.trace = RequestSpan("GET /", {"traceparent": f"00-{TRACE}-{SPAN}-00"}, spans.tracer).trace
     monkeypatch.setattr(type(spans.tracer), "start_span", None)
     sent: list[dict[str, str]] = []
-    graph = spans.of(Saying(lambda inner: sent.append(inject(inner))), ScriptedEngine([1]))
+    graph = spans.of(Describing(lambda inner: sent.append(inject(inner))), ScriptedEngine([1]))
     assert await (await graph.generate(request)).collect() == [1]
     assert sent == [inject(request)]
     assert sent[0]["traceparent"].endswith("-00")

@@ -36,13 +36,13 @@ def watched(open_streams: OpenStreams) -> None:
     """Every test here is watched."""
 
 
-async def ask(*steps: Any) -> ResponseStream[Any]:
-    return await ScriptedEngine(steps or ITEMS).generate(Context("ask"))
+async def answer(*steps: Any) -> ResponseStream[Any]:
+    return await ScriptedEngine(steps or ITEMS).generate(Context("request"))
 
 
 async def read_some() -> ResponseStream[Any]:
     """A stream that was read twice and has more."""
-    stream = await ask()
+    stream = await answer()
     assert [await anext(stream), await anext(stream)] == [0, 1]
     return stream
 
@@ -69,12 +69,12 @@ class Careless(Operator[Any, Any, Any, Any]):
 
 @pytest.mark.anyio
 async def test_leak_kept_unread() -> None:
-    KEPT.append(await ask())
+    KEPT.append(await answer())
 
 
 @pytest.mark.anyio
 async def test_leak_dropped_unread() -> None:
-    await ask()
+    await answer()
 
 
 @pytest.mark.anyio
@@ -97,13 +97,13 @@ async def test_leak_dropped_and_collected_before_the_end() -> None:
 
 @pytest.mark.anyio
 async def test_leak_a_loop_left_by_break() -> None:
-    async for _ in await ask():
+    async for _ in await answer():
         break
 
 
 @pytest.mark.anyio
 async def test_leak_all_items_read_but_not_the_end() -> None:
-    stream = await ask()
+    stream = await answer()
     for _ in ITEMS:
         await anext(stream)
 
@@ -132,7 +132,7 @@ async def test_leak_in_a_task_cancelled_between_reads() -> None:
 
 @pytest.mark.anyio
 async def test_leak_in_a_task_cancelled_during_a_read() -> None:
-    stream = await ask(0, Wait(100), 1)
+    stream = await answer(0, Wait(100), 1)
 
     async def read() -> None:
         async for _ in stream:
@@ -147,7 +147,7 @@ async def test_leak_in_a_task_cancelled_during_a_read() -> None:
 @pytest.mark.anyio
 async def test_leak_in_a_task_that_outlives_the_test() -> None:
     async def read() -> None:
-        async with await ask(0, Wait(1000), 1) as stream:
+        async with await answer(0, Wait(1000), 1) as stream:
             async for _ in stream:
                 pass
 
@@ -160,9 +160,9 @@ async def test_leak_in_a_task_that_outlives_the_test() -> None:
 
 @pytest.mark.anyio
 async def test_leak_in_a_child_context() -> None:
-    parent = Context("ask")
+    parent = Context("request")
     KEPT.append(parent)
-    stream = await ScriptedEngine(ITEMS).generate(parent.child("ask"))
+    stream = await ScriptedEngine(ITEMS).generate(parent.child("request"))
     await anext(stream)
 
 
@@ -186,28 +186,28 @@ async def test_leak_of_a_function_engine() -> None:
 
 @pytest.mark.anyio
 async def test_leak_of_a_map() -> None:
-    stream = (await ask()).map(str)
+    stream = (await answer()).map(str)
     assert await anext(stream) == "0"
     KEPT.append(stream)
 
 
 @pytest.mark.anyio
 async def test_leak_of_a_dropped_map() -> None:
-    stream = (await ask()).map(str)
+    stream = (await answer()).map(str)
     assert await anext(stream) == "0"
 
 
 @pytest.mark.anyio
 async def test_leak_below_a_closed_stream_of_a_graph() -> None:
     graph: Segment[Any, Any] = Careless() >> ScriptedEngine(ITEMS)
-    async with await graph.generate(Context("ask")) as stream:
+    async with await graph.generate(Context("request")) as stream:
         await anext(stream)
 
 
 @pytest.mark.anyio
 async def test_leak_of_a_graph() -> None:
     graph: Segment[Any, Any] = Careless() >> ScriptedEngine(ITEMS)
-    stream = await graph.generate(Context("ask"))
+    stream = await graph.generate(Context("request"))
     await anext(stream)
     KEPT.append(stream)
 
@@ -221,7 +221,7 @@ async def test_leak_in_a_reference_cycle() -> None:
 
 @pytest.mark.anyio
 async def test_leak_unread_in_a_collected_reference_cycle() -> None:
-    cycle: list[Any] = [await ask()]
+    cycle: list[Any] = [await answer()]
     cycle.append(cycle)
     cycle = []
     gc.collect()
@@ -231,7 +231,7 @@ async def test_leak_unread_in_a_collected_reference_cycle() -> None:
 @pytest.mark.anyio
 async def test_leak_behind_an_error_of_the_reader() -> None:
     with suppress(KeyError):
-        async for _ in await ask():
+        async for _ in await answer():
             raise KeyError
 
 
@@ -244,7 +244,7 @@ async def test_leak_whose_generator_is_closed_by_shutdown_asyncgens(anyio_backen
 
 @pytest.mark.anyio
 async def test_leak_by_a_second_reader() -> None:
-    stream = await ask(0, Wait(5), 1, 2)
+    stream = await answer(0, Wait(5), 1, 2)
     await anext(stream)
 
     async def read() -> None:
@@ -271,7 +271,7 @@ async def test_leak_in_a_fixture(leaking: ResponseStream[Any]) -> None:
 @settings(max_examples=3, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(min_value=1, max_value=3))
 async def test_leak_in_an_example(count: int) -> None:
-    stream = await ask()
+    stream = await answer()
     for _ in range(count):
         await anext(stream)
     KEPT.append(stream)
@@ -293,7 +293,7 @@ def test_leak_dropped_on_a_loop_of_its_own(anyio_backend: Any) -> None:
 
 def test_leak_in_a_task_that_its_loop_cancels() -> None:
     async def read() -> None:
-        async for _ in await ask(0, Wait(1000), 1):
+        async for _ in await answer(0, Wait(1000), 1):
             pass
 
     async def main() -> None:
@@ -319,30 +319,30 @@ async def test_clean_closed() -> None:
 
 @pytest.mark.anyio
 async def test_clean_closed_unread() -> None:
-    async with await ask():
+    async with await answer():
         pass
 
 
 @pytest.mark.anyio
 async def test_clean_closed_by_collect() -> None:
-    KEPT.append(stream := await ask())
+    KEPT.append(stream := await answer())
     assert await stream.collect() == ITEMS
 
 
 @pytest.mark.anyio
 async def test_clean_read_to_the_end_and_kept() -> None:
-    KEPT.append(stream := await ask())
+    KEPT.append(stream := await answer())
     assert [item async for item in stream] == ITEMS
 
 
 @pytest.mark.anyio
 async def test_clean_read_to_the_end_and_dropped() -> None:
-    assert [item async for item in await ask()] == ITEMS
+    assert [item async for item in await answer()] == ITEMS
 
 
 @pytest.mark.anyio
 async def test_clean_read_to_its_error() -> None:
-    KEPT.append(stream := await ask(0, Fail(Disconnected("broken"))))
+    KEPT.append(stream := await answer(0, Fail(Disconnected("broken"))))
     with pytest.raises(Disconnected):
         [item async for item in stream]
 
@@ -363,14 +363,14 @@ async def test_clean_closed_behind_a_kill() -> None:
 @pytest.mark.anyio
 async def test_clean_closed_though_the_reader_was_cancelled() -> None:
     with anyio.move_on_after(1):
-        async with await ask(0, Wait(100), 1) as stream:
+        async with await answer(0, Wait(100), 1) as stream:
             async for _ in stream:
                 pass
 
 
 @pytest.mark.anyio
 async def test_clean_closed_by_another_task_in_a_child_context() -> None:
-    stream = await ScriptedEngine(ITEMS).generate(Context("ask").child("ask"))
+    stream = await ScriptedEngine(ITEMS).generate(Context("request").child("request"))
 
     async def read() -> None:
         async with stream:
@@ -382,7 +382,7 @@ async def test_clean_closed_by_another_task_in_a_child_context() -> None:
 
 @pytest.mark.anyio
 async def test_clean_map_of_a_map() -> None:
-    async with (await ask()).map(str).map(int) as stream:
+    async with (await answer()).map(str).map(int) as stream:
         assert await anext(stream) == 0
 
 
@@ -395,19 +395,19 @@ async def test_clean_graph() -> None:
                     yield item
 
     graph: Segment[Any, Any] = Careful() >> ScriptedEngine(ITEMS)
-    async with await graph.generate(Context("ask")) as stream:
+    async with await graph.generate(Context("request")) as stream:
         assert await anext(stream) == 0
 
 
 @pytest.mark.anyio
 async def test_clean_operator_that_reads_to_the_end() -> None:
     graph: Segment[Any, Any] = Careless() >> ScriptedEngine(ITEMS)
-    assert await (await graph.generate(Context("ask"))).collect() == ITEMS
+    assert await (await graph.generate(Context("request"))).collect() == ITEMS
 
 
 @pytest.fixture
 async def closing(anyio_backend: Any, open_streams: OpenStreams) -> AsyncIterator[ResponseStream[Any]]:
-    async with await ask() as stream:
+    async with await answer() as stream:
         yield stream
 
 
@@ -420,7 +420,7 @@ async def test_clean_closed_by_its_fixture(closing: ResponseStream[Any]) -> None
 @settings(max_examples=3, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(min_value=1, max_value=3))
 async def test_clean_examples(count: int) -> None:
-    async with await ask() as stream:
+    async with await answer() as stream:
         for _ in range(count):
             await anext(stream)
 

@@ -254,7 +254,7 @@ BROKEN = {
 
 
 async def collect_what_broken_subjects_left() -> None:
-    """Their streams are dropped here, and not with a warning in somebody else's test."""
+    """Their streams are dropped here, and not with a warning in another test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         for _ in range(3):

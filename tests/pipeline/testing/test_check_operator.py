@@ -150,11 +150,11 @@ async def _broken_rules(factory: Any, rules: list[str] | None = None) -> set[str
     broken: set[str] = set()
     async with anyio.create_task_group() as ReadsAhead.tasks:
         try:
-            await check_operator(factory, request="ask", items=ITEMS, rules=rules)
+            await check_operator(factory, request="request", items=ITEMS, rules=rules)
         except ExceptionGroup as group:
             broken = {violation.rule for violation in group.exceptions if isinstance(violation, ContractViolation)}
         ReadsAhead.tasks.cancel_scope.cancel()
-    with warnings.catch_warnings():  # what broken subjects left must not warn in somebody else's test
+    with warnings.catch_warnings():  # what broken subjects left must not warn in another test
         warnings.simplefilter("ignore", ResourceWarning)
         for _ in range(3):
             gc.collect()
@@ -176,7 +176,7 @@ async def _broken_rules(factory: Any, rules: list[str] | None = None) -> set[str
     ],
 )
 async def test_a_good_operator_passes_every_rule(factory: Any) -> None:
-    await check_operator(factory, request="ask", items=ITEMS, expected=ITEMS)
+    await check_operator(factory, request="request", items=ITEMS, expected=ITEMS)
 
 
 def test_every_operator_rule_has_a_broken_subject() -> None:
@@ -188,5 +188,5 @@ async def test_each_rule_catches_the_operator_that_breaks_it(rule: str, broken: 
     assert rule in await _broken_rules(broken, [rule])
 
 
-async def test_an_operator_that_handles_errors_is_not_asked_to_pass_them_on() -> None:
-    await check_operator(SwallowsErrors, request="ask", items=ITEMS, handles_errors=True)
+async def test_an_operator_that_handles_errors_need_not_pass_them_on() -> None:
+    await check_operator(SwallowsErrors, request="request", items=ITEMS, handles_errors=True)

@@ -25,7 +25,7 @@ Items = AsyncGenerator[Any, None]
 
 
 class Forgetful(Operator[Any, Any, Any, Any]):
-    """Reads the next stage's stream, and neither closes it nor says that it owns it."""
+    """Reads the next stage's stream, and neither closes nor owns it."""
 
     async def generate(self, request: Context[Any], next: Next) -> ResponseStream[Any]:
         return ResponseStream(self.items(await next.generate(request), request), request)
@@ -168,19 +168,19 @@ async def violations(check: Any) -> list[Any]:
 
 @pytest.mark.parametrize("operator", FORGETFUL)
 async def test_an_operator_that_forgets_a_stream_is_caught(operator: type[Forgetful]) -> None:
-    found = await violations(check_operator(operator, request="ask", items=ITEMS))
+    found = await violations(check_operator(operator, request="request", items=ITEMS))
     assert found
     assert any("never closed" in str(one) or "open" in str(one) for one in found)
 
 
 @pytest.mark.parametrize("operator", [o for o in FORGETFUL if o is not ForgetsWhenItsReaderIsCancelled])
 async def test_the_rule_of_closing_alone_finds_it_too(operator: type[Forgetful]) -> None:
-    (found,) = await violations(check_operator(operator, request="ask", items=ITEMS, rules=["O4"]))
+    (found,) = await violations(check_operator(operator, request="request", items=ITEMS, rules=["O4"]))
     assert found.rule == "O4"
 
 
 async def test_a_violation_names_the_request_and_how_far_its_stream_was_read() -> None:
-    (found,) = await violations(check_operator(Forgetful, request="ask", items=ITEMS, rules=["O4"]))
+    (found,) = await violations(check_operator(Forgetful, request="request", items=ITEMS, rules=["O4"]))
     assert str(found).startswith("O4 (every stream taken is closed): after its stream was closed unread: stream of")
     assert str(found).endswith("(dropped behind 0 items) was never closed")
 
@@ -206,7 +206,7 @@ class ClosesInATask(ForgetsWhenUnread):
 
 @pytest.mark.parametrize("operator", [Owner, ClosesInATask])
 async def test_an_operator_that_closes_in_another_way_passes(operator: type[Forgetful]) -> None:
-    await check_operator(operator, request="ask", items=ITEMS, expected=ITEMS)
+    await check_operator(operator, request="request", items=ITEMS, expected=ITEMS)
 
 
 # -- the shape of generate
@@ -253,7 +253,7 @@ class IsNoCoroutine(Forgetful):
 )
 @pytest.mark.parametrize("rules", [None, ["O1"]])
 async def test_an_operator_of_the_wrong_shape_is_one_violation(operator: Any, text: str, rules: Any) -> None:
-    (found,) = await violations(check_operator(operator, request="ask", items=ITEMS, rules=rules))
+    (found,) = await violations(check_operator(operator, request="request", items=ITEMS, rules=rules))
     assert isinstance(found, ContractViolation)
     assert text in str(found)
 

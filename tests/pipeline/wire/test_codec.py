@@ -468,7 +468,6 @@ def test_parts_of_an_item_that_are_not_set_are_not_written() -> None:
 
 
 def test_an_error_item_is_still_the_same_error_when_read_back() -> None:
-    """ANN-04."""
     item = from_json(to_json(Annotated[LLMEngineOutput].from_error("lost it")), Annotated[LLMEngineOutput])
     error = item.extract_error()
     assert item.is_error

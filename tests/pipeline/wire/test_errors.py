@@ -46,7 +46,6 @@ def test_every_class_comes_back_as_itself(cls: type[PenstockError]) -> None:
 
 
 def test_plain_types_are_texts_and_backend_types_objects() -> None:
-    """ERR-04."""
     assert error_to_plain(Disconnected("x")) == {"error_type": "Disconnected", "message": "x"}
     assert error_to_plain(EngineShutdown("x")) == {"error_type": {"Backend": "EngineShutdown"}, "message": "x"}
 
@@ -101,7 +100,7 @@ class GoneFor(Unavailable):
         (GoneFor("m"), {"retry_after_s": None}),
     ],
 )
-def test_when_to_come_back_travels_with_every_refusal_that_says_so(error: PenstockError, facts: dict[str, Any]) -> None:
+def test_the_time_to_retry_travels_with_every_refusal_that_has_one(error: PenstockError, facts: dict[str, Any]) -> None:
     item = from_json(to_json(Annotated[Any].from_error(error)), Annotated[Any])
     assert type(item.error) is type(error)
     assert {name: getattr(item.error, name) for name in facts} == facts

@@ -15,7 +15,6 @@ BYTES = st.binary(max_size=64)
 @pytest.mark.parametrize(("header", "body"), [(b"head", b"body"), (b"head", b""), (b"", b"body"), (b"", b"")])
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_frame_is_read_back_as_it_was_written(header: bytes, body: bytes, checksum: bool) -> None:
-    """COD-01."""
     assert decode_frame(encode_frame(header, body, checksum=checksum)) == (header, body)
 
 
@@ -31,7 +30,6 @@ def test_the_checksum_is_xxh3_of_header_and_body_together() -> None:
 
 @pytest.mark.parametrize("missing", [1, 5, 20, 30])
 def test_a_frame_that_is_not_whole_is_refused_at_once_and_waited_for_in_a_stream(missing: int) -> None:
-    """COD-03."""
     data = encode_frame(b"header", b"body bytes")
     with pytest.raises(InvalidMessage):
         decode_frame(data[:-missing])
@@ -48,13 +46,11 @@ def test_one_shot_wants_exactly_one_frame(data: bytes) -> None:
 
 
 def test_frames_back_to_back_come_in_order() -> None:
-    """COD-04."""
     assert FrameDecoder().feed(encode_frame(b"1", b"a") + encode_frame(b"2", b"b")) == [(b"1", b"a"), (b"2", b"b")]
 
 
 @given(frames=st.lists(st.tuples(BYTES, BYTES, st.booleans()), max_size=4), piece=st.integers(1, 40))
 def test_where_the_stream_is_cut_does_not_matter(frames: list[tuple[bytes, bytes, bool]], piece: int) -> None:
-    """COD-05."""
     data = b"".join(encode_frame(header, body, checksum=checksum) for header, body, checksum in frames)
     decoder = FrameDecoder()
     read = [frame for start in range(0, len(data), piece) for frame in decoder.feed(data[start : start + piece])]
@@ -66,7 +62,6 @@ def test_where_the_stream_is_cut_does_not_matter(frames: list[tuple[bytes, bytes
 def test_a_flipped_bit_of_the_content_is_a_checksum_mismatch(
     header: bytes, body: bytes, position: int, bit: int
 ) -> None:
-    """COD-06."""
     data = bytearray(encode_frame(header, body + b"!", checksum=True))
     data[24 + position % (len(data) - 24)] ^= 1 << bit
     with pytest.raises(ChecksumMismatch):
@@ -101,7 +96,7 @@ def test_frames_before_a_bad_one_are_handed_out_and_nothing_after_it() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 23, 24, 25])
-def test_a_stream_that_ends_inside_a_frame_says_so(kept: int) -> None:
+def test_a_stream_that_ends_inside_a_frame_is_an_error(kept: int) -> None:
     decoder = FrameDecoder()
     decoder.feed(encode_frame(b"h", b"b")[:kept])
     with pytest.raises(InvalidMessage):

@@ -179,5 +179,5 @@ def test_a_text_is_counted_the_same_in_whatever_parts_it_arrives(value: Any, win
         ("{} {}", False),
     ],
 )
-def test_a_json_object_is_told_from_everything_else(text: str, is_object: bool) -> None:
+def test_a_json_object_is_recognised(text: str, is_object: bool) -> None:
     assert is_json_object(text) == is_object

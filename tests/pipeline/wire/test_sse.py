@@ -49,7 +49,6 @@ def test_what_no_client_could_decode_is_replaced_in_a_comment() -> None:
     ],
 )
 def test_what_has_nothing_for_the_client_is_not_sent(item: Annotated[Any]) -> None:
-    """ANN-10."""
     assert encode(item) is None
 
 
@@ -74,12 +73,10 @@ def test_an_error_item_is_raised_and_never_sent(item: Annotated[Any], cls: type[
 
 
 def test_all_four_parts_of_a_message_are_read() -> None:
-    """SSE-01."""
     assert read(b'id: 123\nevent: test\ndata: {"a":1}\n: note\n\n') == [SSEMessage("123", "test", '{"a":1}', ["note"])]
 
 
 def test_comments_alone_are_a_message_and_keep_their_order() -> None:
-    """SSE-02."""
     assert read(b": a\n:  b \n\n") == [SSEMessage(comments=["a", "b"])]
 
 
@@ -122,7 +119,6 @@ def test_where_the_stream_is_cut_does_not_matter(pieces: list[int], newline: str
 
 
 def test_data_that_is_no_json_still_is_a_message_and_fails_when_converted() -> None:
-    """SSE-04."""
     (message,) = read(b"data: {broken\n\n")
     assert message.data == "{broken"
     with pytest.raises(InvalidArgument):
@@ -130,13 +126,11 @@ def test_data_that_is_no_json_still_is_a_message_and_fails_when_converted() -> N
 
 
 def test_a_message_without_data_becomes_an_item_without_data() -> None:
-    """SSE-06."""
     (message,) = read(b"id: 1\nevent: e\n\n")
     assert to_annotated(message, StopConditions) == Annotated(None, "1", "e", None)
 
 
 def test_all_parts_are_carried_over_to_the_item() -> None:
-    """SSE-07."""
     (message,) = read(b'id: 123\nevent: update\ndata: {"max_tokens":1}\n: c\n\n')
     assert to_annotated(message, StopConditions) == Annotated(DATA, "123", "update", ["c"])
 

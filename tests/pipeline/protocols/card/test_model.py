@@ -48,7 +48,6 @@ def card(**changes: Any) -> ModelDeploymentCard:
 def test_the_workers_context_length_wins(
     runtime: int | None, architectural: int | None, legacy: int | None, effective: int
 ) -> None:
-    """CRD-01."""
     made = card(
         runtime_config=ModelRuntimeConfig(context_length=runtime),
         architectural_max_context_length=architectural,
@@ -73,7 +72,6 @@ def test_the_workers_context_length_wins(
     ],
 )
 def test_what_is_a_workers_own_does_not_change_the_checksum(changes: dict[str, Any]) -> None:
-    """CRD-03."""
     assert card_checksum(card(**changes)) == card_checksum(card())
     assert card(**changes) == card()
 
@@ -101,7 +99,6 @@ def test_what_is_a_workers_own_does_not_change_the_checksum(changes: dict[str, A
     ],
 )
 def test_what_makes_the_model_changes_the_checksum(changes: dict[str, Any]) -> None:
-    """CRD-04."""
     others = [card(), card(needs=[[WorkerType.DECODE]]), card(extra_files=[CheckedFile("b", DIGEST)])]
     assert all(card_checksum(card(**changes)) != card_checksum(other) for other in others)
     assert all(card(**changes) != other for other in others)
@@ -129,7 +126,6 @@ def test_a_changed_copy_has_a_checksum_of_its_own() -> None:
 
 
 def test_where_files_are_does_not_matter_and_their_order_neither() -> None:
-    """CRD-07."""
     files = [CheckedFile("/x/a", DIGEST), CheckedFile("/y/b", OTHER_DIGEST, 5)]
     moved = [CheckedFile("/z/b", OTHER_DIGEST), CheckedFile("/z/a", DIGEST)]
     assert card_checksum(card(extra_files=files)) == card_checksum(card(extra_files=moved))
@@ -148,7 +144,6 @@ MINIMAL = {
 
 
 def test_a_card_of_an_older_worker_has_no_worker_type_and_no_needs() -> None:
-    """CRD-06."""
     read = from_plain(MINIMAL, ModelDeploymentCard)
     assert (read.worker_type, read.needs, read.runtime_config) == (None, [], ModelRuntimeConfig())
 
@@ -196,14 +191,12 @@ def test_the_role_of_an_older_card_follows_its_flags(
 
 
 def test_the_prefill_flag_opens_no_surface() -> None:
-    """CRD-09."""
     assert ModelType.Prefill.endpoints(anthropic=True) == []
     assert ModelType.Prefill.names() == ["prefill"]
     assert to_plain(ModelType.Prefill) == "Prefill"
 
 
 def test_flags_have_their_bits_order_and_surfaces() -> None:
-    """CRD-11."""
     bits = [ModelType.Prefill, ModelType.Realtime, ModelType.Classify, ModelType.Pooling]
     assert [flag.value for flag in bits] == [16, 256, 512, 1024]
     assert (ModelType.Realtime | ModelType.Chat).names() == ["chat", "realtime"]
@@ -226,13 +219,11 @@ def test_what_are_no_flags_is_refused(wire: Any) -> None:
 
 @pytest.mark.parametrize(("text", "role"), [("Decode", WorkerType.DECODE), (" encode ", WorkerType.ENCODE)])
 def test_a_worker_type_is_parsed_leniently(text: str, role: WorkerType) -> None:
-    """CRD-10."""
     assert WorkerType.parse(text) is role
 
 
 @pytest.mark.parametrize("text", ["", "prefill|decode", "wibble"])
 def test_a_text_that_is_no_worker_type_is_refused(text: str) -> None:
-    """CRD-10."""
     with pytest.raises(InvalidRecord):
         WorkerType.parse(text)
 

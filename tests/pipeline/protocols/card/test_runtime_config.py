@@ -13,7 +13,6 @@ from pipeline.wire import from_json, from_plain, to_json, to_plain
 
 
 def test_an_empty_object_reads_to_all_defaults() -> None:
-    """RTC-01."""
     config = from_json(b"{}", ModelRuntimeConfig)
     assert config == ModelRuntimeConfig()
     assert (config.data_parallel_size, config.enable_local_indexer, config.taints) == (1, True, set())
@@ -48,7 +47,6 @@ def test_what_a_default_configuration_writes() -> None:
 def test_the_stable_routing_id_comes_from_the_environment_only_if_unset(
     own: str | None, environment: str | None, expected: str | None
 ) -> None:
-    """RTC-02, RTC-03."""
     config = ModelRuntimeConfig(stable_routing_id=own)
     config.fill_from_environment({} if environment is None else {"DYN_STABLE_ROUTING_ID": environment})
     assert config.stable_routing_id == expected
@@ -56,14 +54,12 @@ def test_the_stable_routing_id_comes_from_the_environment_only_if_unset(
 
 @pytest.mark.parametrize(("own", "effective"), [(None, "ns/c/e"), ("ns/kv/e", "ns/kv/e")])
 def test_the_kv_state_endpoint_is_the_serving_one_unless_set(own: str | None, effective: str) -> None:
-    """RTC-03."""
     config = ModelRuntimeConfig(kv_state_endpoint=own)
     assert config.effective_kv_state_endpoint("ns/c/e") == effective
     assert to_plain(config).get("kv_state_endpoint") == own
 
 
 def test_topology_travels_and_its_taints_stand_next_to_the_callers() -> None:
-    """RTC-04."""
     config = ModelRuntimeConfig(
         taints={"gpu", "dynamo.topology/zone=stale"},
         topology_domains={"zone": "a", "rack": "7"},
@@ -102,7 +98,6 @@ DOMAIN = {"topology_domains": {"zone": "a"}, "kv_transfer_domain": "zone"}
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(plain: Any, place: str) -> None:
-    """RTC-05."""
     with pytest.raises(InvalidArgument) as refused:
         from_plain(plain, ModelRuntimeConfig)
     assert refused.value.field == place

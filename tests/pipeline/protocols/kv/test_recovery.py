@@ -1,4 +1,4 @@
-"""What a router asks a worker whose KV events it missed, and its answers, on the wire."""
+"""A router's request for missed KV events and a worker's answers, on the wire."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ANSWERS: list[tuple[str, RecoveryAnswer]] = [
 
 
 @pytest.mark.parametrize(("key", "answer"), ANSWERS)
-def test_an_answer_crosses_under_the_one_key_that_says_what_it_is(key: str, answer: RecoveryAnswer) -> None:
+def test_an_answer_crosses_under_the_one_key_of_its_kind(key: str, answer: RecoveryAnswer) -> None:
     reply = RecoveryReply.of(answer)
     assert list(to_plain(reply)) == [key]
     assert from_json(to_json(reply), RecoveryReply).answer == reply.answer == answer
@@ -62,19 +62,19 @@ def test_a_publisher_alone_is_no_reply() -> None:
 
 
 @pytest.mark.parametrize("plain", [{}, {"Unknown": {}}, {"Events": {"events": []}, "InvalidRange": {"start_id": 1}}])
-def test_a_reply_that_does_not_say_one_thing_is_refused(plain: dict[str, Any]) -> None:
+def test_a_reply_without_exactly_one_answer_is_refused(plain: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         from_plain(plain, RecoveryReply)
 
 
-def test_a_reply_says_one_thing_only() -> None:
+def test_a_reply_holds_exactly_one_answer() -> None:
     with pytest.raises(InvalidRecord):
         RecoveryReply(events=RecoveredEvents([]), dump_failed=DumpFailed("busy"))
     with pytest.raises(InvalidRecord):
         RecoveryReply()
 
 
-def test_a_request_without_a_start_asks_for_everything() -> None:
+def test_a_request_without_a_start_is_for_everything() -> None:
     assert from_plain({"worker_id": 7, "dp_rank": 3}, RecoveryRequest) == RecoveryRequest(3)
     for request in (RecoveryRequest(3), RecoveryRequest(3, 11, 12)):
         assert from_json(to_json(request), RecoveryRequest) == request

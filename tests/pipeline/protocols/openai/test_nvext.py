@@ -1,4 +1,4 @@
-"""The extension object: what a request may say, what headers override, what a response carries."""
+"""The extension object: fields of a request, headers that override them, what a response carries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pipeline.wire import from_plain, to_plain
 
 
 def test_primary_headers_win_over_their_aliases_and_the_body() -> None:
-    """EXT-01."""
     headers = {
         "X-Dynamo-Worker-Instance-Id": "1",
         "x-worker-instance-id": "2",
@@ -50,7 +49,6 @@ def test_an_alias_alone_counts(header: str, changed: dict[str, int]) -> None:
 
 
 def test_priority_headers_override_field_by_field() -> None:
-    """EXT-02."""
     body = NvExt(agent_hints=AgentHints(priority=1, strict_priority=2, osl=9))
     merged = apply_headers(body, {"x-dynamo-request-priority": "-3"})
     assert merged == NvExt(agent_hints=AgentHints(priority=-3, strict_priority=2, osl=9))
@@ -76,8 +74,7 @@ def test_priority_headers_override_field_by_field() -> None:
     ],
 )
 @pytest.mark.parametrize("body", [None, NvExt(dp_rank=3, prefill_dp_rank=4, cache_salt="s")])
-def test_a_header_that_says_nothing_readable_changes_nothing(body: NvExt | None, headers: dict[str, str]) -> None:
-    """EXT-07."""
+def test_an_unreadable_header_changes_nothing(body: NvExt | None, headers: dict[str, str]) -> None:
     assert apply_headers(body, headers) is body
 
 
@@ -99,7 +96,6 @@ def test_the_tenant_is_the_cache_salt() -> None:
     ],
 )
 def test_an_unknown_key_is_refused(plain: Any, place: str) -> None:
-    """EXT-04."""
     with pytest.raises(InvalidArgument) as refused:
         from_plain(plain, NvExt)
     assert refused.value.field == place
@@ -129,7 +125,6 @@ def test_an_upload_url_is_trimmed() -> None:
 def test_the_extensions_salt_wins_and_empty_is_none(
     nvext: NvExt | None, top_level: str | None, salt: str | None
 ) -> None:
-    """EXT-05."""
     assert effective_cache_salt(nvext, top_level) == salt
 
 
@@ -185,7 +180,7 @@ def test_fields_are_sent_only_when_their_time_has_come(finished: bool, choices: 
         (NvExt(annotations=["query_instance_id:decode"]), {"worker_id", "token_ids"}),
     ],
 )
-def test_only_what_was_asked_for_is_sent(request_ext: NvExt, wanted: set[str]) -> None:
+def test_only_requested_fields_are_sent(request_ext: NvExt, wanted: set[str]) -> None:
     chosen = FULL.select(request_ext.wanted_response_fields(), finished=True)
     assert (set() if chosen is None else set(to_plain(chosen))) == wanted
 
