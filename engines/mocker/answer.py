@@ -1,6 +1,6 @@
 """Answer: one request on one rank, from its submission to its last chunk.
 
-plan ──begin──► sequences on the rank ── passes ──► chunks: tokens, first with usage; a last one, empty
+plan ──begin──► sequences on the rank ── steps ──► chunks: tokens, first with usage; a last one, empty
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REJECTED = "request rejected: request exceeds worker admission limits"
 
 
 class Answer:
-    """What becomes of one request. Whoever makes it closes it; then it holds nothing on the rank.
+    """The answer to one request. Its owner closes it; then it holds nothing on the rank.
 
-    `params` come with the first chunk, for the worker that goes on. `last_delay_s` is waited before the last chunk.
+    `params` come with the first chunk, for the decode worker. `last_delay_s` passes before the last chunk.
     `control` is a child of the request's own: `give_up` stops this answer and nothing else of the request.
     """
 
@@ -53,38 +53,38 @@ class Answer:
             rank.latencies.begin(self.sequences, anyio.current_time())
 
     async def prepare(self) -> None:
-        """Hashes the prompt of each choice, where it is long, with turns for other tasks in between."""
+        """Hash the prompts of all choices if they are long, with turns for other tasks in between."""
         for sequence in self.sequences:
             while sequence.prompt_tokens > AT_ONCE_TOKENS and sequence.hash_some():
                 await checkpoint()
 
     def begin(self, *, holds_blocks: bool = False) -> None:
-        """Submits all choices. With `holds_blocks` they keep their blocks in the end, until `release`."""
+        """Submit all choices. With `holds_blocks` they keep their blocks in the end, until `release`."""
         for sequence in self.sequences:
             self.rank.submit(sequence, self.channel, holds_blocks=holds_blocks, pays_prompt=self._plan.pays_prompt)
 
     def release(self) -> None:
-        """The blocks it was to hold are not needed any more."""
+        """Release the blocks of an answer that holds them."""
         for sequence in self.sequences:
             self.rank.release(sequence)
 
     def close(self) -> None:
-        """Takes it off the rank, whatever has become of it. Idempotent; needs no loop."""
+        """Remove it from the rank in any state. Idempotent; needs no loop."""
         self._forget()
         for sequence in self.sequences:
             self.rank.cancel(sequence)
 
     def give_up(self) -> None:
-        """Ends it as a stop does: the engine is closing."""
+        """End it as a stop does: the engine is closing."""
         self.control.stop()
 
     async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
-        """Everything it says. Raises InvalidArgument if the rank can never serve it, and what broke the rank."""
-        passes, control = self.channel.passes, self.control
+        """Yield the answer. Raises InvalidArgument if the rank can never serve it, and the rank's own failure."""
+        outputs, control = self.channel.outputs, self.control
         is_plain = len(self.sequences) == 1 and self._plan.logprobs is None
         while True:
-            while passes and not control.is_stopped:
-                sequence, token_ids, is_finished = passes.popleft()
+            while outputs and not control.is_stopped:
+                sequence, token_ids, is_finished = outputs.popleft()
                 if is_plain and self._emitted_tokens:
                     # Nearly every chunk comes this way, and is nothing but its tokens.
                     self._emitted_tokens += len(token_ids)
@@ -106,7 +106,7 @@ class Answer:
             await self.channel.news.wait()
 
     async def finished(self) -> None:
-        """Returns when the rank has done with every choice; raises as `chunks`."""
+        """Return when the rank has finished every choice; raises as `chunks`."""
         while True:
             self._check()
             if not any(self.rank.follows(sequence) for sequence in self.sequences):
@@ -114,7 +114,7 @@ class Answer:
             await self.channel.news.wait()
 
     def cancelled(self) -> LLMEngineOutput:
-        """The last chunk of an answer that is given up: of a choice that has not had its own."""
+        """Return the last chunk of an abandoned answer: of a choice without its terminal chunk."""
         unfinished = next(sequence for sequence in self.sequences if sequence not in self._finished)
         return self._last(unfinished, FinishReason.CANCELLED, with_usage=True)
 
@@ -123,14 +123,14 @@ class Answer:
         return len(self._finished) == len(self.sequences)
 
     def _check(self) -> None:
-        """Raises what ended the request on the rank."""
+        """Raise the error that ended the request on the rank."""
         if self.channel.error is not None:
             raise self.channel.error
         if self.channel.is_rejected:
             raise InvalidArgument(REJECTED)
 
     async def _is_cut_short(self) -> bool:
-        """Waits before the very last chunk if that is due; True if a stop came meanwhile."""
+        """Wait before the very last chunk if there is a delay; return whether a stop came meanwhile."""
         if self._last_delay_s and len(self._finished) + 1 == len(self.sequences):
             with anyio.move_on_after(self._last_delay_s):
                 await self.control.stopped()
@@ -166,7 +166,7 @@ class Answer:
 
 
 def empty_answer(choices: int, control: Control) -> Iterator[LLMEngineOutput]:
-    """The whole answer to a request for no tokens."""
+    """Yield the whole answer to a request for no tokens."""
     if control.is_stopped:
         yield LLMEngineOutput.cancelled()
         return

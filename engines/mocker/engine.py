@@ -1,9 +1,9 @@
-"""MockEngine: an engine without a model, that schedules, caches, pre-empts and takes time as a real one does.
+"""MockEngine: an engine without a model that schedules, caches, preempts and takes time as a real one does.
 
-    request ──► plan ──► rank's scheduler ── passes ──► chunks of tokens, usage, the end
+    request ──► plan ──► rank's scheduler ── steps ──► chunks of tokens, usage, the end
                               └──► KV events, also over ZeroMQ; snapshots; metrics
 
-What it says follows from the request alone, so a request that goes on elsewhere goes on with the same tokens.
+Its tokens follow from the request alone, so a migrated request continues with the same tokens.
 
 Source: dynamo lib/mocker/src/engine.rs and components/src/dynamo/mocker. Other than there, live and simulated runs are
 the same code on another clock, and blocks of a request are freed whichever way it ends.
@@ -49,15 +49,15 @@ MODEL = "mocker-model"
 class MockEngine(LLMEngine):
     """A simulated engine with `args.dp_size` ranks, each with a cache and a batch of its own.
 
-    `timing` replaces the model of time the arguments choose. Workers of one deployment that hand blocks over share an
-    `exchange`. Of the tokens it says, `token_ids` is the range; a tokenizer must know them. `clock` gives the time of
-    day in seconds, which KV events over ZeroMQ carry; without it they carry the loop's. Raises InvalidArgument where
-    the arguments describe a predictor of times and there is no `timing`; the start warns of arguments that change
-    nothing.
+    `timing` replaces the model of time that the arguments select. Prefill and decode workers of one deployment share
+    an `exchange`. Generated tokens are from the range `token_ids`, which a tokenizer must know. `model` is the name in
+    the `EngineConfig`. `clock` returns the time of day in seconds for KV events over ZeroMQ, by default the loop's
+    time. Raises InvalidArgument if the arguments describe a predictor of times and there is no `timing`; the start
+    logs a warning for arguments without an effect.
 
-    An answer that is `recorded`, or in the file that the arguments name instead, is said as it is. After a stop one
+    A request with an answer in `recorded`, or in the file of the arguments instead, gets that answer. After a stop one
     chunk with finish reason cancelled follows, after a kill nothing; either way, and when a stream is closed or
-    dropped, the request's blocks are free at once. `cleanup` ends what runs as a stop does, and the sockets.
+    dropped, the request's blocks are free at once. `cleanup` ends running requests as a stop does, and the sockets.
     """
 
     ends_on_kill: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class MockEngine(LLMEngine):
         if timing is None:
             check_timing(self.args)
         if token_ids is not None and not token_ids:
-            raise InvalidArgument("there must be a token to say", field="token_ids")
+            raise InvalidArgument("there must be a token to generate", field="token_ids")
         self._timing = timing
         self.exchange = exchange
         self._token_ids = token_ids
@@ -93,7 +93,7 @@ class MockEngine(LLMEngine):
 
     @property
     def preemptions(self) -> int:
-        """How often a request had to go back to the queue, on all ranks."""
+        """How often a request was preempted, on all ranks."""
         return sum(rank.scheduler.preemptions for rank in self.ranks)
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -149,14 +149,14 @@ class MockEngine(LLMEngine):
         if self.is_closing or not self.ranks:
             raise EngineShutdown("the mock engine is not running")
         running = self._answers.get(context.id)
-        if running is not None and not running.control.is_stopped:  # what was stopped may be tried again
+        if running is not None and not running.control.is_stopped:  # a stopped request may be retried
             raise InvalidArgument(f"request {context.id!r} is running already", field="id")
         recorded = None if self._recorded is None else self._recorded.find(request, context.id)
         plan = plan_request(request, self.args, token_ids=self._token_ids, recorded=recorded)
         if long_prompt is not None:
             plan = evolve(plan, prompt=long_prompt)
         receives = self.args.worker_type == "decode" and request.bootstrap_info is not None
-        if not plan.output_tokens and not receives:  # whoever sends blocks waits until they are taken
+        if not plan.output_tokens and not receives:  # a prefill worker waits until its blocks are taken
             for chunk in empty_answer(len(plan.outputs), context.control):
                 yield chunk
             return
@@ -195,7 +195,7 @@ class MockEngine(LLMEngine):
             rank.snapshots = publisher
 
     def _feed(self, rank: Rank, owned: ExitStack) -> None:
-        """Publishes the rank's events on the ports the arguments name, if they name any."""
+        """Publish the rank's events on the ports of the arguments, if there are any."""
         rank.feed = EventFeed.bound(rank.scheduler.pool, self.args, rank.dp_rank, self._clock)
         if rank.feed is not None:
             owned.callback(rank.feed.close)
@@ -205,14 +205,14 @@ class MockEngine(LLMEngine):
         if self.args.worker_type != "prefill":
             return Answer(plan, rank, control)
         params = {"mocker_handle": str(uuid4()), "completed_tokens": len(plan.prompt)}
-        hands_over = request.bootstrap_info is not None
-        delay_s = 0.0 if hands_over else self._transfer_delay_s(len(plan.prompt))
+        transfers = request.bootstrap_info is not None
+        delay_s = 0.0 if transfers else self._transfer_delay_s(len(plan.prompt))
         return Answer(plan, rank, control, params=params, last_delay_s=delay_s)
 
     def _chunks(
         self, request: PreprocessedRequest, answer: Answer, request_id: str
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """The answer's chunks: of an ordinary request, or of one end of a hand-over."""
+        """Return the answer's chunks: of an ordinary request, or of one side of a transfer."""
         info = request.bootstrap_info
         if info is None or self.args.worker_type == "aggregated":
             answer.begin()
@@ -225,7 +225,7 @@ class MockEngine(LLMEngine):
         return send_blocks(answer, self.exchange, key, self._transfer(len(request.token_ids)))
 
     def _rank_for(self, request: PreprocessedRequest) -> int:
-        """The rank the request names, else the next one in turn."""
+        """Return the rank named in the request, else the next one in turn."""
         if (named := checked_rank(request, self.args)) is not None:
             return named
         turn, self._turn = self._turn, (self._turn + 1) % len(self.ranks)
@@ -238,14 +238,14 @@ class MockEngine(LLMEngine):
         )
 
     def _transfer_delay_s(self, prompt_tokens: int) -> float:
-        """What the last chunk of a prefill waits where nobody meets: the time its blocks would be on their way."""
+        """Return the delay of a prefill's last chunk without an exchange: the time its blocks would be on their way."""
         timing = self._transfer(prompt_tokens)
         delay_ms = transfer_delay_ms(timing, prompt_tokens, worker_type=self.args.worker_type, is_completed=True)
         return (delay_ms or 0.0) / 1000
 
 
 async def _as_array(prompt: Items[int]) -> array[int]:
-    """The prompt as an array, made in steps between which other tasks run."""
+    """Return the prompt as an array, made in steps between which other tasks run."""
     found = array("I")
     for start in range(0, len(prompt), AT_ONCE_TOKENS):
         found += u32s(prompt[start : start + AT_ONCE_TOKENS], "token_ids")

@@ -1,15 +1,15 @@
-"""Rank: one data-parallel rank of the mock engine, its pass loop and whom the passes are for.
+"""Rank: one data-parallel rank of the mock engine, its step loop and the requests that read from it.
 
     submit ──► Scheduler ──run_step──► wait for its duration ──► channels of the requests
                    └── events of the block pool ──► publisher, feed
 
-Everything of a rank costs by the pass: one timer, one look at the clock, and one wake for each request that got tokens.
+A rank costs by the step: one timer, one look at the clock, and one wake for each request that got tokens.
 
-Channel: what a rank tells one request, until the request reads it.
+Channel: the output of a rank for one request, until the request reads it.
 
 Latencies: how long the requests of one rank waited for their tokens, as an engine's own histograms count it.
 
-Source: dynamo lib/llm/src/mocker/metrics.rs, NativeRequestTiming. Other than there, the times are those of the passes,
+Source: dynamo lib/llm/src/mocker/metrics.rs, NativeRequestTiming. Other than there, the times are those of the steps,
 not of the reader, and each choice of a request counts.
 """
 
@@ -43,18 +43,18 @@ class Channel:
     It never fills: a request's tokens are counted beforehand.
     """
 
-    __slots__ = ("error", "is_rejected", "news", "passes")
+    __slots__ = ("error", "is_rejected", "news", "outputs")
 
     def __init__(self) -> None:
-        self.passes: deque[tuple[Sequence, list[int], bool]] = deque()
-        """For each pass that gave a sequence something: whose, its new tokens, and whether it is finished."""
+        self.outputs: deque[tuple[Sequence, list[int], bool]] = deque()
+        """For each step with output: the sequence, its new tokens, and whether it is finished."""
         self.is_rejected = False
         self.error: PenstockError | None = None
         self.news = Wakeup()
-        """Rung when there is something to look at; also for a request that was stopped."""
+        """Set when there is something to read; also when the request is stopped."""
 
     def deliver(self, sequence: Sequence, token_ids: list[int], is_finished: bool) -> None:
-        self.passes.append((sequence, token_ids, is_finished))
+        self.outputs.append((sequence, token_ids, is_finished))
         self.news.wake()
 
     def reject(self) -> None:
@@ -63,13 +63,13 @@ class Channel:
         self.news.wake()
 
     def fail(self, error: PenstockError) -> None:
-        """The engine broke with the request in it."""
+        """The engine failed with the request in it."""
         self.error = error
         self.news.wake()
 
 
 class Histogram:
-    """How many values fell between which bounds; a bound belongs to the values below it."""
+    """Counts of values by bounds; a bound is counted with the values below it."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -86,8 +86,8 @@ class Histogram:
 class Latencies:
     """Three histograms in seconds: to the first token, from token to token, and of whole requests.
 
-    A request that ends early has the tokens it was told of and no whole; one for no tokens is not measured. The tokens
-    of a burst share the time since the one before it.
+    A request that ends early counts with the tokens it has read, and not as a whole; one for no tokens is not measured.
+    The tokens of a burst share the time since the token before it.
     """
 
     def __init__(self, first_bounds: Items[float], gap_bounds: Items[float], whole_bounds: Items[float]) -> None:
@@ -95,15 +95,15 @@ class Latencies:
         self.token_gap = Histogram(gap_bounds)
         self.whole = Histogram(whole_bounds)
         self.finished = 0
-        """Requests that came to their end."""
+        """Requests that finished."""
 
     def begin(self, sequences: Iterable[Sequence], now_s: float) -> None:
-        """Requests have come, and wait from now on."""
+        """Measure these requests from now on."""
         for sequence in sequences:
             sequence.begun_s = now_s
 
     def observe_step(self, done: StepResult, live: Container[Sequence], now_s: float) -> None:
-        """The time of a pass is over: what it gave to the sequences that are still waited for is told now."""
+        """Measure the output of a step, delivered now, to sequences with a reader."""
         gaps: dict[float, int] = {}
         for sequence in done.emitted:
             if sequence not in live:
@@ -112,7 +112,7 @@ class Latencies:
             if last_s is None:
                 if sequence.begun_s is not None:
                     self.first_token.observe(now_s - sequence.begun_s)
-            elif sequence.new_tokens == 1:  # nearly all of them, since the same pass
+            elif sequence.new_tokens == 1:  # nearly all of them, since the same step
                 gaps[last_s] = gaps.get(last_s, 0) + 1
             else:
                 self.token_gap.observe((now_s - last_s) / sequence.new_tokens, sequence.new_tokens)
@@ -127,17 +127,17 @@ class Latencies:
 _log = logging.getLogger(__name__)
 
 MIN_SLEEP_S = 0.001
-"""Less is not slept in real time, it is owed: the passes after it are that much longer."""
+"""Less is not slept in real time but carried over: later steps are that much longer."""
 
 _HIT_RATE_ADMISSIONS = 1000
-"""The hit rate is the mean of the last so many."""
+"""The hit rate is the mean over that many last admissions."""
 
 
 class Rank:
-    """Runs passes while there is work. In virtual time a pass takes in all that comes at the moment it begins.
+    """Runs steps while there is work. In virtual time a step includes every request of the moment it begins.
 
-    `snapshots`, `feed` and `latencies` are set by whoever wants them, or never. Once its loop has ended, what waits and
-    whatever is submitted later gets EngineShutdown.
+    `snapshots`, `feed` and `latencies` are optional and set from outside. Once its loop has ended, waiting and later
+    requests get EngineShutdown.
     """
 
     def __init__(
@@ -158,20 +158,20 @@ class Rank:
 
     @property
     def live(self) -> int:
-        """Sequences that somebody waits for."""
+        """Sequences with a reader."""
         return len(self._live)
 
     @property
     def hit_rate(self) -> float | None:
-        """Which part of a prompt its first admission found in the cache, on average of the last; None before any."""
+        """Mean share of the prompt found in the cache over the last admissions; None before any."""
         return sum(self._hit_rates) / len(self._hit_rates) if self._hit_rates else None
 
     def follows(self, sequence: Sequence) -> bool:
-        """Whether somebody still waits for something of the sequence."""
+        """Return whether the sequence has more output for its reader."""
         return sequence in self._live
 
     def publish_to(self, publisher: KvEventPublisher) -> None:
-        """Hands the changes of the cache to the routers from now on."""
+        """Publish the changes of the cache from now on."""
         self.scheduler.pool.on_event = publisher.publish
 
     def submit(
@@ -181,7 +181,7 @@ class Rank:
         self._follow(sequence, channel)
 
     async def reserve(self, sequence: Sequence) -> None:
-        """Takes blocks for a prompt that is computed elsewhere; waits for room, behind those who wait already.
+        """Take blocks for a prompt that is computed elsewhere; wait for room, behind earlier reservations.
 
         Raises EngineShutdown once the loop has ended.
         """
@@ -199,7 +199,7 @@ class Rank:
             self._wake_reservations()
 
     def activate(self, sequence: Sequence, channel: Channel) -> None:
-        """The prompt of a reserved sequence is here."""
+        """Let a reserved sequence run: its prompt has arrived."""
         self.scheduler.activate(sequence)
         self._follow(sequence, channel)
 
@@ -211,25 +211,25 @@ class Rank:
         self._work.set()
 
     def release(self, sequence: Sequence) -> None:
-        """Lets go the blocks of a finished sequence that was to hold them."""
+        """Release the blocks of a finished sequence that holds them."""
         self.scheduler.release(sequence)
         self._make_room()
 
     def cancel(self, sequence: Sequence) -> None:
-        """Nobody waits for the sequence any more; it gives back what it has. Idempotent."""
+        """Drop the sequence and release its blocks. Idempotent."""
         self._live.pop(sequence, None)
         if sequence.stage is not SequenceState.ENDED:
             self.scheduler.cancel(sequence)
             self._make_room()
 
     async def _room_is_made(self) -> None:
-        """Returns when blocks may have come free, the one before has its own, or the loop has ended."""
+        """Return when blocks may be free, the reservation before has its own, or the loop has ended."""
         if self._room is None:
             self._room = anyio.Event()
         await self._room.wait()
 
     def _make_room(self) -> None:
-        """Wakes what waits for blocks: the next pass, and reservations."""
+        """Wake the next step and the reservations, which wait for blocks."""
         self._work.set()
         self._wake_reservations()
 
@@ -239,12 +239,12 @@ class Rank:
             self._room = None
 
     def fail_all(self, error: Callable[[], PenstockError]) -> None:
-        """Ends every request that waits with an error of its own."""
+        """End every waiting request with an error of its own."""
         for channel in list(self._live.values()):
             channel.fail(error())
 
     async def run(self) -> None:
-        """The pass loop, until it is cancelled; whoever waits then is told that the engine is gone."""
+        """Run the step loop until it is cancelled; requests that wait then get EngineShutdown."""
         try:
             await self._run()
         finally:
@@ -259,8 +259,8 @@ class Rank:
             if self.scheduler.is_idle:
                 await self._wait_for_work()
             if timer.is_exact:
-                await timer.settle()  # who comes at this very moment is in time for the pass
-            done = self._pass()
+                await timer.settle()  # a request of this very moment is in time for the step
+            done = self._step()
             if done.did_nothing:
                 await self._wait_for_work()
                 continue
@@ -277,12 +277,12 @@ class Rank:
         await self._work.wait()
         self._work = anyio.Event()
 
-    def _pass(self) -> StepResult:
+    def _step(self) -> StepResult:
         try:
             done = self.scheduler.run_step()
-        except Exception as raised:  # a model of time that somebody else wrote
+        except Exception as raised:  # a model of time of the user's
             error = raised
-            _log.exception("a pass of rank %d failed", self.dp_rank)
+            _log.exception("a step of rank %d failed", self.dp_rank)
             self.fail_all(
                 lambda: error if isinstance(error, PenstockError) else BackendUnknown(str(error), cause=error)
             )
@@ -298,7 +298,7 @@ class Rank:
         return done
 
     def _deliver(self, done: StepResult, now_s: float) -> None:
-        """Tells each request what the pass gave it; who was cancelled meanwhile hears nothing."""
+        """Deliver the output of a step to its requests; those cancelled meanwhile get none."""
         live = self._live
         if self.latencies is not None:
             self.latencies.observe_step(done, live, now_s)
@@ -327,5 +327,5 @@ class Rank:
 
 
 def _ended() -> EngineShutdown:
-    """Made anew for each request: an error keeps the frames it has passed."""
+    """Return a new error for each request: an error keeps the frames it has passed."""
     return EngineShutdown("the mock engine's loop has ended")

@@ -1,14 +1,13 @@
-"""RequestPlan: what a request will be answered with, decided before anything is scheduled.
+"""RequestPlan: the answer to a request, decided before anything is scheduled.
 
-Source: dynamo lib/mocker/src/engine_adapter.rs. Other than there, a request may ask for several choices and may leave
-its length open.
+Source: dynamo lib/mocker/src/engine_adapter.rs. Other than there, a request may have several choices and no limit.
 
-RecordedOutputs: answers that are known beforehand, from a trace, and which request gets which.
+RecordedOutputs: answers from a trace, found by request.
 
     {"session_id": "s", "output_length": 3, "output_token_ids": [5, 6, 7]}     a line; its name is `s:0`
 
-Source: dynamo lib/llm/src/mocker.rs, ResponseReplayTable. Other than there, a request may also be named by its own id,
-one that asks for an answer we do not have is refused, and one that goes on elsewhere is not answered from the start.
+Source: dynamo lib/llm/src/mocker.rs, ResponseReplayTable. Other than there, a request is also found by its own
+id, a request for an unknown answer is refused, and a migrated request gets only the rest of its answer.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .scheduling import Sequence
 from .tokens import Output
 
 ANNOTATION = "output_replay_id"
-"""`output_replay_id:NAME` among a request's annotations asks for the answer of that name."""
+"""`output_replay_id:NAME` among a request's annotations selects the answer of that name."""
 
 _FIELD = "response_replay_trace_path"
 _TOKEN_END = 2**32
@@ -41,17 +40,17 @@ _TOKEN_END = 2**32
 class RecordedOutputs:
     """Answers by name: of a row's `request_id`, else `session:turn`, else `line:N`; turns and lines count from 0.
 
-    Rows without `output_token_ids` say nothing, but count as turns.
+    Rows without `output_token_ids` have no answer, but count as turns.
     """
 
     by_name: Mapping[str, Items[int]]
 
     @classmethod
     def load(cls, path: str | Path) -> RecordedOutputs:
-        """Reads a file of JSON lines.
+        """Read a file of JSON lines.
 
         Raises InvalidArgument for a file that cannot be read or has no answer, and, naming the line (from 1), for one
-        that is no such row, whose `output_length` is not the number of tokens, that has no tokens, or whose name is
+        that is not such a row, whose `output_length` is not the number of tokens, that has no tokens, or whose name is
         taken.
         """
         try:
@@ -64,9 +63,9 @@ class RecordedOutputs:
         return cls(by_name)
 
     def find(self, request: PreprocessedRequest, request_id: str) -> Items[int] | None:
-        """The answer to a request: of the name it asks for, else of its own id. None: it has none.
+        """Return the answer with the name in the request's annotation, else with the request's id; None if none has it.
 
-        Raises InvalidArgument for a name it asks for that is not here.
+        Raises InvalidArgument for an annotation with an unknown name.
         """
         wanted = request.get_annotation_value(ANNOTATION)
         if wanted is not None and wanted not in self.by_name:
@@ -75,10 +74,10 @@ class RecordedOutputs:
 
 
 def remaining_output(recorded: Items[int], request: PreprocessedRequest) -> Items[int]:
-    """What of an answer is not at the end of the prompt already, as it is when the request began elsewhere.
+    """Return the part of an answer that is not at the end of the prompt already, as of a migrated request.
 
-    A limit that is exactly the rest says how much that is. Without one a link to the worker before says that it did,
-    and as much was said as may have been.
+    A limit of exactly the rest shows how much that is. Without one, a request with a migration link is taken to have
+    emitted as much as the end of its prompt allows.
     """
     prompt, limit = request.token_ids, request.stop_conditions.max_tokens
     exactly = -1 if limit is None else len(recorded) - limit
@@ -86,9 +85,9 @@ def remaining_output(recorded: Items[int], request: PreprocessedRequest) -> Item
         return recorded[exactly:]
     if request.migration_link is None:
         return recorded
-    for said in range(min(len(recorded), len(prompt)), 0, -1):
-        if list(prompt[-said:]) == list(recorded[:said]):
-            return recorded[said:]
+    for emitted in range(min(len(recorded), len(prompt)), 0, -1):
+        if list(prompt[-emitted:]) == list(recorded[:emitted]):
+            return recorded[emitted:]
     return recorded
 
 
@@ -111,7 +110,7 @@ def _read(lines: Iterable[bytes]) -> dict[str, Items[int]]:
 
 
 def _row(row: Mapping[str, Any], index: int, turns: Counter[str]) -> tuple[str, Items[int] | None]:
-    """The name of a row and its tokens, if it has any; `turns` are those of each session so far."""
+    """Return the name of a row and its tokens, if any; `turns` counts the rows of each session so far."""
     request_id, session = _text(row, "request_id"), _text(row, "session_id")
     name = request_id or (f"{session}:{turns[session]}" if session else f"line:{index}")
     if session:
@@ -130,7 +129,7 @@ def _row(row: Mapping[str, Any], index: int, turns: Counter[str]) -> tuple[str, 
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-    """The text without what surrounds it; empty if there is none."""
+    """Return the text without surrounding white space; empty if there is none."""
     value = row.get(key)
     if value is not None and not isinstance(value, str):
         raise InvalidArgument(f"{key} is not a text")
@@ -138,7 +137,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 DEFAULT_OUTPUT_TOKENS = 16
-"""For a request that names no limit."""
+"""Length of an answer without a limit."""
 
 _CHOICE_SEED = 0x9E3779B97F4A7C15
 _U64 = 2**64
@@ -146,20 +145,20 @@ _U64 = 2**64
 
 @frozen
 class RequestPlan:
-    """The answer as it will be unless something ends it: so many choices of the same length from one prompt."""
+    """The answer that a request gets unless it is ended: choices of the same length from one prompt."""
 
     prompt: Items[int]
     output_tokens: int
     outputs: tuple[Output, ...]
-    """What each choice says."""
+    """The tokens of each choice."""
     hash_seed: int
     logprobs: int | None
     """How many other candidates come with each token; None: no log probabilities."""
     pays_prompt: bool = False
-    """Whether the prompt takes time even on a decode worker: nobody else computes it."""
+    """Whether the prompt takes time even on a decode worker, since no prefill worker computes it."""
 
     def sequences(self, block_size: int, dp_rank: int) -> list[Sequence]:
-        """One for each choice."""
+        """Return a new sequence for each choice."""
         return [
             Sequence(
                 self.prompt,
@@ -181,8 +180,8 @@ def plan_request(
     token_ids: range | None = None,
     recorded: Items[int] | None = None,
 ) -> RequestPlan:
-    """Decides the answer. `recorded` are the tokens to say, of a request whose answer is known; a limit cuts them, and
-    of a request that began elsewhere they are the rest. Made up ones are from `token_ids`.
+    """Return the plan of the answer. `recorded` are its tokens if they are known: a limit cuts them, and a migrated
+    request gets the rest of them. Made-up tokens are from `token_ids`.
 
     Raises InvalidArgument, naming the field, for what cannot be answered.
     """
@@ -215,7 +214,7 @@ def plan_request(
 
 
 def _output_tokens(stop: StopConditions, worker_type: WorkerType, recorded: Items[int] | None) -> int:
-    """How many tokens a request gets, if nothing ends it."""
+    """Return the length of the answer, unless it is ended."""
     wanted = 1 if worker_type == "prefill" else stop.max_tokens
     if recorded is not None:
         return len(recorded) if wanted is None else min(wanted, len(recorded))
@@ -232,7 +231,7 @@ def _output(
 
 
 def checked_rank(request: PreprocessedRequest, args: MockEngineArgs) -> int | None:
-    """The rank the request names, if it does. Raises InvalidArgument for one that is not there."""
+    """Return the rank named in the request, or None. Raises InvalidArgument for a rank that does not exist."""
     if request.routing is None:
         return None
     rank = request.routing.dp_rank
