@@ -1,4 +1,4 @@
-"""A server in memory: what it says is a script, or an ASGI app; what it heard can be looked at."""
+"""A server in memory, by a script or an ASGI app; its requests can be inspected."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Network(httpcore2.AsyncNetworkBackend):
 def plugged(dial: Callable[[], Awaitable[Plugged]]) -> httpx2.AsyncBaseTransport:
     """The transport of the product, whole, over such connections instead of those of a system."""
     transport = network()
-    transport._pool._network_backend = Network(dial)  # httpx2 has no other way to say so
+    transport._pool._network_backend = Network(dial)  # httpx2 has no public option for it
     return transport
 
 
 @define
-class Asked:
-    """A request as the server heard it."""
+class Received:
+    """A request as the server received it."""
 
     method: str
     path: str
@@ -102,7 +102,7 @@ class Asked:
         return json.loads(self.body)
 
 
-Script = Callable[["Line", Asked], Awaitable[object]]
+Script = Callable[["Line", Received], Awaitable[object]]
 
 
 @define(eq=False)
@@ -111,14 +111,14 @@ class Line:
 
     wire: Wire
     pending: bytes = b""
-    heard_end: anyio.Event = field(factory=anyio.Event)
+    saw_end: anyio.Event = field(factory=anyio.Event)
 
     @property
     def is_closed(self) -> bool:
         """By the server."""
         return bool(self.wire.back.statistics().open_receive_streams == 0)
 
-    async def request(self) -> Asked | None:
+    async def request(self) -> Received | None:
         """The next request; None once the client has gone."""
         while b"\r\n\r\n" not in self.pending:
             if not await self._more():
@@ -132,18 +132,18 @@ class Line:
                 return None
         body, self.pending = self.pending[:length], self.pending[length:]
         method, path, _ = first.split(" ")
-        return Asked(method, path, headers, body)
+        return Received(method, path, headers, body)
 
     async def begin(self, status: int = 200, kind: str = "text/event-stream") -> None:
         """The head of an answer in chunks."""
         head = f"HTTP/1.1 {status} x\r\nContent-Type: {kind}\r\nTransfer-Encoding: chunked\r\n\r\n"
         await self.wire.send(head.encode())
 
-    async def say(self, data: bytes) -> None:
+    async def put(self, data: bytes) -> None:
         await self.wire.send(b"%x\r\n%s\r\n" % (len(data), data))
 
     async def event(self, value: Any) -> None:
-        await self.say(f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode())
+        await self.put(f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode())
 
     async def end(self) -> None:
         await self.wire.send(b"0\r\n\r\n")
@@ -151,27 +151,27 @@ class Line:
     async def whole(self, status: int, body: Any) -> None:
         """An answer that is no stream."""
         await self.begin(status, "application/json")
-        await self.say(body if isinstance(body, bytes) else json.dumps(body).encode())
+        await self.put(body if isinstance(body, bytes) else json.dumps(body).encode())
         await self.end()
 
     async def _more(self) -> bool:
         try:
             self.pending += await self.wire.receive()
         except (anyio.EndOfStream, anyio.BrokenResourceError):
-            self.heard_end.set()
+            self.saw_end.set()
             return False
         return True
 
 
 @define(eq=False)
 class Server:
-    """Answers each request by its script. `models` are the owners by name, `page` is what is said in their stead."""
+    """Answers each request by its script. `models` are the owners by name, `page` replaces that list."""
 
     script: Script
     tasks: Any
     models: dict[str, str] = field(factory=lambda: {"m": "somebody"})
     page: tuple[int, Any] | None = None
-    asked: list[Asked] = field(factory=list)
+    received: list[Received] = field(factory=list)
     lines: list[Line] = field(factory=list)
     closes_in_sight: bool = True
     """Whether a look at a connection shows that the server has closed it, or only its next use."""
@@ -183,7 +183,7 @@ class Server:
 
     @property
     def closing(self) -> httpx2.AsyncBaseTransport:
-        """As `transport`, but nobody stays to answer."""
+        """As `transport`, but the server closes each connection without an answer."""
 
         async def dial() -> Plugged:
             end = await self.dial()
@@ -203,15 +203,15 @@ class Server:
     async def _serve(self, line: Line) -> None:
         self.open += 1
         try:
-            while (asked := await line.request()) is not None:
-                if asked.path.endswith("/v1/models"):
+            while (received := await line.request()) is not None:
+                if received.path.endswith("/v1/models"):
                     data = [{"id": name, "object": "model", "owned_by": owner} for name, owner in self.models.items()]
                     await line.whole(*(self.page or (200, {"object": "list", "data": data})))
                 else:
-                    self.asked.append(asked)
-                    await self.script(line, asked)
+                    self.received.append(received)
+                    await self.script(line, received)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            line.heard_end.set()
+            line.saw_end.set()
         finally:
             self.open -= 1
             await line.wire.aclose()
@@ -241,22 +241,22 @@ def serving() -> Serving:
 def mounted(app: Any) -> Script:
     """An ASGI app as a script."""
 
-    async def answer(line: Line, asked: Asked) -> None:
+    async def answer(line: Line, received: Received) -> None:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
-            "method": asked.method,
+            "method": received.method,
             "scheme": "http",
-            "path": asked.path,
-            "raw_path": asked.path.encode(),
+            "path": received.path,
+            "raw_path": received.path.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(name.encode(), value.encode()) for name, value in asked.headers.items()],
+            "headers": [(name.encode(), value.encode()) for name, value in received.headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
         }
-        body, done = [asked.body], anyio.Event()
+        body, done = [received.body], anyio.Event()
 
         async def receive() -> dict[str, Any]:
             if body:
@@ -270,7 +270,7 @@ def mounted(app: Any) -> Script:
                 await line.begin(message["status"], headers["content-type"])
                 return
             if message.get("body"):
-                await line.say(message["body"])
+                await line.put(message["body"])
             if not message.get("more_body", False):
                 await line.end()
                 done.set()

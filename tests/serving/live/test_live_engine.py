@@ -1,4 +1,4 @@
-"""An engine that is a server: what is asked, what becomes of an answer, and of every way it can go wrong."""
+"""An engine that is a server: its requests, its items, and every error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ADDRESS = Address.parse("http://far:8000/api/v1/")
 DONE = "[DONE]"
 
 
-def ask(tokens: int = 3, **more: Any) -> PreprocessedRequest:
+def prompt(tokens: int = 3, **more: Any) -> PreprocessedRequest:
     stop = StopConditions(max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
     return PreprocessedRequest([5, 6, 7], stop_conditions=stop, **more)
 
@@ -65,14 +65,14 @@ def usage(completion: int, prompt: int = 3, **more: Any) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion} | more
 
 
-def saying(*events: Any, every_s: float = 0.0) -> Callable[[Any, Any], Awaitable[None]]:
+def answering(*events: Any, every_s: float = 0.0) -> Callable[[Any, Any], Awaitable[None]]:
     """A script: these events; bytes go out as they are."""
 
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.begin()
         for event in events:
             await anyio.sleep(every_s)
-            await (line.say(event) if isinstance(event, bytes) else line.event(event))
+            await (line.put(event) if isinstance(event, bytes) else line.event(event))
         await line.end()
 
     return script
@@ -89,12 +89,12 @@ async def engine_of(server: Any, **how: Any) -> AsyncIterator[LiveEngine]:
 
 
 async def outputs(engine: LiveEngine, request: PreprocessedRequest | None = None) -> list[LLMEngineOutput]:
-    async with await engine.generate(Context(request or ask())) as stream:
+    async with await engine.generate(Context(request or prompt())) as stream:
         return [item.data async for item in stream if item.data is not None]
 
 
 async def answer_to(serving: Any, *events: Any, **how: Any) -> list[LLMEngineOutput]:
-    async with serving(saying(*events)) as server, engine_of(server, **how) as engine:
+    async with serving(answering(*events)) as server, engine_of(server, **how) as engine:
         return await outputs(engine)
 
 
@@ -109,7 +109,7 @@ class Canned(ByteStream):
         self.is_open = True
 
     async def send(self, item: bytes) -> None:
-        if item.startswith(b"POST"):  # what is asked comes after the head
+        if item.startswith(b"POST"):  # the body comes after the head
             return
         if b'"prompt":[1]' in item:
             self.parts = [b"HTTP/1.1 400 x\r\nContent-Length: 2\r\n\r\nno"]
@@ -148,7 +148,7 @@ async def test_it_holds_the_contract_of_an_engine(plug: Any) -> None:
     last = Annotated(LLMEngineOutput([], finish_reason=FinishReason.LENGTH))
     await check_engine(
         engine,
-        request=ask(60),
+        request=prompt(60),
         expected=[*wanted, last],
         bad_request=PreprocessedRequest([1]),
         open_count=lambda engine: engine.in_flight,
@@ -156,19 +156,19 @@ async def test_it_holds_the_contract_of_an_engine(plug: Any) -> None:
     assert not any(one.is_open for one in made)
 
 
-# -- what is asked
+# -- requests
 
 
 async def test_a_request_wants_exactly_its_tokens_from_prompt_ids(serving: Any) -> None:
-    async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server, api_key="secret\n") as engine:
+    async with serving(answering(chunk("", "length"), DONE)) as server, engine_of(server, api_key="secret\n") as engine:
         sampling = SamplingOptions(temperature=0.5)
-        request = ask(9, sampling_options=sampling, routing=RoutingHints(priority=3, strict_priority=1))
+        request = prompt(9, sampling_options=sampling, routing=RoutingHints(priority=3, strict_priority=1))
         metadata = {"X-Dynamo-Session-ID": " s 1\n", "policy class": "bulk\r\nx: y"}
         async with await engine.generate(Context(request, id="line:7", metadata=metadata)) as stream:
             assert [item async for item in stream]
-        (asked,) = server.asked
-        assert (asked.method, asked.path) == ("POST", "/api/v1/completions")
-        assert asked.json == {
+        (received,) = server.received
+        assert (received.method, received.path) == ("POST", "/api/v1/completions")
+        assert received.json == {
             "model": "m",
             "prompt": [5, 6, 7],
             "max_tokens": 9,
@@ -178,7 +178,8 @@ async def test_a_request_wants_exactly_its_tokens_from_prompt_ids(serving: Any) 
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        assert {name: asked.headers[name] for name in asked.headers if name.startswith(("x-", "auth", "host"))} == {
+        names = [name for name in received.headers if name.startswith(("x-", "auth", "host"))]
+        assert {name: received.headers[name] for name in names} == {
             "host": "far:8000",
             "x-request-id": "line:7",
             "x-dynamo-session-id": "s 1",
@@ -189,35 +190,35 @@ async def test_a_request_wants_exactly_its_tokens_from_prompt_ids(serving: Any) 
 
 async def test_the_span_and_baggage_of_a_request_go_to_the_server(serving: Any) -> None:
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1", "baggage": "user=7"}
-    async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
-        request = Context(ask(9))
+    async with serving(answering(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
+        request = Context(prompt(9))
         request.trace = extract(headers)
         async with await engine.generate(request) as stream:
             assert [item async for item in stream]
-        (asked,) = server.asked
-        assert {name: asked.headers[name] for name in headers} == headers
+        (received,) = server.received
+        assert {name: received.headers[name] for name in headers} == headers
 
 
 async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_workers_and_times(serving: Any) -> None:
-    async with serving(saying(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
+    async with serving(answering(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
         hints = RoutingHints(priority=3, strict_priority=1)
-        await outputs(engine, ask(routing=hints, annotations=["output_replay_id:line:7"]))
-        asked = server.asked[0].json
-        assert asked["nvext"] == {
+        await outputs(engine, prompt(routing=hints, annotations=["output_replay_id:line:7"]))
+        received = server.received[0].json
+        assert received["nvext"] == {
             "extra_fields": ["worker_id", "timing", "completion_token_ids"],
             "annotations": ["output_replay_id:line:7"],
             "agent_hints": {"priority": 3, "strict_priority": 1},
         }
-        assert asked["stream_options"] == {"include_usage": True}
+        assert received["stream_options"] == {"include_usage": True}
 
 
 @pytest.mark.parametrize(
     "more", [{"prompt_embeds": "x"}, {"sampling_options": SamplingOptions(n=2)}, {"multi_modal_data": {}}]
 )
 async def test_what_a_completion_cannot_say_is_refused_not_left_out(serving: Any, more: dict[str, Any]) -> None:
-    async with serving(saying()) as server, engine_of(server) as engine:
+    async with serving(answering()) as server, engine_of(server) as engine:
         with pytest.raises(InvalidArgument, match="live server"):
-            await outputs(engine, ask(**more))
+            await outputs(engine, prompt(**more))
         assert not server.lines
 
 
@@ -244,23 +245,23 @@ COUNTED: dict[str, tuple[list[Any], list[int]]] = {
         [{"choices": [{"index": 0, "text": "ab", "token_ids": [8, 9], "finish_reason": "length"}]}],
         [2, 0],
     ),
-    "nothing in events that say nothing": ([b": ping\n\n", chunk(""), chunk("a", "length")], [1, 0]),
+    "nothing in empty events": ([b": ping\n\n", chunk(""), chunk("a", "length")], [1, 0]),
 }
 
 
 @pytest.mark.parametrize("name", COUNTED)
 async def test_every_token_is_counted_once(serving: Any, name: str) -> None:
     events, counts = COUNTED[name]
-    said = await answer_to(serving, *events, DONE)
-    assert [len(output.token_ids) for output in said] == counts
-    assert [output.finish_reason for output in said] == [None] * (len(counts) - 1) + [FinishReason.LENGTH]
+    found = await answer_to(serving, *events, DONE)
+    assert [len(output.token_ids) for output in found] == counts
+    assert [output.finish_reason for output in found] == [None] * (len(counts) - 1) + [FinishReason.LENGTH]
 
 
 async def test_ids_workers_times_and_usage_are_handed_on(serving: Any) -> None:
-    told = {"worker_id": {"prefill_worker_id": 4, "decode_worker_id": 5, "new": 1}, "completion_token_ids": [8]}
+    known = {"worker_id": {"prefill_worker_id": 4, "decode_worker_id": 5, "new": 1}, "completion_token_ids": [8]}
     times = {"timing": {"request_received_ms": 1, "prefill_wait_time_ms": 2.5}}
     whole = usage(1, prompt_tokens_details={"cached_tokens": 2})
-    events = [chunk("a", nvext=told), chunk("", "stop", nvext=times), {"choices": [], "usage": whole}]
+    events = [chunk("a", nvext=known), chunk("", "stop", nvext=times), {"choices": [], "usage": whole}]
     first, second, last = await answer_to(serving, *events, DONE, nvext=True)
     assert (first.token_ids, first.text) == ([8], "a")
     assert first.routing_data is not None
@@ -275,17 +276,17 @@ async def test_ids_workers_times_and_usage_are_handed_on(serving: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("found", "meant"),
     [("stop", FinishReason.STOP), ("abort", FinishReason.CANCELLED), ("tool_calls", FinishReason.STOP)],
 )
-async def test_a_reason_beyond_our_words_is_a_stop(serving: Any, said: str, meant: FinishReason) -> None:
-    assert (await answer_to(serving, chunk("a", said), DONE))[-1].finish_reason == meant
+async def test_a_reason_beyond_our_words_is_a_stop(serving: Any, found: str, meant: FinishReason) -> None:
+    assert (await answer_to(serving, chunk("a", found), DONE))[-1].finish_reason == meant
 
 
 # -- what can go wrong
 
 
-async def refuse(status: int, body: Any, line: Any, asked: Any) -> None:
+async def refuse(status: int, body: Any, line: Any, received: Any) -> None:
     await line.whole(status, body)
 
 
@@ -334,7 +335,7 @@ BROKEN: dict[str, tuple[list[Any], type[PenstockError]]] = {
     "an error frame": ([chunk(), {"error": {"message": "it broke", "code": 500}}, DONE], BackendUnknown),
     "a refusal where there were tokens": ([chunk(), {"error": {"message": "it broke", "code": 503}}], BackendUnknown),
     "a refusal before there were any": ([{"error": {"message": "full", "code": 503}}, DONE], Unavailable),
-    "a wrong request, told late": ([{"object": "error", "message": "too long", "code": 400}], StatusError),
+    "a wrong request, reported late": ([{"object": "error", "message": "too long", "code": 400}], StatusError),
     "an error event": ([b"event: error\n: it broke\n\n"], BackendUnknown),
     "an error event with data": ([b'event: error\ndata: {"message": "it broke"}\n\n'], BackendUnknown),
 }
@@ -343,22 +344,22 @@ BROKEN: dict[str, tuple[list[Any], type[PenstockError]]] = {
 @pytest.mark.parametrize("name", BROKEN)
 async def test_an_answer_that_breaks_is_delivered_as_far_as_it_came_then_raises(serving: Any, name: str) -> None:
     events, kind = BROKEN[name]
-    async with serving(saying(*events)) as server, engine_of(server) as engine:
-        said: list[str | None] = []
+    async with serving(answering(*events)) as server, engine_of(server) as engine:
+        found: list[str | None] = []
         with pytest.raises(kind) as caught:
-            await note_texts(await engine.generate(Context(ask())), said)
+            await note_texts(await engine.generate(Context(prompt())), found)
         assert type(caught.value) is kind
-        assert said == ["a"] * (events[:1] in ([chunk()], [chunk("a", "length")]))
+        assert found == ["a"] * (events[:1] in ([chunk()], [chunk("a", "length")]))
 
 
-async def note_texts(stream: Any, said: list[str | None]) -> None:
+async def note_texts(stream: Any, found: list[str | None]) -> None:
     async with stream:
         async for item in stream:
-            said.append(item.data.text)
+            found.append(item.data.text)
 
 
 async def test_an_answer_cut_off_by_the_connection_is_a_disconnect(serving: Any) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.begin()
         await line.event(chunk())
         await line.wire.aclose()
@@ -369,18 +370,18 @@ async def test_an_answer_cut_off_by_the_connection_is_a_disconnect(serving: Any)
 
 
 async def test_an_end_mark_without_its_line_end_still_counts(serving: Any) -> None:
-    said = await answer_to(serving, chunk("a", "stop"), b"data: [DONE]")
-    assert said[-1].finish_reason == FinishReason.STOP
+    found = await answer_to(serving, chunk("a", "stop"), b"data: [DONE]")
+    assert found[-1].finish_reason == FinishReason.STOP
 
 
 async def test_what_is_no_event_stream_is_no_answer(serving: Any) -> None:
-    async with serving(lambda line, asked: line.whole(200, chunk())) as server, engine_of(server) as engine:
+    async with serving(lambda line, received: line.whole(200, chunk())) as server, engine_of(server) as engine:
         with pytest.raises(InvalidMessage, match="application/json"):
             await outputs(engine)
 
 
 async def test_what_is_no_http_is_no_answer(serving: Any) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.wire.send(b"220 smtp ready\r\n\r\n")
 
     async with serving(script) as server, engine_of(server) as engine:
@@ -389,9 +390,9 @@ async def test_what_is_no_http_is_no_answer(serving: Any) -> None:
 
 
 async def test_an_interim_answer_is_passed_over(serving: Any) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-        await saying(chunk("a", "length"), DONE)(line, asked)
+        await answering(chunk("a", "length"), DONE)(line, received)
 
     async with serving(script) as server, engine_of(server) as engine:
         assert len(await outputs(engine)) == 2
@@ -399,7 +400,7 @@ async def test_an_interim_answer_is_passed_over(serving: Any) -> None:
 
 @pytest.mark.parametrize("silent", ["before the head", "after a token"])
 async def test_a_server_that_falls_silent_is_given_up_on(serving: Any, silent: str) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         if silent == "after a token":
             await line.begin()
             await anyio.sleep(4.0)
@@ -410,7 +411,7 @@ async def test_a_server_that_falls_silent_is_given_up_on(serving: Any, silent: s
         with pytest.raises(ResponseTimeout, match="5 s"):
             await outputs(engine)
         assert anyio.current_time() == pytest.approx(9.0 if silent == "after a token" else 5.0, abs=0.1)
-        await server.lines[0].heard_end.wait()
+        await server.lines[0].saw_end.wait()
 
 
 @pytest.mark.parametrize(
@@ -430,9 +431,9 @@ async def test_a_connection_that_cannot_be_made_is_an_error_with_its_reason(
     # What httpx2 makes its connections by: anyio on asyncio, and trio itself.
     monkeypatch.setattr(anyio, "connect_tcp", connect)
     monkeypatch.setattr(trio, "open_tcp_stream", connect)
-    said = {"refused": "Connection refused", "unknown": "not known", "silent": "10 s"}[how]
+    found = {"refused": "Connection refused", "unknown": "not known", "silent": "10 s"}[how]
     engine = LiveEngine(Address.parse("http://far"), "m")
-    with pytest.raises(kind, match=f"far.*{said}") as caught:
+    with pytest.raises(kind, match=f"far.*{found}") as caught:
         await outputs(engine)
     assert type(caught.value) is kind
     assert engine.in_flight == 0
@@ -444,13 +445,13 @@ async def test_a_connection_that_cannot_be_made_is_an_error_with_its_reason(
 
 @pytest.mark.parametrize("how", ["stop", "kill", "close"])
 async def test_the_server_sees_that_its_client_is_gone(serving: Any, how: str) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.begin()
         await line.event(chunk())
         await line.request()
 
     async with serving(script) as server, engine_of(server) as engine, anyio.create_task_group() as tasks:
-        context = Context(ask())
+        context = Context(prompt())
         stream = await engine.generate(context)
         first = await stream.__anext__()
         assert first.data is not None
@@ -461,24 +462,24 @@ async def test_the_server_sees_that_its_client_is_gone(serving: Any, how: str) -
             getattr(context, how)()
             rest = [item.data async for item in stream]
             assert rest == ([LLMEngineOutput.cancelled()] if how == "stop" else [])
-        await server.lines[0].heard_end.wait()
+        await server.lines[0].saw_end.wait()
 
 
 @pytest.mark.filterwarnings("ignore:stream of request:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")
 async def test_a_stream_that_is_dropped_closes_its_connection(serving: Any) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.begin()
         await line.event(chunk())
         await line.request()
 
     async with serving(script) as server, engine_of(server) as engine:
-        stream = await engine.generate(Context(ask()))
+        stream = await engine.generate(Context(prompt()))
         await stream.__anext__()
         del stream
         gc.collect()
         with anyio.fail_after(1.0):
-            await server.lines[0].heard_end.wait()
+            await server.lines[0].saw_end.wait()
         await anyio.sleep(0.1)
 
 
@@ -486,14 +487,14 @@ async def test_a_stream_that_is_dropped_closes_its_connection(serving: Any) -> N
 
 
 async def test_a_connection_serves_one_request_after_another(serving: Any) -> None:
-    async with serving(saying(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
+    async with serving(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
         for _ in range(5):
             await outputs(engine)
-        assert (len(server.asked), len(server.lines)) == (5, 1)
+        assert (len(server.received), len(server.lines)) == (5, 1)
 
 
 async def test_there_are_as_many_connections_as_requests_at_once(serving: Any) -> None:
-    script = saying(chunk("a", "length"), DONE, every_s=1.0)
+    script = answering(chunk("a", "length"), DONE, every_s=1.0)
     async with serving(script) as server, engine_of(server) as engine:
         async with anyio.create_task_group() as tasks:
             for _ in range(150):  # more than httpx2 has unasked
@@ -506,18 +507,18 @@ async def test_there_are_as_many_connections_as_requests_at_once(serving: Any) -
 async def test_a_request_that_a_kept_connection_did_not_take_is_sent_on_a_new_one(serving: Any, in_sight: bool) -> None:
     """Whether it is seen beforehand that the server has closed it, or found out by asking."""
 
-    async def script(line: Any, asked: Any) -> None:
-        await saying(chunk("a", "length"), DONE)(line, asked)
+    async def script(line: Any, received: Any) -> None:
+        await answering(chunk("a", "length"), DONE)(line, received)
         await line.wire.aclose()
 
     async with serving(script, closes_in_sight=in_sight) as server, engine_of(server) as engine:
         for _ in range(3):
             assert len(await outputs(engine)) == 2
-        assert (len(server.asked), len(server.lines)) == (3, 3)
+        assert (len(server.received), len(server.lines)) == (3, 3)
 
 
 async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_again(serving: Any) -> None:
-    async with serving(lambda line, asked: line.wire.aclose()) as server, engine_of(server) as engine:
+    async with serving(lambda line, received: line.wire.aclose()) as server, engine_of(server) as engine:
         with pytest.raises(Disconnected, match="before there was an answer"):
             await outputs(engine)
         assert len(server.lines) == 1
@@ -525,11 +526,11 @@ async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_ag
 
 async def test_a_transport_without_connections_that_breaks_is_tried_once() -> None:
     class Broken(httpx2.AsyncBaseTransport):
-        asked = 0
+        received = 0
 
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-            self.asked += 1
-            assert self.asked == 1
+            self.received += 1
+            assert self.received == 1
             raise httpx2.ReadError("gone", request=request)
 
     engine = LiveEngine(ADDRESS, "m", transport=Broken())
@@ -545,9 +546,9 @@ async def test_a_request_that_is_open_when_the_engine_is_closed_ends_with_discon
 ) -> None:
     """And so does one that comes later. Kept: it went out on a connection that had served another one."""
 
-    async def script(line: Any, asked: Any) -> None:
-        if len(server.asked) <= kept:
-            await saying(chunk("a", "length"), DONE)(line, asked)
+    async def script(line: Any, received: Any) -> None:
+        if len(server.received) <= kept:
+            await answering(chunk("a", "length"), DONE)(line, received)
             return
         if has_begun:
             await line.begin()
@@ -579,7 +580,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again(
 ) -> None:
     # httpx2 looks at this clock whatever loop it is in.
     monkeypatch.setattr("httpcore2._async.http11.time", SimpleNamespace(monotonic=anyio.current_time))
-    async with serving(saying(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
+    async with serving(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
         for idle_s, connections in ((0.0, 1), (3.9, 1), (4.1, 2)):
             await anyio.sleep(idle_s)
             await outputs(engine)
@@ -587,7 +588,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again(
 
 
 async def test_a_server_that_wants_to_close_is_let_go(serving: Any) -> None:
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         body = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
         await line.wire.send(head + body)
@@ -607,7 +608,7 @@ async def test_the_first_answer_of_the_server_counts(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:1")
 
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         head = b"HTTP/1.1 307 x\r\nLocation: /there\r\nSet-Cookie: worker=1\r\nContent-Length: 2\r\n\r\nno"
         await line.wire.send(head)
 
@@ -615,10 +616,10 @@ async def test_the_first_answer_of_the_server_counts(
         for _ in range(2):
             with pytest.raises(StatusError, match="307"):
                 await outputs(engine)
-        assert [asked.path for asked in server.asked] == ["/api/v1/completions"] * 2
-        for asked in server.asked:
-            assert not {"cookie", "authorization", "proxy-authorization"} & asked.headers.keys()
-            assert (asked.headers["host"], asked.headers["accept-encoding"]) == ("far:8000", "identity")
+        assert [received.path for received in server.received] == ["/api/v1/completions"] * 2
+        for received in server.received:
+            assert not {"cookie", "authorization", "proxy-authorization"} & received.headers.keys()
+            assert (received.headers["host"], received.headers["accept-encoding"]) == ("far:8000", "identity")
         assert len(server.lines) == 1
 
 

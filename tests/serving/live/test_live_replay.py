@@ -70,9 +70,9 @@ async def test_a_prefill_worker_named_in_an_answer_has_its_prompt(serving: Any, 
     assert all(one.mean_running > 0 for one in report.workers)
 
 
-async def one_token_a_second(line: Any, asked: Any) -> None:
+async def one_token_a_second(line: Any, received: Any) -> None:
     await line.begin()
-    for _ in range(asked.json["max_tokens"]):
+    for _ in range(received.json["max_tokens"]):
         await anyio.sleep(1.0)
         await line.event({"choices": [{"text": "a", "finish_reason": None}]})
     await line.event({"choices": [{"text": "", "finish_reason": "length"}]})
@@ -107,11 +107,11 @@ async def test_a_replay_that_ends_by_itself_was_not_interrupted(serving: Any) ->
 
 
 async def test_errors_are_counted_by_type_with_the_message_of_the_first(serving: Any) -> None:
-    async def script(line: Any, asked: Any) -> None:
-        if len(server.asked) <= 3:
-            await line.whole(503 if len(server.asked) < 3 else 500, {"message": f"no {len(server.asked)}"})
+    async def script(line: Any, received: Any) -> None:
+        if len(server.received) <= 3:
+            await line.whole(503 if len(server.received) < 3 else 500, {"message": f"no {len(server.received)}"})
         else:
-            await one_token_a_second(line, asked)
+            await one_token_a_second(line, received)
 
     async with serving(script) as server:
         report = await run(live_graph(URL, transport=server.transport), load(5, 2), per_request=True)
@@ -131,12 +131,12 @@ async def test_errors_are_counted_by_type_with_the_message_of_the_first(serving:
 async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> None:
     """Between servers of our own kind: the worker that answered last has the request, and its tokens."""
 
-    async def script(line: Any, asked: Any) -> None:
+    async def script(line: Any, received: Any) -> None:
         await line.begin()
         for worker, ids in ((7, [1]), (None, [2]), (9, [3])):
             await anyio.sleep(1.0)
-            told = {} if worker is None else {"worker_id": {"prefill_worker_id": worker, "decode_worker_id": worker}}
-            await line.event({"choices": [{"text": ""}], "nvext": {"completion_token_ids": ids, **told}})
+            known = {} if worker is None else {"worker_id": {"prefill_worker_id": worker, "decode_worker_id": worker}}
+            await line.event({"choices": [{"text": ""}], "nvext": {"completion_token_ids": ids, **known}})
         await line.event({"choices": [{"text": "", "finish_reason": "length"}]})
         await line.event("[DONE]")
         await line.end()

@@ -58,8 +58,8 @@ def form(logprobs: LogprobForm | None, **fields: Any) -> AnswerForm:
     return AnswerForm("id", 1, 'm"choices":[]', choices_per_prompt=3, logprobs=logprobs, **fields)
 
 
-def of(kind: type[Answer], asked: AnswerForm, outputs: list[BackendOutput]) -> Any:
-    answer = kind(asked, UsageCount(1))
+def of(kind: type[Answer], form: AnswerForm, outputs: list[BackendOutput]) -> Any:
+    answer = kind(form, UsageCount(1))
     for output in outputs:
         answer.add(output)
     parts = answer.json_parts()
@@ -119,9 +119,9 @@ def test_a_whole_completion_is_the_json_of_its_record(
 
 
 def test_the_ids_of_all_tokens_are_joined() -> None:
-    asked = AnswerForm("id", 1, "m", extra_fields=frozenset({"completion_token_ids", "stop_reason"}))
+    form = AnswerForm("id", 1, "m", extra_fields=frozenset({"completion_token_ids", "stop_reason"}))
     outputs = [BackendOutput([1, 2], ["a", "b"], "ab"), BackendOutput([3], ["c"], "c", stop_reason=7)]
-    assert of(ChatAnswer, asked, outputs)["nvext"] == {"completion_token_ids": [1, 2, 3], "stop_reason": 7}
+    assert of(ChatAnswer, form, outputs)["nvext"] == {"completion_token_ids": [1, 2, 3], "stop_reason": 7}
 
 
 def test_half_a_character_is_no_json() -> None:
