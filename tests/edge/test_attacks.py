@@ -74,7 +74,7 @@ OUTCOME = Outcome([], quiet_s=0.001, stall_s=0.002, took_s=1, cpu_s=1, grown_mb=
         ({"left_open": "1 requests"}, "left open: 1 requests"),
         ({"answers": [Answer(200)]}, "status 200"),
         ({"answers": [Answer(CUT)]}, "status 0"),
-        ({"answers": [Answer(400, {}, b"Bad")]}, "status 400 is no JSON"),
+        ({"answers": [Answer(400, {}, b"Bad")]}, "status 400 is not JSON"),
         ({"answers": [Answer(400, {"content-type": "application/json"}, b'{"code":413,"message":"x"}')]}, "status 400"),
         ({"answers": [Answer(400, {"content-type": "application/json"}, b"x" * 5000)]}, "an error body of 5000 bytes"),
     ],
