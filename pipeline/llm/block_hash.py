@@ -35,7 +35,7 @@ _pair = Struct("<QQ").pack
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the tokens as hashed: each a little-endian u32. Raise InvalidArgument for a token that is none."""
+    """Return the tokens as hashed: each a little-endian u32. Raise InvalidArgument for a token that is not a u32."""
     try:
         if len(tokens) <= _AT_ONCE_TOKENS:
             return Struct(f"<{len(tokens)}I").pack(*tokens)

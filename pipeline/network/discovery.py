@@ -2,7 +2,7 @@
 
     register ──► store ──► watch: Added, Removed, TaintsUpdated
 
-Records are stored as JSON; a value that is none is passed over and removes nothing that is known.
+Records are stored as JSON; a value that is not JSON is ignored and does not remove a known record.
 
 Source: dynamo lib/runtime/src/discovery. Other than there, leases and conflict rules are written once, over any store.
 
@@ -71,7 +71,7 @@ class Store(ABC):
 
     @abstractmethod
     async def create(self, key: str, value: bytes) -> Written:
-        """Write a new key; one that exists stays as it is."""
+        """Write a new key; an existing key is not changed."""
 
     @abstractmethod
     async def replace(self, key: str, value: bytes, revision: int) -> Written:

@@ -10,7 +10,7 @@ Events as bytes: an envelope in MessagePack inside a frame of version and length
 
 Source: dynamo lib/runtime/src/transports/event_plane, frame.rs and codec.rs.
 
-Fanout: one source, many listeners, none of which disturbs the others.
+Fanout: one source, many subscribers, which do not affect each other.
 """
 
 from __future__ import annotations

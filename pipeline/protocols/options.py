@@ -17,16 +17,23 @@ MAX_GRAMMAR_NESTING = 500
 
 @define(slots=True)
 class StopConditions:
-    """When generation ends. Text of visible stop ids is kept, that of the user's and the hidden (model's) is not."""
+    """When generation ends."""
 
     max_tokens: U32 | None = null()
     stop: list[str] | None = null()
+    """Stop strings of the client."""
     stop_token_ids: list[U32] | None = null()
+    """Stop ids of the client; not part of the text."""
     stop_token_ids_visible: list[U32] | None = null()
+    """Stop ids whose text is kept."""
     stop_token_ids_hidden: list[U32] | None = null()
+    """Stop ids of the model; not part of the text."""
     min_tokens: U32 | None = null()
+    """Tokens before which generation does not stop."""
     ignore_eos: bool | None = null()
+    """Whether end-of-sequence ids are ignored."""
     max_thinking_tokens: U32 | None = null()
+    """Limit of the reasoning part."""
 
     def apply_ignore_eos(self) -> None:
         """Drop every stop string and stop id if `ignore_eos` is set; all else stays."""
@@ -93,10 +100,12 @@ def bracket_depth(text: str) -> int:
 
 @define(slots=True)
 class SamplingOptions:
-    """How the next token is drawn."""
+    """How the next token is drawn. None: the engine's default."""
 
     n: U8 | None = null()
+    """Number of choices."""
     best_of: U8 | None = null()
+    """Choices to generate, of which the best `n` are returned."""
     presence_penalty: float | None = null()
     frequency_penalty: float | None = null()
     repetition_penalty: float | None = null()
@@ -107,8 +116,11 @@ class SamplingOptions:
     use_beam_search: bool | None = null()
     length_penalty: float | None = null()
     seed: I64 | None = null()
+    """Seed of the random draws."""
     include_stop_str_in_output: bool | None = null()
+    """Whether the stop string is part of the text."""
     guided_decoding: GuidedDecodingOptions | None = null()
+    """A form the output must have."""
 
     def force_greedy(self) -> None:
         """Drop everything that would make the draw other than the most likely token."""
@@ -118,10 +130,15 @@ class SamplingOptions:
 
 @define(slots=True)
 class OutputOptions:
-    """What comes back beside the tokens."""
+    """What is returned beside the tokens."""
 
     logprobs: U32 | None = null()
+    """Candidates per generated token, with log probabilities."""
     prompt_logprobs: U32 | None = null()
+    """Candidates per prompt token."""
     skip_special_tokens: bool | None = null()
+    """Whether special tokens are omitted from the text."""
     formatted_prompt: bool | None = null()
+    """Whether the prompt's text is returned."""
     return_tokens_as_token_ids: bool | None = null()
+    """Whether tokens are returned as `token_id:<id>`."""

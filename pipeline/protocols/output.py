@@ -117,29 +117,40 @@ class TopLogprob:
 
 @define(slots=True)
 class LLMEngineOutput:
-    """One chunk of an engine's stream; the one with a finish reason is the last of its choice.
-
-    `log_probs` has one entry per token, `top_logprobs` one list of candidates per token.
-    """
+    """One chunk of an engine's stream. The chunk with a finish reason is the last of its choice."""
 
     token_ids: list[U32]
+    """The tokens new in this chunk."""
     tokens: list[str | None] | None = null()
+    """Their texts, from engines that decode."""
     text: str | None = null()
+    """Text of the chunk, from engines that decode."""
     output_type: OutputType = "text"
     content_parts: list[ContentPart] | None = None
     cum_log_probs: float | None = null()
+    """Sum of the log probabilities so far."""
     log_probs: list[float] | None = null()
+    """Log probability of each token."""
     top_logprobs: list[list[TopLogprob]] | None = null()
+    """Candidates for each token."""
     finish_reason: FinishReason | None = null()
     stop_reason: I64 | str | None = None
+    """The stop id or stop string that was met."""
     index: U32 | None = null()
+    """The choice that the chunk belongs to."""
     disaggregated_params: Any = None
+    """Of a prefill worker: parameters for the decode worker."""
     encoder_result: dict[str, Any] | None = None
+    """Result of an encode worker."""
     extra_args: Any = None
     engine_data: Any = None
+    """Opaque data of the engine, passed to the client if requested."""
     worker_trace_link: TraceLink | None = None
+    """Span of the worker."""
     completion_usage: CompletionUsage | None = None
+    """Token counts, usually in the last chunk."""
     routing_data: RoutingData | None = None
+    """The router's report, if requested."""
 
     @classmethod
     def token(cls, token_id: int) -> LLMEngineOutput:
@@ -192,10 +203,11 @@ class LLMEngineOutput:
 
 @define(slots=True)
 class BackendOutput:
-    """A chunk after detokenizing: `tokens` is the text of each token, None where it was not to be shown."""
+    """A chunk after detokenizing; fields as in `LLMEngineOutput`."""
 
     token_ids: list[U32]
     tokens: list[str | None]
+    """The text of each token; None for a token that is not shown."""
     text: str | None = null()
     cum_log_probs: float | None = null()
     log_probs: list[float] | None = null()

@@ -26,20 +26,24 @@ _HOST = re.compile(r"(?!(?:https?|wss?|ftp):)|\w+://[^\s/?#]", re.IGNORECASE)
 
 @define(slots=True)
 class BootstrapInfo:
-    """Where decode meets prefill for the KV transfer of this request."""
+    """Where a decode worker meets its prefill worker for the KV transfer of a request."""
 
     bootstrap_host: str
     bootstrap_port: U16
     bootstrap_room: U64
+    """Identifies the transfer at this host and port."""
     handoff_id: UUID | None = None
+    """Identifies the transfer beside its room, if set."""
 
 
 @define(slots=True)
 class PrefillResult:
-    """What prefill hands to decode; the parameters are the engine's own and not looked into."""
+    """The result of a prefill worker, passed to the decode worker."""
 
     disaggregated_params: Any
+    """Parameters of the engine; opaque to the stages."""
     prompt_tokens_details: PromptTokensDetails | None = None
+    """Usage of the prompt, such as cached tokens."""
 
 
 @define(slots=True)
@@ -59,11 +63,14 @@ class BlockExtraInfo:
 
 @define(slots=True)
 class MmRoutingInfo:
-    """Another token sequence to route by, for prompts with media; a block without media has None."""
+    """Another token sequence to route a prompt with media by."""
 
     routing_token_ids: list[U32]
+    """The tokens whose blocks are looked up."""
     block_mm_infos: list[BlockExtraInfo | None]
+    """The media of each block; None for a block without media."""
     expanded_prompt_len: U64 = 0
+    """Tokens of the prompt once its media are expanded."""
 
 
 @frozen
@@ -122,47 +129,69 @@ class AgentContext:
 
     session_id: str
     parent_session_id: str | None = None
+    """The session that started this one."""
     session_final: bool | None = None
+    """Whether this is the last request of the session."""
     compaction: Compaction | None = None
+    """Set if the conversation was shortened before this request."""
     kv_hints: AgentKvHints | None = None
     input_trigger: Literal["user_message", "tool_result", "other"] | None = None
+    """The kind of input that led to this request."""
 
 
 @define(slots=True)
 class PreprocessedRequest:
-    """A request in tokens. `token_ids` grows while it migrates; `prompt_embeds` (base64) takes precedence over it.
-
-    `annotations` are plain names or `key:value`. `is_probe` marks a health canary, which engines serve without asking
-    other workers. `tracker` and `migration_state` stay in this process.
-    """
+    """A request in tokens."""
 
     token_ids: list[U32]
+    """The prompt; while the request migrates, with the tokens delivered so far."""
     model: str = ""
+    """Name of the model, as the client sent it."""
     prompt_embeds: str | None = None
+    """Base64 of an embedded prompt; it takes precedence over `token_ids`."""
     multi_modal_data: dict[str, list[MultimodalData]] | None = None
+    """Media items by kind."""
     multi_modal_uuids: dict[str, list[str | None]] | None = None
+    """Ids of the media items by kind; None for an item without one."""
     mm_routing_info: MmRoutingInfo | None = None
+    """Tokens to route by, for a prompt with media."""
     stop_conditions: StopConditions = field(factory=StopConditions)
     sampling_options: SamplingOptions = field(factory=SamplingOptions)
     output_options: OutputOptions = field(factory=OutputOptions)
     eos_token_ids: list[U32] = field(factory=list)
+    """Ids that end the sequence, from the model."""
     mdc_sum: str | None = null()
+    """Checksum of the model's card."""
     annotations: list[str] = field(factory=list)
+    """Plain names, or `key:value`."""
     routing: RoutingHints | None = None
+    """Pins, priorities and constraints for the routers. Default: the routers decide."""
     router_config_override: RouterConfigOverride | None = null()
+    """Router settings for this request only."""
     prefill_result: PrefillResult | None = None
+    """Set for a decode worker after a remote prefill."""
     encoder_result: dict[str, Any] | None = None
+    """Result of an encode worker."""
     migration_link: TraceLink | None = None
+    """Span of the worker before this one: of a failed attempt, or of the prefill."""
     bootstrap_info: BootstrapInfo | None = None
+    """Where prefill and decode worker meet for the KV transfer."""
     extra_args: Any = None
+    """Engine arguments without a field of their own."""
     require_reasoning: bool = skip(False)
     router: RouterParams | None = None
+    """Latency targets."""
     agent_context: AgentContext | None = None
     mm_processor_kwargs: Any = None
+    """Arguments of the engine's media processor."""
     request_timestamp_ms: float | None = None
+    """When the request was received, in milliseconds since the epoch."""
     is_probe: bool = skip(False, name="_HEALTH_CHECK")
+    """Marks a health probe, which an engine serves without contacting other workers."""
     tracker: RequestTracker | None = never()
+    """Collects the request's times and workers; stays in this process."""
     migration_state: MigrationState | None = never()
+    """Failed workers of this request; stays in this process."""
 
     def has_annotation(self, annotation: str) -> bool:
         """Return whether the request has exactly this annotation."""

@@ -22,10 +22,12 @@ from .trace_link import TraceLink
 
 @define(slots=True)
 class RoutingConstraints:
-    """Taints a worker must carry, and taints that make it dearer or cheaper (weight below or above zero)."""
+    """Taints that restrict or rank the workers of a request."""
 
     required_taints: set[str] = skip(factory=set)
+    """A worker must have all of these."""
     preferred_taints: dict[str, float] = skip(factory=dict)
+    """Taint -> weight: above zero a worker with it costs less, below zero more."""
 
     @property
     def is_empty(self) -> bool:
@@ -34,35 +36,45 @@ class RoutingConstraints:
 
 @define(slots=True)
 class RoutingHints:
-    """Where a request should go and how urgent it is; nothing set means the router decides.
-
-    `backend_instance_id` pins every phase, the two worker ids one phase each; `dp_rank` is the decode rank.
-    `priority_jump` is in seconds, taken off the arrival time; a higher `strict_priority` is an earlier queue tier.
-    """
+    """Where a request should go, and its urgency. A field that is None leaves the decision to the router."""
 
     backend_instance_id: U64 | None = None
+    """The instance for every phase."""
     prefill_worker_id: U64 | None = None
+    """The worker for prefill only."""
     decode_worker_id: U64 | None = None
+    """The worker for decode only."""
     dp_rank: U32 | None = None
+    """Data parallel rank of the decode worker."""
     prefill_dp_rank: U32 | None = None
+    """Data parallel rank of the prefill worker."""
     expected_output_tokens: U32 | None = None
+    """The client's estimate of the output length."""
     lora_name: str | None = None
+    """The LoRA adapter, which is part of the blocks' hashes."""
     cache_namespace: str | None = skip(name="cache_salt")
+    """Separates the blocks of one tenant from those of others."""
     priority_jump: float | None = None
+    """Seconds subtracted from the arrival time in the admission queue."""
     strict_priority: U32 | None = None
+    """Queue tier; a higher one is admitted first."""
     priority: I32 | None = None
+    """Priority in the engine's own scheduler."""
     allowed_worker_ids: set[U64] | None = None
+    """Only these workers are eligible."""
     routing_constraints: RoutingConstraints | None = None
 
 
 @define(slots=True)
 class RouterParams:
-    """Latency targets in milliseconds for routers that choose among pools. Reads no other key."""
+    """Latency targets for routers that choose among pools. Unknown keys are refused."""
 
     wire_closed: ClassVar[bool] = True
 
     ttft_target: float | None = None
+    """Time to first token, in milliseconds."""
     itl_target: float | None = None
+    """Time between tokens, in milliseconds."""
 
 
 @define(slots=True)
@@ -103,18 +115,21 @@ def _check_range(name: str, value: float | None, high: float) -> None:
 
 @define(slots=True, eq=False)
 class MigrationState:
-    """The workers that failed this request, in order and each once, and the last of their errors.
+    """The workers that failed this request.
 
     The stage that sends the request to workers writes it, before the error is visible to other stages, and sends the
-    request to none of these workers again.
-    `held_text` is the end of the text of the delivered tokens that was not shown when the stream broke, because a stop
-    string may begin there: for the decoder of the next stream, or to be shown if there is none. Shared by reference,
-    stays in this process.
+    request to none of these workers again. It is shared by reference and stays in this process.
     """
 
     excluded_worker_ids: list[int] = field(factory=list)
+    """In order of failure, each once."""
     last_error: Exception | None = None
+    """The error of the last of them."""
     held_text: str = ""
+    """The end of the delivered text that was not shown, because a stop string may begin there.
+
+    The decoder of the next stream continues with it; without another stream it is shown.
+    """
     failed_link: TraceLink | None = None
     """The span of the last of them, where the request is traced: that of its router, for its own may not be known."""
 

@@ -31,29 +31,32 @@ def worker_label(worker_id: int) -> str:
 
 @frozen
 class RouterChoice:
-    """Why a router sent a request to its worker.
-
-    `rule` is the mode of the router, or the rule of placement of the router `kv`, which also knows the rest: of the
-    `prompt_blocks` of the prompt the worker had `overlap_blocks`, `best_overlap_blocks` is the most that one of the
-    `candidates` had, `cost` is what the worker was chosen by, in the rule's unit.
-    """
+    """Why a router chose a worker. Only the router `kv` sets all fields."""
 
     rule: str
+    """The router's mode; for `kv` its rule of placement."""
     candidates: int | None = None
+    """Workers compared."""
     overlap_blocks: float | None = None
+    """Blocks of the prompt that the worker had."""
     best_overlap_blocks: float | None = None
+    """Most blocks that a candidate had."""
     prompt_blocks: int | None = None
+    """Blocks of the prompt."""
     cost: float | None = None
+    """The worker's cost, in the unit of the rule."""
 
 
 @define(slots=True)
 class RouterDecision:
-    """Where a request went and why: the choice of its worker, that of its prefill worker if it is another one, and to
-    how many workers it was sent one after the other."""
+    """Where a request went, and why."""
 
     worker: RouterChoice | None = None
+    """Choice of the worker."""
     prefill: RouterChoice | None = None
+    """Choice of the prefill worker, if it is another one."""
     attempts: U32 | None = None
+    """Workers that the request was sent to, one after the other."""
 
 
 @define(slots=True)
@@ -68,15 +71,22 @@ class WorkerIdInfo:
 
 @define(slots=True)
 class TimingInfo:
-    """Durations of a request in milliseconds; `request_received_ms` is milliseconds since the epoch."""
+    """Durations of a request."""
 
     request_received_ms: U64
+    """Milliseconds since the epoch."""
     prefill_wait_time_ms: float | None = None
+    """From receipt to the start of prefill."""
     prefill_time_ms: float | None = None
+    """From the start of prefill to the first token."""
     ttft_ms: float | None = None
+    """From receipt to the first token."""
     total_time_ms: float | None = None
+    """From receipt to the end."""
     kv_hit_rate: float | None = None
+    """Share of the prompt's blocks that the worker had."""
     router_queue_depth: U64 | None = None
+    """Requests in the router's queue when this one was routed."""
     kv_transfer_estimated_latency_ms: float | None = None
 
     def fill_gaps(self, other: TimingInfo) -> None:
@@ -99,11 +109,12 @@ _FILLABLE = (
 
 @define(slots=True)
 class RoutingData:
-    """What a router learned about a request and reports with its output."""
+    """What a router reports with the output of a request."""
 
     timing: TimingInfo | None = None
     worker_id: WorkerIdInfo | None = None
     token_ids: list[U32] | None = None
+    """The tokens of the prompt, if requested."""
     decision: RouterDecision | None = None
 
 

@@ -92,7 +92,7 @@ def _sort_in(line: str, families: dict[str, _Family], current: str) -> str:
 
 
 def _family_of(line: str, families: Mapping[str, _Family]) -> str | None:
-    """Return the family of a sample; None if it is none."""
+    """Return the family of a sample; None if the name belongs to no family."""
     found = None if line.lstrip().startswith("#") else _SAMPLE.fullmatch(line)
     if found is None:
         return None
