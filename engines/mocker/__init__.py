@@ -1,7 +1,7 @@
-"""A simulated worker: batches, caches, pre-empts and takes time as a real engine does, without a model.
+"""A simulated engine: batches, caches, preempts and takes time as a real engine does, without a model.
 
-`MockEngine` is the engine. Its core is one in which nothing waits: `Scheduler` moves `Sequence`s over a `BlockPool`,
-pass by pass, and says how long each pass takes.
+`MockEngine` is the engine. Nothing waits in its core: `Scheduler` moves `Sequence`s over a `BlockPool`, step by step,
+and returns the time of each step.
 """
 
 from .args import MockEngineArgs, ReasoningArgs, SglangArgs, TrtllmArgs

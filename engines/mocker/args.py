@@ -1,8 +1,8 @@
-"""MockEngineArgs: everything a simulated engine is told, checked and completed.
+"""MockEngineArgs: the arguments of a simulated engine, with their ranges and defaults.
 
-What makes engine arguments wrong, alone and together.
+Their checks, alone and together.
 
-Engine arguments as JSON: strict, with no unknown names, and with the older names that still come.
+Their form in JSON: strict, without unknown names, and with the older names of earlier files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.protocols.field_rules import U32, WIRE_KEY, WireRule, null
 from .scheduling import accept_rates
 
 OWN_BLOCK_SIZE = {"vllm": 64, "trtllm": 32, "sglang": 1}
-"""Tokens a block where nothing is said."""
+"""Default block size in tokens, by engine type."""
 
 _AT_LEAST_1 = (
     *("num_gpu_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dp_size", "kv_bytes_per_token"),
@@ -38,11 +38,11 @@ _RANK_PORTS = ("zmq_kv_events_port", "zmq_replay_port")
 _PORT_MAX = 65535
 _TOKEN_MAX = 2**32 - 1
 _BEYOND = 2**64
-"""What no number may reach; so each can be reckoned with as a float."""
+"""Exclusive bound of all numbers, so that each fits a float."""
 
 
 def check(args: MockEngineArgs) -> None:
-    """Raises InvalidArgument, naming the argument, for the first thing that is wrong."""
+    """Raise InvalidArgument, naming the argument, for the first invalid value."""
     _check_choices(args)
     _check_least(args, _LEAST)
     _check_most(args.watermark, 1, "watermark")
@@ -60,7 +60,7 @@ def check(args: MockEngineArgs) -> None:
 
 
 def resolved_block_size(args: MockEngineArgs) -> int:
-    """The block size given, else the engine's own."""
+    """Return the given block size, else the engine type's own."""
     page_size = args.sglang.page_size if args.sglang is not None and args.engine_type == "sglang" else None
     return args.block_size or page_size or OWN_BLOCK_SIZE[args.engine_type]
 
@@ -152,17 +152,17 @@ def _check_block_size(args: MockEngineArgs) -> None:
 T = TypeVar("T")
 
 ALWAYS = {WIRE_KEY: WireRule("always")}
-"""Marks a field that is written also while it is None."""
+"""Metadata of a field that is written to JSON also while it is None."""
 
 _CHOICES = ("engine_type", "worker_type", "preemption_mode", "kv_transfer_timing_mode", "router_queue_policy")
 _NESTED_CHOICES = {"sglang": "schedule_policy", "trtllm": "capacity_scheduler_policy"}
 _IGNORED = "has_perf_model"
 _ROLES = {"is_prefill": "prefill", "is_decode": "decode"}
-"""Flags that came before the worker type, and the type each one means."""
+"""Flags of older files, and the worker type that each one means."""
 
 
 def from_plain(value: Any, cls: type[T]) -> T:
-    """The arguments in a dict. Raises InvalidArgument, naming the place, for unknown names and wrong types."""
+    """Return the arguments in a dict. Raises InvalidArgument, naming the place, for unknown names and wrong types."""
     if not isinstance(value, dict):
         raise InvalidArgument("engine arguments are an object")
     plain = {name: item for name, item in value.items() if name != _IGNORED}
@@ -177,7 +177,7 @@ def from_plain(value: Any, cls: type[T]) -> T:
 
 
 def from_json(text: str | bytes, cls: type[T]) -> T:
-    """As `from_plain`, of one JSON document. Raises InvalidArgument also for text that is none or goes on behind it."""
+    """As `from_plain`, of one JSON document. Raises InvalidArgument also for text that is not exactly one document."""
     return from_plain(wire.from_json(text, dict), cls)
 
 
@@ -193,7 +193,7 @@ def _lower_case_keys(plain: dict[str, Any], name: str) -> None:
 
 
 def _read_roles(plain: dict[str, Any]) -> None:
-    """Replaces the flags of older files by the worker type they mean."""
+    """Replace the flags of older files by the worker type that they mean."""
     flags = {name: plain.pop(name) for name in _ROLES if name in plain}
     for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):
@@ -214,7 +214,7 @@ SchedulePolicy = Literal["fifo", "fcfs", "lpm"]
 
 
 def _lower(text: str) -> Any:
-    """A choice is known by its name in any case; what is no text is left to be refused."""
+    """Return a choice in lower case; other values are refused later."""
     return text.lower() if isinstance(text, str) else text
 
 
@@ -228,39 +228,41 @@ def _text_of_path(path: str | PathLike[str] | None) -> Any:
 
 @frozen(kw_only=True)
 class ReasoningArgs:
-    """Which part of an output is thinking, and the tokens around it."""
+    """The thinking part of outputs, and the tokens around it."""
 
     wire_closed: ClassVar[bool] = True
 
     start_thinking_token_id: U32
+    """First token of the thinking part."""
     end_thinking_token_id: U32
+    """Last token of the thinking part."""
     thinking_ratio: float
-    """From 0 to 1."""
+    """Share of the output that is thinking, from 0 to 1."""
 
 
 @frozen(kw_only=True)
 class SglangArgs:
-    """What only SGLang has; None is the default named behind."""
+    """Arguments of SGLang only; None stands for the default named below each."""
 
     wire_closed: ClassVar[bool] = True
 
     schedule_policy: SchedulePolicy | None = field(default=None, converter=_lower_or_none, metadata=ALWAYS)
-    """fifo"""
+    """Order of admission: fifo, fcfs, or lpm, which admits the longest cached prefix first. Default fifo."""
     page_size: int | None = null()
-    """1"""
+    """Tokens of a page, equal to the block size. Default 1."""
     max_prefill_tokens: int | None = null()
-    """16,384"""
+    """Most prompt tokens of a step. Default 16,384."""
     chunked_prefill_size: int | None = null()
-    """8,192; a multiple of the block size"""
+    """Tokens of a chunk of a long prompt, a multiple of the block size. Default 8,192."""
     clip_max_new_tokens: int | None = null()
-    """4,096"""
+    """Most output tokens of a sequence that admission reserves room for. Default 4,096."""
     schedule_conservativeness: float | None = null()
-    """1.0; from 0 to 1"""
+    """Factor on the share of running outputs that admission keeps free, from 0 to 1. Default 1.0."""
 
 
 @frozen(kw_only=True)
 class TrtllmArgs:
-    """What only TensorRT-LLM has."""
+    """Arguments of TensorRT-LLM only."""
 
     wire_closed: ClassVar[bool] = True
 
@@ -273,8 +275,8 @@ class TrtllmArgs:
 class MockEngineArgs:
     """The arguments of a simulated engine, under the names of the original's JSON.
 
-    Names of choices may be in any case. Raises InvalidArgument, naming the argument, for values that make no sense
-    alone or together.
+    Names of choices may be in any case. Raises InvalidArgument, naming the argument, for values that are invalid alone
+    or together.
 
     Source: dynamo lib/mocker/src/common/protocols.rs, MockEngineArgs. Other than there, a `speedup_ratio` of 0 means
     that nothing takes time.
@@ -283,29 +285,37 @@ class MockEngineArgs:
     wire_closed: ClassVar[bool] = True
 
     engine_type: EngineType = field(default="vllm", converter=_lower)
+    """The scheduler to simulate: vllm, sglang or trtllm."""
     num_gpu_blocks: int = 16384
+    """Blocks of each rank's KV cache."""
     block_size: int = 0
-    """Tokens a block; 0 takes the engine's own: 64 vllm, 32 trtllm, sglang its page size."""
+    """Tokens of a block; 0 selects the engine type's own: 64 vllm, 32 trtllm, the page size for sglang."""
     max_model_len: int | None = null()
-    """Most tokens of a prompt and its output; vllm only."""
+    """Most tokens of a prompt and its output, for vllm only. None: no limit."""
     max_num_seqs: int | None = 256
-    """None: any number."""
+    """Most running sequences of a rank. None: no limit."""
     max_num_batched_tokens: int | None = 8192
-    """None: any number."""
+    """Most tokens of a step. None: no limit."""
     enable_prefix_caching: bool = True
+    """Whether prompts reuse cached blocks; KV events need it."""
     enable_chunked_prefill: bool = True
+    """Whether a prompt may be computed over several steps; always on for sglang."""
     preemption_mode: PreemptionMode = field(default="lifo", converter=_lower)
+    """Which sequence vllm preempts: the last admitted (lifo) or the first (fifo)."""
     speedup_ratio: float = 1.0
-    """Times are divided by it; 0: nothing takes time."""
+    """Divisor of all simulated times; with 0 nothing takes time."""
     decode_speedup_ratio: float = 1.0
-    """The same for decode, on top."""
+    """Further divisor of decode times; with 0 they take no time."""
     dp_size: int = 1
+    """Data-parallel ranks, each with a cache and a batch of its own."""
     startup_time: float | None = null()
-    """Seconds."""
+    """Seconds that the start takes. None: no time."""
     worker_type: WorkerType = field(default="aggregated", converter=_lower)
+    """Whether the worker serves whole requests (aggregated), only prompts (prefill), or outputs (decode)."""
     planner_profile_data: str | None = field(default=None, converter=_text_of_path, metadata=ALWAYS)
-    """Path of an NPZ file of measured times, or of its folder."""
+    """Path of an NPZ file of measured times, or of its folder. None: built-in polynomials."""
     aic_backend: str | None = null()
+    """This and the other `aic_` names describe an external predictor of times, which must be given to the engine."""
     aic_system: str | None = null()
     aic_backend_version: str | None = null()
     aic_tp_size: int | None = null()
@@ -319,29 +329,37 @@ class MockEngineArgs:
     aic_kv_cache_dtype: str | None = null()
     aic_comm_dtype: str | None = null()
     aic_nextn: int | None = null()
-    """Draft tokens of speculative decoding, 1 to 5."""
+    """Draft tokens of speculative decoding, 1 to 5. None: no drafts."""
     aic_nextn_accept_rates: str | None = null()
-    """Chance of each draft, given the ones before it, separated by commas."""
+    """Chance of each draft given the ones before it, separated by commas. None: 0.85,0.3."""
     aic_mtp_seed: int = 42
+    """Seed of the accepted drafts."""
     enable_local_indexer: bool = False
-    """Always off on a decode worker."""
+    """Without an effect here: the worker's own configuration decides it. Always off on a decode worker."""
     bootstrap_port: int | None = null()
+    """Port in the address of a prefill worker at which decode workers fetch its blocks. None: no address."""
     handoff_session_timeout_ms: int = 300_000
+    """Milliseconds that a whole KV transfer may take."""
     kv_bytes_per_token: int | None = null()
+    """Bytes of a token's keys and values, for the time of transfers. None: they take no time."""
     kv_transfer_bandwidth: float | None = null()
-    """GB/s; 0: a transfer takes no time."""
+    """Decimal gigabytes a second; with 0 or None a transfer takes no time."""
     kv_transfer_timing_mode: TransferTimingMode = field(default="full_prompt", converter=_lower)
+    """Tokens of a transfer: the whole prompt, or those missing at the decode worker."""
     reasoning: ReasoningArgs | None = null()
+    """Thinking tokens in the outputs. None: none."""
     response_replay_trace_path: str | None = field(default=None, converter=_text_of_path, metadata=ALWAYS)
-    """Path of a JSON lines file of answers that are known: see `RecordedOutputs`."""
+    """Path of a JSON lines file of recorded answers: see `RecordedOutputs`. None: outputs are made up."""
     zmq_kv_events_port: int | None = null()
-    """Of rank 0; the next ranks have the next ports."""
+    """Port of rank 0 for KV events over ZeroMQ; the next ranks have the next ports. None: no events over ZeroMQ."""
     zmq_replay_port: int | None = null()
+    """Port of rank 0 for replays of KV events, likewise. None: no replays."""
     router_queue_policy: QueuePolicy | None = field(default=None, converter=_lower_or_none, metadata=ALWAYS)
+    """Without an effect here: it is for a router."""
     sglang: SglangArgs | None = null()
     trtllm: TrtllmArgs | None = null()
     watermark: float = 0.01
-    """Part of the cache the classic scheduler leaves free; the scheduler of today has none."""
+    """Without an effect here: the share of the cache that the classic scheduler leaves free."""
 
     def __attrs_post_init__(self) -> None:
         check(self)
@@ -351,24 +369,24 @@ class MockEngineArgs:
 
     @classmethod
     def from_plain(cls, value: Any) -> Self:
-        """The arguments in a dict of plain values. Raises InvalidArgument for unknown names and wrong types."""
+        """Return the arguments in a dict of plain values. Raises InvalidArgument for unknown names and wrong types."""
         return from_plain(value, cls)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The arguments in one JSON document. Raises as `from_plain`, and for text that is none or goes on."""
+        """Return the arguments in one JSON document. Raises as `from_plain`, and for text that is not exactly one."""
         return from_json(text, cls)
 
     def to_plain(self) -> dict[str, Any]:
-        """The arguments as plain values, each of them, absent ones as None."""
+        """Return all arguments as plain values, absent ones as None."""
         return to_plain(self)
 
     @property
     def publishes_kv_events(self) -> bool:
-        """Whether anybody may learn what is cached here: not without a prefix cache, and not of a decode worker."""
+        """Whether the engine has KV events: not without a prefix cache, and not on a decode worker."""
         return self.enable_prefix_caching and self.worker_type != "decode"
 
     @property
     def transfer_capacity(self) -> int:
-        """Most requests between a prefill and a decode worker at once."""
+        """Most KV transfers at once."""
         return max(1, self.num_gpu_blocks if self.max_num_seqs is None else self.max_num_seqs)

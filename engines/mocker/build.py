@@ -1,10 +1,9 @@
-"""A scheduler as the arguments of an engine ask for it.
+"""Building a mock engine from its arguments: its scheduler, its policy and its model of time.
 
-Arguments that are set and change nothing, and why: nobody should believe that they do.
-
+`idle_arguments` names the arguments that are set and have no effect, with the reason, for a warning at the start.
 Arguments of a deployment that another of its workers needs are not among them.
 
-Figures a launcher derives for its workers: the size of a token's cache, and when each one starts.
+No program reaches `kv_bytes_per_token` and `stagger_delay_s`: launchers of real engines use them.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_timing_
 
 
 def predictor_argument(args: MockEngineArgs) -> str | None:
-    """The first argument that describes an external predictor of times; None if none does."""
+    """Return the first argument that describes an external predictor of times; None if none does."""
     return next((name for name in _PREDICTOR if getattr(args, name) is not None), None)
 
 
 def idle_arguments(args: MockEngineArgs, *, has_timing: bool = False) -> list[tuple[str, str]]:
-    """The name of each argument that is set to something else than its default in vain, and the reason.
+    """Return the name of each argument that differs from its default without an effect, and the reason.
 
-    `has_timing` says that the engine is given a model of time beside its arguments.
+    `has_timing`: the engine has a model of time beside its arguments.
     """
     defaults = {attribute.name: attribute.default for attribute in fields(MockEngineArgs)}
     in_vain = dict(_in_vain(args))
@@ -59,7 +58,7 @@ def idle_arguments(args: MockEngineArgs, *, has_timing: bool = False) -> list[tu
 def _in_vain(args: MockEngineArgs) -> Iterator[tuple[str, str]]:
     yield "watermark", "no block is kept free by the schedulers of today"
     yield "router_queue_policy", "it is for a router, and an engine has no queue of one"
-    yield "enable_local_indexer", "whether a worker has one is said by its own configuration"
+    yield "enable_local_indexer", "a worker's own configuration decides whether it has one"
     if args.aic_nextn is None:
         yield "aic_mtp_seed", "nothing is drafted without aic_nextn"
     yield from _of_other_engines(args)
@@ -98,9 +97,9 @@ def make_scheduler(
     timing: TimingModel | None = None,
     seed_offset: int = 0,
 ) -> Scheduler:
-    """One rank's scheduler with its pool. Workers with other offsets draw other numbers.
+    """Return one rank's scheduler with its pool. Workers with other offsets draw other numbers.
 
-    `on_event` is not called where `args.publishes_kv_events` says so. `timing` replaces the model the arguments name,
+    `on_event` is not called unless `args.publishes_kv_events`. `timing` replaces the model the arguments name,
     which ranks may share (`make_timing`).
     """
     return Scheduler(
@@ -120,7 +119,7 @@ def make_scheduler(
 
 
 def make_timing(args: MockEngineArgs) -> TimingModel:
-    """The model of time the arguments name. Raises InvalidArgument as `check_timing` and `InterpolatedTiming.load`."""
+    """Return the model of time that the arguments select. Raises as `check_timing` and `InterpolatedTiming.load`."""
     check_timing(args)
     if args.planner_profile_data is None:
         return PolynomialTiming()
@@ -128,7 +127,7 @@ def make_timing(args: MockEngineArgs) -> TimingModel:
 
 
 def check_timing(args: MockEngineArgs) -> None:
-    """Raises InvalidArgument, naming the argument, if only a predictor that nobody gave us knows the times."""
+    """Raise InvalidArgument, naming the argument, if the arguments describe a predictor, which they cannot make."""
     if (name := predictor_argument(args)) is not None:
         text = (
             "describes a predictor of times, which has to be given: MockEngine(args, timing=PredictedTiming(predictor))"
@@ -137,7 +136,7 @@ def check_timing(args: MockEngineArgs) -> None:
 
 
 def make_policy(args: MockEngineArgs) -> Policy:
-    """The choices of the engine the arguments name."""
+    """Return the scheduling policy of the engine type."""
     match args.engine_type:
         case "vllm":
             return VllmPolicy(args.preemption_mode)
@@ -170,7 +169,7 @@ STAGGER_MORE_ABOVE_WORKERS, STAGGER_MORE_S = 128, 0.2
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "auto") -> int:
-    """Bytes the keys and values of one token take. Raises InvalidArgument for a type it does not know."""
+    """Return the bytes of one token's keys and values. Raises InvalidArgument for an unknown type."""
     size = DTYPE_BYTES.get(dtype.lower())
     if size is None:
         raise InvalidArgument(f"must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}", field="kv_cache_dtype")
@@ -178,7 +177,7 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "
 
 
 def stagger_delay_s(workers: int, configured_s: float = -1.0) -> float:
-    """How long to wait between the starts of two workers; a negative setting leaves it to their number."""
+    """Return the seconds between the starts of two workers; a negative setting derives them from their number."""
     if configured_s >= 0:
         return configured_s
     if workers < STAGGER_FROM_WORKERS:

@@ -1,11 +1,11 @@
-"""NativeMetrics: what a mock engine says at /metrics under the names of the engine it simulates.
+"""NativeMetrics: the metrics of a mock engine under the names of the engine it simulates.
 
     vllm:num_requests_running{model_name="m",engine="0"} 3.0
 
-Nothing is counted for it but the latencies; all else is read off the ranks when somebody asks.
+Only the latencies are counted; all else is read from the ranks when the metrics are collected.
 
 Source: dynamo lib/llm/src/mocker/metrics.rs, NativeMockerMetrics, with its names, labels and bounds. Other than there,
-SGLang's hit rate is that of the last admissions, as in our other metrics.
+SGLang's hit rate is that of the last admissions, as in the other metrics.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Labels = dict[str, str]
 
 
 class NativeMetrics:
-    """The metrics of one engine's ranks. A prefill worker has no latencies: its one token is nobody's answer."""
+    """The metrics of one engine's ranks. A prefill worker has no latencies: no client reads its one token."""
 
     def __init__(self, args: MockEngineArgs, model: str, ranks: Items[Rank]) -> None:
         self._ranks = ranks
@@ -55,11 +55,11 @@ class NativeMetrics:
                 rank.latencies = Latencies(*bounds)
 
     def text(self) -> str:
-        """All of them as Prometheus text, each family once."""
+        """Return all of them as Prometheus text, each family once."""
         return "".join(self._sglang() if self._is_sglang else self._by_rank())
 
     def _by_rank(self) -> Iterable[str]:
-        """As vLLM has them; also for TensorRT-LLM, whose own names say the same in many ways."""
+        """Yield the families of vLLM; also for TensorRT-LLM."""
         yield self._gauge("num_requests_running", "Requests that run", lambda rank: rank.scheduler.running_count)
         yield self._gauge("num_requests_waiting", "Requests that wait", lambda rank: rank.scheduler.waiting_count)
         yield self._gauge("kv_cache_usage_perc", "Part of the cache in use, from 0 to 1", _cache_usage)
@@ -70,7 +70,7 @@ class NativeMetrics:
         yield from self._latencies(measured)
 
     def _sglang(self) -> Iterable[str]:
-        """As SGLang has them: of all ranks together."""
+        """Yield the families of SGLang: of all ranks together."""
         schedulers = [rank.scheduler for rank in self._ranks]
         place = {"engine_type": "sglang", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
         labels = {"model_name": self._model, **place}
@@ -115,7 +115,7 @@ def _cache_usage(rank: Rank) -> float:
 
 
 def _samples(histograms: Items[Histogram], labels: Labels) -> Iterable[Sample]:
-    """The histograms of the same bounds as one."""
+    """Yield the samples of histograms with the same bounds, added up."""
     counts = accumulate(sum(column) for column in zip(*(histogram.counts for histogram in histograms), strict=True))
     *below, total = counts
     for bound, count in zip(histograms[0].bounds, below, strict=True):

@@ -1,4 +1,4 @@
-"""How long a pass takes: models from the shape of a batch to milliseconds.
+"""How long a step takes: models from the shape of a batch to milliseconds.
 
 Source: dynamo lib/mocker/src/common/perf_model.rs. Other than there, all constants are one table, and the figures of
 other engines come in through one protocol.
@@ -21,7 +21,7 @@ from attrs import frozen
 from pipeline import InvalidArgument
 
 DECODE_FLOOR_MS = 1.0
-"""No decode step takes less, so no two tokens of a sequence come at once."""
+"""No decode step takes less, so two tokens of a sequence never come at once."""
 
 
 @frozen
@@ -44,24 +44,24 @@ CLASSIC_DECODE_MS = Quadratic(-5.47, 43.88, 19.44)
 
 
 class TimingModel(Protocol):
-    """Says how long the two phases of a pass take; nothing of the speed-up is in it. What it raises ends the pass."""
+    """The time of the two phases of a step, without any speed-up. What it raises ends the requests of the rank."""
 
     def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
-        """Time to compute what is not cached of so many prompts."""
+        """Return the milliseconds to compute the parts of `batch` prompts that are not cached."""
         ...
 
     def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
-        """Time of the next token of so many sequences, with so much of the cache in use."""
+        """Return the milliseconds of the next token of `batch` sequences, with that much of the cache in use."""
         ...
 
 
 def new_tokens(batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> int:
-    """Prompt tokens a batch has to compute."""
+    """Return the prompt tokens that a batch has to compute."""
     return batch * max(0, mean_prompt_tokens - mean_cached_tokens)
 
 
 def share_in_use(active_kv_tokens: int, total_kv_tokens: int) -> float:
-    """The part of the cache in use, from 0 to 1; all of it where there is none."""
+    """Return the share of the cache in use, from 0 to 1; 1 for a cache without tokens."""
     return min(1.0, active_kv_tokens / total_kv_tokens) if total_kv_tokens > 0 else 1.0
 
 
@@ -88,7 +88,7 @@ class ClassicTiming:
 
 
 class Predictor(Protocol):
-    """Somebody else's model of a real engine; its errors come through."""
+    """An external model of a real engine; its errors go to the caller."""
 
     def predict_prefill(self, batch: int, new_tokens: int, prefix_tokens: int) -> float: ...
     def predict_decode(self, batch: int, context_tokens: int, output_tokens: int) -> float: ...
@@ -96,7 +96,7 @@ class Predictor(Protocol):
 
 @frozen
 class PredictedTiming:
-    """Asks a predictor."""
+    """The times of an external predictor."""
 
     predictor: Predictor
 
@@ -105,26 +105,26 @@ class PredictedTiming:
         return max(0.0, self.predictor.predict_prefill(batch, tokens, mean_cached_tokens)) if batch and tokens else 0.0
 
     def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
-        # The predictor averages over the tokens it is told to generate: with two it gives the time of one step.
+        # The predictor averages over the tokens to generate: with two it returns the time of one step.
         return max(DECODE_FLOOR_MS, self.predictor.predict_decode(batch, mean_context_tokens, 2))
 
 
 @frozen
 class StepTime:
-    """The time of a pass from its two phases, as fast as asked for; a speed-up of 0 means that nothing takes time."""
+    """The time of a step from its two phases, divided by the speed-up; with a speed-up of 0 nothing takes time."""
 
     model: TimingModel
     speedup: float = 1.0
     decode_speedup: float = 1.0
 
     def prefill_ms(self, batch: int, prompt_tokens: int, cached_tokens: int) -> float:
-        """Of so many prompts, given the sums of their tokens."""
+        """Return the milliseconds of `batch` prompts, given the sums of their tokens."""
         if not batch or not self.speedup:
             return 0.0
         return self.model.prefill_ms(batch, prompt_tokens // batch, cached_tokens // batch) / self.speedup
 
     def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, context_tokens: int) -> float:
-        """Of so many sequences, given the sum of their lengths."""
+        """Return the milliseconds of `batch` sequences, given the sum of their lengths."""
         speedup = self.speedup * self.decode_speedup
         if not batch or not speedup:
             return 0.0
@@ -132,7 +132,7 @@ class StepTime:
 
 
 FILE_NAME = "perf_data.npz"
-"""Looked for in a folder, where there is more than one NPZ file."""
+"""Name of the file in a folder with more than one NPZ file."""
 
 _FIELD = "planner_profile_data"
 _LINES = ("prefill_isl", "prefill_ttft_ms", "decode_active_kv_tokens", "decode_context_length")
@@ -155,7 +155,7 @@ class InterpolatedTiming:
 
     @classmethod
     def load(cls, path: str | Path) -> InterpolatedTiming:
-        """Reads an NPZ file, or the one in a folder.
+        """Read an NPZ file, or the one in a folder.
 
         Raises InvalidArgument for a missing file, one without its arrays, with arrays that do not fit each other or
         with numbers that are not finite, and where numpy, the extra named `profile`, is not installed.
@@ -214,7 +214,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with numpy.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in (*_LINES, _GRID) if name in arrays.files}
-    # What numpy raises for a file of another kind depends on its first bytes.
+    # The error of numpy for a file of another kind depends on its first bytes.
     except Exception as error:
         raise InvalidArgument(f"cannot read {path}: {error}", field=_FIELD, cause=error) from error
 

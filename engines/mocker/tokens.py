@@ -1,6 +1,6 @@
-"""The tokens a simulated model says: the same wherever and however often a request is computed.
+"""The tokens of a simulated model: the same wherever and however often a request is computed.
 
-Log probabilities of tokens nobody has computed: a plain function of the ids.
+Their log probabilities: a plain function of the ids.
 
 Source: dynamo components/src/dynamo/mocker, the sample engine's log probabilities.
 """
@@ -17,11 +17,11 @@ from attrs import frozen
 from pipeline.protocols import TopLogprob
 
 TOKEN_IDS = range(1000, 2000)
-"""What made up output tokens are from, unless told otherwise."""
+"""The default range of made-up output tokens."""
 
 # A prime that fits one digit of a Python integer, which is what makes this quick, and three numbers below it that have
-# nothing to do with each other: near positions and tokens then lead to far apart results. Requests are told apart by a
-# factor: with a summand, one of as many requests as there are tokens would say the same as another.
+# nothing to do with each other: near positions and tokens then lead to far apart results. Requests differ by a
+# factor: with a summand, one of as many requests as there are tokens would get the same output as another.
 _PRIME = 998_244_353
 _AT, _LAST, _FIRST = 592_821_211, 735_632_797, 411_208_127
 
@@ -38,23 +38,23 @@ class Thinking(Protocol):
 
 
 def thinking_tokens(output_tokens: int, ratio: float) -> int:
-    """How many tokens of an output of that length are thinking, its first and last token included."""
+    """Return how many tokens of an output of that length are thinking, its first and last token included."""
     wanted = floor(output_tokens * ratio)
     return 0 if output_tokens < 2 or wanted == 0 else min(max(wanted, 2), output_tokens)
 
 
 @frozen
 class Output:
-    """What one request says, token by token.
+    """The output of one request, token by token.
 
-    `planned` gives all tokens beforehand; otherwise they are made up, and `thinking` (index -> token) replaces some.
+    `planned` lists all tokens beforehand; otherwise they are made up, and `thinking` (index -> token) replaces some.
     """
 
     seed: int = 0
     planned: Sequence[int] | None = None
     thinking: tuple[tuple[int, int], ...] = ()
     token_ids: range = TOKEN_IDS
-    """What the made up tokens are from."""
+    """The range of made-up tokens."""
 
     @classmethod
     def thought(
@@ -66,7 +66,7 @@ class Output:
         seed: int = 0,
         token_ids: range = TOKEN_IDS,
     ) -> Output:
-        """An output that begins with thinking; of a request that had said some of it elsewhere, only the rest."""
+        """Return an output that begins with thinking; of a migrated request, only the rest of it."""
         count = thinking_tokens(emitted_before_tokens + max_output_tokens, thinking.thinking_ratio)
         if not count:
             return cls(seed, token_ids=token_ids)
@@ -75,11 +75,11 @@ class Output:
         return cls(seed, thinking=marks, token_ids=token_ids)
 
     def output_source(self, *, prompt_tokens: int, first: int, last: int) -> Iterator[int]:
-        """The tokens one after the other; made up ones never end.
+        """Return an iterator over the tokens; made-up ones never end.
 
-        A made up one follows from its position in the whole sequence, the token before it (`last`, before the first
-        one), the first token of the prompt and the seed. As nothing else counts, a request that goes on elsewhere,
-        with what was said so far at the end of its prompt, goes on with the same tokens.
+        A made-up token follows from its position in the whole sequence, the token before it (`last`, before the first
+        one), the first token of the prompt and the seed alone. So a migrated request, with its tokens so far at the
+        end of its prompt, continues with the same tokens.
         """
         if self.planned is not None:
             return iter(self.planned)
@@ -100,12 +100,12 @@ TOP_MAX = 20
 
 
 def log_probability(token_id: int) -> float:
-    """-0.1 for each unit of the id's last digit."""
+    """Return -0.1 for each unit of the id's last digit."""
     return -0.1 * (token_id % 10)
 
 
 def log_probabilities(token_ids: Sequence[int], top: int) -> tuple[list[float], list[list[TopLogprob]]]:
-    """For each token its own, and it with so many candidates behind it (at most 20), ranked from 1."""
+    """Return the log probability of each token, and its candidates (at most 20 besides itself), ranked from 1."""
     candidates = min(top, TOP_MAX)
     own = [log_probability(token_id) for token_id in token_ids]
     ranked = [

@@ -1,8 +1,8 @@
-"""KV events as vLLM's engines publish them: the bytes of a batch, and the last batches for who missed some.
+"""KV events as vLLM publishes them: the bytes of a batch, and a replay of the last batches.
 
     published    topic (empty) │ sequence, u64 big-endian │ MessagePack of [timestamp_s, [event, ...], dp_rank]
-    asked for    identity │ empty │ first sequence wanted
-    answered     identity │ empty │ topic (empty) │ sequence │ batch, for each kept; then the same with sequence -1
+    requested    identity │ empty │ first sequence wanted
+    replayed     identity │ empty │ topic (empty) │ sequence │ batch, for each kept; then the same with sequence -1
 
 Source: dynamo lib/mocker/src/services/zmq_events.rs. Other than there, a cleared cache is an event too, tokens that do
 not fit their blocks are an error instead of a panic, and a malformed request for a replay is not answered.
@@ -23,7 +23,7 @@ from pipeline.wire import to_msgpack
 
 TOPIC = b""
 REPLAY_BATCHES = 10_000
-"""So many of the last batches can be asked for again."""
+"""How many of the last batches can be replayed."""
 
 _SEQUENCE_BYTES = 8
 _REQUEST_FRAMES = 3
@@ -44,7 +44,7 @@ Frames = list[bytes]
 
 @frozen
 class EngineEvent:
-    """A change of the cache as an engine tells it: with the tokens of each stored block, and where the blocks lie."""
+    """A change of the cache as an engine publishes it: with the tokens of stored blocks and their tier."""
 
     data: KvEventData
     block_token_ids: Sequence[Sequence[int]] = ()
@@ -52,7 +52,7 @@ class EngineEvent:
 
 
 def encode_batch(timestamp_s: float, events: Sequence[EngineEvent], block_size_tokens: int, dp_rank: int = 0) -> bytes:
-    """One batch as MessagePack. Raises InvalidArgument if a stored event does not have every token of every block."""
+    """Return one batch as MessagePack. Raises InvalidArgument if a stored event lacks tokens of a block."""
     return to_msgpack([timestamp_s, [_plain(event, block_size_tokens) for event in events], dp_rank])
 
 
@@ -61,7 +61,7 @@ def sequence_bytes(sequence: int) -> bytes:
 
 
 def published(sequence: int, batch: bytes) -> Frames:
-    """The message of a batch."""
+    """Return the message of a batch."""
     return [TOPIC, sequence_bytes(sequence), batch]
 
 
@@ -73,19 +73,19 @@ class ReplayRing:
         self._batches: deque[bytes] = deque(maxlen=batches_max)
 
     def append(self, batch: bytes) -> int:
-        """Keeps the batch and gives its sequence."""
+        """Keep the batch and return its sequence."""
         self._batches.append(batch)
         self.next_sequence += 1
         return self.next_sequence - 1
 
     def since(self, first_sequence: int) -> list[tuple[int, bytes]]:
-        """What is kept from that sequence on, oldest first."""
+        """Return the kept batches from that sequence on, oldest first."""
         oldest = self.next_sequence - len(self._batches)
         return [(number, batch) for number, batch in enumerate(self._batches, oldest) if number >= first_sequence]
 
 
 def replay_answer(request: Sequence[bytes], ring: ReplayRing) -> list[Frames]:
-    """The messages that answer a request for a replay; none if it is no request.
+    """Return the messages that answer a request for a replay; none if it is malformed.
 
     Batches that are not kept any more are left out: the reader sees it by the first sequence.
     """
@@ -112,7 +112,7 @@ def _plain(event: EngineEvent, block_size_tokens: int) -> dict[str, Any]:
 
 
 def _place(tier: StorageTier) -> dict[str, Any]:
-    """Where blocks lie; of the device nothing is said."""
+    """Return the fields for the tier of blocks; the device has no medium."""
     medium = _MEDIUM[tier]
     return {"group_idx": _GROUP} if medium is None else {"medium": medium, "group_idx": _GROUP}
 

@@ -1,17 +1,17 @@
-"""ZmqPublisher: one rank's KV events over ZeroMQ, as vLLM's engines send them, with a replay for who missed some.
+"""ZmqPublisher: one rank's KV events over ZeroMQ, as vLLM sends them, with a replay of the last ones.
 
-    publish ─► PUB socket ─► whoever subscribed
-    ring ◄──── ROUTER socket ◄─► whoever asks from a sequence on
+    publish ─► PUB socket ─► subscribers
+    ring ◄──── ROUTER socket ◄─► replays, from a sequence on
 
 The one door of pyzmq (extra `zmq`), imported when a publisher is made. Source: dynamo lib/mocker/src/services/
 zmq_events.rs, ZmqKvEventSink. Other than there, sending needs no task, and only the replay socket has a thread.
 
-EventFeed: the changes of a rank's cache over ZeroMQ, a batch for each pass.
+EventFeed: the changes of a rank's cache over ZeroMQ, one batch per step.
 
-    block pool ──change, tokens──► feed ──flush──► ZmqPublisher ──► whoever subscribed
+    block pool ──change, tokens──► feed ──flush──► ZmqPublisher ──► subscribers
 
 Source: dynamo lib/mocker/src/services/zmq_events.rs, the raw event sink of a scheduler. Other than there, events come
-out in the order of the changes whatever thread asks, for there is only one.
+out in the order of the changes: there is only one thread.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _STOP = "inproc://stop"
 class ZmqPublisher:
     """Publishes on `port` + `dp_rank`, and answers replays on `replay_port` + `dp_rank` if there is one.
 
-    A port of 0 is whichever is free; `endpoint` and `replay_endpoint` say where it is. `clock` gives the time of day in
-    seconds, for the batches. Raises InvalidArgument without pyzmq and for a port that is none, Unavailable for a port
-    that is taken. Whoever makes it closes it: `with` or `close`, which waits for the replay that is being sent.
+    A port of 0 is any free one; `endpoint` and `replay_endpoint` are the addresses. `clock` returns the time of day in
+    seconds, for the batches. Raises InvalidArgument without pyzmq and for an invalid port, Unavailable for a port that
+    is taken. Its owner closes it: `with` or `close`, which waits for the replay that is being sent.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class ZmqPublisher:
             raise
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
-        """Sends the events as one batch; never waits, from one thread.
+        """Send the events as one batch, if there are any; never waits, from one thread.
 
-        A subscriber that does not keep up misses batches, and sees it by the sequence. No events are no batch. Raises
-        InvalidArgument as `encode_batch`, and StreamClosed after the close.
+        A subscriber that does not keep up misses batches, which shows by the sequence. Raises InvalidArgument as
+        `encode_batch`, and StreamClosed after the close.
         """
         if self._context.closed:
             raise StreamClosed("the publisher is closed")
@@ -100,7 +100,7 @@ class ZmqPublisher:
             _log.warning("batch %d of rank %d was not sent: its socket is full", sequence, self._rank)
 
     def close(self) -> None:
-        """Ends both sockets and the thread. What was not sent by now is lost. Idempotent."""
+        """Close both sockets and end the thread; unsent batches are lost. Idempotent."""
         if self._context.closed:
             return
         if self._replay is not None:
@@ -167,7 +167,7 @@ def _zmq() -> Any:
 
 
 def _port(base: int, dp_rank: int, name: str) -> int:
-    """The port of that rank; 0 for any."""
+    """Return the port of that rank; 0 for any."""
     port = base + dp_rank if base else 0
     if not 0 <= port < _PORT_END:
         raise InvalidArgument(f"rank {dp_rank} would need port {port}", field=name)
@@ -190,14 +190,14 @@ def _bound(
 
 
 def _endpoint(socket: zmq.Socket[bytes]) -> str:
-    """Where the socket is bound, with its real port."""
+    """Return the address of the socket, with its real port."""
     text = socket.getsockopt(_zmq().LAST_ENDPOINT)
     assert isinstance(text, bytes)
     return text.decode().rstrip("\0")
 
 
 class EventFeed:
-    """Collects what a pool tells it from now on, and publishes it when it is flushed. Whoever makes it closes it."""
+    """Collects the changes of a pool from now on and publishes them when it is flushed. Its owner closes it."""
 
     def __init__(self, pool: BlockPool, publisher: ZmqPublisher, block_size_tokens: int) -> None:
         self.publisher = publisher
@@ -208,7 +208,7 @@ class EventFeed:
 
     @classmethod
     def bound(cls, pool: BlockPool, args: MockEngineArgs, dp_rank: int, clock: Callable[[], float]) -> EventFeed | None:
-        """The feed of a rank on the ports its arguments name; None if they name none, or events are of no use.
+        """Return the feed of a rank on the ports of its arguments; None without ports or without KV events.
 
         Raises as `ZmqPublisher`: InvalidArgument without pyzmq, Unavailable for a port that is taken.
         """
@@ -224,13 +224,13 @@ class EventFeed:
         return cls(pool, publisher, args.block_size)
 
     def flush(self) -> None:
-        """Publishes what was collected as one batch; nothing if there is nothing."""
+        """Publish the collected changes as one batch, if there are any."""
         if self._events:
             events, self._events = self._events, []
             self.publisher.publish(events)
 
     def close(self) -> None:
-        """Ends the sockets; later changes are nobody's business. Idempotent."""
+        """Close the sockets; later changes are not collected. Idempotent."""
         self._pool.on_event_with_tokens = None
         self._events = []
         self.publisher.close()

@@ -1,4 +1,4 @@
-"""The two ends of a hand-over, as the mock engine plays them on its ranks.
+"""The two sides of a KV transfer, on the ranks of the mock engine.
 
 prefill worker   queue ─ compute ─ hold ──── chunk with the token ──── blocks fetched ─ release ─ last chunk
 decode worker    reserve room ─────────────── blocks on their way ──── activate ─ tokens
@@ -46,7 +46,7 @@ class Receiver:
     async def reserve(self) -> int:
         answer, (sequence, *others) = self._answer, self._answer.sequences
         if others:
-            raise InvalidArgument("blocks that are handed over serve one choice", field="n")
+            raise InvalidArgument("transferred blocks serve one choice", field="n")
         if answer.rank.scheduler.rejects(sequence):
             raise InvalidArgument(REJECTED)
         await answer.rank.reserve(sequence)
@@ -63,7 +63,7 @@ class Receiver:
 async def send_blocks(
     answer: Answer, exchange: TransferExchange, key: TransferKey, timing: TransferTiming
 ) -> AsyncGenerator[LLMEngineOutput, None]:
-    """A prefill whose blocks a decode worker fetches: its chunk as soon as they are there, its last when they left."""
+    """Yield a prefill's chunk as soon as its blocks are held, and its last one when the decode worker has them."""
     try:
         async with (
             exchange.source(key, Sender(answer, timing), answer.control) as endpoint,
@@ -84,7 +84,7 @@ async def send_blocks(
 async def receive_blocks(
     answer: Answer, exchange: TransferExchange, key: TransferKey
 ) -> AsyncGenerator[LLMEngineOutput, None]:
-    """An answer that begins when the prefill worker's blocks have arrived."""
+    """Yield an answer that begins when the prefill worker's blocks have arrived."""
     try:
         async with (
             exchange.destination(key, Receiver(answer), answer.control) as endpoint,

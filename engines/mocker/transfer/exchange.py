@@ -1,12 +1,12 @@
-"""TransferExchange: where the prefill and the decode worker of a request meet, inside one process.
+"""TransferExchange: connects the prefill and the decode worker of a request, inside one process.
 
     prefill worker ── async with exchange.source(key, side) ───────┐
-                                                                   ├─► TransferSession: one hand-over
+                                                                   ├─► TransferSession: one transfer
     decode worker ─── async with exchange.destination(key, side) ──┘
 
 Source: dynamo lib/mocker/src/services/bootstrap.rs, BootstrapServer. Other than there, both sides are in one process,
 so there is no socket and no frame; the limits and the rule about identities are the same. A side that comes after the
-other gave up is told so at once, instead of waiting for nobody.
+other gave up fails at once instead of waiting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAITING_MAX = 256
 
 @frozen
 class _Missed:
-    """How a session ended before the other side came, and until when that may still come."""
+    """How a session ended before the other side came, and how long that is remembered."""
 
     ending: Ending
     absent: TransferRole
@@ -41,9 +41,9 @@ class _Missed:
 class TransferExchange:
     """One for all workers of a deployment; they share an engine type, and with it the order.
 
-    The side that comes first waits `rendezvous_timeout_s` for the other; the whole hand-over, from then on, may take
+    The side that comes first waits `rendezvous_timeout_s` for the other; the whole transfer, from then on, may take
     `session_timeout_s`. At most `waiting_max` sides wait at once. It owns no task and needs no close: a session is gone
-    when both sides have given back, or handed over, what they had.
+    when both sides have released or transferred their blocks.
     """
 
     def __init__(
@@ -64,32 +64,32 @@ class TransferExchange:
 
     @property
     def waiting(self) -> int:
-        """Sides that wait for another one to come."""
+        """Sides that wait for their other side."""
         return len(self._waiting)
 
     @property
     def sessions(self) -> int:
-        """Hand-overs that are not over."""
+        """Transfers under way, waiting ones included."""
         return len(set(self._sessions.values()))
 
     @property
     def transfers(self) -> int:
-        """Those of them whose blocks are on their way."""
+        """Transfers with blocks on their way."""
         return sum(session.transfer.is_transferring for session in set(self._sessions.values()))
 
     def source(self, key: TransferKey, side: SourceSide, control: Control | None = None) -> SourceEndpoint:
-        """The prefill worker's endpoint, taken with `async with`; `control` is that of its request.
+        """Return the prefill worker's endpoint, entered with `async with`; `control` is that of its request.
 
-        Taking it raises InvalidArgument if that session has such a side already, or was arranged by the other side with
-        another identity, unless that one was given up and only waits for its sides to go; and WorkerOverloaded if too
-        many wait. Who sits there already notices nothing.
+        Entering it raises InvalidArgument if the session has a source already, or was opened by the other side with
+        another identity, unless it is ending and only waits for its sides to leave; and WorkerOverloaded if too many
+        wait. The sides already there are not affected.
         """
         return SourceEndpoint(lambda endpoint: self._join(key, endpoint), side, control)
 
     def destination(
         self, key: TransferKey, side: DestinationSide, control: Control | None = None
     ) -> DestinationEndpoint:
-        """The decode worker's endpoint; the rest as `source`."""
+        """Return the decode worker's endpoint; the rest as `source`."""
         return DestinationEndpoint(lambda endpoint: self._join(key, endpoint), side, control)
 
     def _join(self, key: TransferKey, endpoint: SessionEndpoint) -> TransferSession:
@@ -105,23 +105,23 @@ class TransferExchange:
         return session
 
     def _find(self, key: TransferKey, role: TransferRole) -> TransferSession | None:
-        """The session under one of the key's names, if this side may join it."""
+        """Return the session under one of the key's names, if this side may join it."""
         for place in key.places:
             session = self._sessions.get(place)
             if session is None:
                 continue
             changed = session.key.differs_in(key)
             if session.transfer.is_ending and (changed is not None or role in session.endpoints):
-                continue  # it is over but for a side on its way out, and who comes now begins anew
+                continue  # over but for a side on its way out: a new session begins
             if changed is not None:
                 raise InvalidArgument(f"{changed} differs from that of the side already there", field=changed)
             if role in session.endpoints:
-                raise InvalidArgument(f"the hand-over has a {role} already", field="bootstrap_room")
+                raise InvalidArgument(f"the transfer has a {role} already", field="bootstrap_room")
             return session
         return None
 
     def _missed_by(self, key: TransferKey, role: TransferRole) -> Ending | None:
-        """Why this side comes too late, if it does. The side that left may come again; then nothing was missed."""
+        """Return why this side comes too late, if it does. The side that left may come again."""
         now_s = anyio.current_time()
         self._missed = {key: missed for key, missed in self._missed.items() if missed.until_s > now_s}
         missed = self._missed.pop(key, None)
@@ -129,7 +129,7 @@ class TransferExchange:
 
     def _open(self, key: TransferKey) -> TransferSession:
         if len(self._waiting) >= self._waiting_max:
-            raise WorkerOverloaded(f"{self._waiting_max} hand-overs are waiting for their other side already")
+            raise WorkerOverloaded(f"{self._waiting_max} transfers are waiting for their other side already")
         session = self._session(key)
         self._sessions.update(dict.fromkeys(key.places, session))
         self._waiting.add(session)

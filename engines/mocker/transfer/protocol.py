@@ -3,12 +3,12 @@
     source first        submit prefill ─► reserve destination ─┐
     destination first   reserve destination ─► submit prefill ─┴► start transfer ─► activate ─► release ─► complete
 
-Each step is an action that somebody takes, acknowledges, and for the first three answers later with a fact. Nothing is
-done here: facts and acknowledgements go in, the actions that are due come out.
+Each step is an action that the caller takes and acknowledges; the first three are followed by a fact. Nothing is done
+here: facts and acknowledgements go in, the actions that are due come out.
 
 Source: dynamo lib/mocker/src/common/handoff.rs, HandoffCoordinatorCore. Other than there, an action is named by its
-kind, since none is ever issued twice; a fact that contradicts an earlier one is an error; what is refused leaves no
-trace; and cleaning up ends when every cancel was acknowledged.
+kind, since none is ever issued twice; a fact that contradicts an earlier one is an error; a refused call changes
+nothing; and cleaning up ends when every cancel was acknowledged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ORDER_OF_ENGINE: dict[str, TransferOrder] = {
 
 
 class ActionKind(StrEnum):
-    """What can be asked of the two sides; at most once each."""
+    """What the two sides may have to do; each at most once."""
 
     SUBMIT_PREFILL = "submit_prefill"
     RESERVE_DESTINATION = "reserve_destination"
@@ -48,7 +48,7 @@ class ActionKind(StrEnum):
 
 
 class ActionOutcome(StrEnum):
-    """How an action went; a cancel or a release of what was gone already is a noop."""
+    """The outcome of an action; a cancel or release without an effect is a noop."""
 
     SUBMITTED = "submitted"
     ACCEPTED = "accepted"
@@ -79,7 +79,7 @@ class _Step:
     kind: ActionKind
     outcomes: tuple[ActionOutcome, ...]
     fact: TransferFact | None = None
-    """What the next step waits for; without one, for the acknowledgement only."""
+    """What the next step waits for besides the acknowledgement."""
 
 
 _SUBMIT = _Step(ActionKind.SUBMIT_PREFILL, (ActionOutcome.SUBMITTED,), TransferFact.SOURCE_HELD)
@@ -103,7 +103,7 @@ _OUTCOMES = {step.kind: step.outcomes for step in _STEPS["source_first"]} | dict
 
 
 def transfer_order(engine_type: str) -> TransferOrder:
-    """Which side goes first with this engine. Raises InvalidArgument for an unknown one."""
+    """Return which side goes first with this engine. Raises InvalidArgument for an unknown engine."""
     if engine_type not in _ORDER_OF_ENGINE:
         known = ", ".join(_ORDER_OF_ENGINE)
         raise InvalidArgument(f"unknown engine type {engine_type!r}: expected one of {known}", field="engine_type")
@@ -111,16 +111,15 @@ def transfer_order(engine_type: str) -> TransferOrder:
 
 
 class Transfer:
-    """One hand-over from `start` to `COMPLETE`. Rules, named by the ContractViolation that a breach raises:
+    """One transfer from `start` to `COMPLETE`. Rules, named by the ContractViolation that a breach raises:
 
     H1  A fact comes after the acknowledgement of its action, and in the order of the steps.
-    H2  What was said once may be repeated (that is ignored), never contradicted.
+    H2  A fact or outcome may be repeated (that is ignored), never contradicted.
     H3  Only an issued action is acknowledged, and with an outcome it can have.
-    H4  A cancel does not fail: until it was applied, or found nothing, the hand-over does not end.
+    H4  A cancel does not fail: until it was applied, or was a noop, the transfer does not end.
 
     Giving up cancels every side that may own blocks: an action that was issued counts, acknowledged or not. From then
-    on late facts are ignored and late acknowledgements of steps lead to nothing. What was refused with an error changed
-    nothing.
+    on late facts are ignored and late acknowledgements of steps lead to nothing. A call that raises changes nothing.
     """
 
     def __init__(self, order: TransferOrder) -> None:
@@ -146,21 +145,21 @@ class Transfer:
         return begun and not self.is_ending and TransferFact.TRANSFER_COMPLETED not in self._facts
 
     def has(self, fact: TransferFact) -> bool:
-        """Whether the fact was taken."""
+        """Return whether the fact was reported."""
         return fact in self._facts
 
     def start(self) -> list[TransferAction]:
-        """The first action; nothing when started before or given up already."""
+        """Return the first action; none if started or given up already."""
         if self._at >= 0 or self.is_ending:
             return []
         return self._advance()
 
     def source_held(self, timing: TransferTiming) -> list[TransferAction]:
-        """The prefill is done, its blocks wait to be fetched. Raises InvalidArgument if its delay has no end."""
+        """Report that the prefill is done and its blocks are held. Raises InvalidArgument for an infinite delay."""
         return self._on_fact(TransferFact.SOURCE_HELD, timing)
 
     def destination_reserved(self, missing_tokens: int) -> list[TransferAction]:
-        """The decode side has room, and lacks that many tokens. Raises InvalidArgument as `TransferTiming.delay_ms`."""
+        """Report room at the decode side, which lacks that many tokens. Raises as `TransferTiming.delay_ms`."""
         if missing_tokens < 0:
             raise InvalidArgument(f"must not be negative, got {missing_tokens}", field="missing_tokens")
         return self._on_fact(TransferFact.DESTINATION_RESERVED, missing_tokens)
@@ -169,7 +168,7 @@ class Transfer:
         return self._on_fact(TransferFact.TRANSFER_COMPLETED, None)
 
     def give_up(self, reason: EndReason) -> list[TransferAction]:
-        """Failure, cancellation or timeout: cancels what may be owned. Ignored once given up or complete."""
+        """End early: cancel the sides that may own blocks. Ignored once given up or complete."""
         if self.is_ending:
             return []
         self._reason = reason
@@ -177,7 +176,7 @@ class Transfer:
         return [self._issue(cancel) for cancel in cancels] or self._complete()
 
     def acknowledge(self, kind: ActionKind, outcome: ActionOutcome) -> list[TransferAction]:
-        """Takes the outcome of an issued action; a failed step gives the hand-over up."""
+        """Take the outcome of an issued action; a failed step gives the transfer up."""
         if kind not in self._outcomes:
             raise ContractViolation(f"{kind} was acknowledged but never issued", rule="H3")
         before = self._outcomes[kind]
@@ -203,7 +202,7 @@ class Transfer:
     def _on_fact(self, fact: TransferFact, value: TransferTiming | int | None) -> list[TransferAction]:
         if fact in self._facts:
             if self._facts[fact] != value:
-                raise ContractViolation(f"{fact} was said with {self._facts[fact]}, now with {value}", rule="H2")
+                raise ContractViolation(f"{fact} was reported with {self._facts[fact]}, now with {value}", rule="H2")
             return []
         if self.is_ending:
             return []
@@ -236,7 +235,7 @@ class Transfer:
         return TransferAction(kind, delay_ms)
 
     def _is_clean(self) -> bool:
-        """Whether the last cancel has just been answered."""
+        """Return whether the last cancel has just been acknowledged."""
         issued = [cancel for cancel in _CANCELS.values() if cancel in self._outcomes]
         return self.result is None and all(self._outcomes[cancel] is not None for cancel in issued)
 

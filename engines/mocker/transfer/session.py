@@ -1,16 +1,16 @@
-"""TransferSession: the two sides of one hand-over and what happens between them.
+"""TransferSession: the two sides of one transfer and what happens between them.
 
     source       submit ─ hold ─┐                            release
     session                     ├─► facts ─► Transfer ─► actions
     destination       reserve ──┘         transfer ─ activate
 
 Each side waits in its own task only (`hold`; `reserve` and the time on the way), so no task belongs to the session.
-What does not wait is called at once by whoever brought it about. A side that has to be cancelled while it waits is
+Calls that do not wait run at once, in the task of their cause. A side that has to be cancelled while it waits is
 interrupted and cancels itself on its way out.
 
-SessionEndpoint: one worker's place at a session, from which its side takes its turns.
+SessionEndpoint: one worker's end of a session.
 
-The session decides; a endpoint waits for what its own side has to wait for, in its own task, and reports how it went.
+The session decides; an endpoint waits for its own side, in its own task, and reports the outcome.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WAITING_FOR: dict[ActionKind, TransferRole] = {
     ActionKind.RESERVE_DESTINATION: "destination",
     ActionKind.START_TRANSFER: "destination",
 }
-"""The actions that wait, and the side in whose task."""
+"""The actions that wait, and the side in whose task they run."""
 _TO_CANCEL: dict[ActionKind, TransferRole] = {
     ActionKind.CANCEL_SOURCE: "source",
     ActionKind.CANCEL_DESTINATION: "destination",
@@ -51,24 +51,24 @@ _OTHER: dict[TransferRole, TransferRole] = {"source": "destination", "destinatio
 
 @frozen
 class Ending:
-    """Why a session ended before the hand-over was complete."""
+    """Why a session ended before the transfer was complete."""
 
     reason: EndReason
     by: TransferRole | None = None
-    """The side that ended it; none for the clock."""
+    """The side that ended it; None for a timeout."""
     cause: Exception | None = None
     had_met: bool = False
     """Whether both sides were there."""
 
     def error_for(self, role: TransferRole, request_id: str) -> Exception:
-        """What that side is told."""
-        of = f"of the hand-over of request {request_id!r}"
+        """Return the error for that side."""
+        of = f"of the transfer of request {request_id!r}"
         if self.by == role:
             return self.cause or Cancelled(f"the {role} {of} was stopped")
         if self.by is not None:
             if self.reason != "failed":
                 return BackendDisconnected(f"the {self.by} {of} left")
-            # As text: what it raised says something of that worker, and this error is seen as one of another worker.
+            # As text: the cause is a fault of that worker, and this error belongs to the other one.
             return BackendDisconnected(f"the {self.by} {of} failed: {self.cause}")
         if self.had_met:
             return BackendResponseTimeout(f"the session {of} took too long")
@@ -98,7 +98,7 @@ class TransferSession:
         self._owed: dict[TransferRole, ActionKind] = {}
 
     def endpoint(self, endpoint: SessionEndpoint) -> None:
-        """Takes a side in. What is its turn already starts when its task next waits here."""
+        """Add a side. An action that is already its turn starts when its task next waits here."""
         self.endpoints[endpoint.role] = endpoint
         if len(self.endpoints) > 1:
             self.deadline_s = self._session_s
@@ -111,7 +111,7 @@ class TransferSession:
         return self._turns.pop(role, None)
 
     def perform(self, actions: list[TransferAction]) -> None:
-        """Does what is due and all that follows from it at once; what waits is left to its side's task."""
+        """Do the actions and all that follows from them at once; those that wait are left to their side's task."""
         due = deque(actions)
         while due:
             due.extend(self._do(due.popleft()))
@@ -120,19 +120,19 @@ class TransferSession:
         self.perform(self.transfer.acknowledge(kind, outcome))
 
     def give_up(self, reason: EndReason, by: TransferRole | None = None, cause: Exception | None = None) -> None:
-        """Ends it, unless it is over; each side that may have blocks gives them back."""
+        """End it, unless it is over; each side that may have blocks releases them."""
         if self._end(reason, by, cause):
             self.perform(self.transfer.give_up(reason))
 
     def settle(self, role: TransferRole) -> None:
-        """Cancels the side if that is still owed; called when it waits no longer."""
+        """Cancel the side if that is due; called when the side has stopped waiting."""
         kind = self._owed.pop(role, None)
         if kind is None:
             return
         try:
             self.endpoints[role].cancel()
-        except Exception:  # nobody is left to do more, and the other side must not be kept
-            _log.exception("the %s of the hand-over of request %r could not be cancelled", role, self.key.request_id)
+        except Exception:  # nothing more can be done, and the other side must not be kept
+            _log.exception("the %s of the transfer of request %r could not be cancelled", role, self.key.request_id)
         self.acknowledge(kind, ActionOutcome.APPLIED)
 
     def _do(self, action: TransferAction) -> list[TransferAction]:
@@ -160,7 +160,7 @@ class TransferSession:
         return self.transfer.acknowledge(kind, outcome)
 
     def _end(self, reason: EndReason, by: TransferRole | None, cause: Exception | None) -> bool:
-        """Notes the reason and tells both sides; False if it is over already."""
+        """Record the reason and wake both sides; return False if it is over already."""
         if self.transfer.is_ending:
             return False
         self.ending = Ending(reason, by, cause, had_met=len(self.endpoints) > 1)
@@ -169,7 +169,7 @@ class TransferSession:
 
     def _cancel(self, kind: ActionKind, role: TransferRole) -> list[TransferAction]:
         endpoint = self.endpoints.get(role)
-        if endpoint is None or not endpoint.has_begun:  # issued, but we know that it was never done
+        if endpoint is None or not endpoint.has_begun:  # issued, but never done
             return self.transfer.acknowledge(kind, ActionOutcome.NOOP)
         self._owed[role] = kind
         if endpoint.is_busy:
@@ -187,10 +187,10 @@ _MS_PER_S = 1000.0
 
 
 class SessionEndpoint:
-    """One side's place: `async with` takes it and leaves it, and leaving before the end gives the hand-over up.
+    """One side's end of a session: entered and left by `async with`; leaving before the end gives the transfer up.
 
     In between nothing is held open, so a generator may yield while it is joined. One task at a time waits here.
-    Stopping or killing `control` is leaving, at once and from anywhere; whoever waits here then gets Cancelled.
+    A stop or kill of `control` leaves at once, from anywhere; the task that waits here gets Cancelled.
     """
 
     role: TransferRole
@@ -202,7 +202,7 @@ class SessionEndpoint:
         self.is_busy = False
         """True while its side waits for something of its own, in its own task."""
         self.has_begun = False
-        """True once its side was asked for anything that may have given it blocks."""
+        """True once its side was called in a way that may have given it blocks."""
         self._join = join
         self._control = control
         self._session: TransferSession | None = None
@@ -210,7 +210,7 @@ class SessionEndpoint:
         self._news: anyio.Event | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises as the exchange's `source` and `destination` say; then nothing was taken."""
+        """Raises as described at the exchange's `source`; then nothing was taken."""
         self._session = self._join(self)
         self._forget = self._control.on_stop(self._leave) if self._control is not None else _nothing
         return self
@@ -222,16 +222,16 @@ class SessionEndpoint:
         self._leave(error if isinstance(error, Exception) else None)
 
     async def done(self) -> None:
-        """Returns when the hand-over is complete.
+        """Return when the transfer is complete.
 
-        Raises what our own side raised, Cancelled after a stop, BackendDisconnected if the other side left or failed,
-        BackendConnectionTimeout if it never came, BackendResponseTimeout if the session took too long. Our side's
-        blocks are given back by then.
+        Raises the error of this endpoint's side, Cancelled after a stop, BackendDisconnected if the other side left or
+        failed, BackendConnectionTimeout if it never came, BackendResponseTimeout if the session took too long. This
+        side's blocks are released by then.
         """
         await self._until(lambda session: session.transfer.result == "succeeded")
 
     def apply(self) -> None:
-        """The one call that ends this side well."""
+        """Make the call that ends this side successfully."""
         raise NotImplementedError
 
     def wake(self) -> None:
@@ -239,7 +239,7 @@ class SessionEndpoint:
             self._news.set()
 
     def interrupt(self) -> None:
-        """Cancels what its side waits for."""
+        """Cancel the wait of its side."""
         if self._scope is not None:
             self._scope.cancel()
 
@@ -248,7 +248,7 @@ class SessionEndpoint:
             self._scope.deadline = deadline_s
 
     async def _act(self, session: TransferSession, turn: TransferAction) -> None:
-        """Does its side's part of the action, and reports."""
+        """Do its side's part of the action and report it."""
         raise NotImplementedError
 
     def _leave(self, cause: Exception | None = None) -> None:
@@ -257,7 +257,7 @@ class SessionEndpoint:
 
     async def _until(self, is_reached: Callable[[TransferSession], bool]) -> None:
         session = self._session
-        assert session is not None, "take the endpoint first: `async with`"
+        assert session is not None, "enter the endpoint first: `async with`"
         while True:
             if session.ending is not None:
                 raise session.ending.error_for(self.role, session.key.request_id)
@@ -296,7 +296,7 @@ class SourceEndpoint(SessionEndpoint):
         self._side = side
 
     async def held(self) -> None:
-        """Returns when our prefill is done and its blocks are held. Raises as `done`."""
+        """Return when the prefill is done and its blocks are held. Raises as `done`."""
         await self._until(lambda session: session.transfer.has(TransferFact.SOURCE_HELD))
 
     def apply(self) -> None:

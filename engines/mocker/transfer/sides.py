@@ -1,14 +1,14 @@
-"""What a prefill and a decode worker bring to a hand-over, and how they find each other.
+"""The two sides of a transfer: what a prefill and a decode worker implement, and the key by which they find each other.
 
-Whatever blocks a side got are given back by one call: the source's by `release` or `cancel`, the destination's by
-`cancel`, unless `activate` made them the request's own. `cancel` follows one of these only where it, or the source's
-`release`, raised. None of the three waits or asks anyio for the loop: they may run in the other side's task, or in a
-plain callback when a request is stopped.
+One call releases the blocks of a side: the source's `release` or `cancel`, the destination's `cancel`, unless
+`activate` made them the request's own. `cancel` follows one of these only where it, or the source's `release`, raised.
+None of the three waits or needs the loop: they may run in the other side's task, or in a plain callback when a request
+is stopped.
 
 How long the KV blocks of a prefilled prompt are on their way to the decode worker.
 
-Source: dynamo lib/mocker/src/common/handoff.rs, HandoffTransferTiming. Other than there, numbers that make no sense are
-refused where the record is made, and a delay that comes out infinite where it is computed.
+Source: dynamo lib/mocker/src/common/handoff.rs, HandoffTransferTiming. Other than there, invalid numbers are
+refused where the record is made, and an infinite delay where it is computed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MS_PER_S = 1000.0
 
 @frozen
 class TransferTiming:
-    """What the prefill side knows about the transfer of one prompt.
+    """The prefill side's figures for the transfer of one prompt.
 
-    `mode` says whose tokens travel: all of the prompt, or those the decode side does not have yet. Raises
+    `mode` selects the tokens on the way: all of the prompt, or those missing at the decode side. Raises
     InvalidArgument, naming the field, for a negative number and for one that is not finite.
     """
 
     prompt_tokens: int
     kv_bytes_per_token: int | None = None
     bandwidth_gb_s: float | None = None
-    """Decimal gigabytes a second; none and 0 both mean that no delay is modelled."""
+    """Decimal gigabytes a second; without a delay if None or 0."""
     mode: TransferTimingMode = "full_prompt"
 
     def __attrs_post_init__(self) -> None:
@@ -50,7 +50,7 @@ class TransferTiming:
             raise InvalidArgument(f"unknown transfer timing {self.mode!r}", field="mode")
 
     def delay_ms(self, missing_tokens: int) -> float | None:
-        """The time on the way where so many tokens are missing at the destination; none where it is not modelled.
+        """Return the time on the way with so many tokens missing at the destination; None if it is not modelled.
 
         `missing_tokens` counts only in mode destination_missing and may exceed the prompt: blocks are whole. Raises
         InvalidArgument if it is negative, or if the delay is beyond any number.
@@ -71,7 +71,7 @@ class TransferTiming:
 def transfer_delay_ms(
     timing: TransferTiming, missing_tokens: int, *, worker_type: WorkerType, is_completed: bool
 ) -> float | None:
-    """The delay this worker owes the hand-over: only a prefill worker whose prefill is complete owes one.
+    """Return the delay that this worker adds to the transfer: only a prefill worker with a complete prefill adds one.
 
     Zero is a delay too: the step is taken. Raises as `TransferTiming.delay_ms`.
     """
@@ -81,7 +81,7 @@ def transfer_delay_ms(
 
 
 def _not_negative(value: float | None, name: str) -> None:
-    # An integer of any length is finite, but may be too long to become the float that isfinite asks for.
+    # An integer of any length is finite, but may be too long for the float that isfinite takes.
     if value is not None and not (value >= 0 and (isinstance(value, int) or isfinite(value))):
         raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)
 
@@ -90,39 +90,39 @@ class SourceSide(Protocol):
     """The prefill worker's part, for one request. `cancel` comes only after `submit`, and never while `hold` waits."""
 
     def submit(self) -> None:
-        """Queues the prefill, whose blocks are to be kept when it is done. What it raises ends the hand-over."""
+        """Queue the prefill, whose blocks are kept when it is done. What it raises ends the transfer."""
 
     async def hold(self) -> TransferTiming:
-        """Returns when the prompt is computed and its blocks are held. May be cancelled; what it raises ends it."""
+        """Return when the prompt is computed and its blocks are held. May be cancelled; an error ends the transfer."""
         ...
 
     def release(self) -> None:
-        """The blocks have arrived elsewhere: lets them go."""
+        """Release the blocks, which have arrived at the decode worker."""
 
     def cancel(self) -> None:
-        """Lets go whatever it has: a queued, a running or a held prefill, or nothing at all."""
+        """Release everything: a queued, running or held prefill, or nothing."""
 
 
 class DestinationSide(Protocol):
     """The decode worker's part, for one request. `cancel` comes only after `reserve` was called and has ended."""
 
     async def reserve(self) -> int:
-        """Returns when there is room for the prompt, with the number of its tokens that have to be fetched.
+        """Wait for room for the prompt; return the number of its tokens that have to be transferred.
 
-        May be cancelled; what it raises ends the hand-over.
+        May be cancelled; what it raises ends the transfer.
         """
         ...
 
     def activate(self) -> None:
-        """The blocks have arrived: the request may decode."""
+        """Let the request decode: its blocks have arrived."""
 
     def cancel(self) -> None:
-        """Lets go whatever it has, a request that was activated included."""
+        """Release everything, an activated request included."""
 
 
 @frozen
 class TransferKey:
-    """Who meets: both sides bring the same. Two sessions differ in room, and in hand-over id where they have one."""
+    """The identity of a transfer, equal on both sides. Two transfers differ in room, and in handoff id if any."""
 
     bootstrap_host: str
     bootstrap_port: int
@@ -132,16 +132,16 @@ class TransferKey:
 
     @classmethod
     def of(cls, info: BootstrapInfo, request_id: str) -> TransferKey:
-        """The key of a request whose router chose that session place."""
+        """Return the key of a request from the bootstrap info of its router."""
         return cls(info.bootstrap_host, info.bootstrap_port, info.bootstrap_room, request_id, info.handoff_id)
 
     @property
     def places(self) -> list[tuple[str, int, int] | UUID]:
-        """The names of the session, each its own."""
+        """The names of the session, each unique to it."""
         room = (self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
         return [room] if self.handoff_id is None else [room, self.handoff_id]
 
     def differs_in(self, other: TransferKey) -> str | None:
-        """The first field the two do not share, if there is one."""
+        """Return the first field in which the two differ, if there is one."""
         fields = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "handoff_id", "request_id")
         return next((name for name in fields if getattr(self, name) != getattr(other, name)), None)

@@ -127,9 +127,9 @@ def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
 ) -> None:
     """MOCK-104: the third row is a destination that has every block already."""
     transfer = Transfer(order)
-    transfer = drive_to(transfer, ActionKind.START_TRANSFER, timing, missing_tokens)
-    assert transfer == TransferAction(ActionKind.START_TRANSFER, delay_ms)
-    assert kinds(follow(transfer, transfer)) == ["activate_destination"]
+    start = drive_to(transfer, ActionKind.START_TRANSFER, timing, missing_tokens)
+    assert start == TransferAction(ActionKind.START_TRANSFER, delay_ms)
+    assert kinds(follow(transfer, start)) == ["activate_destination"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
