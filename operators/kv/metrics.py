@@ -95,7 +95,9 @@ class RoutingSteps:
         """End the step before, and begin this one."""
         if self._record_ms is None and self._request is None:
             return
-        self._end_step()
+        if (before := self._step) is not None:
+            self._step = None
+            self._end_step(*before)
         span = None
         if self._request is not None and step in SPANS:
             above = self._request if self._search is None else self._search.context
@@ -104,7 +106,9 @@ class RoutingSteps:
 
     def end(self) -> None:
         """End the last step, and the search."""
-        self._end_step()
+        if (last := self._step) is not None:
+            self._step = None
+            self._end_step(*last)
         if self._record_ms is not None:
             self._record_ms["total"](1000 * (self._last_s - self._began_s))
 
@@ -124,10 +128,7 @@ class RoutingSteps:
                     span.fails(error)
                 span.end()
 
-    def _end_step(self) -> None:
-        if self._step is None:
-            return
-        (step, span), self._step = self._step, None
+    def _end_step(self, step: Step, span: OpenSpan | None) -> None:
         if span is not None:
             span.end()
         if self._record_ms is not None:

@@ -25,7 +25,6 @@ from .load import (
     ActiveSequences,
     Column,
     RankLoad,
-    RankLoads,
     ReplicaSync,
     ReplicatedBooking,
     SequenceLoad,
@@ -109,7 +108,8 @@ class Reservation(ActiveRequest):
 
     def finish(self) -> None:
         """Release it, and record the end of the answer in the request's tracker; the tracker needs the loop's clock."""
-        self.release()  # after a drop the stream has done that already
+        if not self._is_released:  # after a drop the stream has done that already
+            self.release()
         if (meter := self.meter) is not None:
             self.meter = None
             meter.finished(self.output_tokens)
@@ -159,9 +159,11 @@ class LoadBook:
 
     # -- reservations
 
-    def enter(self, reservation: Reservation, decision: Decision, load: SequenceLoad, lora_name: str | None) -> None:
+    def enter(
+        self, reservation: Reservation, decision: Decision, load: SequenceLoad, lora_name: str | None, now_s: float
+    ) -> None:
         """Book the reservation on the chosen rank. Raises what `ActiveSequences.add` raises; nothing is booked then."""
-        self.sequences.add(reservation, decision.rank, load, self.now_s(), registered_only=True)
+        self.sequences.add(reservation, decision.rank, load, now_s, registered_only=True)
         reservation._decision = decision
         if self.peers is not None:
             reservation.replicated = self.peers.booked(reservation.request_id, decision.rank, load, lora_name)
@@ -188,10 +190,6 @@ class LoadBook:
         return released
 
     # -- loads
-
-    def project(self, hashes: Sequence[int], ranks: Sequence[WorkerRank]) -> RankLoads:
-        """The load of these ranks now, and the blocks that a prompt with these hashes would add to each."""
-        return self.sequences.project(hashes, ranks, self.now_s())
 
     def prefill_tokens(self, ranks: Sequence[WorkerRank]) -> Column:
         """The prompt tokens in flight on these ranks."""

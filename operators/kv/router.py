@@ -31,7 +31,7 @@ from .index import CandidateOverlap, Overlap
 from .load import SWEEP_EVERY_S, PotentialLoad, SequenceLoad, tracking_hashes
 from .lookup import PrefixLookup
 from .metrics import UNTIMED, RoutingSteps
-from .pool import RouterPool, RoutingRules
+from .pool import Candidates, RouterPool, RoutingRules
 from .prompt import LazySequenceHashes, PromptBlocks
 from .queue import AdmissionController, PromptSize, QueuedRequest
 from .request import RouteRequest
@@ -96,7 +96,10 @@ class KvRouter:
 
     def advise(self, request: RouteRequest) -> Decision:
         """Select a worker without a reservation and without waiting. Raises as `reserve`."""
-        return self._decide(request, self._find(request.blocks), books=False)[0]
+        candidates, now_s = self.pool.candidates(request), self.loads.now_s()
+        settings, overlap = self.selector.settings(request.override), self.lookup.find(request.blocks, now_s)
+        hashes = self._hashes(request.blocks, settings, whole=False)
+        return self._select(request, candidates, overlap, settings, hashes, now_s)
 
     async def reserve(
         self,
@@ -237,18 +240,26 @@ class KvRouter:
         steps.begin("indexer_find_matches")
         return self._find(blocks)
 
-    def _decide(self, request: RouteRequest, overlap: Overlap, *, books: bool) -> tuple[Decision, Sequence[int]]:
-        """The choice, and the hashes by which the prompt's blocks are counted."""
-        settings, candidates = self.selector.settings(request.override), self.pool.candidates(request)
-        hashes = self._hashes(request.blocks, settings, whole=books)
-        loads = self.loads.project(hashes, candidates.ranks)
-        return self.selector.select(request.prompt, candidates, overlap, loads, settings), hashes
+    def _select(
+        self,
+        request: RouteRequest,
+        candidates: Candidates,
+        overlap: Overlap,
+        settings: RequestSettings,
+        hashes: Sequence[int],
+        now_s: float,
+    ) -> Decision:
+        loads = self.loads.sequences.project(hashes, candidates.ranks, now_s)
+        return self.selector.select(request.prompt, candidates, overlap, loads, settings)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
         """Select a worker and book the request there."""
-        request = queued.request
-        overlap = self._find(request.blocks) if must_refresh else queued.overlap
-        decision, hashes = self._decide(request, overlap, books=True)
+        request, now_s = queued.request, self.loads.now_s()
+        candidates = self.pool.candidates(request) if queued.candidates is None else queued.candidates
+        settings = self.selector.settings(request.override)
+        overlap = self.lookup.find(request.blocks, now_s) if must_refresh else queued.overlap
+        hashes = self._hashes(request.blocks, settings, whole=True)
+        decision = self._select(request, candidates, overlap, settings, hashes, now_s)
         reservation = Reservation(
             request_id=queued.request_id,
             book=self.loads,
@@ -257,13 +268,14 @@ class KvRouter:
             expected_output_tokens=request.expected_output_tokens,
             tracks_output_blocks=self.config.router_track_output_blocks,
         )
-        self.loads.enter(reservation, decision, self._load(request, decision, hashes), request.blocks.lora_name)
-        self.lookup.record(decision.rank, request.blocks, self.loads.clock.now_s())
+        load = self._load(decision, settings, hashes)
+        self.loads.enter(reservation, decision, load, request.blocks.lora_name, now_s)
+        self.lookup.record(decision.rank, request.blocks, now_s)
         return reservation
 
-    def _load(self, request: RouteRequest, decision: Decision, hashes: Sequence[int]) -> SequenceLoad:
+    def _load(self, decision: Decision, settings: RequestSettings, hashes: Sequence[int]) -> SequenceLoad:
         isl_tokens, cached = decision.prompt.isl_tokens, decision.cached_tokens
-        if not self.selector.settings(request.override).track_prefill_tokens:
+        if not settings.track_prefill_tokens:
             return SequenceLoad(hashes)
         duration_s = None if self._duration is None else self._duration(decision.prompt, min(cached, isl_tokens))
         return SequenceLoad(hashes, max(0, isl_tokens - cached), duration_s)

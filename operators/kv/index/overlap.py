@@ -51,6 +51,8 @@ class Overlap:
 
     def effective_blocks(self, rank: WorkerRank, settings: RequestSettings) -> float:
         """The cached blocks of a rank, those of lower tiers at their weight."""
+        if not (self.host or self.disk or self.external):
+            return self.device.get(rank, 0)
         tiers = self.tiers(rank)
         return tiers.device + settings.host_cache_hit_weight * tiers.host + settings.disk_cache_hit_weight * tiers.disk
 

@@ -11,6 +11,7 @@ so one whose caller has gone is taken out then, not when its turn comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -19,7 +20,7 @@ from attrs import define, field
 from pipeline import Cancelled, Control, PenstockError, Unavailable
 
 from ..index import Overlap
-from ..pool import RouterPool
+from ..pool import Candidates, RouterPool
 from ..request import RouteRequest
 from .policy import DepthTier, PolicyProfile, PromptSize, QueueUsage
 from .queue import AdmissionQueue, Waiting
@@ -48,6 +49,8 @@ class QueuedRequest:
     error: Exception | None = field(default=None, init=False)
     settled: anyio.Event | None = field(default=None, init=False)
     """Set once it was placed, failed or stopped; None for a request that never waited."""
+    candidates: Candidates | None = field(default=None, init=False)
+    """The ranks that may take it, if they were looked up a moment ago; None once it waits."""
     rooms: Rooms | None = field(default=None, init=False)
     wanted: int = field(default=0, init=False)
     """The ranks that may take it, as bits of `rooms`."""
@@ -79,7 +82,7 @@ class AdmissionController:
 
     def __len__(self) -> int:
         """The number of requests that wait."""
-        return len(self._queue)
+        return self._queue.size
 
     def waiting_by_class(self) -> dict[str, QueueUsage]:
         """What waits in each class of the profile. May be called in any thread."""
@@ -96,20 +99,19 @@ class AdmissionController:
         request, profile = queued.request, self._profile
         uncached_tokens = queued.size().uncached_tokens if len(profile.floors) > 1 else 0
         class_index = profile.class_of(request.policy_class, uncached_tokens)
-        if profile.classes[class_index].may_queue and self._must_queue(class_index, request):
+        if self._queue.must_queue(class_index, partial(self._is_full, class_index, queued)):
+            queued.candidates = None
             return await self._wait(queued, class_index, control)
         return queued.place(queued, False)
 
-    def _must_queue(self, class_index: int, request: RouteRequest) -> bool:
-        return self._queue.must_queue(class_index, lambda: self._is_full(class_index, request))
-
-    def _is_full(self, class_index: int, request: RouteRequest) -> bool:
+    def _is_full(self, class_index: int, queued: QueuedRequest) -> bool:
         """Whether every rank that may take the request is busy; where none may, waiting would not help."""
         pool = self._pool.current()
         try:
-            ranks = pool.candidates(request.rules(pool, self._pool.adapters)).ranks
+            queued.candidates = pool.candidates(queued.request.rules(pool, self._pool.adapters))
         except PenstockError:
             return False  # placing it raises the same error
+        ranks = queued.candidates.ranks
         return self._profile.classes[class_index].all_busy(ranks, self._loads.prefill_tokens(ranks), pool.configs)
 
     async def _wait(self, queued: QueuedRequest, class_index: int, control: Control | None) -> Reservation:
@@ -132,11 +134,11 @@ class AdmissionController:
 
         Room that is made meanwhile, because a booking has listeners, is seen here and needs no second drain.
         """
-        if self._is_draining:
+        if self._is_draining or not self._queue.size:
             return
         self._is_draining = True
         try:
-            while len(self._queue) and (waiting := self._next()) is not None:
+            while self._queue.size and (waiting := self._next()) is not None:
                 self._settle(waiting)
         finally:
             self._is_draining = False

@@ -94,7 +94,7 @@ class PolicyClass:
         """Whether every rank is busy; False for none at all, since waiting would not bring one."""
         any_rank = False
         for rank, tokens in zip(ranks, prefill_tokens, strict=True):
-            if not self.is_busy(tokens, configs[rank.worker_id].max_num_batched_tokens):
+            if tokens <= self.busy_above(configs[rank.worker_id].max_num_batched_tokens):
                 return False
             any_rank = True
         return any_rank

@@ -99,13 +99,15 @@ class AdmissionQueue(Generic[T]):
         self._classes: list[_ClassQueue[T]] = [_ClassQueue(one) for one in profile.classes]
         self.version = 0
         """Another number after each request that was parked or taken out."""
+        self.size = 0
+        """The number of requests that wait."""
         self._pushed = 0
         self._cursor = 0
         self._carried: int | None = None
         self._closed = False
 
     def __len__(self) -> int:
-        return sum(one.usage.requests for one in self._classes)
+        return self.size
 
     def usage(self, class_index: int) -> QueueUsage:
         """What waits in a class."""
@@ -140,6 +142,7 @@ class AdmissionQueue(Generic[T]):
         check_class_limits(one.policy_class, one.usage, workers)
         check_depth(self._tiers, size, sum(other.usage.isl_tokens for other in self._classes), workers)
         self._pushed += 1
+        self.size += 1
         self.version += 1
         score = one.policy_class.score(size, arrival_s, priority_jump_s)
         order = (-strict_priority, -score, self._pushed)
@@ -150,7 +153,9 @@ class AdmissionQueue(Generic[T]):
     def withdraw(self, waiting: Waiting[T]) -> bool:
         """Takes a request out whose caller has gone; False if it went already."""
         self.version += 1
-        return self._classes[waiting.class_index].remove(waiting)
+        if removed := self._classes[waiting.class_index].remove(waiting):
+            self.size -= 1
+        return removed
 
     def waiting_classes(self) -> list[int]:
         """The classes in which something waits."""
@@ -204,6 +209,7 @@ class AdmissionQueue(Generic[T]):
         one = self._classes[index]
         one.deficit -= head.size.work_tokens
         one.remove(head)
+        self.size -= 1
         self.version += 1
         self._cursor = (index + 1) % len(self._classes)
         self._carried = index if one.deficit > 0 else None

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from attrs import frozen
+from attrs import Factory, field, frozen
 
 from ..index import CandidateOverlap
 from ..load import Column, RankLoads
@@ -40,15 +40,16 @@ WorkerType = Literal["aggregated", "prefill", "decode"]
 
 @frozen
 class Prompt:
-    """What a request asks of its worker."""
+    """The prompt of a request, as its worker has to compute it."""
 
     isl_tokens: int
+    """Its length, in tokens."""
     block_size_tokens: int
-
-    @property
-    def blocks(self) -> int:
-        """The blocks it fills, the last one perhaps in part."""
-        return -(-self.isl_tokens // self.block_size_tokens)
+    """The worker's KV block size."""
+    blocks: int = field(
+        init=False, default=Factory(lambda self: -(-self.isl_tokens // self.block_size_tokens), takes_self=True)
+    )
+    """The blocks it fills, the last one perhaps in part."""
 
 
 def costs(

@@ -31,16 +31,17 @@ async def test_a_kv_router_decides_once_for_each_prefill(
     cases: list[Any] = [{}, made.everywhere()]
     for configs in cases:
         async with deployment(configs=configs) as it:
-            decided: list[bool] = []
-            decide = it.pool.router._decide
+            steps: list[str] = []
+            router = it.pool.router
+            for part, step in ((router.selector, "select"), (router.loads, "enter")):
 
-            def counted(*args: Any, books: bool, decide: Any = decide, decided: Any = decided) -> Any:
-                decided.append(books)
-                return decide(*args, books=books)
+                def counted(*args: Any, of: Any = getattr(part, step), step: str = step, steps: Any = steps) -> Any:
+                    steps.append(step)
+                    return of(*args)
 
-            monkeypatch.setattr(it.pool.router, "_decide", counted)
+                monkeypatch.setattr(part, step, counted)
             await it.ask()
-            assert (decided, len(it.prefills)) == ([True], 1)
+            assert (steps, len(it.prefills)) == (["select", "enter"], 1)
             assert len(it.pool.router.loads) == 0
 
 

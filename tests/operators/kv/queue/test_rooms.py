@@ -17,7 +17,7 @@ from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.pool import Adapters, Configs
 from operators.kv.prompt import PromptBlocks
-from operators.kv.queue import AdmissionController, PolicyClass, PolicyProfile
+from operators.kv.queue import AdmissionController, PolicyClass, PolicyProfile, QueuedRequest, Waiting
 from operators.kv.request import RouteRequest
 from operators.kv.reservation import Reservation
 from pipeline import Control
@@ -40,10 +40,15 @@ PROFILE = PolicyProfile(CLASSES, "absolute", {one.name: [index] for index, one i
 
 
 class PlainAdmission(AdmissionController):
-    """Asks for each head of a lane whether all its workers are busy, at each look."""
+    """Checks for each head of a partition whether all its workers are busy, at each look."""
 
     def _next(self) -> Any:
-        return self._queue.pop(lambda waiting: not self._is_full(waiting.class_index, waiting.item.request))
+        def may_go(waiting: Waiting[QueuedRequest]) -> bool:
+            is_full = self._is_full(waiting.class_index, waiting.item)
+            waiting.item.candidates = None  # it is placed later than a request that never waited
+            return not is_full
+
+        return self._queue.pop(may_go)
 
 
 class World:
