@@ -1,10 +1,10 @@
-"""What stands between a caller and an engine: each operator wraps the next stage."""
+"""Operators: the stages between a caller and an engine, each of which wraps the next stage."""
 
 from .kv import ROUTER_DECISION, KvPushRouter
 from .migration import Migration, MigrationMetrics
 from .pool import (
     AllBusy,
-    AllExcluded,
+    AllCoolingDown,
     BusyThresholds,
     BusyWatch,
     Capacity,
@@ -14,12 +14,12 @@ from .pool import (
     PushRouter,
     Rejection,
     RoundRobin,
-    Uncharged,
+    Uncounted,
     WorkerLoad,
     WorkerLoads,
     capacities_of,
+    cooldown_s,
     cuda_to_cpu_ratio,
-    exclusion_s,
     least_loaded,
     load_reports,
     overload_status,
@@ -49,7 +49,7 @@ __all__ = [
     "ROUTER_DECISION",
     "WHOLE_CHAT",
     "AllBusy",
-    "AllExcluded",
+    "AllCoolingDown",
     "BusyThresholds",
     "BusyWatch",
     "ByteTokenizer",
@@ -74,13 +74,13 @@ __all__ = [
     "Rejection",
     "RoundRobin",
     "Tokenizer",
-    "Uncharged",
+    "Uncounted",
     "WorkerLoad",
     "WorkerLoads",
     "capacities_of",
     "check_counts",
+    "cooldown_s",
     "cuda_to_cpu_ratio",
-    "exclusion_s",
     "keywords_of",
     "least_loaded",
     "load_reports",

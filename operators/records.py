@@ -12,8 +12,8 @@ from attrs import AttrsInstance, fields
 R = TypeVar("R", bound=AttrsInstance)
 
 
-def copied(record: R) -> R:
-    """The same again, to be changed by whoever asked for it; what it holds is shared.
+def shallow_copy(record: R) -> R:
+    """Return a copy, to be changed by the caller; what it holds is shared.
 
     For records whose fields, at least two, are all positional arguments.
     """

@@ -34,7 +34,7 @@ from pipeline.telemetry import annotate
 
 from ..marks import Mark
 from ..pool import Next, Output, assign_worker
-from ..records import copied
+from ..records import shallow_copy
 from .metrics import RequestMeter, RouterMetrics, span_below
 from .request import RouteRequest, hash_beside_the_loop, with_shared_hashes
 from .reservation import Reservation, ends_badly
@@ -337,8 +337,8 @@ def _phase(tracker: RequestTracker | None) -> RequestPhase:
 
 def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPhase) -> PreprocessedRequest:
     """A copy of the request with the rank that is to compute it."""
-    ranked = copied(payload)
-    hints = ranked.routing = RoutingHints() if payload.routing is None else copied(payload.routing)
+    ranked = shallow_copy(payload)
+    hints = ranked.routing = RoutingHints() if payload.routing is None else shallow_copy(payload.routing)
     hints.dp_rank = rank.dp_rank
     if phase is RequestPhase.PREFILL:
         hints.prefill_dp_rank = rank.dp_rank

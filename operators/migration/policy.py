@@ -34,7 +34,7 @@ from pipeline.protocols import (
     TraceLink,
 )
 
-from ..records import copied
+from ..records import shallow_copy
 
 
 class Verdict(Enum):
@@ -150,10 +150,10 @@ def continuation(
 
     Its routing hints are its own, so that what one worker's router writes there is not seen by the next one's.
     """
-    asked = copied(request)
+    asked = shallow_copy(request)
     asked.migration_state = state
     if request.routing is not None:
-        asked.routing = copied(request.routing)
+        asked.routing = shallow_copy(request.routing)
     if link is not None:
         asked.migration_link = link
     if delivered:

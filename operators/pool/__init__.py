@@ -4,8 +4,8 @@ from pipeline.protocols.limits import BusyThresholds
 
 from .assigned import DirectRouter, Next, Output, assign_worker
 from .busy import BusyWatch, Capacity, capacities_of, is_rank_busy, is_worker_busy, latch
-from .errors import AllBusy, AllExcluded
-from .health import COOLDOWN, Exclusions, exclusion_s, note_failure, without_failed
+from .errors import AllBusy, AllCoolingDown
+from .health import COOLDOWN, Cooldowns, cooldown_s, note_failure, without_failed
 from .load import DeviceType, LoadChange, RankLoad, WorkerLoad, WorkerLoads, is_idle, load_reports
 from .pickers import (
     DEVICE_RATIO,
@@ -13,7 +13,7 @@ from .pickers import (
     Loads,
     Picker,
     RoundRobin,
-    Uncharged,
+    Uncounted,
     cuda_to_cpu_ratio,
     least_loaded,
     power_of_two,
@@ -27,14 +27,14 @@ __all__ = [
     "DEVICE_RATIO",
     "OVERLOAD_STATUS",
     "AllBusy",
-    "AllExcluded",
+    "AllCoolingDown",
     "BusyThresholds",
     "BusyWatch",
     "Capacity",
+    "Cooldowns",
     "DeviceAware",
     "DeviceType",
     "DirectRouter",
-    "Exclusions",
     "LoadChange",
     "Loads",
     "Next",
@@ -45,13 +45,13 @@ __all__ = [
     "Rejection",
     "RoundRobin",
     "RouterMode",
-    "Uncharged",
+    "Uncounted",
     "WorkerLoad",
     "WorkerLoads",
     "assign_worker",
     "capacities_of",
+    "cooldown_s",
     "cuda_to_cpu_ratio",
-    "exclusion_s",
     "is_idle",
     "is_rank_busy",
     "is_worker_busy",

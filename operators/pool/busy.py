@@ -1,14 +1,11 @@
-"""Busy thresholds: from what the ranks of a worker report to whether it is busy. Functions of values only.
-
-A rank is busy if one of the tests that are configured says so; a worker, if all its known ranks are.
-
-Source: dynamo lib/llm/src/discovery/worker_monitor.rs, WorkerLoadState.
-
-BusyWatch: keeps the set of busy workers of a pool, from what they report.
+"""BusyWatch: which workers of a pool are busy, from what their ranks report.
 
     WorkerLoads.news() ──► latch of the rank ──► is the worker busy ──► busy(), changes() ──► routers
 
-Source: dynamo lib/llm/src/discovery/worker_monitor.rs, KvWorkerMonitor.
+A rank is busy if it fails one of the tests that are configured, a worker if all its known ranks are busy. The tests are
+functions of values.
+
+Source: dynamo lib/llm/src/discovery/worker_monitor.rs, WorkerLoadState and KvWorkerMonitor.
 """
 
 from __future__ import annotations
@@ -23,25 +20,25 @@ from pipeline.network import Added, Model, Removed, TaintsUpdated
 from pipeline.protocols.limits import BusyThresholds
 from pipeline.rx import BehaviorSubject, CompositeDisposable, Observable, ops
 
-from .load import LoadChange, RankLoad, WorkerLoad, WorkerLoads, isolated
+from .load import LoadChange, RankLoad, WorkerLoad, WorkerLoads, log_errors
 
 UNKNOWN_BATCHED_TOKENS = 10_000_000
-"""Taken for the tokens of a batch where a worker does not say its own."""
+"""The tokens of a batch, for a worker that does not publish its own."""
 
 
 @frozen
 class Capacity:
-    """What each rank of a worker can hold; None: it does not say."""
+    """What each rank of a worker can hold; None if the worker does not publish it."""
 
     total_kv_blocks: int | None = None
     max_num_batched_tokens: int | None = None
 
 
 def latch(load: RankLoad, capacity: Capacity, thresholds: BusyThresholds) -> bool | None:
-    """The decode test at a report of the rank, to be kept until its next one; `load` has the report in it.
+    """Return the result of the decode test at a report of the rank, which holds until its next one.
 
-    True if one of the numbers of blocks is above, False if neither is, as last heard. None where it cannot be told:
-    there is no threshold, or no capacity.
+    `load` has the report in it. True if one of the numbers of blocks is above the threshold, False if neither is, None
+    without a threshold or a capacity.
     """
     fraction, total = thresholds.active_decode_blocks_threshold, capacity.total_kv_blocks
     if fraction is None or not total:
@@ -51,7 +48,7 @@ def latch(load: RankLoad, capacity: Capacity, thresholds: BusyThresholds) -> boo
 
 
 def is_rank_busy(load: RankLoad, latched: bool | None, capacity: Capacity, thresholds: BusyThresholds) -> bool:
-    """Whether one of the tests says so; a rank without a latch is judged by its numbers as they are."""
+    """Whether the rank fails one of the tests; without a latch the numbers as they are decide."""
     above = latch(load, capacity, thresholds)
     if above is not None and (above if latched is None else latched):
         return True
@@ -68,7 +65,7 @@ def is_rank_busy(load: RankLoad, latched: bool | None, capacity: Capacity, thres
 def is_worker_busy(
     ranks: Mapping[int, RankLoad], latches: Mapping[int, bool | None], capacity: Capacity, thresholds: BusyThresholds
 ) -> bool:
-    """Whether every rank that has reported is busy; a worker of which nothing is known is not."""
+    """Whether every rank that has reported is busy; a worker that never reported is not."""
     return bool(ranks) and all(
         is_rank_busy(load, latches.get(dp_rank), capacity, thresholds) for dp_rank, load in ranks.items()
     )
@@ -78,10 +75,14 @@ _UNKNOWN = Capacity()
 
 
 class BusyWatch:
-    """Which workers are busy. Begins when it is made and ends with `close`, or as a context manager; then nobody is.
+    """The workers that are busy. Begins when it is made, ends with `close` or as a context manager; then none is.
 
-    Routers are given its `busy` and see the same set from their first request on. `capacities` are those of the
-    workers by id, now and after each change (see `capacities_of`). With no threshold set nobody is ever busy.
+    Routers are given its `busy` and see the same set from their first request on. Without a threshold no worker is ever
+    busy.
+
+    loads: the reports, and the workers that are there
+    thresholds: by default none
+    capacities: those of the workers by id, now and after each change (see `capacities_of`)
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class BusyWatch:
         self._judged_by = self._thresholds
         self._changes: BehaviorSubject[frozenset[int]] = BehaviorSubject(frozenset())
         self._judge(loads.current())
-        self._watching = CompositeDisposable(loads.news().subscribe(self._hear))
+        self._watching = CompositeDisposable(loads.news().subscribe(self._on_change))
         if capacities is not None:
-            self._watching.add(capacities.subscribe(self._hear_capacities))
+            self._watching.add(capacities.subscribe(self._on_capacities))
 
     @property
     def thresholds(self) -> BusyThresholds:
@@ -107,19 +108,19 @@ class BusyWatch:
 
     @thresholds.setter
     def thresholds(self, thresholds: BusyThresholds) -> None:
-        """They hold from the next report, or change of a capacity, on."""
+        """Take effect with the next report, or change of a capacity."""
         self._thresholds = thresholds
 
     def busy(self) -> frozenset[int]:
-        """The workers that are busy now."""
+        """Return the workers that are busy now."""
         return self._changes.value
 
     def changes(self) -> Observable[frozenset[int]]:
-        """`busy` now and whenever it is another set; completes when this is closed."""
-        return isolated(self._changes)
+        """Return `busy` now and after each change; completes when this is closed."""
+        return log_errors(self._changes)
 
     def close(self) -> None:
-        """Stops watching; does nothing the second time."""
+        """Stop watching; does nothing the second time."""
         if not self._watching.is_disposed:
             self._watching.dispose()
             self._changes.on_next(frozenset())
@@ -133,29 +134,29 @@ class BusyWatch:
     ) -> None:
         self.close()
 
-    def _hear(self, change: LoadChange) -> None:
+    def _on_change(self, change: LoadChange) -> None:
         load, instance_id = change.load, change.instance_id
         if load is None:
             self._latches.pop(instance_id, None)
-            self._say(self._changes.value - {instance_id})
+            self._publish(self._changes.value - {instance_id})
         elif change.dp_rank is not None:
             self._latch(instance_id, change.dp_rank, load)
-            # After a change of the thresholds the first report has all judged anew.
+            # After a change of the thresholds the first report decides about all workers anew.
             all_anew = self._judged_by is not self._thresholds
             self._judge(self._loads.current() if all_anew else {instance_id: load})
 
-    def _hear_capacities(self, capacities: Mapping[int, Capacity]) -> None:
+    def _on_capacities(self, capacities: Mapping[int, Capacity]) -> None:
         self._capacities = capacities
         self._judge(self._loads.current())
 
     def _latch(self, instance_id: int, dp_rank: int, load: WorkerLoad) -> None:
         rank = load.ranks.get(dp_rank)
-        if rank is not None:  # else what was known of the worker was dropped
+        if rank is not None:  # else the reports of the worker were dropped
             latched = latch(rank, self._capacity(instance_id), self._thresholds)
             self._latches.setdefault(instance_id, {})[dp_rank] = latched
 
     def _judge(self, loads: Mapping[int, WorkerLoad]) -> None:
-        """Decides anew about these workers; what was decided about others stays."""
+        """Decide anew about these workers; what was decided about others stays."""
         self._judged_by = self._thresholds
         found = frozenset(
             instance_id
@@ -164,12 +165,12 @@ class BusyWatch:
                 load.ranks, self._latches.get(instance_id, {}), self._capacity(instance_id), self._thresholds
             )
         )
-        self._say((self._changes.value - loads.keys()) | found)
+        self._publish((self._changes.value - loads.keys()) | found)
 
     def _capacity(self, instance_id: int) -> Capacity:
         return self._capacities.get(instance_id, _UNKNOWN)
 
-    def _say(self, busy: frozenset[int]) -> None:
+    def _publish(self, busy: frozenset[int]) -> None:
         if busy != self._changes.value:
             self._changes.on_next(busy)
 
@@ -178,13 +179,13 @@ ModelNews = Added[Model] | Removed[Model] | TaintsUpdated
 
 
 def capacities_of(models: Observable[ModelNews]) -> Observable[Mapping[int, Capacity]]:
-    """The capacities in the cards that discovery knows of an endpoint: `discovery.watch_models(endpoint.path)`."""
+    """Return the capacities in the cards of an endpoint's workers, from `discovery.watch_models(endpoint.path)`."""
     nothing: Mapping[int, Capacity] = {}
     return models.pipe(ops.scan(with_model, nothing))
 
 
 def with_model(capacities: Mapping[int, Capacity], news: ModelNews) -> Mapping[int, Capacity]:
-    """The capacities after the news; those given stay as they are. Adapters say nothing of capacity."""
+    """Return the capacities after the change; the mapping given stays as it is. Cards of adapters have none."""
     instance_id, settings = news.item.instance_id, news.item.card.runtime_config
     if news.item.suffix is not None or isinstance(news, TaintsUpdated):
         return capacities

@@ -1,13 +1,13 @@
-"""Why nobody in a pool can take a request: one error for each reason, and the decision which it is.
+"""Why no worker of a pool can take a request: one error for each reason.
 
 ::
 
     ResourceExhausted
-    └── AllBusy             there are instances, and every one that may be asked is busy
+    └── AllBusy             there are instances, and every one that may take the request is busy
     Unavailable             there is no instance at all, or none that this router admits
-    └── AllExcluded         there are instances, and every one was at fault a moment ago
+    └── AllCoolingDown      there are instances, and every one was at fault a moment ago
 
-An instance that was asked for and is not there is CannotConnect; one that is there and busy, WorkerOverloaded.
+For an instance that the request names: CannotConnect if it is not there, WorkerOverloaded if it is busy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pipeline.errors import OVERLOADED, Facts
 class AllBusy(ResourceExhausted):
     """Every eligible worker is busy.
 
-    Trying again makes sense after `retry_after_s`, if that is known; `status` is the HTTP status of the refusal.
+    retry_after_s: seconds after which to try again; None if not known
+    status: the HTTP status of the refusal
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class AllBusy(ResourceExhausted):
         return evolve(super().facts, status=self.status)
 
 
-class AllExcluded(Unavailable):
-    """Every worker was at fault a moment ago; the first is asked again after `retry_after_s`."""
+class AllCoolingDown(Unavailable):
+    """Every worker was at fault a moment ago; after `retry_after_s` seconds the first may take requests again."""
+
+    type_name = "AllExcluded"
 
     def __init__(
         self, message: str = "", *, retry_after_s: float | None = None, cause: BaseException | None = None
@@ -53,10 +56,10 @@ class AllExcluded(Unavailable):
 
 
 class Gate(Protocol):
-    """What can say beforehand that a request would be refused."""
+    """A pool of workers that may refuse a request before any work is done for it."""
 
     def refusal(self) -> PenstockError | None:
-        """The error a request would meet now; None if it would be sent."""
+        """Return the error a request would meet now; None if it would be sent."""
         ...
 
 
@@ -68,20 +71,20 @@ ABSENCES = {
 }
 
 
-def nobody(name: str, absence: str | None) -> Unavailable:
-    """The error where there is no instance to begin with."""
+def no_instance(name: str, absence: str | None) -> Unavailable:
+    """Return the error for a pool without an instance."""
     return Unavailable(f"no instances found for endpoint {name}: {ABSENCES[absence]}")
 
 
-def all_excluded(name: str, count: int, retry_after_s: float | None) -> AllExcluded:
-    """The error where every instance is left out."""
-    return AllExcluded(
+def all_cooling_down(name: str, count: int, retry_after_s: float | None) -> AllCoolingDown:
+    """Return the error for a pool in which every instance is cooling down."""
+    return AllCoolingDown(
         f"no instances found for endpoint {name} that may be asked: all {count} failed a moment ago",
         retry_after_s=retry_after_s,
     )
 
 
-def all_busy(name: str, busy: int, excluded: int, retry_after_s: float | None) -> AllBusy:
-    """The error where every instance that is not left out is busy."""
-    others = f", {excluded} more failed a moment ago" if excluded else ""
+def all_busy(name: str, busy: int, cooling_down: int, retry_after_s: float | None) -> AllBusy:
+    """Return the error for a pool in which every instance that is not cooling down is busy."""
+    others = f", {cooling_down} more failed a moment ago" if cooling_down else ""
     return AllBusy(f"all workers are busy: {busy} of endpoint {name}{others}", retry_after_s=retry_after_s)

@@ -5,8 +5,6 @@
     instances that come and go       ┘
 
 Source: dynamo lib/runtime/src/component/client.rs, the occupancy; lib/llm/src/discovery/worker_monitor.rs, the loads.
-
-Listening without harm: what a listener raises must not reach the request that caused the news.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def isolated(source: Observable[T]) -> Observable[T]:
-    """The same news; what a listener raises is logged, and everybody goes on listening."""
+def log_errors(source: Observable[T]) -> Observable[T]:
+    """Log a subscriber's exception instead of propagating it to the request that caused the change."""
 
     def subscribe(observer: ObserverBase[T], _: Any = None) -> DisposableBase:
-        def tell(item: T) -> None:
+        def on_next(item: T) -> None:
             try:
                 observer.on_next(item)
             except Exception:
-                _log.exception("a listener failed")
+                _log.exception("a subscriber failed")
 
-        return source.subscribe(tell, observer.on_error, observer.on_completed)
+        return source.subscribe(on_next, observer.on_error, observer.on_completed)
 
     return Observable(subscribe)
 
@@ -48,19 +46,19 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 UNCOUNTED = ReleaseOnce(lambda: None)
-"""In the place of a count, where nothing is counted."""
+"""Takes the place of a count where nothing is counted."""
 
 
 @frozen
 class RankLoad:
-    """What a rank has said of itself, each number as last heard; None: it has never said."""
+    """The load of one rank, each number as last reported; None if it was never reported."""
 
     active_decode_blocks: int | None = None
     kv_used_blocks: int | None = None
     active_prefill_tokens: int | None = None
 
     def updated(self, report: ActiveLoad) -> RankLoad:
-        """With what the report says; what it leaves out stays."""
+        """Return the load after the report; what it leaves out stays."""
         return RankLoad(
             _newer(report.active_decode_blocks, self.active_decode_blocks),
             _newer(report.kv_used_blocks, self.kv_used_blocks),
@@ -73,26 +71,30 @@ _NO_RANKS: Mapping[int, RankLoad] = MappingProxyType({})
 
 @frozen
 class WorkerLoad:
-    """One instance: our requests that have not ended there, its device, and what its ranks report."""
+    """The load of one instance."""
 
     in_flight: int = 0
+    """This router's requests that have not ended there."""
     device_type: DeviceType | None = None
     ranks: Mapping[int, RankLoad] = _NO_RANKS
+    """What its ranks report."""
 
 
 def is_idle(ranks: Mapping[int, RankLoad]) -> bool:
-    """Whether every rank that has reported reports that it has nothing to do; False if none has."""
+    """Whether every rank that has reported is idle; False if none has reported."""
     reported = [[number for number in astuple(rank) if number is not None] for rank in ranks.values()]
     return bool(reported) and all(numbers and not any(numbers) for numbers in reported)
 
 
 @frozen
 class LoadChange:
-    """An instance has another load now, None if it is gone; `dp_rank` is the rank that reported, if one did."""
+    """An instance has another load now."""
 
     instance_id: int
     load: WorkerLoad | None
+    """None if the instance is gone."""
     dp_rank: int | None = None
+    """The rank that reported, if a report was the cause."""
 
 
 class WorkerLoads:
@@ -108,19 +110,19 @@ class WorkerLoads:
         """The instances as `_loads` has them; the pool gives another tuple after each change."""
         self._loads: dict[int, WorkerLoad] = {}
         self._arrivals: dict[int, int] = {}
-        self._said: Subject[LoadChange] = Subject()
+        self._changes: Subject[LoadChange] = Subject()
         self._due: deque[Callable[[], None]] = deque()
-        self._is_telling = False
+        self._is_publishing = False
 
     def current(self) -> Mapping[int, WorkerLoad]:
-        """The load of each instance that is there. It changes with the next request: read it, do not keep it."""
+        """Return the load of each instance that is there. It changes with the next request: read it, do not keep it."""
         ids = self._workers.instance_ids()
         if ids is not self._ids:
             self._reconcile(ids)
         return self._loads
 
     def begin(self, instance_id: int) -> ReleaseOnce:
-        """Counts one request in flight there, until the result is released."""
+        """Count one request in flight there, until the result is released."""
         load = self.current().get(instance_id)
         if load is None:
             return UNCOUNTED
@@ -129,15 +131,15 @@ class WorkerLoads:
         return ReleaseOnce(self._ended, instance_id, arrival)
 
     def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
-        """Takes in what instances report, until disposed.
+        """Apply the reports of instances, until disposed.
 
-        Reports of those that are not there are passed over. `elsewhere` are other pools whose reports arrive by the
-        same way: an instance id that is also there cannot be told apart, and whatever it has reported is dropped.
+        Reports of instances that are not there are ignored. `elsewhere` are other pools whose reports arrive by the
+        same way: the reports of an instance id that is also there are ambiguous and dropped.
         """
-        return reports.subscribe(lambda report: self._heard(report, elsewhere))
+        return reports.subscribe(lambda report: self._on_report(report, elsewhere))
 
     def news(self) -> Observable[LoadChange]:
-        """Every change from now on; completes when the pool is closed. A listener's error stays its own."""
+        """Return every change from now on; completes when the pool is closed. A subscriber's exception is logged."""
 
         def subscribe(observer: ObserverBase[LoadChange], _: Any = None) -> DisposableBase:
             def complete() -> None:
@@ -145,14 +147,14 @@ class WorkerLoads:
                 self._in_turn(observer.on_completed)
 
             self.current()
-            telling = isolated(self._said).subscribe(observer.on_next)
-            # Nobody may look for a while, and departures are news.
-            return CompositeDisposable(telling, self._workers.changes().subscribe(self._looked, on_completed=complete))
+            changes = log_errors(self._changes).subscribe(observer.on_next)
+            # Departures are changes too, also while no request looks at the loads.
+            return CompositeDisposable(changes, self._workers.changes().subscribe(self._on_ids, on_completed=complete))
 
         return Observable(subscribe)
 
     def changes(self) -> Observable[Mapping[int, WorkerLoad]]:
-        """The loads of all instances now and after every change; completes when the pool is closed."""
+        """Return the loads of all instances now and after every change; completes when the pool is closed."""
 
         def subscribe(observer: ObserverBase[Mapping[int, WorkerLoad]], scheduler: Any = None) -> DisposableBase:
             now: Mapping[int, WorkerLoad] = dict(self.current())
@@ -161,10 +163,10 @@ class WorkerLoads:
 
         return Observable(subscribe)
 
-    def _looked(self, _: Ids) -> None:
+    def _on_ids(self, _: Ids) -> None:
         self.current()
 
-    def _heard(self, report: ActiveLoad, elsewhere: Sequence[Workers[Any, Any]]) -> None:
+    def _on_report(self, report: ActiveLoad, elsewhere: Sequence[Workers[Any, Any]]) -> None:
         instance_id = report.worker_id
         if (load := self.current().get(instance_id)) is None:
             return
@@ -183,23 +185,23 @@ class WorkerLoads:
 
     def _set(self, instance_id: int, load: WorkerLoad, dp_rank: int | None = None) -> None:
         self._loads[instance_id] = load
-        if self._said.observers:
-            self._tell(LoadChange(instance_id, load, dp_rank))
+        if self._changes.observers:
+            self._publish(LoadChange(instance_id, load, dp_rank))
 
-    def _tell(self, change: LoadChange) -> None:
-        self._in_turn(lambda: self._said.on_next(change))
+    def _publish(self, change: LoadChange) -> None:
+        self._in_turn(lambda: self._changes.on_next(change))
 
     def _in_turn(self, step: Callable[[], None]) -> None:
-        """Takes the step after those under way: what a listener causes while it listens is heard after its cause."""
+        """Take the step after those under way: a change that a subscriber causes is published after its cause."""
         self._due.append(step)
-        if self._is_telling:
+        if self._is_publishing:
             return
-        self._is_telling = True
+        self._is_publishing = True
         try:
             while self._due:
                 self._due.popleft()()
         finally:
-            self._is_telling = False
+            self._is_publishing = False
 
     def _reconcile(self, ids: Ids) -> None:
         workers = self._workers
@@ -211,27 +213,27 @@ class WorkerLoads:
         for instance_id in gone:
             del self._loads[instance_id]
         self._loads.update({i: WorkerLoad(device_type=workers.device_type(i)) for i in new})
-        if self._said.observers:
+        if self._changes.observers:
             changes = [LoadChange(i, None) for i in gone] + [LoadChange(i, self._loads[i]) for i in new]
             for change in changes:
-                self._tell(change)
+                self._publish(change)
 
 
 def with_change(loads: Mapping[int, WorkerLoad], change: LoadChange) -> Mapping[int, WorkerLoad]:
-    """The loads after the change; those given stay as they are."""
+    """Return the loads after the change; the mapping given stays as it is."""
     others = {instance_id: load for instance_id, load in loads.items() if instance_id != change.instance_id}
     return others if change.load is None else {**others, change.instance_id: change.load}
 
 
 def load_reports(events: EventPlane, endpoint: str | EndpointId) -> Observable[ActiveLoad]:
-    """What the workers of the endpoint's component report, as the event plane brings it."""
+    """Return the reports of the workers of the endpoint's component, from the event plane."""
     where = EndpointId.parse(endpoint)
-    heard = events.subscribe(Scope(where.namespace, where.component), KV_METRICS_TOPIC, ActiveLoad)
-    return heard.pipe(ops.map(_payload))
+    reports = events.subscribe(Scope(where.namespace, where.component), KV_METRICS_TOPIC, ActiveLoad)
+    return reports.pipe(ops.map(_payload))
 
 
-def _newer(said: int | None, known: int | None) -> int | None:
-    return known if said is None else said
+def _newer(reported: int | None, known: int | None) -> int | None:
+    return known if reported is None else reported
 
 
 def _payload(event: Event[ActiveLoad]) -> ActiveLoad:

@@ -1,8 +1,8 @@
-"""Pickers: which of some instances gets a request, as functions of what is known of them.
+"""Pickers: which of several instances gets a request.
 
-A picker is a function of the candidates (sorted, at least one), their loads, the request and a random.Random, and gives
-one of the candidates. It changes nothing and draws from that Random only, so that a seed repeats it. One that keeps a
-state, as `RoundRobin` does, is a class whose `peek` takes the same arguments and leaves the state as it is.
+A picker is a function of the candidates (sorted, at least one), their loads, the request and a random.Random, and
+returns one of the candidates. It changes nothing and draws from that Random only, so that a seed repeats it. A picker
+with state, as `RoundRobin`, is a class whose `peek` takes the same arguments and leaves the state as it is.
 
 Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs. Other than there, a load that does not matter to
 a mode is counted all the same, and the ratio of the device-aware mode is read once.
@@ -31,18 +31,18 @@ DEVICE_RATIO = Variable(
 )
 
 
-class Uncharged(int):
-    """A choice that costs the instance nothing: the request does not count as in flight there."""
+class Uncounted(int):
+    """A choice that costs the instance nothing: the request is not counted as in flight there."""
 
 
 class RoundRobin:
-    """Takes one after the other."""
+    """Pick one after the other."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def peek(self, candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
-        """Whose turn is next."""
+        """Return the candidate whose turn is next."""
         return candidates[self._turn % len(candidates)]
 
     def __call__(self, candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
@@ -56,12 +56,12 @@ class RoundRobin:
 
 
 def random_pick(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
-    """Each as likely as the others."""
+    """Pick any candidate, each as likely as the others."""
     return rng.choice(candidates)
 
 
 def power_of_two(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
-    """Draws two, takes the one with less in flight, the first if they are equal; looks at no other load."""
+    """Draw two candidates, pick the one with less in flight, the first if they are equal."""
     count = len(candidates)
     if count == 1:
         return candidates[0]
@@ -72,7 +72,7 @@ def power_of_two(candidates: Sequence[int], loads: Loads, request: AnyContext, r
 
 
 def least_loaded(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
-    """Takes one with the least in flight, each such as likely as the others."""
+    """Pick a candidate with the least in flight, each such as likely as the others."""
     counts = [_in_flight(loads, instance_id) for instance_id in candidates]
     least = min(counts)
     ties = [instance_id for instance_id, count in zip(candidates, counts, strict=True) if count == least]
@@ -80,11 +80,14 @@ def least_loaded(candidates: Sequence[int], loads: Loads, request: AnyContext, r
 
 
 class DeviceAware:
-    """Fills CPU and accelerator instances in proportion, and takes the least loaded of the group.
+    """Fill CPU and accelerator instances in proportion, and pick the least loaded of the group.
 
-    A CPU gets a request only while all CPUs have less in flight than their share, where an accelerator counts for
-    `cuda_to_cpu_ratio` CPUs; an instance that does not say its device is an accelerator. `holds_media` says whether an
-    instance has everything the request needs in its cache: such a one is taken first, and uncharged.
+    A CPU gets a request only while all CPUs together have less in flight than their share. An instance whose device is
+    not known counts as an accelerator.
+
+    cuda_to_cpu_ratio: the number of CPUs an accelerator counts for
+    holds_media: whether an instance has everything the request needs in its cache; such an instance is picked first,
+        and the request is not counted there
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class DeviceAware:
         if self.holds_media is not None:
             holders = [instance_id for instance_id in candidates if self.holds_media(instance_id, request)]
             if holders:
-                return Uncharged(least_loaded(holders, loads, request, rng))
+                return Uncounted(least_loaded(holders, loads, request, rng))
         cpus, accelerators = by_device(candidates, loads)
         if not cpus or not accelerators:
             return least_loaded(candidates, loads, request, rng)
@@ -115,7 +118,7 @@ class DeviceAware:
 
 
 def by_device(candidates: Sequence[int], loads: Loads) -> tuple[list[int], list[int]]:
-    """The candidates that are CPUs, and the others."""
+    """Return the candidates that are CPUs, and the others."""
     cpus: list[int] = []
     others: list[int] = []
     for instance_id in candidates:

@@ -1,13 +1,11 @@
 """PushRouter: sends each request to one of the instances of an endpoint.
 
     candidates ──► picker ──► instance ──► its stream, watched
-    all that are there, less those left out after a fault, less those that are busy
+    all that are there, less those that are cooling down after a fault, less those that are busy
 
-Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs. Other than there, each reason why nobody can be
-asked is an error of its own type, what is in flight is counted in every mode, an instance is left out for a time of its
-own, and direct requests go through the graph like all others.
-
-Silence: gives up on a stream that brings nothing for too long.
+Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs. Other than there, each reason why no instance can
+take a request is an error of its own type, what is in flight is counted in every mode, each instance has a cooldown of
+its own, and direct requests go through the graph like all others.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ from pipeline.protocols import RouterChoice
 from pipeline.telemetry import annotate, trace_link
 
 from .assigned import take_assigned_worker
-from .health import EXCLUSION_S, Standing, all_failed, note_failure, without_failed
+from .health import COOLDOWN_S, InstanceHealth, all_failed, note_failure, without_failed
 from .load import UNCOUNTED, WorkerLoads
-from .pickers import DeviceAware, Picker, RoundRobin, Uncharged, least_loaded, power_of_two, random_pick
+from .pickers import DeviceAware, Picker, RoundRobin, Uncounted, least_loaded, power_of_two, random_pick
 
 if TYPE_CHECKING:
     from pipeline.network import Workers
@@ -52,10 +50,10 @@ T = TypeVar("T")
 async def until_silent(
     items: AsyncIterator[T], request: AnyContext, timeout_s: float, source: str
 ) -> AsyncGenerator[T, None]:
-    """The items; raises ResponseTimeout, naming the source, when the next is not there after `timeout_s`.
+    """Return the items; raise ResponseTimeout, naming the source, when the next is not there after `timeout_s`.
 
     Only waiting counts, not the time the reader takes. Once the request is stopped the stream ends instead. Costs a
-    cancel scope for each item, so it is for those who ask for it. Whoever gave the items closes them.
+    cancel scope for each item, so it is used only where a timeout is set. The owner of the items closes them.
     """
     ended: Any = object()
     while True:
@@ -77,27 +75,31 @@ _HINT = "routing.backend_instance_id"
 
 
 class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
-    """Ends a graph at a pool of workers: picks one for each request and hands on its stream.
+    """Ends a graph at a pool of workers: picks one for each request and returns its stream.
 
     A request goes to the worker that a stage above has assigned to it (see `assign_worker`), in every mode and for this
     one dispatch; also while that worker cools down. CannotConnect is raised if it is not there, WorkerOverloaded if it
     is busy; no other worker takes its place. Any other request goes where the mode has it.
 
-    `mode` is one of the names, or `pick` a picker of one's own (see `operators.pool`). `rng` is for what is left to
-    chance; give a seeded one to repeat a run. In mode `direct` the request names its instance in
-    `routing.backend_instance_id`. `admits` says which instances are this router's. `loads` counts what is in flight;
-    routers of one pool may share it. `busy` gives the instances that are busy now, as `BusyWatch.busy` does.
+    An instance at fault (see `pipeline.errors.FACTS`) cools down for `cooldown_s`; one that answers WorkerOverloaded is
+    busy for as long, or until its next report readmits it: see `InstanceHealth`. A request that migrates (see
+    `Migration`) is not sent again to an instance it has failed on. What a worker raises goes to the caller, when its
+    request is no longer in flight.
 
-    An instance whose fault is to blame (see `pipeline.errors.FACTS`) is left out for `exclusion_s`; 0 leaves none out.
-    So is one that answers WorkerOverloaded, as busy, or until its next report in `loads`, where those are followed,
-    readmits it: see `Standing`. A request that migrates (see `Migration`) is not sent again to one it has failed on,
-    for however long. With `silence_timeout_s` a stream that brings nothing for that long raises ResponseTimeout. What a
-    worker raises goes to the caller, when its request is no longer in flight.
+    Raises, at once and with nothing sent: Unavailable without an instance, AllCoolingDown, AllBusy. An instance that
+    vanishes between the choice and the dispatch is replaced once by another that is free; without another that is
+    Unavailable. The worker handles stop, kill and close. The tracker of a request that has one records its worker.
 
-    Raises, at once and with nothing sent: Unavailable without an instance, AllExcluded, AllBusy (a ResourceExhausted).
-    An instance that vanishes between the choice and the dispatch is replaced once by another that is free; without
-    another that is Unavailable. Stop, kill and close are the worker's business. The tracker of a request that has one
-    learns whose it is.
+    workers: the pool
+    mode: how to pick; by default round robin. In mode `direct` the request names its instance in
+        `routing.backend_instance_id`
+    rng: for what is left to chance; a seeded one repeats a run
+    pick: a picker of one's own in place of a mode (see `operators.pool`)
+    loads: counts what is in flight; routers of one pool may share it
+    busy: returns the instances that are busy now, as `BusyWatch.busy`
+    admits: whether an instance is one of this router's; by default all are
+    cooldown_s: how long an instance cools down, in seconds; 0 for not at all
+    silence_timeout_s: a stream without an item for so many seconds raises ResponseTimeout; None for no limit
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         loads: WorkerLoads | None = None,
         busy: Callable[[], AbstractSet[int]] | None = None,
         admits: Callable[[int], bool] | None = None,
-        exclusion_s: float = EXCLUSION_S,
+        cooldown_s: float = COOLDOWN_S,
         silence_timeout_s: float | None = None,
     ) -> None:
         if silence_timeout_s is not None and not (isfinite(silence_timeout_s) and silence_timeout_s > 0):
@@ -119,18 +121,18 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         self._workers = workers
         self._pick = _picker(mode, pick)
         self._choice = RouterChoice(_rule(mode, pick))
-        self.standing = Standing(
+        self.health = InstanceHealth(
             workers,
             loads=self.loads,
-            exclusion_s=exclusion_s,
+            cooldown_s=cooldown_s,
             busy=busy,
             admits=admits,
-            skips_excluded=self._pick is not None,
+            skips_cooling_down=self._pick is not None,
         )
         self._rng = rng or Random()
         self._silence_timeout_s = silence_timeout_s
 
-    # -- sending
+    # -- requests
 
     async def generate(self, request: Context[In]) -> ResponseStream[Out]:
         if (assigned := take_assigned_worker(request)) is not None:
@@ -145,7 +147,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
                 raise  # it is still there: what it could not reach is something else
         others = [instance_id for instance_id in self._free(request) if instance_id != chosen]
         if not others:
-            raise self.standing.vanished(chosen)
+            raise self.health.vanished(chosen)
         return await self._send(request, self._picked(others, request))
 
     async def _send_to(
@@ -156,17 +158,17 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         Raise CannotConnect if it is not there, WorkerOverloaded if it is busy.
         """
         name = self._workers.name
-        if not self.standing.is_admitted(instance_id):
+        if not self.health.is_admitted(instance_id):
             raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
-        if not self.standing.not_busy((instance_id,)):
+        if not self.health.not_busy((instance_id,)):
             raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
         return await self._send(request, instance_id, is_accounted=is_accounted)
 
     # -- choosing
 
     def refusal(self) -> Refused | None:
-        """The error a request would meet now because of the pool; None if it would be sent."""
-        return self.standing.refusal()
+        """Return the error a request would meet now because of the pool; None if it would be sent."""
+        return self.health.refusal()
 
     def select_worker(self, request: Context[In], *, advances: bool = True) -> int:
         """Return the instance the request would go to now, for a stage that decides before it sends.
@@ -204,15 +206,15 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     def _candidates(self, request: Context[In]) -> Sequence[int]:
         """Return the instances the request may be sent to now. Raise the reason if there is none."""
-        if not (free := self.standing.free()):
-            raise self.standing.nobody()
+        if not (free := self.health.free()):
+            raise self.health.no_free_instance()
         if not (ids := without_failed(free, request.payload)):
             raise all_failed(self._workers.name, request.payload)
         return ids
 
     def _free(self, request: Context[In]) -> Sequence[int]:
-        """Those this request may be sent to now."""
-        return without_failed(self.standing.free(), request.payload)
+        """Return the instances this request may be sent to now."""
+        return without_failed(self.health.free(), request.payload)
 
     def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
         assert self._pick is not None
@@ -221,7 +223,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     # -- acting
 
     async def _send(self, request: Context[In], instance_id: int, *, is_accounted: bool = False) -> ResponseStream[Out]:
-        is_uncounted = is_accounted or type(instance_id) is Uncharged
+        is_uncounted = is_accounted or type(instance_id) is Uncounted
         counted = UNCOUNTED if is_uncounted else self.loads.begin(instance_id)
         arrival = self._workers.arrival(instance_id)
         if request.trace is not None:
@@ -244,7 +246,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     async def _watched(
         self, stream: ResponseStream[Out], request: Context[In], instance_id: int, arrival: int, counted: ReleaseOnce
     ) -> AsyncGenerator[Out, None]:
-        """The stream as it is; its request stops counting, and its fault is noted, before the reader learns of it."""
+        """The stream as it is; by the time of an error the request is not counted and the worker cools down."""
         try:
             async with stream:
                 async for item in stream:
@@ -259,12 +261,12 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             counted.release()
 
     def _blame(self, request: Context[In], instance_id: int, arrival: int, error: Exception) -> None:
-        self.standing.blame(instance_id, arrival, error)
+        self.health.blame(instance_id, arrival, error)
         note_failure(request.payload, instance_id, error, None if request.trace is None else trace_link(request))
 
 
 def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:
-    """The picker; None for mode direct, where the request decides. Raises GraphError unless one is given at most."""
+    """Return the picker; None for mode direct, where the request decides. Raise GraphError if both are given."""
     if pick is not None and mode is not None:
         raise GraphError(f"both a mode, {mode!r}, and a picker: they exclude each other")
     if pick is not None:
@@ -284,14 +286,14 @@ def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:
 
 
 def _rule(mode: RouterMode | None, pick: Picker | None) -> str:
-    """The name of the mode; of a picker its own, or its class's."""
+    """Return the name of the mode, or that of the picker or its class."""
     if pick is None:
         return mode or "round_robin"
     return str(getattr(pick, "__name__", type(pick).__name__))
 
 
 def _named_instance(payload: Any) -> int:
-    """The instance a request names. Raises InvalidArgument if it names none."""
+    """Return the instance a request names. Raise InvalidArgument if it names none."""
     routing = getattr(payload, "routing", None)
     instance_id = getattr(routing, "backend_instance_id", None)
     if not isinstance(instance_id, int):

@@ -23,21 +23,23 @@ RETRY_AFTER_S = 1.0
 
 
 class Rejection(Operator[Any, Any, Any, Any]):
-    """Asks its gates, each a PushRouter or whatever else can tell, and refuses the request if one says: all are busy.
+    """Refuses a request if all workers behind one of its gates are busy; a gate is a PushRouter, or another `Gate`.
 
         request ──► AllBusy, or unchanged ──►
         stream  ◄── unchanged             ◄──
 
-    Stands at the very top: a refusal is then cheap, since nothing has been tokenized, booked or retried. A gate is
-    given, not found, because it belongs to stages below. Other troubles of a gate, as that it has no instance at all,
-    are left to the stage that meets them, and a request that was stopped before is handed on.
+    Stands at the very top: a refusal is then cheap, since nothing has been tokenized, booked or retried. Gates are
+    given, not found, because they belong to stages below. A request goes on if it was stopped before, and if a gate
+    refuses it for another reason, as for want of an instance: the stage below then raises that.
 
-    Raises AllBusy: it says the reason, after which time to try again (`retry_after_s`, unless the gate knows better),
-    and the HTTP `status` (None: as the environment of the process sets it, else 529). The stream is the next stage's
-    own, at no cost.
+    Raises AllBusy with the reason. The stream is the next stage's own, at no cost.
+
+    gates: the pools
+    retry_after_s: seconds after which a client should try again, unless the gate's refusal has its own
+    status: the HTTP status of a refusal; by default that of the process's environment, else 529
 
     Source: dynamo lib/runtime/src/pipeline/network/egress/push_router.rs, the busy check before dispatch. Other than
-    there, it comes before the work of the front end, and says when to come back.
+    there, it comes before the work of the front end, and a refusal carries when to try again.
     """
 
     declares = (T, U, T, U)  # whatever comes is handed on

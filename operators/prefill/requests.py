@@ -18,7 +18,7 @@ from pipeline.protocols import (
     RoutingHints,
 )
 
-from ..records import copied
+from ..records import shallow_copy
 from .output import PrefillOutput
 from .worker import PrefillWorker
 
@@ -27,8 +27,8 @@ def prefill_request(
     request: PreprocessedRequest, worker: PrefillWorker, bootstrap: BootstrapInfo | None = None
 ) -> PreprocessedRequest:
     """Return the request for its first token only, to that worker; `bootstrap` is where decode meets it."""
-    prefill = copied(request)
-    prefill.stop_conditions = copied(request.stop_conditions)
+    prefill = shallow_copy(request)
+    prefill.stop_conditions = shallow_copy(request.stop_conditions)
     prefill.stop_conditions.max_tokens = 1
     if bootstrap is not None:
         prefill.bootstrap_info = bootstrap
@@ -51,7 +51,7 @@ def decode_request(
     The decode router goes neither by cached prefixes (unless `keeps_overlap`) nor by prompt work, and counts the blocks
     as new: they come by transfer.
     """
-    decode = copied(request)
+    decode = shallow_copy(request)
     decode.router_config_override = _override(request.router_config_override, keeps_overlap)
     if isinstance(handed, BootstrapInfo):
         decode.bootstrap_info = handed
@@ -76,7 +76,7 @@ def merged(own: RoutingConstraints | None, topology: RoutingConstraints) -> Rout
 def _with(own: RoutingHints | None, known: dict[str, Any]) -> RoutingHints:
     if own is None:
         return RoutingHints(**known)
-    hints = copied(own)
+    hints = shallow_copy(own)
     for name, value in known.items():
         setattr(hints, name, value)
     return hints

@@ -41,7 +41,7 @@ from pipeline.telemetry import Tracer
 
 from ..kv import WorkerRank, share_hashes
 from ..pool import Output
-from ..records import copied
+from ..records import shallow_copy
 from .background import PrefillTasks
 from .conditional import ConditionalDisaggregation, without_claim
 from .decode import announced, decode_in_span, decode_stream
@@ -149,7 +149,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         if request.is_stopped:
             raise Cancelled("stopped before its prefill")
         if payload.tracker is None:
-            payload = copied(payload)
+            payload = shallow_copy(payload)
             payload.tracker = track_request(self._wall_ms)
             request = request.with_payload(payload)
         share_hashes(request)

@@ -35,8 +35,8 @@ from operators import (
     Rejection,
     WorkerLoads,
     capacities_of,
+    cooldown_s,
     cuda_to_cpu_ratio,
-    exclusion_s,
     load_reports,
     overload_status,
 )
@@ -168,7 +168,7 @@ def router_of(
         _MODES.get(config.router),
         rng=None if config.seed is None else Random(config.seed),
         pick=DeviceAware(cuda_to_cpu_ratio(environment)) if config.router == "device-aware" else None,
-        exclusion_s=exclusion_s(environment),
+        cooldown_s=cooldown_s(environment),
         silence_timeout_s=silence_timeout_s,
         **judging,
     )

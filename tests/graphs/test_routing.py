@@ -15,7 +15,7 @@ import pytest
 
 from engines import GenerateContext
 from engines.mocker import MockEngine
-from operators import AllExcluded, BusyThresholds, WorkerLoad, least_loaded, power_of_two
+from operators import AllCoolingDown, BusyThresholds, WorkerLoad, least_loaded, power_of_two
 from operators.kv import WorkerType
 from pipeline import Context, EngineShutdown, InvalidArgument, ResponseTimeout, WorkerOverloaded
 from pipeline.network import Runtime, Scope, static_workers
@@ -216,7 +216,7 @@ async def test_when_all_broke_a_moment_ago_the_first_to_be_back_says_when(
             with pytest.raises(EngineShutdown):
                 await pool.ask()
             await anyio.sleep(1)
-        with pytest.raises(AllExcluded) as refused:
+        with pytest.raises(AllCoolingDown) as refused:
             await pool.ask()
         assert refused.value.retry_after_s == pytest.approx(5 - 2, abs=0.1)
 
@@ -248,7 +248,7 @@ async def test_with_thresholds_a_worker_that_refused_is_asked_again_when_it_repo
             await routing.workers.wait_for_instances(1)
             with pytest.raises(WorkerOverloaded):
                 await routing.push.generate(Context(None))  # type: ignore[arg-type]
-            assert list(routing.push.standing.free()) == []
+            assert list(routing.push.health.free()) == []
             publisher = runtime.events.publisher(Scope("ns", "backend"), KV_METRICS_TOPIC)
             publisher.publish(ActiveLoad(1, kv_used_blocks=0))
-            assert list(routing.push.standing.free()) == [1]
+            assert list(routing.push.health.free()) == [1]

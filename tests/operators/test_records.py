@@ -1,4 +1,4 @@
-"""copied: the records that every request goes through."""
+"""shallow_copy: the records that every request goes through."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators.records import copied
+from operators.records import shallow_copy
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
 
 RECORDS: list[Any] = [
@@ -18,7 +18,7 @@ RECORDS: list[Any] = [
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_copy_is_equal_and_another_and_shares_what_it_holds(record: Any) -> None:
-    copy = copied(record)
+    copy = shallow_copy(record)
     assert copy == record
     assert copy is not record
     for field in record.__attrs_attrs__:
@@ -27,5 +27,5 @@ def test_a_copy_is_equal_and_another_and_shares_what_it_holds(record: Any) -> No
 
 def test_a_copy_may_be_changed() -> None:
     record = RoutingHints(dp_rank=1)
-    copied(record).dp_rank = 2
+    shallow_copy(record).dp_rank = 2
     assert record.dp_rank == 1

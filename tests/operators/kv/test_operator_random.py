@@ -121,7 +121,7 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
             session_ttl_s=session_ttl_s,
             expiry_s=1e9,  # nothing is healed by time
         )
-        graph = KvPushRouter(router) >> PushRouter(workers, exclusion_s=0)
+        graph = KvPushRouter(router) >> PushRouter(workers, cooldown_s=0)
         with watch_streams() as streams:
             async with anyio.create_task_group() as tasks:
                 for seed, ending in seeds:

@@ -44,7 +44,7 @@ class Graph:
         # Without credit for what is cached nothing but the session keeps requests together.
         config = KvRouterConfig(overlap_score_credit=0.0)
         self.router = kv_router(workers, config, block_size_tokens=4, rng=Random(1), session_ttl_s=ttl_s)
-        self.engine = KvPushRouter(self.router) >> PushRouter(workers, exclusion_s=0)
+        self.engine = KvPushRouter(self.router) >> PushRouter(workers, cooldown_s=0)
 
     @property
     def counts(self) -> list[int]:

@@ -35,7 +35,7 @@ class Graph:
         self.engines = engines
         workers: Any = static_workers(engines)
         self.router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, session_ttl_s=60)
-        push: PushRouter[Any, Any] = PushRouter(workers, exclusion_s=0)
+        push: PushRouter[Any, Any] = PushRouter(workers, cooldown_s=0)
         self.graph = link(Migration(limit), KvPushRouter(self.router), push)
 
     async def ask(self, **metadata: str) -> int:

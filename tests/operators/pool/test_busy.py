@@ -223,7 +223,7 @@ def test_a_router_that_joins_late_sees_the_same_at_once(world: World) -> None:
         world.report(worker_id, kv_used_blocks=95)
     prefill_pool = static_workers({i: ScriptedEngine([i]) for i in (2, 3)})
     late = PushRouter(prefill_pool, busy=world.watch.busy)
-    assert late.standing.free() == [3]
+    assert late.health.free() == [3]
     assert isinstance(PushRouter(world.workers, busy=world.watch.busy).refusal(), AllBusy)
 
 

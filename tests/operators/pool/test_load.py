@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import PushRouter, Uncharged, WorkerLoad, WorkerLoads, load_reports
+from operators import PushRouter, Uncounted, WorkerLoad, WorkerLoads, load_reports
 from operators.pool import LoadChange, RankLoad
 from pipeline import AnyContext, Context, ReleaseOnce
 from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
@@ -80,7 +80,7 @@ async def test_a_choice_that_costs_nothing_is_not_counted() -> None:
     """RT-26."""
 
     def cached(candidates: Any, loads: Any, request: AnyContext, rng: Any) -> int:
-        return Uncharged(2)
+        return Uncounted(2)
 
     router = PushRouter(pool(1, 2), pick=cached)
     async with await router.generate(Context(None)) as stream:
@@ -204,7 +204,7 @@ def test_a_listeners_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> No
     held = loads.begin(1)
     held.release()
     assert [change.load for change in heard] == [WorkerLoad(1), WorkerLoad(0)]
-    assert [record.getMessage() for record in caplog.records] == ["a listener failed"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["a subscriber failed"] * 2
 
 
 def test_listeners_hear_what_another_listener_causes_after_what_caused_it() -> None:

@@ -80,7 +80,7 @@ async def outcome(graph: AsyncEngine[Any, Any], payload: Any = None) -> tuple[in
 async def test_a_request_comes_back_to_nobody_it_has_failed_on(mode: RouterMode, how: str, healthy: int) -> None:
     """A pool that leaves nobody out by itself, and as many attempts as there are instances."""
     engines = {i: ScriptedEngine([item(9)]) if i == healthy else failing(how) for i in (1, 2, 3)}
-    router = PushRouter(static_workers(engines), mode, Random(5), exclusion_s=0, silence_timeout_s=1)
+    router = PushRouter(static_workers(engines), mode, Random(5), cooldown_s=0, silence_timeout_s=1)
     with watch_streams() as streams:
         for _ in range(4):
             tokens, raised = await outcome(Migration(2) >> router)
@@ -94,7 +94,7 @@ async def test_a_request_comes_back_to_nobody_it_has_failed_on(mode: RouterMode,
 
 async def test_each_request_keeps_its_own_list() -> None:
     engines = {1: ScriptedEngine([Fail(GONE)]), 2: ScriptedEngine([item(9)])}
-    router = PushRouter(static_workers(engines), "round_robin", exclusion_s=0)
+    router = PushRouter(static_workers(engines), "round_robin", cooldown_s=0)
     for _ in range(3):
         await outcome(Migration(1) >> router)
     assert len(engines[1].requests) > 1
@@ -103,7 +103,7 @@ async def test_each_request_keeps_its_own_list() -> None:
 @pytest.mark.parametrize(("last", "kind"), [(CannotConnect("no"), Unavailable), (WorkerOverloaded("busy"), AllBusy)])
 async def test_where_all_have_failed_the_reason_is_why(last: PenstockError, kind: type[PenstockError]) -> None:
     engines = {1: Refusing(last), 2: Refusing(last)}
-    router = PushRouter(static_workers(engines), exclusion_s=0)
+    router = PushRouter(static_workers(engines), cooldown_s=0)
     tokens, raised = await outcome(Migration(5) >> router)
     assert (tokens, type(raised)) == (0, kind)
     assert "failed on 1, 2" in str(raised)
@@ -111,7 +111,7 @@ async def test_where_all_have_failed_the_reason_is_why(last: PenstockError, kind
 
 
 async def test_a_broken_answer_that_all_have_failed_ends_as_it_broke() -> None:
-    router = PushRouter(static_workers({1: ScriptedEngine([item(1), Fail(GONE)])}), exclusion_s=0)
+    router = PushRouter(static_workers({1: ScriptedEngine([item(1), Fail(GONE)])}), cooldown_s=0)
     tokens, raised = await outcome(Migration(5) >> router)
     assert (tokens, type(raised)) == (1, Disconnected)
     assert raised is not None
@@ -133,7 +133,7 @@ async def test_the_stand_in_for_one_that_vanished_is_none_that_failed() -> None:
     asked = Context(PreprocessedRequest([1], migration_state=state))
     pool: Any = Vanishing()
     with pytest.raises(Unavailable):
-        await PushRouter(pool, "round_robin", exclusion_s=0).generate(asked)
+        await PushRouter(pool, "round_robin", cooldown_s=0).generate(asked)
 
 
 class Vanishing:
@@ -199,7 +199,7 @@ async def test_requests_at_the_same_time_do_not_mix() -> None:
             steps = [item(1)] if request.payload.model == str(self.instance_id) else [Fail(GONE)]
             return await ScriptedEngine(steps).generate(request)
 
-    router = PushRouter(static_workers({i: Picky(i) for i in (1, 2, 3)}), "random", Random(3), exclusion_s=0)
+    router = PushRouter(static_workers({i: Picky(i) for i in (1, 2, 3)}), "random", Random(3), cooldown_s=0)
     found: list[Any] = []
 
     async def ask(model: str) -> None:
@@ -220,7 +220,7 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
     push: PushRouter[Any, Any] = PushRouter(workers)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     with kv_router(
-        workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, routable=push.standing.routable
+        workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, routable=push.health.routable
     ) as kv:
         graph = link(Migration(3), KvPushRouter(kv), push)
         assert await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker)) == (12, None)
@@ -235,7 +235,7 @@ async def test_where_nobody_goes_on_the_tracker_names_the_worker_that_answered()
     workers: Any = static_workers({7: ScriptedEngine([item(1), Fail(GONE)])})
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     with kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4) as kv:
-        graph = link(Migration(3), KvPushRouter(kv), PushRouter(workers, exclusion_s=0))
+        graph = link(Migration(3), KvPushRouter(kv), PushRouter(workers, cooldown_s=0))
         tokens, raised = await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker))
     assert (tokens, type(raised)) == (1, Disconnected)
     assert (tracker.osl_tokens, tracker.prefill_worker.worker_id, tracker.decode_worker.worker_id) == (1, 7, 7)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import DeviceAware, RoundRobin, Uncharged, WorkerLoad, cuda_to_cpu_ratio, least_loaded, power_of_two
+from operators import DeviceAware, RoundRobin, Uncounted, WorkerLoad, cuda_to_cpu_ratio, least_loaded, power_of_two
 from operators import random_pick as draw
 from operators.pool import DeviceType, Picker
 from pipeline import Context, InvalidArgument
@@ -160,7 +160,7 @@ def test_an_instance_that_holds_all_media_is_taken_and_not_charged() -> None:
     picker = DeviceAware(holds_media=lambda instance_id, request: request.payload in held.get(instance_id, []))
     known = loads({1: 9, 2: 0, 3: 8, 4: 0}, DEVICES)
     chosen = picker([1, 2, 3, 4], known, Context("cat"), Random(1))
-    assert (chosen, type(chosen)) == (3, Uncharged)
+    assert (chosen, type(chosen)) == (3, Uncounted)
     other = picker([1, 2, 3, 4], known, Context("dog"), Random(1))
     assert (other, type(other)) == (4, int)
 

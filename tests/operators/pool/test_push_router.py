@@ -111,8 +111,8 @@ def test_a_mode_and_a_picker_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"exclusion_s": -1.0},
-        {"exclusion_s": float("nan")},
+        {"cooldown_s": -1.0},
+        {"cooldown_s": float("nan")},
         {"silence_timeout_s": 0.0},
         {"silence_timeout_s": float("nan")},
         {"silence_timeout_s": float("inf")},

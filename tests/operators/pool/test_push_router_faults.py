@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from operators import AllBusy, AllExcluded, PushRouter
+from operators import AllBusy, AllCoolingDown, PushRouter
 from operators.pool import RouterMode
 from pipeline import (
     Annotated,
@@ -54,14 +54,14 @@ async def test_a_faulty_instance_is_left_out_until_its_own_time_is_over(
     """RT-12, RT-27, CLI-01: and the reader gets the fault as it is."""
     steps: dict[str, list[Any]] = {"dispatch": [], "read": [1, Fail(error)], "item": [Annotated[Any].from_error(error)]}
     faulty = ScriptedEngine(steps[where], fails=error if where == "dispatch" else None)
-    engine = PushRouter(pool({1: faulty, **answering(2)}), mode, Random(1), exclusion_s=5)
+    engine = PushRouter(pool({1: faulty, **answering(2)}), mode, Random(1), cooldown_s=5)
     await meet(engine, 1, error)
-    assert list(engine.standing.routable()) == [2]
+    assert list(engine.health.routable()) == [2]
     assert [await answerer(engine) for _ in range(4)] == [2] * 4
     await anyio.sleep(4.999)
-    assert list(engine.standing.routable()) == [2]
+    assert list(engine.health.routable()) == [2]
     await anyio.sleep(0.001)
-    assert list(engine.standing.routable()) == [1, 2]
+    assert list(engine.health.routable()) == [1, 2]
     assert in_flight(engine) == 0
 
 
@@ -73,7 +73,7 @@ async def test_when_the_reader_learns_of_a_fault_the_instance_is_out_and_nothing
             assert in_flight(engine) == 1
             with suppress(Disconnected):
                 assert (await anext(stream)).error is error
-            assert (in_flight(engine), list(engine.standing.routable())) == (0, [2])
+            assert (in_flight(engine), list(engine.health.routable())) == (0, [2])
 
 
 @pytest.mark.parametrize("error", [BackendUnknown("the model's own"), InvalidArgument("wrong"), Unavailable("full")])
@@ -81,18 +81,18 @@ async def test_an_error_that_blames_nobody_leaves_nobody_out(error: PenstockErro
     """RT-12: neither does a cancellation, which is of this kind."""
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)])}))
     await meet(engine, 1, error)
-    assert list(engine.standing.routable()) == [1]
+    assert list(engine.health.routable()) == [1]
 
 
 async def test_each_instance_is_back_at_its_own_time() -> None:
     error = Disconnected("lost")
     faulty = {i: ScriptedEngine([Fail(error)]) for i in (1, 2)}
     async with AnyIOScheduler() as scheduler:
-        engine = PushRouter(pool({**faulty, **answering(3)}), exclusion_s=5)
+        engine = PushRouter(pool({**faulty, **answering(3)}), cooldown_s=5)
         seen: list[tuple[float, tuple[int, ...]]] = []
         await anyio.sleep(0.1234563)  # a time that rounds down to microseconds
         start_s = anyio.current_time()
-        engine.standing.routable_changes(scheduler).subscribe(
+        engine.health.routable_changes(scheduler).subscribe(
             lambda ids: seen.append((round(anyio.current_time() - start_s, 3), ids))
         )
         await meet(engine, 1, error)
@@ -115,30 +115,30 @@ async def test_a_listener_that_fails_when_an_instance_is_back_breaks_nothing_els
             raise LookupError("broken")
 
     async with AnyIOScheduler() as scheduler:
-        engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), exclusion_s=5)
-        engine.standing.routable_changes(scheduler).subscribe(hear)
+        engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), cooldown_s=5)
+        engine.health.routable_changes(scheduler).subscribe(hear)
         for _ in range(2):
             await meet(engine, 1, error)
             await anyio.sleep(6)
     assert heard == [(1, 2), (2,), (1, 2), (2,), (1, 2)]
-    assert "a listener failed" in caplog.text
+    assert "a subscriber failed" in caplog.text
 
 
 async def test_with_an_exclusion_of_nothing_nobody_is_left_out() -> None:
     """CLI-03."""
     error = Disconnected("lost")
-    engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2, 3)}), exclusion_s=0)
+    engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2, 3)}), cooldown_s=0)
     await meet(engine, 1, error)
-    assert list(engine.standing.routable()) == [1, 2, 3]
+    assert list(engine.health.routable()) == [1, 2, 3]
 
 
 async def test_all_left_out_is_an_error_of_its_own_that_says_when_to_come_back() -> None:
     error = Disconnected("lost")
-    engine = PushRouter(pool({i: ScriptedEngine([Fail(error)]) for i in (1, 2)}), exclusion_s=5)
+    engine = PushRouter(pool({i: ScriptedEngine([Fail(error)]) for i in (1, 2)}), cooldown_s=5)
     await meet(engine, 1, error)
     await anyio.sleep(1)
     await meet(engine, 2, error)
-    with pytest.raises(AllExcluded, match=f"{NAME}.*all 2 failed") as caught:
+    with pytest.raises(AllCoolingDown, match=f"{NAME}.*all 2 failed") as caught:
         await engine.generate(Context(None))
     assert isinstance(caught.value, Unavailable)
     assert caught.value.retry_after_s == pytest.approx(4)
@@ -147,14 +147,14 @@ async def test_all_left_out_is_an_error_of_its_own_that_says_when_to_come_back()
 async def test_an_instance_that_has_left_does_not_say_when_to_come_back() -> None:
     error = Disconnected("lost")
     async with Runtime.in_process() as runtime:
-        engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME), exclusion_s=5)
+        engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME), cooldown_s=5)
         served = [await runtime.serve(NAME, ScriptedEngine([Fail(error)]), instance_id=i) for i in (1, 2)]
         await meet(engine, 1, error)
         await anyio.sleep(2)
         await meet(engine, 2, error)
         await served[0].close()
         refusal = engine.refusal()
-        assert isinstance(refusal, AllExcluded)
+        assert isinstance(refusal, AllCoolingDown)
         assert refusal.retry_after_s == pytest.approx(5)
 
 
@@ -188,7 +188,7 @@ async def test_an_instance_that_cools_down_still_gets_the_requests_that_name_it(
     named = Context(PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=1)))
     with pytest.raises(Disconnected):
         await (await engine.generate(named)).collect()
-    assert list(engine.standing.routable()) == [2]
+    assert list(engine.health.routable()) == [2]
     with pytest.raises(Disconnected):
         await (await engine.generate(assigned(1))).collect()
     with pytest.raises(CannotConnect, match="instance_id=9 not found"):
@@ -202,14 +202,14 @@ async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> Non
         served = await runtime.serve(NAME, ScriptedEngine([Wait(1), Fail(error)]), instance_id=1)
         old = await send_to(engine, 1)
         await meet(engine, 1, error)
-        assert list(engine.standing.routable()) == []
+        assert list(engine.health.routable()) == []
         await served.unpublish()
         await served.publish()
-        assert list(engine.standing.routable()) == [1]
+        assert list(engine.health.routable()) == [1]
         with pytest.raises(Disconnected):
             await anext(old)  # of the time before
         await old.aclose()
-        assert list(engine.standing.routable()) == [1]
+        assert list(engine.health.routable()) == [1]
         assert in_flight(engine) == 0
 
 
@@ -233,7 +233,7 @@ async def test_nothing_is_in_flight_when_an_instance_gives_no_stream(ending: str
         tasks.start_soon(ask_it)
         await anyio.sleep(1)
         counted.append(in_flight(engine))
-    assert (*counted, in_flight(engine), list(engine.standing.routable())) == (1, 0, [1])
+    assert (*counted, in_flight(engine), list(engine.health.routable())) == (1, 0, [1])
 
 
 async def test_a_second_reader_and_a_close_during_a_read_leave_the_first_one_counted() -> None:
@@ -266,7 +266,7 @@ async def test_a_silent_stream_is_given_up_and_its_instance_left_out() -> None:
         with pytest.raises(ResponseTimeout, match=f"instance_id=1 of endpoint {NAME} sent nothing for 1 s"):
             await anext(stream)
         assert anyio.current_time() - start_s == pytest.approx(1)
-    assert (silent.open, in_flight(engine), list(engine.standing.routable())) == (0, 0, [])
+    assert (silent.open, in_flight(engine), list(engine.health.routable())) == (0, 0, [])
 
 
 async def test_a_stopped_stream_that_stays_silent_just_ends() -> None:
@@ -284,22 +284,22 @@ async def test_a_stopped_stream_that_stays_silent_just_ends() -> None:
     assert await anext(stream) == 1
     context.stop()
     assert await stream.collect() == []
-    assert list(engine.standing.routable()) == [1]
+    assert list(engine.health.routable()) == [1]
 
 
 async def test_an_instance_that_says_it_is_busy_is_passed_over_for_a_while() -> None:
     engines = {**answering(2), 1: ScriptedEngine([], fails=WorkerOverloaded("no room"))}
-    engine = PushRouter(pool(engines), pick=lowest, exclusion_s=5)
+    engine = PushRouter(pool(engines), pick=lowest, cooldown_s=5)
     with pytest.raises(WorkerOverloaded, match="no room"):
         await engine.generate(Context(None))
-    assert [list(engine.standing.routable()), list(engine.standing.free())] == [[1, 2], [2]]
+    assert [list(engine.health.routable()), list(engine.health.free())] == [[1, 2], [2]]
     assert await answerer(engine) == 2
     await anyio.sleep(5)
-    assert list(engine.standing.free()) == [1, 2]
+    assert list(engine.health.free()) == [1, 2]
 
 
 async def test_instances_that_all_say_they_are_busy_are_asked_again_when_the_first_is_back() -> None:
-    engine = PushRouter(pool({1: ScriptedEngine([], fails=WorkerOverloaded("no room"))}), exclusion_s=5)
+    engine = PushRouter(pool({1: ScriptedEngine([], fails=WorkerOverloaded("no room"))}), cooldown_s=5)
     with pytest.raises(WorkerOverloaded):
         await engine.generate(Context(None))
     await anyio.sleep(2)

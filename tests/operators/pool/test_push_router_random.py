@@ -29,7 +29,7 @@ from pipeline.network import static_workers
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time, watch_streams
 
 ENDINGS = ("read", "read", "stop", "kill", "close", "drop", "cancel", "unread")
-EXCLUSION_S = 5.0
+COOLDOWN_S = 5.0
 MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
 
@@ -93,9 +93,7 @@ def test_nothing_stays_in_flight_and_every_exclusion_ends(
     async def run() -> None:
         engines = {i: Flaky(script) for i in (1, 2, 3)}
         limit_s = 2.0 if has_limit else None
-        router = PushRouter(
-            static_workers(engines), mode, Random(1), exclusion_s=EXCLUSION_S, silence_timeout_s=limit_s
-        )
+        router = PushRouter(static_workers(engines), mode, Random(1), cooldown_s=COOLDOWN_S, silence_timeout_s=limit_s)
         with watch_streams() as streams:
             async with anyio.create_task_group() as tasks:
                 for seed, ending in seeds:
@@ -106,7 +104,7 @@ def test_nothing_stays_in_flight_and_every_exclusion_ends(
             assert streams.open == []
         assert {i: load.in_flight for i, load in router.loads.current().items()} == {1: 0, 2: 0, 3: 0}
         assert sum(engine.open for engine in engines.values()) == 0
-        await anyio.sleep(EXCLUSION_S)
-        assert list(router.standing.free()) == [1, 2, 3]
+        await anyio.sleep(COOLDOWN_S)
+        assert list(router.health.free()) == [1, 2, 3]
 
     run_in_virtual_time(run, backend=backend)

@@ -78,7 +78,7 @@ async def test_an_instance_may_be_busy_before_it_is_there() -> None:
         await runtime.serve(NAME, ScriptedEngine([]), instance_id=7)
         assert isinstance(engine.refusal(), AllBusy)
         await runtime.serve(NAME, ScriptedEngine([]), instance_id=8)
-        assert engine.standing.free() == [8]
+        assert engine.health.free() == [8]
 
 
 async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
@@ -88,7 +88,7 @@ async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
     engine = PushRouter(pool(engines), "direct", busy=lambda: busy)
     with pytest.raises(CannotConnect, match="down"):
         await send_to(engine, 1)
-    assert list(engine.standing.routable()) == [2]
+    assert list(engine.health.routable()) == [2]
     assert engine.refusal() is None
     busy.add(1)
     assert isinstance(engine.refusal(), AllBusy)

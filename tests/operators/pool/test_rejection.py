@@ -62,7 +62,7 @@ async def test_a_gate_that_knows_better_says_when_to_come_back() -> None:
         await refused(Rejection(Saying(AllBusy("full", retry_after_s=0.25)), retry_after_s=9))
     ).retry_after_s == 0.25
     assert (await refused(Rejection(Saying(ResourceExhausted("full")), retry_after_s=9))).retry_after_s == 9
-    router = PushRouter(static_workers({1: ScriptedEngine([], fails=WorkerOverloaded("full"))}), exclusion_s=5)
+    router = PushRouter(static_workers({1: ScriptedEngine([], fails=WorkerOverloaded("full"))}), cooldown_s=5)
     with pytest.raises(WorkerOverloaded):
         await router.generate(Context(None))
     await anyio.sleep(4)

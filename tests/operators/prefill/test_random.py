@@ -98,7 +98,7 @@ async def read(stream: ResponseStream[Any], ending: str, after: int) -> None:
 
 def side_of(kv: bool, workers: Any) -> tuple[Any, KvRouter | None]:
     if not kv:
-        return PushPrefill(PushRouter(workers, exclusion_s=0)), None
+        return PushPrefill(PushRouter(workers, cooldown_s=0)), None
     router = kv_router(
         workers,
         KvRouterConfig(use_kv_events=False),
@@ -108,7 +108,7 @@ def side_of(kv: bool, workers: Any) -> tuple[Any, KvRouter | None]:
         expiry_s=1e9,  # nothing is healed by time
     )
     stage = KvPushRouter(router)
-    return KvPrefill(stage, stage >> PushRouter(workers, exclusion_s=0)), router
+    return KvPrefill(stage, stage >> PushRouter(workers, cooldown_s=0)), router
 
 
 @given(

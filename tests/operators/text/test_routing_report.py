@@ -229,7 +229,7 @@ async def test_the_answer_is_whole_though_several_workers_gave_it() -> None:
         i: ScriptedEngine(lambda p: rest if len(p.token_ids) > 5 else [*first, Fail(Disconnected("gone"))])
         for i in (1, 2)
     }
-    push: Any = PushRouter(static_workers(engines), exclusion_s=0)
+    push: Any = PushRouter(static_workers(engines), cooldown_s=0)
     request = Context(chat(nvext=BOTH))
     graph = tracked() >> Migration(1) >> Detokenize(MODEL) >> push
     items = await (await graph.generate(request)).collect()

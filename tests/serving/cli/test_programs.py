@@ -95,7 +95,7 @@ def test_a_graph_is_drawn_as_the_environment_would_have_it_served() -> None:
     command = [sys.executable, "-m", "serving", "graph", "--router", "p2c", "--seed", "1"]
     drawn = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
     assert drawn.startswith("Rejection(")
-    assert all(word in drawn for word in ("power_of_two_choices", "exclusion_s=7", "rng=Random"))
+    assert all(word in drawn for word in ("power_of_two_choices", "cooldown_s=7", "rng=Random"))
 
 
 def test_a_wrong_router_file_is_told_with_all_that_is_wrong_in_it(tmp_path: Path) -> None:

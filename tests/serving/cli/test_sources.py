@@ -104,7 +104,7 @@ def test_the_file_has_arguments_of_the_engine_and_settings_of_the_router_as_tabl
 
 def test_the_file_sets_variables_that_have_no_option(penstock: Penstock, file: Callable[[str], Path]) -> None:
     path = file("[environment]\nDYN_RUNTIME_INHIBITED_DURATION_SECS = 7\n")
-    assert "exclusion_s=7" in penstock("graph", "--config", path)[1]
+    assert "cooldown_s=7" in penstock("graph", "--config", path)[1]
 
 
 @pytest.mark.parametrize(

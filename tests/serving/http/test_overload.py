@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from operators import AllBusy, AllExcluded, BusyThresholds
+from operators import AllBusy, AllCoolingDown, BusyThresholds
 from pipeline import Annotated, PenstockError, ResourceExhausted
 from pipeline.testing import OpenStreams, ScriptedEngine
 from pipeline.wire import error_from_plain, error_to_plain
@@ -122,9 +122,9 @@ def test_a_threshold_that_cannot_be_is_not_set(value: str, fraction: Any, tokens
         (AllBusy("x"), 529, None),
         (AllBusy("x", retry_after_s=float("nan"), status=700), 529, None),
         (AllBusy("x", retry_after_s=-1.0, status=7), 529, None),
-        (AllExcluded("x", retry_after_s=0.2), 503, "1"),
+        (AllCoolingDown("x", retry_after_s=0.2), 503, "1"),
         (ResourceExhausted("x", cause=AllBusy("y", retry_after_s=4.0)), 529, "4"),
-        (ResourceExhausted("x", cause=AllExcluded("y", retry_after_s=4.0)), 529, None),
+        (ResourceExhausted("x", cause=AllCoolingDown("y", retry_after_s=4.0)), 529, None),
     ],
 )
 async def test_retry_after_is_in_whole_seconds_and_never_too_early(
@@ -136,7 +136,8 @@ async def test_retry_after_is_in_whole_seconds_and_never_too_early(
 
 
 @pytest.mark.parametrize(
-    "error", [AllBusy("full", retry_after_s=2.5, status=503), AllBusy("full"), AllExcluded("gone", retry_after_s=0.5)]
+    "error",
+    [AllBusy("full", retry_after_s=2.5, status=503), AllBusy("full"), AllCoolingDown("gone", retry_after_s=0.5)],
 )
 def test_a_refusal_keeps_its_content_on_the_wire(error: Any) -> None:
     again: Any = error_from_plain(error_to_plain(error))

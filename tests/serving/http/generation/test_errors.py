@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators import WHOLE_CHAT, AllBusy, AllExcluded, Model, Preprocess
+from operators import WHOLE_CHAT, AllBusy, AllCoolingDown, Model, Preprocess
 from pipeline import (
     Annotated,
     Cancelled,
@@ -150,7 +150,7 @@ def caused(cause: Exception) -> PenstockError:
         (caused(Unavailable(SECRET)), 503, "Service Unavailable", None),
         (caused(InvalidArgument("wrong")), 400, "Bad Request", None),
         (caused(AllBusy(SECRET, retry_after_s=3.0)), 529, "Overloaded", "3"),
-        (caused(caused(AllExcluded(SECRET, retry_after_s=0.5))), 503, "Service Unavailable", "1"),
+        (caused(caused(AllCoolingDown(SECRET, retry_after_s=0.5))), 503, "Service Unavailable", "1"),
     ],
     ids=lambda value: type(value.__cause__).__name__ if isinstance(value, Exception) else "",
 )
