@@ -24,7 +24,7 @@ from attrs import define
 
 from engines.mocker import MockEngine
 from pipeline.testing import run_in_virtual_time
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.replay import (
     Fault,
     Report,
@@ -89,7 +89,7 @@ async def chaos(config: GraphConfig, trace: Trace, faults: Iterable[Fault | Roll
     """The whole trace with all its faults. Raises InvalidArgument for a script that cannot be."""
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule, samples = Schedule.open_loop(trace), Samples()
-    async with hosted_graph(config, Hosting()) as opened:
+    async with hosted_graph(config, HostOptions()) as opened:
         exchange = cast(MockEngine, opened.workers[0].engine).exchange
         ledger = Ledger(config.deployment(config.modes[0]).token_ids or range(0))
         recorder, watch = FleetRecorder(opened.fleet, samples), Watch(opened, exchange)

@@ -29,7 +29,7 @@ from attrs import asdict, frozen
 from rich.console import Console
 from rich.table import Table
 
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import Telemetry, app
 from serving.server import HttpServer, listen
 
@@ -95,7 +95,7 @@ async def served(config: GraphConfig) -> AsyncIterator[int]:
     """The standard graph behind HTTP, as a program serves it; the port."""
     telemetry, listener = Telemetry(), listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    async with hosted_graph(config, Hosting({}, telemetry.component_metrics)) as opened:
+    async with hosted_graph(config, HostOptions({}, telemetry.component_metrics)) as opened:
         server = HttpServer(app(opened.graph, telemetry=telemetry), listener)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(server.run)

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerPro
 
 import operators
 from pipeline.testing import run_in_virtual_time
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
 
 ROOT = Path(operators.__file__).parents[1]
@@ -112,7 +112,7 @@ async def request_steps() -> dict[int, Step]:
     provider, recorder = TracerProvider(shutdown_on_exit=False), Recorder()
     provider.add_span_processor(recorder)
     tracer = provider.get_tracer("picture")
-    async with hosted_graph(CONFIG, Hosting(tracer=tracer)) as opened:
+    async with hosted_graph(CONFIG, HostOptions(tracer=tracer)) as opened:
         served = app(opened.graph, tracer=tracer)
         await _chat(served, WARM_UP)
         await anyio.sleep(1)

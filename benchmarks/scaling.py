@@ -30,7 +30,7 @@ from operators.kv import KvRouterConfig, PromptBlocks
 from pipeline import Context
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.protocols.kv import KvStored, StoredBlock
-from serving.deployment import GraphConfig, Hosting, TokenGraph, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, TokenGraph, hosted_graph
 
 WORKERS = (8, 16, 32, 64, 128, 256, 512, 1000)
 BLOCK_TOKENS = 16
@@ -104,7 +104,7 @@ def next_turn(number: int, turn: int, max_tokens: int) -> PreprocessedRequest:
 async def request_us(config: GraphConfig) -> float:
     """CPU microseconds of a request through the graph of the config."""
     rng, turns = Random(7), count()
-    async with hosted_graph(config, Hosting()) as opened, AsyncExitStack() as held:
+    async with hosted_graph(config, HostOptions()) as opened, AsyncExitStack() as held:
         for worker in opened.workers:
             cast(HoldingEngine, worker.engine).publish()
         await anyio.sleep(0.1)  # until the router has received it

@@ -19,7 +19,7 @@ from .access import Gate
 from .deployment import (
     METRICS_PREFIX,
     GraphConfig,
-    Hosting,
+    HostOptions,
     OpenGraph,
     StandardGraph,
     event_log,
@@ -167,7 +167,7 @@ async def host_worker(
                 health.set_process_ready(True)
                 _settle()
                 where = f"{worker.endpoint.path}; serving {front.models} at {server.url}"
-                show(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
+                show(f"HostOptions {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
 
             async def refuse() -> None:
                 await worker.wait()
@@ -213,9 +213,9 @@ class _Frontend:
             request_limits=config.request_limits,
         )
 
-    def hosting(self) -> Hosting:
+    def hosting(self) -> HostOptions:
         """Return how to host the graph behind the server."""
-        return Hosting(self._environment, self.telemetry.component_metrics, tracer=self._server_options.tracer)
+        return HostOptions(self._environment, self.telemetry.component_metrics, tracer=self._server_options.tracer)
 
     def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
         """Return a server of the graph on the listening socket, for the clients that the options admit."""
@@ -296,5 +296,5 @@ async def draw_graph(
     show: Callable[[str], object],
 ) -> None:
     """Show the drawing of the standard graph."""
-    async with hosted_graph(config, Hosting(environment)) as opened:
+    async with hosted_graph(config, HostOptions(environment)) as opened:
         show(opened.graph.draw(form))

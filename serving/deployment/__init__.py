@@ -3,7 +3,7 @@
 from .config import IGNORE_UNSUPPORTED, METRICS_PREFIX, GraphConfig, RouterName
 from .engines import Deployment, converted, find_engine, hint_of
 from .fleet import Fleet
-from .graphs import Hosting, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph, wall_ms
+from .graphs import HostOptions, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph, wall_ms
 from .kv_routing import SESSION_TTL, event_log
 from .routing import SILENCE, busy_thresholds, prefill_endpoint, prefill_stage, router_of, routing_to
 from .settings import kv_router_config, policy_document, policy_profile
@@ -16,7 +16,7 @@ __all__ = [
     "Deployment",
     "Fleet",
     "GraphConfig",
-    "Hosting",
+    "HostOptions",
     "OpenGraph",
     "RouterName",
     "StandardGraph",

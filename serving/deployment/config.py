@@ -1,13 +1,13 @@
 """GraphConfig: everything a standard graph is built from, checked in one place.
 
-Hosting: what the workers of a graph share beside its config.
+HostOptions: what the workers of a graph share beside its config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from attrs import Factory, evolve, field, frozen
 
@@ -16,7 +16,7 @@ from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
-from pipeline.settings import Variable, switch
+from pipeline.settings import Variable, at_least, one_of, setting, switch
 
 from .engines import Deployment, find_engine
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engines.mocker import RecordedOutputs
     from pipeline.telemetry import Metrics, Tracer
 
+
+T = TypeVar("T")
 
 RouterName = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
 
@@ -40,52 +42,52 @@ IGNORE_UNSUPPORTED = Variable(
 _LETTERS = range(ord("a"), ord("z") + 1)
 
 
+def _bounded(default: T, low: int) -> T:
+    """Return a field for a number from `low` on."""
+    return setting(default, "", at_least(low), variable="", option=())
+
+
 @frozen
 class GraphConfig:
-    """What to serve and with what. Raises InvalidArgument, naming the field, for what cannot be served.
-
-    `model_path` is a local model folder; without one the built-in byte-level model is served. `engine` is a name or
-    `module:factory`, `engine_args` are texts by name, turned into what the engine's own arguments want. `workers` is
-    the number of engine instances, hosted as `worker` says. With `prefill_workers` there are so many more that compute
-    prompts only, and `workers` go on from there; while there are none, `workers` do both, or with `enforce_disagg`
-    requests are refused. `kv_router` are the settings of the router `kv`. `migration_limit` is to how many other
-    workers a request may go on whose worker fails, 0 for none, as long as it is no longer than
-    `migration_max_seq_len_tokens`. `seed` makes repeatable what a router leaves to chance, and the ids of instances,
-    which decide between equals. `busy` are the thresholds above which a worker is busy; each goes before that of the
-    environment. `ignore_unsupported` lets fields of requests pass that have no meaning here, `request_limits` bound
-    what a request may hold; `prompt_work` is how long prompts are worked on.
-    """
+    """What to serve and with what. Raise InvalidArgument that names the field for what cannot be served."""
 
     model_path: Path | None = None
+    """Local model folder; None: the built-in byte-level model."""
     model_name: str | None = None
+    """Name of the model for clients; None: the folder's name, or echo."""
     engine: str = "echo"
+    """Name of an engine, or `module:factory`."""
     engine_args: Mapping[str, str] = field(factory=dict)
-    workers: int = 1
-    prefill_workers: int = 0
+    """Texts by name, converted to the types of the engine's own parameters."""
+    workers: int = _bounded(1, 1)
+    """Engine instances; with prefill workers they decode."""
+    prefill_workers: int = _bounded(0, 0)
+    """Engine instances that compute prompts only. Without any, `workers` do both."""
     enforce_disagg: bool = False
+    """Whether requests are refused while no prefill worker is there."""
     worker: WorkerConfig = WorkerConfig(namespace="penstock", component="backend")
-    router: RouterName = "round-robin"
+    """How each worker is registered."""
+    router: RouterName = setting("round-robin", "", one_of(*get_args(RouterName)), variable="", option=())
     kv_router: KvRouterConfig = KvRouterConfig()
-    migration_limit: int = 3
-    migration_max_seq_len_tokens: int | None = None
+    """Settings of the router `kv`."""
+    migration_limit: int = _bounded(3, 0)
+    """Number of other workers on which a request may continue after a failure; 0 switches migration off."""
+    migration_max_seq_len_tokens: int | None = _bounded(None, 1)
+    """Tokens beyond which a request does not continue on another worker; None: no limit."""
     seed: int | None = None
+    """Makes repeatable what a router leaves to chance, and the ids of instances, which decide between equals."""
     busy: BusyThresholds = BusyThresholds()
+    """Thresholds above which a worker is busy; each comes before that of the environment."""
     ignore_unsupported: bool = False
+    """Whether fields of requests that have no meaning here are ignored, not refused."""
     request_limits: RequestLimits = RequestLimits()
+    """Bounds on what a request may hold."""
     prompt_work: PromptWork = PromptWork()
+    """How prompts are prepared."""
 
     def __attrs_post_init__(self) -> None:
         if self.model_name is not None and not self.model_name.strip():
             raise InvalidArgument("must not be empty", field="model_name")
-        for name, low, value in (
-            ("workers", 1, self.workers),
-            ("prefill_workers", 0, self.prefill_workers),
-            ("migration_limit", 0, self.migration_limit),
-            ("migration_max_seq_len_tokens", 1, self.migration_max_seq_len_tokens),
-        ):
-            if value is not None and value < low:
-                raise InvalidArgument(f"must be at least {low}, got {value}", field=name)
-        _require_one_of(self.router, get_args(RouterName), "router")
         if self.router == "kv":
             _check_fits(self.kv_router, self.workers, self.prefill_workers)
         self._check_roles()
@@ -105,34 +107,34 @@ class GraphConfig:
 
     @property
     def modes(self) -> tuple[DisaggregationMode, ...]:
-        """That of the workers, and of the prefill workers where there are some."""
+        """Modes of the workers: one, or decode and prefill."""
         if self.prefill_workers:
             return (DisaggregationMode.DECODE, DisaggregationMode.PREFILL)
         return (self.worker.disaggregation_mode,)
 
     @property
     def needs_event_logs(self) -> bool:
-        """Whether workers are to keep their KV events for a router that may ask for them."""
+        """Whether workers keep their KV events, from which a router recovers those it missed."""
         return self.router == "kv" and self.kv_router.has_index and self.kv_router.use_kv_events
 
     async def make_engines(self, count: int, deployment: Deployment | None = None) -> list[LLMEngine]:
-        """New engines of one deployment, not started. Raises InvalidArgument, naming the argument.
+        """Return new engines of one deployment, not started. Raise InvalidArgument that names the argument.
 
-        What else a foreign factory raises comes as an error of the tree.
+        Any other exception of a foreign factory is raised as an error of the tree.
         """
         choice = find_engine(self.engine)
         deployment = self.deployment(self.modes[0]) if deployment is None else deployment
         return [await choice.build(self.engine_args, deployment) for _ in range(count)]
 
     def deployment(self, mode: DisaggregationMode) -> Deployment:
-        """What engines have in common that are made in this mode."""
+        """Return what the engines of a mode have in common."""
         letters = _LETTERS if self.model_path is None else None  # what the byte-level model can show
         return Deployment(letters, self.model_name, mode)
 
     def worker_settings(self, model: Model, mode: DisaggregationMode | None = None) -> WorkerConfig:
-        """Those of each worker of a mode, by default of `worker`'s, with the model it serves.
+        """Return the settings of each worker of a mode, by default that of `worker`, with the model it serves.
 
-        Prefill workers have a component of their own; decode workers prefill what nobody else does.
+        Prefill workers have a component of their own; decode workers prefill what no prefill worker does.
         """
         settings = self.worker
         if mode is DisaggregationMode.PREFILL and self.prefill_workers:
@@ -144,7 +146,7 @@ class GraphConfig:
         return evolve(settings, model_name=str(self.model_path or ""), served_model_name=model.name)
 
     def load_model(self) -> Model:
-        """The model as text and token stages know it. Raises InvalidArgument for a folder that is not one.
+        """Return the model for text and token stages. Raise InvalidArgument for a folder that is not a model.
 
         A chat template of the worker replaces the model's.
         """
@@ -154,19 +156,14 @@ class GraphConfig:
         return model if template is None else model.with_chat_template(template)
 
     def _byte_level(self) -> Model:
-        """The built-in model.
+        """Return the built-in model.
 
-        A mock engine is given the whole chat, and prompts in the token ids of any model; an engine that echoes, or may,
+        A mock engine gets the whole chat, and prompts in the token ids of any model; other engines, which may echo, get
         the last message.
         """
         is_mock = self.engine == "mocker"
         model = Model.byte_level(self.model_name or "echo", chat_template=WHOLE_CHAT if is_mock else LAST_USER_MESSAGE)
         return evolve(model, checks_token_ids=not is_mock)
-
-
-def _require_one_of(value: str, known: Sequence[str], name: str) -> None:
-    if value not in known:
-        raise InvalidArgument(f"must be one of {', '.join(known)}, got {value!r}", field=name)
 
 
 def _check_fits(settings: KvRouterConfig, workers: int, prefill_workers: int) -> None:
@@ -179,21 +176,22 @@ def _check_fits(settings: KvRouterConfig, workers: int, prefill_workers: int) ->
 
 
 @frozen
-class Hosting:
-    """How the workers of a graph are hosted.
-
-    `environment` is where workers and the router find their settings; `metrics` are of the component family. `times`
-    are those of each worker's end; by default the environment's without a grace period, for in one process nobody has
-    to hear first that it is gone. `recorded` are answers that are known: mock engines give them. With a `tracer`
-    each stage of the graph and each engine has its span.
-    """
+class HostOptions:
+    """How the workers of a graph are hosted, beside its config."""
 
     environment: Mapping[str, str] = field(factory=dict)
+    """Variables of the workers and the router."""
     metrics: Metrics | None = None
+    """Metrics of the component family."""
     health: SystemHealth | None = None
+    """Health of the process, which workers report to."""
     recorded: RecordedOutputs | None = None
+    """Known answers, for mock engines to give."""
     tracer: Tracer | None = None
+    """Makes a span for each stage of the graph and each engine; None: there are none."""
     times: ShutdownTimes = field(default=Factory(lambda self: _without_grace(self.environment), takes_self=True))
+    """Times of each worker's shutdown; by default the environment's without a grace period, for a router in the same
+    process knows at once that a worker is gone."""
 
 
 def _without_grace(environment: Mapping[str, str]) -> ShutdownTimes:

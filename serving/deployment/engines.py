@@ -1,4 +1,4 @@
-"""The engines a program can host: by name, or as `module:factory` of somebody else.
+"""The engines a program can host: by name, or as `module:factory` of another package.
 
 --engine mocker --engine-arg speedup_ratio=100
 --engine my_package.engine:MyEngine --engine-arg device=cpu
@@ -31,7 +31,7 @@ from pipeline.wire import from_json
 
 
 def converted(make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """The texts as the arguments of `make`. Raises InvalidArgument, naming the argument.
+    """Return the texts as arguments of `make`. Raise InvalidArgument that names the argument.
 
     A choice among texts is left to `make`, which knows what it accepts; a record is given as JSON. What has no
     annotation is a text.
@@ -42,7 +42,7 @@ def converted(make: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, A
 
 
 def hint_of(make: Callable[..., Any], name: str) -> Any:
-    """The type of the argument `name` of `make`. Raises InvalidArgument if it takes none of that name."""
+    """Return the type of an argument of `make`. Raise InvalidArgument if there is none of that name."""
     parameters = inspect.signature(make).parameters
     takes_any = next((name for name, one in parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD), None)
     named = [name for name, one in parameters.items() if one.kind in _BY_NAME]
@@ -53,7 +53,7 @@ def hint_of(make: Callable[..., Any], name: str) -> Any:
 
 
 def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
-    """The parameter's type. The others are not looked at: their annotations may be meant for type checkers only."""
+    """Return the type of a parameter. The others are not evaluated: theirs may exist for type checkers only."""
     function: Any = make
     if isinstance(make, type):
         function = make.__init__  # type: ignore[misc]
@@ -66,13 +66,13 @@ def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
     try:
         return typing.get_type_hints(alone, getattr(function, "__globals__", None))[parameter]
     except Exception as error:
-        raise InvalidArgument(f"its type cannot be told: {error}", field=name) from error
+        raise InvalidArgument(f"its type is unknown: {error}", field=name) from error
 
 
 def _converted(text: str, hint: Any, name: str) -> Any:
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     kinds = [_plain(kind) for kind in (get_args(hint) if is_union else (hint,))]
-    # What says most goes first: a text is anything, and `none` is no number.
+    # The narrowest first: any text is a text, and `none` is not a number.
     for kind in sorted(kinds, key=lambda kind: kind is str):
         if attrs.has(kind):
             if text.lstrip().startswith("{"):
@@ -94,7 +94,7 @@ def _record(text: str, kind: type[Any], name: str) -> Any:
 
 
 def _plain(kind: Any) -> Any:
-    """The type itself: a choice of texts is a text."""
+    """Return the type, `str` for a choice of texts."""
     return str if typing.get_origin(kind) is typing.Literal else kind
 
 
@@ -128,17 +128,19 @@ _PLACE = "engine_args"
 class Deployment:
     """What the engines of one deployment have in common.
 
-    `token_ids` are what a made up answer may consist of, None: what the engine likes. `exchange` is where those meet
-    that hand blocks over; the first one makes it. `recorded` are answers that are known. `made` are the engines so far:
-    each one listens at ports of its own.
+    The first engine that is made adds the exchange.
     """
 
     token_ids: range | None = None
+    """Token ids of synthetic answers; None: the engine decides."""
     model_name: str | None = None
     mode: DisaggregationMode = DisaggregationMode.AGGREGATED
     exchange: TransferExchange | None = None
+    """Where engines transfer blocks."""
     recorded: RecordedOutputs | None = None
+    """Known answers."""
     made: int = 0
+    """Number of engines so far; each one listens on ports of its own."""
 
 
 @frozen
@@ -150,7 +152,7 @@ class EngineChoice:
     is_ours: bool = True
 
     async def build(self, texts: Mapping[str, str], deployment: Deployment) -> LLMEngine:
-        """A new engine, not started. Raises InvalidArgument; its field is below `engine_args` where one is to blame.
+        """Return a new engine, not started. Raise InvalidArgument, for a wrong argument below `engine_args`.
 
         What else a foreign factory raises comes as an error of the tree. An async one is awaited: its cancellation is
         that of the caller.
@@ -160,7 +162,7 @@ class EngineChoice:
             return made if isinstance(made, LLMEngine) else await made
 
     def check(self, texts: Mapping[str, str], deployment: Deployment) -> None:
-        """Raises what `build` would. A foreign engine is not made for that, it may hold what others need."""
+        """Raise what `build` would. A foreign engine is not made for that: it may hold a device that others need."""
         with _placed():
             arguments = converted(self.arguments, texts)
             if self.is_ours:
@@ -200,7 +202,7 @@ def _mocker(arguments: dict[str, Any], deployment: Deployment) -> LLMEngine:
 
 
 def _with_ports_of(args: MockEngineArgs, worker: int) -> MockEngineArgs:
-    """The ports of each worker behind those of the one before, which has one for each rank."""
+    """Return the arguments with the ports of this worker: behind those of the ranks of the workers before."""
     offset = worker * args.dp_size
     names = ("bootstrap_port", "zmq_kv_events_port", "zmq_replay_port")
     return evolve(args, **{name: port + offset for name in names if (port := getattr(args, name)) is not None})
@@ -214,9 +216,9 @@ ENGINES: Mapping[str, EngineChoice] = {
 
 
 def find_engine(name: str) -> EngineChoice:
-    """The engine of that name, or the factory at `module:factory`, looked for in the current folder too.
+    """Return the engine of that name, or the factory at `module:factory`, which may lie in the current folder.
 
-    Raises InvalidArgument for what is neither.
+    Raise InvalidArgument if it is neither.
     """
     if name in ENGINES:
         return ENGINES[name]

@@ -17,15 +17,15 @@ from operators import Model
 from pipeline import Disconnected
 from pipeline.network import Runtime
 
-from .config import GraphConfig, Hosting
+from .config import GraphConfig, HostOptions
 from .engines import Deployment
 from .kv_routing import event_log
 
 
 class Fleet:
-    """See the module. Workers are made and run in the block of `running`; for one loop."""
+    """The workers of one graph; they are made and run in the block of `running`, on one loop."""
 
-    def __init__(self, config: GraphConfig, hosting: Hosting, model: Model, runtime: Runtime) -> None:
+    def __init__(self, config: GraphConfig, hosting: HostOptions, model: Model, runtime: Runtime) -> None:
         self._config, self._hosting, self._model, self._runtime = config, hosting, model, runtime
         self._deployment: Deployment = config.deployment(config.modes[0])
         self._deployment.recorded = hosting.recorded
@@ -35,16 +35,16 @@ class Fleet:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Makes all, starts one after the other, and ends all at the same time: each may take its time for that."""
+        """Make all, start one after the other, and end all at the same time, as an end may take long."""
         config = self._config
         self.workers += [await self._made(config.modes[0]) for _ in range(config.workers)]
         self.prefill_workers += [await self._made(DisaggregationMode.PREFILL) for _ in range(config.prefill_workers)]
         why: tuple[Any, ...] = (None, None, None)
         try:
-            everybody = [*self.prefill_workers, *self.workers]
-            for worker in everybody:
+            workers_of_both = [*self.prefill_workers, *self.workers]
+            for worker in workers_of_both:
                 await self._start(worker)
-            for worker in everybody:
+            for worker in workers_of_both:
                 if worker.failure is not None:  # while a later one started
                     raise worker.failure
             yield
@@ -57,7 +57,7 @@ class Fleet:
                     tasks.start_soon(worker.__aexit__, *why)
 
     async def finish(self, within_s: float) -> None:
-        """Takes nothing new, and waits for what runs."""
+        """Accept no new requests, and wait for those that run."""
         served = [worker.served for worker in self._running if worker.served is not None]
         for one in served:
             await one.withdraw()
@@ -66,7 +66,7 @@ class Fleet:
                 await one.drained()
 
     async def die(self, worker: Worker) -> None:
-        """Ends a worker as a crash does: it cannot be reached any more, and what it is doing is lost."""
+        """End a worker as a crash does: it is unreachable at once, and its requests are lost."""
         if worker in self._running:
             if worker.served is not None:
                 worker.served.abort()
@@ -75,7 +75,7 @@ class Fleet:
             await worker.__aexit__(type(crash), crash, None)
 
     async def leave(self, worker: Worker) -> None:
-        """Ends a worker in order: nothing new comes to it, and what it is doing it finishes.
+        """End a worker in order: it gets no new requests and finishes those it has.
 
         It may die meanwhile. Cancelled, it is ended with the fleet.
         """
@@ -88,7 +88,7 @@ class Fleet:
                 await worker.__aexit__(None, None, None)
 
     async def bring_back(self, pool: list[Worker], number: int) -> Worker:
-        """A new worker, with a new engine that knows nothing, in the place of one that has ended.
+        """Return a new worker with a new, empty engine, in the place of one that has ended.
 
         Cancelled while it starts, there is none, and its place is one that has ended.
         """

@@ -25,7 +25,7 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.telemetry import merged, traced
 
 from .config import METRICS_PREFIX, GraphConfig
-from .config import Hosting as Hosting
+from .config import HostOptions as HostOptions
 from .fleet import Fleet
 from .routing import Routing, prefill_stage, routing_to
 
@@ -45,37 +45,38 @@ class OpenGraph:
 
     @property
     def workers(self) -> list[Worker]:
-        """Those that answer."""
+        """The workers that answer."""
         return self.fleet.workers
 
     @property
     def prefill_workers(self) -> list[Worker]:
-        """Those that prefill for them."""
+        """The workers that prefill for them."""
         return self.fleet.prefill_workers
 
     @property
     def failure(self) -> PenstockError | None:
-        """What ended its first engine, once none works any more."""
+        """The failure of the first engine, once all have failed; None before."""
         failures = [worker.failure for worker in self.workers if worker.failure is not None]
         return failures[0] if len(failures) == len(self.workers) else None
 
     def native_metrics(self) -> str:
-        """The engines' own metrics as Prometheus text, each family once whatever workers have it."""
+        """Return the engines' own metrics as Prometheus text, each family once."""
         return merged(worker.native_metrics() for worker in (*self.workers, *self.prefill_workers))
 
 
 @asynccontextmanager
 async def standard_graph(config: GraphConfig) -> AsyncIterator[StandardGraph]:
-    """The graph of a config with all it needs running; leaving the block drains and closes it."""
-    async with hosted_graph(config, Hosting()) as opened:
+    """Give the graph of a config with all it needs running; the end of the block drains and closes it."""
+    async with hosted_graph(config, HostOptions()) as opened:
         yield opened.graph
 
 
 @asynccontextmanager
-async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[OpenGraph]:
-    """The same with its workers. Raises what keeps one from starting, once those before it have ended.
+async def hosted_graph(config: GraphConfig, hosting: HostOptions) -> AsyncIterator[OpenGraph]:
+    """Give the same with its workers. Raise the failure of one that does not start, once those before it have ended.
 
-    Leaving takes nothing new, lets what runs finish in the time the runtime gives, then ends the workers, all at once.
+    The end of the block accepts no new requests, lets those that run finish in the time of the runtime, then ends all
+    workers at once.
     """
     model = config.load_model()
     rng = None if config.seed is None else Random(config.seed)
@@ -97,7 +98,7 @@ async def hosted_graph(config: GraphConfig, hosting: Hosting) -> AsyncIterator[O
 
 
 def wall_ms() -> int:
-    """Milliseconds since the epoch."""
+    """Return the milliseconds since the epoch."""
     return time_ns() // 1_000_000
 
 
@@ -105,10 +106,10 @@ def line(
     model: Model,
     routing: Routing,
     config: GraphConfig,
-    hosting: Hosting,
+    hosting: HostOptions,
     prefill: PrefillRouter | None = None,
 ) -> StandardGraph:
-    """The stages in order; with a tracer each of them that adds time has a span."""
+    """Return the stages in order; with a tracer each one that takes time has a span."""
     lenient = config.ignore_unsupported
     limits = config.request_limits
     preprocess = Preprocess(
@@ -130,16 +131,16 @@ def line(
 
 
 def token_line(
-    routing: Routing, config: GraphConfig, hosting: Hosting, prefill: PrefillRouter | None = None
+    routing: Routing, config: GraphConfig, hosting: HostOptions, prefill: PrefillRouter | None = None
 ) -> TokenGraph:
-    """The stages in order that requests in tokens go through."""
+    """Return the stages in order for requests in tokens."""
     routed = routing.router if prefill is None else prefill >> routing.router
     tokens = _migration(config, hosting) >> routed if config.migration_limit else routed
     return tokens if routing.rejection is None else routing.rejection >> tokens
 
 
-def _migration(config: GraphConfig, hosting: Hosting) -> Migration:
-    """As configured; it counts where something counts at all."""
+def _migration(config: GraphConfig, hosting: HostOptions) -> Migration:
+    """Return the stage as configured; it counts if there are metrics."""
     metrics = None
     if hosting.metrics is not None:
         metrics = MigrationMetrics(hosting.metrics.meter, prefix=METRICS_PREFIX.of(hosting.environment))

@@ -56,7 +56,7 @@ SESSION_TTL: Variable[float | None] = Variable(
 
 @frozen
 class KvPool:
-    """The workers a KV router selects from, and what they do; the PushRouter below it knows which are healthy."""
+    """The workers that a KV router selects from; the PushRouter below it knows which are healthy."""
 
     endpoint: EndpointId
     workers: Workers[Any, Any]
@@ -73,9 +73,9 @@ async def kv_stage(
     metrics: Metrics | None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[KvPushRouter]:
-    """The stage above the PushRouter of the pool, with a router as configured that follows the pool to the block's end.
+    """Give the stage above the PushRouter of the pool; its router follows the pool until the block ends.
 
-    Waits until as many workers are there as the configuration wants at the start. Raises Unavailable where no worker
+    Wait until as many workers are there as the configuration wants at the start. Raise Unavailable if no worker
     has published its card yet, InvalidArgument for a policy file that is wrong, and as KvRouter does.
     """
     settings, models = _settings(config, pool.worker_type), runtime.discovery.watch_models(pool.endpoint.path)
@@ -119,7 +119,7 @@ async def kv_stage(
 
 
 def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
-    """As configured; prefill workers have no blocks in use for long, and may be fewer."""
+    """Return the settings for a pool; prefill workers hold no blocks for long, and may be fewer."""
     settings = config.kv_router
     if worker_type != "prefill":
         return settings
@@ -130,7 +130,7 @@ def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
 
 
 def event_log(worker_id: int, dp_rank: int) -> EventLog:
-    """What a worker keeps of its events, for routers that missed some."""
+    """Return the log in which a worker keeps its events, for routers that missed some."""
     return EventLog(WorkerRank(worker_id, dp_rank))
 
 
@@ -142,7 +142,7 @@ def _profile(config: GraphConfig, model_name: str) -> PolicyProfile:
 
 
 async def _first_card(endpoint: EndpointId, runtime: Runtime) -> ModelDeploymentCard:
-    """That of the first worker: in what counts here, workers of one endpoint are alike."""
+    """Return the card of the first worker: workers of one endpoint are alike in what counts here."""
     models = await runtime.discovery.models(endpoint.path)
     if not models:
         raise Unavailable(f"no worker at {endpoint} has published its card")

@@ -1,4 +1,4 @@
-"""How requests of a standard graph find their worker, and when they are refused.
+"""The routers of a standard graph: which worker gets a request, and when requests are refused.
 
     environment, config ──► PushRouter ◄── busy? ── BusyWatch ◄── reports of the workers, their cards
                                 ├────────► KvPushRouter right above it, where the KV router chooses
@@ -70,15 +70,14 @@ SILENCE: Variable[float | None] = Variable(
     "Seconds without an item after which a worker's stream is given up; a request as a whole fails after twice that.",
     whole(1, 10**9, unit=1.0),
 )
-"""After so many seconds without an item a worker's stream is given up, before the whole request is after twice that."""
 _WAITS_FOR_BLOCKS_S = 2.0
-"""What decode workers have on top: who waits for a prefill is silent as long as that is. It must be known first that
-the prefill is to blame, and behind that comes `PrefillSettings.decode_patience_s`."""
+"""More time for decode workers, which are silent while a prefill runs: the prefill must time out first, and then
+`PrefillSettings.decode_patience_s` passes."""
 
 
 @frozen
 class Routing:
-    """A pool of workers, the stages to them that end a graph, and what stands at its top where thresholds are set.
+    """A pool of workers, the stages to them that end a graph, and the stage at its top if thresholds are set.
 
     `push` is the last of those stages, `stage` the one above it that chooses workers with the router `kv`.
     """
@@ -92,7 +91,7 @@ class Routing:
 
     @property
     def kv_router(self) -> KvRouter | None:
-        """What chooses the workers with the router `kv`."""
+        """The router that selects workers with the router `kv`."""
         return None if self.stage is None else self.stage.router
 
 
@@ -106,11 +105,10 @@ async def routing_to(
     worker_type: WorkerType = "aggregated",
     tracer: Tracer | None = None,
 ) -> AsyncIterator[Routing]:
-    """The routing to the workers at an endpoint of the runtime; what it listens to ends with the block.
+    """Give the routing to the workers at an endpoint of the runtime; its subscriptions end with the block.
 
-    `metrics` are those whose meter the KV router counts with, `tracer` makes its spans, `worker_type` is what the
-    workers do. Raises as `kv_stage`,
-    for that router, which wants a worker to be there.
+    The KV router counts with the meter of `metrics` and makes spans with `tracer`; `worker_type` is the role of the
+    workers. Raise as `kv_stage` with that router, which needs a worker at the start.
     """
     with (
         closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
@@ -134,9 +132,9 @@ def _pushing(
     workers: Workers[Any, Any],
     worker_type: WorkerType,
 ) -> Iterator[tuple[PushRouter[Any, Any], BusyWatch | None]]:
-    """The router that sends, and who watches for busy workers, if a threshold says what that is.
+    """Give the router that sends, and the watch for busy workers if a threshold is set.
 
-    Without one nobody listens to reports: no mode of routing goes by them.
+    Without a threshold there is no subscription to load reports: no mode of routing uses them.
     """
     thresholds = busy_thresholds(environment).updated(config.busy)
     if thresholds == BusyThresholds():
@@ -159,7 +157,7 @@ def router_of(
     worker_type: WorkerType = "aggregated",
     **judging: Any,
 ) -> PushRouter[Any, Any]:
-    """The router as configured; `judging` are the arguments of PushRouter that tell who is busy."""
+    """Return the router as configured; `judging` are the arguments of PushRouter about busy workers."""
     silence_timeout_s = SILENCE.of(environment)
     if silence_timeout_s is not None and worker_type == "decode":
         silence_timeout_s += _WAITS_FOR_BLOCKS_S
@@ -183,9 +181,9 @@ async def prefill_stage(
     metrics: Metrics | None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[PrefillRouter]:
-    """The stage above the decode router, once all prefill workers are known; both pools are routed alike.
+    """Give the stage above the decode router once all prefill workers are known; both pools have the same router.
 
-    Its end waits for prefills under way. Raises as `routing_to`.
+    The end of the block waits for prefills under way. Raise as `routing_to`.
     """
     endpoint = prefill_endpoint(decode.endpoint)
     async with routing_to(endpoint, config, environment, runtime, metrics, "prefill", tracer) as prefill:
@@ -205,7 +203,7 @@ async def prefill_stage(
 
 
 def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
-    """The prefill workers behind their router, whose stages are traced with a tracer."""
+    """Return the prefill workers behind their router; with a tracer its stages have spans."""
     if prefill.stage is None:
         return PushPrefill(prefill.push, None if tracer is None else TracedEngine(prefill.push, tracer))
     graph = prefill.router if tracer is None else traced(link(prefill.router), tracer=tracer)
@@ -213,12 +211,12 @@ def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
 
 
 def prefill_endpoint(endpoint: EndpointId) -> EndpointId:
-    """Where the prefill workers are that belong to the workers at an endpoint."""
+    """Return the endpoint of the prefill workers of the workers at an endpoint."""
     return evolve(endpoint, component=DisaggregationMode.PREFILL.component)
 
 
 def _conditional(decode: Routing, config: GraphConfig) -> ConditionalDisaggregation | None:
-    """What decides which prompts are not worth a prefill; only the router `kv` knows what is cached."""
+    """Return the rule for prompts that are not worth a prefill; only the router `kv` knows what is cached."""
     if (router := decode.kv_router) is None or not config.kv_router.conditional_disagg_enabled:
         return None
     return ConditionalDisaggregation(config.kv_router, router, lambda: router.pool.current().configs)

@@ -1,7 +1,7 @@
 """The settings of the KV router, from the environment, a file over it, and an option over both.
 
 temperature 0.5 in DYN_ROUTER_TEMPERATURE ──┐
-router_temperature = 0.2 in the file      ──┴► 0.2; what neither says has its default
+router_temperature = 0.2 in the file      ──┴► 0.2; other settings have their defaults
 
 The file that `router_policy_config` names: who waits for a worker, in which classes and in which order.
 
@@ -56,10 +56,10 @@ POLICY_FIELD = "router_policy_config"
 
 
 def policy_document(path: str | Path) -> PolicyDocument:
-    """All profiles of a file.
+    """Return all profiles of a file.
 
-    Raises InvalidArgument, with `router_policy_config` as the field and the path, the place and what is wrong there in
-    its text, for a file that cannot be read, is malformed, or says something that cannot be.
+    Raise InvalidArgument, with `router_policy_config` as the field and the path, the place and what is wrong there in
+    its text, for a file that cannot be read, is malformed, or has values that cannot be.
     """
     file = Path(path)
     plain = read_toml(file, POLICY_FIELD) if file.suffix.lower() == ".toml" else read_yaml(file, POLICY_FIELD)
@@ -71,9 +71,9 @@ def policy_document(path: str | Path) -> PolicyDocument:
 
 
 def policy_profile(path: str | Path, model_name: str | None, config: KvRouterConfig | None = None) -> PolicyProfile:
-    """The profile for a model: its own in the file, else the file's for all, else what the plain settings say.
+    """Return the profile for a model: its own in the file, else the file's for all, else that of the plain settings.
 
-    They are never merged. Raises as `policy_document`.
+    They are never merged. Raise as `policy_document`.
     """
     otherwise = PolicyProfile.from_config(KvRouterConfig() if config is None else config)
     return policy_document(path).profile_for(model_name, otherwise)

@@ -13,7 +13,7 @@ from typing import Any
 
 import anyio
 
-from ..deployment import GraphConfig, Hosting, hosted_graph
+from ..deployment import GraphConfig, HostOptions, hosted_graph
 from .driver import LoadDriver, TokenGraph, recorded_outputs
 from .faults import Fault, RollingRestart, plan_faults
 from .observe import FleetRecorder, WorkerNumber
@@ -86,7 +86,7 @@ async def run_config(
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
     schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
-    async with hosted_graph(config, Hosting(environment or {}, recorded=recorded_outputs(trace))) as opened:
+    async with hosted_graph(config, HostOptions(environment or {}, recorded=recorded_outputs(trace))) as opened:
         fleet = FleetRecorder(opened.fleet, samples)
         driver = LoadDriver(opened.tokens, schedule, samples, number_of=fleet.number_of, on_progress=on_progress)
         is_interrupted = await _run_driver(driver, stop_when, partial(fleet.run_script, script, driver.now_ms))

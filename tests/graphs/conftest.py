@@ -21,7 +21,7 @@ from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from serving.deployment import (
     GraphConfig,
-    Hosting,
+    HostOptions,
     StandardGraph,
     event_log,
     line,
@@ -141,7 +141,7 @@ class Fleet:
 
     runtime: Runtime
     config: GraphConfig
-    hosting: Hosting
+    hosting: HostOptions
     tasks: TaskGroup
     rng: Random
     args: MockEngineArgs
@@ -217,7 +217,7 @@ async def open_fleet(
     config = GraphConfig(
         engine="mocker", workers=workers, prefill_workers=prefill_workers, seed=seed, **wanted | fields
     )
-    hosting = Hosting(ENVIRONMENT if environment is None else environment)
+    hosting = HostOptions(ENVIRONMENT if environment is None else environment)
     rng = Random(seed)
     async with Runtime.in_process(rng=rng) as runtime, anyio.create_task_group() as tasks:
         fleet = Fleet(runtime, config, hosting, tasks, rng, args, stops_prefills=stops_prefills)

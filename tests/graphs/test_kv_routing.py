@@ -14,7 +14,7 @@ from operators import ROUTER_DECISION
 from operators.kv import KvRouterConfig
 from pipeline import Context
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
-from serving.deployment import GraphConfig, Hosting, StandardGraph, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, StandardGraph, hosted_graph
 from serving.http import Telemetry
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +53,7 @@ async def ask(
 
 @pytest.mark.parametrize("use_kv_events", [True, False], ids=["by events", "approximate"])
 async def test_the_turns_of_a_conversation_go_to_the_worker_that_has_the_one_before(use_kv_events: bool) -> None:
-    async with hosted_graph(config(kv_router=KvRouterConfig(use_kv_events=use_kv_events)), Hosting()) as opened:
+    async with hosted_graph(config(kv_router=KvRouterConfig(use_kv_events=use_kv_events)), HostOptions()) as opened:
         first = await ask(opened.graph, said("hi"))
         others = [await ask(opened.graph, [ChatMessage(role="user", content=f"{n}" * 1000)]) for n in range(4)]
         second = await ask(opened.graph, said("hi", "hello", "and now?"))
@@ -64,7 +64,7 @@ async def test_the_turns_of_a_conversation_go_to_the_worker_that_has_the_one_bef
 
 async def test_without_events_what_was_sent_is_forgotten_after_its_time() -> None:
     settings = KvRouterConfig(use_kv_events=False, router_ttl_secs=60.0)
-    async with hosted_graph(config(kv_router=settings), Hosting()) as opened:
+    async with hosted_graph(config(kv_router=settings), HostOptions()) as opened:
         await ask(opened.graph, said("hi"))
         await anyio.sleep(50)
         assert (await ask(opened.graph, said("hi")))["overlap_blocks"] > 0
@@ -74,7 +74,7 @@ async def test_without_events_what_was_sent_is_forgotten_after_its_time() -> Non
 
 async def test_a_session_stays_with_its_worker_whatever_it_says() -> None:
     environment = {"DYN_ROUTER_SESSION_AFFINITY_TTL_SECS": "600"}
-    async with hosted_graph(config(), Hosting(environment)) as opened:
+    async with hosted_graph(config(), HostOptions(environment)) as opened:
         session = {"x-dynamo-session-id": "one"}
         asked = [await ask(opened.graph, [ChatMessage(role="user", content=f"{n}" * 999)], session) for n in range(6)]
         assert len({one["worker_id"] for one in asked}) == 1
@@ -84,7 +84,7 @@ async def test_a_session_stays_with_its_worker_whatever_it_says() -> None:
 
 async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_does_not() -> None:
     telemetry = Telemetry()
-    async with hosted_graph(config(), Hosting(metrics=telemetry.component_metrics)) as opened:
+    async with hosted_graph(config(), HostOptions(metrics=telemetry.component_metrics)) as opened:
         gauge = 'worker_active_decode_blocks{{dp_rank="0",worker_id="{:x}"'
         workers = [gauge.format(worker.worker_id) for worker in opened.workers]
         before = telemetry.text().decode()
@@ -104,7 +104,7 @@ async def test_what_is_cached_where_it_decodes_passes_the_prefill_workers_by_if_
     enabled: bool,
 ) -> None:
     settings = KvRouterConfig(conditional_disagg_enabled=enabled, use_kv_events=False)
-    async with hosted_graph(config(prefill_workers=1, kv_router=settings), Hosting()) as opened:
+    async with hosted_graph(config(prefill_workers=1, kv_router=settings), HostOptions()) as opened:
         passed_by = []
         for _ in range(2):
             request = ChatCompletionRequest(model="echo", messages=said("hi"), max_tokens=4)
@@ -116,7 +116,7 @@ async def test_what_is_cached_where_it_decodes_passes_the_prefill_workers_by_if_
 
 
 async def test_a_worker_that_is_gone_is_not_chosen_for_what_it_had() -> None:
-    async with hosted_graph(config(), Hosting()) as opened:
+    async with hosted_graph(config(), HostOptions()) as opened:
         first = await ask(opened.graph, said("hi"))
         (holder,) = [worker for worker in opened.workers if worker.worker_id == first["worker_id"]]
         assert holder.served is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 
 pytestmark = pytest.mark.anyio
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 async def test_workers_of_one_engine_share_the_families_of_its_metrics() -> None:
     """A reader refuses a scrape in which a family comes twice."""
     config = GraphConfig(engine="mocker", engine_args={"dp_size": "2"}, workers=3)
-    async with hosted_graph(config, Hosting()) as opened:
+    async with hosted_graph(config, HostOptions()) as opened:
         text = opened.native_metrics()
         ids = {f"{worker.worker_id:x}" for worker in opened.workers}
     about = [line for line in text.split("\n") if line.startswith("#")]

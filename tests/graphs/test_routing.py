@@ -23,7 +23,7 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
-from serving.deployment import GraphConfig, Hosting, OpenGraph, RouterName, hosted_graph, router_of, routing_to
+from serving.deployment import GraphConfig, HostOptions, OpenGraph, RouterName, hosted_graph, router_of, routing_to
 
 pytestmark = pytest.mark.anyio
 
@@ -98,7 +98,7 @@ def open_pool(monkeypatch: pytest.MonkeyPatch) -> Open:
         router: RouterName, workers: int = 3, environment: Mapping[str, str] | None = None
     ) -> AsyncIterator[Pool]:
         config = GraphConfig(engine="mock_members:join", workers=workers, router=router, seed=SEED, migration_limit=0)
-        async with hosted_graph(config, Hosting(environment or {})) as opened:
+        async with hosted_graph(config, HostOptions(environment or {})) as opened:
             yield Pool(opened, asked)
 
     return opening

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline import Disconnected
 from pipeline.errors import ExceededLimit
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import Problem, Telemetry, app
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "penstock.json"
@@ -125,7 +125,7 @@ def page() -> str:
     async def traffic() -> str:
         telemetry = Telemetry()
         config = GraphConfig(engine="mocker", model_name="m", workers=2, prefill_workers=1, router="kv", seed=1)
-        async with hosted_graph(config, Hosting(metrics=telemetry.component_metrics)) as opened:
+        async with hosted_graph(config, HostOptions(metrics=telemetry.component_metrics)) as opened:
             for worker in opened.workers:
                 assert worker.card is not None
                 worker.card.runtime_config.context_length = 4096  # as the engine of a real model says

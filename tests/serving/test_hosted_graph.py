@@ -15,7 +15,7 @@ from pipeline import Context, Disconnected, PenstockError, Unavailable
 from pipeline.errors import BackendUnknown
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import OpenStreams
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 
 pytestmark = pytest.mark.anyio
 
@@ -107,14 +107,14 @@ WHOLE = ["start", "drain", "cleanup"]
 
 def test_the_times_are_the_environments_without_a_grace_period() -> None:
     environment = {"DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT": "7", "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "3"}
-    assert Hosting(environment).times == ShutdownTimes(grace_s=0, timeout_s=7)
-    assert Hosting().times == ShutdownTimes(grace_s=0)
-    assert Hosting(environment, times=TIMES).times is TIMES
+    assert HostOptions(environment).times == ShutdownTimes(grace_s=0, timeout_s=7)
+    assert HostOptions().times == ShutdownTimes(grace_s=0)
+    assert HostOptions(environment, times=TIMES).times is TIMES
 
 
 async def test_many_workers_cost_one_grace_period_and_one_drain(team: Team) -> None:
     team.drain_s = 3
-    async with hosted_graph(team.config(4), Hosting(times=TIMES)) as opened:
+    async with hosted_graph(team.config(4), HostOptions(times=TIMES)) as opened:
         began_s = anyio.current_time()
     assert anyio.current_time() - began_s == pytest.approx(2 + 3)
     assert team.calls == [WHOLE] * 4
@@ -126,7 +126,7 @@ async def test_leaving_lets_streams_finish_in_the_runtimes_time_and_takes_nothin
 ) -> None:
     """Five seconds from here; only then the others are cut."""
     async with anyio.create_task_group() as tasks:
-        async with hosted_graph(team.config(2), Hosting()) as opened:
+        async with hosted_graph(team.config(2), HostOptions()) as opened:
             for text in ("ab", "abcde", "abcdefgh"):
                 tasks.start_soon(ask, opened.graph, text)
             await anyio.sleep(0.5)
@@ -146,7 +146,7 @@ async def test_a_worker_that_cannot_start_ends_those_before_it_and_is_raised_as_
     team.fails_at_start = {2: BackendUnknown("no such device")}
     health = SystemHealth()
     with pytest.raises(BackendUnknown, match="no such device"):
-        async with hosted_graph(team.config(4), Hosting(health=health, times=TIMES)):
+        async with hosted_graph(team.config(4), HostOptions(health=health, times=TIMES)):
             raise AssertionError("entered")
     assert team.calls == [WHOLE, WHOLE, ["start", "cleanup"], []]
     assert anyio.current_time() == pytest.approx(0), "nobody has seen them"
@@ -156,7 +156,7 @@ async def test_a_worker_that_cannot_start_ends_those_before_it_and_is_raised_as_
 async def test_a_worker_that_breaks_while_others_start_is_raised(team: Team) -> None:
     team.start_s, team.fails_after_s = 3, {0: 1.0}
     with anyio.fail_after(99), pytest.raises(BackendUnknown, match="number 0 broke"):
-        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+        async with hosted_graph(team.config(3), HostOptions(times=TIMES)):
             raise AssertionError("entered")
     assert team.calls == [WHOLE] * 3
 
@@ -164,7 +164,7 @@ async def test_a_worker_that_breaks_while_others_start_is_raised(team: Team) -> 
 async def test_a_start_that_is_cancelled_ends_all(team: Team) -> None:
     team.start_s = 3
     with anyio.move_on_after(4):
-        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+        async with hosted_graph(team.config(3), HostOptions(times=TIMES)):
             raise AssertionError("entered")
     assert team.calls == [WHOLE, ["start", "cleanup"], []]
     assert anyio.current_time() == pytest.approx(4)
@@ -173,11 +173,11 @@ async def test_a_start_that_is_cancelled_ends_all(team: Team) -> None:
 async def test_a_block_that_fails_or_is_cancelled_ends_all_at_once_without_grace(team: Team) -> None:
     team.drain_s = 1
     with pytest.raises(LookupError, match="mine"):
-        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+        async with hosted_graph(team.config(3), HostOptions(times=TIMES)):
             raise LookupError("mine")
     assert anyio.current_time() == pytest.approx(1)
     with anyio.move_on_after(1):
-        async with hosted_graph(team.config(3), Hosting(times=TIMES)):
+        async with hosted_graph(team.config(3), HostOptions(times=TIMES)):
             await anyio.sleep_forever()
     assert anyio.current_time() == pytest.approx(1 + 1 + 1)
     assert team.calls == [WHOLE] * 6
@@ -187,7 +187,7 @@ async def test_an_error_that_is_being_handled_around_it_is_not_its_own(team: Tea
     try:
         raise LookupError
     except LookupError:
-        async with hosted_graph(team.config(1), Hosting(times=TIMES)):
+        async with hosted_graph(team.config(1), HostOptions(times=TIMES)):
             pass
     assert anyio.current_time() == pytest.approx(2), "an orderly end with its grace period"
 
@@ -196,7 +196,7 @@ async def test_a_worker_that_breaks_leaves_the_others_and_the_last_one_says_why(
     team: Team, ask: Ask, heard: dict[str, Any]
 ) -> None:
     team.fails_after_s = {0: 2.5, 1: 6.0}
-    async with hosted_graph(team.config(2), Hosting()) as opened, anyio.create_task_group() as tasks:
+    async with hosted_graph(team.config(2), HostOptions()) as opened, anyio.create_task_group() as tasks:
         for text in ("abcde", "ABCDE"):
             tasks.start_soon(ask, opened.graph, text)
         await anyio.sleep(5.5)

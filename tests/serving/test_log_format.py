@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline.protocols import FinishReason
 from pipeline.testing import ScriptedEngine, Wait
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import HttpOptions, app
 from serving.log_format import FIELDS, JsonLines, RequestFields, TextLines, current_fields, with_fields
 from serving.terminal import log_to_stderr
@@ -211,7 +211,7 @@ async def test_without_the_option_nothing_is_written(lines: Lines) -> None:
 
 @pytest.mark.anyio
 async def test_the_access_log_names_the_worker(lines: Lines) -> None:
-    async with hosted_graph(GraphConfig(workers=2, model_name="m"), Hosting()) as opened:
+    async with hosted_graph(GraphConfig(workers=2, model_name="m"), HostOptions()) as opened:
         await chat(app(opened.graph, options=ACCESS)).run()
         assert lines()[0]["worker"] in [f"{worker.worker_id:x}" for worker in opened.workers]
 

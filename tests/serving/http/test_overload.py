@@ -13,7 +13,7 @@ from operators import AllBusy, AllCoolingDown, BusyThresholds
 from pipeline import Annotated, PenstockError, ResourceExhausted
 from pipeline.testing import OpenStreams, ScriptedEngine
 from pipeline.wire import error_from_plain, error_to_plain
-from serving.deployment import GraphConfig, Hosting, OpenGraph, busy_thresholds, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, OpenGraph, busy_thresholds, hosted_graph
 from serving.http import HttpOptions, app
 from tests.serving.worlds import chat
 
@@ -27,7 +27,7 @@ QUARTER = {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.25"}
 async def serving(environment: Mapping[str, str], **fields: Any) -> AsyncIterator[tuple[OpenGraph, Any]]:
     """A graph over two mock workers with 40 blocks of 4 tokens each, and its app."""
     config = GraphConfig(engine="mocker", engine_args=CACHE, workers=2, model_name="m", **fields)
-    async with hosted_graph(config, Hosting(environment)) as opened:
+    async with hosted_graph(config, HostOptions(environment)) as opened:
         yield opened, app(opened.graph, options=HttpOptions.from_environment(environment))
 
 

@@ -13,7 +13,7 @@ from attrs import evolve
 from operators.kv import KvRouterConfig
 from pipeline import Annotated, Disconnected
 from pipeline.testing import ScriptedEngine
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import HttpOptions, Telemetry, app
 from tests.serving.worlds import chat, complete, last
 
@@ -28,7 +28,7 @@ KV = evolve(CONFIG, router="kv", kv_router=KvRouterConfig(use_kv_events=False))
 
 @asynccontextmanager
 async def serving(config: GraphConfig, **options: Any) -> AsyncIterator[Any]:
-    async with hosted_graph(config, Hosting()) as opened:
+    async with hosted_graph(config, HostOptions()) as opened:
         yield app(opened.graph, options=HttpOptions(**options)), opened
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline import InvalidArgument
 from pipeline.errors import Disconnected, InvalidMessage, StatusError, Unavailable
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
 from serving.live import Address, LiveServer, find_server, live_graph
 from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
@@ -41,7 +41,7 @@ async def test_a_server_and_the_graph_it_serves_count_the_same(
 ) -> None:
     """Tokens, what was cached, and which worker had how much, over the whole way through HTTP."""
     trace, config = load(8, **more), GraphConfig(engine="mocker", workers=2, router=router, seed=7)
-    async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
+    async with hosted_graph(config, HostOptions()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "penstock"}
         live = await run(live_graph(URL, transport=server.transport), trace, per_request=True)
     through = await run_config(config, trace, per_request=True)
@@ -58,7 +58,7 @@ async def test_a_server_and_the_graph_it_serves_count_the_same(
 
 async def test_a_prefill_worker_named_in_an_answer_has_its_prompt(serving: Any, mount: Any) -> None:
     config = GraphConfig(engine="mocker", workers=2, prefill_workers=1, seed=7)
-    async with hosted_graph(config, Hosting()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
+    async with hosted_graph(config, HostOptions()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "nvidia"}
         report = await run(live_graph(URL, transport=server.transport), load(6))
     assert [(one.role, one.requests, one.input_tokens) for one in report.workers] == [

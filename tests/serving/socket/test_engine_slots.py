@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
 from tests.serving.socket.worlds import serve
 
@@ -26,7 +26,7 @@ def chat(**fields: Any) -> bytes:
 async def test_the_only_place_of_an_engine_is_free_again_when_its_reader_stopped() -> None:
     """It was held for ever."""
     arguments = {"speedup_ratio": "1000", "max_num_seqs": "1", "num_gpu_blocks": "100000"}
-    async with hosted_graph(GraphConfig(engine="mocker", engine_args=arguments), Hosting({})) as opened:
+    async with hosted_graph(GraphConfig(engine="mocker", engine_args=arguments), HostOptions({})) as opened:
         graph = opened.graph
         async with serve(app({"m": graph}), write_timeout_s=0.4) as served:
             with socket.socket() as stopped:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.deployment import GraphConfig, Hosting, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import HttpOptions, app
 from tests.serving.tracing.worlds import Recorded, Served, Serving
 
@@ -36,7 +36,7 @@ def serving(recorded: Recorded) -> Serving:
     @asynccontextmanager
     async def serve(options: HttpOptions | None = None, **fields: Any) -> AsyncIterator[Served]:
         config = GraphConfig(model_name="m", **{"seed": 1, **fields})
-        async with hosted_graph(config, Hosting(tracer=recorded.tracer)) as opened:
+        async with hosted_graph(config, HostOptions(tracer=recorded.tracer)) as opened:
             yield Served(app({"m": opened.graph}, tracer=recorded.tracer, options=options), opened)
 
     return serve

@@ -77,9 +77,9 @@ async def test_a_callers_decision_not_to_sample_is_respected(serving: Serving, r
 
 
 async def test_without_a_tracer_there_is_no_span_and_no_wrapper(recorded: Recorded) -> None:
-    from serving.deployment import GraphConfig, Hosting, hosted_graph
+    from serving.deployment import GraphConfig, HostOptions, hosted_graph
 
-    async with hosted_graph(GraphConfig(model_name="m"), Hosting()) as opened:
+    async with hosted_graph(GraphConfig(model_name="m"), HostOptions()) as opened:
         plain = app({"m": opened.graph})
         await chat(plain).run()
         assert [type(stage).__name__ for stage in opened.graph.stages] == [
