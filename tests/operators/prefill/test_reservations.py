@@ -34,8 +34,9 @@ async def test_a_kv_router_decides_once_for_each_prefill(
             steps: list[str] = []
             router = it.pool.router
             for part, step in ((router.selector, "select"), (router.loads, "enter")):
+                original = getattr(part, step)
 
-                def counted(*args: Any, of: Any = getattr(part, step), step: str = step, steps: Any = steps) -> Any:
+                def counted(*args: Any, of: Any = original, step: str = step, steps: Any = steps) -> Any:
                     steps.append(step)
                     return of(*args)
 
