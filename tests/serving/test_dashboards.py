@@ -18,6 +18,7 @@ from pipeline import Disconnected
 from pipeline.errors import ExceededLimit
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import Problem, Telemetry, app
+from tests.serving.worlds import Exchange, chat
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "penstock.json"
 Exposed = dict[str, set[str]]
@@ -114,13 +115,6 @@ def read(text: str) -> Exposed:
 @pytest.fixture(scope="module")
 def page() -> str:
     """The metrics of a server after traffic of every kind: whole, streamed, refused, given up, migrated, prefilled."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("exchanges", Path(__file__).with_name("conftest.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    exchanges = module_from_spec(spec)
-    spec.loader.exec_module(exchanges)
 
     async def traffic() -> str:
         telemetry = Telemetry()
@@ -128,26 +122,26 @@ def page() -> str:
         async with hosted_graph(config, HostOptions(metrics=telemetry.component_metrics)) as opened:
             for worker in opened.workers:
                 assert worker.card is not None
-                worker.card.runtime_config.context_length = 4096  # as the engine of a real model says
+                worker.card.runtime_config.context_length = 4096  # as the engine of a real model publishes
             telemetry.models.add(lambda: [worker.card for worker in opened.workers], config.migration_limit)
             telemetry.count_connections(lambda: 1)
             service = app(opened.graph, telemetry=telemetry)
 
-            def chat(**fields: Any) -> Any:
-                body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi " * 99}]} | fields
-                headers = {"content-type": "application/json"}
-                return exchanges.Exchange(service, "/v1/chat/completions", json.dumps(body).encode(), headers=headers)
+            def send(**fields: Any) -> Exchange:
+                usual = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi " * 99}]}
+                fields = usual | fields
+                return chat(service, **fields)
 
             for fields in ({}, {"stream": True}, {"model": "x"}, {"max_tokens": 0}):
-                await chat(**fields).run()
-            leaving = chat(stream=True, max_tokens=9999)
+                await send(**fields).run()
+            leaving = send(stream=True, max_tokens=9999)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(leaving.run)
                 await leaving.until(lambda seen: seen.writes)
                 leaving.leave()
             for worker in opened.workers:
                 worker.engine.generate = failing  # type: ignore[method-assign, assignment]
-            await chat().run()
+            await send().run()
             exceeded = ExceededLimit("max_tools", 2, 1)
             telemetry.refusals.report(Problem(400, "m", "validation", exceeded=exceeded))
             return telemetry.text().decode()
