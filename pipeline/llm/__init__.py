@@ -3,14 +3,12 @@
 from .block_hash import SEED, block_hash_array, block_hashes, hash_seed, sequence_hashes
 from .model_folder import (
     architectural_context_length,
-    card_checksum,
     card_from_folder,
     checked_file,
-    file_checksum,
     read_object,
     wrong_file,
 )
-from .tracking import TRACKER, metrics_item, metrics_of, track_request, tracker_of
+from .tracking import TRACKER, track_request, tracker_of
 
 __all__ = [
     "SEED",
@@ -18,13 +16,9 @@ __all__ = [
     "architectural_context_length",
     "block_hash_array",
     "block_hashes",
-    "card_checksum",
     "card_from_folder",
     "checked_file",
-    "file_checksum",
     "hash_seed",
-    "metrics_item",
-    "metrics_of",
     "read_object",
     "sequence_hashes",
     "track_request",

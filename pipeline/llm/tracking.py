@@ -1,9 +1,10 @@
-"""A RequestTracker on the running event loop's clock, and where a request has it.
+"""Attach a RequestTracker on the running event loop's clock to a request.
 
-The tracker itself is data and knows no event loop; what waits in its phase barrier is an anyio semaphore, which any
-task may release (a lock only its owner), because the permit is handed to the task that prefills.
+The tracker itself is data and knows no event loop. Its phase barrier is an anyio semaphore, which any task may release
+(a lock only its owner), because the permit passes to the task that prefills.
 
-Metrics records as items of a stream: one event with the record as its one comment.
+`metrics_item` and `metrics_of`, which no program uses yet, carry metrics records as items of a stream: one event with
+the record as its one comment.
 
 Source: dynamo lib/llm/src/preprocessor.rs, LLMMetricAnnotation::{from_annotation, to_annotation}.
 """

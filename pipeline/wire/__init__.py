@@ -11,25 +11,17 @@ from .codec import (
     to_msgpack,
     to_plain,
 )
-from .errors import LINKS_MAX, error_from_plain, error_to_plain
-from .frames import Frame, FrameDecoder, decode_frame, encode_frame
-from .json_pieces import decode_in_pieces
+from .errors import error_from_plain, error_to_plain
 from .json_size import WINDOW, JsonSize
-from .sse import DONE, SSEDecoder, SSEMessage, encode, to_annotated
+from .sse import DONE, SSEDecoder, SSEMessage, encode
 
 __all__ = [
     "DONE",
-    "LINKS_MAX",
     "WINDOW",
-    "Frame",
-    "FrameDecoder",
     "JsonSize",
     "SSEDecoder",
     "SSEMessage",
-    "decode_frame",
-    "decode_in_pieces",
     "encode",
-    "encode_frame",
     "error_from_plain",
     "error_to_plain",
     "from_json",
@@ -38,7 +30,6 @@ __all__ = [
     "is_json_object",
     "plain_from_json",
     "plain_from_long_json",
-    "to_annotated",
     "to_json",
     "to_msgpack",
     "to_plain",

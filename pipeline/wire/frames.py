@@ -1,10 +1,12 @@
-"""Two-part frames: a header and a body with their lengths and a checksum in front.
+"""Two-part frames of a network transport: a header and a body after their lengths and a checksum.
+
+No program uses them yet: the embedded runtime passes requests without bytes.
 
 A frame is 24 bytes of three big-endian u64 (header length, body length, checksum), the header, the body. The checksum
 is XXH3-64 of header and body together, 0 for none.
 
-Source: dynamo lib/runtime/src/pipeline/network/codec/two_part.rs. Other than there, a checksum that is given is always
-verified, and the length a peer announces is refused before anything of it is stored.
+Source: dynamo lib/runtime/src/pipeline/network/codec/two_part.rs. Other than there, a checksum is always verified
+if present, and a length above the limit is refused before any of its bytes are stored.
 """
 
 from __future__ import annotations

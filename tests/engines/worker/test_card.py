@@ -11,7 +11,7 @@ import pytest
 from engines import DisaggregationMode, EngineConfig, WorkerConfig
 from engines.worker import card_of
 from pipeline import InvalidArgument
-from pipeline.llm import card_checksum, file_checksum
+from pipeline.llm.model_folder import card_checksum, file_checksum
 from pipeline.protocols.card import (
     DisaggregatedEndpoint,
     ModelDeploymentCard,

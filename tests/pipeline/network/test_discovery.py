@@ -11,8 +11,9 @@ import pytest
 from attrs import evolve
 
 from pipeline import InvalidArgument, Unavailable
-from pipeline.network import Added, Discovery, EndpointId, Instance, Model, Put, Removed, TaintsUpdated, Written
+from pipeline.network import Added, EndpointId, Instance, Model, Put, Removed, TaintsUpdated
 from pipeline.network import discovery as discovery_module
+from pipeline.network.discovery import Discovery, Written
 from pipeline.network.inprocess import InProcessStore
 from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler

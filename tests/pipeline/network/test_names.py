@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
-from pipeline.network import EndpointId, Instance, detect_device_type
-from pipeline.network.names import matches_prefix
+from pipeline.network import EndpointId, Instance
+from pipeline.network.names import detect_device_type, matches_prefix
 from pipeline.wire import from_json, to_json
 
 NAMES = st.from_regex(r"[a-z0-9_-]+", fullmatch=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import Annotated
 from pipeline.errors import InvalidArgument
-from pipeline.llm import metrics_item, metrics_of
+from pipeline.llm.tracking import metrics_item, metrics_of
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, TopLogprob
 from pipeline.protocols.field_rules import InvalidRecord
 from pipeline.protocols.timing import LLMMetricAnnotation

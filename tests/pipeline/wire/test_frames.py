@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ChecksumMismatch, InvalidMessage, MessageTooLarge
-from pipeline.wire import Frame, FrameDecoder, decode_frame, encode_frame
+from pipeline.wire.frames import Frame, FrameDecoder, decode_frame, encode_frame
 
 BYTES = st.binary(max_size=64)
 

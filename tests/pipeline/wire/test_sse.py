@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pipeline import Annotated
 from pipeline.errors import InvalidArgument, PenstockError, ResourceExhausted, Unknown, match_chain
 from pipeline.protocols import LLMEngineOutput, StopConditions
-from pipeline.wire import DONE, SSEDecoder, SSEMessage, encode, to_annotated
+from pipeline.wire import DONE, SSEDecoder, SSEMessage, encode
+from pipeline.wire.sse import to_annotated
 
 DATA = StopConditions(max_tokens=1)
 LINES = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=6).map(str.strip)

@@ -10,7 +10,8 @@ import pytest
 from attrs import evolve
 
 from pipeline.errors import InvalidArgument
-from pipeline.llm import architectural_context_length, card_checksum, card_from_folder, checked_file, file_checksum
+from pipeline.llm import architectural_context_length, card_from_folder, checked_file
+from pipeline.llm.model_folder import card_checksum, file_checksum
 from pipeline.protocols.card import (
     CheckedFile,
     LoraInfo,
