@@ -3,10 +3,10 @@
     request ──► role's checks ──► span ──► engine.generate
     items   ◄── first token, contract, errors ◄── chunks          stop, kill ──► abort
 
-Source: dynamo lib/backend-common/src/adapter.rs and engine.rs. Other than there the contract is held in production too:
-what breaks it becomes a typed error.
+Source: dynamo lib/backend-common/src/adapter.rs and engine.rs. Other than there the contract is enforced in
+production too: a breach becomes a typed error.
 
-AbortWatch: calls `abort` at most once, when a request is stopped or killed and its engine may be told.
+AbortWatch: calls `abort` at most once, when a request is stopped or killed and its engine may be notified.
 
 | role                 | what happens                        | abort                             |
 |----------------------|-------------------------------------|-----------------------------------|
@@ -21,9 +21,8 @@ Source: dynamo lib/backend-common/src/adapter.rs, the cancellation monitor. Othe
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from inspect import isasyncgen, isawaitable, iscoroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from inspect import isasyncgen, isawaitable
 from typing import Any, cast
 
 from attrs import evolve
@@ -31,13 +30,13 @@ from attrs import evolve
 from pipeline import (
     Annotated,
     AsyncEngine,
-    Cancelled,
     Context,
     ContractViolation,
     Control,
     PenstockError,
     ReleaseOnce,
     ResponseStream,
+    unless_killed,
     until_killed,
 )
 from pipeline.foreign import raise_if_ours
@@ -93,12 +92,12 @@ Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], object]
 class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
     """Serves requests with a started engine, which it neither starts nor cleans up.
 
-    A chunk becomes a data item, what the engine raises an error item that ends the stream; what it raises before there
-    are chunks goes to the caller. On the first chunk with tokens the first token is signalled and the chunk is stamped
-    with the span. Nothing is read after the terminal chunk. After a stop the stream ends with a cancelled chunk, made
-    here if the engine just ends; after a kill it ends at once, without one. `spawn` runs the calls of `abort`; without
-    it there are none. `may_prefill` lets a decode worker take requests that nobody prefilled. `details` puts times and
-    counts into the span, at some cost for each chunk; `tracer` makes the span, by default that of the process.
+    A chunk becomes a data item, an error of the engine an error item that ends the stream; an error before there are
+    chunks goes to the caller. On the first chunk with tokens the first token is signalled and the chunk is stamped with
+    the span. Nothing is read after the terminal chunk. After a stop the stream ends with a cancelled chunk, made here
+    if the engine just ends; after a kill it ends at once, without one. `spawn` runs the calls of `abort`; without it
+    there are none. `may_prefill` lets a decode worker accept requests without a prefill. `details` adds times and
+    counts to the span, at some cost for each chunk; `tracer` makes the span, by default that of the process.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         call = _Call(self, request, payload)
         try:
             made = self.engine.generate(payload, call.context)
-            chunks = await _unless_killed(made, request) if isawaitable(made) else made
+            chunks = await unless_killed(made, request) if isawaitable(made) else made
         except BaseException as error:
             raised = call.refused(error)
             raise raised from raised.__cause__
@@ -142,7 +141,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         return ResponseStream(self._items(chunks, call), request, call.ended)
 
     def _prepared(self, payload: PreprocessedRequest) -> PreprocessedRequest:
-        """The request as this role's engine is given it. Raises InvalidArgument for one that is not for this role."""
+        """Return the request as this role's engine receives it. Raises InvalidArgument for one of another role."""
         if self.mode is DisaggregationMode.PREFILL:
             return enforce_prefill_max_tokens(payload)
         if self._requires_prefill:
@@ -169,7 +168,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
                 yield Annotated(last)
         except BaseException as error:
             item = call.failed(error)
-            await self._close(source, call)  # what the request held is free before anybody sees the error
+            await self._close(source, call)  # what the request held is free before the caller sees the error
             if item is not None:
                 yield item
         finally:
@@ -179,7 +178,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
                 call.ended.release()
 
     async def _close(self, source: Source, call: _Call) -> None:
-        """Ends the engine's generator. What it raises then comes too late for the reader, and is logged."""
+        """Close the engine's generator. What it raises then comes too late for the reader, and is logged."""
         try:
             await source.aclose()
         except BaseException as error:
@@ -187,19 +186,19 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             _log.exception("closing the chunks of request %r failed", call.request.id)
 
     def record(self, payload: PreprocessedRequest) -> GenerateRecord | None:
-        """What collects the details of one request, if they are wanted."""
+        """Return a record for the details of one request, or None if there are none."""
         if not self._details:
             return None
         return GenerateRecord(payload, self.mode.display, self.model, clock())
 
     def abort_watch(self, first_token: FirstToken | None, context: GenerateContext) -> AbortWatch | None:
-        """What calls abort for one request, if the engine wants it called."""
+        """Return the watch that calls abort for one request, or None if the engine has no abort."""
         if (spawn := self._spawn) is None:
             return None
         return AbortWatch(first_token, lambda: spawn(lambda: self._abort(context)))
 
     async def _abort(self, context: GenerateContext) -> None:
-        """Tells the engine that the request is given up."""
+        """Call the engine's abort; log what it raises."""
         try:
             await self.engine.abort(context)
         except BaseException as error:
@@ -207,24 +206,8 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
             _log.exception("abort of request %r failed", context.id)
 
 
-async def _unless_killed(set_up: Awaitable[Chunks], request: Context[Any]) -> Chunks:
-    """The chunks, once the engine has set them up. Raises Cancelled if the request is killed before."""
-    if request.is_killed:
-        if iscoroutine(set_up):
-            set_up.close()
-    else:
-        async with aclosing(until_killed(_only(set_up), request)) as made:
-            async for chunks in made:
-                return chunks
-    raise Cancelled("killed before there was an answer")
-
-
-async def _only(item: Awaitable[Chunks]) -> AsyncGenerator[Chunks, None]:
-    yield await item
-
-
 class _Call:
-    """One request under way: its contexts, its span, its abort, and how far it has come."""
+    """One request under way: its contexts, its span, its abort, and its progress."""
 
     __slots__ = (
         "_abort",
@@ -269,17 +252,17 @@ class _Call:
             link_to(self.request, link)
 
     def begin(self) -> None:
-        """The engine has taken the request: from here on it may be told to abort it."""
+        """Called when the engine has accepted the request: from here on it may be aborted."""
         if self._abort is not None:
             self._abort.begin(self.request.control)
 
     def admit(self, chunk: LLMEngineOutput) -> tuple[LLMEngineOutput, bool, bool]:
-        """The chunk as it goes on, whether it is the last, and whether ordinary ones need no look from here on.
+        """Return the chunk to yield, whether it is the last, and whether later ordinary ones need no check.
 
-        Raises ContractViolation for a chunk that may not come.
+        Raises ContractViolation for a chunk that breaks the contract.
         """
         is_last = self._rules.admit(chunk)
-        # Alone it is an answer, and handed on; behind others it would end half an answer as if that were all of it.
+        # Alone it is an answer; behind others it would end half an answer as if that were all of it.
         if self._is_begun and chunk.finish_reason == FinishReason.CANCELLED and not self._may_be_cancelled:
             raise ContractViolation("L1: the engine gave up an answer that was not stopped", rule="L1")
         self._is_begun = True
@@ -287,7 +270,7 @@ class _Call:
             self._awaits_token = False
             self.context.notify_first_token()
             if chunk.worker_trace_link is None and (link := trace_link(self.request)) is not None:
-                chunk = evolve(chunk, worker_trace_link=link)  # a copy: the engine may say the same chunk again
+                chunk = evolve(chunk, worker_trace_link=link)  # a copy: the engine may yield the same chunk again
         if self._record is not None:
             self._record.observe(chunk)
         self._is_complete = is_last
@@ -298,14 +281,14 @@ class _Call:
         return self.request.is_stopped or self._engine.is_closing
 
     def cut_short(self) -> LLMEngineOutput | None:
-        """What ends a stream whose engine just ended. Raises StreamIncomplete unless it was stopped."""
+        """Return the chunk to end a stream whose engine just ended. Raises StreamIncomplete unless it was stopped."""
         last = self._rules.cut_short(stopped=self.request.is_stopped)
         return None if last is None else self._last(last)
 
     def refused(self, error: BaseException) -> PenstockError:
-        """What the caller gets whose request the engine did not take; the call is over.
+        """Return the error for the caller of a request that the engine refused; the call is over.
 
-        Raises what is not the engine's, such as a cancellation of the caller.
+        Raises an error that is not the engine's, such as a cancellation of the caller.
         """
         try:
             raise_if_ours(error)
@@ -317,7 +300,7 @@ class _Call:
         return raised
 
     def failed(self, error: BaseException) -> Annotated[LLMEngineOutput] | None:
-        """What ends a stream whose engine raised; None after a kill. Raises what is not the engine's."""
+        """Return the item that ends a stream whose engine raised, None after a kill. Raises as `refused`."""
         raise_if_ours(error)
         if self.request.is_killed:
             return None
@@ -331,15 +314,15 @@ class _Call:
         self._error, self._error_kind = error, kind or error.type_name
 
     def end(self) -> None:
-        """The stream is over, however it ended."""
+        """Called when the stream is over, however it ended."""
         if self._abort is not None:
             self._abort.end()
         stopped = self.request.is_stopped
         dropped = not (self._is_complete or self._error is not None or stopped)
         if self._record is not None:
             cancelled = stopped and (self._rules.is_cancelled or not self._is_complete)
-            said = self._record.attributes(cancelled=cancelled, dropped=dropped, error_kind=self._error_kind)
-            annotate(self.request, said)
+            attributes = self._record.attributes(cancelled=cancelled, dropped=dropped, error_kind=self._error_kind)
+            annotate(self.request, attributes)
         if self._error is not None:
             self._span.fails(self._error)
         elif dropped:
@@ -347,7 +330,7 @@ class _Call:
         self._span.end()
 
     def _last(self, chunk: LLMEngineOutput) -> LLMEngineOutput:
-        """Notes a cancelled chunk that the engine has not made."""
+        """Record a cancelled chunk that the engine has not made."""
         self._is_complete = self._rules.is_cancelled = True
         if self._record is not None:
             self._record.observe(chunk)

@@ -1,12 +1,13 @@
-"""What may come out of an engine, decided chunk by chunk, and what its errors become.
+"""ChunkContract: rule L1, checked chunk by chunk. And the errors that engines' exceptions become.
 
 Source: dynamo lib/backend-common/src/validator.rs and error.rs. Other than there it never ends the process.
 
-GenerateRecord: what the span of one request says, collected while its chunks pass.
+GenerateRecord: the attributes of one request's span, collected while its chunks pass.
 
 Source: dynamo lib/backend-common/src/adapter.rs, the attributes of `engine.generate`.
 
-Log probabilities as engines give them, as a chunk carries them.
+extract_logprobs: log probabilities from an engine's form to that of a chunk. No program
+reaches it; engines of others do.
 
 Source: dynamo components/src/dynamo/common, extract_logprobs. Other than there a position whose own token has no log
 probability leaves the chunk without any, instead of shifting those behind it or taking another token's.
@@ -25,7 +26,7 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 
 
 class ChunkContract:
-    """L1 for one request: so many choices, counted from 0, each with one terminal chunk.
+    """L1 for one request: choices counted from 0, each with one terminal chunk.
 
     With `encodes` a terminal chunk that is neither cancelled nor an error must carry an object as `encoder_result`.
     """
@@ -42,11 +43,11 @@ class ChunkContract:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one choice, still open: a chunk without finish reason needs no look then."""
+        """Whether there is one choice, still open: a chunk without finish reason then needs no check."""
         return self._open == 1 and self._finished is None
 
     def admit(self, chunk: LLMEngineOutput) -> bool:
-        """Whether this chunk is the last one of the stream. Raises ContractViolation for one that may not come."""
+        """Return whether this chunk is the last of the stream. Raises ContractViolation for one that breaks L1."""
         if not isinstance(chunk, LLMEngineOutput):
             raise ContractViolation(f"L1: the engine yielded {type(chunk).__name__}, not LLMEngineOutput", rule="L1")
         choice = chunk.index or 0
@@ -68,11 +69,11 @@ class ChunkContract:
         return not self._open
 
     def cut_short(self, *, stopped: bool) -> LLMEngineOutput | None:
-        """What ends a stream that ended without all of its terminal chunks: a cancelled one after a stop.
+        """Return the chunk to end a stream without all of its terminal chunks: a cancelled one after a stop.
 
-        None if a cancelled one was its last: of several choices one may say it for all. If nobody stopped it, raises
-        StreamIncomplete, from the violation of L1; or the violation itself where the engine was done with the choices
-        it gave: no other worker would give more.
+        None if its last chunk was a cancelled one, which may stand for several choices. Without a stop raises
+        StreamIncomplete, from the violation of L1; or the violation itself where the engine finished the choices it
+        gave: no other worker would give more.
         """
         if stopped:
             return None if self.is_cancelled else LLMEngineOutput.cancelled()
@@ -110,7 +111,7 @@ def _text(error: BaseException) -> str:
 
 
 def is_cancellation(error: PenstockError) -> bool:
-    """Whether the engine says no more than that the request was given up."""
+    """Return whether the error only means that the request was cancelled."""
     return isinstance(error, Cancelled | BackendCancelled)
 
 
@@ -127,14 +128,14 @@ class GenerateRecord:
         self._ttft_ms: float | None = None
         self._output_tokens = 0
         self._finish_reason: str | None = None
-        self._said: Attributes = {
+        self._attributes: Attributes = {
             "model": model or request.model,
             "input_tokens": len(request.token_ids),
             "disagg_role": role,
         }
 
     def observe(self, chunk: LLMEngineOutput) -> None:
-        """A chunk passed. Only those with tokens are timed."""
+        """Record a chunk. Only those with tokens are timed."""
         if chunk.token_ids:
             now_s = self._clock()
             if self._ttft_ms is None:
@@ -147,21 +148,24 @@ class GenerateRecord:
             self._finish_reason = str(chunk.finish_reason)
 
     def attributes(self, *, cancelled: bool, dropped: bool, error_kind: str | None) -> Attributes:
-        """Everything that is known now; gaps only if there were at least two chunks with tokens."""
-        said: Attributes = self._said | {"output_tokens": self._output_tokens, "cancelled": cancelled or dropped}
+        """Return all attributes so far; gaps only after at least two chunks with tokens."""
+        attributes: Attributes = self._attributes | {
+            "output_tokens": self._output_tokens,
+            "cancelled": cancelled or dropped,
+        }
         if dropped:
-            said["finish_reason"] = "Dropped"
+            attributes["finish_reason"] = "Dropped"
         elif self._finish_reason is not None:
-            said["finish_reason"] = self._finish_reason
+            attributes["finish_reason"] = self._finish_reason
         if error_kind is not None:
-            said["error_kind"] = error_kind
+            attributes["error_kind"] = error_kind
         if self._ttft_ms is not None:
-            said["ttft_ms"] = milliseconds(self._ttft_ms)
-        return said | gap_attributes(self._gaps_ms)
+            attributes["ttft_ms"] = milliseconds(self._ttft_ms)
+        return attributes | gap_attributes(self._gaps_ms)
 
 
 def gap_attributes(gaps_ms: Sequence[float]) -> Attributes:
-    """Average, median, 99th percentile and maximum of the times between chunks; nothing for none."""
+    """Return average, median, 99th percentile and maximum of the times between chunks, if there are any."""
     if not gaps_ms:
         return {}
     ordered = sorted(gaps_ms)
@@ -174,25 +178,25 @@ def gap_attributes(gaps_ms: Sequence[float]) -> Attributes:
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
-    """The value at index `(n - 1) * share`, halves rounded up, of sorted values."""
+    """Return the value at index `(n - 1) * share`, halves rounded up, of sorted values."""
     return ordered[int((len(ordered) - 1) * share + 0.5)]
 
 
 def milliseconds(value: float) -> str:
-    """With two decimals."""
+    """Return the text with two decimals."""
     return f"{value:.2f}"
 
 
 def extract_logprobs(
-    positions: Sequence[Any] | None, token_ids: Sequence[int], said_tokens: int = 0
+    positions: Sequence[Any] | None, token_ids: Sequence[int], emitted_tokens: int = 0
 ) -> tuple[list[float] | None, list[list[TopLogprob]] | None]:
-    """`log_probs` and `top_logprobs` of the tokens behind the first `said_tokens`, one entry for each, or None.
+    """Return `log_probs` and `top_logprobs` of the tokens after the first `emitted_tokens`, an entry for each, or None.
 
     `positions` has one entry for each of `token_ids`: a plain number (there are no candidates then), or a mapping from
     token id to something with `logprob`, and maybe `rank` and `decoded_token`. Where a rank is not given candidates
     are ranked by likelihood. Both are None unless every token has its own log probability.
     """
-    new, tokens = list((positions or ())[said_tokens:]), token_ids[said_tokens:]
+    new, tokens = list((positions or ())[emitted_tokens:]), token_ids[emitted_tokens:]
     if not new or len(new) != len(tokens):
         return None, None
     if all(isinstance(entry, int | float) for entry in new):
@@ -204,7 +208,7 @@ def extract_logprobs(
 
 
 def _candidates(entry: Mapping[int, Any]) -> list[TopLogprob]:
-    """The candidates of one position, the most likely first."""
+    """Return the candidates of one position, the most likely first."""
     ordered = sorted(entry.items(), key=lambda item: -item[1].logprob)
     return [
         TopLogprob(

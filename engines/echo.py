@@ -1,4 +1,4 @@
-"""EchoEngine: answers with the prompt's own tokens; for tests, examples and measuring what stands around an engine.
+"""EchoEngine: answers with the prompt's own tokens; for tests, examples and measuring the stages around an engine.
 
 Source: dynamo lib/llm/src/engines.rs, the echo engine. Other than there, it follows every limit of the request.
 """
@@ -19,11 +19,11 @@ from .llm import EngineConfig, GenerateContext, LLMEngine
 from .worker import health_payload
 
 _ITEMS_PER_TURN = 64
-"""After so many chunks other tasks get a turn, where there is no delay."""
+"""Chunks between two turns for other tasks, without a delay."""
 
 
 class EchoEngine(LLMEngine):
-    """Says the prompt's tokens, one a chunk, each after `delay_s`.
+    """Yields the prompt's tokens, one a chunk, each after `delay_s`.
 
     It ends with the prompt (finish reason stop) or as soon as there are `max_tokens` (length). It starts over until
     there are `min_tokens`, and with `ignore_eos` until `max_tokens`. The choices of `n` take turns, each chunk with its
@@ -48,17 +48,21 @@ class EchoEngine(LLMEngine):
         prompt, plain_chunks = answer.prompt, answer.plain_chunks
         pauses = _Pauses(control, self.delay_s) if self.delay_s else None
         try:
-            for said in range(answer.chunks):
+            for emitted in range(answer.chunks):
                 if pauses is not None:
                     if not control.is_stopped:
                         await pauses.next()
-                elif said % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
+                elif emitted % _ITEMS_PER_TURN == _ITEMS_PER_TURN - 1:
                     await checkpoint()
                 if control.is_stopped:
-                    yield answer.cancelled(said)
+                    yield answer.cancelled(emitted)
                     return
                 # Nearly every chunk is plain, and made without a call.
-                yield LLMEngineOutput([prompt[said % len(prompt)]]) if said < plain_chunks else answer.output(said)
+                yield (
+                    LLMEngineOutput([prompt[emitted % len(prompt)]])
+                    if emitted < plain_chunks
+                    else answer.output(emitted)
+                )
         finally:
             if pauses is not None:
                 pauses.forget()
@@ -81,13 +85,13 @@ class _Pauses:
         self.forget = control.on_stop(self._timer.wake)
 
     def next(self) -> Awaitable[None]:
-        """Await the delay, which a stop or kill ends. One that has happened before is for the caller to see."""
+        """Await the delay, which a stop or kill ends. The caller checks for an earlier one."""
         return self._timer.wait(self._now() + self._delay_s)
 
 
 @frozen
 class _Answer:
-    """What will be said to a request."""
+    """The answer to one request, decided beforehand."""
 
     prompt: list[int]
     length_tokens: int
@@ -97,7 +101,7 @@ class _Answer:
 
     @classmethod
     def to(cls, request: PreprocessedRequest) -> _Answer:
-        """Decides it. Raises InvalidArgument for a request that cannot be answered."""
+        """Return the answer. Raises InvalidArgument for a request that cannot be answered."""
         prompt, stop = request.token_ids, request.stop_conditions
         least, most = stop.min_tokens or 0, stop.max_tokens
         choices = 1 if request.sampling_options.n is None else request.sampling_options.n
@@ -114,32 +118,32 @@ class _Answer:
 
     @property
     def plain_chunks(self) -> int:
-        """How many of an only choice have a token of the prompt and nothing else; 0 with more choices."""
+        """Chunks of a single choice that are a token of the prompt and nothing else; 0 with more choices."""
         return self.length_tokens - 1 if self.choices == 1 else 0
 
     @property
     def chunks(self) -> int:
-        """How many there are, of all choices; one of each also if it has no token."""
+        """Chunks of all choices; a choice without tokens has one."""
         return max(self.length_tokens, 1) * self.choices
 
-    def output(self, said: int) -> LLMEngineOutput:
-        """The chunk after so many; where there is one choice it has no index."""
-        place = said // self.choices
+    def output(self, emitted: int) -> LLMEngineOutput:
+        """Return the chunk after `emitted` ones; with a single choice it has no index."""
+        place = emitted // self.choices
         token_ids = [self.prompt[place % len(self.prompt)]] if self.length_tokens else []
-        output = LLMEngineOutput(token_ids, index=self._index(said))
+        output = LLMEngineOutput(token_ids, index=self._index(emitted))
         if place >= self.length_tokens - 1:
             output.finish_reason = self.finish
-        if said == self.chunks - 1:
+        if emitted == self.chunks - 1:
             output.completion_usage = self._usage(self.length_tokens * self.choices)
         return output
 
-    def cancelled(self, said: int) -> LLMEngineOutput:
-        """The last chunk of an answer that was given up after so many tokens."""
-        output = LLMEngineOutput([], index=self._index(said), finish_reason=FinishReason.CANCELLED)
-        return output.with_usage(self._usage(said))
+    def cancelled(self, emitted: int) -> LLMEngineOutput:
+        """Return the last chunk of an answer cancelled after `emitted` tokens."""
+        output = LLMEngineOutput([], index=self._index(emitted), finish_reason=FinishReason.CANCELLED)
+        return output.with_usage(self._usage(emitted))
 
-    def _index(self, said: int) -> int | None:
-        return None if self.choices == 1 else said % self.choices
+    def _index(self, emitted: int) -> int | None:
+        return None if self.choices == 1 else emitted % self.choices
 
     def _usage(self, completion_tokens: int) -> CompletionUsage:
         return CompletionUsage.of(len(self.prompt), completion_tokens)

@@ -5,13 +5,13 @@
 
 Source: dynamo lib/backend-common/src/publisher.rs.
 
-KvEventLogs: the logs of a worker's ranks, and where routers that missed events ask for them.
+KvEventLogs: the logs of a worker's ranks, and the endpoints at which routers recover missed events.
 
     engine ──► KvEventPublisher ──► log of the rank ──► event plane
                                         └── endpoint of the rank ──► a router that missed some
 
-Source: dynamo lib/llm/src/kv_router/worker_query.rs, the worker's side. Other than there, a worker's card says that
-it answers only where it does.
+Source: dynamo lib/llm/src/kv_router/worker_query.rs, the worker's side. Other than there, a worker's card
+promises answers only where there are any.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class KvEventPublisher:
     """Publishes the changes of one rank's cache, numbered from 1 without a gap, or as its `log` numbers them.
 
     A log is written, and its events are sent, in the thread the publisher was made in. What either raises is logged: a
-    change the log refuses is not published, one that cannot be sent is there for routers that ask.
+    change that the log refuses is not published; one that cannot be sent can still be recovered from the log.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class KvEventPublisher:
         self._handle = LoopHandle()
 
     def publish(self, change: KvEventData) -> None:
-        """Sends the change to whoever listens. Does not wait; call it on one thread, in the order of the changes."""
+        """Publish the change. Does not wait; call it on one thread, in the order of the changes."""
         if (log := self._kept_in) is None:
             self._publish(RouterEvent(self.worker_id, KvEvent(self.last_event_id + 1, change, self.dp_rank)))
         else:
-            self._handle.run(lambda: self._record(log, change))  # where routers are answered from it
+            self._handle.run(lambda: self._record(log, change))  # where recovery reads the log
 
     def _record(self, log: KvEventLog, change: KvEventData) -> None:
         try:
             self._publish(log.record(change))
-        except Exception:  # this may be a callback of the loop, where it would reach nobody, or end the loop
+        except Exception:  # in a callback of the loop it would be lost, or end the loop
             _log.exception("a change of rank %d is not published", self.dp_rank)
 
     def _publish(self, event: RouterEvent) -> None:
@@ -78,7 +78,7 @@ class KvEventPublisher:
 
 @frozen
 class PushSource:
-    """The engine pushes its events itself: `on_ready` is given the publisher of the rank, once, before serving."""
+    """An engine that pushes its events: `on_ready` is called with the publisher of the rank, once, before serving."""
 
     on_ready: Callable[[KvEventPublisher], None]
     dp_rank: int = 0
@@ -88,19 +88,19 @@ KvEventSource: TypeAlias = PushSource
 
 
 class KvEventLog(Protocol):
-    """Gives the events of one rank their ids and remembers them. Called in one thread; neither call waits."""
+    """Numbers and keeps the events of one rank. Called in one thread; neither call waits."""
 
     def record(self, change: KvEventData) -> RouterEvent:
-        """The change as the rank's next event."""
+        """Return the change as the rank's next event."""
         ...
 
     def recover(self, start: int | None, end: int | None) -> RecoveryAnswer:
-        """What brings a router that needs the events from the start on up to date."""
+        """Return the answer for a router that needs the events from `start` to `end`."""
         ...
 
 
 MakeKvEventLog = Callable[[int, int], KvEventLog]
-"""From worker id and rank to its log."""
+"""Returns the log of a worker id and rank."""
 
 
 def recovery_engine(
@@ -109,7 +109,7 @@ def recovery_engine(
     """Return an engine that answers from the log, one item a request.
 
     `publisher_id` is the id under which the log's events are published: with it routers can decide which of two
-    publishers of one worker id is alive. Raises InvalidArgument for a request that means another rank.
+    publishers of one worker id is alive. Raises InvalidArgument for a request for another rank.
     """
 
     async def recover(request: RecoveryRequest) -> AsyncIterator[RecoveryReply]:
@@ -123,8 +123,8 @@ def recovery_engine(
 class KvEventLogs:
     """Makes the logs, then serves them in the component of the worker's endpoint under the worker's id.
 
-    Without `make_log` there are none, and nothing is served. Whoever serves withdraws, and cuts in the end; all of that
-    does nothing where nothing is served.
+    Without `make_log` there are none, and nothing is served. After `serve` the owner calls `withdraw` and `cut`; these
+    do nothing if nothing is served.
     """
 
     def __init__(self, make_log: MakeKvEventLog | None, endpoint: EndpointId, worker_id: int) -> None:
@@ -142,29 +142,29 @@ class KvEventLogs:
         return bool(self._logs)
 
     def log_of(self, dp_rank: int) -> KvEventLog | None:
-        """The rank's log, made when it is first asked for; None if this worker keeps none."""
+        """Return the rank's log, made at the first call; None if this worker keeps none."""
         if self._make_log is not None and dp_rank not in self._logs:
             self._logs[dp_rank] = self._make_log(self._worker_id, dp_rank)
         return self._logs.get(dp_rank)
 
     async def serve(self, runtime: Runtime) -> None:
-        """Each rank at its endpoint. Raises as `runtime.serve`; what is served then must still be withdrawn."""
+        """Serve each rank at its endpoint. Raises as `runtime.serve`; `withdraw` is due then as well."""
         for dp_rank, log in self._logs.items():
             where = evolve(self._endpoint, endpoint=recovery_endpoint(dp_rank))
             engine = recovery_engine(log, dp_rank, self.publisher_id)
             self._served.append(await runtime.serve(where, engine, instance_id=self._worker_id))
 
     async def withdraw(self) -> None:
-        """Makes it invisible and takes no new question. Failures are logged."""
+        """Remove the endpoints from discovery and accept no new request. Failures are logged."""
         for served in self._served:
             await served.withdraw()
 
     def cut(self) -> None:
-        """Ends what runs; who asked gets Disconnected."""
+        """End running requests; their callers get Disconnected."""
         for served in self._served:
             served.cut()
 
     def abort(self) -> None:
-        """As a crash: it cannot be reached any more, and discovery drops it at once."""
+        """Disappear at once, as in a crash."""
         for served in self._served:
             served.abort()

@@ -1,4 +1,4 @@
-"""The metrics of a hosted engine: its life-cycle, and how full each of its ranks is.
+"""The metrics of a hosted engine: the times of its life cycle, and the load of each rank.
 
 Names, units and labels stand in the table of `pipeline.telemetry.metrics`.
 Source: dynamo lib/backend-common/src/metrics.rs and publisher.rs, SnapshotPublisher.
@@ -24,17 +24,22 @@ Step = Literal["model_load", "drain", "cleanup"]
 
 @frozen
 class ComponentSnapshot:
-    """How full one rank is. `gpu_cache_usage` and `kv_cache_hit_rate` are shares from 0 to 1; no rate: None."""
+    """The load of one rank."""
 
     kv_used_blocks: int
+    """KV blocks in use."""
     kv_total_blocks: int
+    """KV blocks of the cache."""
     gpu_cache_usage: float
+    """Share of the cache in use, from 0 to 1."""
     kv_cache_hit_rate: float | None = None
+    """Share of prompt tokens found in the cache, from 0 to 1; None: unknown."""
     dp_rank: int = 0
+    """The rank."""
 
 
 class EngineMetrics:
-    """Records what is known of one hosted engine; without `metrics` nothing is recorded anywhere.
+    """Records the metrics of one hosted engine; without `metrics` nothing is recorded.
 
     `labels` are those of the worker; empty ones are left out.
     """
@@ -44,18 +49,18 @@ class EngineMetrics:
         self.labels = {name: text for name, text in (labels or {}).items() if text}
 
     def took(self, step: Step, seconds: float) -> None:
-        """How long a step of the engine's life took."""
+        """Record the duration of a step of the engine's life."""
         if self._metrics is not None:
             self._metrics.set(f"{step}_time_seconds", seconds, **self.labels)
 
     def seed(self, dp_ranks: Iterable[int]) -> None:
-        """Shows the ranks from the start, as empty."""
+        """Record the ranks as empty, so that they are shown from the start."""
         for rank in dp_ranks:
             self._set("total_blocks", 0, rank)
             self._set("gpu_cache_usage_percent", 0.0, rank)
 
     def show(self, rank: int, snapshot: ComponentSnapshot) -> None:
-        """The rank as it is now; an unknown hit rate leaves the last one."""
+        """Record the load of the rank; an unknown hit rate leaves the last one."""
         self._set("total_blocks", snapshot.kv_total_blocks, rank)
         self._set("gpu_cache_usage_percent", snapshot.gpu_cache_usage, rank)
         if snapshot.kv_cache_hit_rate is not None:
@@ -67,7 +72,7 @@ class EngineMetrics:
 
 
 class SnapshotPublisher:
-    """Shows snapshots as metrics and sends the load to the routers. Does not wait and does not raise."""
+    """Records snapshots as metrics and publishes the load for routers. Does not wait and does not raise."""
 
     def __init__(
         self, worker_id: int, dp_ranks: Sequence[int], metrics: EngineMetrics, send: Callable[[ActiveLoad], object]
@@ -78,7 +83,7 @@ class SnapshotPublisher:
         metrics.seed(self.dp_ranks)
 
     def publish(self, rank: int, snapshot: ComponentSnapshot) -> None:
-        """Publishes the rank's state; a rank that was not named is passed over."""
+        """Publish the load of a rank; a rank that was not named is ignored."""
         if rank not in self.dp_ranks:
             return
         self._metrics.show(rank, snapshot)
@@ -92,7 +97,7 @@ class SnapshotPublisher:
 
 @frozen
 class MetricsContext:
-    """What an engine is told when it sets its metrics up."""
+    """The facts for an engine's `setup_metrics`."""
 
     model: str
     component: str
@@ -102,11 +107,11 @@ class MetricsContext:
 
 @frozen
 class MetricsBindings:
-    """What an engine will publish: snapshots of these ranks, through a publisher it is given before serving.
-
-    `native_text` gives its own metrics as Prometheus text, shown among the others.
-    """
+    """The metrics that an engine will publish."""
 
     dp_ranks: Sequence[int] = ()
+    """The ranks of which it publishes snapshots."""
     on_publisher_ready: Callable[[SnapshotPublisher], None] | None = None
+    """Called with the publisher of the snapshots, once, before serving."""
     native_text: Callable[[], str] | None = None
+    """Returns the engine's own metrics as Prometheus text, shown among the others."""

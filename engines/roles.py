@@ -1,8 +1,9 @@
-"""DisaggregationMode: which half of a request a worker serves, and what follows from that.
+"""DisaggregationMode: which part of a request a worker serves, and the checks of each.
 
 Source: dynamo lib/backend-common/src/disagg.rs and lib/llm/src/worker_type.rs.
 
-Data parallel ranks: which one a request asks for, and whether this worker has it.
+Data-parallel ranks: the rank in a request, and whether this worker has it. No program reaches
+these two functions; engines of others do.
 
 Source: dynamo components/src/dynamo/common, forced_dp_rank and validate_global_dp_rank.
 """
@@ -24,7 +25,7 @@ from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 
 
 class DisaggregationMode(StrEnum):
-    """The halves of a request: both, the prompt, the answer, or what comes before the prompt (media)."""
+    """The part of a request that a worker serves: all, the prompt, the output, or its media."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -33,7 +34,7 @@ class DisaggregationMode(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> DisaggregationMode:
-        """The mode a text names, `agg` for short. Raises InvalidArgument for any other."""
+        """Return the mode with that name, or `agg` for short. Raises InvalidArgument for any other text."""
         name = text.strip().lower()
         try:
             return cls.AGGREGATED if name == "agg" else cls(name)
@@ -43,12 +44,12 @@ class DisaggregationMode(StrEnum):
 
     @property
     def display(self) -> str:
-        """As the command line writes it."""
+        """Its name on the command line and in spans."""
         return "agg" if self is DisaggregationMode.AGGREGATED else self.value
 
     @property
     def component(self) -> str:
-        """The component such workers are found under unless told otherwise."""
+        """The default component of such workers."""
         return "prefill" if self is DisaggregationMode.PREFILL else "backend"
 
     @property
@@ -61,16 +62,16 @@ class DisaggregationMode(StrEnum):
         return self in (DisaggregationMode.AGGREGATED, DisaggregationMode.PREFILL)
 
     def model_type(self, endpoints: ModelType) -> ModelType:
-        """What the worker publishes as its surface, given that of its endpoint types."""
+        """Return the model type in the worker's card, given that of its endpoint types."""
         if self is DisaggregationMode.PREFILL:
             return ModelType.Prefill
         return ModelType(0) if self is DisaggregationMode.ENCODE else endpoints
 
     def needs(self, *, route_to_encoder: bool = False, may_prefill: bool = False) -> list[list[WorkerType]]:
-        """Which other workers must be there: any one of these lists, whole; for none, no list.
+        """Return the other workers needed: all of any one list; without lists, none are.
 
-        A decode worker that may prefill needs nobody. Raises InvalidArgument for a decode or encode worker that is to
-        route to an encoder.
+        A decode worker that may prefill needs none. Raises InvalidArgument for a decode or encode worker that routes to
+        an encoder.
         """
         prefill, decode, encode = WorkerType.PREFILL, WorkerType.DECODE, WorkerType.ENCODE
         if route_to_encoder and self in (DisaggregationMode.DECODE, DisaggregationMode.ENCODE):
@@ -85,44 +86,44 @@ class DisaggregationMode(StrEnum):
 
 
 def enforce_prefill_max_tokens(request: PreprocessedRequest) -> PreprocessedRequest:
-    """A copy limited to one token, which is all a prefill worker makes.
+    """Return a copy limited to one token, which is all a prefill worker generates.
 
-    A copy, because in one process the decode worker is given the same record.
+    A copy, because in one process the decode worker receives the same record.
     """
     stop = evolve(request.stop_conditions, max_tokens=1, min_tokens=None)
     return evolve(request, stop_conditions=stop)
 
 
 def is_prefilled_elsewhere(request: PreprocessedRequest) -> bool:
-    """Whether somebody else computes the prompt, or has: what a decode worker expects."""
+    """Return whether a prefill worker computes the prompt, or has, as a decode worker expects."""
     return request.prefill_result is not None or request.bootstrap_info is not None
 
 
 def require_prefill(request: PreprocessedRequest) -> None:
-    """Raises InvalidArgument for a request to a decode worker that says nothing of its prefill.
+    """Raise InvalidArgument for a request to a decode worker without a prefill.
 
-    Probes may, and requests that a router wants prefilled where they are decoded.
+    Exempt are probes, and requests that their router leaves to the decode worker as a whole.
     """
     if not (is_prefilled_elsewhere(request) or request.is_probe or request.has_annotation(BYPASS_REMOTE_PREFILL)):
         raise InvalidArgument("a decode worker needs the prefill_result of the request", field="prefill_result")
 
 
 def require_prefill_result(request: PreprocessedRequest, mode: DisaggregationMode) -> PrefillResult:
-    """The result of the prefill. Raises InvalidArgument, naming the mode, if there is none."""
+    """Return the result of the prefill. Raises InvalidArgument, naming the mode, if there is none."""
     if request.prefill_result is None:
         raise InvalidArgument(f"a {mode} worker needs the prefill_result of the request", field="prefill_result")
     return request.prefill_result
 
 
 def require_encoder_result(request: PreprocessedRequest) -> dict[str, Any]:
-    """What the encoder found. Raises InvalidArgument if there is nothing, or no object."""
+    """Return the result of the encoder. Raises InvalidArgument if it is missing or not an object."""
     if not isinstance(request.encoder_result, dict):
         raise InvalidArgument("must be an object that an encoder has made", field="encoder_result")
     return request.encoder_result
 
 
 def encoder_terminal_chunk(result: Any, usage: CompletionUsage | None = None) -> LLMEngineOutput:
-    """The one chunk of an encode worker; `result` may be empty. Raises InvalidArgument for one that is no object."""
+    """Return the one chunk of an encode worker; `result` may be empty. Raises InvalidArgument unless it is an object."""
     if not isinstance(result, dict):
         raise InvalidArgument(f"must be an object, got {type(result).__name__}", field="encoder_result")
     chunk = LLMEngineOutput.encode_terminal(result)
@@ -133,9 +134,9 @@ _log = logging.getLogger(__name__)
 
 
 def forced_dp_rank(request: PreprocessedRequest | Mapping[str, Any]) -> int | None:
-    """The rank that the request's routing names, also as digits; None if it names none.
+    """Return the rank in the request's routing, also if written in digits; None without one.
 
-    The request may be given as plain values. Raises InvalidArgument for a text that is no number.
+    The request may be in plain values. Raises InvalidArgument for a text that is not a number.
     """
     routing: Any = request.get("routing") if isinstance(request, Mapping) else request.routing
     rank = routing.get("dp_rank") if isinstance(routing, Mapping) else getattr(routing, "dp_rank", None)
@@ -148,9 +149,9 @@ def forced_dp_rank(request: PreprocessedRequest | Mapping[str, Any]) -> int | No
 
 
 def own_dp_rank(rank: int | None, start: int, size: int) -> int | None:
-    """The rank if it is one of the `size` ranks from `start`; None, with a warning, if it is another worker's.
+    """Return the rank if it is one of the `size` ranks from `start`; None, with a warning, if it is another worker's.
 
-    Where there is only one rank the question does not arise: None.
+    With a single rank always None.
     """
     if rank is None or size <= 1:
         return None

@@ -33,12 +33,12 @@ class StandaloneEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
     """Started and cleaned up by its own `async with`; outside of the block requests raise EngineShutdown.
 
     Leaving the block, by a cancellation too, drains and cleans up, however long that takes; what it raises is logged. A
-    start that fails is cleaned up, and its error goes on. The streams are the caller's to end before. An engine whose
+    start that fails is cleaned up, and its error is raised. The caller ends its streams before. An engine whose
     `background` fails ends the block with an ExceptionGroup, of the block's own error too if there is one.
     """
 
     config: EngineConfig
-    """What the engine says of itself, once it has started."""
+    """The engine's own config, set by the start."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class StandaloneEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
 
 @contextmanager
 def _exceptions_only() -> Iterator[None]:
-    """Lets an engine's Exceptions through as they are; what would end the loop becomes a BackendError."""
+    """Raise an engine's Exceptions as they are; an error that would end the loop becomes a BackendError."""
     try:
         yield
     except Exception:
@@ -142,7 +142,7 @@ def _exceptions_only() -> Iterator[None]:
 
 
 async def _ended(tasks: TaskGroup, *, beside: Exception) -> None:
-    """Waits for the tasks; raises what they raised together with the error beside it."""
+    """Wait for the tasks; raise their errors together with the error beside them."""
     try:
         await tasks.__aexit__(None, None, None)
     except ExceptionGroup as group:
@@ -156,5 +156,5 @@ def as_engine(
     mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
     may_prefill: bool = False,
 ) -> StandaloneEngine:
-    """The engine, to be started by `async with` and then asked as any AsyncEngine."""
+    """Return the engine as an AsyncEngine, started by `async with`."""
     return StandaloneEngine(engine, worker_id=worker_id, mode=mode, may_prefill=may_prefill)

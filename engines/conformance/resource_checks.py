@@ -78,8 +78,8 @@ async def check_left_by_close(trial: Trial, rest: Rest, gap_s: float) -> None:
 
 async def check_left_by_stop(trial: Trial, rest: Rest, gap_s: float) -> None:
     """Requests that are killed or stopped. Raises the same, or AbortIgnored if `abort` could have ended it."""
-    await _expect_nothing_left(trial, rest, gap_s, "killed", GenerateContext.kill)
-    await _expect_nothing_left(trial, rest, gap_s, "stopped", GenerateContext.stop_generating, reads_on=True)
+    await _expect_nothing_left(trial, rest, gap_s, "killed", lambda context: context.kill())
+    await _expect_nothing_left(trial, rest, gap_s, "stopped", lambda context: context.stop(), reads_on=True)
 
 
 async def _expect_nothing_left(

@@ -163,7 +163,7 @@ async def cancelling_context(after_s: float) -> AsyncIterator[GenerateContext]:
 
     async def stop_later() -> None:
         await anyio.sleep(after_s)
-        context.stop_generating()
+        context.stop()
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop_later)

@@ -45,7 +45,7 @@ class Stopped:
     @classmethod
     def now(cls, answer: Answer, context: GenerateContext) -> Stopped:
         """Stop the request."""
-        context.stop_generating()
+        context.stop()
         return cls(len(answer.chunks), [list(tokens) for tokens in answer.said])
 
     def more(self, answer: Answer) -> list[list[int]]:
@@ -261,7 +261,7 @@ async def check_neighbours(trial: Trial, known: Known, alone: ConformanceFailure
     async def stop() -> None:
         async with trial.answer(long=True) as (answer, context):
             await answer.begin(trial.within_s)
-            context.stop_generating()
+            context.stop()
             await answer.drain("CancellationNotObserved", trial.deadline_s)
 
     async def kill() -> None:

@@ -211,7 +211,7 @@ async def test_a_terminal_chunk_without_tokens_is_no_first_token_of_decode() -> 
 async def test_an_engine_is_not_told_of_a_request_it_refused() -> None:
     class Refuses(Told):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
-            context.stop_generating()
+            context.stop()
             raise ValueError
 
     engine = Refuses()
@@ -225,7 +225,7 @@ async def test_an_engine_is_not_told_of_a_request_it_refused() -> None:
 async def test_a_stop_while_the_engine_sets_up_aborts_once_it_has() -> None:
     class SetsUp(Told):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
-            context.stop_generating()
+            context.stop()
             await settle()
             assert self.aborted == []
             return super().generate(request, context)

@@ -18,7 +18,7 @@ async def test_it_shows_and_moves_the_requests_own_life() -> None:
     context = GenerateContext(request)
     assert (context.id, context.inner, context.metadata) == ("mine", request, {})
     assert (context.is_stopped, context.is_killed) == (False, False)
-    context.stop_generating()
+    context.stop()
     await context.stopped()
     assert (request.is_stopped, context.is_stopped, context.is_killed) == (True, True, False)
     context.kill()
@@ -33,7 +33,7 @@ async def test_a_stop_wakes_who_waits_for_it_and_not_who_waits_for_a_kill() -> N
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(context.stopped)
             await anyio.wait_all_tasks_blocked()
-            context.stop_generating()
+            context.stop()
     assert not scope.cancelled_caught
     with anyio.move_on_after(5) as scope:
         await context.killed()

@@ -35,7 +35,7 @@ def test_each_token_has_its_own_log_probability_and_its_candidates_by_likelihood
 
 
 def test_tokens_that_were_said_before_are_left_out() -> None:
-    assert extract_logprobs(POSITIONS, [7, 9], said_tokens=1) == ([-1.0], [[TopLogprob(1, 9, -1.0)]])
+    assert extract_logprobs(POSITIONS, [7, 9], emitted_tokens=1) == ([-1.0], [[TopLogprob(1, 9, -1.0)]])
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ async def test_no_tokens_asked_for_are_one_empty_chunk(is_stopped: bool, reason:
     async with running(engine):
         context = GenerateContext(Context(None))
         if is_stopped:
-            context.stop_generating()
+            context.stop()
         chunks = [chunk async for chunk in engine.generate(request(3, 0), context)]
     assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [([], reason)]
 
