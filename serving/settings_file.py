@@ -14,7 +14,7 @@ from pipeline import InvalidArgument
 
 
 def read_toml(path: Path, field: str) -> dict[str, Any]:
-    """The tables of a TOML file. Raises InvalidArgument as the module says."""
+    """Return the tables of a TOML file. Raise InvalidArgument as described at the top."""
     text = _text(path, field)
     try:
         return tomllib.loads(text)

@@ -37,7 +37,7 @@ class PlainHelp:
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
         """Print how the command is called."""
         if usage:
-            self._print(console, f"Usage: {str(usage).removeprefix('Usage: ')}")
+            self._print(console, f"Usage: {str(usage).strip().removeprefix('Usage: ')}")
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
         """Print what the command does, or another paragraph of the page."""

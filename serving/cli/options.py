@@ -177,10 +177,7 @@ class RoutingOptions:
         metavar="TOKENS",
     )
     router_config: Path | dict[str, Any] | None = setting(
-        None,
-        "Settings of the router kv, as TOML; they come before those of DYN_ROUTER_*.",
-        variable="",
-        metavar="FILE",
+        None, "Settings of the router kv, as TOML; they come before those of DYN_ROUTER_*.", variable="", metavar="FILE"
     )
     kv_events: bool | None = setting(
         None,

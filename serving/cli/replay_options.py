@@ -20,10 +20,7 @@ class LoadOptions:
     variable_prefix: ClassVar[str] = ""
 
     trace: tuple[Path, ...] = setting(
-        (),
-        "Trace file, or all files of a dynamo trace; without one the load is synthetic.",
-        option=(),
-        metavar="TRACE",
+        (), "Trace file, or all files of a dynamo trace; without one the load is synthetic.", option=(), metavar="TRACE"
     )
     format: str = setting(
         "mooncake",

@@ -56,11 +56,7 @@ class Sources:
 
     @classmethod
     def read(
-        cls,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str],
-        path: Path | None,
-        known: Iterable[str],
+        cls, options: Mapping[str, Any], environment: Mapping[str, str], path: Path | None, known: Iterable[str]
     ) -> Sources:
         """Return the sources with the settings file at `path`, where there is one.
 
