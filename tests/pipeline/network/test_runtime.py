@@ -1,0 +1,263 @@
+"""The runtime: serving, withdrawing and leaving."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+
+from pipeline import CannotConnect, Context, Disconnected, InvalidArgument, StreamClosed, Unavailable
+from pipeline.network import Runtime, Scope
+from pipeline.network.inprocess import InProcessEventPlane, InProcessRequestPlane, InProcessStore
+from pipeline.rx import AnyIOScheduler
+from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
+from tests.pipeline.network.worlds import WHERE, card, engine_of, record_changes, watchers
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_engine_is_served_inside_the_runtimes_block_only() -> None:
+    runtime = Runtime.in_process()
+    with pytest.raises(StreamClosed, match="not open"):
+        await runtime.serve(WHERE, engine_of())
+    async with runtime:
+        pass
+    with pytest.raises(StreamClosed, match="not open"):
+        await runtime.serve(WHERE, engine_of())
+    assert not runtime.served
+    with pytest.raises(StreamClosed, match="was left"):
+        await runtime.__aenter__()
+
+
+async def test_names_that_cannot_be_have_no_workers() -> None:
+    async with Runtime.in_process() as runtime:
+        with pytest.raises(InvalidArgument):
+            runtime.workers("NameSpace/comp/ep")
+
+
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_a_withdrawn_instance_is_not_published_again(how: str) -> None:
+    async with Runtime.in_process() as runtime:
+        served = await runtime.serve(WHERE, engine_of())
+        if how == "close":
+            await served.close()
+        else:
+            served.abort()
+            await anyio.sleep(0.1)
+        with pytest.raises(Unavailable):
+            await served.publish()
+        assert await runtime.discovery.instances() == []
+
+
+async def test_an_instance_served_anew_outlives_its_predecessor(open_streams: OpenStreams) -> None:
+    async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
+        first = await runtime.serve(WHERE, engine_of(1, Wait(5), 2), instance_id=1)
+        workers = runtime.workers(WHERE)
+        stream = await workers.engine(1).generate(Context(None))
+        tasks.start_soon(first.close, 100)
+        await anyio.sleep(1)
+        second = await runtime.serve(WHERE, engine_of("new"), instance_id=1)
+        assert await stream.collect() == [1, 2]
+        await anyio.sleep(1)
+        assert list(runtime.served.values()) == [second]
+        assert workers.instance_ids() == (1,)
+        assert await (await workers.engine(1).generate(Context(None))).collect() == ["new"]
+
+
+async def test_an_instance_is_invisible_before_it_refuses() -> None:
+    """A caller that sees it may call it."""
+    async with Runtime.in_process() as runtime:
+        plane = runtime.requests
+        assert isinstance(plane, InProcessRequestPlane)
+        served = await runtime.serve(WHERE, engine_of("x"))
+        seen: list[tuple[int, int]] = []
+        runtime.workers(WHERE).changes().subscribe(lambda ids: seen.append((len(ids), len(plane.serving))))
+        await served.close()
+        assert seen == [(1, 1), (0, 1)]
+        assert not plane.serving
+
+
+class Failing(InProcessStore):
+    async def delete(self, key: str) -> None:
+        raise Unavailable("no server")
+
+
+async def test_leaving_is_orderly_though_discovery_fails(
+    open_streams: OpenStreams, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng, scheduler = Random(3), AnyIOScheduler()
+    runtime = Runtime(
+        Failing(scheduler, 10), InProcessRequestPlane(), InProcessEventPlane(lambda: 0, rng), scheduler, rng=rng
+    )
+    async with anyio.create_task_group() as tasks:
+        answers: list[Any] = []
+        async with runtime:
+            for instance_id in (1, 2):
+                await runtime.serve(WHERE, engine_of(1, Wait(3), 2), card=card("a"), instance_id=instance_id)
+            stream = await runtime.workers(WHERE).engine(2).generate(Context(None))
+
+            async def read() -> None:
+                answers.extend(await stream.collect())
+
+            tasks.start_soon(read)
+        assert answers == [1, 2]
+    assert not runtime.served
+    assert caplog.text.count("could not be unpublished") == 2
+
+
+async def test_runtimes_do_not_see_each_other() -> None:
+    async with Runtime.in_process() as here, Runtime.in_process() as there:
+        await here.serve(WHERE, engine_of(), instance_id=1)
+        assert there.workers(WHERE).instance_ids() == ()
+        with pytest.raises(CannotConnect):
+            await there.workers(WHERE).engine(1).generate(Context(None))
+
+
+async def test_instances_of_a_process_share_its_id_and_those_of_an_endpoint_do_not() -> None:
+    async with Runtime.in_process(rng=Random(3)) as runtime:
+        first = await runtime.serve(WHERE, engine_of())
+        second = await runtime.serve(WHERE, engine_of())
+        other = await runtime.serve("ns/comp/other", engine_of())
+        assert first.instance_id == other.instance_id == runtime.instance_id
+        assert second.instance_id != first.instance_id
+
+
+class Repeating(Random):
+    """Draws each number three times over."""
+
+    drawn = 0
+
+    def randint(self, a: int, b: int) -> int:
+        self.drawn += 1
+        return a + (self.drawn - 1) // 3
+
+
+async def test_a_new_id_is_unique_whatever_is_drawn() -> None:
+    async with Runtime.in_process(rng=Repeating()) as runtime:
+        await runtime.serve(WHERE, engine_of(), instance_id=3)
+        drawn = [runtime.new_instance_id() for _ in range(3)]
+        assert (runtime.instance_id, drawn) == (1, [2, 4, 5])
+        assert [(await runtime.serve(WHERE, engine_of())).instance_id for _ in range(2)] == [1, 6]
+
+
+async def test_a_taken_id_is_refused_and_changes_nothing() -> None:
+    async with Runtime.in_process() as runtime:
+        first = await runtime.serve(WHERE, engine_of("first"), instance_id=1)
+        with pytest.raises(InvalidArgument, match="served already"):
+            await runtime.serve(WHERE, engine_of("second"), instance_id=1)
+        workers = runtime.workers(WHERE)
+        assert await (await workers.engine(1).generate(Context(None))).collect() == ["first"]
+        await first.close()
+        await runtime.serve(WHERE, engine_of("third"), instance_id=1)
+        assert await (await workers.engine(1).generate(Context(None))).collect() == ["third"]
+
+
+async def test_names_are_checked_before_anything_is_served() -> None:
+    async with Runtime.in_process() as runtime:
+        with pytest.raises(InvalidArgument):
+            await runtime.serve("NameSpace/comp/ep", engine_of())
+        for instance_id in (-1, 2**64):
+            with pytest.raises(InvalidArgument, match="64 bits"):
+                await runtime.serve(WHERE, engine_of(), instance_id=instance_id)
+        assert not runtime.served
+
+
+async def test_an_instance_whose_card_is_refused_is_not_served() -> None:
+    async with Runtime.in_process() as runtime:
+        await runtime.serve(WHERE, engine_of(), card=card("model-a"), instance_id=1)
+        with pytest.raises(InvalidArgument, match="model-a"):
+            await runtime.serve(WHERE, engine_of(), card=card("model-b"), instance_id=2)
+        workers = runtime.workers(WHERE)
+        assert workers.instance_ids() == (1,)
+        with pytest.raises(CannotConnect):
+            await workers.engine(2).generate(Context(None))
+        assert [model.card.display_name for model in await runtime.discovery.models()] == ["model-a"]
+
+
+async def test_a_card_comes_and_goes_with_its_instance() -> None:
+    async with Runtime.in_process() as runtime:
+        served = await runtime.serve(WHERE, engine_of(), card=card("model-a"))
+        assert len(await runtime.discovery.models()) == 1
+        await served.unpublish()
+        assert not [*await runtime.discovery.models(), *await runtime.discovery.instances()]
+        await served.publish()
+        await served.publish()
+        assert len(await runtime.discovery.models()) == 1
+        await served.close()
+        assert not [*await runtime.discovery.models(), *await runtime.discovery.instances()]
+
+
+async def test_an_unpublished_instance_still_answers_callers_that_know_it() -> None:
+    async with Runtime.in_process() as runtime:
+        served = await runtime.serve(WHERE, engine_of("x"), instance_id=1)
+        called = runtime.workers(WHERE).engine(1)
+        await served.unpublish()
+        assert await (await called.generate(Context(None))).collect() == ["x"]
+
+
+async def test_leaving_waits_for_running_requests(open_streams: OpenStreams) -> None:
+    async with anyio.create_task_group() as tasks:
+        answers: list[Any] = []
+        async with Runtime.in_process(graceful_timeout_s=100) as runtime:
+            await runtime.serve(WHERE, engine_of(1, Wait(30), 2), instance_id=1)
+            stream = await runtime.workers(WHERE).engine(1).generate(Context(None))
+
+            async def read() -> None:
+                answers.extend(await stream.collect())
+
+            tasks.start_soon(read)
+        assert answers == [1, 2]
+        assert anyio.current_time() < 60
+
+
+@pytest.mark.parametrize(("fails", "waits_s"), [(False, 20), (True, 0)])
+async def test_leaving_cuts_requests_that_outlast_the_limit(fails: bool, waits_s: float, open_streams: OpenStreams) -> None:
+    local, start = ScriptedEngine([1, Stall()]), anyio.current_time()
+    runtime = Runtime.in_process(graceful_timeout_s=20)
+    await runtime.__aenter__()
+    await runtime.serve(WHERE, local, instance_id=1)
+    stream = await runtime.workers(WHERE).engine(1).generate(Context(None))
+    await stream.__anext__()
+    await runtime.__aexit__(*((LookupError, LookupError(), None) if fails else (None, None, None)))
+    assert anyio.current_time() - start == pytest.approx(waits_s)
+    with pytest.raises(Disconnected):
+        await stream.__anext__()
+    assert local.open == 0
+
+
+async def test_nothing_is_open_after_leaving() -> None:
+    tasks_before = {task.id for task in anyio.get_running_tasks()}
+    async with Runtime.in_process() as runtime:
+        await runtime.serve(WHERE, engine_of(), card=card("a"))
+        received, _ = record_changes(runtime.workers(WHERE))
+        runtime.events.subscribe(Scope("ns"), "t", str).subscribe(received.append)
+    assert watchers(runtime) == 0
+    assert isinstance(runtime.events, InProcessEventPlane)
+    assert runtime.events.subscriptions == 0
+    assert not runtime.served
+    assert {task.id for task in anyio.get_running_tasks()} == tasks_before
+
+
+async def test_a_cancelled_block_leaves_nothing_open(open_streams: OpenStreams) -> None:
+    local, runtime = ScriptedEngine([1, Stall()]), Runtime.in_process()
+    with anyio.move_on_after(5):
+        async with runtime:
+            await runtime.serve(WHERE, local, instance_id=1)
+            async with await runtime.workers(WHERE).engine(1).generate(Context(None)) as stream:
+                async for _ in stream:
+                    pass
+    assert local.open == 0
+    assert not runtime.served
+    assert await runtime.discovery.instances() == []
+
+
+async def test_events_are_dated_with_the_given_clock_else_the_loops() -> None:
+    async with Runtime.in_process(wall_ms=lambda: 42) as dated, Runtime.in_process() as undated:
+        await anyio.sleep(3)
+        stamps: list[int] = []
+        for runtime in (dated, undated):
+            runtime.events.subscribe(Scope("ns"), "t", str).subscribe(lambda e: stamps.append(e.published_at_ms))
+            runtime.events.publisher(Scope("ns"), "t").publish("x")
+        assert stamps == [42, round(anyio.current_time() * 1000)]
