@@ -450,7 +450,7 @@ def test_a_loaded_library_is_noticed(name: str) -> None:
         (through_faces, "pipeline/control.py", "from pipeline.errors import CodecError"),
         (through_faces, "pipeline/wire/codec.py", "from pipeline.protocols.request import PreprocessedRequest"),
         (through_faces, "pipeline/testing/a.py", "from ..network.names import Instance"),
-        (through_faces, "operators/kv/a.py", "from .index.chain import BlockChain"),
+        (through_faces, "operators/kv/a.py", "from .index.block_run import BlockRun"),
         (one_door, "pipeline/testing/a.py", "import pytest"),
         (direction, PLUGIN, "import serving"),
         (through_faces, PLUGIN, "from pipeline.testing.open_streams import OpenStreams"),

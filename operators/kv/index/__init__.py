@@ -1,6 +1,6 @@
 """Which worker holds which prefix: from KV events, or predicted from own routing."""
 
-from .chain import (
+from .block_run import (
     BlockNotFound,
     CapacityExhausted,
     IndexerDroppedRequest,

@@ -1,12 +1,12 @@
-"""PredictedIndex: which worker-rank should hold which prompts, as we sent them there, for a limited time.
+"""PredictedIndex: which worker-rank should hold which prompts, because they were sent there, for a limited time.
 
-    record(rank, prompt) ──► held for ttl_s, renewed by the next prompt that begins alike ──► forgotten
+    record(rank, prompt) ──► held for ttl_s, renewed by the next prompt with the same beginning ──► evicted
 
 For engines that publish no events; and as prediction beside an event-fed index, for the time until the events arrive.
-What a rank held anyway is unknown, what it evicts too: the time limit is a guess of both.
+What a rank held before and what it evicts is unknown: the time limit estimates both.
 
-Source: dynamo lib/kv-router/src/approx.rs and indexer/pruning.rs. Other than there, a prompt is recorded under the very
-hashes it was looked up by, adapter and media included.
+Source: dynamo lib/kv-router/src/approx.rs and indexer/pruning.rs. Other than there, a prompt is recorded under the
+same hashes by which it was looked up, adapter and media included.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Sequence
 from pipeline import InvalidArgument
 
 from ..types import WorkerRank
-from .chain import IndexerDroppedRequest
+from .block_run import IndexerDroppedRequest
 from .prefix_index import KvIndex
 
 TTL_S = 120.0
 STEP_S = 0.1
-"""Ends of life are rounded up to this, so a block may live that much longer."""
+"""Expiry times are rounded up to this, so a block may stay that much longer."""
 LIMIT_BLOCKS, PRUNED_SHARE = 2**20, 0.8
 
 
 class PredictedIndex:
-    """See the module. The clock is the caller's: seconds that do not go back. `held_blocks` counts those of each rank.
+    """See the module. The caller passes the time: seconds that do not go back. `held_blocks` is the sum of all ranks.
 
-    Over `limit_blocks` (of all ranks together) the prompts that would be forgotten first go, until `pruned_share` of
+    Over `limit_blocks`, of all ranks together, the prompts that would expire first are evicted, until `pruned_share` of
     the limit is left.
     """
 
@@ -44,14 +44,14 @@ class PredictedIndex:
         self._ttl_s, self._limit_blocks, self._pruned_share = ttl_s, limit_blocks, pruned_share
         self.held_blocks = 0
         self._index = KvIndex(moves=False)
-        # The last block of each prompt and the step at which it is forgotten, in that order. That is enough: a block
-        # lives as long as some prompt that goes through it.
+        # The last block of each prompt and the step at which it expires, in that order. That is enough: a block stays
+        # as long as some prompt that goes through it.
         self._ends: OrderedDict[tuple[WorkerRank, int], int] = OrderedDict()
 
     def record(
         self, rank: WorkerRank, local_hashes: Sequence[int], sequence_hashes: Sequence[int], now_s: float
     ) -> None:
-        """The rank was given a prompt of these blocks.
+        """Record that a prompt of these blocks was sent to the rank.
 
         Raises IndexerDroppedRequest for lists of different lengths, and as `KvIndex.store`: InvalidBlockSequence also
         for a sequence hash that stood for other blocks before.
@@ -71,29 +71,29 @@ class PredictedIndex:
         self._prune()
 
     def find_matches(self, local_hashes: Sequence[int], now_s: float) -> dict[WorkerRank, int]:
-        """As `KvIndex.find_matches`, of what is not forgotten by now."""
+        """`KvIndex.find_matches`, of what has not expired by now."""
         self.expire(now_s)
         return self._index.find_matches(local_hashes)
 
     def expire(self, now_s: float) -> None:
-        """Forgets what has had its time."""
+        """Evict entries past their TTL."""
         now = _steps(now_s)
         while self._ends and next(iter(self._ends.values())) <= now:
-            self._forget_first()
+            self._evict_first()
 
     def remove_rank(self, rank: WorkerRank) -> None:
-        """Forgets the rank and all it was given."""
+        """Remove the rank and everything that was sent to it."""
         self.held_blocks -= self._index.held_blocks(rank)
         self._index.remove_rank(rank)
         self._ends = OrderedDict((end, step) for end, step in self._ends.items() if end[0] != rank)
 
     def remove_worker(self, worker_id: int) -> None:
-        """The same for all its ranks."""
+        """Remove all ranks of the worker."""
         for rank in [rank for rank in self._index.ranks() if rank.worker_id == worker_id]:
             self.remove_rank(rank)
 
-    def _forget_first(self) -> None:
-        """Forgets the oldest prompt: its last blocks, back to where another one goes on or ends."""
+    def _evict_first(self) -> None:
+        """Evict the oldest prompt: its last blocks, back to where another one continues or ends."""
         (rank, name), _ = self._ends.popitem(last=False)
         before = self._index.held_blocks(rank)
         self._index.remove_end(rank, name, lambda other: (rank, other) in self._ends)
@@ -102,7 +102,7 @@ class PredictedIndex:
     def _prune(self) -> None:
         if self.held_blocks > self._limit_blocks:
             while self._ends and self.held_blocks > self._pruned_share * self._limit_blocks:
-                self._forget_first()
+                self._evict_first()
 
 
 def _steps(time_s: float) -> float:

@@ -1,15 +1,15 @@
-"""A chain: a line of blocks kept as arrays, the ranks that hold a beginning of it, and the chains that leave it.
+"""A run: a line of blocks kept as arrays, the ranks that hold a beginning of it, and the runs that leave it.
 
     root ─┬─ 11 12 13 14 15 16          rank A holds 6, rank B holds 3
-          │         └─ 27 28            leaves the chain above behind its block 3; B holds 2
+          │         └─ 27 28            leaves the run above behind its block 3; B holds 2
           └─ 31 32                      C holds 2
 
-Whoever holds a block holds all blocks before it, so a rank's share of a chain is one number and a chain is never split:
-a sequence that differs in the middle leaves it there. To compare a query to a chain is to compare memory.
+A rank that holds a block holds all blocks before it, so its share of a run is one number and a run is never split: a
+sequence that differs in the middle leaves it there. To compare a query with a run is to compare memory.
 
-Source: dynamo lib/kv-router/src/indexer/radix_tree.rs asks the same questions of a tree with a node for each block.
+Source: dynamo lib/kv-router/src/indexer/radix_tree.rs, which has a tree with a node for each block instead.
 
-What the prefix index answers to an event or a question it cannot take; nothing of it stops the index.
+The errors of the prefix index, for an event or a query that it cannot take; none of them stops the index.
 
 Source: dynamo lib/kv-router/src/indexer, KvCacheEventError and KvRouterError; `status` is the label under which an
 event with this end is counted there.
@@ -33,35 +33,35 @@ _FIRST_STEP_BLOCKS, _STEP_GROWTH = 64, 4
 
 
 def hashes(values: Iterable[int] = ()) -> Hashes:
-    """The values as an array of u64. Raises OverflowError or TypeError for what is none."""
+    """The values as an array of u64. Raises OverflowError or TypeError for a value that is not a u64."""
     return array("Q", values)
 
 
 @define(eq=False)
-class Chain:
+class BlockRun:
     """Leaves `parent` behind its first `at` blocks; only the root, which has no blocks itself, has no parent.
 
     `local` are the hashes of the blocks' own tokens; `names` are the engine's, of the rank that stored them first.
     `ends`: which ranks, a bit each, hold exactly so many blocks from the start; every holder is in one of the masks.
-    `branches` are the chains that leave this one: blocks before -> first local hash -> chain. `number` is its own.
+    `branches` are the runs that leave this one: blocks before -> first local hash -> run. `number` is its own.
     """
 
-    parent: Chain | None = None
+    parent: BlockRun | None = None
     at: int = 0
     local: Hashes = field(factory=hashes)
     names: Hashes = field(factory=hashes)
     ends: dict[int, int] = field(factory=dict)
-    branches: dict[int, dict[int, Chain]] = field(factory=dict)
+    branches: dict[int, dict[int, BlockRun]] = field(factory=dict)
     number: int = field(factory=count().__next__, init=False)
 
     def shared(self, other: Sequence[int], start: int, own_start: int = 0) -> int:
-        """How many blocks of `other` from `start` on are the blocks of this chain from `own_start` on.
+        """Return how many blocks of `other` from `start` on equal the blocks of this run from `own_start` on.
 
-        Raises as `hashes` for an item that is no u64, where it comes to one.
+        Raises as `hashes` if it meets an item that is not a u64.
         """
         mine, length = self.local, min(len(self.local) - own_start, len(other) - start)
         done, step = 0, _FIRST_STEP_BLOCKS
-        while done < length:  # in growing steps: a long chain that differs early is not read to its end
+        while done < length:  # in growing steps: a long run that differs early is not read to its end
             step = min(step, length - done)
             here, there = own_start + done, start + done
             left, right = mine[here : here + step], hashes(other[there : there + step])
@@ -71,27 +71,27 @@ class Chain:
             step *= _STEP_GROWTH
         return length
 
-    def branch(self, at: int, first: int) -> Chain | None:
-        """The chain that leaves here with this block, if there is one."""
+    def branch(self, at: int, first: int) -> BlockRun | None:
+        """Return the run that leaves here with this block, if there is one."""
         leaving = self.branches.get(at)
         return leaving.get(first) if leaving is not None else None
 
     def grow(self, local: Hashes, names: Hashes) -> None:
-        """Takes these blocks at its end; with its first blocks it leaves its parent."""
+        """Append these blocks; with its first blocks the run leaves its parent."""
         if not self.local and self.parent is not None:
             self.parent.branches.setdefault(self.at, {})[local[0]] = self
         self.local += local
         self.names += names
 
-    def branches_behind(self, at: int, end: int) -> list[Chain]:
-        """The chains that leave after more than `at` blocks and at most `end`."""
+    def branches_behind(self, at: int, end: int) -> list[BlockRun]:
+        """The runs that leave after more than `at` blocks and at most `end`."""
         if not self.branches:
             return []
         places = range(at + 1, end + 1) if end - at < len(self.branches) else self.branches
-        return [chain for p in places if at < p <= end for chain in self.branches.get(p, {}).values()]
+        return [run for p in places if at < p <= end for run in self.branches.get(p, {}).values()]
 
     def move_end(self, bit: int, old: int, new: int) -> None:
-        """A rank that held `old` blocks now holds `new`; 0 is none."""
+        """Note that a rank that held `old` blocks now holds `new`; 0 for none."""
         ends = self.ends
         if old:
             if others := ends[old] & ~bit:
@@ -102,7 +102,7 @@ class Chain:
             ends[new] = ends.get(new, 0) | bit
 
     def trim(self) -> None:
-        """Forgets the blocks nobody holds, and itself where none is left."""
+        """Drop the blocks that no rank holds, and the run itself if none is left."""
         longest = max(self.ends, default=0)
         if longest == 0 and self.parent is not None and len(self.local):
             leaving = self.parent.branches[self.at]
@@ -137,7 +137,8 @@ class BlockNotFound(KvIndexError):
 
 
 class InvalidBlockSequence(KvIndexError):
-    """A store no cache can mean: a block below itself, twice in one line, or named by no u64. Nothing changed."""
+    """An impossible store: a block below itself, twice in one sequence, or with a name that is not a u64. Nothing
+    changed."""
 
     status = "invalid_block"
 
