@@ -123,7 +123,7 @@ def require_encoder_result(request: PreprocessedRequest) -> dict[str, Any]:
 
 
 def encoder_terminal_chunk(result: Any, usage: CompletionUsage | None = None) -> LLMEngineOutput:
-    """Return the one chunk of an encode worker; `result` may be empty. Raises InvalidArgument unless it is an object."""
+    """Return the one chunk of an encode worker; `result` may be empty. Raise InvalidArgument unless it is an object."""
     if not isinstance(result, dict):
         raise InvalidArgument(f"must be an object, got {type(result).__name__}", field="encoder_result")
     chunk = LLMEngineOutput.encode_terminal(result)

@@ -213,7 +213,9 @@ async def test_leaving_waits_for_running_requests(open_streams: OpenStreams) -> 
 
 
 @pytest.mark.parametrize(("fails", "waits_s"), [(False, 20), (True, 0)])
-async def test_leaving_cuts_requests_that_outlast_the_limit(fails: bool, waits_s: float, open_streams: OpenStreams) -> None:
+async def test_leaving_cuts_requests_that_outlast_the_limit(
+    fails: bool, waits_s: float, open_streams: OpenStreams
+) -> None:
     local, start = ScriptedEngine([1, Stall()]), anyio.current_time()
     runtime = Runtime.in_process(graceful_timeout_s=20)
     await runtime.__aenter__()
