@@ -1,9 +1,9 @@
 """Migration: a broken stream continues on another worker, and no token is repeated."""
 
-from .attempts import MigrationMetrics
+from .metrics import MigrationMetrics
 from .operator import Migration
 from .policy import (
-    Break,
+    Failure,
     Verdict,
     behind,
     continuation,
@@ -16,7 +16,7 @@ from .policy import (
 )
 
 __all__ = [
-    "Break",
+    "Failure",
     "Migration",
     "MigrationMetrics",
     "Verdict",

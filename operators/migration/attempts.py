@@ -1,156 +1,277 @@
-"""Journey: what is kept of one request while it may move from worker to worker.
+"""Attempts: one request on its way from worker to worker: what was delivered, and the stream of the next worker.
 
 Source: dynamo lib/llm/src/migration.rs, RetryManager. Other than there, the request stays as it came and each attempt
-is made from it, and an attempt that is over hears of its caller only while somebody below keeps it.
-
-MigrationMetrics: how often requests move on, how long that takes, and how many grow too long for it.
-
-Source: dynamo lib/llm/src/http/service/metrics.rs, the model_migration family. Other than there, an answer that breaks
-is counted when another worker is looked for, not when nobody may go on with it.
+is made from it, and a stop or kill reaches an attempt that is over only while a stage below keeps it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import logging
+from collections.abc import Iterator
+from typing import Any
 
 import anyio
-from attrs import define, field, frozen
+from anyio.lowlevel import checkpoint
+from attrs import define, evolve, field
 
-from pipeline import Annotated, Context, ContractViolation
+from pipeline import (
+    Annotated,
+    AsyncEngine,
+    Cancelled,
+    Context,
+    ContractViolation,
+    ResponseStream,
+    unless_killed,
+)
 from pipeline.protocols import (
     BackendOutput,
     CompletionUsage,
+    FinishReason,
     LLMEngineOutput,
     MigrationState,
     PreprocessedRequest,
     TraceLink,
 )
-from pipeline.telemetry import Metrics
+from pipeline.telemetry import AttributeValue, spanned
 
-from .policy import Break, Item, Output, Verdict, continuation, decide
+from .metrics import MigrationMetrics, MigrationTimer, MigrationType, Outcome
+from .policy import (
+    Failure,
+    Item,
+    Output,
+    Verdict,
+    behind,
+    continuation,
+    decide,
+    ending,
+    error_shown,
+    is_migratable,
+    is_too_long,
+)
 
-MigrationType = Literal["new_request", "ongoing_request"]
-"""Whether no worker had taken the request yet, or one was answering."""
-Outcome = Literal["success", "failure", "cancelled"]
+Next = AsyncEngine[PreprocessedRequest, Item]
 
-
-class MigrationMetrics:
-    """What a front end counts of its migrations. Without a meter the globally configured one is used.
-
-    `model` is the name they carry; None: the one each request asks for.
-    """
-
-    def __init__(self, meter: Any = None, *, model: str | None = None, prefix: str | None = None) -> None:
-        self._metrics = Metrics(meter, family="frontend", prefix=prefix)
-        self._model = model
-
-    def count(self, model: str, kind: MigrationType) -> None:
-        """A dispatch failed, or another worker is looked for."""
-        self._metrics.add("model_migration_total", model=self._model or model, migration_type=kind)
-
-    def too_long(self, model: str) -> None:
-        """A request grew past the length up to which they migrate."""
-        self._metrics.add("model_migration_max_seq_len_exceeded_total", model=self._model or model)
-
-    def begins(self, model: str, kind: MigrationType, began_s: float | None = None) -> Move:
-        """A failure was seen, just now unless it is said when."""
-        return Move(self._metrics, self._model or model, kind, anyio.current_time() if began_s is None else began_s)
-
-
-@frozen
-class Move:
-    """One search for another worker, from the failure on. Times are the loop's, in seconds."""
-
-    metrics: Metrics
-    model: str
-    kind: MigrationType
-    began_s: float
-
-    def ends(self, outcome: Outcome) -> None:
-        """There is another worker, or there will be none."""
-        took_s = anyio.current_time() - self.began_s
-        self.metrics.record(
-            "model_migration_duration_seconds", took_s, model=self.model, migration_type=self.kind, outcome=outcome
-        )
+_log = logging.getLogger(__name__)
 
 
 @define(eq=False)
-class Journey:
-    """One request on its way from worker to worker. `attempts` is how many it has been sent to."""
+class Attempts:
+    """The attempts of one request. Its reader keeps `delivered`, `last`, `kind` and `link` up to date."""
 
     request: Context[PreprocessedRequest]
+    """The request as it came."""
+    next: Next
     attempts_left: int
-    attempts: int = 0
+    """How many more workers it may be sent to."""
+    max_seq_len_tokens: int | None
+    """The length, prompt and answer together, up to which it may migrate; None for any."""
+    metrics: MigrationMetrics
+    tracer: Any = None
+    """Makes the span of each further attempt."""
     delivered: list[int] = field(factory=list)
-    state: MigrationState = field(factory=MigrationState)
-    link: TraceLink | None = None
+    """The tokens the caller has."""
     last: Output | None = None
     """The last output that had tokens."""
     kind: type[Output] | None = None
-    move: Move | None = None
-    workers: tuple[Any, Any] | None = None
+    """The class of the outputs, once there was one."""
+    link: TraceLink | None = None
+    """The span of the last worker that reported one."""
+    state: MigrationState = field(factory=MigrationState)
+    """What the stages below share about the attempts: the workers that failed, and text that was held back."""
+    _count: int = field(default=0, init=False)
+    _timer: MigrationTimer | None = field(default=None, init=False)
+    _workers: tuple[Any, Any] | None = field(default=None, init=False)
     """Those the tracker named for prefill and decode before another worker was looked for."""
-    is_finished: bool = False
-    has_more_than_tokens: bool = False
-    is_too_long: bool = False
-    attempt: Context[PreprocessedRequest] = field(init=False)
-    """The request as it was last sent. Kept: a stop of the caller's reaches it only while somebody does."""
+    _is_finished: bool = field(default=False, init=False)
+    _has_more_than_tokens: bool = field(default=False, init=False)
+    _is_too_long: bool = field(default=False, init=False)
+    _last_item: Item | Exception | None = field(default=None, init=False)
+    _attempt: Context[PreprocessedRequest] = field(init=False)
+    """The request as it was last sent. Kept, because a stop of the caller's reaches it only while it is referenced."""
 
-    def begin_attempt(self) -> None:
-        """Makes the request for the next worker."""
-        self.attempts += 1
+    # -- streams
+
+    async def next_stream(self) -> ResponseStream[Item]:
+        """Return the stream of the first worker that takes it. Raise the last error, or Cancelled after a stop."""
+        try:
+            stream = await self._first_taker()
+        except BaseException as error:
+            gave_up = isinstance(error, Cancelled) or not isinstance(error, Exception) or self.request.is_stopped
+            self._search_ends("cancelled" if gave_up else "failure")
+            raise
+        self._search_ends("success")
+        return stream
+
+    async def resume(self, broke: Item | Exception, stream: ResponseStream[Item]) -> ResponseStream[Item] | None:
+        """Close a stream that broke, and return the stream of the worker that goes on; None if the answer ends here.
+
+        The first case that holds for the verdict of `decide`; `last_items` has what the answer then ends with:
+
+        1. RETRY: the next worker goes on. If none can, 2 with its error among the causes, or 4 after a stop
+        2. PASS_ON: the break as it came
+        3. END: nothing, the answer is complete
+        4. END_CANCELLED: an item with the finish reason `cancelled`
+        5. END_LENGTH: an item with the finish reason `length`
+        """
+        error = broke if isinstance(broke, Exception) else broke.error
+        assert error is not None
+        began_s = anyio.current_time()
+        await _close(stream, self.request)
+        verdict = self._verdict(error, self.max_seq_len_tokens)
+        if verdict is Verdict.RETRY:
+            try:
+                return await self._resumed(error, began_s)
+            except Exception as ended:
+                verdict = Verdict.END_CANCELLED if self.request.is_stopped else Verdict.PASS_ON
+                broke = _with_error(broke, error_shown(error, ended))
+        if verdict is Verdict.PASS_ON:
+            self._last_item = broke
+        elif verdict is Verdict.END_CANCELLED:
+            self._last_item = ending(self.kind, FinishReason.CANCELLED, self.last)
+        elif verdict is Verdict.END_LENGTH:
+            self._last_item = ending(self.kind, FinishReason.LENGTH, self.last, self._usage())
+        return None
+
+    def last_items(self) -> Iterator[Item]:
+        """What a broken answer ends with, unless it is killed: text that was held back, then an item or an error."""
+        text = self.state.held_text
+        if text and not self.request.is_killed:
+            yield Annotated(BackendOutput([], [], text))
+        last = self._last_item
+        if last is None or self.request.is_killed:
+            return
+        if isinstance(last, Exception):
+            raise last
+        yield last
+
+    async def _resumed(self, error: Exception, began_s: float) -> ResponseStream[Item]:
+        """Return the rest of the answer, from another worker, its counts those of the whole answer."""
+        count = len(self.delivered)
+        _log.warning("request %s broke after %d tokens and moves on: %r", self.request.id, count, error)
+        self._search_begins("ongoing_request", began_s)
+        stream = await self.next_stream()
+        self.state.held_text = ""
+        return stream.map(behind(count, self.last)) if count else stream
+
+    async def _first_taker(self) -> ResponseStream[Item]:
+        request = self.request
+        while True:
+            if request.is_stopped:
+                raise Cancelled(f"request {request.id} was stopped before a worker took it")
+            try:
+                self._begin_attempt()
+                if self._count == 1:
+                    return await self.next.generate(self._attempt)
+                return await self._retried()
+            except Exception as error:
+                if not is_migratable(request.payload, error):
+                    raise
+                self._search_begins("new_request")
+                if self._verdict(error, None, had_stream=False) is Verdict.PASS_ON:
+                    raise
+                _log.warning("request %s was not taken and moves on: %r", request.id, error)
+
+    async def _retried(self) -> ResponseStream[Item]:
+        """Return one further worker's stream, in a span that lasts as long as it."""
+        await checkpoint()  # whatever the limit: refusals that wait for nothing must not keep the loop
+        if self._attempt.trace is None:
+            return await self._sent(self._attempt)
+        attributes: dict[str, AttributeValue] = {
+            "migration.attempt": self._count,
+            "migration.delivered_tokens": len(self.delivered),
+            "migration.excluded_worker_ids": [str(worker_id) for worker_id in self.state.excluded_worker_ids],
+        }
+        link = self.link or self.state.failed_link
+        return await spanned(
+            self._attempt, "migration.retry", self._sent, tracer=self.tracer, attributes=attributes, link=link
+        )
+
+    async def _sent(self, attempt: Context[PreprocessedRequest]) -> ResponseStream[Item]:
+        """Return the next stage's stream. Raise Cancelled on a kill, whatever that stage waits for."""
+        message = f"request {attempt.id} was killed before another worker took it"
+        return await unless_killed(self.next.generate(attempt), attempt, message)
+
+    def _begin_attempt(self) -> None:
+        self._count += 1
         self.attempts_left -= 1
         payload = self.request.payload
-        self.attempt = self.request.child(continuation(payload, self.delivered, self.link, self.state))
-        if self.attempts > 1 and (tracker := payload.tracker) is not None:
-            if self.workers is None:
-                self.workers = tracker.prefill_worker, tracker.decode_worker
+        self._attempt = self.request.child(continuation(payload, self.delivered, self.link, self.state))
+        if self._count > 1 and (tracker := payload.tracker) is not None:
+            if self._workers is None:
+                self._workers = tracker.prefill_worker, tracker.decode_worker
             tracker.begin_attempt(len(self.delivered))
 
-    def sees(self, data: Any) -> type[Output]:
-        """The kind of the first output. Raises ContractViolation for one that is none."""
+    # -- items
+
+    def check_kind(self, data: Any) -> type[Output]:
+        """Return the class of the first output. Raise ContractViolation for an item without an engine's output."""
         if not isinstance(data, LLMEngineOutput | BackendOutput):
             raise ContractViolation(f"an item to migrate carries an engine's output, this one {type(data).__name__}")
         self.kind = type(data)
         return self.kind
 
-    def notes(self, data: Output) -> None:
-        """What an output without tokens tells."""
+    def note(self, data: Output) -> None:
+        """Take an output without tokens into account."""
         if data.finish_reason is not None:
-            self.is_finished = True
+            self._is_finished = True
         if data.worker_trace_link is not None:
             self.link = data.worker_trace_link
         others = (data.text, data.disaggregated_params, data.encoder_result, getattr(data, "content_parts", None))
-        self.has_more_than_tokens |= any(others)
+        self._has_more_than_tokens |= any(others)
 
-    def verdict(self, error: Exception, max_seq_len_tokens: int | None, *, had_stream: bool = True) -> Verdict:
-        """What becomes of the request after this error."""
-        broken = Break(
+    def check_length(self) -> None:
+        """Count, once, a request that could migrate if it were not too long."""
+        payload, may_migrate = self.request.payload, self.attempts_left and not self._is_too_long
+        if may_migrate and is_too_long(payload, len(self.delivered), self.max_seq_len_tokens):
+            self._is_too_long = True
+            self.metrics.too_long(payload.model)
+
+    def _verdict(self, error: Exception, max_seq_len_tokens: int | None, *, had_stream: bool = True) -> Verdict:
+        failure = Failure(
             error=error,
             attempts_left=self.attempts_left,
             delivered_tokens=len(self.delivered),
             had_stream=had_stream,
             is_stopped=self.request.is_stopped,
-            is_finished=self.is_finished or (self.last is not None and self.last.finish_reason is not None),
-            has_more_than_tokens=self.has_more_than_tokens,
+            is_finished=self._is_finished or (self.last is not None and self.last.finish_reason is not None),
+            has_more_than_tokens=self._has_more_than_tokens,
         )
-        return decide(broken, self.request.payload, max_seq_len_tokens)
+        return decide(failure, self.request.payload, max_seq_len_tokens)
 
-    def usage(self) -> CompletionUsage:
-        """What prompt and delivered tokens come to."""
+    def _usage(self) -> CompletionUsage:
+        """The usage of the prompt and the delivered tokens."""
         return CompletionUsage.of(len(self.request.payload.token_ids), len(self.delivered))
 
-    def held(self) -> Item | None:
-        """The text that the decoder of the broken stream left for the next one, to be shown where there is none."""
-        text = self.state.held_text
-        return Annotated(BackendOutput([], [], text)) if text else None
+    # -- the search for another worker
 
-    def arrives(self, outcome: Outcome) -> None:
-        """The search for a worker is over, if there was one. After one in vain the tracker names those from before."""
-        move, self.move = self.move, None
-        workers, self.workers = self.workers, None
+    def _search_begins(self, kind: MigrationType, began_s: float | None = None) -> None:
+        """Count a failure after which another worker is looked for, or would be if there were an attempt left."""
+        model = self.request.payload.model
+        self.metrics.count(model, kind)
+        if self._timer is None:
+            self._timer = self.metrics.begins(model, kind, began_s)
+
+    def _search_ends(self, outcome: Outcome) -> None:
+        """The search is over, if there was one. After one in vain the tracker names the workers from before."""
+        timer, self._timer = self._timer, None
+        workers, self._workers = self._workers, None
         tracker = self.request.payload.tracker
         if tracker is not None and workers is not None and outcome != "success":
             tracker.prefill_worker, tracker.decode_worker = workers
-        if move is not None:
-            move.ends(outcome)
+        if timer is not None:
+            timer.ends(outcome)
+
+
+def _with_error(broke: Item | Exception, shown: Exception) -> Item | Exception:
+    """Return the break as it came, but with this error."""
+    if isinstance(broke, Exception):
+        return shown
+    return broke if shown is broke.error else evolve(broke, error=Annotated[Any].from_error(shown).error)
+
+
+async def _close(stream: ResponseStream[Item], request: Context[PreprocessedRequest]) -> None:
+    """Close a broken stream, and log what that raises: its worker is given up."""
+    try:
+        await stream.aclose()
+    except Exception:
+        _log.exception("closing a broken stream of request %s failed", request.id)

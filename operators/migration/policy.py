@@ -1,12 +1,8 @@
-"""Whether a request that broke goes on with another worker, and as what request. Pure.
+"""Whether a request whose stream broke goes on with another worker, as what request, and how its answer looks. Pure.
 
 Source: dynamo lib/llm/src/migration.rs, RetryManager. Other than there, a request of prompt embeddings stays where it
-is, an answer that lacks nothing any more is ended instead of sent again, and thinking budgets shrink too.
-
-The answer of a migrated request, made to look like that of one worker. Pure.
-
-Source: dynamo lib/llm/src/migration.rs. Other than there, counts of the later workers are made counts of the whole
-answer, and the error that is shown carries why no other worker could go on.
+is, an answer that is complete is ended instead of sent again, thinking budgets shrink too, counts of the later workers
+are made counts of the whole answer, and the error that is shown carries why no other worker could go on.
 """
 
 from __future__ import annotations
@@ -45,32 +41,31 @@ class Verdict(Enum):
     PASS_ON = auto()
     """The caller gets the error."""
     END = auto()
-    """The answer is complete: nobody misses what its worker might have said."""
+    """The answer is complete, although its stream broke."""
     END_CANCELLED = auto()
-    """The caller has stopped it: it ends as cancelled."""
+    """The caller has stopped it: the answer ends as cancelled."""
     END_LENGTH = auto()
-    """Its worker has said all it was asked for: it ends as if that had told so."""
+    """The answer has all the tokens it may have: it ends with `length`, as its worker would have ended it."""
 
 
 @frozen(kw_only=True)
-class Break:
-    """One failure, and how far the request had come.
-
-    `had_stream`: whether a worker had taken it. `is_finished`: whether the caller has seen a finish reason.
-    `has_more_than_tokens`: whether the caller has seen output that had no token ids, so that none can be appended.
-    """
+class Failure:
+    """One failure, and how far the request had come."""
 
     error: Exception
     attempts_left: int
     delivered_tokens: int = 0
     had_stream: bool = True
+    """Whether a worker had taken the request."""
     is_stopped: bool = False
     is_finished: bool = False
+    """Whether the caller has a finish reason."""
     has_more_than_tokens: bool = False
+    """Whether the caller has output without token ids, which no prompt can continue."""
 
 
 def restriction(request: PreprocessedRequest) -> str | None:
-    """Why this request may never migrate; None if it may."""
+    """Return why this request may never migrate; None if it may."""
     sampling = request.sampling_options
     if sampling.guided_decoding is not None:
         return "guided decoding: another worker cannot resume the grammar"
@@ -82,7 +77,7 @@ def restriction(request: PreprocessedRequest) -> str | None:
 
 
 def is_pinned(request: PreprocessedRequest) -> bool:
-    """Whether the request names its worker for the phase it is in, so that no other one may have it.
+    """Whether the request names its worker for the phase it is in, so that no other worker may have it.
 
     Without a tracker the phase is not known, and a pin for any phase counts; so does a rank without its worker.
     """
@@ -110,61 +105,61 @@ def is_migratable(request: PreprocessedRequest, error: Exception) -> bool:
     return may_migrate(error) and not is_pinned(request)
 
 
-def decide(broken: Break, request: PreprocessedRequest, max_seq_len_tokens: int | None = None) -> Verdict:
+def decide(failure: Failure, request: PreprocessedRequest, max_seq_len_tokens: int | None = None) -> Verdict:
     """What becomes of the request. The first case that holds decides:
 
-    1. the error says that no other worker would do better: the caller gets it
-    2. the caller has a finish reason already: the end
-    3. the caller has stopped the request: cancelled
-    4. as many tokens as it may have are delivered: length
-    5. pinned, no attempt left, nothing that could be continued, too long: the caller gets the error
-    6. another worker goes on
+    1. PASS_ON: after such an error no other worker would do better
+    2. END: the caller has a finish reason already
+    3. END_CANCELLED: the caller has stopped the request
+    4. END_LENGTH: as many tokens as it may have are delivered
+    5. PASS_ON: it is pinned, has no attempt left or nothing that could be continued, or is too long
+    6. RETRY
     """
-    if not may_migrate(broken.error):
+    if not may_migrate(failure.error):
         return Verdict.PASS_ON
-    if broken.is_finished:
+    if failure.is_finished:
         return Verdict.END
-    if broken.is_stopped:
+    if failure.is_stopped:
         return Verdict.END_CANCELLED
     max_tokens = request.stop_conditions.max_tokens
-    if broken.delivered_tokens and max_tokens is not None and broken.delivered_tokens >= max_tokens:
+    if failure.delivered_tokens and max_tokens is not None and failure.delivered_tokens >= max_tokens:
         return Verdict.END_LENGTH
-    if is_pinned(request) or not broken.attempts_left:
+    if is_pinned(request) or not failure.attempts_left:
         return Verdict.PASS_ON
-    if broken.has_more_than_tokens and not broken.delivered_tokens:
+    if failure.has_more_than_tokens and not failure.delivered_tokens:
         return Verdict.PASS_ON
-    if broken.had_stream and is_too_long(request, broken.delivered_tokens, max_seq_len_tokens):
+    if failure.had_stream and is_too_long(request, failure.delivered_tokens, max_seq_len_tokens):
         return Verdict.PASS_ON
     return Verdict.RETRY
 
 
 def is_too_long(request: PreprocessedRequest, delivered_tokens: int, max_seq_len_tokens: int | None) -> bool:
-    """Whether prompt and answer are past the length up to which requests migrate."""
+    """Whether prompt and answer together are longer than requests that migrate may be."""
     return max_seq_len_tokens is not None and len(request.token_ids) + delivered_tokens > max_seq_len_tokens
 
 
 def continuation(
     request: PreprocessedRequest, delivered: Sequence[int], link: TraceLink | None, state: MigrationState
 ) -> PreprocessedRequest:
-    """The request that asks for what is still to come behind the delivered tokens; `link` is the worker before.
+    """Return the request for the rest of the answer, after the delivered tokens; `link` is the span of the last worker.
 
-    Its routing hints are its own, so that what one worker's router writes there is not seen by the next one's.
+    Its routing hints are a copy, so that what the router writes there for one worker does not reach the next.
     """
-    asked = shallow_copy(request)
-    asked.migration_state = state
+    rest = shallow_copy(request)
+    rest.migration_state = state
     if request.routing is not None:
-        asked.routing = shallow_copy(request.routing)
+        rest.routing = shallow_copy(request.routing)
     if link is not None:
-        asked.migration_link = link
+        rest.migration_link = link
     if delivered:
-        asked.token_ids = [*request.token_ids, *delivered]
-        asked.stop_conditions = _remaining(request.stop_conditions, len(delivered))
-        asked.prefill_result = asked.bootstrap_info = None  # blocks of the prompt as it was, and for one worker only
-    return asked
+        rest.token_ids = [*request.token_ids, *delivered]
+        rest.stop_conditions = _remaining(request.stop_conditions, len(delivered))
+        rest.prefill_result = rest.bootstrap_info = None  # blocks of the prompt as it was, and for one worker only
+    return rest
 
 
 def _remaining(conditions: StopConditions, delivered_tokens: int) -> StopConditions:
-    """The conditions for the rest of the answer: what counts tokens counts fewer, never below 0."""
+    """Return the conditions for the rest of the answer: limits in tokens shrink, never below 0."""
 
     def less(tokens: int | None) -> int | None:
         return None if tokens is None else max(0, tokens - delivered_tokens)
@@ -183,7 +178,7 @@ Item: TypeAlias = Annotated[Any]
 
 
 def behind(delivered_tokens: int, last: Output | None) -> Callable[[Item], Item]:
-    """What makes an item of a later worker one of the whole answer; `last` is the last with tokens before it.
+    """Return a function that makes an item of a later worker one of the whole answer; `last` is the last before it.
 
     To the worker the delivered tokens are prompt: its usage counts them there, and its cumulative log probability
     leaves them out. An item that has neither is returned as it is.
@@ -210,7 +205,7 @@ def behind(delivered_tokens: int, last: Output | None) -> Callable[[Item], Item]
 
 
 def _moved(usage: CompletionUsage, delivered_tokens: int, spent: CompletionTokensDetails | None) -> CompletionUsage:
-    """The usage with the delivered tokens counted as completion, not prompt; `spent` is what they were spent on."""
+    """Return the usage with the delivered tokens counted as completion, not prompt; `spent` has their details."""
     prompt_tokens = max(0, usage.prompt_tokens - delivered_tokens)
     found = usage.prompt_tokens_details
     if found is not None and found.cached_tokens is not None:
@@ -222,7 +217,7 @@ def _moved(usage: CompletionUsage, delivered_tokens: int, spent: CompletionToken
 
 
 def _sum(one: CompletionTokensDetails | None, other: CompletionTokensDetails | None) -> CompletionTokensDetails | None:
-    """Both together; a count only one of them has is that one's."""
+    """Return both together; a count that only one of them has is taken as it is."""
     if one is None or other is None:
         return one or other
     counts = {field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(type(one))}
@@ -233,7 +228,7 @@ def _sum(one: CompletionTokensDetails | None, other: CompletionTokensDetails | N
 def ending(
     kind: type[Output] | None, finish_reason: FinishReason, last: Output | None, usage: CompletionUsage | None = None
 ) -> Item | None:
-    """The last item of an answer that its worker did not end, behind `last`; None if no item has shown its kind."""
+    """Return the last item of an answer that its worker did not end, after `last`; None if there was no item yet."""
     if kind is None:
         return None
     made: Output = BackendOutput([], []) if kind is BackendOutput else LLMEngineOutput([])
@@ -243,9 +238,9 @@ def ending(
 
 
 def error_shown(broke: Exception, ended: Exception) -> Exception:
-    """The error of an answer that broke with the first, and could not be continued because of the second.
+    """Return the error of an answer that broke with the first, and could not be continued because of the second.
 
-    A cancellation is shown as one. Else the first is shown, a copy of it with the second as the last of its causes.
+    That is the second if it is a cancellation; else a copy of the first, with the second as the last of its causes.
     """
     if any(isinstance(link, Cancelled) for link in chain(ended)):
         return ended
@@ -258,6 +253,6 @@ def error_shown(broke: Exception, ended: Exception) -> Exception:
             cause, shown = shown, copy(link)
             shown.__cause__ = cause
             shown.__traceback__ = link.__traceback__
-    except Exception:  # an error of somebody else's that cannot be copied
+    except Exception:  # a foreign error that cannot be copied
         return broke
     return shown if isinstance(shown, Exception) else broke

@@ -1,10 +1,10 @@
 """Conditional disaggregation: a prompt that is short, or mostly cached where it will decode, is prefilled there.
 
-    decode router: best worker, not booked ──► policy: worth no transfer? ──► gate: has it room? ──► bypass
+    decode router: best worker, not booked ──► policy: worth a transfer? ──► gate: has it room? ──► prefilled there
 
 Source: dynamo lib/llm/src/kv_router/prefill_router/conditional.rs. A worker is busy, for decode as for prefill, with
-more prompt tokens in flight than the threshold times its `max_num_batched_tokens`; where it does not say that number
-it is not known.
+more prompt tokens in flight than the threshold times its `max_num_batched_tokens`; that is not known of a worker which
+does not publish this number.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ _log = logging.getLogger(__name__)
 
 
 @frozen
-class BypassRules:
-    """When a request goes without remote prefill. `decode_gate`: only to a decode worker known to have room."""
+class ConditionalRules:
+    """When a request goes without remote prefill."""
 
     policy: ConditionalPolicy = "isl_bounding"
+    """What counts: the length that is left to compute, the load of the prefill worker, or either."""
     isl_threshold_tokens: int = 2048
+    """A prompt with fewer tokens left to compute is short."""
     isl_ratio_threshold: float = 0.7
+    """And only if these are a smaller share of the prompt."""
     decode_gate: bool = False
+    """Whether it goes only to a decode worker that is known to have room."""
 
     @classmethod
-    def of(cls, config: KvRouterConfig) -> BypassRules:
-        """Those of a configuration in which it is enabled."""
+    def of(cls, config: KvRouterConfig) -> ConditionalRules:
+        """Return the rules of a configuration in which it is enabled."""
         return cls(
             config.conditional_disagg_policy,
             config.conditional_disagg_eff_isl_threshold,
@@ -50,15 +54,15 @@ class BypassRules:
         return self.policy != "isl_bounding"
 
 
-def should_bypass(
-    rules: BypassRules | None,
+def skips_remote_prefill(
+    rules: ConditionalRules | None,
     *,
     isl_tokens: int,
     cached_tokens: int,
     prefill_busy: bool | None = None,
     decode_busy: bool | None = None,
 ) -> bool:
-    """Whether remote prefill is not worth it; never without rules. A None means that it is not known."""
+    """Whether remote prefill is not worth it; never without rules. None for a load that is not known."""
     if rules is None:
         return False
     net_tokens = isl_tokens - min(cached_tokens, isl_tokens)
@@ -68,41 +72,43 @@ def should_bypass(
 
 
 def is_busy(active_prefill_tokens: int, threshold: float | None, config: ModelRuntimeConfig | None) -> bool | None:
-    """Whether that worker is busy; None where it does not say how much it can take, or there is no threshold."""
+    """Whether that worker is busy; None without a threshold, or if its settings lack `max_num_batched_tokens`."""
     if threshold is None or config is None or config.max_num_batched_tokens is None:
         return None
     return active_prefill_tokens > threshold * config.max_num_batched_tokens
 
 
 class ConditionalDisaggregation:
-    """Decides by a configuration and the router of the decode pool; never, unless `conditional_disagg_enabled`.
+    """Decides which requests are prefilled where they decode; none unless `conditional_disagg_enabled`.
 
-    `configs` gives what the decode workers say of themselves, which only the gate asks for.
+    config: the rules
+    decode: the router of the decode pool, which knows what is cached where
+    configs: returns the settings of the decode workers; only the gate needs them
     """
 
     def __init__(self, config: KvRouterConfig, decode: KvRouter, configs: Callable[[], Configs] = dict) -> None:
         self.config = config
         self._decode, self._configs = decode, configs
-        self.rules = BypassRules.of(config) if config.conditional_disagg_enabled else None
+        self.rules = ConditionalRules.of(config) if config.conditional_disagg_enabled else None
 
-    def bypass(
+    def select_decode_worker(
         self, request: Context[PreprocessedRequest], prefill: PrefillPool, configs: Configs
     ) -> WorkerRank | None:
-        """Where the request goes without remote prefill; None if it goes the usual way, as after any error."""
+        """Return the decode worker that prefills it too; None if it is prefilled remotely, as after any error."""
         payload = request.payload
         if self.rules is None or (payload.routing is not None and payload.routing.prefill_worker_id is not None):
             return None
         if not payload.block_mm_routing_info()[0]:
             return None
         try:
-            return self._bypass(self.rules, request, prefill, configs)
+            return self._select(self.rules, request, prefill, configs)
         except Exception as error:
             _log.warning("request %r is prefilled remotely: %s", request.id, error)
             return None
 
-    def _bypass(
+    def _select(
         self,
-        rules: BypassRules,
+        rules: ConditionalRules,
         request: Context[PreprocessedRequest],
         prefill: PrefillPool,
         configs: Configs,
@@ -114,14 +120,14 @@ class ConditionalDisaggregation:
             self.config.conditional_disagg_decode_busy_threshold,
             self._configs().get(decision.rank.worker_id),
         )
-        bypasses = should_bypass(
+        is_local = skips_remote_prefill(
             rules,
             isl_tokens=decision.prompt.isl_tokens,
             cached_tokens=decision.cached_tokens,
             prefill_busy=self._prefill_busy(request, prefill, configs) if rules.goes_by_load else None,
             decode_busy=decode_busy,
         )
-        return decision.rank if bypasses else None
+        return decision.rank if is_local else None
 
     def _prefill_busy(
         self, request: Context[PreprocessedRequest], prefill: PrefillPool, configs: Configs
@@ -133,7 +139,7 @@ class ConditionalDisaggregation:
 
 
 def without_claim(payload: PreprocessedRequest) -> PreprocessedRequest:
-    """The request without a client's own word that it was decided so; the very same if it says nothing."""
+    """Return the request without a client's annotation that claims this decision; the same object if it has none."""
     if not any(_is_claim(text) for text in payload.annotations):
         return payload
     return evolve(payload, annotations=[text for text in payload.annotations if not _is_claim(text)])

@@ -156,7 +156,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         if isinstance(pool, KvPrefill):
             await pool.prepare(request)
         await self._tasks.replace(request.registry)
-        if (rank := self._bypass(request, pool)) is not None:
+        if (rank := self._decode_worker(request, pool)) is not None:
             return await self._decoded_alone(request, rank, next)
         return await self._decoded(request, await self._started(request, pool), next)
 
@@ -249,15 +249,18 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     async def _decoded_alone(
         self, request: Context[PreprocessedRequest], rank: WorkerRank, next: Next
     ) -> ResponseStream[Output]:
-        """Both halves by one decode worker, which is told so, as is the caller."""
+        """Return the stream of one decode worker that does both halves; its request and the stream are marked so."""
         (await _tracker(request).set_phase(RequestPhase.DECODE)).release()
         payload = request.payload
         hints = evolve(payload.routing or RoutingHints(), decode_worker_id=rank.worker_id, dp_rank=rank.dp_rank)
-        asked = evolve(payload, routing=hints, annotations=[*payload.annotations, BYPASS_REMOTE_PREFILL])
-        return announced(request, await next.generate(request.with_payload(asked)))
+        marked = evolve(payload, routing=hints, annotations=[*payload.annotations, BYPASS_REMOTE_PREFILL])
+        return announced(request, await next.generate(request.with_payload(marked)))
 
-    def _bypass(self, request: Context[PreprocessedRequest], pool: PrefillPool) -> WorkerRank | None:
-        return None if self._conditional is None else self._conditional.bypass(request, pool, self._side.configs)
+    def _decode_worker(self, request: Context[PreprocessedRequest], pool: PrefillPool) -> WorkerRank | None:
+        """Return the decode worker that prefills the request too; None if it is prefilled remotely."""
+        if self._conditional is None:
+            return None
+        return self._conditional.select_decode_worker(request, pool, self._side.configs)
 
     # -- its state
 
@@ -276,7 +279,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         return len(self._tasks)
 
     def deactivate(self) -> None:
-        """Asks nobody until `reactivate`, or until workers come back."""
+        """Send no prefill until `reactivate`, or until workers come back."""
         self._side.deactivate()
 
     def reactivate(self) -> None:

@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.migration import Break, Verdict, continuation, decide, is_pinned, is_too_long, restriction
+from operators.migration import Failure, Verdict, continuation, decide, is_pinned, is_too_long, restriction
 from pipeline import (
     Cancelled,
     CannotConnect,
@@ -45,8 +45,8 @@ def request(**fields: Any) -> PreprocessedRequest:
     return PreprocessedRequest([1, 2, 3], **fields)
 
 
-def broken(**facts: Any) -> Break:
-    return Break(**{"error": GONE, "attempts_left": 3, **facts})
+def broken(**facts: Any) -> Failure:
+    return Failure(**{"error": GONE, "attempts_left": 3, **facts})
 
 
 def in_phase(phase: RequestPhase | None) -> RequestTracker | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operators.kv import KvRouterConfig
-from operators.prefill.conditional import BypassRules, is_busy, should_bypass, without_claim
+from operators.prefill.conditional import ConditionalRules, is_busy, skips_remote_prefill, without_claim
 from pipeline.protocols import (
     PreprocessedRequest,
 )
@@ -16,8 +16,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 # -- conditional disaggregation
 
 
-def by_length(tokens: int = 2048, ratio: float = 0.7) -> BypassRules:
-    return BypassRules(isl_threshold_tokens=tokens, isl_ratio_threshold=ratio)
+def by_length(tokens: int = 2048, ratio: float = 0.7) -> ConditionalRules:
+    return ConditionalRules(isl_threshold_tokens=tokens, isl_ratio_threshold=ratio)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_short_and_mostly_cached_prompt_is_not_worth_a_transfer(
     rules: Any, isl: int, cached: int, expected: bool
 ) -> None:
     """KV-209"""
-    assert should_bypass(rules, isl_tokens=isl, cached_tokens=cached) is expected
+    assert skips_remote_prefill(rules, isl_tokens=isl, cached_tokens=cached) is expected
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_short_and_mostly_cached_prompt_is_not_worth_a_transfer(
 )
 def test_the_policy_says_what_counts(policy: Any, short: bool, busy: bool | None, expected: bool) -> None:
     isl, cached = (1000, 900) if short else (1000, 0)
-    got = should_bypass(BypassRules(policy), isl_tokens=isl, cached_tokens=cached, prefill_busy=busy)
+    got = skips_remote_prefill(ConditionalRules(policy), isl_tokens=isl, cached_tokens=cached, prefill_busy=busy)
     assert got is expected
 
 
@@ -67,8 +67,8 @@ def test_the_policy_says_what_counts(policy: Any, short: bool, busy: bool | None
 )
 def test_the_gate_lets_only_a_calm_decode_worker_pass(gate: bool, busy: bool | None, expected: bool) -> None:
     """KV-211"""
-    rules = BypassRules(decode_gate=gate)
-    assert should_bypass(rules, isl_tokens=0, cached_tokens=0, decode_busy=busy) is expected
+    rules = ConditionalRules(decode_gate=gate)
+    assert skips_remote_prefill(rules, isl_tokens=0, cached_tokens=0, decode_busy=busy) is expected
 
 
 def test_the_rules_are_those_of_the_configuration() -> None:
@@ -79,7 +79,7 @@ def test_the_rules_are_those_of_the_configuration() -> None:
         conditional_disagg_eff_isl_ratio_threshold=0.5,
         conditional_disagg_decode_busy_threshold=1.0,
     )
-    assert BypassRules.of(config) == BypassRules("isl_or_load", 10, 0.5, True)
+    assert ConditionalRules.of(config) == ConditionalRules("isl_or_load", 10, 0.5, True)
 
 
 @pytest.mark.parametrize(
