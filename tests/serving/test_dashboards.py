@@ -128,9 +128,8 @@ def page() -> str:
             service = app(opened.graph, telemetry=telemetry)
 
             def send(**fields: Any) -> Exchange:
-                usual = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi " * 99}]}
-                fields = usual | fields
-                return chat(service, **fields)
+                usual: dict[str, Any] = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi " * 99}]}
+                return chat(service, **(usual | fields))
 
             for fields in ({}, {"stream": True}, {"model": "x"}, {"max_tokens": 0}):
                 await send(**fields).run()
