@@ -71,13 +71,13 @@ class Annotated(Generic[T]):
         return self.error or Unknown(", ".join(self.comment or ()) or "unknown error")
 
     def ok(self) -> Annotated[T]:
-        """This item; raises the error of an error item."""
+        """Return this item. Raise the error of an error item."""
         if (error := self.extract_error()) is not None:
             raise error
         return self
 
     def into_data(self) -> T | None:
-        """Return the data, None where there is none; raises the error of an error item."""
+        """Return the data or None. Raise the error of an error item."""
         return self.ok().data
 
     def into_result(self) -> T | None:

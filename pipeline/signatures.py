@@ -42,7 +42,7 @@ class Signature:
 
 
 def check_line(line: Sequence[tuple[Stage, Signature]]) -> tuple[Any, Any]:
-    """Follow the request's type down the line and the item's type back up; returns what the line takes and gives.
+    """Follow the request's type down the line and the item's type back up. Return the types of the whole line.
 
     Raise LinkError at the first misfit.
     """

@@ -142,6 +142,6 @@ def virtual_time(backend: Literal["trio", "asyncio"] = "asyncio") -> tuple[str, 
 def run_in_virtual_time(
     main: Callable[[*Args], Awaitable[T]], *args: *Args, backend: Literal["trio", "asyncio"] = "asyncio"
 ) -> T:
-    """Run the async function to its end in virtual time and returns its result."""
+    """Run the async function to its end in virtual time and return its result."""
     name, options = virtual_time(backend)
     return anyio.run(main, *args, backend=name, backend_options=options)

@@ -6,10 +6,10 @@ Records are stored as JSON; a value that is not JSON is ignored and does not rem
 
 Source: dynamo lib/runtime/src/discovery. Other than there, leases and conflict rules are written once, over any store.
 
-Store: keys and values every process of a deployment sees, with revisions, leases and watches.
+Store: keys and values that every process of a deployment sees, with revisions, leases and watches.
 
-The one thing a discovery backend has to bring. Sized for what a key-value bucket of NATS can do: create, replace by
-revision, delete, watch a prefix, and a time to live for each key that its owner renews.
+A discovery backend implements only this. It needs what a key-value bucket of NATS offers: create, replace by revision,
+delete, watch a prefix, and a time to live for each key, which its owner renews.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .names import EndpointId, Instance, escaped, instance_key
 
 @frozen
 class Put:
-    """A key has this value now."""
+    """A key has been set to this value."""
 
     key: str
     value: bytes
@@ -52,9 +52,9 @@ Change = Put | Gone
 
 @frozen
 class Written:
-    """What a write came to, with the revision that holds now.
+    """The result of a write, with the present revision.
 
-    `created`: it was done. `exists`: the key was there, and its value stays. `missing`: there is nothing to replace.
+    `created`: it was done. `exists`: the key exists and keeps its value. `missing`: there is nothing to replace.
     `retry`: the key was written in between.
     """
 
@@ -65,8 +65,8 @@ class Written:
 class Store(ABC):
     """See the module. Keys are parts between slashes, the first ones the bucket; they may hold any text.
 
-    A key lives as long as the process that wrote it last keeps renewing it, which the store does by itself. What was
-    abandoned, as by a crash, is gone at most the store's time to live later. No call waits for ever.
+    A key lives as long as the process that wrote it last keeps renewing it, which the store does by itself. A key
+    abandoned by a crash expires within the store's time to live. No call waits for ever.
     """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Store(ABC):
 
     @abstractmethod
     async def delete(self, key: str) -> None:
-        """Remove the key; a missing one is fine. If that fails the key is not renewed any more."""
+        """Remove the key; a missing one is fine. If that fails, the key is no longer renewed."""
 
     @abstractmethod
     async def get(self, key: str) -> Put | None:
@@ -93,7 +93,7 @@ class Store(ABC):
     def watch(self, prefix: str = "") -> Observable[Change]:
         """Return what is under the prefix now, then every change: without gaps or repetition, up to the last state.
 
-        Never ends while the store is open, then completes. Disposing releases.
+        It completes when the store is closed. Disposing ends the watch.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Store(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Remove what this process created and completes all watches."""
+        """Remove all keys of this process and complete all watches."""
 
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ _log = logging.getLogger(__name__)
 
 INSTANCES, MODELS = "v1/instances", "v1/mdc"
 _ATTEMPTS = 8
-"""How often a write is tried that others get in the way of."""
+"""Attempts at a write that conflicts with other writers."""
 
 
 @frozen
@@ -152,7 +152,7 @@ class TaintsUpdated:
 
 
 class Lease:
-    """One holder's share in a registration, kept alive by the store until it is given back.
+    """One holder's share in a registration, renewed by the store until it is released.
 
     The last share that is released removes the registration at once; the last one abandoned, as by a crash, lets it
     lapse within its time to live.
@@ -164,7 +164,7 @@ class Lease:
         self._is_held = True
 
     async def release(self) -> None:
-        """Return the share back; does nothing the second time. A cancellation waits until that is done."""
+        """Release the share; a second call does nothing. A cancellation waits until this is done."""
         if self._was_last():
             with anyio.CancelScope(shield=True):
                 await self._store.delete(self._key)
@@ -195,7 +195,7 @@ class Discovery:
         """By endpoint: its cards when they were last merged, and the result."""
 
     async def register(self, instance: Instance) -> Lease:
-        """Publish the instance; one that is there with other content is published again."""
+        """Publish the instance, again if it is published with other content."""
         key, value = f"{INSTANCES}/{instance.key}", to_json(instance)
         await self._write(key, value, lambda _: value)
         return Lease(self._shares, self._store, key)
@@ -203,8 +203,8 @@ class Discovery:
     async def register_model(self, model: Model) -> Lease:
         """Publish the card; the same card again keeps taints that were updated meanwhile.
 
-        Raise InvalidArgument, and leaves what was there, if the instance has another card there already, or the
-        endpoint serves another model.
+        Raise InvalidArgument, and change nothing, if the instance has another card there already, or if the endpoint
+        serves another model.
         """
         key, value = f"{MODELS}/{model.key}", to_json(model)
         model = from_json(value, Model)  # to be compared with what others wrote
@@ -269,7 +269,7 @@ class Discovery:
         return Observable(subscribe)
 
     async def _check_conflict(self, model: Model) -> None:
-        """Read only cards that are new since the last time: where many workers join, there are many to look at."""
+        """Read only cards that are new since the last call: with many workers there are many cards."""
         prefix = _under(MODELS, model.endpoint.path)
         before = self._cards.get(prefix, {})
         self._cards[prefix] = cards = {
@@ -280,7 +280,7 @@ class Discovery:
             raise InvalidArgument(problem, field="display_name")
 
     async def _write(self, key: str, value: bytes, changed: Callable[[bytes], bytes]) -> None:
-        """Create the key, or replaces its value by `changed(value)`, which also renews what was abandoned."""
+        """Create the key, or replace its value by `changed(value)`, which also renews an abandoned key."""
         for _ in range(_ATTEMPTS):
             if (await self._store.create(key, value)).outcome == "created":
                 return
@@ -300,7 +300,7 @@ class Discovery:
 
 
 def conflict(known: Iterable[Model], new: Model) -> str | None:
-    """Why the card cannot join those of its endpoint, None if it can.
+    """Return why the card conflicts with those of its endpoint, None if it does not.
 
     Base cards share the display name. An adapter belongs to a base model, known by its source path.
     """
@@ -342,7 +342,7 @@ def _is_kept(key: str, value: bytes, again: Model) -> bool:
 
 
 def _fixed(card: ModelDeploymentCard) -> dict[str, Any]:
-    """Return the card without what may change."""
+    """Return the card without its changeable fields."""
     content = asdict(card)
     del content["mdc_sum"], content["runtime_config"]["taints"]
     return content

@@ -50,7 +50,7 @@ class Scope:
 
 @frozen
 class Event(Generic[T]):
-    """One fact and where it comes from: the publisher, and how many it had published before."""
+    """A published value with its publisher and its number."""
 
     publisher_id: int
     sequence: int
@@ -60,7 +60,7 @@ class Event(Generic[T]):
 
 
 class Publisher(ABC):
-    """Publishes to one scope and topic under an id of its own, numbering from 0. Another publisher starts anew."""
+    """Publishes to one scope and topic under its own id, numbering events from 0."""
 
     publisher_id: int
 
@@ -80,16 +80,16 @@ class EventPlane(ABC):
     def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
         """Return the events published there from the subscription on, as this type. Completes when the plane closes.
 
-        Disposing releases. A listener's error stays its own.
+        Disposing ends the subscription. The exception of a subscriber does not affect others.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Completes all subscriptions."""
+        """Complete all subscriptions."""
 
 
 class Sequences:
-    """Sees what was lost: the next number expected of each publisher."""
+    """Detects lost events by the next number expected of each publisher."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}
@@ -104,7 +104,7 @@ class Sequences:
         return range(expected, event.sequence)
 
     def forget(self, publisher_id: int) -> None:
-        """For a publisher that is gone."""
+        """Forget a publisher that is gone."""
         self._next.pop(publisher_id, None)
 
 
@@ -137,7 +137,7 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 def decode_frame(data: bytes) -> bytes:
-    """Return the payload. Raise InvalidMessage for another version and for a frame that is not whole."""
+    """Return the payload. Raise InvalidMessage for another version and for an incomplete frame."""
     if len(data) < _HEADER.size:
         raise InvalidMessage(f"incomplete header: {len(data)} of {_HEADER.size} bytes")
     version, length = _HEADER.unpack_from(data)
@@ -178,10 +178,10 @@ _log = logging.getLogger(__name__)
 
 
 class Fanout(Generic[T]):
-    """Hands each item to every listener that was there before it, in the order of the items.
+    """Delivers each item, in order, to every subscriber that was there before it. For one thread.
 
-    What a listener causes while it listens comes after what is under way. A listener's error is logged and stays its
-    own, but ends its listening, as reactivex has it. For one thread.
+    Items pushed by a subscriber during a delivery come after it. The exception of a subscriber is logged and, as in
+    reactivex, ends its subscription; the other subscribers are not affected.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Fanout(Generic[T]):
     def add(
         self, observer: ObserverBase[T], *, first: Iterable[T] = (), accepts: Callable[[T], bool] = lambda _: True
     ) -> Disposable:
-        """Listens from now on: to the `first` items, then to what is pushed and accepted; disposing ends it.
+        """Subscribe to the `first` items, then to items that are pushed and accepted. Disposing ends this.
 
         After `complete` the subscriber is completed and receives nothing else.
         """

@@ -42,7 +42,7 @@ Out = TypeVar("Out")
 
 
 class InProcessRequestPlane(RequestPlane):
-    """Instances of one process, by their full identity. Payloads are handed over as they are, not copied.
+    """Instances of one process, by their full identity. Payloads are passed by reference, not copied.
 
     `metrics`, of the component family, count the requests of each instance.
     """
@@ -67,7 +67,7 @@ class InProcessRequestPlane(RequestPlane):
 
 
 class InProcessServing(Serving):
-    """Runs each request under a context of its own, so that the engine may be killed and its caller not."""
+    """Runs each request under a separate context, so that the engine can be killed without its caller."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class InProcessServing(Serving):
         return Disconnected(f"{self._instance} was lost")
 
     def _fail(self, request: Context[Any], error: BaseException) -> None:
-        """Count the error, and raises what the caller gets in its place, if it is not the error itself."""
+        """Count the error. Raise the error that the caller gets in its place, if that is another one."""
         if self._meter is not None:
             self._meter.failed()
         if self._is_lost_to(request) and not isinstance(error, Disconnected):
@@ -173,7 +173,7 @@ class InProcessServing(Serving):
 
 
 class _InstanceEngine(AsyncEngine[Any, Any]):
-    """One instance, seen from its callers."""
+    """One instance, as an engine for its callers."""
 
     def __init__(self, plane: InProcessRequestPlane, instance: Instance) -> None:
         self._plane = plane
@@ -194,7 +194,7 @@ Key = tuple[Scope, str]
 
 
 class InProcessEventPlane(EventPlane):
-    """Hands payloads over as they are, on the thread the publisher was made in; nothing is lost.
+    """Delivers payloads by reference, on the thread the publisher was made in, without loss.
 
     `wall_ms` dates the events, `rng` draws the publisher ids.
     """
@@ -207,7 +207,7 @@ class InProcessEventPlane(EventPlane):
 
     @property
     def subscriptions(self) -> int:
-        """How many listen."""
+        """Number of subscribers."""
         return sum(len(fanout) for fanout in self._topics.values())
 
     def publisher(self, scope: Scope, topic: str) -> Publisher:
@@ -267,9 +267,9 @@ class _Entry:
 
 
 class InProcessStore(Store):
-    """A dict. Its owner lives as long as it does, so nothing is renewed: only what was abandoned runs out.
+    """A dict. Its owner exists as long as it does, so keys need no renewal; only abandoned keys expire.
 
-    For one thread; `scheduler` counts the time of what was abandoned, which stays `ttl_s`.
+    For one thread. `scheduler` measures the `ttl_s` seconds that an abandoned key stays.
     """
 
     def __init__(self, scheduler: AnyIOScheduler, ttl_s: float) -> None:
@@ -281,7 +281,7 @@ class InProcessStore(Store):
 
     @property
     def watchers(self) -> int:
-        """How many watch."""
+        """Number of watches."""
         return len(self._watchers)
 
     async def create(self, key: str, value: bytes) -> Written:

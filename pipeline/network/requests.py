@@ -37,15 +37,15 @@ class Serving(ABC):
 
     @abstractmethod
     def refuse(self) -> None:
-        """Take no new request: callers get CannotConnect. What runs goes on."""
+        """Refuse new requests: callers get CannotConnect. Running requests continue."""
 
     @abstractmethod
     async def drained(self) -> None:
-        """Return when nothing runs."""
+        """Wait until no request is running."""
 
     @abstractmethod
     def cut(self) -> None:
-        """Refuse, and ends what runs at once: the engine is killed, its callers get Disconnected."""
+        """Refuse new requests and end the running ones: the engine's are killed, callers get Disconnected."""
 
 
 class RequestPlane(ABC):
@@ -53,9 +53,9 @@ class RequestPlane(ABC):
 
     @abstractmethod
     async def serve(self, instance: Instance, engine: AsyncEngine[Any, Any]) -> tuple[Instance, Serving]:
-        """Take requests for the instance from now on; the instance comes back with its `transport`.
+        """Take requests for the instance from now on. Return the instance with its `transport`.
 
-        Where payloads cross as bytes they are read as the type the engine declares that it takes. Raises
+        Payloads that cross as bytes are read as the type that the engine declares. Raise
         InvalidArgument if this process serves the instance already.
         """
 
@@ -63,43 +63,43 @@ class RequestPlane(ABC):
     def engine(self, instance: Instance, item_type: type[Out]) -> AsyncEngine[Any, Out]:
         """Return the instance as an engine, which holds the engine contract.
 
-        Where items cross as bytes they are read as the type.
+        Items that cross as bytes are read as the type.
         Stop, kill and close of the caller reach the instance's engine. An error comes back as its own class, foreign
         ones as `Unknown`. An instance that cannot be reached raises CannotConnect when it is called; one that is lost
-        while it answers makes the read raise Disconnected, unless the caller has stopped the request. Nothing but
-        payload, id, metadata and trace of the context crosses.
+        while it answers makes the read raise Disconnected, unless the caller has stopped the request. Only
+        payload, id, metadata and trace of the context cross.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Cuts everything this process serves and lets go of every connection."""
+        """Cut all requests that this process serves, and close every connection."""
 
 
 def not_found(name: str, instance_id: int) -> CannotConnect:
-    """Return the error for an instance that is not there (any more)."""
+    """Return the error for an absent instance."""
     return CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
 
 
 TOKEN_BYTES = 4
-"""What a token id counts for: an unsigned 32 bit integer."""
+"""Bytes counted for a token id: an unsigned 32-bit integer."""
 
 
 @define(eq=False, slots=True)
 class MeteredCall:
-    """One call that was taken: when, by the loop's clock, and how many tokens have come back."""
+    """One call: when it began, by the loop's clock, and how many tokens have come back."""
 
     begun_s: float
     tokens: int = 0
 
 
 class CallMeter:
-    """Counts what an instance takes, in the `component` family. Made on the loop the calls end on.
+    """Counts the calls of an instance, in the `component` family. Made in the loop in which the calls end.
 
-    Its counters are kept here and looked at when metrics are read: to add to one of OpenTelemetry's costs much more.
-    Like any counter they are shown as long as the metrics are.
+    Its counters are fields here, read when metrics are read: adding to a counter of OpenTelemetry costs much more. They
+    are shown as long as the metrics exist.
 
-    Bytes are those of token ids, 4 for each: the embedded runtime hands requests and items over as they are, so they
-    have no size on a wire. Payloads without token ids have none.
+    Bytes are those of token ids, 4 for each: the embedded runtime passes requests and items by reference, so they have
+    no size on a wire. Payloads without token ids count as 0.
 
     Source: dynamo lib/runtime/src/pipeline/network/ingress, WorkHandlerMetrics.
     """
@@ -122,7 +122,7 @@ class CallMeter:
         self._errors = metrics.recorder("errors_total", **labels, error_type="generate")
 
     def begun(self, payload: Any) -> MeteredCall:
-        """Return a call with this payload was taken; the result goes to `ended`."""
+        """Record the begin of a call with this payload. The result is passed to `ended`."""
         self._requests += 1
         self._inflight(1)
         if token_ids := getattr(payload, "token_ids", None):
@@ -130,7 +130,7 @@ class CallMeter:
         return MeteredCall(self._clock())
 
     def ended(self, call: MeteredCall, *, cancelled: bool) -> None:
-        """The call is over, by its caller's wish if `cancelled`."""
+        """Record the end of the call; `cancelled` if its caller ended it."""
         self._inflight(-1)
         self._duration(self._clock() - call.begun_s)
         self._response_tokens += call.tokens
@@ -144,5 +144,5 @@ class CallMeter:
         return [(self._labels, TOKEN_BYTES * tokens)] if tokens else []
 
     def failed(self) -> None:
-        """The engine failed, before or in its answer."""
+        """Record a failure of the engine, before or in its answer."""
         self._errors(1)

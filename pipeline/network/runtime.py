@@ -1,4 +1,4 @@
-"""Runtime: one object that holds the planes, serves engines and finds them.
+"""Runtime: holds the planes, serves engines and finds them.
 
 async with Runtime.in_process() as runtime:
     await runtime.serve("ns/backend/generate", engine)
@@ -37,12 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 class Served:
-    """What `runtime.serve` returns. It ends with its `close`, or with the runtime."""
+    """An engine that is served. It ends with `close`, or with the runtime."""
 
     def __init__(self, runtime: Runtime, instance: Instance, model: Model | None, serving: Serving) -> None:
         self.instance = instance
         self.leases: tuple[Lease, ...] = ()
-        """While it is published; to abandon them is to stop renewing without a word, as a hanging process does."""
+        """Held while it is published. Abandoning them stops their renewal, as a hanging process does."""
         self._runtime = runtime
         self._model = model
         self._serving = serving
@@ -58,9 +58,9 @@ class Served:
         return self._serving.running
 
     async def publish(self) -> None:
-        """Make it visible; again after `unpublish`. If the card is refused the instance is not visible either.
+        """Make the instance visible, also again after `unpublish`. With a refused card it stays invisible.
 
-        Raise Unavailable once it has been withdrawn or cut: no caller could reach it.
+        Raise Unavailable if it has been withdrawn or cut: no caller could reach it.
         """
         if self._is_withdrawn:
             raise Unavailable(f"{self.instance} takes no requests any more")
@@ -83,7 +83,7 @@ class Served:
                 releases.push_async_callback(lease.release)
 
     async def withdraw(self) -> None:
-        """Make it invisible, then takes no new request. If discovery fails the leases lapse, which is logged."""
+        """Make the instance invisible, then refuse new requests. If discovery fails, it is logged and leases lapse."""
         self._is_withdrawn = True
         try:
             await self.unpublish()
@@ -93,13 +93,13 @@ class Served:
             self._serving.refuse()
 
     async def drained(self) -> None:
-        """Return when nothing runs."""
+        """Wait until no request is running."""
         await self._serving.drained()
 
     async def close(self, graceful_timeout_s: float | None = None) -> None:
-        """Withdraw it, waits for what runs and cuts what is left after the time, by default the runtime's.
+        """Withdraw the instance, wait for its requests, and cut those left after the time (default: the runtime's).
 
-        Callers that are cut get Disconnected.
+        Callers of requests that are cut get Disconnected.
         """
         bound_s = self._runtime.graceful_timeout_s if graceful_timeout_s is None else graceful_timeout_s
         try:
@@ -110,14 +110,14 @@ class Served:
             self.cut()
 
     def cut(self) -> None:
-        """Take no new request and ends what runs: the engine is killed, callers get Disconnected."""
+        """Refuse new requests and end the running ones: the engine's are killed, callers get Disconnected."""
         self._is_withdrawn = True
         self._serving.cut()
         if self._runtime.served.get(self.instance.key) is self:  # another may serve the instance meanwhile
             del self._runtime.served[self.instance.key]
 
     def abort(self) -> None:
-        """What a crash looks like: it cannot be reached any more, what runs is cut, and discovery drops it at once.
+        """Simulate a crash: the instance becomes unreachable, its requests are cut, and discovery drops it at once.
 
         For a crash that discovery notices by the lease only, `cut` it and abandon its leases.
         """
@@ -134,10 +134,10 @@ Out = TypeVar("Out")
 
 
 class Runtime:
-    """A process's part in a deployment: what it serves and what it sees. An async context manager.
+    """A process's part in a deployment: the engines it serves and the workers it sees. An async context manager.
 
-    Leaving it, in three phases: withdraw everything from discovery and take no new request; wait for what runs, at most
-    `graceful_timeout_s` (not at all if the block failed); cut the rest and close. Nothing is open afterwards.
+    Leaving it has three phases: withdraw everything from discovery and refuse new requests; wait for running requests,
+    at most `graceful_timeout_s` (not at all if the block failed); cut the rest and close. Nothing is open afterwards.
     `scheduler` runs its background work and is there for timed operators on its facts.
 
     Source: dynamo lib/runtime/src/runtime.rs, distributed.rs. The bound is short by default, because streams of one
@@ -177,9 +177,9 @@ class Runtime:
         lease_ttl_s: float = LEASE_TTL_S,
         metrics: Metrics | None = None,
     ) -> Self:
-        """Return a deployment of its own inside this process: no server, no socket, invisible to every other runtime.
+        """Return a separate deployment inside this process: no server, no socket, invisible to every other runtime.
 
-        What was abandoned stays visible for `lease_ttl_s`. `wall_ms` dates events, by default with the loop's clock;
+        An abandoned instance stays visible for `lease_ttl_s`. `wall_ms` dates events, by default with the loop's clock;
         `metrics`, of the component family, count requests.
         """
         rng, scheduler = rng or Random(), AnyIOScheduler()
@@ -237,7 +237,7 @@ class Runtime:
         """Serve the engine at the endpoint, first reachable, then visible; if publishing fails neither.
 
         Without an id the instance has the runtime's, or a new one where that is taken. Raise InvalidArgument for
-        names and ids that cannot be, an id that is taken, and a card in conflict with the endpoint's; StreamClosed
+        invalid names and ids, an id in use, and a card in conflict with the endpoint's; StreamClosed
         outside of the runtime's block.
         """
         if not self._is_open:
@@ -274,8 +274,8 @@ class Runtime:
     def workers(self, endpoint: str | EndpointId, item_type: Any = Any) -> EndpointWorkers[Any, Any]:
         """Return the instances of the endpoint, followed until the view is closed or the runtime is left.
 
-        What is there already may take a moment to be known: see `wait_for_instances`. Where items cross as bytes they
-        are read as the type, without one as plain values. Raise InvalidArgument for names that cannot be.
+        Existing instances may take a moment to appear: see `wait_for_instances`. Items that cross as bytes are read as
+        the type, or without one as plain values. Raise InvalidArgument for invalid names.
         """
         where = EndpointId.parse(endpoint).checked()
         return EndpointWorkers(

@@ -27,15 +27,15 @@ Absence = Literal["none_yet", "all_left", "closed"]
 
 
 class Workers(Protocol[In_contra, Out_co]):
-    """What a router needs to know of its pool; `runtime.workers(...)` and `static_workers(...)` give one."""
+    """The interface of a pool to its router; `runtime.workers(...)` and `static_workers(...)` return one."""
 
     @property
     def name(self) -> str:
-        """Whose instances these are, for messages and drawings."""
+        """Name of the pool, for messages and drawings."""
         ...
 
     def instance_ids(self) -> Ids:
-        """Return the instances that are there now, sorted."""
+        """Return the ids of the present instances, sorted."""
         ...
 
     def absence(self) -> Absence | None:
@@ -62,12 +62,12 @@ class Workers(Protocol[In_contra, Out_co]):
         ...
 
     async def wait_for_instances(self, count: int = 1) -> Ids:
-        """Return the instances, once there are at least so many. Raise Unavailable if the pool is closed before."""
+        """Return the ids once there are at least so many. Raise Unavailable if the pool is closed before."""
         ...
 
 
 class _Pool(Generic[In, Out]):
-    """Instances by id, and the news of their change."""
+    """Instances by id, with a subject for their changes."""
 
     def __init__(
         self, name: str, engines: Mapping[int, AsyncEngine[In, Out]], device_types: Mapping[int, DeviceType]
@@ -147,7 +147,7 @@ class EndpointWorkers(_Pool[In, Out]):
         self._users = RefCountDisposable(CompositeDisposable(followed, Disposable(self._end)))
 
     def close(self) -> None:
-        """Return this view up; a listener of `changes` still gets its news until it is disposed."""
+        """Close this view. A subscriber of `changes` still receives changes until it is disposed."""
         self._users.dispose()
 
     def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
@@ -164,7 +164,7 @@ class EndpointWorkers(_Pool[In, Out]):
             self._listeners.push(ids)
 
     def _add(self, instance: Instance) -> None:
-        """A new one, or one that is there and was published again with other content."""
+        """Add a new instance, or replace one that was published again with other content."""
         instance_id = instance.instance_id
         self._engines[instance_id] = self._connect(instance)
         if instance_id not in self._arrivals:
@@ -185,12 +185,12 @@ def static_workers(
     name: str = "static",
     device_types: Mapping[int, DeviceType] = MappingProxyType({}),
 ) -> Workers[In, Out]:
-    """Return a pool that never changes, from engines at hand: for tests, and for programs of one file."""
+    """Return a pool of these engines that never changes: for tests, and for programs of one file."""
     return _Pool(name, engines, device_types)
 
 
 class _Missing(AsyncEngine[Any, Any]):
-    """In the place of an instance that is not there."""
+    """The engine of an absent instance."""
 
     def __init__(self, pool: str, instance_id: int) -> None:
         self._pool, self._instance_id = pool, instance_id

@@ -224,7 +224,7 @@ class Metrics:
         return partial(made.record if self._rows[name].kind == "histogram" else made.add, attributes=labels)
 
     def observe(self, name: str, look: Look) -> Callable[[], None]:
-        """Show what `look` gives whenever the metrics are read; returns the call that ends it.
+        """Report the values of `look` whenever the metrics are read. Return a function that ends this.
 
         A series that is not given any more is gone. Several may observe one instrument, also through other `Metrics` of
         the same meter. `look` must not wait and may be called in any thread; what it raises is logged, and so are wrong

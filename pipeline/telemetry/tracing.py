@@ -336,7 +336,7 @@ class RequestSpan:
 
 
 def annotate(context: Context[Any], attributes: Attributes) -> None:
-    """Set attributes on the span of the stage that was given this context; does nothing without one."""
+    """Set attributes on the span of the stage that was given this context, if there is one."""
     if (span := _span(context)) is not None:
         span.set_attributes(dict(attributes))
 

@@ -68,7 +68,7 @@ async def check_operator(
     handles_errors: bool = False,
     rules: Iterable[str] | None = None,
 ) -> None:
-    """Check O1 to O6 of `Operator`, and E1 to E13 of the operator on an engine; raises all violations as a group.
+    """Check O1 to O6 of `Operator`, and E1 to E13 of the operator on an engine; raise all violations as a group.
 
     `items` is what the stage below answers with: well more than `slack_items`. `handles_errors` means that errors from
     below are this operator's business (O2 and O3 are then not checked). The rest as in `check_engine`.

@@ -120,7 +120,7 @@ _END = object()
 
 
 async def _read_on(stream: ResponseStream[Any], request: Context[Any], after: list[Any]) -> None:
-    """Read to the end; notes what is delivered to a read that began after the disturbance."""
+    """Read to the end and record the items of reads that began after the disturbance."""
     while True:
         disturbed = request.is_stopped
         try:

@@ -129,7 +129,7 @@ def _task_ids() -> frozenset[int]:
 
 @contextmanager
 def within(seconds: float, what: str) -> Any:
-    """Raises ContractViolation if the block takes longer."""
+    """Raise ContractViolation if the block takes longer."""
     with anyio.move_on_after(seconds) as scope:
         yield
     if scope.cancelled_caught:
