@@ -1,6 +1,6 @@
-"""RouterPool: the workers a router may choose from, joined from instances, their cards, and who is left out now.
+"""RouterPool: the workers of a router, joined from instances, their cards, and which are cooling down or overloaded.
 
-Who may take a request at all: pins, allowed workers, taints, and workers that are away or overloaded.
+WorkerPool: which of them may take a request, by pins, allowed workers, taints, reachability and overload.
 
 Source: dynamo lib/kv-router/src/scheduling/filter.rs, RoutingEligibility.
 """
@@ -39,31 +39,36 @@ class Ineligible:
 
 @frozen
 class RoutingRules:
-    """What a request says about who may take it. A pinned one is never sent elsewhere, and its preferences are idle.
-
-    `failed_worker_ids` are those it has failed on; `is_overload` says that the last of them was overloaded.
-    """
+    """Which workers may take a request. A pinned one is never sent elsewhere, and its preferences have no effect."""
 
     pinned: WorkerRank | None = None
+    """The only rank it may go to; None for any."""
     allowed_worker_ids: AbstractSet[int] | None = None
+    """The workers it may go to; None for all."""
     constraints: RoutingConstraints = field(factory=RoutingConstraints)
+    """Taints that its worker must carry, or should."""
     failed_worker_ids: AbstractSet[int] = frozenset()
+    """The workers it has failed on."""
     is_overload: bool = False
+    """Whether the last of them was overloaded."""
 
 
 @frozen(eq=False)
 class Candidates:
-    """The ranks that may take a request, sorted; `multipliers` of their cost, if any; `zero_by_rank` maps each to 0."""
+    """The ranks that may take a request."""
 
     ranks: tuple[WorkerRank, ...]
+    """Sorted."""
     multipliers: Sequence[float] | None = None
+    """What their costs are multiplied by; None for nothing."""
     zero_by_rank: Mapping[WorkerRank, float] = field(
         default=Factory(lambda self: dict.fromkeys(self.ranks, 0), takes_self=True)
     )
+    """A 0 for each rank, in their order."""
 
 
 def worker_ranks(config: ModelRuntimeConfig) -> range:
-    """The data-parallel ranks of a worker. Raises InvalidArgument for a range that is none."""
+    """The data-parallel ranks of a worker. Raises InvalidArgument for an impossible range."""
     start, size = config.data_parallel_start_rank, config.data_parallel_size
     if size < 1:
         raise InvalidArgument(f"must be at least 1, got {size}", field="data_parallel_size")
@@ -74,19 +79,19 @@ def worker_ranks(config: ModelRuntimeConfig) -> range:
 
 @frozen(eq=False)
 class WorkerPool:
-    """The workers of a moment. Make a new one when something changes; all requests until then share its candidates.
-
-    `available` are the workers that can be reached, None if that is not known. `overloaded` are left out for now.
-    """
+    """The workers at one moment. A change makes a new one; until then all requests share its candidates."""
 
     configs: Mapping[int, ModelRuntimeConfig]
+    """The settings in their cards."""
     available: AbstractSet[int] | None = None
+    """The workers that can be reached; None if that is not known."""
     overloaded: AbstractSet[int] = frozenset()
+    """The workers that get no requests for now."""
     ranks: Mapping[int, range] = field(
         init=False,
         default=Factory(lambda self: {w: worker_ranks(c) for w, c in sorted(self.configs.items())}, takes_self=True),
     )
-    _everyone: Candidates = field(
+    _unrestricted: Candidates = field(
         init=False, default=Factory(lambda self: Candidates(self._select(RoutingRules())), takes_self=True)
     )
 
@@ -102,9 +107,9 @@ class WorkerPool:
             return Candidates((rules.pinned,))
         constraints = rules.constraints
         plain = rules.allowed_worker_ids is None and not constraints.required_taints and not rules.failed_worker_ids
-        found = self._everyone if plain else Candidates(self._select(rules))
+        found = self._unrestricted if plain else Candidates(self._select(rules))
         if not found.ranks:
-            raise self._nobody(rules)
+            raise self._no_candidate(rules)
         if constraints.preferred_taints:
             return evolve(found, multipliers=self._multipliers(found.ranks, constraints.preferred_taints))
         return found
@@ -151,7 +156,7 @@ class WorkerPool:
                 for rank in ranks:
                     yield WorkerRank(worker_id, rank)
 
-    def _nobody(self, rules: RoutingRules) -> PenstockError:
+    def _no_candidate(self, rules: RoutingRules) -> PenstockError:
         if any(True for _ in self._matching(rules)):
             return ResourceExhausted("all workers that may take this request are overloaded")
         if rules.failed_worker_ids:
@@ -273,7 +278,9 @@ class RouterPool:
         self._following.dispose()
 
     def _on_configs(self, configs: Configs) -> None:
-        self._configs = {worker_id: config for worker_id, config in configs.items() if _makes_sense(worker_id, config)}
+        self._configs = {
+            worker_id: config for worker_id, config in configs.items() if _has_valid_ranks(worker_id, config)
+        }
         self._update()
 
     def _on_adapters(self, adapters: Adapters) -> None:
@@ -291,7 +298,7 @@ class RouterPool:
             self._on_change(gone, self._pool.ranks)
 
 
-def _makes_sense(worker_id: int, config: ModelRuntimeConfig) -> bool:
+def _has_valid_ranks(worker_id: int, config: ModelRuntimeConfig) -> bool:
     try:
         worker_ranks(config)
     except InvalidArgument as error:
@@ -302,16 +309,18 @@ def _makes_sense(worker_id: int, config: ModelRuntimeConfig) -> bool:
 
 def configs_of(models: Observable[Added[Model] | Removed[Model] | TaintsUpdated]) -> Observable[Configs]:
     """The settings in the cards that discovery knows of an endpoint: `discovery.watch_models(endpoint.path)`."""
-    nothing: Configs = {}
-    return models.pipe(ops.scan(with_model, nothing))
+    none_yet: Configs = {}
+    return models.pipe(ops.scan(with_model, none_yet))
 
 
-def with_model(configs: Configs, news: Added[Model] | Removed[Model] | TaintsUpdated) -> Configs:
-    """The settings after the news; those given stay as they are. Cards of adapters say nothing of the worker."""
-    if news.item.suffix is not None:
+def with_model(configs: Configs, change: Added[Model] | Removed[Model] | TaintsUpdated) -> Configs:
+    """Return the settings after a change of a card. Cards of adapters do not describe the worker."""
+    if change.item.suffix is not None:
         return configs
-    others = {worker_id: config for worker_id, config in configs.items() if worker_id != news.item.instance_id}
-    return others if isinstance(news, Removed) else {**others, news.item.instance_id: news.item.card.runtime_config}
+    others = {worker_id: config for worker_id, config in configs.items() if worker_id != change.item.instance_id}
+    return (
+        others if isinstance(change, Removed) else {**others, change.item.instance_id: change.item.card.runtime_config}
+    )
 
 
 Loaded = Mapping[tuple[int, str], str]
@@ -319,21 +328,21 @@ Loaded = Mapping[tuple[int, str], str]
 
 
 def adapters_of(models: Observable[Added[Model] | Removed[Model] | TaintsUpdated]) -> Observable[Adapters]:
-    """Who has which adapter loaded, by the cards that discovery knows of an endpoint, as for `configs_of`."""
-    nothing: Loaded = {}
-    loaded: Observable[Loaded] = models.pipe(ops.scan(with_adapter, nothing))
+    """The workers that have each adapter loaded, by the cards that discovery knows of an endpoint."""
+    none_yet: Loaded = {}
+    loaded: Observable[Loaded] = models.pipe(ops.scan(with_adapter, none_yet))
     return loaded.pipe(ops.distinct_until_changed()).pipe(ops.map(_by_name))
 
 
-def with_adapter(loaded: Loaded, news: Added[Model] | Removed[Model] | TaintsUpdated) -> Loaded:
-    """What is loaded after the news; what is given stays as it is. A card that names no adapter has its suffix's."""
-    model = news.item
+def with_adapter(loaded: Loaded, change: Added[Model] | Removed[Model] | TaintsUpdated) -> Loaded:
+    """Return the loaded adapters after a change of a card. A card without an adapter's name stands for its suffix."""
+    model = change.item
     if model.suffix is None:
         return loaded
     key = (model.instance_id, model.suffix)
     others = {other: name for other, name in loaded.items() if other != key}
     name = model.suffix if model.card.lora is None else model.card.lora.name
-    return others if isinstance(news, Removed) else {**others, key: name}
+    return others if isinstance(change, Removed) else {**others, key: name}
 
 
 def _by_name(loaded: Loaded) -> Adapters:

@@ -2,12 +2,12 @@
 
     enter ──► Bound: go there, holding a lease
           ──► Claimed: route freely, then `bind` or `give_up`
-          ──► Pending: another request is first; ask again when told
+          ──► Pending: another request has claimed it; try again when it is bound
 
-Source: dynamo lib/llm/src/kv_router, session affinity. Other than there a state machine: the clock is passed in, and
-whoever owns it wakes the waiting and runs the reaper.
+Source: dynamo lib/llm/src/kv_router, session affinity. Other than there a state machine: the time is passed in, and the
+owner wakes waiting requests and expires sessions.
 
-Sessions: SessionAffinity with the waiting done: who comes second waits until the first is placed.
+Sessions: SessionAffinity with the waiting: a second request of a session waits until the first is placed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bound:
 
 @frozen(eq=False)
 class Claimed:
-    """This request decides where the session goes: end it with `bind` or `give_up`."""
+    """This request selects the worker of the session: end it with `bind` or `give_up`."""
 
     session_id: str
     _session: _Session
@@ -60,7 +60,7 @@ class Claimed:
 
 @frozen
 class Pending:
-    """Another request is deciding: ask again when it has."""
+    """Another request has claimed the session: try again when that has ended."""
 
     session_id: str
 
@@ -69,7 +69,7 @@ Entry: TypeAlias = Bound | Claimed | Pending
 
 
 def session_id_of(text: str | None) -> str | None:
-    """The session a header names; None for an absent or empty one. Raises InvalidArgument for one too long."""
+    """Return the session of a header; None if it is absent or empty. Raises InvalidArgument if it is too long."""
     if text is not None and len(text.encode("utf-8", "surrogatepass")) > SESSION_ID_BYTES_MAX:
         raise InvalidArgument(f"must be at most {SESSION_ID_BYTES_MAX} bytes", field=SESSION_HEADER)
     return text or None
@@ -107,12 +107,12 @@ class SessionAffinity:
         return len(self._sessions)
 
     def peek(self, session_id: str, now_s: float) -> WorkerRank | None:
-        """Where the session is bound; changes nothing, for those who only ask."""
+        """Return the rank the session is bound to; changes nothing."""
         session = self._sessions.get(session_id)
         return None if session is None or self._is_over(session, now_s) else session.rank
 
     def enter(self, session_id: str, now_s: float) -> Entry:
-        """Begins a request of the session. Raises ResourceExhausted for a new session when there is no room."""
+        """Begin a request of the session. Raises ResourceExhausted for a new session when there is no room."""
         session = self._live(session_id, now_s)
         if session is None:
             if len(self._sessions) >= self.bindings_max:
@@ -125,9 +125,9 @@ class SessionAffinity:
         return Bound(session_id, session.rank, session)
 
     def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
-        """The first request was dispatched there; it holds a lease now. The waiting may ask again.
+        """Bind the session to the rank of the request that claimed it, which holds a lease now.
 
-        If a replica bound the session meanwhile, that binding stays and this request holds no part of it.
+        If a replica bound the session meanwhile, that binding stays and this request has no lease.
         """
         session = claimed._session
         holds = self._sessions.get(claimed.session_id) is session and session.rank is None
@@ -136,21 +136,21 @@ class SessionAffinity:
         return Bound(claimed.session_id, rank, session, holds)
 
     def give_up(self, claimed: Claimed) -> None:
-        """The first request was not dispatched: the next one that asks is claimed."""
+        """Drop a claim whose request was not sent; the next request claims the session."""
         if self._sessions.get(claimed.session_id) is claimed._session and claimed._session.rank is None:
             del self._sessions[claimed.session_id]
 
     def leave(self, bound: Bound, now_s: float) -> None:
-        """The request is over, however it ended; the idle time begins when the last one is. Twice is once."""
+        """End a request's lease, once; the session is idle from the end of the last lease on."""
         if bound._holds:
             bound._holds = False
             bound._session.leases -= 1
             bound._session.idle_since_s = now_s
 
     def invalidate(self, bound: Bound) -> bool:
-        """The worker is gone, or failed the request: the session is free again. False if it was bound anew.
+        """Unbind the session after its worker left or failed the request. Return False if it was bound anew.
 
-        Not for a request that was cancelled: that says nothing about the worker.
+        Not for a request that was cancelled, which does not mean that the worker is at fault.
         """
         if self._sessions.get(bound.session_id) is not bound._session:
             return False
@@ -158,10 +158,10 @@ class SessionAffinity:
         return True
 
     def observe(self, session_id: str, rank: WorkerRank, now_s: float, is_known: Callable[[WorkerRank], bool]) -> bool:
-        """A replica bound the session; True if that counted.
+        """Take in that a replica bound the session; return whether it is bound there now.
 
-        The first live binding stays, the same one again is refreshed, an unknown rank is passed over, and so is news
-        for which there is no room. A request that is still deciding comes second to it: the waiting may ask again.
+        The first live binding stays, and the same one again is refreshed. An unknown rank is ignored, and so is a new
+        binding for which there is no room. The binding replaces a claim that is still open.
         """
         if not is_known(rank):
             return False
@@ -176,7 +176,7 @@ class SessionAffinity:
         return True
 
     def expire(self, now_s: float) -> list[str]:
-        """Drops the bindings nobody held for so long; returns their sessions."""
+        """Drop the bindings that were idle for `ttl_s`; return their sessions."""
         over = [session_id for session_id, session in self._sessions.items() if self._is_over(session, now_s)]
         for session_id in over:
             del self._sessions[session_id]
@@ -186,7 +186,7 @@ class SessionAffinity:
         return session.rank is not None and session.leases == 0 and now_s - session.idle_since_s >= self.ttl_s
 
     def _live(self, session_id: str, now_s: float) -> _Session | None:
-        """The session's binding or claim; one that is over is dropped."""
+        """Return the session's binding or claim; drop one that has expired."""
         session = self._sessions.get(session_id)
         if session is not None and self._is_over(session, now_s):
             del self._sessions[session_id]
@@ -195,19 +195,19 @@ class SessionAffinity:
 
 
 def may_retry_unpinned(*, cancelled: bool, explicit: bool, retried: bool) -> bool:
-    """Whether a bound request that failed goes once more, wherever there is room.
+    """Whether a bound request that failed is sent once more, to any worker.
 
-    Not if it was cancelled, names its worker itself, or went a second time already.
+    Not if it was cancelled, names its worker itself, or was retried before.
     """
     return not (cancelled or explicit or retried)
 
 
 Entered: TypeAlias = Bound | Claimed
-"""A request inside its session: with a worker to go to, or the one that decides where it goes."""
+"""A request inside its session: bound to a worker, or the one that selects it."""
 
 
 class Sessions:
-    """The sessions of one router, used in one loop. `run` belongs in a task; without it idle ones stay remembered."""
+    """The sessions of one router, used in one loop. Without `run` in a task, idle sessions are kept."""
 
     def __init__(self, ttl_s: float, clock: LoopClock) -> None:
         self._affinity = SessionAffinity(ttl_s)
@@ -215,11 +215,11 @@ class Sessions:
         self._waiting: dict[str, list[anyio.Event]] = {}
 
     def peek(self, session_id: str) -> WorkerRank | None:
-        """Where the session is bound; changes nothing."""
+        """Return the rank the session is bound to; changes nothing."""
         return self._affinity.peek(session_id, self._clock.now_s())
 
     async def enter(self, session_id: str, request_id: str, control: Control) -> Entered:
-        """Begins a request: bound, or the claimed, which must end with `bind` or `give_up`.
+        """Begin a request: bound, or with a claim, which must end with `bind` or `give_up`.
 
         Raises ResourceExhausted when there is no room for a new session, Cancelled on a stop while it waits.
         """
@@ -230,29 +230,29 @@ class Sessions:
         return entry
 
     def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
-        """The first request was dispatched there."""
+        """Bind a claimed session to the rank its request was sent to."""
         bound = self._affinity.bind(claimed, rank)
         self._wake(claimed.session_id)
         return bound
 
     def give_up(self, claimed: Claimed) -> None:
-        """The first request was not dispatched."""
+        """Drop a claim whose request was not sent."""
         self._affinity.give_up(claimed)
         self._wake(claimed.session_id)
 
     def leave(self, bound: Bound) -> None:
-        """The request is over. May be called in a plain callback."""
+        """End the request's lease. May be called in a plain callback."""
         self._affinity.leave(bound, self._clock.now_s())
 
     def invalidate(self, bound: Bound) -> None:
-        """The worker is gone or failed the request: the session is free again."""
+        """Unbind the session after its worker left or failed the request."""
         self._affinity.invalidate(bound)
 
     def __len__(self) -> int:
         return len(self._affinity)
 
     async def run(self) -> None:
-        """Forgets idle sessions, until cancelled."""
+        """Drop idle sessions, until cancelled."""
         while True:
             await anyio.sleep(self._affinity.reap_every_s)
             self._affinity.expire(self._clock.now_s())

@@ -228,7 +228,7 @@ class KvRouterConfig:
     def from_plain(cls, values: Mapping[str, Any]) -> KvRouterConfig:
         """The configuration in a parsed file; None stands for a field's default only where None is a value of it.
 
-        `overlap_score_weight`, the older name, is understood as `with_older_weight` says. Raises InvalidArgument that
+        `overlap_score_weight`, the older name, is converted as in `with_older_weight`. Raises InvalidArgument that
         names what was written.
         """
         if not isinstance(values, Mapping):

@@ -17,7 +17,7 @@ def combination_problems(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _lacks_busy_threshold(get: Get) -> bool:
-    """Whether conditional disaggregation goes by load, and nothing says what a busy worker is."""
+    """Whether conditional disaggregation goes by load, without a threshold for a busy worker."""
     by_load = get("conditional_disagg_policy") in ("prefill_load", "isl_or_load")
     thresholds = (get("conditional_disagg_prefill_busy_threshold"), get("router_queue_threshold"))
     return get("conditional_disagg_enabled") is True and by_load and thresholds == (None, None)

@@ -46,7 +46,7 @@ def cache_namespace(extra_keys: Any, lora_name: str | None) -> str | None:
 
 
 def media_of(extra_keys: Any, lora_name: str | None) -> list[BlockExtraInfo | None]:
-    """The media of each block; their places in it are not said."""
+    """The media of each block, without their places in it."""
     hashes = [
         [found for key in keys if key != lora_name and (found := _media_hash(key)) is not None]
         for keys in _by_block(extra_keys)
@@ -96,7 +96,7 @@ _HASH_BYTES = 8
 
 @define
 class Origin:
-    """Where blocks are and whose they are, in the engine's words; None where it says nothing."""
+    """Where blocks are and whose they are, in the engine's words; None where it sends none."""
 
     medium: str | None = None
     group: int | None = None
@@ -137,7 +137,7 @@ class EngineCleared:
 
 @define
 class EngineIgnored:
-    """An event the engine itself says is nothing."""
+    """An event that the engine itself marks as empty."""
 
 
 @define
@@ -165,7 +165,7 @@ RefusalReason = Literal["too_large", "too_many_events", "rank_too_high"]
 
 @frozen
 class WireLimits:
-    """Bounds of one message of an engine, so that nobody fills the memory of the process that reads it.
+    """Bounds of one message of an engine, so that no sender fills the memory of the process that reads it.
 
     The defaults leave room for a step of a million prompt tokens, and for engines that send one event a page.
     """
@@ -250,7 +250,7 @@ def _begins_with_media(after: list[Any]) -> bool:
 
 
 def _tail(after: list[Any]) -> dict[str, Any]:
-    """The fields after those of the head. Engines of old leave out the first ones, so that only kinds tell which."""
+    """The fields after those of the head. Old engines omit the first ones, so that only their kinds identify them."""
     slots = list(zip(_TAIL, after, strict=False))
     if all(value is None or type(value) is kind for (_, kind), value in slots):
         return {name: value for (name, _), value in slots}
@@ -261,8 +261,8 @@ def _tail(after: list[Any]) -> dict[str, Any]:
 
 
 def _stored(fields: dict[str, Any]) -> EngineStored:
-    if isinstance(said := fields.get("lora_name"), dict):  # another engine's way to say the salt in an array
-        fields = {**fields, "lora_name": None, "cache_salt": said.get("cache_salt")}
+    if isinstance(salted := fields.get("lora_name"), dict):  # how another engine sends the salt in an array
+        fields = {**fields, "lora_name": None, "cache_salt": salted.get("cache_salt")}
     parent, lora = fields.get("parent_block_hash"), _text(fields.get("lora_name"), "lora_name")
     tokens, is_eagle = _tokens(fields.get("token_ids"))
     keys = fields.get("extra_keys")

@@ -29,7 +29,7 @@ from ..types import WorkerRank
 
 DEFAULT_CLASS = "default"
 UNKNOWN_BATCHED_TOKENS = 10_000_000
-"""Stands for `max_num_batched_tokens` where a worker does not say: no load comes near it."""
+"""Stands for `max_num_batched_tokens` of a worker that does not publish it: no load reaches it."""
 
 
 @frozen
@@ -45,7 +45,7 @@ class PromptSize:
 
     @property
     def work_tokens(self) -> int:
-        """What serving it takes, at least 1: nothing is free."""
+        """The tokens to compute for it, at least 1: no request is free."""
         return max(1, self.uncached_tokens)
 
 
@@ -54,7 +54,7 @@ class PolicyClass:
     """One class of requests: their order, their share of the service, when they wait, and how many may.
 
     `quantum` is how many uncached tokens the class may have served each round. A rank is busy with more prompt tokens
-    than one of the thresholds, absolute or as a multiple of its `max_num_batched_tokens`; without any nobody waits.
+    than one of the thresholds, absolute or as a multiple of its `max_num_batched_tokens`; without any no request waits.
     The limits are each multiplied by the number of workers. Raises InvalidArgument for a quantum below 1.
     """
 
@@ -131,7 +131,7 @@ class PolicyProfile:
 
     @classmethod
     def from_config(cls, config: KvRouterConfig) -> PolicyProfile:
-        """What the plain settings of the router say."""
+        """One class, by the plain settings of the router."""
         one = PolicyClass(
             queue_policy=config.router_queue_policy, prefill_busy_threshold_frac=config.router_queue_threshold
         )
@@ -155,7 +155,7 @@ class QueueUsage:
     cached_tokens: int = 0
 
     def add(self, size: PromptSize, sign: int = 1) -> None:
-        """Counts a request, or with -1 takes it off. No more can be cached than the prompt has."""
+        """Count a request, or with -1 remove it. No more than the prompt can be cached."""
         self.requests += sign
         self.isl_tokens += sign * size.isl_tokens
         self.cached_tokens += sign * min(size.cached_tokens, size.isl_tokens)

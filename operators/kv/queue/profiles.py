@@ -113,7 +113,7 @@ def _buckets(value: Any, place: str) -> dict[str, int]:
 
 
 def _cell(row: Mapping[str, Any], buckets: Mapping[str, int], place: str) -> tuple[str, str] | None:
-    """The family and bucket a class is for; None for one that is asked for by name."""
+    """The family and bucket a class is for; None for one that requests name themselves."""
     given = [key for key in _PLACE_KEYS if row.get(key) is not None]
     if not given:
         return None

@@ -41,18 +41,21 @@ Order = tuple[int, float, int]
 
 @frozen(eq=False)
 class Waiting(Generic[T]):
-    """One parked request. `partition` stands for the workers it may go to, None for any."""
+    """A request in the queue."""
 
     item: T
     policy_class: PolicyClass
     size: PromptSize
     arrival_s: float
+    """When it was queued."""
     partition: Hashable
+    """Stands for the workers it may go to; None for any."""
     class_index: int
+    """Position of its class in the profile."""
     order: Order
 
     def is_due_for_refresh(self, now_s: float, refresh_after_s: float | None) -> bool:
-        """Whether it waited so long that what is cached must be looked up again; None means never."""
+        """Whether it waited so long that its cached prefixes must be looked up again; None for never."""
         return refresh_after_s is not None and now_s - self.arrival_s > refresh_after_s
 
 
@@ -70,7 +73,7 @@ class _ClassQueue(Generic[T]):
         self.usage.add(waiting.size)
 
     def remove(self, waiting: Waiting[T]) -> bool:
-        """Takes one out, from the middle too; False if it is not here. An empty class loses what it saved up."""
+        """Remove one, from the middle too; return False if it is not here. An empty class loses its deficit."""
         partition = self.partitions.get(waiting.partition, [])
         place = bisect_left(partition, waiting.order, key=lambda entry: entry[0])
         if place == len(partition) or partition[place][1] is not waiting:
@@ -98,7 +101,7 @@ class AdmissionQueue(Generic[T]):
         self._tiers = tiers
         self._classes: list[_ClassQueue[T]] = [_ClassQueue(one) for one in profile.classes]
         self.version = 0
-        """Another number after each request that was parked or taken out."""
+        """Changes with each request that is queued or taken out."""
         self.size = 0
         """The number of requests that wait."""
         self._pushed = 0
@@ -117,8 +120,8 @@ class AdmissionQueue(Generic[T]):
     def must_queue(self, class_index: int, all_busy: Callable[[], bool]) -> bool:
         """Whether a request of this class must wait: behind others of its class, or because all its workers are busy.
 
-        The workers are only looked at where that decides. A request that must wait may still go at once: ask for the
-        next one after parking it.
+        The workers are only looked at where that decides. A request that must wait may still go at once: pop after
+        pushing it.
         """
         one = self._classes[class_index]
         return one.policy_class.may_queue and (one.usage.requests > 0 or all_busy())
@@ -135,7 +138,7 @@ class AdmissionQueue(Generic[T]):
         strict_priority: int = 0,
         partition: Hashable = None,
     ) -> Waiting[T]:
-        """Lets a request wait. Raises QueueRejected if its class is full, Unavailable once the queue is closed."""
+        """Queue a request. Raises QueueRejected if its class is full, Unavailable once the queue is closed."""
         if self._closed:
             raise Unavailable("the router is shutting down")
         one = self._classes[class_index]
@@ -151,7 +154,7 @@ class AdmissionQueue(Generic[T]):
         return waiting
 
     def withdraw(self, waiting: Waiting[T]) -> bool:
-        """Takes a request out whose caller has gone; False if it went already."""
+        """Take out a request whose caller has gone; return False if it was popped before."""
         self.version += 1
         if removed := self._classes[waiting.class_index].remove(waiting):
             self.size -= 1
@@ -162,7 +165,7 @@ class AdmissionQueue(Generic[T]):
         return [index for index, one in enumerate(self._classes) if one.usage.requests]
 
     def pop(self, may_go: Callable[[Waiting[T]], bool]) -> Waiting[T] | None:
-        """Takes out the next request that may go now; None if there is none.
+        """Take out the next request that may go now; return None if there is none.
 
         Classes take turns. In each round a class whose first request may go gets its quantum, in uncached tokens, and
         is served while that lasts; what is left carries on to its next request. If all are too dear, all get the
@@ -170,7 +173,7 @@ class AdmissionQueue(Generic[T]):
         """
         heads = {index: head for index, one in enumerate(self._classes) if (head := one.head(may_go)) is not None}
         if not heads:
-            return None  # nobody has a turn now: who was in the middle of one goes on with it later
+            return None  # a class in the middle of its turn continues it later
         carried, self._carried = self._carried, None
         if carried in heads and self._affords(carried, heads[carried]):
             return self._take(heads[carried])
@@ -186,7 +189,7 @@ class AdmissionQueue(Generic[T]):
         return self._take(next(heads[index] for index in turns if self._affords(index, heads[index])))
 
     def close(self) -> list[Waiting[T]]:
-        """Ends the queue; returns all that waited, for their callers must be told. A second time there are none."""
+        """End the queue; return the requests that waited, whose callers must be notified."""
         self._closed = True
         left = [waiting for one in self._classes for partition in one.partitions.values() for _, waiting in partition]
         for waiting in left:

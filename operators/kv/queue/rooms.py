@@ -4,8 +4,9 @@
     prompt tokens in flight ──────────────────────► free(class)                once for each look at the queue
 
 A request may go where `wanted & free` is not 0: exactly where `PolicyClass.all_busy` is False for its ranks. A queue of
-many lanes is looked at after each change of load, and nearly always none of its requests may go: 2,000 of them with a
-choice of their own among 256 workers take 15 µs a look, and took 14 ms and more rank by rank (`benchmarks.kv_queue`).
+many partitions is looked at after each change of load, and nearly always none of its requests may go: 2,000 of them
+with a choice of their own among 256 workers take 15 µs a look, and took 14 ms and more rank by rank
+(`benchmarks.kv_queue`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Rooms:
         self._last: tuple[Sequence[WorkerRank], int] = (), 0
 
     def is_of(self, pool: WorkerPool, adapters: Adapters) -> bool:
-        """Whether it was made for just these."""
+        """Whether it was made for these."""
         return self._pool is pool and self._adapters is adapters
 
     def wanted(self, request: RouteRequest) -> int:
@@ -64,7 +65,7 @@ class Rooms:
 
 @frozen
 class Room:
-    """The ranks that are free at one moment, for each class that was asked about."""
+    """The ranks that are free at one moment, for each class of interest."""
 
     rooms: Rooms
     free: Mapping[int, int]
@@ -72,9 +73,9 @@ class Room:
 
 @define
 class Blocked:
-    """Nobody could go at the last look: what all that wait want, by class, and the version of the queue then.
+    """No request could go at the last look: the ranks wanted by all that wait, by class, and the queue's version then.
 
-    Until one of these ranks is free, the queue is another, or the pool is, there is nothing to look through.
+    Until one of these ranks is free, or the queue or the pool has changed, the next look would find the same.
     """
 
     rooms: Rooms
@@ -82,11 +83,11 @@ class Blocked:
     wanted: dict[int, int] = field(factory=dict)
 
     def add(self, class_index: int, wanted: int) -> None:
-        """Another one that waits."""
+        """Add a request that waits."""
         self.wanted[class_index] = self.wanted.get(class_index, 0) | wanted
 
     def lasts(self, room: Room, version: int) -> bool:
-        """Whether it is so still."""
+        """Whether this is still so."""
         if self.rooms is not room.rooms or self.version != version:
             return False
         return not any(self.wanted.get(class_index, 0) & free for class_index, free in room.free.items())

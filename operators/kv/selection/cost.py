@@ -140,7 +140,7 @@ def _prompt_tokens(prompt: Prompt, overlap: CandidateOverlap, settings: RequestS
 
 
 DISPLACED = 1.0
-"""What a new token is charged for its place in the cache: it drives one out that may be asked for again, which then
+"""What a new token is charged for its place in the cache: it evicts one that may be needed again, which then
 takes as long as this one. Without it prefixes are copied wherever the queue is a little shorter."""
 STALLED = 0.1
 """What each request in flight is charged for while the rank computes a new token. It loses all of that time, but as a
@@ -164,7 +164,7 @@ def delays(
     """The delay for each candidate, in the order of the columns of `loads` and `overlap`.
 
     What is cached counts as for the cost, with its credit, decay and weights of tiers, up to the whole prompt; the
-    other weights of the cost are not read. Where prompts are not tracked nobody knows the queues, and this is the cost.
+    other weights of the cost are not read. Where prompts are not tracked the queues are unknown, and this is the cost.
     """
     if not settings.track_prefill_tokens:
         return costs(prompt, overlap, loads, settings, worker_type)

@@ -1,7 +1,7 @@
-"""What a router service is asked and what it answers: objects told apart by the key `method`.
+"""The requests and answers of a router service: objects with their kind in the key `method`.
 
-    asked      new │ potential_loads │ mark_prefill │ mark_free
-    answered   new │ queue_rejected │ backpressure │ potential_loads │ prefill_marked │ free_marked
+    requests   new │ potential_loads │ mark_prefill │ mark_free
+    answers    new │ queue_rejected │ backpressure │ potential_loads │ prefill_marked │ free_marked
 
 Source: dynamo lib/kv-router/src/protocols.rs, RouterRequest and RouterResponse; `backpressure` is of the releases
 before policy classes.
@@ -65,7 +65,7 @@ class LoadsRequest(RouterRequest):
 
 @define
 class MarkPrefill(RouterRequest):
-    """The prompt of the request is computed. Without an id, or with a blank one, that of the asking request."""
+    """The prompt of the request is computed. Without an id, or with a blank one, that of this request itself."""
 
     request_id: str | None = None
 

@@ -1,4 +1,4 @@
-"""RouterService: a KvRouter that others ask over the network where their requests should go.
+"""RouterService: a KvRouter that selects workers for other programs, over the network.
 
     new ──► chosen and booked under the request's id ──► worker, rank, overlap
     mark_prefill, mark_free ──► the booking's prompt is computed, the booking is over
@@ -48,13 +48,13 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
 
         await runtime.serve("ns/router/generate", RouterService(router))
 
-    What is booked here ends with `mark_free`, or when the router gives it up; only what was booked here can be marked.
-    A booking nobody learns of, because the request was killed or its answer never read, ends at once. The metadata
-    `policy-class` names the class to wait in. A queue that is full is an answer.
+    A reservation ends with `mark_free`, or when it expires; only reservations of this service can be marked. One whose
+    request was killed, or whose answer was not read, ends at once. The metadata `policy-class` names the class to wait
+    in. A queue that is full is an answer.
 
-    Raises InvalidArgument for what is no request; for `new` what `KvRouter.reserve` raises, and Cancelled for a
-    request that was stopped before; Unavailable for `potential_loads` where no worker can be asked. Marking works for a
-    stopped request too. The router stays its owner's: nothing here runs it or closes it.
+    Raises InvalidArgument for an invalid request; for `new` what `KvRouter.reserve` raises, and Cancelled for a
+    request that was stopped before; Unavailable for `potential_loads` where no worker is reachable. Marking works for a
+    stopped request too. The service neither runs nor closes the router.
     """
 
     def __init__(self, router: KvRouter) -> None:
@@ -62,33 +62,33 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
         self._reservations: dict[str, Reservation] = {}
 
     async def generate(self, request: Context[RouterRequest]) -> ResponseStream[Answer]:
-        asked = _record(request.payload)
-        if isinstance(asked, NewRequest):
-            return await self._new(request, asked)
-        return ResponseStream(_one(self._answer(request, asked), request), request)
+        message = _record(request.payload)
+        if isinstance(message, NewRequest):
+            return await self._new(request, message)
+        return ResponseStream(_one(self._answer(request, message), request), request)
 
     # -- new
 
-    async def _new(self, request: Context[RouterRequest], asked: NewRequest) -> ResponseStream[Answer]:
+    async def _new(self, request: Context[RouterRequest], message: NewRequest) -> ResponseStream[Answer]:
         if request.is_stopped:
             raise Cancelled(f"Request {request.id} was cancelled")
         try:
             reservation = await self.router.reserve(
-                self._route(request, asked), request_id=request.id, control=request.control
+                self._route(request, message), request_id=request.id, control=request.control
             )
         except QueueRejected as rejected:
             return ResponseStream(_one(_rejection(rejected), request), request)
         self._sweep()
         self._reservations[request.id] = reservation
-        unheard = ReleaseOnce(reservation.release)
-        return ResponseStream(_told(reservation, unheard, request), request, unheard)
+        undelivered = ReleaseOnce(reservation.release)
+        return ResponseStream(_answered(reservation, undelivered, request), request, undelivered)
 
-    def _route(self, request: Context[RouterRequest], asked: NewRequest) -> RouteRequest:
+    def _route(self, request: Context[RouterRequest], message: NewRequest) -> RouteRequest:
         return RouteRequest(
-            blocks=self._blocks(asked.tokens, asked.block_mm_infos, asked.lora_name, asked.cache_namespace),
-            constraints=asked.routing_constraints or RoutingConstraints(),
-            priority_jump_s=asked.priority_jump,
-            strict_priority=asked.strict_priority,
+            blocks=self._blocks(message.tokens, message.block_mm_infos, message.lora_name, message.cache_namespace),
+            constraints=message.routing_constraints or RoutingConstraints(),
+            priority_jump_s=message.priority_jump,
+            strict_priority=message.strict_priority,
             policy_class=request.metadata.get(POLICY_CLASS),
         )
 
@@ -99,17 +99,17 @@ class RouterService(AsyncEngine[RouterRequest, Answer]):
 
     # -- all else
 
-    def _answer(self, request: Context[RouterRequest], asked: RouterRequest) -> RouterResponse:
-        if isinstance(asked, LoadsRequest):
-            blocks = self._blocks(asked.tokens, asked.block_mm_infos, asked.lora_name, asked.cache_namespace)
+    def _answer(self, request: Context[RouterRequest], message: RouterRequest) -> RouterResponse:
+        if isinstance(message, LoadsRequest):
+            blocks = self._blocks(message.tokens, message.block_mm_infos, message.lora_name, message.cache_namespace)
             loads = self.router.potential_loads(blocks)
             waiting = self.router.queue.waiting_by_class().values()
             return LoadsResponse(loads, sum(one.requests for one in waiting), sum(one.isl_tokens for one in waiting))
-        if not isinstance(asked, MarkPrefill | MarkFree):
-            raise InvalidArgument(f"a router is not asked with a {type(asked).__name__}", field="method")
-        named = asked.request_id
+        if not isinstance(message, MarkPrefill | MarkFree):
+            raise InvalidArgument(f"a router service does not take a {type(message).__name__}", field="method")
+        named = message.request_id
         request_id = named if named is not None and named.strip() else request.id
-        return self._mark_free(request_id) if isinstance(asked, MarkFree) else self._mark_prefill(request_id)
+        return self._mark_free(request_id) if isinstance(message, MarkFree) else self._mark_prefill(request_id)
 
     def _mark_prefill(self, request_id: str) -> PrefillMarked:
         reservation = self._reservations.get(request_id)
@@ -145,16 +145,18 @@ def _rejection(rejected: QueueRejected) -> RouterResponse:
 
 
 async def _one(answer: RouterResponse, request: Context[Any]) -> AsyncGenerator[Answer, None]:
-    """Also for a stopped request: what it asked for is done."""
+    """Also for a stopped request: its effect is done."""
     if not request.is_killed:
         yield Annotated(answer)
 
 
-async def _told(reservation: Reservation, unheard: ReleaseOnce, request: Context[Any]) -> AsyncGenerator[Answer, None]:
+async def _answered(
+    reservation: Reservation, undelivered: ReleaseOnce, request: Context[Any]
+) -> AsyncGenerator[Answer, None]:
     """Where the request goes; what was not handed on ends the booking."""
     if request.is_killed:
-        unheard.release()
+        undelivered.release()
         return
-    unheard.cancel()
+    undelivered.cancel()
     rank, overlap_blocks = reservation.rank, int(reservation.decision.overlap_blocks)
     yield Annotated(NewResponse(rank.worker_id, rank.dp_rank, overlap_blocks))
