@@ -3,7 +3,7 @@
 from .card import card_of
 from .config import ShutdownTimes, WorkerConfig, parse_endpoint_types, served_name
 from .health import STARTING_HEALTH, SystemHealth, is_healthy
-from .lifecycle import TRANSITIONS, Background, Happening, Lifecycle, WorkerState, after, owes_cleanup
+from .lifecycle import TRANSITIONS, Background, Lifecycle, LifecycleEvent, WorkerState, after, owes_cleanup
 from .probe import (
     PAYLOAD,
     IdleProbe,
@@ -29,10 +29,10 @@ __all__ = [
     "STARTING_HEALTH",
     "TRANSITIONS",
     "Background",
-    "Happening",
     "IdleProbe",
     "IdleProbeSettings",
     "Lifecycle",
+    "LifecycleEvent",
     "ProbeEngine",
     "ProcessWatch",
     "ShutdownTimes",

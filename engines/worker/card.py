@@ -1,7 +1,7 @@
-"""card_of: what a worker publishes of its model, from its own settings and what its engine says.
+"""card_of: the card of a worker's model, from the worker's settings and its engine's config.
 
 Source: dynamo lib/backend-common/src/worker.rs, build_local_model, and lib/llm/src/local_model.rs. Other than there,
-nothing is ever fetched: a model name that is no folder makes a card of names.
+nothing is ever fetched: a model name that is not a folder makes a card of names.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..llm import EngineConfig
 from .config import WorkerConfig, served_name
 
 DEFAULT_BLOCK_SIZE_TOKENS = 16
-"""What a card says where the engine says nothing of KV blocks: its field must not be empty."""
+"""Block size in the card of an engine without KV blocks: the field must not be empty."""
 
 
 def model_folder(worker: WorkerConfig) -> Path | None:
-    """The folder of the worker's model; None where its name is no path of this machine.
+    """Return the folder of the worker's model; None if its name is not a path of this machine.
 
-    Raises InvalidArgument where that cannot be told.
+    Raises InvalidArgument if the path cannot be examined.
     """
     if not worker.model_name:
         return None
@@ -39,13 +39,13 @@ def model_folder(worker: WorkerConfig) -> Path | None:
     try:
         return path if path.exists() else None
     except OSError as error:
-        raise InvalidArgument(f"there is no telling whether it is a folder: {error}", field="model_name") from error
+        raise InvalidArgument(f"cannot be examined: {error}", field="model_name") from error
 
 
 def card_of(
     worker: WorkerConfig, engine: EngineConfig, environment: Mapping[str, str] | None = None
 ) -> ModelDeploymentCard:
-    """The card of the worker's model, with the files of its folder if there is one, which are read whole.
+    """Return the card of the worker's model, with the files of its folder if there is one, which are read whole.
 
     Raises InvalidArgument if the model has no name, or its folder or template cannot be used.
     """
@@ -83,7 +83,7 @@ def _base(worker: WorkerConfig, engine: EngineConfig, name: str) -> ModelDeploym
 
 
 def runtime_config_of(worker: WorkerConfig, engine: EngineConfig, environment: Mapping[str, str]) -> ModelRuntimeConfig:
-    """What the running worker says of itself; what the engine does not advertise stays out."""
+    """Return the runtime part of the card; values that the engine does not advertise are left out."""
     endpoint = None
     if engine.bootstrap_host is not None and engine.bootstrap_port is not None:
         endpoint = DisaggregatedEndpoint(engine.bootstrap_host, engine.bootstrap_port)

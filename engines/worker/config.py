@@ -51,32 +51,44 @@ _OTHER_NAMES = {
 
 @frozen(kw_only=True)
 class WorkerConfig:
-    """A worker's own settings; what the engine says of itself is in its `EngineConfig`.
-
-    `component` follows the mode unless it is given. `model_name` is a model's folder or its name elsewhere; empty: the
-    engine's. `endpoint_types` are the surfaces a front end opens, see `parse_endpoint_types`. `metrics_labels` go into
-    the engine's own metrics. `health_check_payload` replaces the engine's. With `may_prefill` a decode worker computes
-    the prompts of requests that nobody prefilled, which it refuses otherwise; for other modes it says nothing.
-    """
+    """A worker's own settings; its engine's facts are in the `EngineConfig`."""
 
     namespace: str = "dynamo"
+    """Namespace of the endpoint."""
     disaggregation_mode: DisaggregationMode = DisaggregationMode.AGGREGATED
+    """The part of a request that the worker serves. Default: all of it."""
     component: str = field(default=Factory(lambda self: self.disaggregation_mode.component, takes_self=True))
+    """Component of the endpoint. Default: that of the mode, backend or prefill."""
     endpoint: str = "generate"
+    """Name of the endpoint."""
     model_name: str = ""
+    """Folder of the model, or its name. Empty: the engine's."""
     served_model_name: str | None = None
+    """Name for clients. None: the engine's."""
     model_input: ModelInput = "Tokens"
+    """Form of the requests; an LLMEngine takes Tokens."""
     endpoint_types: str = "chat,completions"
+    """Surfaces that a front end opens, separated by commas: see `parse_endpoint_types`."""
     custom_jinja_template: Path | None = field(default=None, converter=converters.optional(Path))
+    """Chat template instead of the model's own."""
     tool_call_parser: str | None = None
+    """Parser of tool calls for the front end. None: none."""
     reasoning_parser: str | None = None
+    """Parser of reasoning for the front end. None: none."""
     exclude_tools_when_tool_choice_none: bool = True
+    """Whether the chat template gets no tools if the tool choice is none."""
     enable_local_indexer: bool = True
+    """Whether the worker answers routers that missed KV events, if its mode may."""
     enable_kv_routing: bool = True
+    """Whether KV events and load are published."""
     metrics_labels: Sequence[tuple[str, str]] = ()
+    """Labels of the engine's own metrics, as names and values."""
     health_check_payload: Mapping[str, Any] | None = None
+    """Payload of probes instead of the engine's, as plain values."""
     route_to_encoder: bool = False
+    """Whether media are encoded by an encode worker."""
     may_prefill: bool = False
+    """Whether a decode worker computes the prompts of requests without a prefill, which it refuses otherwise."""
 
     @classmethod
     def from_runtime_config(cls, runtime_config: object, **overrides: Any) -> Self:

@@ -6,7 +6,7 @@
 
 Source: dynamo lib/backend-common/src/worker.rs, LifecycleState, start_engine and cleanup_once.
 
-Background: what a worker runs beside its requests: its canary, and calls of abort.
+Background: the tasks of a worker beside its requests: its idle probe, and calls of abort.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerState(StrEnum):
-    """How far the life of a worker's engine has come."""
+    """The state of a worker's engine."""
 
     INIT = "init"
     RUNNING = "running"
@@ -42,9 +42,9 @@ class WorkerState(StrEnum):
     STOPPED = "stopped"
 
 
-Happening = Literal["started", "start_failed", "cleaned_up"]
+LifecycleEvent = Literal["started", "start_failed", "cleaned_up"]
 
-TRANSITIONS: Mapping[tuple[WorkerState, Happening], WorkerState] = {
+TRANSITIONS: Mapping[tuple[WorkerState, LifecycleEvent], WorkerState] = {
     (WorkerState.INIT, "started"): WorkerState.RUNNING,
     (WorkerState.INIT, "start_failed"): WorkerState.START_FAILED,
     (WorkerState.INIT, "cleaned_up"): WorkerState.STOPPED,
@@ -52,24 +52,24 @@ TRANSITIONS: Mapping[tuple[WorkerState, Happening], WorkerState] = {
     (WorkerState.START_FAILED, "cleaned_up"): WorkerState.STOPPED,
     (WorkerState.STOPPED, "cleaned_up"): WorkerState.STOPPED,
 }
-"""Everything that may happen, and the state after it."""
+"""The state after each event that is possible in a state."""
 
 
-def after(state: WorkerState, happening: Happening) -> WorkerState:
-    """The state after it happened. Raises ContractViolation for what cannot happen in this state."""
-    if (state, happening) not in TRANSITIONS:
-        raise ContractViolation(f"a worker that is {state} cannot have {happening.replace('_', ' ')}")
-    return TRANSITIONS[state, happening]
+def after(state: WorkerState, event: LifecycleEvent) -> WorkerState:
+    """Return the state after an event. Raises ContractViolation for an event that is impossible in this state."""
+    if (state, event) not in TRANSITIONS:
+        raise ContractViolation(f"a worker that is {state} cannot have {event.replace('_', ' ')}")
+    return TRANSITIONS[state, event]
 
 
 def owes_cleanup(state: WorkerState) -> bool:
-    """Whether the engine's cleanup is still to be called: once its start was, well or not."""
+    """Return whether the engine's cleanup is still due: after its start, successful or not."""
     return state in (WorkerState.RUNNING, WorkerState.START_FAILED)
 
 
 @contextmanager
 def engine_errors() -> Iterator[None]:
-    """Lets errors of the tree through and turns foreign ones into a BackendError: see `engine_error`."""
+    """Raise errors of the tree as they are and foreign ones as a BackendError: see `engine_error`."""
     try:
         yield
     except BaseException as error:
@@ -90,15 +90,15 @@ class Lifecycle:
         """True from the beginning of `clean_up` on."""
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Starts the engine. A foreign error comes as a BackendError; `clean_up` is owed then as well.
+        """Start the engine. A foreign error is raised as a BackendError; `clean_up` is due then as well.
 
-        Raises EngineShutdown the second time, and after `clean_up`; ContractViolation for an engine that does not say
-        what it is.
+        Raises EngineShutdown the second time, and after `clean_up`; ContractViolation for an engine that returns no
+        EngineConfig.
         """
         if self.state is not WorkerState.INIT:
             raise EngineShutdown(f"this worker is {self.state}: make another")
         began_s = anyio.current_time()
-        happened: Happening = "start_failed"
+        happened: LifecycleEvent = "start_failed"
         try:
             with engine_errors():
                 config = await self._engine.start(worker_id)
@@ -122,7 +122,7 @@ class Lifecycle:
             await self._do("drain", self._engine.drain)
 
     async def clean_up(self) -> None:
-        """Cleans the engine up if that is owed; the second call does nothing. What it raises is logged.
+        """Clean the engine up if that is due; the second call does nothing. What it raises is logged.
 
         The worker is stopped afterwards in any case, also if this is cancelled.
         """
@@ -150,7 +150,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Background:
-    """Tasks of a runtime's scheduler, known so that they can be waited for. What they raise is logged.
+    """Tasks of a runtime's scheduler that can be waited for. What they raise is logged.
 
     There is no task group here: workers of one runtime may then be opened and closed in any order, by any task.
     """
@@ -161,7 +161,7 @@ class Background:
         self._ended = anyio.Event()
 
     def run(self, work: Work) -> Callable[[], None]:
-        """Runs it soon; what is returned cancels it."""
+        """Start the work soon; return a function that cancels it."""
         key = object()
 
         async def task(scope: anyio.CancelScope) -> None:

@@ -1,11 +1,11 @@
-"""IdleProbe: probes one endpoint when it is idle, and says whether it is ready.
+"""IdleProbe: probes one endpoint when it is idle, and reports whether it is ready.
 
-    real traffic ──► TrafficObserver ──► adapter          a good item: ready, and the waiting begins anew
-    nothing for `idle_s` ──► probe ──► adapter        a good first item: ready, anything else: not ready
+    real traffic ──► TrafficObserver ──► adapter      a good item: ready, and the idle time begins anew
+    idle for `idle_s` ──► probe ──► adapter           a good first item: ready, anything else: not ready
 
 Source: dynamo lib/runtime/src/health_check.rs, and the health payload of lib/backend-common/src/worker.rs.
 
-Probes: small requests that show that an engine works, known by their marker.
+Probes: small requests that show that an engine works, with a marker.
 
     payload ──stamp──► {..., "_HEALTH_CHECK": true} ──ProbeEngine──► adapter ──► engine
 
@@ -37,7 +37,7 @@ HEALTH_CHECK_KEY = "_HEALTH_CHECK"
 
 
 def health_payload(bos_token_id: int = 1, **extra: Any) -> dict[str, Any]:
-    """A request for one token after the one that begins a text, not marked yet; `extra` fields are added."""
+    """Return a request for one token after the first of a text, without the marker; `extra` fields are added."""
     return {
         "token_ids": [bos_token_id],
         "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
@@ -46,17 +46,17 @@ def health_payload(bos_token_id: int = 1, **extra: Any) -> dict[str, Any]:
 
 
 def stamp(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with the marker of a probe."""
+    """Return a copy with the marker of a probe."""
     return {**payload, HEALTH_CHECK_KEY: True}
 
 
 def is_probe(request: Mapping[str, Any]) -> bool:
-    """Whether the marker is there and exactly true."""
+    """Return whether the marker is there and exactly true."""
     return request.get(HEALTH_CHECK_KEY) is True
 
 
 def bos_token_id(tokenizer: Any, default: int = 1) -> int:
-    """The id of the token that begins a text: the object's own, else its tokenizer's, else the default."""
+    """Return the id of the token that begins a text: the object's own, else its tokenizer's, else the default."""
     for owner in (tokenizer, getattr(tokenizer, "tokenizer", None)):
         found = getattr(owner, "bos_token_id", None)
         if found is not None:
@@ -76,10 +76,10 @@ def payload_from_text(text: str | None) -> dict[str, Any] | None:
 
 
 class ProbeEngine(AsyncEngine[Any, Annotated[LLMEngineOutput]]):
-    """Takes probes as plain values, reads them, and asks the engine behind it.
+    """Converts probes from plain values and sends them to the engine behind it.
 
-    A payload that is no request, and a chunk that finished with an error, come as error items, so that a canary sees
-    them fail.
+    A payload that is not a request, and a chunk that finished with an error, become error items, so that the probe
+    fails.
     """
 
     def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]) -> None:
@@ -160,9 +160,10 @@ async def choose_payload(
 
 
 class IdleProbe:
-    """Watches one endpoint while `run` runs. Made on the loop it runs on.
+    """Probes one endpoint while `run` runs. Made on the loop it runs on.
 
-    `engine` takes the payload as plain values (`ProbeEngine`). `say` hears each change: ready or not; it must not wait.
+    `engine` accepts the payload as plain values (`ProbeEngine`). `report` is called with each change: whether the
+    endpoint is ready; it must not wait.
     """
 
     def __init__(
@@ -170,34 +171,34 @@ class IdleProbe:
         engine: AsyncEngine[Any, Annotated[LLMEngineOutput]],
         payload: Mapping[str, Any],
         settings: IdleProbeSettings,
-        say: Callable[[bool], object],
+        report: Callable[[bool], object],
     ) -> None:
         self.is_flowing = False
-        """Set for a good item in the middle of a stream: a mark is all that such an item costs."""
-        self._engine, self._payload, self._settings, self._say = engine, dict(payload), settings, say
+        """Set for a good item in the middle of a stream: such an item costs no more than this mark."""
+        self._engine, self._payload, self._settings, self._report = engine, dict(payload), settings, report
         self._is_ready: bool | None = None
         self._is_over = False
         self._clock = clock()
-        self._heard_s = self._clock()
+        self._last_good_s = self._clock()
 
-    def heard(self) -> None:
-        """A good item of real traffic came just now."""
-        self._heard_s, self.is_flowing = self._clock(), False
+    def observe(self) -> None:
+        """Called when a good item of real traffic has come."""
+        self._last_good_s, self.is_flowing = self._clock(), False
         self._set(True)
 
     def stop(self) -> None:
-        """Says nothing any more, whatever it hears."""
+        """Stop reporting readiness."""
         self._is_over = True
 
     async def run(self) -> None:
-        """Probes after each idle time; runs until it is cancelled."""
+        """Probe after each idle time, until cancelled."""
         while not self._is_over:
-            await self._silence()
+            await self._idle()
             await self.probe()
-            self._heard_s = self._clock()
+            self._last_good_s = self._clock()
 
     async def probe(self) -> bool:
-        """Whether the first item is good, in time; what follows it is read and does not count."""
+        """Send one probe; return whether its first item is good and in time. Later items are read and ignored."""
         verdict: list[bool] = []
 
         def decide(is_good: bool) -> None:
@@ -209,35 +210,35 @@ class IdleProbe:
 
             async def time_out() -> None:
                 await anyio.sleep(self._settings.timeout_s)
-                decide(False)  # now, for an engine that hangs need not notice that it is cancelled
+                decide(False)  # now: an engine that hangs may not end when it is cancelled
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(time_out)
-            await self._ask(decide)
+            await self._send(decide)
             tasks.cancel_scope.cancel()
-        decide(False)  # it failed or said nothing
+        decide(False)  # it failed, or ended without an item
         return verdict[0]
 
-    async def _ask(self, decide: Callable[[bool], None]) -> None:
+    async def _send(self, decide: Callable[[bool], None]) -> None:
         try:
             request = Context(dict(self._payload))
-            request.trace = UNTRACED  # it would be a trace of its own, without a client
+            request.trace = UNTRACED  # without a client it would be a trace of its own
             async with await self._engine.generate(request) as stream:
                 async for item in stream:
                     decide(item.is_ok)
         except Exception as error:
             _log.debug("a probe failed: %s", error)
 
-    async def _silence(self) -> None:
-        """Returns when nothing good has come for the idle time.
+    async def _idle(self) -> None:
+        """Return when no good item has come for the idle time.
 
-        When an item in the middle of a stream came is not known, only that it came since the last look: it counts as
-        heard at the look, so a stream that stalls half-way is noticed after at most twice the time.
+        The time of an item in the middle of a stream is not known, only that it came since the last check: it counts
+        from the check, so a stream that stalls half-way is noticed after at most twice the idle time.
         """
         while True:
             if self.is_flowing:
-                self.is_flowing, self._heard_s = False, self._clock()
-            left_s = self._heard_s + self._settings.idle_s - self._clock()
+                self.is_flowing, self._last_good_s = False, self._clock()
+            left_s = self._last_good_s + self._settings.idle_s - self._clock()
             if left_s <= 0:
                 return
             await anyio.sleep(left_s)
@@ -248,17 +249,17 @@ class IdleProbe:
         if not is_ready:
             _log.warning("the health check failed: not ready")
         self._is_ready = is_ready
-        self._say(is_ready)
+        self._report(is_ready)
 
 
 class TrafficObserver(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]):
-    """The same engine, whose good items a canary hears: the first of a stream and the last at once, others by a mark.
+    """The same engine, with its good items observed by a probe: a stream's first and last at once, others by a mark.
 
-    Costs a generator around each stream, some 70 nanoseconds an item, so it is there only where a canary runs.
+    Costs a generator around each stream, some 70 nanoseconds an item, so it is used only with a probe.
     """
 
-    def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]], canary: IdleProbe) -> None:
-        self._engine, self._canary = engine, canary
+    def __init__(self, engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]], probe: IdleProbe) -> None:
+        self._engine, self._probe = engine, probe
 
     @property
     def name(self) -> str:
@@ -269,22 +270,22 @@ class TrafficObserver(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput
 
     async def generate(self, request: Context[PreprocessedRequest]) -> Items:
         stream = await self._engine.generate(request)
-        return ResponseStream(_heard(stream, self._canary), request, stream)
+        return ResponseStream(_observed(stream, self._probe), request, stream)
 
 
-async def _heard(stream: Items, canary: IdleProbe) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
+async def _observed(stream: Items, probe: IdleProbe) -> AsyncGenerator[Annotated[LLMEngineOutput], None]:
     async with stream:
-        is_heard, item = False, None
+        is_observed, item = False, None
         async for item in stream:
-            if is_heard:
+            if is_observed:
                 if item.event is None and (item.data is None or item.data.finish_reason is None):
-                    canary.is_flowing = True
+                    probe.is_flowing = True
             elif _is_good(item):
-                is_heard = True
-                canary.heard()
+                is_observed = True
+                probe.observe()
             yield item
         if item is not None and _is_good(item) and not stream.context.is_killed:  # a killed stream may have hung
-            canary.heard()
+            probe.observe()
 
 
 def _is_good(item: Annotated[LLMEngineOutput]) -> bool:

@@ -10,11 +10,11 @@ loop:
 | a second signal                              | `second_s` later the process ends with 128 and its number |
 | `deadline_s` after the first, and a moment   | the process ends with 911                                 |
 
-Signals reach it by Python's wakeup file descriptor, which the handler in C writes to whatever Python does. The event
-loops use it too, so the watch puts itself in front of them and hands on what it reads. Its own handlers give the
-interpreter away for a moment: native code that holds it, but looks for signals, as `re` does, is ended that way.
+Signals reach it by Python's wakeup file descriptor, to which the handler in C writes whatever Python does. The event
+loops use it too, so the watch installs itself before them and forwards what it reads. Its own handlers release the
+interpreter for a moment: native code that holds it, but checks for signals, as `re` does, is ended that way.
 
-Native code that holds the interpreter and looks for no signals stops every thread. For this case the deadline is set
+Native code that holds the interpreter and checks for no signals stops every thread. For this case the deadline is set
 in `faulthandler` as well, whose own thread needs no interpreter: it prints all stacks and ends the process with 1.
 """
 
@@ -45,13 +45,13 @@ Exit = Callable[[int], object]
 """Ends the process with this code, at once."""
 
 _LOOP_S = 0.5
-"""What a loop that works is given to act by itself at the deadline."""
+"""Time for a working loop to act by itself at the deadline, in seconds."""
 _HELD_S = 1.0
-"""After what further time native code counts as holding the interpreter."""
-_TALK_S = 0.5
-"""For the last words in the log: a full pipe must not hold up the end."""
-_HAND_OVER_S = 1.0
-"""For how long a handler waits for the watch at most."""
+"""Further time after which native code counts as holding the interpreter."""
+_LOG_S = 0.5
+"""Time for the last log records: a full pipe must not hold up the end."""
+_COUNTED_S = 1.0
+"""How long a handler waits for the watch at most."""
 
 
 class ProcessWatch:
@@ -64,7 +64,7 @@ class ProcessWatch:
         self._thread = Thread(target=self._run, name="ProcessWatch", daemon=True)
         self._lock = Lock()
         self._forward_to = -1
-        self._heard: SimpleQueue[int] = SimpleQueue()
+        self._counted: SimpleQueue[int] = SimpleQueue()
         self._signals = 0
         self._due: tuple[float, int, str] | None = None
         self._is_stopped = self._is_over = False
@@ -92,7 +92,7 @@ class ProcessWatch:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hears the signals while the block runs: in the main thread, inside of whatever else installs handlers."""
+        """Receive the signals while the block runs: in the main thread, inside of other installers of handlers."""
         wakeup = self._install()
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in handlers.items():
@@ -107,7 +107,7 @@ class ProcessWatch:
             signal.set_wakeup_fd(wakeup)
 
     def begin_end(self) -> None:
-        """Give the end its deadline, from now on. From any thread; the first call counts, one after `stop` does not."""
+        """Start the deadline of the end. From any thread; the first call counts, one after `stop` does not."""
         with self._lock:
             if self._due is None and not self._is_stopped:
                 text = f"not ended after {self._deadline_s:g} s: ending with {OVERDUE}"
@@ -115,7 +115,7 @@ class ProcessWatch:
         self._wake()
 
     def keep_listening(self) -> None:
-        """Hears the signals from now on, in the main thread: when the handlers of a loop have just been removed."""
+        """Receive the signals from now on, in the main thread: called when a loop has just removed its handlers."""
         self._install()
         with self._lock:
             self._forward_to = -1  # the loop that has it may close it
@@ -123,7 +123,7 @@ class ProcessWatch:
             self._handle(number, None)
 
     def over(self) -> None:
-        """The work is over, in the main thread, and nothing is left but the end of the process.
+        """Called in the main thread when nothing is left but the end of the process.
 
         Threads may hold that up: from now on the first signal counts as a second one, and the deadline runs. Where
         there are none, signals that still come do not change the exit code any more.
@@ -139,7 +139,7 @@ class ProcessWatch:
     # -- in the main thread
 
     def _install(self) -> int:
-        """Puts itself in front of what the wakeup file descriptor leads to, and returns that."""
+        """Install itself as the wakeup file descriptor, and return the one before."""
         wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         with self._lock:
             self._forward_to = wakeup
@@ -147,19 +147,19 @@ class ProcessWatch:
 
     def _handle(self, number: int, before: Any) -> None:
         def handler(number: int, frame: Any) -> None:
-            if not self._hands_over():  # the wakeup file descriptor is not ours any more
+            if not self._wait_until_counted():  # another descriptor has replaced this one
                 self._wake(number)
-                self._hands_over()
+                self._wait_until_counted()
             if callable(before):
                 before(number, frame)
 
         signal.signal(number, handler)
         signal.siginterrupt(number, False)
 
-    def _hands_over(self) -> bool:
-        """Gives the interpreter to the watch until it has counted a signal; return whether it has, in time."""
+    def _wait_until_counted(self) -> bool:
+        """Release the interpreter until the watch has counted a signal; return whether it has, in time."""
         try:
-            self._heard.get(timeout=_HAND_OVER_S)
+            self._counted.get(timeout=_COUNTED_S)
         except Empty:
             return False
         return True
@@ -184,7 +184,7 @@ class ProcessWatch:
     def _take(self, number: int) -> None:
         if number in SIGNALS:
             self._count(number)
-            self._heard.put(number)
+            self._counted.put(number)
         if number:
             self._forward(number)
 
@@ -214,14 +214,14 @@ class ProcessWatch:
                 faulthandler.dump_traceback_later(after_s + _HELD_S, exit=True, file=sys.__stderr__)
 
     def _end(self, code: int, text: str, *, shows_stacks: bool = False) -> None:
-        def talk() -> None:
+        def log() -> None:
             _log.error(text)
             if shows_stacks and sys.__stderr__ is not None:
                 faulthandler.dump_traceback(file=sys.__stderr__)
             sys.stdout.flush()
             sys.stderr.flush()
 
-        talking = Thread(target=talk, daemon=True)
-        talking.start()
-        talking.join(_TALK_S)
+        logging_thread = Thread(target=log, daemon=True)
+        logging_thread.start()
+        logging_thread.join(_LOG_S)
         self._exit(code)

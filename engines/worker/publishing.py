@@ -1,6 +1,6 @@
-"""How a worker's engine reaches the routers: its KV events, its load, and the labels of its metrics.
+"""Publishers of a worker's engine: its KV events and its load for routers; and the labels of its metrics.
 
-    engine ──KvEventPublisher──► RouterEvent ──┐        (the events also to the rank's log, see kv_recovery)
+    engine ──KvEventPublisher──► RouterEvent ──┐        (the events also to the rank's log)
                                                ├──► event plane, in the scope of the worker's component
     engine ──SnapshotPublisher─► ActiveLoad ───┘
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Connect = Callable[[str], Callable[[object], None]]
-"""From a topic to what publishes there."""
+"""Returns the function that publishes on a topic."""
 
 
 def attach_kv_events(
@@ -39,10 +39,10 @@ def attach_kv_events(
     connect: Connect,
     log_of: Callable[[int], KvEventLog | None] = lambda _: None,
 ) -> None:
-    """Gives each source the publisher of its rank, which keeps its events in the log `log_of` gives.
+    """Give each source the publisher of its rank, with the rank's log from `log_of`.
 
-    Without a known block size nobody could tell what the events mean, so there are none, and a warning. Raises
-    InvalidArgument for a rank named twice, CannotConnect as connecting does, and what a source's `on_ready` raises.
+    Without a block size the events would have no meaning: none are published, with a warning. Raises InvalidArgument
+    for a rank named twice, CannotConnect if there is no publisher, and what a source's `on_ready` raises.
     """
     if not sources:
         return
@@ -57,7 +57,7 @@ def attach_kv_events(
 
 
 def attach_snapshots(bindings: MetricsBindings, worker_id: int, metrics: EngineMetrics, connect: Connect) -> None:
-    """Gives the engine the publisher of its ranks' snapshots, if it names any. Raises as `attach_kv_events`."""
+    """Give the engine the publisher of its ranks' snapshots, if it names any. Raises as `attach_kv_events`."""
     if not bindings.dp_ranks:
         return
     _check_unique(bindings.dp_ranks)
@@ -68,7 +68,7 @@ def attach_snapshots(bindings: MetricsBindings, worker_id: int, metrics: EngineM
 
 
 def worker_labels(endpoint: EndpointId, worker_id: int, *, model: str, model_name: str) -> dict[str, str]:
-    """The labels of everything that is measured of one worker; empty ones are left out."""
+    """Return the labels of one worker's metrics; empty ones are left out."""
     labels: Mapping[str, str] = {
         "dynamo_namespace": endpoint.namespace,
         "dynamo_component": endpoint.component,

@@ -1,15 +1,15 @@
-"""Running a worker as a program: what the signals do, and the time after which it must have ended.
+"""Running a worker as a program: its signals, and the deadline of its end.
 
 | what comes                        | what happens                                     |
 |-----------------------------------|--------------------------------------------------|
-| the first signal                  | an orderly end is asked for                      |
+| the first signal                  | an orderly end begins                            |
 | the second                        | the process ends with 128 and its number         |
-| the deadline after it was asked   | the process ends with 911                        |
+| the deadline after that           | the process ends with 911                        |
 
 Where the event loop is blocked, or what hangs cannot be cancelled, a `ProcessWatch` does the last two.
 
-Source: dynamo lib/backend-common/src/worker.rs, Worker::run. Other than there the second signal counts: who presses
-Ctrl-C twice does not want to wait. `docker stop` sends one signal and then waits, so it gets the orderly end.
+Source: dynamo lib/backend-common/src/worker.rs, Worker::run. Other than there the second signal counts: two Ctrl-C
+end the process at once. `docker stop` sends one signal and then waits, so it gets the orderly end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .process_watch import OVERDUE, SIGNALS, Exit, ProcessWatch
 _log = logging.getLogger(__name__)
 
 _TURNS = 4
-"""Of the loop, in which a signal that is there already is heard before the engine is started."""
+"""Turns of the loop before the engine is started, in which a signal that is pending already is received."""
 
 Signals = Callable[[], AbstractContextManager[AsyncIterator[int]]]
-"""Installs the handlers; the numbers of the signals come out until it is left."""
+"""Installs the handlers; yields the numbers of the signals until it is left."""
 
 
 def termination_signals() -> AbstractContextManager[AsyncIterator[int]]:
@@ -41,14 +41,14 @@ def termination_signals() -> AbstractContextManager[AsyncIterator[int]]:
 
 async def run_until_signalled(
     host: Callable[[], Awaitable[None]],
-    asked: Control,
+    shutdown: Control,
     signals: Signals,
     *,
     exit: Exit,
     deadline_s: float,
     watch: ProcessWatch | None = None,
 ) -> None:
-    """Runs `host`, which ends by itself after `asked` is stopped; see the module. Raises what it raises.
+    """Run `host`, which ends by itself after `shutdown` is stopped; see the module. Raises what it raises.
 
     Where `exit` returns, `host` is cancelled. The handlers are installed before `host` begins; raises Unknown if that
     fails. The `watch`, for signals of the process, holds the table where the loop is blocked.
@@ -57,7 +57,7 @@ async def run_until_signalled(
     with _installed(signals) as numbers, ExitStack() as listening:
         if watch is not None:
             listening.enter_context(watch.listening())
-            listening.callback(asked.on_stop(watch.begin_end))  # which returns what takes the callback back
+            listening.callback(shutdown.on_stop(watch.begin_end))  # which returns what takes the callback back
         async with anyio.create_task_group() as tasks:
 
             async def obey() -> None:
@@ -70,10 +70,10 @@ async def run_until_signalled(
                         return
                     is_first = False
                     _log.info("signal %d: ending", number)
-                    asked.stop()
+                    shutdown.stop()
 
             async def end_overdue() -> None:
-                await asked.stopped()
+                await shutdown.stopped()
                 await anyio.sleep(deadline_s)
                 _log.error("not ended after %g s: ending with %d", deadline_s, OVERDUE)
                 exit(OVERDUE)

@@ -1,15 +1,15 @@
-"""Worker: hosts one engine, from its start over its registration to its orderly end.
+"""Worker: hosts one engine, from its start and registration to its orderly end.
 
     check ──► start ──► metrics, KV events ──► card ──► serve, register ──► wait
     cleanup ◄── cut what still runs ◄── drain ◄── grace ◄── unregister ◄──── shutdown
 
-As a program: `await Worker(MyEngine()).run()`. Inside another, also many at once:
+As a program: `await Worker(MyEngine()).run()`. Inside another program, also many at once:
 
     async with Worker(MyEngine(), config, runtime=runtime) as worker: ...
 
 Source: dynamo lib/backend-common/src/worker.rs, Worker. Left out are its admin routes and its RL endpoint. Other than
-there a second signal ends the process at once, a worker nobody ever saw has no grace period, and requests that outlast
-grace and drain are cut before the cleanup, so that their callers go on elsewhere.
+there a second signal ends the process at once, a worker that was never registered has no grace period, and requests
+that outlast grace and drain are cut before the cleanup, so that their callers can migrate.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 
-from pipeline import AsyncEngine, Control, PenstockError, StreamClosed
+from pipeline import Control, PenstockError, StreamClosed
 from pipeline.errors import BackendCancelled
 from pipeline.foreign import raise_if_ours
 from pipeline.protocols.kv import KV_EVENTS_TOPIC
@@ -34,13 +34,13 @@ from ..adapter import RequestAdapter
 from ..kv_events import KvEventLogs, MakeKvEventLog
 from ..llm import EngineConfig, LLMEngine
 from ..metrics import EngineMetrics, MetricsBindings, MetricsContext
-from .card import card_of, model_folder
 from .config import ShutdownTimes, WorkerConfig, served_name
 from .health import SystemHealth, WorkerHealth
 from .lifecycle import Background, Lifecycle, WorkerState, engine_errors
 from .probe import IdleProbeSettings, choose_payload
 from .process_watch import Exit, ProcessWatch
 from .publishing import attach_kv_events, attach_snapshots, worker_labels
+from .registration import Registration
 from .signals import Signals, run_until_signalled, termination_signals
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ _log = logging.getLogger(__name__)
 
 DETAILS = Variable("OTEL_EXPORT_ENABLED", False, "Whether spans are exported.", switch)
 CLEANUP_S = 5.0
-"""What a cleanup is given at least, also where the time for the end is over."""
+"""Least time for a cleanup, in seconds, also when the time for the end is over."""
 _SETTLE_S = 1.0
-"""What requests that were cut, and their aborts, are given before the cleanup."""
+"""Time for requests that were cut, and their aborts, before the cleanup."""
 _DEFAULTS = WorkerConfig()
 
 
@@ -63,19 +63,20 @@ class Worker:
 
     Entering starts the engine and returns when it is registered; a failure on the way cleans up and is raised: the
     engine's own errors, foreign ones as BackendError, InvalidArgument for a wrong config before anything is started.
-    Leaving makes it invisible, serves on for the grace period, drains, cuts what still runs (callers get Disconnected)
-    and cleans up. A block that failed or was cancelled has no grace period. All of that has `times.deadline_s`: what
-    hangs then is cancelled and logged, and the cleanup gets `CLEANUP_S` more. An engine that wants its requests to end
-    before waits for them in its `drain`.
+    Leaving removes it from discovery, serves on for the grace period, drains, cuts what still runs (callers get
+    Disconnected) and cleans up. A block that failed or was cancelled has no grace period. All of that may take
+    `times.deadline_s`: what hangs then is cancelled and logged, and the cleanup gets `CLEANUP_S` more. An engine whose
+    requests should end first waits for them in its `drain`.
 
-    An engine whose `background` fails cannot be reached from then on, and what runs gets Disconnected. While the worker
-    is entered that is raised there; later `wait` returns, `failure` says why, and `run` raises it once all is released.
+    A worker whose engine's `background` fails is unreachable from then on, and its requests get Disconnected. While the
+    worker is entered the error is raised there; later `wait` returns, `failure` is set, and `run` raises it in the end.
 
-    The runtime is a given one, which must be open and outlive the worker, or one of its own. `worker_id` is drawn from
-    the runtime, unique in it, unless given. `metrics` are of the component family. `environment` is the process's
-    unless given, and so are `times`. `health` may be shared by the workers of a process. `signals`, `exit` and `watch`
-    are for `run` only. `kv_event_log` makes the log of a worker id and rank: with it the worker answers routers that
-    missed KV events, unless its mode or settings keep it from that. `tracer` makes the spans of its requests.
+    `config` are the worker's own settings. `runtime` must be open and outlive the worker; None: the worker makes its
+    own. `worker_id` is unique in the runtime; None: drawn from it. `metrics` are of the component family; None: no
+    metrics. `environment` replaces the process's; `times` replaces the shutdown times in it. `health` may be shared by
+    the workers of a process; None: the worker's own. `kv_event_log` makes the log of a worker id and rank: with it the
+    worker answers routers that missed KV events, unless its mode or settings forbid it. `tracer` makes the spans of its
+    requests. `signals`, `exit` and `watch` are for `run` only.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Worker:
         exit: Exit = os._exit,
         watch: ProcessWatch | None = None,
     ) -> None:
-        from pipeline.network import EndpointId, Runtime  # reactivex is loaded by those who host an engine
+        from pipeline.network import EndpointId, Runtime  # loads reactivex, which only a host of an engine needs
 
         environment = os.environ if environment is None else environment
         self.engine = engine
@@ -106,30 +107,28 @@ class Worker:
         self.health = SystemHealth.from_environment(environment) if health is None else health
         self.times = ShutdownTimes.from_environment(environment) if times is None else times
         self.engine_config: EngineConfig | None = None
-        """What the engine says of itself, once it has started."""
+        """The engine's own config, set by its start."""
         self.failure: PenstockError | None = None
-        """What its background raised; None while it works."""
-        self.card: ModelDeploymentCard | None = None
-        self.served: Served | None = None
-        """Its registration; None until there is one, and for a worker that was told to end before."""
+        """The error of its background; None while that works."""
         self._owns_runtime = runtime is None
         self._environment = environment
         self._metrics, self._signals, self._exit, self._watch = metrics, signals, exit, watch
         self._tracer = tracer
         self._lifecycle = Lifecycle(engine)
-        self._asked = Control()
+        self._shutdown = Control()
         self._background = Background(self.runtime.scheduler)
         self._engine_task = Background(self.runtime.scheduler)
         self._bindings = MetricsBindings()
         may_answer = config.enable_local_indexer and config.disaggregation_mode.may_index
         self._kv_logs = KvEventLogs(kv_event_log if may_answer else None, self.endpoint, self.worker_id)
+        self._registration = Registration(self.runtime, self.endpoint, self.worker_id, self._kv_logs, self._shutdown)
         self._labels: dict[str, str] = {}
         self._own_health = WorkerHealth(self.health, f"{self.endpoint.path}/{self.worker_id}")
         self._cut_opening: Callable[[], None] = lambda: None
         self._exits: AsyncExitStack | None = None
         self._is_used = False
         self._slack_s = 0.0
-        """As a program it does not cut short what hangs before the process is ended for it."""
+        """Added to the deadline of a program: the process is ended before anything is cut short."""
 
     def __str__(self) -> str:
         return f"{type(self.engine).__name__} at {self.endpoint.path}/{self.worker_id:x}"
@@ -138,28 +137,38 @@ class Worker:
     def state(self) -> WorkerState:
         return self._lifecycle.state
 
-    def shutdown(self) -> None:
-        """Asks for an orderly end; from any thread, at any time. Before the start the engine is never started.
+    @property
+    def card(self) -> ModelDeploymentCard | None:
+        """Its card, once it is made."""
+        return self._registration.card
 
-        During the start it waits for that. What ends it then is the end of `run` or of the block, see `wait`.
+    @property
+    def served(self) -> Served | None:
+        """Its served endpoint; None before the registration, and for a worker that was shut down before."""
+        return self._registration.served
+
+    def shutdown(self) -> None:
+        """Begin an orderly end; from any thread, at any time. Before the start, the engine is never started.
+
+        During the start it takes effect after it. `run` then ends; a block ends by its own code: see `wait`.
         """
-        self._asked.stop()
+        self._shutdown.stop()
 
     async def wait(self) -> None:
-        """Returns once `shutdown` was called, or the engine's background has failed."""
-        await self._asked.stopped()
+        """Return once `shutdown` was called, or the engine's background has failed."""
+        await self._shutdown.stopped()
 
     async def run(self) -> None:
-        """Serves until a signal, `shutdown` or a cancellation, then ends in order; returns when all is released.
+        """Serve until a signal, `shutdown` or a cancellation, then end in order; return when all is released.
 
-        The first SIGINT or SIGTERM asks for an orderly end, also while the engine starts, which is not cancelled by it.
-        A second one ends the process at once with 128 and its number, as a shell shows a program ended by it. An end
-        that takes longer than `times.deadline_s` from the first signal, or from `shutdown`, ends the process with 911
-        (143 for who sees eight bits of it). If `exit` returns, what hangs is cancelled instead. Raises Unknown if
-        signals cannot be heard, as outside of the main thread; otherwise as entering does, and the engine's `failure`.
+        The first SIGINT or SIGTERM begins an orderly end, also while the engine starts, which is not cancelled by it. A
+        second one ends the process at once with 128 and its number, as a shell reports it. An end that takes longer
+        than `times.deadline_s` from the first signal, or from `shutdown`, ends the process with 911 (143 in the eight
+        bits of a shell). If `exit` returns, what hangs is cancelled instead. Raises Unknown if signals cannot be
+        received, as outside of the main thread; otherwise as entering does, and the engine's `failure`.
 
-        Both hold where the engine blocks the event loop: a `ProcessWatch` sees to it until `run` returns, or the given
-        `watch`, which must have been started, as long as its owner wants.
+        Both hold while the engine blocks the event loop: by a `ProcessWatch` until `run` returns, or by the given
+        `watch`, which must have been started, as long as its owner keeps it.
         """
         self._check()
         self._slack_s = CLEANUP_S
@@ -168,19 +177,19 @@ class Worker:
             if watch is None and self._signals is termination_signals:
                 watch = stack.enter_context(ProcessWatch(deadline_s, exit=self._exit))
             await run_until_signalled(
-                self._host, self._asked, self._signals, exit=self._exit, deadline_s=deadline_s, watch=watch
+                self._host, self._shutdown, self._signals, exit=self._exit, deadline_s=deadline_s, watch=watch
             )
 
     def native_metrics(self) -> str:
-        """The engine's own metrics as whole lines of Prometheus text, with the worker's labels; empty if it has none.
+        """Return the engine's own metrics as whole lines of Prometheus text, with the worker's labels.
 
-        An engine that fails to give them has none; that is logged.
+        Empty if it has none, and if it fails, which is logged.
         """
         if self._bindings.native_text is None:
             return ""
         try:
             text = with_labels(self._bindings.native_text(), dict(self.config.metrics_labels) | self._labels)
-        except BaseException as error:  # the page has the metrics of others to show
+        except BaseException as error:  # the page shows other metrics as well
             raise_if_ours(error)
             _log.exception("%s has no metrics", self)
             return ""
@@ -219,7 +228,7 @@ class Worker:
     # -- opening
 
     async def _open(self) -> None:
-        if self._asked.is_stopped:
+        if self._shutdown.is_stopped:
             return
         config = self.engine_config = await self._lifecycle.start(self.worker_id)
         name = served_name(self.config, config)
@@ -230,7 +239,7 @@ class Worker:
             self._cut_opening = scope.cancel
             self._engine_task.run(self._run_engine)
             await self._publish(config, metrics)
-            if not self._asked.is_stopped:
+            if not self._shutdown.is_stopped:
                 await self._register(config, name)
         if self.failure is not None:
             raise self.failure
@@ -256,8 +265,7 @@ class Worker:
         return publisher.publish
 
     async def _register(self, config: EngineConfig, name: str) -> None:
-        self.card = await self._make_card(config)
-        self.card.runtime_config.enable_local_indexer = self._kv_logs.answers
+        await self._registration.make_card(self.config, config, self._environment)
         details = DETAILS.of(self._environment)
         adapter = RequestAdapter(
             self.engine,
@@ -270,30 +278,12 @@ class Worker:
         )
         payload = await choose_payload(self.config.health_check_payload, self._environment, self.engine)
         settings = IdleProbeSettings.from_environment(self._environment)
-        if self._asked.is_stopped:
+        if self._shutdown.is_stopped:
             return
-        await self._serve(self._own_health.watched(adapter, payload, settings))
+        await self._registration.serve(self._own_health.watched(adapter, payload, settings))
         if self.served is not None:
             self._own_health.begin(self._background.run)
             _log.info("%s serves %s", self, name)
-
-    async def _make_card(self, config: EngineConfig) -> ModelDeploymentCard:
-        if model_folder(self.config) is None and self.config.custom_jinja_template is None:
-            return card_of(self.config, config, self._environment)
-        # Its files are read whole, which other workers of this loop should not wait for.
-        return await anyio.to_thread.run_sync(card_of, self.config, config, self._environment)
-
-    async def _serve(self, engine: AsyncEngine[Any, Any]) -> None:
-        """Serves and registers, unless a shutdown is quicker."""
-        with anyio.CancelScope() as scope:
-            forget = self._asked.on_stop(scope.cancel)
-            try:
-                await self._kv_logs.serve(self.runtime)  # first, for routers ask as soon as they see the worker
-                self.served = await self.runtime.serve(
-                    self.endpoint, engine, card=self.card, instance_id=self.worker_id
-                )
-            finally:
-                forget()
 
     # -- closing
 
@@ -304,31 +294,19 @@ class Worker:
         grace_s = self.times.grace_s if may_serve_on else 0.0
         deadline_s = anyio.current_time() + self.times.timeout_s + grace_s + self._slack_s
         try:
-            # An orderly end may be cancelled; one that is an end of a failed block must not be at once.
+            # An orderly end may be cancelled; that of a failed block must not be, at once.
             with anyio.CancelScope(deadline=deadline_s, shield=kind is not None) as scope:
-                await self._withdraw(grace_s)
-                if kind is None or self.card is not None:  # an engine that never came so far has nothing to drain
+                self._own_health.end()
+                await self._registration.withdraw(grace_s)
+                if kind is None or self.card is not None:  # without a card there were no requests to drain
                     await self._lifecycle.drain()
             if scope.cancelled_caught:
                 _log.error("%s did not drain in time and was cut short", self)
         finally:
             await self._release(deadline_s)
 
-    async def _withdraw(self, grace_s: float) -> None:
-        """Makes it invisible, serves on for the grace period, then takes nothing new."""
-        self._own_health.end()
-        if self.served is None:
-            return
-        try:
-            await self.served.unpublish()
-        except Exception:
-            _log.warning("%s could not be unregistered", self, exc_info=True)
-        await self._kv_logs.withdraw()
-        await anyio.sleep(grace_s)
-        await self.served.withdraw()
-
     async def _release(self, deadline_s: float) -> None:
-        """Ends what still runs, then cleans up; takes its time even where it is cancelled."""
+        """End what still runs, then clean up; shielded from cancellation."""
         now_s = anyio.current_time()
         self._own_health.forget()
         self._kv_logs.cut()
@@ -367,20 +345,18 @@ class Worker:
             raise
 
     def _give_up(self, failure: PenstockError) -> None:
-        """As if it had crashed: nobody can reach it any more, and it asks for its end."""
-        if self._lifecycle.is_cleaning_up:  # by then it may well fail, and nobody misses it
+        """Disappear as in a crash, and begin the end."""
+        if self._lifecycle.is_cleaning_up:  # from then on a failure has no effect
             return
         self.failure = failure
         self._own_health.end()
-        if self.served is not None:
-            self.served.abort()
-        self._kv_logs.abort()
+        self._registration.abort()
         self.shutdown()
         self._cut_opening()
 
 
 async def _bounded(work: Callable[[], Awaitable[object]], until_s: float) -> bool:
-    """Does the work even where the task is cancelled, but not for ever; whether it was done in time."""
+    """Do the work, shielded from cancellation, until a time at most; return whether it was done."""
     with anyio.CancelScope(deadline=until_s, shield=True) as scope:
         await work()
     return not scope.cancelled_caught

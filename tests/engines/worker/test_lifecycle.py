@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from engines import EngineConfig, LLMEngine, WorkerState
 from engines.metrics import EngineMetrics
-from engines.worker import TRANSITIONS, Happening, Lifecycle, after, owes_cleanup
+from engines.worker import TRANSITIONS, Lifecycle, LifecycleEvent, after, owes_cleanup
 from pipeline import ContractViolation, EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendInvalidArgument, BackendUnknown
 
@@ -59,14 +59,14 @@ class Fake(LLMEngine):
             raise self.fails[step]
 
 
-@pytest.mark.parametrize(("state", "happening"), list(product(WorkerState, get_args(Happening))))
-def test_only_what_the_table_says_can_happen(state: WorkerState, happening: Happening) -> None:
-    if (state, happening) in TRANSITIONS:
-        assert after(state, happening) is TRANSITIONS[state, happening]
+@pytest.mark.parametrize(("state", "event"), list(product(WorkerState, get_args(LifecycleEvent))))
+def test_only_what_the_table_says_can_happen(state: WorkerState, event: LifecycleEvent) -> None:
+    if (state, event) in TRANSITIONS:
+        assert after(state, event) is TRANSITIONS[state, event]
     else:
         assert state is not INIT, "the first thing may be any"
         with pytest.raises(ContractViolation):
-            after(state, happening)
+            after(state, event)
 
 
 def test_every_state_can_be_cleaned_up_and_only_a_start_makes_it_owed() -> None:

@@ -123,7 +123,7 @@ async def test_a_probe_that_cannot_even_be_cancelled_is_not_ready_in_time() -> N
         tasks.start_soon(canary.probe)
         await anyio.sleep(10)
         assert said == [(pytest.approx(3), False)]
-        canary.heard()
+        canary.observe()
     assert anyio.current_time() == pytest.approx(30)
     assert said[1:] == [(pytest.approx(10), True)]
 

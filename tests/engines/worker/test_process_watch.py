@@ -95,7 +95,7 @@ def test_a_second_signal_may_leave_time_for_an_end_in_order(heard: list[int]) ->
 def test_a_signal_counts_though_another_library_has_taken_the_wakeup(
     heard: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_watch, "_HAND_OVER_S", 0.05)
+    monkeypatch.setattr(process_watch, "_COUNTED_S", 0.05)
     exits = Exits()
     with ProcessWatch(60, exit=exits) as watch, watch.listening(), wakeup_to_a_pipe():
         signal.raise_signal(signal.SIGTERM)
