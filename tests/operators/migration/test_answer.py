@@ -1,4 +1,4 @@
-"""The answer of several workers made to look like that of one: counts, last items, and the error that is shown."""
+"""The answer of several workers, presented as that of one: counts, last items, and the error that is shown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_usage_counts_the_delivered_tokens_as_completion() -> None:
     assert later.data.completion_usage.prompt_tokens == 13
 
 
-def test_details_of_the_answer_add_up_where_the_worker_before_told_them() -> None:
+def test_details_of_the_answer_add_up_where_the_worker_before_counted_them() -> None:
     before = LLMEngineOutput(
         [9], completion_usage=CompletionUsage(10, 3, 13, None, CompletionTokensDetails(3, None, 1))
     )
@@ -47,14 +47,14 @@ def test_details_of_the_answer_add_up_where_the_worker_before_told_them() -> Non
 
 
 @pytest.mark.parametrize(("before", "now", "whole"), [(-2.0, -0.5, -2.5), (None, -0.5, -0.5), (-2.0, None, None)])
-def test_cumulative_logprobs_go_on_where_the_worker_before_left_off(
+def test_cumulative_logprobs_continue_from_the_worker_before(
     before: float | None, now: float | None, whole: float | None
 ) -> None:
     last = LLMEngineOutput([9], cum_log_probs=before)
     assert joined(3, last, item(cum_log_probs=now)).cum_log_probs == whole
 
 
-def test_an_item_without_counts_is_the_very_same() -> None:
+def test_an_item_without_counts_is_passed_on_itself() -> None:
     whole = behind(3, LLMEngineOutput([9], cum_log_probs=-1.0))
     for one in (item(), item(log_probs=[-1.0]), Annotated(event="note"), Annotated(BackendOutput([1], ["a"]))):
         assert whole(one) is one
@@ -63,7 +63,7 @@ def test_an_item_without_counts_is_the_very_same() -> None:
 
 
 @pytest.mark.parametrize("kind", [LLMEngineOutput, BackendOutput])
-def test_the_last_item_is_of_the_kind_the_caller_has_seen(kind: Any) -> None:
+def test_the_last_item_is_of_the_type_of_the_items_before(kind: Any) -> None:
     last = kind([9], index=0) if kind is LLMEngineOutput else kind([9], ["a"], index=0)
     made: Any = ending(kind, FinishReason.LENGTH, last, CompletionUsage.of(1, 1))
     assert (type(made.data), made.data.token_ids, made.data.finish_reason) == (kind, [], FinishReason.LENGTH)

@@ -1,4 +1,4 @@
-"""Whether a request moves on, as tables: errors, pins, limits, and the request the next worker gets."""
+"""Whether a request migrates, as tables: errors, pins, limits; and the request that the next worker gets."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def in_phase(phase: RequestPhase | None) -> RequestTracker | None:
     ],
 )
 def test_which_errors_move_a_request(error: Exception, moves: bool) -> None:
-    """MIG-20"""
     assert decide(broken(error=error), request()) is (Verdict.RETRY if moves else Verdict.PASS_ON)
 
 
@@ -104,10 +103,10 @@ PREFILL, DECODE, BOTH = RequestPhase.PREFILL, RequestPhase.DECODE, RequestPhase.
 def test_a_request_is_pinned_by_what_names_a_worker_for_its_phase(
     hints: RoutingHints | None, pinned_in: set[RequestPhase | None], phase: RequestPhase | None
 ) -> None:
-    """MIG-22, MIG-23"""
-    asked = request(routing=hints, tracker=in_phase(phase))
-    assert is_pinned(asked) is (phase in pinned_in)
-    assert decide(broken(), asked) is (Verdict.PASS_ON if phase in pinned_in else Verdict.RETRY)
+    """Without a tracker the phase is unknown: any named worker pins the request."""
+    original = request(routing=hints, tracker=in_phase(phase))
+    assert is_pinned(original) is (phase in pinned_in)
+    assert decide(broken(), original) is (Verdict.PASS_ON if phase in pinned_in else Verdict.RETRY)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_a_request_is_pinned_by_what_names_a_worker_for_its_phase(
         (SamplingOptions(), "AAAA", "prompt embeddings"),
     ],
 )
-def test_what_a_request_may_not_want(sampling: SamplingOptions, embeds: str | None, why: str | None) -> None:
+def test_what_a_request_may_not_contain(sampling: SamplingOptions, embeds: str | None, why: str | None) -> None:
     reason = restriction(request(sampling_options=sampling, prompt_embeds=embeds))
     assert (None if reason is None else reason.partition(":")[0]) == why
 
@@ -174,12 +173,12 @@ optional_tokens = st.none() | st.integers(0, 40)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), optional_tokens, optional_tokens, optional_tokens)
-def test_what_was_delivered_is_prompt_and_no_longer_asked_for(
+def test_what_was_delivered_is_prompt_and_no_longer_requested(
     delivered: list[int], most: int | None, least: int | None, thinking: int | None
 ) -> None:
     conditions = StopConditions(max_tokens=most, min_tokens=least, max_thinking_tokens=thinking, stop=["x"])
-    asked = request(stop_conditions=conditions, annotations=["a"])
-    again = continuation(asked, delivered, None, MigrationState())
+    original = request(stop_conditions=conditions, annotations=["a"])
+    again = continuation(original, delivered, None, MigrationState())
     left = again.stop_conditions
     assert again.token_ids == [1, 2, 3, *delivered]
     for before, after in (
@@ -189,34 +188,34 @@ def test_what_was_delivered_is_prompt_and_no_longer_asked_for(
     ):
         assert after == (None if before is None else max(0, before - len(delivered)))
     unchanged = evolve(again, token_ids=[1, 2, 3], stop_conditions=conditions, migration_state=None)
-    assert unchanged == asked
-    assert asked.token_ids == [1, 2, 3]
+    assert unchanged == original
+    assert original.token_ids == [1, 2, 3]
     assert conditions == StopConditions(max_tokens=most, min_tokens=least, max_thinking_tokens=thinking, stop=["x"])
 
 
 def test_the_link_of_the_worker_before_replaces_an_older_one() -> None:
     older, newer = TraceLink("1" * 32, "1" * 16), TraceLink("2" * 32, "2" * 16)
-    asked = request(migration_link=older)
-    assert continuation(asked, [], None, MigrationState()).migration_link == older
-    assert continuation(asked, [4], newer, MigrationState()).migration_link == newer
-    assert asked.migration_link == older
+    original = request(migration_link=older)
+    assert continuation(original, [], None, MigrationState()).migration_link == older
+    assert continuation(original, [4], newer, MigrationState()).migration_link == newer
+    assert original.migration_link == older
 
 
-def test_a_prefill_of_the_shorter_prompt_is_not_handed_to_the_next_worker() -> None:
-    result, meeting = PrefillResult({"handle": 1}), BootstrapInfo("h", 1, 2)
-    asked = request(prefill_result=result, bootstrap_info=meeting)
-    same, longer = (continuation(asked, delivered, None, MigrationState()) for delivered in ([], [4]))
-    assert (same.prefill_result, same.bootstrap_info) == (result, meeting)
+def test_a_prefill_of_the_shorter_prompt_is_not_given_to_the_next_worker() -> None:
+    result, bootstrap = PrefillResult({"handle": 1}), BootstrapInfo("h", 1, 2)
+    original = request(prefill_result=result, bootstrap_info=bootstrap)
+    same, longer = (continuation(original, delivered, None, MigrationState()) for delivered in ([], [4]))
+    assert (same.prefill_result, same.bootstrap_info) == (result, bootstrap)
     assert (longer.prefill_result, longer.bootstrap_info) == (None, None)
-    assert (asked.prefill_result, asked.bootstrap_info) == (result, meeting)
+    assert (original.prefill_result, original.bootstrap_info) == (result, bootstrap)
 
 
 def test_the_state_is_shared_and_the_hints_are_not() -> None:
-    asked, state = request(routing=RoutingHints(priority=1)), MigrationState()
-    one, other = continuation(asked, [], None, state), continuation(asked, [4], None, state)
+    original, state = request(routing=RoutingHints(priority=1)), MigrationState()
+    one, other = continuation(original, [], None, state), continuation(original, [4], None, state)
     assert one.migration_state is other.migration_state is state
-    assert one.routing == other.routing == asked.routing
-    assert len({id(one.routing), id(other.routing), id(asked.routing)}) == 3
+    assert one.routing == other.routing == original.routing
+    assert len({id(one.routing), id(other.routing), id(original.routing)}) == 3
 
 
 def test_a_failed_worker_is_noted_once_with_the_last_error() -> None:

@@ -1,4 +1,4 @@
-"""Migration: what the caller sees of a request whose workers fail, what is counted, and what is left open."""
+"""Limits of Migration: attempts, length, and the requests, errors and answers that are not continued."""
 
 from __future__ import annotations
 
@@ -32,70 +32,58 @@ from pipeline.protocols import (
     SamplingOptions,
 )
 from pipeline.testing import Fail, Fault, ScriptedEngine
+from tests.operators.migration.worlds import ALL, GONE, REFUSED, World, broken, healthy, make_request, output, receive
 
 pytestmark = pytest.mark.anyio
 
-ALL = list(range(101, 111))
-REFUSED = Fault(fail_to_connect=True)
 BUG = BackendUnknown("bug")
-
-
-def broken(after: int) -> Fault:
-    return Fault(disconnect_after=after)
-
-
-def output(token_id: int, **fields: Any) -> Annotated[Any]:
-    return Annotated(LLMEngineOutput([token_id], **fields))
 
 
 # -- limits
 
 
-async def test_a_dispatch_that_always_fails_raises_the_last_error(world_of: Any) -> None:
-    """MIG-04"""
-    world = world_of(REFUSED)
-    seen = await world.ask()
+async def test_a_dispatch_that_always_fails_raises_the_last_error() -> None:
+    world = World(REFUSED)
+    seen = await world.collect()
     assert isinstance(seen.raised, CannotConnect)
-    assert (len(world.asked), world.recorded.counts()) == (4, (4, 0))
+    assert (len(world.attempts), world.recorded.counts()) == (4, (4, 0))
     assert world.recorded.durations() == {("new_request", "failure"): 1}
 
 
-async def test_an_answer_nobody_continues_ends_with_the_error_that_broke_it(world_of: Any) -> None:
-    """MIG-05"""
-    world = world_of(broken(3), REFUSED)
-    seen = await world.ask()
+async def test_an_answer_no_worker_continues_ends_with_the_error_that_broke_it() -> None:
+    world = World(broken(3), REFUSED)
+    seen = await world.collect()
     assert seen.tokens == ALL[:3]
     assert isinstance(seen.raised, Disconnected)
     assert [type(link) for link in chain(seen.raised)] == [Disconnected, CannotConnect]
-    assert (len(world.asked), world.recorded.counts()) == (4, (3, 1))
+    assert (len(world.attempts), world.recorded.counts()) == (4, (3, 1))
     assert world.recorded.durations() == {("ongoing_request", "failure"): 1}
 
 
-async def test_an_error_item_nobody_continues_stays_an_item_with_the_reason(world_of: Any) -> None:
+async def test_an_error_item_no_worker_continues_stays_an_item_with_the_reason() -> None:
     error = StreamIncomplete("gone")
-    world = world_of(Fault(error_after=3, error=error), REFUSED)
-    seen = await world.ask()
+    world = World(Fault(error_after=3, error=error), REFUSED)
+    seen = await world.collect()
     assert (seen.tokens, seen.raised, seen.items[-1].event) == (ALL[:3], None, "error")
     assert [type(link) for link in chain(seen.items[-1].error)] == [StreamIncomplete, CannotConnect]
     assert error.__cause__ is None
 
 
-async def test_the_limit_counts_attempts_of_the_request_in_total(world_of: Any) -> None:
-    world = world_of(broken(3), broken(0))
-    seen = await world.ask()
-    assert (seen.tokens, type(seen.raised), len(world.asked)) == (ALL[:3], Disconnected, 4)
+async def test_the_limit_counts_attempts_of_the_request_in_total() -> None:
+    world = World(broken(3), broken(0))
+    seen = await world.collect()
+    assert (seen.tokens, type(seen.raised), len(world.attempts)) == (ALL[:3], Disconnected, 4)
     assert world.recorded.counts() == (0, 3)
     assert world.recorded.durations() == {("ongoing_request", "success"): 3}
 
 
-async def test_the_largest_limit_is_a_limit(world_of: Any) -> None:
-    """MIG-19"""
-    world = world_of(limit=2**32 - 1, script=[output(101)])
-    assert ((await world.ask()).tokens, len(world.asked)) == ([101], 1)
+async def test_the_largest_limit_does_not_overflow() -> None:
+    world = World(limit=2**32 - 1, script=[output(101)])
+    assert ((await world.collect()).tokens, len(world.attempts)) == ([101], 1)
 
 
-async def test_limit_0_hands_on_the_next_stage_s_own_stream(asking: Any, model: Any) -> None:
-    below = ScriptedEngine(model)
+async def test_limit_0_hands_on_the_next_stage_s_own_stream() -> None:
+    below = ScriptedEngine(healthy)
     made: list[ResponseStream[Any]] = []
 
     class Kept(AsyncEngine[Any, Any]):
@@ -103,24 +91,22 @@ async def test_limit_0_hands_on_the_next_stage_s_own_stream(asking: Any, model: 
             made.append(await below.generate(request))
             return made[-1]
 
-    async with await (Migration(0) >> Kept()).generate(Context(asking())) as stream:
+    async with await (Migration(0) >> Kept()).generate(Context(make_request())) as stream:
         assert stream is made[0]
 
 
-async def test_limit_0_moves_nothing(world_of: Any) -> None:
-    world = world_of(broken(3), None, limit=0)
-    seen = await world.ask()
+async def test_limit_0_moves_nothing() -> None:
+    world = World(broken(3), None, limit=0)
+    seen = await world.collect()
     assert (seen.tokens, type(seen.raised), world.recorded.counts()) == (ALL[:3], Disconnected, (0, 0))
 
 
-async def test_limit_0_counts_a_refused_dispatch_as_the_last_of_any_limit_does(
-    world_of: Any, see: Any, asking: Any
-) -> None:
-    world = world_of(REFUSED, limit=0)
-    assert isinstance((await world.ask()).raised, CannotConnect)
+async def test_limit_0_counts_a_refused_dispatch_as_the_last_of_any_limit_does() -> None:
+    world = World(REFUSED, limit=0)
+    assert isinstance((await world.collect()).raised, CannotConnect)
     assert (world.recorded.counts(), world.recorded.durations()) == ((1, 0), {("new_request", "failure"): 1})
-    wrong = world_of(limit=0)
-    assert (await see(wrong.migration >> ScriptedEngine([], fails=BUG), Context(asking()))).raised is BUG
+    wrong = World(limit=0)
+    assert (await receive(wrong.migration >> ScriptedEngine([], fails=BUG), Context(make_request()))).raised is BUG
     assert (wrong.recorded.counts(), wrong.recorded.durations()) == ((0, 0), {})
 
 
@@ -139,33 +125,30 @@ def test_a_length_out_of_range_is_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize(("cap", "moves", "too_long"), [(5, False, 1), (6, True, 1), (2, False, 1), (13, True, 0)])
-async def test_a_sequence_longer_than_the_cap_stays_where_it_is(
-    cap: int, moves: bool, too_long: int, world_of: Any
-) -> None:
-    """MIG-11, MIG-13"""
-    world = world_of(broken(3), None, max_seq_len_tokens=cap)
-    seen = await world.ask()
+async def test_a_sequence_longer_than_the_cap_stays_where_it_is(cap: int, moves: bool, too_long: int) -> None:
+    world = World(broken(3), None, max_seq_len_tokens=cap)
+    seen = await world.collect()
     assert seen.tokens == (ALL if moves else ALL[:3])
     assert isinstance(seen.raised, Disconnected) is not moves
     assert (world.recorded.too_long(), world.recorded.counts()) == (too_long, (0, int(moves)))
 
 
-async def test_a_request_that_has_no_attempt_left_is_not_counted_as_too_long(world_of: Any) -> None:
-    world = world_of(broken(3), None, limit=1, max_seq_len_tokens=6)
-    assert ((await world.ask()).tokens, world.recorded.too_long()) == (ALL, 0)
+async def test_a_request_that_has_no_attempt_left_is_not_counted_as_too_long() -> None:
+    world = World(broken(3), None, limit=1, max_seq_len_tokens=6)
+    assert ((await world.collect()).tokens, world.recorded.too_long()) == (ALL, 0)
 
 
-async def test_a_request_that_is_closed_when_it_has_grown_too_long_is_counted(world_of: Any, asking: Any) -> None:
-    world = world_of(max_seq_len_tokens=5)
-    async with await world.graph.generate(Context(asking())) as stream:
+async def test_a_request_that_is_closed_when_it_has_grown_too_long_is_counted() -> None:
+    world = World(max_seq_len_tokens=5)
+    async with await world.graph.generate(Context(make_request())) as stream:
         for _ in range(3):
             await anext(stream)
     assert world.recorded.too_long() == 1
 
 
-async def test_a_prompt_over_the_cap_may_still_be_dispatched_again(world_of: Any) -> None:
-    world = world_of(REFUSED, None, max_seq_len_tokens=2)
-    assert (await world.ask()).tokens == ALL
+async def test_a_prompt_over_the_cap_may_still_be_dispatched_again() -> None:
+    world = World(REFUSED, None, max_seq_len_tokens=2)
+    assert (await world.collect()).tokens == ALL
     assert world.recorded.too_long() == 1
 
 
@@ -182,87 +165,80 @@ async def test_a_prompt_over_the_cap_may_still_be_dispatched_again(world_of: Any
 )
 @pytest.mark.parametrize("fault", [broken(3), broken(0), REFUSED])
 async def test_requests_that_cannot_be_continued_fail_with_their_worker(
-    fields: dict[str, Any], fault: Fault, world_of: Any, asking: Any, caplog: pytest.LogCaptureFixture
+    fields: dict[str, Any], fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """MIG-10, MIG-25"""
-    world = world_of(fault, None)
-    seen = await world.ask(asking(**fields))
+    """Guided decoding, several choices and prompt embeddings cannot be continued."""
+    world = World(fault, None)
+    seen = await world.collect(make_request(**fields))
     assert isinstance(seen.raised, CannotConnect if fault is REFUSED else Disconnected)
-    assert (len(world.asked), world.recorded.counts()) == (1, (int(fault is REFUSED), 0))
+    assert (len(world.attempts), world.recorded.counts()) == (1, (int(fault is REFUSED), 0))
     assert [(one.levelname, "will not migrate" in one.message) for one in caplog.records] == [("WARNING", True)]
 
 
-async def test_each_reason_not_to_migrate_is_warned_of_once(
-    world_of: Any, asking: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_each_reason_not_to_migrate_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """Issue 12, points 9 and 25: with `n` above 1 there was a line for every request."""
     caplog.set_level(logging.DEBUG, logger="operators.migration.operator")
-    world = world_of(None)
+    world = World(None)
     for _ in range(3):
-        await world.ask(asking(sampling_options=SamplingOptions(n=2)))
-        await world.ask(asking(prompt_embeds="AAAA"))
+        await world.collect(make_request(sampling_options=SamplingOptions(n=2)))
+        await world.collect(make_request(prompt_embeds="AAAA"))
     lines = [(one.levelname, "choices" in one.message) for one in caplog.records if "will not migrate" in one.message]
     assert lines == [("WARNING", True), ("WARNING", False), *[("DEBUG", True), ("DEBUG", False)] * 2]
 
 
 @pytest.mark.parametrize("fault", [broken(3), REFUSED])
-async def test_a_pinned_request_fails_with_its_worker(fault: Fault, world_of: Any, asking: Any) -> None:
-    """MIG-17"""
-    world = world_of(fault, None)
-    seen = await world.ask(asking(routing=RoutingHints(backend_instance_id=7)))
-    assert (len(world.asked), world.recorded.counts()) == (1, (0, 0))
+async def test_a_pinned_request_fails_with_its_worker(fault: Fault) -> None:
+    world = World(fault, None)
+    seen = await world.collect(make_request(routing=RoutingHints(backend_instance_id=7)))
+    assert (len(world.attempts), world.recorded.counts()) == (1, (0, 0))
     assert isinstance(seen.raised, CannotConnect | Disconnected)
 
 
 @pytest.mark.parametrize("error", [BackendUnknown("bug"), ResourceExhausted("busy"), InvalidArgument("no")])
-async def test_errors_another_worker_would_make_too_go_to_the_caller_as_they_are(
-    error: PenstockError, world_of: Any
-) -> None:
-    """MIG-20"""
-    raised = await world_of(script=[output(101), Fail(error)]).ask()
+async def test_errors_another_worker_would_make_too_go_to_the_caller_as_they_are(error: PenstockError) -> None:
+    raised = await World(script=[output(101), Fail(error)]).collect()
     assert (raised.tokens, raised.raised) == ([101], error)
-    world = world_of(Fault(error_after=1, error=error))
-    seen = await world.ask()
-    assert (seen.items[-1].error, len(world.asked), world.recorded.durations()) == (error, 1, {})
+    world = World(Fault(error_after=1, error=error))
+    seen = await world.collect()
+    assert (seen.items[-1].error, len(world.attempts), world.recorded.durations()) == (error, 1, {})
 
 
-async def test_an_error_finish_is_delivered_and_is_the_end(world_of: Any) -> None:
-    """MIG-26"""
+async def test_an_error_finish_is_delivered_and_is_the_end() -> None:
     failed = Annotated(LLMEngineOutput.error("boom"))
-    world = world_of(script=[output(101), failed])
-    seen = await world.ask()
-    assert (seen.items[-1], len(world.asked)) == (failed, 1)
+    world = World(script=[output(101), failed])
+    seen = await world.collect()
+    assert (seen.items[-1], len(world.attempts)) == (failed, 1)
 
 
-async def test_an_error_finish_with_a_typed_error_is_an_error_item(world_of: Any, model: Any) -> None:
-    failed = evolve(Annotated(LLMEngineOutput.error("boom")), error=Disconnected("gone"))
-    world = world_of(script=lambda payload: [output(101), failed] if len(payload.token_ids) == 3 else model(payload))
-    assert (await world.ask()).tokens == ALL
+async def test_an_error_finish_with_a_typed_error_is_an_error_item() -> None:
+    failed = evolve(Annotated(LLMEngineOutput.error("boom")), error=GONE)
+    world = World(script=lambda payload: [output(101), failed] if len(payload.token_ids) == 3 else healthy(payload))
+    assert (await world.collect()).tokens == ALL
 
 
-async def test_a_break_behind_the_finish_reason_is_not_shown(world_of: Any) -> None:
-    world = world_of(script=[output(101, finish_reason=FinishReason.STOP), Fail(Disconnected("gone"))])
-    seen = await world.ask()
-    assert (seen.tokens, seen.finish, seen.raised, len(world.asked)) == ([101], FinishReason.STOP, None, 1)
-    apart = world_of(script=[output(101), Annotated(LLMEngineOutput.stop()), Fail(Disconnected("gone"))])
-    assert ((await apart.ask()).raised, len(apart.asked)) == (None, 1)
+async def test_a_break_behind_the_finish_reason_is_not_shown() -> None:
+    world = World(script=[output(101, finish_reason=FinishReason.STOP), Fail(GONE)])
+    seen = await world.collect()
+    assert (seen.tokens, seen.finish, seen.raised, len(world.attempts)) == ([101], FinishReason.STOP, None, 1)
+    apart = World(script=[output(101), Annotated(LLMEngineOutput.stop()), Fail(GONE)])
+    assert ((await apart.collect()).raised, len(apart.attempts)) == (None, 1)
 
 
-@pytest.mark.parametrize("said", [{"text": "hello"}, {"disaggregated_params": {"a": 1}}])
-async def test_an_answer_without_tokens_cannot_be_continued(said: dict[str, Any], world_of: Any) -> None:
-    world = world_of(script=[Annotated(LLMEngineOutput([], **said)), Fail(Disconnected("gone"))])
-    seen = await world.ask()
-    assert (len(seen.items), type(seen.raised), len(world.asked)) == (1, Disconnected, 1)
+@pytest.mark.parametrize("fields", [{"text": "hello"}, {"disaggregated_params": {"a": 1}}])
+async def test_an_answer_without_tokens_cannot_be_continued(fields: dict[str, Any]) -> None:
+    world = World(script=[Annotated(LLMEngineOutput([], **fields)), Fail(GONE)])
+    seen = await world.collect()
+    assert (len(seen.items), type(seen.raised), len(world.attempts)) == (1, Disconnected, 1)
 
 
-async def test_all_tokens_delivered_ends_with_length_instead_of_a_retry(world_of: Any) -> None:
-    world = world_of(script=[*(output(i, index=0) for i in ALL), Fail(Disconnected("gone"))])
-    seen = await world.ask()
-    assert (seen.tokens, seen.finish, seen.raised, len(world.asked)) == (ALL, FinishReason.LENGTH, None, 1)
+async def test_all_tokens_delivered_ends_with_length_instead_of_a_retry() -> None:
+    world = World(script=[*(output(i, index=0) for i in ALL), Fail(GONE)])
+    seen = await world.collect()
+    assert (seen.tokens, seen.finish, seen.raised, len(world.attempts)) == (ALL, FinishReason.LENGTH, None, 1)
     assert type(seen.items[-1].data) is LLMEngineOutput
     assert (seen.items[-1].data.index, seen.items[-1].data.completion_usage) == (0, CompletionUsage.of(3, 10))
 
 
-async def test_what_is_no_engine_output_is_named(world_of: Any) -> None:
-    seen = await world_of(script=[Annotated("text")]).ask()
+async def test_what_is_no_engine_output_is_named() -> None:
+    seen = await World(script=[Annotated("text")]).collect()
     assert isinstance(seen.raised, ContractViolation)

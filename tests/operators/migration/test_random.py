@@ -1,4 +1,4 @@
-"""Random breaks: the caller's answer is that of an undisturbed run, whatever happens nothing stays open."""
+"""Random failures: the answer is that of an undisturbed run, and nothing stays open however the request ends."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ PROMPT = [65, 66, 67]
 BACKENDS = st.sampled_from(["asyncio", "trio"])
 
 
-class Speaker(ScriptedEngine):
-    """Says the text of `answer` in chunks as a seed cuts them, from where the prompt leaves off; breaks as planned.
+class RandomWorker(ScriptedEngine):
+    """Generate `answer` from where the prompt leaves off, in chunks that a seed cuts; fail as planned.
 
-    The plan has an entry for each attempt: after how many chunks it breaks and how, None for not at all; then all hold.
+    `plan` has an entry for each attempt: after how many chunks it fails and how, or None. Later attempts do not fail.
     """
 
     def __init__(self, answer: Sequence[int], seed: int, plan: Sequence[tuple[int, str] | None]) -> None:
@@ -73,8 +73,8 @@ class Speaker(ScriptedEngine):
                 chunks.append(LLMEngineOutput([], log_probs=[]))
             chunks[-1].token_ids.append(token_id)
             chunks[-1].log_probs = [-float(n) for n in chunks[-1].token_ids]
-        for chunk, said in zip(chunks, accumulate(len(c.token_ids) for c in chunks), strict=True):
-            chunk.cum_log_probs = -float(sum(rest[:said]))
+        for chunk, count in zip(chunks, accumulate(len(c.token_ids) for c in chunks), strict=True):
+            chunk.cum_log_probs = -float(sum(rest[:count]))
         last = chunks[-1] if self._rng.random() < 0.5 else LLMEngineOutput([])
         last.finish_reason = FinishReason.LENGTH
         last.completion_usage = CompletionUsage.of(len(payload.token_ids), len(rest))
@@ -90,21 +90,21 @@ class Speaker(ScriptedEngine):
         if self._fault is None:
             return items
         after, how = self._fault
-        ends = {"raises": Fail(Disconnected("gone")), "says": Annotated[Any].from_error(StreamIncomplete("gone"))}
+        ends = {"raises": Fail(Disconnected("gone")), "error item": Annotated[Any].from_error(StreamIncomplete("gone"))}
         return [*items[:after], ends.get(how, Stall())]
 
 
-faults = st.none() | st.tuples(st.integers(0, 6), st.sampled_from(["raises", "says", "refuses"]))
+faults = st.none() | st.tuples(st.integers(0, 6), st.sampled_from(["raises", "error item", "refuses"]))
 plans = st.lists(faults, max_size=5)
 answers = st.lists(st.integers(97, 122), min_size=1, max_size=12)
 
 
-def asked(answer: Sequence[int]) -> PreprocessedRequest:
+def request_for(answer: Sequence[int]) -> PreprocessedRequest:
     return PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=len(answer)))
 
 
 def breaks(plan: Sequence[tuple[int, str] | None]) -> int:
-    """How many attempts fail at most: those up to the first that holds."""
+    """How many attempts fail at most: those before the first that does not fail."""
     return next((count for count, fault in enumerate(plan) if fault is None), len(plan))
 
 
@@ -114,18 +114,18 @@ def test_the_answer_is_that_of_an_undisturbed_run(
     answer: list[int], seed: int, plan: list[Any], with_text: bool, backend: Any
 ) -> None:
     async def run() -> list[Any]:
-        engine = Speaker(answer, seed, plan)
+        engine = RandomWorker(answer, seed, plan)
         stages = [Migration(5), Detokenize(Model.byte_level())] if with_text else [Migration(5)]
         with watch_streams() as streams:
-            stream = await link(*stages, engine).generate(Context(asked(answer)))
+            stream = await link(*stages, engine).generate(Context(request_for(answer)))
             items = await stream.collect()
         assert (streams.open, engine.open) == ([], 0)
         assert engine.attempts <= breaks(plan) + 1
         return [item.data for item in items]
 
     seen = run_in_virtual_time(run, backend=backend)
-    said = [token_id for data in seen for token_id in data.token_ids]
-    assert said == answer
+    delivered = [token_id for data in seen for token_id in data.token_ids]
+    assert delivered == answer
     assert [n for data in seen for n in data.log_probs or ()] == [-float(n) for n in answer]
     assert [data.cum_log_probs for data in seen if data.token_ids][-1] == -float(sum(answer))
     assert [data.finish_reason for data in seen if data.finish_reason] == [FinishReason.LENGTH]
@@ -141,10 +141,10 @@ def test_with_too_few_attempts_the_caller_sees_a_beginning_and_one_error(
     answer: list[int], seed: int, plan: list[Any], limit: int, backend: Any
 ) -> None:
     async def run() -> tuple[list[Any], Exception | None, int]:
-        engine, items = Speaker(answer, seed, plan), []
+        engine, items = RandomWorker(answer, seed, plan), []
         raised: Exception | None = None
         try:
-            async with await (Migration(limit) >> engine).generate(Context(asked(answer))) as stream:
+            async with await (Migration(limit) >> engine).generate(Context(request_for(answer))) as stream:
                 async for item in stream:
                     items.append(item)
         except PenstockError as error:
@@ -153,20 +153,20 @@ def test_with_too_few_attempts_the_caller_sees_a_beginning_and_one_error(
 
     items, raised, attempts = run_in_virtual_time(run, backend=backend)
     outputs = [item.data for item in items if item.data is not None]
-    said = [token_id for data in outputs for token_id in data.token_ids]
+    delivered = [token_id for data in outputs for token_id in data.token_ids]
     errors = [item for item in items if item.is_error]
-    assert said == answer[: len(said)]
+    assert delivered == answer[: len(delivered)]
     assert attempts <= limit + 1
     if errors or raised:
         assert len(errors) + (raised is not None) == 1
         assert limit == 0 or attempts == limit + 1
         assert not errors or items[-1] is errors[0]
     else:
-        assert (said, outputs[-1].finish_reason) == (answer, FinishReason.LENGTH)
+        assert (delivered, outputs[-1].finish_reason) == (answer, FinishReason.LENGTH)
 
 
 def one_holds(stops: list[str]) -> bool:
-    """Whether one stop string lies in another: a break behind the shorter one settles for that one."""
+    """Whether one stop string contains another: after a failure behind the shorter one, that one ends the answer."""
     return any(one is not other and one in other for one in stops for other in stops)
 
 
@@ -186,13 +186,13 @@ letters = st.lists(st.sampled_from([97, 98]), min_size=1, max_size=12)
 def test_the_text_up_to_a_stop_string_is_that_of_an_undisturbed_run(
     answer: list[int], stops: list[str], include: bool, least: int, seed: int, plan: list[Any], backend: Any
 ) -> None:
-    """Nothing of a stop string is shown, nor one taken for whole that began before the least number of tokens."""
+    """No part of a stop string is shown, and none ends the answer that began before `min_tokens`."""
 
     async def run(plan: list[Any]) -> list[Any]:
-        request = asked(answer)
+        request = request_for(answer)
         request.stop_conditions.stop, request.sampling_options.include_stop_str_in_output = stops, include
         request.stop_conditions.min_tokens = least
-        stages = [Migration(5), Detokenize(Model.byte_level()), Speaker(answer, seed, plan)]
+        stages = [Migration(5), Detokenize(Model.byte_level()), RandomWorker(answer, seed, plan)]
         return [item.data for item in await (await link(*stages).generate(Context(request))).collect()]
 
     def text(outputs: list[Any]) -> str:
@@ -210,8 +210,8 @@ ENDINGS = ("read", "stop", "kill", "close", "drop", "cancel", "unread")
 
 
 async def one(engine: Any, answer: Sequence[int], ending: str, seed: int) -> list[int]:
-    """One request that ends in that way at some point; the tokens that were seen."""
-    request, rng, said = Context(asked(answer)), Random(seed), list[int]()
+    """Send one request, end it in that way at a random point, and return the tokens that were delivered."""
+    request, rng, delivered = Context(request_for(answer)), Random(seed), list[int]()
     after = rng.randrange(6)
     with anyio.move_on_after(rng.random() * 3 if ending == "cancel" else 60), suppress(PenstockError):
         stream = await engine.generate(request)
@@ -219,24 +219,26 @@ async def one(engine: Any, answer: Sequence[int], ending: str, seed: int) -> lis
             if after:
                 with suppress(StopAsyncIteration):
                     await stream.__anext__()
-            return said
+            return delivered
         async with stream:
             if ending == "unread":
-                return said
+                return delivered
             async for item in stream:
                 assert not request.is_killed
-                said += item.data.token_ids if item.data is not None else []
-                if len(said) >= after and ending == "close":
+                delivered += item.data.token_ids if item.data is not None else []
+                if len(delivered) >= after and ending == "close":
                     break
-                if len(said) >= after and ending in ("stop", "kill"):
+                if len(delivered) >= after and ending in ("stop", "kill"):
                     getattr(request, ending)()
-    return said
+    return delivered
 
 
 @given(
     answer=answers,
     seed=st.integers(0, 1000),
-    plan=st.lists(st.tuples(st.integers(0, 6), st.sampled_from(["raises", "says", "refuses", "stalls"])), max_size=5),
+    plan=st.lists(
+        st.tuples(st.integers(0, 6), st.sampled_from(["raises", "error item", "refuses", "stalls"])), max_size=5
+    ),
     ending=st.sampled_from(ENDINGS),
     backend=BACKENDS,
 )
@@ -246,17 +248,17 @@ def test_however_a_request_ends_nothing_stays_open_and_no_token_is_repeated(
     answer: list[int], seed: int, plan: list[Any], ending: str, backend: Any
 ) -> None:
     async def run() -> list[int]:
-        engine = Speaker(answer, seed, plan)
+        engine = RandomWorker(answer, seed, plan)
         with watch_streams() as streams:
-            said = await one(Migration(3) >> engine, answer, ending, seed)
+            delivered = await one(Migration(3) >> engine, answer, ending, seed)
             gc.collect(0)
             for _ in range(20):
                 await checkpoint()
             assert (streams.open, engine.open) == ([], 0)
-        return said
+        return delivered
 
-    said = run_in_virtual_time(run, backend=backend)
-    assert said == answer[: len(said)]
+    delivered = run_in_virtual_time(run, backend=backend)
+    assert delivered == answer[: len(delivered)]
 
 
 # -- the contracts

@@ -1,4 +1,4 @@
-"""Migration: what the caller sees of a request whose workers fail, what is counted, and what is left open."""
+"""Stop and kill while workers fail: how the answer ends, what is counted, and what is closed."""
 
 from __future__ import annotations
 
@@ -26,24 +26,13 @@ from pipeline import (
 from pipeline.errors import BackendUnknown, chain
 from pipeline.protocols import (
     FinishReason,
-    LLMEngineOutput,
     PreprocessedRequest,
     SamplingOptions,
 )
 from pipeline.testing import Fail, Fault, ScriptedEngine, Stall, watch_streams
+from tests.operators.migration.worlds import ALL, GONE, Answer, World, broken, healthy, make_request, output, receive
 
 pytestmark = pytest.mark.anyio
-
-ALL = list(range(101, 111))
-REFUSED = Fault(fail_to_connect=True)
-
-
-def broken(after: int) -> Fault:
-    return Fault(disconnect_after=after)
-
-
-def output(token_id: int, **fields: Any) -> Annotated[Any]:
-    return Annotated(LLMEngineOutput([token_id], **fields))
 
 
 # -- stop and kill
@@ -51,34 +40,30 @@ def output(token_id: int, **fields: Any) -> Annotated[Any]:
 
 @pytest.mark.parametrize("limit", [0, 3])
 @pytest.mark.parametrize("choices", [1, 2])
-async def test_a_request_stopped_beforehand_reaches_no_worker(
-    limit: int, choices: int, world_of: Any, asking: Any
-) -> None:
-    """MIG-07"""
-    world, asked = world_of(limit=limit), Context(asking(sampling_options=SamplingOptions(n=choices)))
-    asked.stop()
+async def test_a_request_stopped_beforehand_reaches_no_worker(limit: int, choices: int) -> None:
+    world, sent = World(limit=limit), Context(make_request(sampling_options=SamplingOptions(n=choices)))
+    sent.stop()
     with pytest.raises(Cancelled):
-        await world.graph.generate(asked)
-    assert (world.asked, world.recorded.counts(), world.recorded.durations()) == ([], (0, 0), {})
+        await world.graph.generate(sent)
+    assert (world.attempts, world.recorded.counts(), world.recorded.durations()) == ([], (0, 0), {})
 
 
-async def test_a_stop_between_dispatches_raises_cancelled(world_of: Any, asking: Any) -> None:
-    """MIG-08"""
-    world, asked = world_of(), Context(asking())
+async def test_a_stop_between_dispatches_raises_cancelled() -> None:
+    world, sent = World(), Context(make_request())
 
     class Refusing(AsyncEngine[Any, Any]):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-            asked.stop()
+            sent.stop()
             raise CannotConnect("no")
 
     with pytest.raises(Cancelled):
-        await (world.migration >> Refusing()).generate(asked)
+        await (world.migration >> Refusing()).generate(sent)
     assert world.recorded.counts() == (1, 0)
     assert world.recorded.durations() == {("new_request", "cancelled"): 1}
 
 
 class Slow(AsyncEngine[Any, Any]):
-    """Breaks its first answer after two tokens, and then takes forever to take the request."""
+    """Break the first answer after two tokens; never answer later requests."""
 
     def __init__(self, *, heeds_stop: bool) -> None:
         self.heeds_stop = heeds_stop
@@ -87,7 +72,7 @@ class Slow(AsyncEngine[Any, Any]):
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
         self.requests += 1
         if self.requests == 1:
-            script = [output(101), output(102), Fail(Disconnected("gone"))]
+            script = [output(101), output(102), Fail(GONE)]
             return await ScriptedEngine(script).generate(request)
         if not self.heeds_stop:
             await anyio.sleep_forever()
@@ -95,38 +80,38 @@ class Slow(AsyncEngine[Any, Any]):
         raise Cancelled("stopped while connecting")
 
 
-async def read_until(asked: Context[Any], graph: AsyncEngine[Any, Any], act: Callable[[], object], see: Any) -> Any:
-    """What is seen when something is done one second after the request was sent."""
-    seen: list[Any] = []
+async def read_until(sent: Context[Any], graph: AsyncEngine[Any, Any], act: Callable[[], object]) -> Answer:
+    """The answer when `act` is called one second after the request was sent; no stream stays open."""
+    answers: list[Answer] = []
     with anyio.fail_after(10), watch_streams() as streams:
         async with anyio.create_task_group() as tasks:
 
             async def read() -> None:
-                seen.append(await see(graph, asked))
+                answers.append(await receive(graph, sent))
 
             tasks.start_soon(read)
             await anyio.sleep(1)
             act()
     assert streams.open == []
-    return seen[0]
+    return answers[0]
 
 
-async def test_a_stop_while_another_worker_is_asked_ends_as_cancelled(world_of: Any, asking: Any, see: Any) -> None:
-    world, asked, below = world_of(), Context(asking()), Slow(heeds_stop=True)
-    seen = await read_until(asked, world.migration >> below, asked.stop, see)
+async def test_a_stop_while_another_worker_gets_the_request_ends_as_cancelled() -> None:
+    world, sent, below = World(), Context(make_request()), Slow(heeds_stop=True)
+    seen = await read_until(sent, world.migration >> below, sent.stop)
     assert (seen.tokens, seen.finish, seen.raised) == ([101, 102], FinishReason.CANCELLED, None)
     assert (below.requests, world.recorded.counts()) == (2, (0, 1))
     assert world.recorded.durations() == {("ongoing_request", "cancelled"): 1}
 
 
-async def test_a_kill_ends_the_wait_for_another_worker_at_once(world_of: Any, asking: Any, see: Any) -> None:
-    world, asked, below = world_of(), Context(asking()), Slow(heeds_stop=False)
-    seen = await read_until(asked, world.migration >> below, asked.kill, see)
+async def test_a_kill_ends_the_wait_for_another_worker_at_once() -> None:
+    world, sent, below = World(), Context(make_request()), Slow(heeds_stop=False)
+    seen = await read_until(sent, world.migration >> below, sent.kill)
     assert (len(seen.items), seen.raised, anyio.current_time() <= 2) == (2, None, True)
     assert world.recorded.durations() == {("ongoing_request", "cancelled"): 1}
 
 
-async def test_a_stream_that_comes_with_the_kill_is_closed(world_of: Any, asking: Any, see: Any) -> None:
+async def test_a_stream_that_comes_with_the_kill_is_closed() -> None:
     made: list[ResponseStream[Any]] = []
 
     class Shielded(Slow):
@@ -138,50 +123,50 @@ async def test_a_stream_that_comes_with_the_kill_is_closed(world_of: Any, asking
             made.append(await ScriptedEngine([output(103)]).generate(request))
             return made[0]
 
-    world, asked, below = world_of(), Context(asking()), Shielded(heeds_stop=False)
-    seen = await read_until(asked, world.migration >> below, asked.kill, see)
+    world, sent, below = World(), Context(make_request()), Shielded(heeds_stop=False)
+    seen = await read_until(sent, world.migration >> below, sent.kill)
     assert (len(seen.items), seen.raised, [stream.is_open for stream in made]) == (2, None, [False])
     assert world.recorded.durations() == {("ongoing_request", "cancelled"): 1}
 
 
-async def test_a_stream_that_breaks_after_a_stop_ends_as_cancelled(world_of: Any, asking: Any) -> None:
-    world, asked = world_of(broken(3)), Context(asking())
-    async with await world.graph.generate(asked) as stream:
+async def test_a_stream_that_breaks_after_a_stop_ends_as_cancelled() -> None:
+    world, sent = World(broken(3)), Context(make_request())
+    async with await world.graph.generate(sent) as stream:
         first = [await anext(stream) for _ in range(3)]
-        asked.stop()
+        sent.stop()
         rest = [item async for item in stream]
     assert (len(first), [item.data.finish_reason for item in rest]) == (3, [FinishReason.CANCELLED])
     assert world.recorded.counts() == (0, 0)
 
 
-async def test_a_stream_that_breaks_after_a_stop_before_its_first_output_just_ends(world_of: Any, asking: Any) -> None:
-    world, asked = world_of(broken(0)), Context(asking())
-    async with await world.graph.generate(asked) as stream:
-        asked.stop()
+async def test_a_stream_that_breaks_after_a_stop_before_its_first_output_just_ends() -> None:
+    world, sent = World(broken(0)), Context(make_request())
+    async with await world.graph.generate(sent) as stream:
+        sent.stop()
         assert [item async for item in stream] == []
-    assert (len(world.asked), world.recorded.counts()) == (1, (0, 0))
+    assert (len(world.attempts), world.recorded.counts()) == (1, (0, 0))
 
 
-async def test_a_stream_that_breaks_after_a_kill_just_ends(world_of: Any, asking: Any) -> None:
-    world, asked = world_of(broken(3)), Context(asking())
-    async with await world.graph.generate(asked) as stream:
+async def test_a_stream_that_breaks_after_a_kill_just_ends() -> None:
+    world, sent = World(broken(3)), Context(make_request())
+    async with await world.graph.generate(sent) as stream:
         for _ in range(3):
             await anext(stream)
-        asked.kill()
+        sent.kill()
         assert [item async for item in stream] == []
 
 
-async def test_stop_and_kill_reach_the_worker_that_took_over(world_of: Any, asking: Any, model: Any, see: Any) -> None:
+async def test_stop_and_kill_reach_the_worker_that_took_over() -> None:
     for end in ("stop", "kill"):
-        world = world_of(broken(3), None, script=lambda p: [*model(p)[:5], Stall()])
-        asked = Context(asking())
-        seen = await read_until(asked, world.graph, getattr(asked, end), see)
+        world = World(broken(3), None, script=lambda p: [*healthy(p)[:5], Stall()])
+        sent = Context(make_request())
+        seen = await read_until(sent, world.graph, getattr(sent, end))
         assert (seen.tokens, seen.raised) == (ALL[:8], None)
         assert [context.is_killed for context in world.contexts] == [end == "kill"] * 2
 
 
-async def test_a_cancellation_below_is_shown_as_one(world_of: Any, see: Any, asking: Any) -> None:
-    world = world_of()
+async def test_a_cancellation_below_is_shown_as_one() -> None:
+    world = World()
 
     class GivingUp(ScriptedEngine):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
@@ -190,16 +175,14 @@ async def test_a_cancellation_below_is_shown_as_one(world_of: Any, see: Any, ask
                 raise Cancelled("the worker gave it up")
             return await super().generate(request)
 
-    below = GivingUp([output(101), Fail(Disconnected("gone"))])
-    seen = await see(world.migration >> below, Context(asking()))
+    below = GivingUp([output(101), Fail(GONE)])
+    seen = await receive(world.migration >> below, Context(make_request()))
     assert (seen.tokens, type(seen.raised), len(below.requests)) == ([101], Cancelled, 2)
 
 
-async def test_the_broken_stream_is_closed_before_the_next_worker_is_asked(
-    world_of: Any, see: Any, asking: Any
-) -> None:
+async def test_the_broken_stream_is_closed_before_the_next_worker_gets_the_request() -> None:
     open_then: list[int] = []
-    world = world_of(script=[output(101), Fail(Disconnected("gone"))])
+    world = World(script=[output(101), Fail(GONE)])
 
     class Looking(AsyncEngine[Any, Any]):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
@@ -208,11 +191,11 @@ async def test_the_broken_stream_is_closed_before_the_next_worker_is_asked(
             return stream
 
     with watch_streams() as streams:
-        await see(world.migration >> Looking(), Context(asking()))
+        await receive(world.migration >> Looking(), Context(make_request()))
     assert Counter(open_then) == {0: 1, 1: 3}  # the caller's own stream
 
 
-async def test_closing_the_broken_stream_is_part_of_the_move(world_of: Any, asking: Any, see: Any) -> None:
+async def test_closing_the_broken_stream_is_part_of_the_move() -> None:
     class SlowToClose(AsyncEngine[Any, Any]):
         requests = 0
 
@@ -224,66 +207,66 @@ async def test_closing_the_broken_stream_is_part_of_the_move(world_of: Any, aski
             try:
                 yield output(100 + attempt)
                 if attempt == 1:
-                    yield Annotated[Any].from_error(Disconnected("gone"))
+                    yield Annotated[Any].from_error(GONE)
             finally:
                 await anyio.sleep(2)
 
-    world = world_of()
-    assert (await see(world.migration >> SlowToClose(), Context(asking()))).tokens == [101, 102]
+    world = World()
+    assert (await receive(world.migration >> SlowToClose(), Context(make_request()))).tokens == [101, 102]
     assert world.recorded.seconds() == {("ongoing_request", "success"): 2.0}
 
 
-async def test_a_close_that_fails_does_not_keep_the_request_from_moving_on(see: Any, asking: Any, model: Any) -> None:
+async def test_a_close_that_fails_does_not_keep_the_request_from_moving_on() -> None:
     class Sticky(AsyncEngine[Any, Any]):
         requests = 0
 
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
             Sticky.requests += 1
             if Sticky.requests > 1:
-                return await ScriptedEngine(model).generate(request)
+                return await ScriptedEngine(healthy).generate(request)
 
             async def items() -> AsyncGenerator[Any, None]:
                 yield output(101)
-                yield Annotated[Any].from_error(Disconnected("gone"))
+                yield Annotated[Any].from_error(GONE)
 
             def failing() -> None:
                 raise BackendUnknown("cannot close")
 
             return ResponseStream(items(), request, ReleaseOnce(failing))
 
-    assert (await see(Migration(3) >> Sticky(), Context(asking()))).tokens == ALL
+    assert (await receive(Migration(3) >> Sticky(), Context(make_request()))).tokens == ALL
 
 
-async def test_an_overloaded_worker_is_followed_by_another(world_of: Any) -> None:
-    world = world_of(Fault(error_after=0, error=WorkerOverloaded("busy")), None)
-    assert (await world.ask()).tokens == ALL
+async def test_an_overloaded_worker_is_followed_by_another() -> None:
+    world = World(Fault(error_after=0, error=WorkerOverloaded("busy")), None)
+    assert (await world.collect()).tokens == ALL
 
 
-async def test_a_pool_without_another_worker_shows_the_first_failure(see: Any, asking: Any) -> None:
+async def test_a_pool_without_another_worker_shows_the_first_failure() -> None:
     class Gone(ScriptedEngine):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
             if self.requests:
-                raise Unavailable("nobody left")
+                raise Unavailable("no worker left")
             return await super().generate(request)
 
-    seen = await see(Migration(3) >> Gone([output(101), Fail(Disconnected("gone"))]), Context(asking()))
+    seen = await receive(Migration(3) >> Gone([output(101), Fail(GONE)]), Context(make_request()))
     assert isinstance(seen.raised, Disconnected)
-    assert [str(link) for link in chain(seen.raised)] == ["gone", "nobody left"]
+    assert [str(link) for link in chain(seen.raised)] == ["gone", "no worker left"]
 
 
-async def test_a_limit_without_end_still_lets_the_loop_run() -> None:
+async def test_endless_retries_still_let_other_tasks_run() -> None:
     below = ScriptedEngine([], fails=CannotConnect("no"))
-    asked = Context(PreprocessedRequest([1]))
+    sent = Context(PreprocessedRequest([1]))
     with anyio.move_on_after(1) as scope:
         async with anyio.create_task_group() as tasks:
 
             async def stop_soon() -> None:
                 while len(below.requests) < 20:
                     await checkpoint()
-                asked.stop()
+                sent.stop()
 
             tasks.start_soon(stop_soon)
             with pytest.raises(Cancelled):
-                await (Migration(2**32 - 1) >> below).generate(asked)
+                await (Migration(2**32 - 1) >> below).generate(sent)
     assert not scope.cancelled_caught
     assert len(below.requests) < 100
