@@ -81,7 +81,7 @@ class Annotated(Generic[T]):
         return self.ok().data
 
     def into_result(self) -> T | None:
-        """Return the same as `into_data`."""
+        """Same as `into_data`."""
         return self.into_data()
 
     def transfer(self, data: U | None) -> Annotated[U]:

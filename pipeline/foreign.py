@@ -1,21 +1,21 @@
 """Separate what foreign code raises from what ends the task that runs it.
 
 An engine, a tokenizer or a user's function may raise anything: `sys.exit()`, KeyboardInterrupt, the panic of a Rust
-library, a CancelledError of a task of its own. Let through, each of them ends the event loop, or a request without an
+library, a CancelledError of its own task. Not caught, each of them ends the event loop, or leaves a request without an
 answer. The places that call foreign code therefore catch BaseException:
 
     except BaseException as error:
         raise_if_ours(error)
         raise to_error(error) from error        # `with foreign_errors():` does both
 
-| what came                           | it is ours, and goes on                                           |
+| exception                           | it ends the task, and is raised on                                |
 |-------------------------------------|-------------------------------------------------------------------|
 | an Exception                        | never                                                             |
 | the loop's cancellation             | while the running task is being cancelled                         |
 | KeyboardInterrupt                   | unless a statement of foreign code raised it: it is a real Ctrl-C |
 | GeneratorExit                       | the same: a generator or a coroutine is being closed              |
 | anything a signal handler raised    | always                                                            |
-| an exception group                  | the part of it that is ours; the rest is logged                   |
+| an exception group                  | the part of it that ends the task; the rest is logged             |
 | any other BaseException             | never                                                             |
 """
 
@@ -40,7 +40,7 @@ from .errors import PenstockError, to_error
 _log = logging.getLogger(__name__)
 
 _LOOPS = ("asyncio", "trio")
-"""Libraries that raise KeyboardInterrupt themselves, to hand on a Ctrl-C."""
+"""Libraries that raise KeyboardInterrupt themselves for a Ctrl-C."""
 
 _RAISES = frozenset({"RAISE_VARARGS", "RERAISE"})
 
@@ -67,7 +67,7 @@ def raise_if_ours(error: BaseException) -> None:
 
 @contextmanager
 def foreign_errors() -> Iterator[None]:
-    """Let errors of the tree through, and what is not foreign; raise whatever else comes as `to_error` of it."""
+    """Raise PenstockErrors, and exceptions that end the task, unchanged; raise all others as `to_error` of them."""
     try:
         yield
     except PenstockError:
@@ -108,19 +108,19 @@ def _is_cancelled() -> bool:
 
 
 def _was_raised(error: BaseException) -> bool:
-    """Return whether a statement raised it. A signal and a close come between two instructions, at none."""
+    """Return whether a `raise` statement raised the error. A signal or a close raises between two instructions."""
     trace = _innermost(error)
     return trace is not None and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISES
 
 
 def _module_of(error: BaseException) -> str:
-    """Return the name of the module that raised it."""
+    """Return the name of the module that raised the error."""
     trace = _innermost(error)
     return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
 
 
 def _came_from_a_handler(error: BaseException) -> bool:
-    """Return whether it came out of an installed signal handler, in the middle of whatever ran."""
+    """Return whether the error was raised by an installed signal handler."""
     codes = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
     return any(trace.tb_frame.f_code in codes for trace in _traces(error))
 
@@ -133,7 +133,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def _innermost(error: BaseException) -> TracebackType | None:
-    """Return the entry of the place that raised it."""
+    """Return the traceback entry of the place that raised the error."""
     return next(iter(reversed(list(_traces(error)))), None)
 
 

@@ -160,7 +160,7 @@ def _arguments_fit(given: Any, wanted: Any, origin: Any) -> bool:
 
 
 def type_text(declared: Any) -> str:
-    """Return the type as one would write it."""
+    """Return the type as it is written in code."""
     if declared in (None, type(None)):
         return "None"
     if _is_union(declared):

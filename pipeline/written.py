@@ -56,17 +56,17 @@ class _Parameters:
         return list(signature(self.made.__init__).parameters.values())[1:]
 
     def at(self, place: int) -> Parameter | None:
-        """Return the one that takes the positional argument at this place."""
+        """Return the parameter of the positional argument at this place."""
         by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         found = [one for one in self._all if one.kind in by_place]
         return found[place] if place < len(found) else self._of_kind(Parameter.VAR_POSITIONAL)
 
     def named(self, name: str) -> Parameter | None:
-        """Return the one that takes the keyword argument of this name."""
+        """Return the parameter of the keyword argument of this name."""
         return next((one for one in self._all if one.name == name), self._of_kind(Parameter.VAR_KEYWORD))
 
     def shows(self, parameter: Parameter | None, shown: Sequence[str], name: str | None = None) -> IsShown:
-        """Return which texts of the parameter may be printed; `name` is that of the argument, if it was given one."""
+        """Return which texts of the parameter may be printed. `name`: the keyword of the argument, if it has one."""
         if parameter is not None and (parameter.name in shown or name in shown):
             return lambda text: True
         literals = set() if parameter is None else set(_literals(self._hint(parameter)))
@@ -129,7 +129,7 @@ def _text(value: object, is_shown: IsShown, stages: type[Any]) -> str:
 
 
 def _collection(value: Any, is_shown: IsShown, stages: type[Any]) -> str:
-    """Return a short list or tuple as it was written, anything else by how much is in it."""
+    """Return a short list or tuple as it was written, any other collection by the number of its items."""
     opening, closing = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
     if opening != "{" and not any(type(item) in _COLLECTIONS for item in value):
         end = "," if opening == "(" and len(value) == 1 else ""

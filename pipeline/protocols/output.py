@@ -44,7 +44,7 @@ class FinishReason:
 
     @classmethod
     def error(cls, message: str) -> FinishReason:
-        """Return the choice failed; an empty message is allowed."""
+        """Return the reason of a failed choice. The message may be empty."""
         return cls("error", message)
 
     @property
@@ -159,7 +159,7 @@ class LLMEngineOutput:
 
     @classmethod
     def cancelled(cls) -> LLMEngineOutput:
-        """Return the last chunk of a choice that was given up."""
+        """Return the last chunk of a cancelled choice."""
         return cls([], finish_reason=FinishReason.CANCELLED)
 
     @classmethod

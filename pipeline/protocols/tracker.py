@@ -137,27 +137,27 @@ class RequestTracker:
         return PhasePermit(gate)
 
     def _now_once(self, name: str) -> bool:
-        """Record the time under `name` unless there is one; whether this was the first."""
+        """Record the time under `name` unless there is one. Return whether this was the first."""
         if getattr(self, name) is not None:
             return False
         setattr(self, name, self._clock())
         return True
 
     def record_prefill_start(self) -> bool:
-        """Record that the prompt is handed to a worker now; whether this was the first time."""
+        """Record that the prompt is sent to a worker now. Return whether this was the first time."""
         self.prefills_sent += 1
         return self._now_once("prefill_start")
 
     def record_first_token(self) -> bool:
-        """Return the first token is there, in disaggregation that of prefill; whether this was the first time."""
+        """Record the first token, in disaggregation that of prefill. Return whether this was the first time."""
         return self._now_once("first_token")
 
     def record_decode_first_token(self) -> bool:
-        """Decode's own first token is there; whether this was the first time."""
+        """Record the first token of decode. Return whether this was the first time."""
         return self._now_once("decode_first_token")
 
     def record_prefill_complete(self) -> bool:
-        """Prefill handed over; whether this was the first time."""
+        """Record the end of prefill. Return whether this was the first time."""
         return self._now_once("prefill_complete")
 
     def record_prefill_cached(self, cached_tokens: int | None) -> None:
@@ -166,22 +166,22 @@ class RequestTracker:
             self.prefill_cached_tokens = cached_tokens
 
     def record_finish(self) -> None:
-        """The request is finished as of now; later calls move it."""
+        """Record the end of the request. A later call moves it."""
         self.finish = self._clock()
 
     def record_osl(self, osl_tokens: int) -> None:
-        """So many output tokens up to now, of the attempt that runs."""
+        """Record the output tokens of the present attempt so far."""
         self.osl_tokens = self._osl_before_tokens + osl_tokens
 
     def record_answer(self, osl_tokens: int) -> None:
-        """The answer ends here, after so many output tokens of all its attempts; a router may still count more."""
+        """Record the end of the answer, after the output tokens of all attempts. A router may still count more."""
         self.osl_tokens = osl_tokens
         self.record_finish()
 
     def begin_attempt(self, delivered_tokens: int) -> None:
-        """Another worker takes over behind so many output tokens: it is the one to name, its tokens come on top.
+        """Record that another worker continues after so many output tokens; its tokens are added to them.
 
-        A prefill whose blocks no decode made a token of is forgotten: the next one's are those that are transferred.
+        A prefill without a decoded token is forgotten: the blocks of the next prefill are the ones transferred.
         """
         self.attempts += 1
         self._osl_before_tokens = self.osl_tokens = delivered_tokens
@@ -190,58 +190,58 @@ class RequestTracker:
             self.prefill_complete = None
 
     def record_isl(self, isl_tokens: int, cached_tokens: int | None = None) -> None:
-        """So many input tokens, and how many of them a worker had cached, where that is known."""
+        """Record the number of input tokens, and how many of them a worker had cached, if known."""
         if self.isl_tokens is None:
             self.isl_tokens = isl_tokens
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
 
     def record_kv_hit(self, overlap_blocks: float, isl_blocks: int) -> None:
-        """So many of the input's blocks were on the chosen worker."""
+        """Record how many of the input's blocks the chosen worker had."""
         if self.isl_blocks is None:
             self.overlap_blocks, self.isl_blocks = overlap_blocks, isl_blocks
 
     def record_worker(self, worker_id: int, dp_rank: int | None = None, worker_type: str | None = None) -> None:
-        """The worker of the current phase; an aggregated one has both."""
+        """Record the worker of the current phase; an aggregated phase is both prefill and decode."""
         if self.phase is not RequestPhase.DECODE:
             self.prefill_worker.record(worker_id, dp_rank, worker_type)
         if self.phase is not RequestPhase.PREFILL:
             self.decode_worker.record(worker_id, dp_rank, worker_type)
 
     def record_choice(self, choice: RouterChoice) -> None:
-        """Why the worker of the current phase was chosen; of several routers the uppermost counts."""
+        """Record why the worker of the current phase was chosen. Of several routers the uppermost counts."""
         if self.phase is not RequestPhase.DECODE and self.prefill_worker.choice is None:
             self.prefill_worker.choice = choice
         if self.phase is not RequestPhase.PREFILL and self.decode_worker.choice is None:
             self.decode_worker.choice = choice
 
     def record_router_queue_depth(self, depth: int) -> None:
-        """So many requests waited in the router when this one came."""
+        """Record the requests waiting in the router when this one came."""
         if self.router_queue_depth is None:
             self.router_queue_depth = depth
 
     def record_tokenize_latency(self, seconds: float) -> None:
-        """Tokenizing took so long."""
+        """Record the time of tokenizing."""
         if self.tokenize_latency_s is None:
             self.tokenize_latency_s = seconds
 
     def record_detokenize(self, nanoseconds: int) -> None:
-        """One more detokenizing step took so long; the sum ends at the largest u64."""
+        """Record the time of one more detokenizing step; the sum is limited to the largest u64."""
         self._detokenize_ns = min(self._detokenize_ns + nanoseconds, _NANOSECONDS_MAX)
         self.detokenize_count += 1
 
     def record_external_timing(self, timing: TimingInfo) -> None:
-        """Times another router measured; they only fill gaps of ours."""
+        """Record the times of another router, for those not known here."""
         if self._external_timing is None:
             self._external_timing = timing
 
     def record_external_workers(self, workers: WorkerIdInfo) -> None:
-        """Workers another router chose; they only fill gaps of ours."""
+        """Record the workers another router chose, for those not known here."""
         if self._external_workers is None:
             self._external_workers = workers
 
     def record_external_query_token_ids(self, token_ids: list[int]) -> None:
-        """Token ids another router answered a query with."""
+        """Record the token ids in another router's answer to a query."""
         if self.external_query_token_ids is None:
             self.external_query_token_ids = token_ids
 

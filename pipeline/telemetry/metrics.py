@@ -336,7 +336,7 @@ _observed: WeakKeyDictionary[otel.Meter, dict[str, _Observers]] = WeakKeyDiction
 
 @cache
 def _global_meter() -> otel.Meter:
-    """Return one for all: until a provider is configured every call would give another."""
+    """Return one meter for all: until a provider is configured, every call of the API returns a new one."""
     return otel.get_meter("penstock")
 
 

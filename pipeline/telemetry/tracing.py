@@ -172,7 +172,7 @@ def _below(
 ) -> tuple[Context[Any], Span]:
     """Return the request as the stage sees it, and its span, below the caller's.
 
-    Where the request carries none, the span that is current in the caller's task counts, if there is one.
+    Without a span in the request, the current span of the caller's task counts, if there is one.
     """
     above = _trace_of(request)
     if above is not None and (above is UNTRACED or _is_left_out(trace.get_current_span(above))):
@@ -192,7 +192,7 @@ def _below(
 def _is_left_out(above: Span) -> bool:
     """Return whether the sampler has dropped the request: a span below would be dropped too, at half a real one's cost.
 
-    The decision of another process is not ours, and a span that has ended was sampled all the same.
+    The decision of another process does not count, and a span that has ended was sampled.
     """
     ids = above.get_span_context()
     return ids.is_valid and not ids.is_remote and not ids.trace_flags.sampled and not above.is_recording()
@@ -227,7 +227,7 @@ async def _followed(stream: ResponseStream[Any], course: _Course, ended: Release
 
 
 class _Course:
-    """How a stream has gone so far, until it is written into the span that then ends."""
+    """The course of a stream, which is written into its span at the end."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -239,7 +239,7 @@ class _Course:
             self.ending = "ended"
 
     def fails(self, error: BaseException | None) -> None:
-        """Note an error. A cancellation comes from the reader and is not one."""
+        """Record an error. A cancellation comes from the reader and is no error."""
         if isinstance(error, Exception):
             self.ending, self._failure = "failed", error
         else:
@@ -255,7 +255,7 @@ class _Course:
 def _record(span: Span, error: BaseException | str) -> None:
     """Set the span's status to error, with the error's text; an exception becomes an event as well.
 
-    Without its traceback: every stage that the error passes records it, and formatting each is what would cost.
+    The event has no traceback: every stage that the error passes records it, and formatting each would be expensive.
     """
     text = str(error)[:_TEXT_MAX]
     if isinstance(error, BaseException):
@@ -272,7 +272,7 @@ def _record(span: Span, error: BaseException | str) -> None:
 class OpenSpan:
     """A span below the one of a request, for a stage that shows more of itself than `traced` does.
 
-    `context` is the request as it is below this span; give that one on. Ends with `end`, once.
+    `context`: the request below this span, for the next stage. The span ends with `end`, once.
     """
 
     __slots__ = ("_span", "context")
@@ -296,10 +296,10 @@ class OpenSpan:
 
 
 class RequestSpan:
-    """The span of a whole request at a server: all others of the request hang below it.
+    """The span of a whole request at a server, above all other spans of the request.
 
-    It hangs below the span that is current in this task, where other instrumentation has made one, else below the one
-    in the headers. `trace` is for `Context.trace`. Ends with `end`, once.
+    Its parent is the current span of this task, if other instrumentation has made one, else the span in the headers.
+    `trace`: the value for `Context.trace`. The span ends with `end`, once.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""check_engine and check_operator: prove a stage against its numbered contract with one call."""
+"""check_engine and check_operator: check a stage against its numbered contract with one call."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ async def check_operator(
 ) -> None:
     """Check O1 to O6 of `Operator`, and E1 to E13 of the operator on an engine; raise all violations as a group.
 
-    `items` is what the stage below answers with: well more than `slack_items`. `handles_errors` means that errors from
-    below are this operator's business (O2 and O3 are then not checked). The rest as in `check_engine`.
+    `items` are those of the stage below: more than `slack_items`. With `handles_errors` the operator handles errors
+    from below itself, and O2 and O3 are not checked. The other parameters are those of `check_engine`.
     """
     common = Subject(
         factory,

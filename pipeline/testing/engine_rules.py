@@ -19,11 +19,11 @@ Rule = Callable[[Subject], Awaitable[None]]
 
 _CONCURRENT = 8
 _POINTS = (0, 1, 3)
-"""After how many items a stream is disturbed."""
+"""Items before a stream is disturbed."""
 _READY_ITEMS = 4096
-"""So many items are read before another task must have run: four times what a stream of the core allows."""
+"""Items read before another task must have run: four times the limit of a stream of the core."""
 _READY_ANSWERS = 256
-"""The same in answers, for those of few items."""
+"""The same in answers, for answers of few items."""
 
 
 async def e1_context_is_kept(subject: Subject) -> None:
@@ -95,7 +95,7 @@ async def _expect_end(stream: ResponseStream[Any], subject: Subject, when: str, 
 
 
 async def _during_a_read(subject: Subject, verb: Callable[[Context[Any]], None], slack: int) -> None:
-    """Stop or kills while a reader is inside the stream, at a few moments of its life."""
+    """Stop or kill during a read, at a few points of the stream."""
     for turns in (1, 2, 5):
         async with watched(subject) as (engine, watch):
             request = subject.new_request()

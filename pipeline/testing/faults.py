@@ -19,7 +19,7 @@ from ..stream import ResponseStream
 
 @frozen
 class Malformed:
-    """Data no stage can make sense of."""
+    """Data that no stage understands."""
 
 
 @frozen(kw_only=True)
@@ -45,7 +45,7 @@ class Fault:
 
 
 class Faults(Operator[Any, Any, Any, Any]):
-    """Breaks requests that pass through it: `Faults(disconnect_after=3)`, see `Fault` for what there is.
+    """Breaks requests that pass through it: `Faults(disconnect_after=3)`, see `Fault` for all kinds.
 
     `times` limits it to the first so many requests. A `plan` decides request by request instead: it is given the
     context and returns a Fault, or None for an undisturbed one.

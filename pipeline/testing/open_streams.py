@@ -1,8 +1,8 @@
 """A ledger of every stream in the process: which are open, and which were never brought to an end.
 
-A stream is brought to an end by its close, or by a read that comes to its end or its error. Nothing else counts: not
-that it was dropped, that its reader was cancelled, or that its loop ended and finalised its generator. Those are noted
-where they happen, so a test may be judged after its loop has gone.
+A stream is brought to an end by its close, or by a read that reaches its end or its error. Nothing else counts: not
+its drop, the cancellation of its reader, or the end of its loop, which finalises its generator. Ends are recorded when
+they happen, so a test may be judged after its loop has ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OpenStreams:
 
 
 class _Entry:
-    """What is known of a stream that has not been brought to an end; does not keep it alive."""
+    """A stream that has not been brought to an end, by weak reference."""
 
     __slots__ = ("_id", "_stream", "read")
 
@@ -72,7 +72,7 @@ class _Entry:
 
 
 class _OnClose(ReleaseOnce):
-    """Runs its action when the stream that owns it is closed, and not when that is dropped."""
+    """Runs its action when its stream is closed, and not when the stream is dropped."""
 
     def release_soon(self) -> None:
         pass
@@ -100,7 +100,7 @@ class _Reader:
 
 @contextmanager
 def watch_streams() -> Iterator[OpenStreams]:
-    """Watches every stream made inside the block; blocks may nest, the outer one then misses what the inner sees."""
+    """Watch every stream made inside the block. Blocks may nest; the outer one misses the streams of the inner one."""
     watcher, before = OpenStreams(), _stream._opened
     _stream._opened = watcher
     try:

@@ -23,13 +23,13 @@ from .subject import Subject, watched, within
 
 @define
 class OperatorSubject:
-    """An operator under check: `common.make` gives it, the rest is what runs through it."""
+    """An operator under test: `common.make` returns it; the other fields describe what passes through it."""
 
     common: Subject
     items: list[Any]
-    """What the stage below answers with."""
+    """The items of the stage below."""
     handles_errors: bool = False
-    """Whether it is this operator's purpose to handle what the stage below raises."""
+    """Whether the operator handles errors of the stage below itself."""
 
     def new_request(self) -> Context[Any]:
         return self.common.new_request()

@@ -24,7 +24,7 @@ class Ending(StrEnum):
 
 
 class Probe(Operator[Any, Any, Any, Any]):
-    """Passes everything on and keeps count.
+    """Passes everything through and counts it.
 
     `open` streams now, `requests` and `items` so far, and the `endings` in order, one for each request.
     """

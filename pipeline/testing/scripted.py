@@ -41,7 +41,7 @@ Script = Sequence[Any]
 class ScriptedEngine(AsyncEngine[Any, Any]):
     """Plays a script for each request, holding the engine contract.
 
-    `script` is the steps, or a function of the payload that gives them. `fails` is raised by `generate` instead.
+    `script`: the steps, or a function of the payload that returns them. `fails`: an error that `generate` raises.
     Counts: `requests` in order, `delivered` items in all, `open` streams now, `started` streams in all.
     """
 

@@ -1,4 +1,4 @@
-"""What a rule is checked on: a subject, the requests to give it, and the means to see what it leaves open."""
+"""The subject of a rule, requests for it, and means to see what it leaves open."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..stream import ResponseStream
 from .open_streams import OpenStreams, watch_streams
 
 _SETTLE_TURNS = 20
-"""Turns of the loop that finalisers and ending tasks are given."""
+"""Turns of the loop for finalisers and ending tasks."""
 _SETTLE_LOOK_S = 0.02
 
 
@@ -75,7 +75,7 @@ class Subject:
 
 @frozen
 class Watch:
-    """Sees what a subject has open, compared with when the watch began."""
+    """Compares what a subject has open with the beginning of the watch."""
 
     engine: AsyncEngine[Any, Any]
     open_count: Callable[[Any], int] | None
@@ -138,7 +138,7 @@ def within(seconds: float, what: str) -> Any:
 
 @contextmanager
 def no_warnings() -> Iterator[None]:
-    """For checks, which drop streams on purpose and report those that a stage drops: no warning of either."""
+    """Suppress warnings of dropped streams: checks drop some on purpose and report those that a stage drops."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "stream of request|Async generator", ResourceWarning)  # ours and trio's
         yield

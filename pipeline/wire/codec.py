@@ -151,7 +151,7 @@ def _record_encoder(cls: type) -> Callable[[Any], Any]:
 
 
 def _list_decoder(kind: Any) -> Decode:
-    """Return a list; of records of integers all at once where it can, see `records_decoder`."""
+    """Return the reader of a list; of records of integers it is `records_decoder`."""
     decode = list_decoder(kind, _converter.get_structure_hook)
     columns = _integer_columns(*get_args(kind))
     return decode if columns is None else records_decoder(get_args(kind)[0], columns, decode)

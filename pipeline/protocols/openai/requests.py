@@ -187,7 +187,7 @@ class GenerationRequest:
     unsupported: dict[str, Any] = rest()
 
     def wanted_logprobs(self) -> int | None:
-        """Return how many of the likeliest tokens come with each token, 0: the chosen one alone; None: none at all."""
+        """Return the number of likeliest tokens to report per token. 0: only the chosen one; None: no logprobs."""
         return None
 
 
