@@ -71,7 +71,7 @@ DOORS = {
     "blake3": {"pipeline/llm/model_folder.py"},
     "cattrs": {"pipeline/wire/codec.py"},
     "json5": {"pipeline/llm/model_folder.py"},
-    "cyclopts": {f"serving/cli/{name}.py" for name in ("app", "effective", "help", "keys", "parsing", "replay")},
+    "cyclopts": {f"serving/cli/{name}.py" for name in ("app", "effective", "help", "commands", "key", "replay")},
     "httptools": {f"serving/socket/{name}.py" for name in ("__init__", "chunked", "head")},
     "httpx2": {f"serving/live/{name}.py" for name in ("client", "stream")},
     "jinja2": {"operators/text/chat_template.py"},
@@ -246,15 +246,21 @@ def direction(path: str, source: str) -> list[str]:
     return [f"{path}:{i.line}: imports {i.module}" for i in imports(path, source) if i.top in forbidden]
 
 
+def in_core(module: str) -> str | None:
+    """Return the entry of `CORE` that a module is, or is part of."""
+    name = module.removeprefix("pipeline.")
+    return next((entry for entry in CORE if within(name, entry)), None)
+
+
 def core_order(path: str, source: str) -> list[str]:
     """The core imports leftwards, and inside a function only what is declared."""
-    own = module_name(path).removeprefix("pipeline.")
-    if own not in CORE:
+    own = in_core(module_name(path))
+    if own is None:
         return []
     offenders = []
     for i in imports(path, source):
-        other = i.module.removeprefix("pipeline.")
-        if i.top != "pipeline" or i.when == "typing":
+        other = in_core(i.module) or i.module.removeprefix("pipeline.")
+        if i.top != "pipeline" or i.when == "typing" or other == own:
             continue
         if i.when == "call" and (own, other) not in CALL_TIME:
             offenders.append(f"{path}:{i.line}: imports {other} inside a function")

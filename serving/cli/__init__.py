@@ -4,6 +4,6 @@ from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     from .app import main
-    from .parsing import GROUPS, commands
+    from .commands import GROUPS, commands
 
 __all__ = ["GROUPS", "commands", "main"]

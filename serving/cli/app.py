@@ -20,9 +20,10 @@ from ..access_options import AccessOptions
 from ..limits import HttpLimits
 from ..server_options import ServerOptions
 from ..terminal import echo
+from .commands import command, run_program
 from .effective import config_app
 from .help import PlainHelp
-from .keys import keys
+from .key import keys
 from .options import (
     DrawOptions,
     EngineOptions,
@@ -37,7 +38,6 @@ from .options import (
     engine_args_named,
     graph_config,
 )
-from .parsing import command, run_program
 from .replay import replay
 from .sources import Settled
 

@@ -17,7 +17,7 @@ from cyclopts import App
 from pipeline.settings import settings_of
 
 from ..terminal import echo
-from .parsing import Command, check_variables, commands, flattened
+from .commands import Command, check_variables, commands, flattened
 from .sources import ENVIRONMENT_TABLE, Settled, Value
 
 _SHOWN = ("serve", "worker", "graph", "replay", "replay sweep")

@@ -19,6 +19,7 @@ from cyclopts import App
 from pipeline.protocols.limits import BusyThresholds
 
 from ..terminal import echo, table_width
+from .commands import command
 from .live import check_options, replayed_live
 from .loads import (
     INTERRUPTED_EXIT,
@@ -35,7 +36,6 @@ from .loads import (
     write_pareto,
 )
 from .options import MockerOptions, QuietLogOption, ReplayPool, RoutingOptions, engine_args_named, graph_config
-from .parsing import command
 from .replay_options import CompareOptions, GoodputOptions, LiveOptions, LoadOptions, ReportOptions, RunOptions
 from .sources import Settled
 from .sweep import SWEEP_EXAMPLE, sweep

@@ -16,7 +16,7 @@ from typing import Any
 from .closing import AppHost, State, too_slow
 from .connections import NEVER
 from .head import TLS_HANDSHAKE, malformed
-from .reading import ReadingConnection
+from .receiving import ReceivingConnection
 
 _TURNS_UNTIL_READY = 2
 """Turns of the loop until `start_tls` has set the new protocol, and that has its transport."""
@@ -25,7 +25,7 @@ _HANDSHAKE, _IDLE, _HEAD, _BODY = State.HANDSHAKE, State.IDLE, State.HEAD, State
 _ANSWERING, _LINGERING, _CLOSING = State.ANSWERING, State.LINGERING, State.CLOSING
 
 
-class Connection(ReadingConnection):
+class Connection(ReceivingConnection):
     """The protocol of one connection; with `tls` it begins with a handshake."""
 
     __slots__ = ("_tls",)

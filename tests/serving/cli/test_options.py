@@ -14,7 +14,7 @@ from cyclopts import App
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import at_least, setting, settings_of
-from serving.cli.parsing import command, run_program
+from serving.cli.commands import command, run_program
 from serving.cli.sources import Settled
 from serving.limits import HttpLimits
 

@@ -1,4 +1,4 @@
-"""ReadingConnection: bytes become requests, one after the other.
+"""ReceivingConnection: bytes become requests, one after the other.
 
     bytes ──► held ──► head ──► body ──► Cycle ──► app
 
@@ -27,7 +27,7 @@ CHUNKED_BYTES_PER_TURN = 64 * 1024
 _IDLE, _HEAD, _BODY, _ANSWERING = State.IDLE, State.HEAD, State.BODY, State.ANSWERING
 
 
-class ReadingConnection(ClosingConnection):
+class ReceivingConnection(ClosingConnection):
     """The reading half of a connection."""
 
     __slots__ = ("_half_closed", "_left_bytes", "_searched", "_window_bytes")

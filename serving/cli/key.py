@@ -13,8 +13,8 @@ from cyclopts import App
 from pipeline import InvalidArgument
 
 from ..terminal import echo
+from .commands import command
 from .options import KeyOptions
-from .parsing import command
 
 keys = App(name="key", help="Make API keys for --api-keys.")
 

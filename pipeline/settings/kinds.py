@@ -1,0 +1,87 @@
+"""Types of settings: the value that a text, or a value of a TOML file, stands for."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from .checks import is_finite
+
+
+def shown(value: Any) -> str:
+    """Return a value as errors show it: texts in quotes."""
+    return repr(value) if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def kinds_of(kind: Any) -> Sequence[Any]:
+    """Return the types a value may have: those of a union, that of each item of a tuple, or the type itself."""
+    if isinstance(kind, types.UnionType) or get_origin(kind) is typing.Union:
+        return [each for one in get_args(kind) for each in kinds_of(one)]
+    return kinds_of(get_args(kind)[0]) if get_origin(kind) is tuple else [kind]
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """Return the value of this type that a text stands for. Raise ValueError that names the types."""
+    kinds = kinds_of(kind)
+    # The narrowest first: any text is a text, and `none` is not a number.
+    for each in sorted(kinds, key=lambda each: each is str):
+        if get_origin(each) is Literal:
+            if text in get_args(each):
+                return text
+        elif each in _READERS:
+            try:
+                return _READERS[each](text)
+            except (ValueError, KeyError):
+                continue
+    raise ValueError(f"must be {expected(kinds)}, got {text!r}")
+
+
+def from_plain(value: Any, kind: Any) -> Any:
+    """Return the value of this type that a value of a TOML file stands for. Raise ValueError that names the types."""
+    kinds = kinds_of(kind)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(from_plain(each, kinds[0]) for each in value)
+    for each in kinds:
+        if get_origin(each) is Literal:
+            if value in get_args(each):
+                return value
+        elif each is Path and isinstance(value, str):
+            return Path(value)
+        elif each is float and type(value) is int:
+            return float(value) if is_finite(value) else value
+        elif type(value) is (get_origin(each) or each):
+            return (value,) if get_origin(kind) is tuple else value
+    raise ValueError(f"must be {expected(kinds)}, got {shown(value)}")
+
+
+def expected(kinds: Iterable[Any]) -> str:
+    """Return the types in words: "an integer or none"."""
+    return " or ".join(dict.fromkeys(map(_in_words, kinds)))
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return _WORDS.get(kind, "something that no text can set")
+
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: lambda text: _BOOLEANS[text.strip().lower()],
+    str: str,
+    Path: Path,
+}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    type(None): "none",
+}
