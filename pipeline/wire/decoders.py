@@ -222,7 +222,7 @@ def records_decoder(make: Callable[..., Any], ranges: Mapping[str, IntRange], de
             columns = [[record[name] for record in value] for name in names]
             fits = max(map(len, value)) == len(names) and all(map(_are_integers, columns, ranges.values()))
         except (KeyError, TypeError, IndexError):
-            fits = False
+            return decode_each(value, _)
         return list(map(make, *columns)) if fits else decode_each(value, _)
 
     return decode
