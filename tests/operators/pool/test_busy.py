@@ -42,7 +42,6 @@ def is_busy(load: RankLoad, thresholds: BusyThresholds, capacity: Capacity = HUN
 
 @given(st.builds(RankLoad, *[st.none() | st.integers(0, 10**9)] * 3))
 def test_without_a_threshold_nothing_is_busy(load: RankLoad) -> None:
-    """MON-01, KV-123."""
     assert not is_busy(load, BusyThresholds())
 
 
@@ -90,12 +89,10 @@ def test_each_test_looks_at_its_own_numbers_only() -> None:
 def test_prefill_tokens_are_held_against_a_number_and_a_fraction(
     thresholds: BusyThresholds, capacity: Capacity, tokens: int, expected: bool
 ) -> None:
-    """KV-123."""
     assert is_busy(RankLoad(active_prefill_tokens=tokens), thresholds, capacity) is expected
 
 
 def test_a_latch_is_cleared_by_the_last_number_that_falls() -> None:
-    """MON-04, MON-05, KV-122."""
     load = RankLoad()
     story = [
         (ActiveLoad(1, kv_used_blocks=95), True),
@@ -119,7 +116,7 @@ def test_a_latch_outlives_a_change_of_the_threshold_and_only_without_one_numbers
 
 
 def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
-    """MON-14, KV-122: one of which nothing is known is not."""
+    """A worker that never reported is not busy."""
     high, low = RankLoad(active_decode_blocks=95), RankLoad(active_decode_blocks=5)
     assert not is_worker_busy({0: high, 1: low}, {}, HUNDRED, decode(0.9))
     assert is_worker_busy({0: high, 1: high}, {}, HUNDRED, decode(0.9))
@@ -280,7 +277,7 @@ def test_what_may_be_of_another_pool_makes_nobody_busy(world: World) -> None:
 
 
 async def test_a_watch_over_discovery_and_the_event_plane() -> None:
-    """CLI-06: time alone frees nobody; CLI-11: closing lets everything go at once. Who leaves is forgotten."""
+    """Time alone frees no worker; closing frees all at once. A worker that leaves is forgotten."""
     settings = ModelRuntimeConfig(total_kv_blocks=100, max_num_batched_tokens=1000)
     card = ModelDeploymentCard.named("m", kv_cache_block_size=16)
     card.runtime_config = settings

@@ -23,12 +23,10 @@ def first(instance_id: int) -> int:
     ("text", "duration_s"), [(None, 5), ("17", 17), ("0", 0), ("invalid", 5), ("-1", 5), ("1.5", 5), (" 7 ", 7)]
 )
 def test_the_environment_may_set_how_long(text: str | None, duration_s: float) -> None:
-    """CLI-04."""
     assert cooldown_s({} if text is None else {"DYN_RUNTIME_INHIBITED_DURATION_SECS": text}) == duration_s
 
 
 def test_who_is_left_out_is_heard_of() -> None:
-    """CLI-01."""
     exclusions, heard = Cooldowns(5), list[int]()
     exclusions.added.subscribe(heard.append)
     exclusions.add(2, 0, 10.0)
@@ -37,7 +35,6 @@ def test_who_is_left_out_is_heard_of() -> None:
 
 
 def test_for_no_time_nobody_is_left_out() -> None:
-    """CLI-03."""
     exclusions = Cooldowns(0)
     exclusions.add(2, 0, 10.0)
     assert not exclusions

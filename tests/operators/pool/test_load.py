@@ -49,7 +49,6 @@ def counts(loads: WorkerLoads) -> dict[int, int]:
 
 
 def test_a_request_counts_until_it_is_released_once() -> None:
-    """RT-06, RT-08."""
     loads = WorkerLoads(pool(1, 2))
     held = loads.begin(2)
     assert counts(loads) == {1: 0, 2: 1}
@@ -59,7 +58,6 @@ def test_a_request_counts_until_it_is_released_once() -> None:
 
 
 async def test_reservations_of_a_router_add_up_and_go() -> None:
-    """RT-11."""
     router = PushRouter(pool(1, 2), "power_of_two_choices")
     streams = [await router.generate(Context(None)) for _ in range(5)]
     assert sum(counts(router.loads).values()) == 5
@@ -77,7 +75,6 @@ async def test_routers_that_share_loads_see_each_others_requests() -> None:
 
 
 async def test_a_choice_that_costs_nothing_is_not_counted() -> None:
-    """RT-26."""
 
     def cached(candidates: Any, loads: Any, request: AnyContext, rng: Any) -> int:
         return Uncounted(2)

@@ -57,7 +57,6 @@ class CountingRandom(Random):
 
 
 def test_round_robin_peeks_without_moving() -> None:
-    """RT-01."""
     picker, ids = RoundRobin(), [10, 20, 30, 40]
     assert {picker.peek(ids, {}, REQUEST, Random()) for _ in range(16)} == {10}
     assert [picker(ids, {}, REQUEST, Random()) for _ in range(5)] == [10, 20, 30, 40, 10]
@@ -76,7 +75,7 @@ def test_a_random_pick_repeats_with_its_seed_and_reaches_all() -> None:
 
 
 def test_of_two_the_one_with_less_in_flight_is_taken() -> None:
-    """RT-03: where nothing is known nothing is in flight, and one alone is taken as it is."""
+    """Where nothing is known nothing is in flight, and one alone is taken as it is."""
     assert picks(power_of_two, {1: 10, 2: 1}) == {2}
     assert picks(power_of_two, {1: 10}, [1, 2]) == {2}
     assert picks(power_of_two, {1: 10}) == {1}
@@ -92,7 +91,6 @@ def test_of_two_that_are_equal_the_first_drawn_is_taken() -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 100])
 def test_two_are_drawn_and_two_loads_are_read_however_many_there_are(count: int) -> None:
-    """RT-05."""
     rng, known = CountingRandom(1), Counted(loads(dict.fromkeys(range(count), 0)))
     power_of_two(list(range(count)), known, REQUEST, rng)
     assert (rng.draws, known.reads) == (2, 2)
@@ -104,7 +102,6 @@ def test_the_two_that_are_drawn_are_never_the_same() -> None:
 
 
 def test_the_least_loaded_is_taken() -> None:
-    """RT-06."""
     assert picks(least_loaded, {1: 2, 2: 1, 3: 0}) == {3}
     assert picks(least_loaded, {1: 2, 2: 1, 3: 0}, [1, 2]) == {2}
 
@@ -155,7 +152,6 @@ def test_with_one_class_of_devices_the_least_loaded_is_taken(device: DeviceType 
 
 
 def test_an_instance_that_holds_all_media_is_taken_and_not_charged() -> None:
-    """RT-26."""
     held = {1: ["cat"], 3: ["cat"]}
     picker = DeviceAware(holds_media=lambda instance_id, request: request.payload in held.get(instance_id, []))
     known = loads({1: 9, 2: 0, 3: 8, 4: 0}, DEVICES)

@@ -140,7 +140,6 @@ async def test_a_request_that_names_none_is_refused_in_direct_mode(payload: obje
 
 
 async def test_an_unknown_instance_is_named_and_no_other_one_is_asked() -> None:
-    """RT-20."""
     engines = answering(1)
     with pytest.raises(CannotConnect, match=f"instance_id=9 not found for endpoint {NAME}"):
         await send_to(PushRouter(pool(engines)), 9)
@@ -181,7 +180,6 @@ async def test_sub_requests_that_run_at_once_keep_their_own_workers() -> None:
 
 
 async def test_an_instance_that_vanishes_before_the_dispatch_is_replaced() -> None:
-    """RT-23."""
     assert await answerer(PushRouter(ShrinkingPool([1, 2, 3], leaving=[1]), pick=lowest)) == 2
 
 
@@ -202,7 +200,6 @@ async def test_nothing_takes_the_place_of_an_assigned_worker_that_vanishes() -> 
 
 
 async def test_the_last_instance_that_vanishes_is_no_connection_trouble() -> None:
-    """RT-22."""
     with pytest.raises(Unavailable, match=r"instance_id=1 not found .*no other instances available"):
         await PushRouter(ShrinkingPool([1], leaving=[1])).generate(Context(None))
 

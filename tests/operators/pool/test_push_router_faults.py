@@ -51,7 +51,7 @@ FAULTS: list[PenstockError] = [
 async def test_a_faulty_instance_is_left_out_until_its_own_time_is_over(
     mode: RouterMode, where: str, error: PenstockError
 ) -> None:
-    """RT-12, RT-27, CLI-01: and the reader gets the fault as it is."""
+    """The reader gets the fault as it is."""
     steps: dict[str, list[Any]] = {"dispatch": [], "read": [1, Fail(error)], "item": [Annotated[Any].from_error(error)]}
     faulty = ScriptedEngine(steps[where], fails=error if where == "dispatch" else None)
     engine = PushRouter(pool({1: faulty, **answering(2)}), mode, Random(1), cooldown_s=5)
@@ -78,7 +78,7 @@ async def test_when_the_reader_learns_of_a_fault_the_instance_is_out_and_nothing
 
 @pytest.mark.parametrize("error", [BackendUnknown("the model's own"), InvalidArgument("wrong"), Unavailable("full")])
 async def test_an_error_that_blames_nobody_leaves_nobody_out(error: PenstockError) -> None:
-    """RT-12: neither does a cancellation, which is of this kind."""
+    """Neither does a cancellation, which is of this kind."""
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)])}))
     await meet(engine, 1, error)
     assert list(engine.health.routable()) == [1]
@@ -125,7 +125,6 @@ async def test_a_listener_that_fails_when_an_instance_is_back_breaks_nothing_els
 
 
 async def test_with_an_exclusion_of_nothing_nobody_is_left_out() -> None:
-    """CLI-03."""
     error = Disconnected("lost")
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2, 3)}), cooldown_s=0)
     await meet(engine, 1, error)
@@ -215,7 +214,7 @@ async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> Non
 
 @pytest.mark.parametrize("ending", ["cancelled", "raises", "stopped"])
 async def test_nothing_is_in_flight_when_an_instance_gives_no_stream(ending: str) -> None:
-    """RT-08: also a foreign exception and a cancellation while it is asked, which blame nobody."""
+    """Also a foreign exception and a cancellation while it is asked, which blame nobody."""
 
     class Slow(AsyncEngine[Any, Any]):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:

@@ -53,7 +53,7 @@ class Pool:
 
 @pytest.mark.parametrize("thresholds", [None, HALF])
 async def test_a_worker_that_reports_that_it_is_idle_is_asked_again(thresholds: BusyThresholds | None) -> None:
-    """Issue 12, point 19: it stayed out for 5 s."""
+    """It is not left out for the whole cooldown."""
     pool = Pool(thresholds)
     for _ in range(2):
         await pool.refuse()

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_without_an_instance_there_is_an_error_at_once(mode: RouterMode) -> None:
-    """RT-13."""
     with pytest.raises(Unavailable, match=f"no instances found for endpoint {NAME}: none has appeared yet"):
         await PushRouter(pool({}), mode).generate(Context(None))
 
@@ -39,7 +38,6 @@ async def test_the_error_without_an_instance_says_why() -> None:
 
 
 async def test_an_instance_that_is_not_admitted_is_never_asked() -> None:
-    """CLI-12."""
     engines = answering(1, 2, 3)
     engine = PushRouter(pool(engines), admits=lambda instance_id: instance_id == 2)
     assert [await answerer(engine) for _ in range(3)] == [2, 2, 2]
@@ -52,7 +50,7 @@ async def test_an_instance_that_is_not_admitted_is_never_asked() -> None:
 
 @pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_a_busy_instance_is_passed_over(mode: RouterMode) -> None:
-    """RT-17: peeking included."""
+    """Peeking included."""
     engine = PushRouter(pool(answering(1, 2)), mode, busy=lambda: {1})
     assert [engine.select_worker(Context(None), advances=False) for _ in range(6)] == [2] * 6
     assert [await answerer(engine) for _ in range(3)] == [2, 2, 2]
@@ -72,7 +70,7 @@ async def test_all_busy_is_not_the_same_as_nobody_there(mode: RouterMode) -> Non
 
 
 async def test_an_instance_may_be_busy_before_it_is_there() -> None:
-    """CLI-08 and CLI-09: one that is not flagged is free at once."""
+    """One that is not flagged is free at once."""
     async with Runtime.in_process() as runtime:
         engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME), busy=lambda: {7})
         await runtime.serve(NAME, ScriptedEngine([]), instance_id=7)
@@ -101,7 +99,6 @@ async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
 
 
 async def test_a_busy_instance_is_not_asked_directly() -> None:
-    """RT-15."""
     engines = answering(1, 2)
     engine = PushRouter(pool(engines), busy=lambda: {1})
     with pytest.raises(WorkerOverloaded, match="the selected worker 1"):

@@ -20,6 +20,8 @@ from pipeline.protocols import RequestPhase
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import Fail, Faults, ScriptedEngine, Stall, Wait
 
+from .worlds import SlowToAnswer, everywhere, meeting_at, prefill_world, prefilled, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
@@ -32,10 +34,10 @@ ERROR = Disconnected("lost")
 
 
 @pytest.mark.parametrize("ending", ["refused", "failed", "unread"])
-async def test_a_new_attempt_ends_the_prefill_of_the_one_before(ending: str, deployment: Any, made: Any) -> None:
-    script = [Wait(60), made.prefilled()]
-    async with deployment(script=script, configs=made.everywhere(), decode=[Fail(ERROR)]) as it:
-        request = Context(made.prompt(tracker=track_request(lambda: 0)), id="r")
+async def test_a_new_attempt_ends_the_prefill_of_the_one_before(ending: str) -> None:
+    script = [Wait(60), prefilled()]
+    async with prefill_world(script=script, configs=everywhere(), decode=[Fail(ERROR)]) as it:
+        request = Context(prompt(tracker=track_request(lambda: 0)), id="r")
         it.decode._fails = ERROR if ending == "refused" else None
         began_s = anyio.current_time()
         for attempt in (1, 2, 3):
@@ -51,13 +53,11 @@ async def test_a_new_attempt_ends_the_prefill_of_the_one_before(ending: str, dep
         it.assert_idle()
 
 
-async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_asked(
-    deployment: Any, made: Any, slow: Any
-) -> None:
-    script = [Wait(60), made.prefilled()]
-    async with deployment("round_robin", script, configs=made.everywhere()) as it:
-        request = Context(made.prompt(tracker=track_request(lambda: 0)))
-        it.router._side.pool = slow(it.pool)
+async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_asked() -> None:
+    script = [Wait(60), prefilled()]
+    async with prefill_world("round_robin", script, configs=everywhere()) as it:
+        request = Context(prompt(tracker=track_request(lambda: 0)))
+        it.put_in_front(SlowToAnswer)
         with anyio.move_on_after(1):
             await it.graph.generate(request.child(request.payload))
         await anyio.sleep(5)
@@ -67,14 +67,14 @@ async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_as
         await anyio.sleep(70)
 
 
-async def test_a_prefill_that_does_not_hear_a_stop_is_killed(made: Any) -> None:
-    below: Any = ScriptedEngine([made.prefilled()])
+async def test_a_prefill_that_does_not_hear_a_stop_is_killed() -> None:
+    below: Any = ScriptedEngine([prefilled()])
     workers: Any = static_workers({1: Faults(stall_after=0) >> below})
-    configs: Any = BehaviorSubject({1: made.meeting_at()})
+    configs: Any = BehaviorSubject({1: meeting_at()})
     side = PushPrefill(PushRouter(workers))
     async with AnyIOScheduler() as scheduler:
         router = PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler, configs=configs)
-        graph, request = router >> ScriptedEngine(made.tokens(1)), Context(made.prompt())
+        graph, request = router >> ScriptedEngine(tokens(1)), Context(prompt())
         for expected_s in (0, 1):
             began_s = anyio.current_time()
             await (await graph.generate(request.child(request.payload))).collect()
@@ -83,11 +83,11 @@ async def test_a_prefill_that_does_not_hear_a_stop_is_killed(made: Any) -> None:
         assert router.prefills == 1
 
 
-async def test_siblings_of_one_request_do_not_end_each_other(deployment: Any, made: Any) -> None:
-    decode = [*made.tokens(1), Stall()]
-    script = [Wait(60), made.prefilled()]
-    async with deployment("round_robin", script, configs=made.everywhere(), decode=decode) as it:
-        request = Context(made.prompt())
+async def test_siblings_of_one_request_do_not_end_each_other() -> None:
+    decode = [*tokens(1), Stall()]
+    script = [Wait(60), prefilled()]
+    async with prefill_world("round_robin", script, configs=everywhere(), decode=decode) as it:
+        request = Context(prompt())
         one, other = [await it.graph.generate(request.child(request.payload)) for _ in range(2)]
         async with one, other:
             await one.__anext__()
@@ -96,11 +96,11 @@ async def test_siblings_of_one_request_do_not_end_each_other(deployment: Any, ma
         await anyio.sleep(61)
 
 
-async def test_another_request_of_the_same_id_ends_nothing(deployment: Any, made: Any) -> None:
-    configs = made.everywhere()
-    async with deployment("round_robin", [Wait(60), made.prefilled()], configs=configs) as it:
-        await it.ask(id="r")
-        await it.ask(id="r")
+async def test_another_request_of_the_same_id_ends_nothing() -> None:
+    configs = everywhere()
+    async with prefill_world("round_robin", [Wait(60), prefilled()], configs=configs) as it:
+        await it.collect(id="r")
+        await it.collect(id="r")
         assert it.router.prefills == 2
         assert not any(prefill.is_stopped for prefill in it.prefills)
         await anyio.sleep(61)
@@ -109,11 +109,11 @@ async def test_another_request_of_the_same_id_ends_nothing(deployment: Any, made
 # -- its end
 
 
-async def test_its_end_waits_for_prefills_then_cuts_them(deployment: Any, made: Any) -> None:
-    configs = made.everywhere()
+async def test_its_end_waits_for_prefills_then_cuts_them() -> None:
+    configs = everywhere()
     for wait_s, delivered in ((3, 1), (30, 0)):
-        async with deployment(script=[Wait(wait_s), made.prefilled()], configs=configs, drain_timeout_s=5) as it:
-            await it.ask()
+        async with prefill_world(script=[Wait(wait_s), prefilled()], configs=configs, drain_timeout_s=5) as it:
+            await it.collect()
             began_s = anyio.current_time()
         assert anyio.current_time() - began_s == pytest.approx(min(wait_s, 5))
         assert sum(engine.delivered for engine in it.engines.values()) == delivered
@@ -121,27 +121,27 @@ async def test_its_end_waits_for_prefills_then_cuts_them(deployment: Any, made: 
         assert not it.ids.observers
 
 
-async def test_whoever_waits_at_its_end_is_told(deployment: Any, made: Any) -> None:
+async def test_whoever_waits_at_its_end_is_told() -> None:
     async with anyio.create_task_group() as tasks:
-        async with deployment(script=[Stall()], drain_timeout_s=5) as it:
+        async with prefill_world(script=[Stall()], drain_timeout_s=5) as it:
 
             async def told() -> None:
                 with pytest.raises(PrefillError, match="given up"):
-                    await it.ask()
+                    await it.collect()
 
             tasks.start_soon(told)
             await anyio.sleep(1)
         it.assert_idle()
 
 
-async def test_a_scheduler_that_ends_too_holds_up_nothing(deployment: Any, made: Any) -> None:
+async def test_a_scheduler_that_ends_too_holds_up_nothing() -> None:
     """A prefill that was dispatched in the very turn all was cancelled never starts, and is waited for by nobody."""
     tracker = track_request(lambda: 0)
-    cases: list[Any] = [{}, made.everywhere()]
+    cases: list[Any] = [{}, everywhere()]
     for configs in cases:
         opened: list[Any] = []
         with anyio.CancelScope() as everything, anyio.fail_after(60):
-            async with deployment("round_robin", configs=configs) as it:
+            async with prefill_world("round_robin", configs=configs) as it:
                 opened.append(it)
                 select = it.pool.router.select_worker
 
@@ -150,16 +150,16 @@ async def test_a_scheduler_that_ends_too_holds_up_nothing(deployment: Any, made:
                     return select(request, **options)
 
                 it.pool.router.select_worker = cancel
-                await it.ask(made.prompt(tracker=tracker))
+                await it.collect(prompt(tracker=tracker))
         assert everything.cancelled_caught
         opened[0].assert_idle()
         (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
 
 
-async def test_behind_its_end_nothing_begins(made: Any) -> None:
+async def test_behind_its_end_nothing_begins() -> None:
     """Not even for a request that came before and waited for its phase."""
     tracker = track_request(lambda: 0)
-    engine: Any = ScriptedEngine([made.prefilled()])
+    engine: Any = ScriptedEngine([prefilled()])
     async with AnyIOScheduler() as scheduler, anyio.create_task_group() as tasks:
         side = PushPrefill(PushRouter(static_workers({1: engine})))
         async with PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
@@ -167,7 +167,7 @@ async def test_behind_its_end_nothing_begins(made: Any) -> None:
 
             async def refused() -> None:
                 with pytest.raises(Unavailable, match="closed"):
-                    await (router >> ScriptedEngine([])).generate(Context(made.prompt(tracker=tracker)))
+                    await (router >> ScriptedEngine([])).generate(Context(prompt(tracker=tracker)))
 
             tasks.start_soon(refused)
             await anyio.sleep(1)
@@ -182,16 +182,14 @@ async def test_behind_its_end_nothing_begins(made: Any) -> None:
 
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(
-    mode: str, meets: bool, deployment: Any, made: Any
-) -> None:
-    script = [Wait(60), made.prefilled()]
-    configs = made.everywhere() if meets else {}
-    async with deployment(mode, script, configs=configs) as it:
+async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(mode: str, meets: bool) -> None:
+    script = [Wait(60), prefilled()]
+    configs = everywhere() if meets else {}
+    async with prefill_world(mode, script, configs=configs) as it:
         graph = Migration(2) >> it.router >> Faults(disconnect_after=1, times=1) >> it.decode
-        request = made.prompt(tracker=track_request(lambda: 0))
+        request = prompt(tracker=track_request(lambda: 0))
         items = await (await graph.generate(Context(request))).collect()
-        assert [item.data.token_ids for item in items] == [[0]] * 4
+        assert [item.data and item.data.token_ids for item in items] == [[0]] * 4
         prompts = sorted(len(prefill.payload.token_ids) for prefill in it.prefills)
         assert prompts == [8, 9]
         assert [len(decode.payload.token_ids) for decode in it.decodes] == [8, 9]
@@ -200,10 +198,10 @@ async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(
         it.assert_idle()
 
 
-async def test_a_prefill_worker_that_is_lost_is_replaced(deployment: Any, made: Any) -> None:
-    async with deployment("round_robin") as it:
+async def test_a_prefill_worker_that_is_lost_is_replaced() -> None:
+    async with prefill_world("round_robin") as it:
         it.engines[1]._fails = ERROR
-        items = await (await (Migration(2) >> it.graph).generate(Context(made.prompt()))).collect()
+        items = await (await (Migration(2) >> it.graph).generate(Context(prompt()))).collect()
         assert len(items) == 3
         lost, *others = (len(engine.requests) for engine in it.engines.values())
         assert (lost, sum(others)) == (1, 1)

@@ -33,6 +33,8 @@ from pipeline.protocols import (
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.testing import ScriptedEngine, Wait
 
+from .worlds import meeting_at, prefill_world, prefilled, prompt
+
 pytestmark = pytest.mark.anyio
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
@@ -50,14 +52,13 @@ def decode_pool(**settings: Any) -> tuple[Any, ConditionalDisaggregation]:
     return (engine, lambda _: KvPushRouter(kv) >> PushRouter(workers)), rule
 
 
-async def test_a_cached_prompt_is_prefilled_where_it_decodes(deployment: Any, made: Any) -> None:
-    """KV-212"""
+async def test_a_cached_prompt_is_prefilled_where_it_decodes() -> None:
     (engine, below), rule = decode_pool()
-    async with deployment(conditional=rule, below=below) as it:
-        claim = made.prompt(annotations=["x-bypass-remote-prefill", "other"])
-        assert [item.event for item in await it.ask(claim)] == [None, None]
+    async with prefill_world(conditional=rule, below=below) as it:
+        claim = prompt(annotations=["x-bypass-remote-prefill", "other"])
+        assert [item.event for item in await it.collect(claim)] == [None, None]
         assert (len(it.prefills), engine.requests[0].payload.annotations) == (1, ["other"])
-        event, *items = await it.ask(claim)
+        event, *items = await it.collect(claim)
         assert (event.event, json.loads(event.comment[0]), len(items)) == ("x-bypass-remote-prefill", True, 2)
         asked = engine.requests[1].payload
         assert asked.annotations == ["other", "x-bypass-remote-prefill"]
@@ -70,63 +71,61 @@ async def test_a_cached_prompt_is_prefilled_where_it_decodes(deployment: Any, ma
 
 
 @pytest.mark.parametrize("present", [(), (1, 2, 3)])
-async def test_nobody_but_the_router_says_so(present: Any, deployment: Any, made: Any) -> None:
-    """KV-212"""
-    claim = made.prompt(annotations=["x-bypass-remote-prefill", "other"], tracker=track_request(lambda: 0))
-    async with deployment(present=present) as it:
-        await it.ask(claim)
+async def test_nobody_but_the_router_says_so(present: Any) -> None:
+    claim = prompt(annotations=["x-bypass-remote-prefill", "other"], tracker=track_request(lambda: 0))
+    async with prefill_world(present=present) as it:
+        await it.collect(claim)
         assert it.decodes[0].payload.annotations == ["other"]
         assert claim.annotations == ["x-bypass-remote-prefill", "other"]
 
 
-async def test_a_named_prefill_worker_is_always_asked(deployment: Any, made: Any) -> None:
+async def test_a_named_prefill_worker_is_always_asked() -> None:
     (_, below), rule = decode_pool(conditional_disagg_eff_isl_ratio_threshold=1.0)
-    async with deployment(conditional=rule, below=below) as it:
-        await it.ask(made.prompt(routing=RoutingHints(prefill_worker_id=2)))
+    async with prefill_world(conditional=rule, below=below) as it:
+        await it.collect(prompt(routing=RoutingHints(prefill_worker_id=2)))
         assert len(it.engines[2].requests) == 1
 
 
-async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prompts(deployment: Any, made: Any) -> None:
-    """KV-211"""
+async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prompts() -> None:
     (_, below), rule = decode_pool(
         conditional_disagg_decode_busy_threshold=0.4, conditional_disagg_eff_isl_ratio_threshold=1.0
     )
-    async with deployment(conditional=rule, below=below) as it:
-        await it.ask()  # nothing is cached: the whole prompt would be net, and the ratio is strict
+    async with prefill_world(conditional=rule, below=below) as it:
+        await it.collect()  # nothing is cached: the whole prompt would be net, and the ratio is strict
         assert len(it.prefills) == 1
-        await it.ask()
+        await it.collect()
         assert len(it.prefills) == 1
         other = rule._decode.loads.sequences.book("other", WorkerRank(5), SequenceLoad([], 7), anyio.current_time())
-        await it.ask()
+        await it.collect()
         assert len(it.prefills) == 2
         rule._decode.loads.sequences.release(other, anyio.current_time())
         rule._configs = dict
-        await it.ask()
+        await it.collect()
         assert len(it.prefills) == 3
 
 
-async def test_an_error_while_deciding_is_a_warning(deployment: Any, made: Any, caplog: Any) -> None:
+async def test_an_error_while_deciding_is_a_warning(caplog: Any) -> None:
     (_, below), rule = decode_pool()
-    async with deployment(conditional=rule, below=below) as it:
+    async with prefill_world(conditional=rule, below=below) as it:
         with pytest.raises(InvalidArgument):  # of the decode router, which is asked after the prefill
-            await it.ask(made.prompt(routing=RoutingHints(decode_worker_id=5, allowed_worker_ids={1, 2, 3})))
+            await it.collect(prompt(routing=RoutingHints(decode_worker_id=5, allowed_worker_ids={1, 2, 3})))
         assert "is prefilled remotely" in caplog.text
         assert len(it.prefills) == 1
 
 
-async def test_a_busy_prefill_worker_is_spared(deployment: Any, made: Any) -> None:
+async def test_a_busy_prefill_worker_is_spared() -> None:
     (_, below), rule = decode_pool(
         conditional_disagg_policy="prefill_load", conditional_disagg_prefill_busy_threshold=0.5
     )
-    configs = {1: made.meeting_at(max_num_batched_tokens=10)}
-    async with deployment(
-        script=[Wait(5), made.prefilled()], configs=configs, workers=(1,), conditional=rule, below=below
+    configs = {1: meeting_at(max_num_batched_tokens=10)}
+    async with prefill_world(
+        script=[Wait(5), prefilled()], configs=configs, workers=(1,), conditional=rule, below=below
     ) as it:
-        await it.ask()
+        await it.collect()
         assert it.router.prefills == 1
-        event, *_ = await it.ask()
+        event, *_ = await it.collect()
         assert (event.event, len(it.prefills)) == ("x-bypass-remote-prefill", 1)
         await anyio.sleep(6)
-        await it.ask()
+        await it.collect()
         assert len(it.prefills) == 2
         await anyio.sleep(6)

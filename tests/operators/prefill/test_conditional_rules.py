@@ -38,7 +38,6 @@ def by_length(tokens: int = 2048, ratio: float = 0.7) -> ConditionalRules:
 def test_a_short_and_mostly_cached_prompt_is_not_worth_a_transfer(
     rules: Any, isl: int, cached: int, expected: bool
 ) -> None:
-    """KV-209"""
     assert skips_remote_prefill(rules, isl_tokens=isl, cached_tokens=cached) is expected
 
 
@@ -66,7 +65,6 @@ def test_the_policy_says_what_counts(policy: Any, short: bool, busy: bool | None
     [(True, False, True), (True, True, False), (True, None, False), (False, True, True), (False, None, True)],
 )
 def test_the_gate_lets_only_a_calm_decode_worker_pass(gate: bool, busy: bool | None, expected: bool) -> None:
-    """KV-211"""
     rules = ConditionalRules(decode_gate=gate)
     assert skips_remote_prefill(rules, isl_tokens=0, cached_tokens=0, decode_busy=busy) is expected
 
@@ -92,7 +90,6 @@ def test_a_worker_is_busy_above_its_share(tokens: int, threshold: Any, limit: An
 
 @pytest.mark.parametrize("text", ["x-bypass-remote-prefill", "x-bypass-remote-prefill:true"])
 def test_a_clients_own_claim_is_taken_off(text: str) -> None:
-    """KV-212"""
     assert without_claim(PreprocessedRequest([1], annotations=["a", text, "b"])).annotations == ["a", "b"]
     plain = PreprocessedRequest([1], annotations=["a"])
     assert without_claim(plain) is plain

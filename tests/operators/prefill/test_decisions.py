@@ -128,7 +128,6 @@ TOLD = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room":
 
 
 def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
-    """KV-213"""
     assert bootstrap_from_params({**TOLD, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
 
 
@@ -148,7 +147,6 @@ def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
     ],
 )
 def test_a_meeting_that_is_not_all_told_is_none(params: Any) -> None:
-    """KV-213"""
     assert bootstrap_from_params(params) is None
 
 
@@ -156,7 +154,6 @@ def test_a_meeting_that_is_not_all_told_is_none(params: Any) -> None:
 
 
 def test_backpressure_tells_the_figures_and_when_to_come_back() -> None:
-    """KV-194"""
     error = backpressure(QueueRejected(limit_kind="raw_isl_tokens", current=900, limit=800))
     assert error.message == (
         "router backpressure during prefill resolve: raw_isl_tokens (queued_isl_tokens=900, max_queued_isl_tokens=800)"

@@ -20,28 +20,30 @@ from pipeline.protocols import PreprocessedRequest, RequestPhase, RoutingHints
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_operator
 
+from .worlds import SlowToAnswer, everywhere, prefill_world, prefilled, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("meets", [False, True])
-async def test_the_operator_contract(meets: bool, made: Any) -> None:
+async def test_the_operator_contract(meets: bool) -> None:
     async with AnyIOScheduler() as scheduler:
 
         def router() -> PrefillRouter:
-            workers: Any = static_workers({1: ScriptedEngine([made.prefilled()])})
+            workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
             side = PushPrefill(PushRouter(workers))
-            configs: Any = BehaviorSubject(made.everywhere() if meets else {})
+            configs: Any = BehaviorSubject(everywhere() if meets else {})
             return PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler, configs=configs)
 
-        wrong = made.prompt(routing=RoutingHints(prefill_worker_id=9))
-        await check_operator(router, request=made.prompt(), items=made.tokens(*[1] * 40), bad_request=wrong)
+        wrong = prompt(routing=RoutingHints(prefill_worker_id=9))
+        await check_operator(router, request=prompt(), items=tokens(*[1] * 40), bad_request=wrong)
 
 
 @pytest.mark.parametrize("enforced", [False, True])
-async def test_the_operator_contract_without_prefill(enforced: bool, made: Any) -> None:
+async def test_the_operator_contract_without_prefill(enforced: bool) -> None:
     async with AnyIOScheduler() as scheduler:
         await check_operator(
-            lambda: PrefillRouter(None, scheduler=scheduler), request=made.prompt(), items=made.tokens(*[1] * 40)
+            lambda: PrefillRouter(None, scheduler=scheduler), request=prompt(), items=tokens(*[1] * 40)
         )
 
 
@@ -51,15 +53,15 @@ async def test_the_operator_contract_without_prefill(enforced: bool, made: Any) 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 @pytest.mark.parametrize("meets", [False, True])
 async def test_decode_is_asked_whatever_the_client_did_meanwhile(
-    verb: str, meets: bool, deployment: Any, made: Any, slow: Any, open_streams: OpenStreams
+    verb: str, meets: bool, open_streams: OpenStreams
 ) -> None:
-    """KV-199: the blocks want somebody who takes them; decode gets the client's own request, ended as it is"""
+    """The blocks want somebody who takes them; decode gets the client's own request, ended as it is"""
     tracker = track_request(lambda: 0)
-    request = Context(made.prompt(tracker=tracker))
-    configs = made.everywhere() if meets else {}
-    async with deployment(script=[Wait(2), made.prefilled()], configs=configs) as it:
+    request = Context(prompt(tracker=tracker))
+    configs = everywhere() if meets else {}
+    async with prefill_world(script=[Wait(2), prefilled()], configs=configs) as it:
         if meets:  # decode waits for the phase, with the prefill dispatched
-            it.router._side.pool = slow(it.pool)
+            it.put_in_front(SlowToAnswer)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read, it.graph, request)
             await anyio.sleep(1)
@@ -79,13 +81,12 @@ async def read(graph: Any, request: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
-async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str, deployment: Any, made: Any) -> None:
-    """KV-199"""
-    engine = ScriptedEngine(made.tokens(1))
+async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str) -> None:
+    engine = ScriptedEngine(tokens(1))
     pool: Any = static_workers({5: engine})
     kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
-    request = Context(made.prompt())
-    async with deployment(script=[Wait(2), made.prefilled()]) as it:
+    request = Context(prompt())
+    async with prefill_world(script=[Wait(2), prefilled()]) as it:
         graph = it.router >> KvPushRouter(kv) >> PushRouter(pool)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read, graph, request)
@@ -97,11 +98,10 @@ async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str,
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 async def test_a_request_that_is_stopped_when_decode_is_due_is_still_decodes_business(
-    verb: str, deployment: Any, made: Any, open_streams: OpenStreams
+    verb: str, open_streams: OpenStreams
 ) -> None:
-    """KV-199"""
     clients: list[Context[Any]] = []
-    cases: list[Any] = [{}, made.everywhere()]
+    cases: list[Any] = [{}, everywhere()]
 
     class Stopping(ScriptedEngine):
         async def generate(self, request: Any) -> Any:
@@ -109,9 +109,9 @@ async def test_a_request_that_is_stopped_when_decode_is_due_is_still_decodes_bus
             return await super().generate(request)
 
     for configs in cases:
-        below = Stopping(made.tokens(1))
-        async with deployment(configs=configs, below=lambda _, below=below: below) as it:
-            clients.append(Context(made.prompt()))
+        below = Stopping(tokens(1))
+        async with prefill_world(configs=configs, below=lambda _, below=below: below) as it:
+            clients.append(Context(prompt()))
             assert await (await it.graph.generate(clients[-1])).collect() == []
             assert [asked.is_killed for asked in below.requests] == [verb == "kill"]
 
@@ -123,13 +123,10 @@ async def expect_free(tracker: Any) -> None:
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
-async def test_a_stop_or_kill_during_decode_leaves_the_prefill_alone(
-    verb: str, deployment: Any, made: Any, open_streams: OpenStreams
-) -> None:
-    """KV-200"""
-    request = Context(made.prompt())
-    script = [Wait(9), made.prefilled()]
-    async with deployment(script=script, configs=made.everywhere(), decode=[*made.tokens(1), Stall()]) as it:
+async def test_a_stop_or_kill_during_decode_leaves_the_prefill_alone(verb: str, open_streams: OpenStreams) -> None:
+    request = Context(prompt())
+    script = [Wait(9), prefilled()]
+    async with prefill_world(script=script, configs=everywhere(), decode=[*tokens(1), Stall()]) as it:
         async with await it.graph.generate(request) as stream:
             await stream.__anext__()
             getattr(request, verb)()
@@ -152,16 +149,14 @@ async def cancelled_after(seconds: float) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("meets", [False, True])
-async def test_a_cancelled_task_leaves_decode_to_take_the_blocks(
-    meets: bool, deployment: Any, made: Any, slow: Any, open_streams: OpenStreams
-) -> None:
+async def test_a_cancelled_task_leaves_decode_to_take_the_blocks(meets: bool, open_streams: OpenStreams) -> None:
     tracker = track_request(lambda: 0)
-    configs = made.everywhere() if meets else {}
-    async with deployment(script=[Wait(2), made.prefilled()], configs=configs, decode=[Stall()]) as it:
+    configs = everywhere() if meets else {}
+    async with prefill_world(script=[Wait(2), prefilled()], configs=configs, decode=[Stall()]) as it:
         if meets:
-            it.router._side.pool = slow(it.pool)
+            it.put_in_front(SlowToAnswer)
         async with cancelled_after(1):
-            await it.ask(made.prompt(tracker=tracker))
+            await it.collect(prompt(tracker=tracker))
         assert (it.decodes, it.router.prefills) == ([], 2)
         await anyio.sleep(5)
         (decode,) = it.decodes
@@ -171,21 +166,21 @@ async def test_a_cancelled_task_leaves_decode_to_take_the_blocks(
         await expect_free(tracker)
 
 
-async def test_what_is_left_of_a_failed_prefill_asks_nobody(deployment: Any, made: Any) -> None:
-    async with deployment(script=[Wait(2), Fail(RuntimeError("broken"))]) as it:
+async def test_what_is_left_of_a_failed_prefill_asks_nobody() -> None:
+    async with prefill_world(script=[Wait(2), Fail(RuntimeError("broken"))]) as it:
         async with cancelled_after(1):
-            await it.ask()
+            await it.collect()
         await anyio.sleep(5)
         assert it.decodes == []
         it.assert_idle()
 
 
-async def test_a_task_cancelled_before_anything_is_sent_leaves_nothing(deployment: Any, made: Any) -> None:
+async def test_a_task_cancelled_before_anything_is_sent_leaves_nothing() -> None:
     tracker = track_request(lambda: 0)
-    async with deployment() as it:
+    async with prefill_world() as it:
         held = await tracker.set_phase(RequestPhase.AGGREGATED)
         async with cancelled_after(1):
-            await it.ask(made.prompt(tracker=tracker))
+            await it.collect(prompt(tracker=tracker))
         held.release()
         await checkpoint()
         assert (it.prefills, it.decodes) == ([], [])
@@ -193,18 +188,16 @@ async def test_a_task_cancelled_before_anything_is_sent_leaves_nothing(deploymen
         await expect_free(tracker)
 
 
-async def test_a_task_cancelled_while_decode_is_asked_ends_decode(deployment: Any, made: Any) -> None:
+async def test_a_task_cancelled_while_decode_is_asked_ends_decode() -> None:
     class Hesitant(ScriptedEngine):
         async def generate(self, request: Any) -> Any:
             await anyio.sleep(9)
             return await super().generate(request)
 
     hesitant = Hesitant([])
-    async with deployment(
-        script=[Wait(3), made.prefilled()], configs=made.everywhere(), below=lambda _: hesitant
-    ) as it:
+    async with prefill_world(script=[Wait(3), prefilled()], configs=everywhere(), below=lambda _: hesitant) as it:
         async with cancelled_after(1):
-            await it.ask()
+            await it.collect()
         await anyio.sleep(5)
         assert (hesitant.open, hesitant.requests) == (0, [])
         it.assert_idle()
@@ -213,18 +206,15 @@ async def test_a_task_cancelled_while_decode_is_asked_ends_decode(deployment: An
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
-async def test_at_no_turn_does_an_end_leave_a_prefill_without_decode(
-    how: str, meets: bool, mode: str, deployment: Any, made: Any
-) -> None:
-    """KV-199"""
+async def test_at_no_turn_does_an_end_leave_a_prefill_without_decode(how: str, meets: bool, mode: str) -> None:
 
     async def read_unless_cancelled(graph: Any, request: Any) -> None:
         with suppress(Cancelled):
             await (await graph.generate(request)).collect()
 
-    async with deployment(mode, configs=made.everywhere() if meets else {}) as it:
+    async with prefill_world(mode, configs=everywhere() if meets else {}) as it:
         for turns in range(14):
-            request = Context(made.prompt())
+            request = Context(prompt())
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(read_unless_cancelled, it.graph, request)
                 for _ in range(turns):
@@ -242,12 +232,10 @@ async def test_at_no_turn_does_an_end_leave_a_prefill_without_decode(
 @pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a stream is dropped on purpose
-async def test_a_stream_that_is_not_read_on_frees_decode_and_not_prefill(
-    read: int, how: str, deployment: Any, made: Any
-) -> None:
-    script = [Wait(9), made.prefilled()]
-    async with deployment(script=script, configs=made.everywhere(), decode=[*made.tokens(1), Stall()]) as it:
-        stream = await it.graph.generate(Context(made.prompt()))
+async def test_a_stream_that_is_not_read_on_frees_decode_and_not_prefill(read: int, how: str) -> None:
+    script = [Wait(9), prefilled()]
+    async with prefill_world(script=script, configs=everywhere(), decode=[*tokens(1), Stall()]) as it:
+        stream = await it.graph.generate(Context(prompt()))
         for _ in range(read):
             await stream.__anext__()
         if how == "closed":
@@ -261,12 +249,12 @@ async def test_a_stream_that_is_not_read_on_frees_decode_and_not_prefill(
         it.assert_idle()
 
 
-async def test_nobody_waits_for_a_decode_that_has_ended(deployment: Any, made: Any) -> None:
+async def test_nobody_waits_for_a_decode_that_has_ended() -> None:
     """A prefill that fails behind an unread stream ends at once, it does not wait its patience out."""
-    async with deployment(
-        script=[Wait(1), Fail(RuntimeError("broken"))], configs=made.everywhere(), decode_patience_s=100
+    async with prefill_world(
+        script=[Wait(1), Fail(RuntimeError("broken"))], configs=everywhere(), decode_patience_s=100
     ) as it:
-        async with await it.graph.generate(Context(made.prompt())):
+        async with await it.graph.generate(Context(prompt())):
             await anyio.sleep(2)
             assert it.router.prefills == 1
         await checkpoint()
@@ -274,22 +262,20 @@ async def test_nobody_waits_for_a_decode_that_has_ended(deployment: Any, made: A
         assert it.router.prefills == 0
 
 
-async def test_nor_for_one_that_was_read_to_its_end(deployment: Any, made: Any) -> None:
+async def test_nor_for_one_that_was_read_to_its_end() -> None:
     script = [Wait(1), Fail(RuntimeError("broken"))]
-    async with deployment(script=script, configs=made.everywhere(), decode=[], decode_patience_s=100) as it:
-        stream = await it.graph.generate(Context(made.prompt()))
+    async with prefill_world(script=script, configs=everywhere(), decode=[], decode_patience_s=100) as it:
+        stream = await it.graph.generate(Context(prompt()))
         assert [item async for item in stream] == []
         await anyio.sleep(2)
         assert it.router.prefills == 0
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill", None])
-async def test_a_caller_that_has_gone_is_not_told_of_a_prefill_that_failed(
-    verb: str | None, deployment: Any, made: Any
-) -> None:
-    request = Context(made.prompt())
+async def test_a_caller_that_has_gone_is_not_told_of_a_prefill_that_failed(verb: str | None) -> None:
+    request = Context(prompt())
     async with (
-        deployment(script=[Fail(RuntimeError("broken"))], configs=made.everywhere(), decode=[Stall()]) as it,
+        prefill_world(script=[Fail(RuntimeError("broken"))], configs=everywhere(), decode=[Stall()]) as it,
         await it.graph.generate(request) as stream,
     ):
         await anyio.sleep(10)
@@ -301,11 +287,11 @@ async def test_a_caller_that_has_gone_is_not_told_of_a_prefill_that_failed(
             assert [item async for item in stream] == []
 
 
-async def test_a_scheduler_that_does_not_run_is_an_error_and_holds_nothing(made: Any) -> None:
+async def test_a_scheduler_that_does_not_run_is_an_error_and_holds_nothing() -> None:
     tracker = track_request(lambda: 0)
-    workers: Any = static_workers({1: ScriptedEngine([made.prefilled()])})
+    workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
     router = PrefillRouter(PushPrefill(PushRouter(workers)), BehaviorSubject((1,)), scheduler=AnyIOScheduler())
-    request: Context[PreprocessedRequest] = Context(made.prompt(tracker=tracker))
+    request: Context[PreprocessedRequest] = Context(prompt(tracker=tracker))
     with pytest.raises(PenstockError):
         await (router >> ScriptedEngine([Annotated(None)])).generate(request)
     assert router.prefills == 0

@@ -19,6 +19,8 @@ from pipeline.network import static_workers
 from pipeline.protocols import BlockExtraInfo, MmObject, PreprocessedRequest
 from pipeline.testing import ScriptedEngine
 
+from .worlds import prefill_world, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 TOKENS = list(range(8))
@@ -28,7 +30,7 @@ MEDIA = [BlockExtraInfo([MmObject(9, [(0, 1)])]), None]
 
 @pytest.mark.parametrize("block_size_tokens", [4, 2])
 async def test_a_prompt_is_hashed_once_for_each_size_of_block(
-    block_size_tokens: int, deployment: Any, made: Any, monkeypatch: pytest.MonkeyPatch
+    block_size_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     hashed = block_hash_array
@@ -38,14 +40,14 @@ async def test_a_prompt_is_hashed_once_for_each_size_of_block(
         return hashed(tokens, size, **options)
 
     monkeypatch.setattr(block_hash, "block_hash_array", counted)
-    pool: Any = static_workers({9: ScriptedEngine(made.tokens(1))})
+    pool: Any = static_workers({9: ScriptedEngine(tokens(1))})
     config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True)
     router = kv_router(pool, config, block_size_tokens=block_size_tokens, worker_type="decode")
     graph = KvPushRouter(router) >> PushRouter(pool)
     conditional = ConditionalDisaggregation(config, router)
-    async with deployment(conditional=conditional, below=lambda _: graph) as it:
+    async with prefill_world(conditional=conditional, below=lambda _: graph) as it:
         for number in range(3):
-            await it.ask(made.prompt(token_ids=[number] * 8))
+            await it.collect(prompt(token_ids=[number] * 8))
     assert len(it.prefills) == 3
     assert sorted(calls) == sorted([*{4, block_size_tokens}] * 3)
 

@@ -19,6 +19,8 @@ from pipeline.protocols import RequestPhase
 from pipeline.protocols.card import STOPS_PREFILLS, DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 
+from .worlds import PrefillWorld, SlowToSend, everywhere, prefill_world, prefilled, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 ENDINGS = pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
@@ -32,7 +34,7 @@ def promising(meets: bool) -> Mapping[int, ModelRuntimeConfig]:
     return dict.fromkeys((1, 2, 3), config)
 
 
-async def leave_after(it: Any, how: str, seconds: float, request: Context[Any]) -> None:
+async def leave_after(it: PrefillWorld, how: str, seconds: float, request: Context[Any]) -> None:
     """Asks, and leaves after a while. A stop or kill before there is an answer raises Cancelled."""
     with anyio.move_on_after(seconds if how == "cancel" else 3600):
         async with anyio.create_task_group() as tasks:
@@ -47,7 +49,7 @@ async def leave_after(it: Any, how: str, seconds: float, request: Context[Any]) 
                 await (await it.graph.generate(request)).collect()
 
 
-def expect(it: Any, *, sent: int, stopped: int, decodes: int) -> None:
+def expect(it: PrefillWorld, *, sent: int, stopped: int, decodes: int) -> None:
     assert len(it.prefills) == sent
     assert [prefill.is_stopped for prefill in it.prefills].count(True) == stopped
     assert not any(prefill.is_killed for prefill in it.prefills)
@@ -57,16 +59,14 @@ def expect(it: Any, *, sent: int, stopped: int, decodes: int) -> None:
 
 @ENDINGS
 @KINDS
-async def test_what_was_not_sent_is_not_sent(
-    how: str, meets: bool, deployment: Any, made: Any, in_line: Any, open_streams: OpenStreams
-) -> None:
-    """Issue 12, point 22: whatever the worker promises, and of a second attempt too."""
-    for configs in (made.everywhere() if meets else {}, promising(meets)):
-        async with deployment("round_robin", configs=configs) as it:
-            request = Context(made.prompt(tracker=track_request(lambda: 0)))
+async def test_what_was_not_sent_is_not_sent(how: str, meets: bool, open_streams: OpenStreams) -> None:
+    """Whatever the worker promises, and in a second attempt too."""
+    for configs in (everywhere() if meets else {}, promising(meets)):
+        async with prefill_world("round_robin", configs=configs) as it:
+            request: Context[Any] = Context(prompt(tracker=track_request(lambda: 0)))
             await (await it.graph.generate(request.child(request.payload))).collect()
             expect(it, sent=1, stopped=0, decodes=1)
-            it.router._side.pool = in_line(it.pool)
+            it.put_in_front(SlowToSend)
             began_s = anyio.current_time()
             await leave_after(it, how, 1, request)
             await anyio.sleep(5)
@@ -78,12 +78,10 @@ async def test_what_was_not_sent_is_not_sent(
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 @KINDS
-async def test_a_client_that_left_gets_cancelled_though_its_prefill_was_refused(
-    verb: str, meets: bool, deployment: Any, made: Any, in_line: Any
-) -> None:
-    async with deployment(configs=made.everywhere() if meets else {}) as it:
-        it.router._side.pool = in_line(it.pool)
-        request = Context(made.prompt())
+async def test_a_client_that_left_gets_cancelled_though_its_prefill_was_refused(verb: str, meets: bool) -> None:
+    async with prefill_world(configs=everywhere() if meets else {}) as it:
+        it.put_in_front(SlowToSend)
+        request = Context(prompt())
         async with anyio.create_task_group() as tasks:
 
             async def end() -> None:
@@ -96,23 +94,21 @@ async def test_a_client_that_left_gets_cancelled_though_its_prefill_was_refused(
 
 
 @ENDINGS
-async def test_a_worker_that_promises_to_stop_prefills_is_sent_a_stop(
-    how: str, deployment: Any, made: Any, open_streams: OpenStreams
-) -> None:
+async def test_a_worker_that_promises_to_stop_prefills_is_sent_a_stop(how: str, open_streams: OpenStreams) -> None:
     """And never a kill, which would cut the connection; decode, which has nothing to take, is not asked."""
-    async with deployment(script=[Wait(60), made.prefilled()], configs=promising(False)) as it:
+    async with prefill_world(script=[Wait(60), prefilled()], configs=promising(False)) as it:
         began_s = anyio.current_time()
-        await leave_after(it, how, 1, Context(made.prompt()))
+        await leave_after(it, how, 1, Context(prompt()))
         assert anyio.current_time() - began_s == 1
         await anyio.sleep(1)
         expect(it, sent=1, stopped=1, decodes=0)
 
 
 @ENDINGS
-async def test_a_prompt_that_is_computed_is_handed_over_all_the_same(how: str, deployment: Any, made: Any) -> None:
-    """KV-199: its blocks may be on their way."""
-    async with deployment(script=[made.prefilled(), Wait(3)], configs=promising(False)) as it:
-        await leave_after(it, how, 1, Context(made.prompt()))
+async def test_a_prompt_that_is_computed_is_handed_over_all_the_same(how: str) -> None:
+    """Its blocks may be on their way."""
+    async with prefill_world(script=[prefilled(), Wait(3)], configs=promising(False)) as it:
+        await leave_after(it, how, 1, Context(prompt()))
         await anyio.sleep(9)
         expect(it, sent=1, stopped=0, decodes=1)
         assert it.decodes[0].is_stopped
@@ -133,12 +129,10 @@ class Asked(Operator[Any, Any, Any, Any]):
 @ENDINGS
 @KINDS
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_at_no_turn_is_decode_asked_for_blocks_that_will_not_come(
-    how: str, meets: bool, mode: str, deployment: Any, made: Any
-) -> None:
+async def test_at_no_turn_is_decode_asked_for_blocks_that_will_not_come(how: str, meets: bool, mode: str) -> None:
     """A prefill that was sent is stopped before decode is asked, or is not and decode is asked."""
-    asked, script, withdrawn = Asked(), [Wait(1), made.prefilled()], 0
-    async with deployment(mode, script, configs=promising(meets), below=lambda decode: asked >> decode) as it:
+    asked, script, withdrawn = Asked(), [Wait(1), prefilled()], 0
+    async with prefill_world(mode, script, configs=promising(meets), below=lambda decode: asked >> decode) as it:
         asked.prefills = lambda: it.prefills
 
         async def ask(request: Context[Any]) -> None:
@@ -147,7 +141,7 @@ async def test_at_no_turn_is_decode_asked_for_blocks_that_will_not_come(
                     assert not any([item.is_error async for item in stream])
 
         for turns in range(20):
-            request = Context(made.prompt())
+            request = Context(prompt())
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask, request)
                 for _ in range(turns):
@@ -164,11 +158,11 @@ async def test_at_no_turn_is_decode_asked_for_blocks_that_will_not_come(
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
-async def test_while_decode_runs_its_prefill_is_left_alone(verb: str, deployment: Any, made: Any) -> None:
+async def test_while_decode_runs_its_prefill_is_left_alone(verb: str) -> None:
     """Decode may be fetching blocks; once it is over, it does not."""
-    script = [Wait(60), made.prefilled()]
-    async with deployment(script=script, configs=promising(True), decode=[*made.tokens(1), Stall()]) as it:
-        request = Context(made.prompt())
+    script = [Wait(60), prefilled()]
+    async with prefill_world(script=script, configs=promising(True), decode=[*tokens(1), Stall()]) as it:
+        request = Context(prompt())
         async with await it.graph.generate(request) as stream:
             await stream.__anext__()
             getattr(request, verb)()
@@ -182,12 +176,10 @@ async def test_while_decode_runs_its_prefill_is_left_alone(verb: str, deployment
 @pytest.mark.parametrize("read", [0, 1])
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a stream is dropped on purpose
-async def test_a_stream_that_is_not_read_on_withdraws_the_prefill(
-    read: int, how: str, deployment: Any, made: Any
-) -> None:
-    script = [Wait(60), made.prefilled()]
-    async with deployment(script=script, configs=promising(True), decode=[*made.tokens(1), Stall()]) as it:
-        stream = await it.graph.generate(Context(made.prompt()))
+async def test_a_stream_that_is_not_read_on_withdraws_the_prefill(read: int, how: str) -> None:
+    script = [Wait(60), prefilled()]
+    async with prefill_world(script=script, configs=promising(True), decode=[*tokens(1), Stall()]) as it:
+        stream = await it.graph.generate(Context(prompt()))
         for _ in range(read):
             await stream.__anext__()
         if how == "closed":
@@ -197,30 +189,30 @@ async def test_a_stream_that_is_not_read_on_withdraws_the_prefill(
         expect(it, sent=1, stopped=1, decodes=1)
 
 
-async def test_decode_that_ends_by_itself_leaves_its_prefill_to_end(deployment: Any, made: Any) -> None:
-    async with deployment(script=[Wait(5), made.prefilled()], configs=promising(True)) as it:
-        assert len(await it.ask()) == 3
+async def test_decode_that_ends_by_itself_leaves_its_prefill_to_end() -> None:
+    async with prefill_world(script=[Wait(5), prefilled()], configs=promising(True)) as it:
+        assert len(await it.collect()) == 3
         await anyio.sleep(9)
         expect(it, sent=1, stopped=0, decodes=1)
 
 
-async def test_decode_that_fails_withdraws_its_prefill(deployment: Any, made: Any) -> None:
-    broken: Any = [*made.tokens(1), Annotated.from_error(Disconnected("lost"))]
-    async with deployment(script=[Wait(60), made.prefilled()], configs=promising(True), decode=broken) as it:
-        assert (await it.ask())[-1].is_error
+async def test_decode_that_fails_withdraws_its_prefill() -> None:
+    broken: Any = [*tokens(1), Annotated.from_error(Disconnected("lost"))]
+    async with prefill_world(script=[Wait(60), prefilled()], configs=promising(True), decode=broken) as it:
+        assert (await it.collect())[-1].is_error
         await anyio.sleep(1)
         expect(it, sent=1, stopped=1, decodes=1)
 
 
-async def test_a_prefill_that_is_stopped_when_its_turn_comes_is_not_sent(made: Any) -> None:
-    """The KV router may place it in the very moment it is stopped; decode of such a request is sent, see KV-199."""
-    engine: Any = ScriptedEngine([made.prefilled()])
+async def test_a_prefill_that_is_stopped_when_its_turn_comes_is_not_sent() -> None:
+    """The KV router may place it in the very moment it is stopped; decode of such a request is sent."""
+    engine: Any = ScriptedEngine([prefilled()])
     pool: Any = static_workers({5: engine})
     kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="prefill")
     tracker = track_request(lambda: 0)
     for phase, sent in ((RequestPhase.PREFILL, 0), (RequestPhase.DECODE, 1)):
         with await tracker.set_phase(phase):
-            request = Context(made.prompt(tracker=tracker))
+            request = Context(prompt(tracker=tracker))
             request.stop()
             with suppress(Cancelled):
                 await (await (KvPushRouter(kv) >> PushRouter(pool)).generate(request)).collect()

@@ -38,7 +38,7 @@ class Disaggregated:
     workers: dict[int, Any]
     exchange: TransferExchange
 
-    async def ask(self, **fields: Any) -> list[int]:
+    async def collect(self, **fields: Any) -> list[int]:
         asked = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6), **fields)
         items = await (await self.graph.generate(Context(asked))).collect()
         return [token for item in items if item.data is not None for token in item.data.token_ids]
@@ -96,7 +96,7 @@ async def test_an_answer_in_two_halves_is_the_one_of_a_single_worker(meets: bool
     expected = [token for item in items if item.data is not None for token in item.data.token_ids]
     async with disaggregated(meets=meets, kv=kv) as it:
         tracker = track_request(lambda: 0)
-        assert await it.ask(tracker=tracker) == expected
+        assert await it.collect(tracker=tracker) == expected
         assert len(expected) == 6
         info = tracker.worker_info()
         assert info is not None
@@ -125,7 +125,7 @@ async def test_many_at_once_all_come_through() -> None:
         answers: list[int] = []
 
         async def one() -> None:
-            answers.append(len(await it.ask()))
+            answers.append(len(await it.collect()))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(20):

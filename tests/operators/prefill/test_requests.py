@@ -37,7 +37,6 @@ W = PrefillWorker(7, 1)
     ],
 )
 def test_an_answer_that_hands_nothing_over_is_an_error(first: Any, text: str) -> None:
-    """KV-197"""
     with pytest.raises(NoDisaggregatedParams, match=text):
         handed_over(first)
 
@@ -54,7 +53,6 @@ INFO = BootstrapInfo("h", 9000, 5)
 
 @pytest.mark.parametrize("limit", [None, 40])
 def test_only_the_prefill_is_limited_to_one_token(limit: int | None) -> None:
-    """KV-202"""
     request = PreprocessedRequest([1], stop_conditions=StopConditions(max_tokens=limit, ignore_eos=True))
     copy = prefill_request(request, W, INFO)
     assert copy.stop_conditions == StopConditions(max_tokens=1, ignore_eos=True)
@@ -127,7 +125,6 @@ PREFERRED = topology(kv_transfer_domain="zone", kv_transfer_enforcement="preferr
     ],
 )
 def test_the_workers_domain_is_the_constraint(config: ModelRuntimeConfig, expected: Any) -> None:
-    """KV-207"""
     assert transfer_constraints({1: config, 2: REQUIRED}, 1) == expected
 
 
@@ -140,7 +137,6 @@ def test_the_workers_domain_is_the_constraint(config: ModelRuntimeConfig, expect
     ],
 )
 def test_incomplete_settings_are_an_error(config: ModelRuntimeConfig) -> None:
-    """KV-207"""
     with pytest.raises(TopologyError):
         transfer_constraints({1: config}, 1)
 
@@ -153,7 +149,6 @@ def test_of_a_worker_without_settings_only_preferences_can_be_left_out() -> None
 
 
 def test_constraints_of_user_and_topology_hold_together() -> None:
-    """KV-205"""
     theirs = RoutingConstraints({TAINT}, {"dynamo.topology/rack=rack-7": 0.85})
     own = RoutingConstraints({"user.required"}, {"user.preferred": 0.25, "dynamo.topology/rack=rack-7": 0.1})
     both = RoutingConstraints({TAINT, "user.required"}, {"user.preferred": 0.25, "dynamo.topology/rack=rack-7": 0.85})

@@ -17,6 +17,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import ScriptedEngine, Stall
 
+from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 UNREACHABLE = ModelRuntimeConfig(
@@ -25,12 +27,10 @@ UNREACHABLE = ModelRuntimeConfig(
 """Settings of a worker 9: with them the way of blocks from any worker without settings is unknown."""
 
 
-async def test_a_kv_router_decides_once_for_each_prefill(
-    deployment: Any, made: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cases: list[Any] = [{}, made.everywhere()]
+async def test_a_kv_router_decides_once_for_each_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[Any] = [{}, everywhere()]
     for configs in cases:
-        async with deployment(configs=configs) as it:
+        async with prefill_world(configs=configs) as it:
             steps: list[str] = []
             router = it.pool.router
             for part, step in ((router.selector, "select"), (router.loads, "enter")):
@@ -41,21 +41,21 @@ async def test_a_kv_router_decides_once_for_each_prefill(
                     return of(*args)
 
                 monkeypatch.setattr(part, step, counted)
-            await it.ask()
+            await it.collect()
             assert (steps, len(it.prefills)) == (["select", "enter"], 1)
             assert len(it.pool.router.loads) == 0
 
 
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_a_reservation_is_given_back_where_the_plan_fails(mode: str, deployment: Any) -> None:
-    async with deployment(mode, configs={9: UNREACHABLE}) as it:
+async def test_a_reservation_is_given_back_where_the_plan_fails(mode: str) -> None:
+    async with prefill_world(mode, configs={9: UNREACHABLE}) as it:
         with pytest.raises(TopologyError):
-            await it.ask()
+            await it.collect()
         assert it.prefills == []
         if mode == "kv":
             assert len(it.pool.router.loads) == 0
-        it.told.on_next({})
-        await it.ask()
+        it.configs.on_next({})
+        await it.collect()
         assert mode == "kv" or len(it.engines[1].requests) == 1, "the turn was given back"
 
 
@@ -72,42 +72,42 @@ class Refusing(Operator[Any, Any, Any, Any]):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_a_reservation_that_no_stage_takes_is_given_back(waits: bool, made: Any) -> None:
-    workers: Any = static_workers({1: ScriptedEngine([made.prefilled()])})
+async def test_a_reservation_that_no_stage_takes_is_given_back(waits: bool) -> None:
+    workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="prefill")
     stage = KvPushRouter(router)
     pool = KvPrefill(stage, Refusing(waits) >> stage >> PushRouter(workers))
     async with AnyIOScheduler() as scheduler:
         prefill = PrefillRouter(pool, BehaviorSubject((1,)), scheduler=scheduler)
         async with prefill:
-            graph = prefill >> ScriptedEngine(made.tokens(1))
+            graph = prefill >> ScriptedEngine(tokens(1))
             if waits:
                 with anyio.move_on_after(1):
-                    await graph.generate(Context(made.prompt()))
+                    await graph.generate(Context(prompt()))
                 assert len(router.loads) == 1
             else:
                 with pytest.raises(PrefillError, match="not here"):
-                    await graph.generate(Context(made.prompt()))
+                    await graph.generate(Context(prompt()))
                 assert len(router.loads) == 0
         assert (len(router.loads), prefill.prefills) == (0, 0)
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
-async def test_a_prefill_that_waits_for_room_leaves_the_queue_with_its_client(verb: str, made: Any) -> None:
+async def test_a_prefill_that_waits_for_room_leaves_the_queue_with_its_client(verb: str) -> None:
     engine = ScriptedEngine([Stall()])
     workers: Any = static_workers({1: engine})
     one_prompt = PolicyProfile.single(PolicyClass(prefill_busy_threshold=4))
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, profile=one_prompt)
     stage = KvPushRouter(router)
     pool = KvPrefill(stage, stage >> PushRouter(workers))
-    decode = ScriptedEngine(made.tokens(1))
+    decode = ScriptedEngine(tokens(1))
     async with AnyIOScheduler() as scheduler, anyio.create_task_group() as tasks:
         prefill = PrefillRouter(pool, BehaviorSubject((1,)), scheduler=scheduler)
         async with prefill:
             graph = prefill >> decode
-            tasks.start_soon(graph.generate, Context(made.prompt()))
+            tasks.start_soon(graph.generate, Context(prompt()))
             await anyio.sleep(1)
-            request = Context(made.prompt())
+            request = Context(prompt())
 
             async def leave() -> None:
                 await anyio.sleep(1)

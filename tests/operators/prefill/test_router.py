@@ -40,6 +40,8 @@ from pipeline.protocols import (
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import Probe, ScriptedEngine, Stall, Wait
 
+from .worlds import PARAMS, everywhere, meeting_at, prefill_world, prefilled, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
@@ -48,67 +50,64 @@ MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", 
 # -- activation
 
 
-async def test_without_prefill_workers_the_request_goes_as_it_came(deployment: Any, made: Any) -> None:
-    """KV-186"""
-    request = made.prompt()
-    async with deployment(present=()) as it:
-        await it.ask(request, id="r")
+async def test_without_prefill_workers_the_request_goes_as_it_came() -> None:
+    request = prompt()
+    async with prefill_world(present=()) as it:
+        await it.collect(request, id="r")
         (sent,) = it.decodes
-        assert (sent.payload, sent.id) == (made.prompt(), "r")
+        assert (sent.payload, sent.id) == (prompt(), "r")
         assert sent.payload is request
         assert it.prefills == []
 
 
-async def test_who_enforces_prefill_gets_an_error_instead(deployment: Any) -> None:
-    async with deployment(present=(), enforce_disagg=True) as it:
+async def test_who_enforces_prefill_gets_an_error_instead() -> None:
+    async with prefill_world(present=(), enforce_disagg=True) as it:
         with pytest.raises(PrefillNotActivated, match="Prefill router not yet activated"):
-            await it.ask()
+            await it.collect()
         assert not it.router.can_serve_requests
         it.ids.on_next((1, 2, 3))
         assert it.router.can_serve_requests
-        await it.ask()
+        await it.collect()
         assert (len(it.prefills), len(it.decodes)) == (1, 1)
 
 
-async def test_workers_that_leave_and_return_switch_it_off_and_on(deployment: Any) -> None:
-    async with deployment("round_robin") as it:
+async def test_workers_that_leave_and_return_switch_it_off_and_on() -> None:
+    async with prefill_world("round_robin") as it:
         for ids, prefills in [((1, 2), 1), ((), 1), ((), 1), ((3,), 2), ((3, 1), 3)]:
             it.ids.on_next(ids)
-            await it.ask()
+            await it.collect()
             assert len(it.prefills) == prefills
         it.ids.on_completed()
-        await it.ask()
+        await it.collect()
         assert len(it.prefills) == 3
 
 
 @pytest.mark.parametrize("enforced", [False, True])
-async def test_a_disabled_router_never_prefills(enforced: bool, deployment: Any, made: Any) -> None:
-    """KV-184"""
-    async with deployment(present=(), enforce_disagg=enforced) as it:
-        for change in (lambda: None, it.router.deactivate, it.router.deactivate, it.router.reactivate):
+async def test_a_disabled_router_never_prefills(enforced: bool) -> None:
+    async with prefill_world(present=(), enforce_disagg=enforced) as it:
+        assert it.router.can_serve_requests is not enforced
+        for change in (it.router.deactivate, it.router.deactivate, it.router.reactivate):
             change()
             assert it.router.can_serve_requests is not enforced
     async with AnyIOScheduler() as scheduler:
         below: Any = ScriptedEngine([1])
         never = PrefillRouter(None, BehaviorSubject((1,)), scheduler=scheduler)
         never.reactivate()
-        assert await (await (never >> below).generate(Context(made.prompt()))).collect() == [1]
+        assert await (await (never >> below).generate(Context(prompt()))).collect() == [1]
 
 
-async def test_by_hand_too(deployment: Any) -> None:
-    async with deployment() as it:
+async def test_by_hand_too() -> None:
+    async with prefill_world() as it:
         it.router.deactivate()
-        await it.ask()
+        await it.collect()
         assert it.prefills == []
         it.router.reactivate()
-        await it.ask()
+        await it.collect()
         assert len(it.prefills) == 1
 
 
-async def test_the_pool_is_made_with_the_first_worker_and_tried_again(
-    made: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    engines, calls = {1: ScriptedEngine([made.prefilled()])}, []
+async def test_the_pool_is_made_with_the_first_worker_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    engines, calls = {1: ScriptedEngine([prefilled()])}, []
 
     def make() -> Any:
         calls.append(1)
@@ -118,23 +117,23 @@ async def test_the_pool_is_made_with_the_first_worker_and_tried_again(
 
     ids: Any = BehaviorSubject(())
     async with AnyIOScheduler() as scheduler, PrefillRouter(make, ids, scheduler=scheduler) as router:
-        graph = router >> ScriptedEngine(made.tokens(1))
+        graph = router >> ScriptedEngine(tokens(1))
         assert (calls, router.branches()) == ([], {})
         ids.on_next((1,))
-        await (await graph.generate(Context(made.prompt()))).collect()
+        await (await graph.generate(Context(prompt()))).collect()
         assert (len(calls), engines[1].requests) == (1, [])
         assert "could not be made" in caplog.text
         for _ in range(3):
             ids.on_next((1,))
-        await (await graph.generate(Context(made.prompt()))).collect()
+        await (await graph.generate(Context(prompt()))).collect()
         assert (len(calls), len(engines[1].requests)) == (2, 1)
         assert list(router.branches()) == ["prefill"]
 
 
-async def test_news_that_fail_switch_it_off(deployment: Any) -> None:
-    async with deployment() as it:
+async def test_news_that_fail_switch_it_off() -> None:
+    async with prefill_world() as it:
         it.ids.on_error(RuntimeError("lost"))
-        await it.ask()
+        await it.collect()
         assert it.prefills == []
 
 
@@ -142,11 +141,10 @@ async def test_news_that_fail_switch_it_off(deployment: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_decode_begins_before_prefill_is_done(mode: str, deployment: Any, made: Any) -> None:
-    """KV-189"""
-    configs = made.everywhere()
-    async with deployment(mode, [Wait(5), made.prefilled()], configs=configs) as it:
-        assert len(await it.ask()) == 3
+async def test_decode_begins_before_prefill_is_done(mode: str) -> None:
+    configs = everywhere()
+    async with prefill_world(mode, [Wait(5), prefilled()], configs=configs) as it:
+        assert len(await it.collect()) == 3
         ((prefill,), (decode,)) = (it.prefills, it.decodes)
         info, hints = prefill.payload.bootstrap_info, prefill.payload.routing
         assert (info.bootstrap_host, info.bootstrap_port) == ("h", 9000)
@@ -161,22 +159,22 @@ async def test_decode_begins_before_prefill_is_done(mode: str, deployment: Any, 
         it.assert_idle()
 
 
-async def test_each_request_meets_in_a_room_of_its_own_that_tells_the_rank(deployment: Any, made: Any) -> None:
-    configs = {i: made.meeting_at(data_parallel_size=4) for i in (1, 2, 3)}
-    async with deployment("round_robin", configs=configs) as it:
+async def test_each_request_meets_in_a_room_of_its_own_that_tells_the_rank() -> None:
+    configs = {i: meeting_at(data_parallel_size=4) for i in (1, 2, 3)}
+    async with prefill_world("round_robin", configs=configs) as it:
         for rank in (0, 3, 2, 3):
-            await it.ask(made.prompt(routing=RoutingHints(prefill_worker_id=1, prefill_dp_rank=rank)))
+            await it.collect(prompt(routing=RoutingHints(prefill_worker_id=1, prefill_dp_rank=rank)))
             assert it.decodes[-1].payload.bootstrap_info.bootstrap_room % 4 == rank
         rooms = {request.payload.bootstrap_info.bootstrap_room for request in it.decodes}
         assert len(rooms) == len({request.payload.bootstrap_info.handoff_id for request in it.decodes}) == 4
 
 
-async def test_decode_waits_until_the_prefill_worker_is_recorded(deployment: Any, made: Any) -> None:
+async def test_decode_waits_until_the_prefill_worker_is_recorded() -> None:
     tracker = track_request(lambda: 0)
-    async with deployment(script=[Wait(1), made.prefilled()], configs=made.everywhere()) as it:
+    async with prefill_world(script=[Wait(1), prefilled()], configs=everywhere()) as it:
         held = await tracker.set_phase(RequestPhase.AGGREGATED)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(it.ask, made.prompt(tracker=tracker))
+            tasks.start_soon(it.collect, prompt(tracker=tracker))
             await anyio.sleep(1)
             assert (it.prefills, it.decodes) == ([], [])
             held.release()
@@ -188,11 +186,10 @@ async def test_decode_waits_until_the_prefill_worker_is_recorded(deployment: Any
         assert tracker.prefill_complete is not None
 
 
-async def test_the_prefill_has_its_own_control_and_the_same_id_and_metadata(deployment: Any, made: Any) -> None:
-    """KV-200"""
-    request = Context(made.prompt(), id="r", metadata={"k": "v"})
-    script = [Wait(5), made.prefilled()]
-    async with deployment(script=script, configs=made.everywhere(), decode=[Stall()]) as it:
+async def test_the_prefill_has_its_own_control_and_the_same_id_and_metadata() -> None:
+    request = Context(prompt(), id="r", metadata={"k": "v"})
+    script = [Wait(5), prefilled()]
+    async with prefill_world(script=script, configs=everywhere(), decode=[Stall()]) as it:
         async with await it.graph.generate(request) as stream:
             request.kill()
             assert [item async for item in stream] == []
@@ -208,23 +205,22 @@ async def test_the_prefill_has_its_own_control_and_the_same_id_and_metadata(depl
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_without_a_meeting_point_decode_waits_for_the_result(mode: str, deployment: Any, made: Any) -> None:
-    """KV-191"""
+async def test_without_a_meeting_point_decode_waits_for_the_result(mode: str) -> None:
     link, details = TraceLink("a" * 32, "b" * 16), PromptTokensDetails(3)
     usage = CompletionUsage(8, 1, 9, details)
     script = [
-        made.prefilled(worker_trace_link=link),
+        prefilled(worker_trace_link=link),
         Wait(2),
         Annotated(LLMEngineOutput([], completion_usage=usage)),
     ]
-    configs = {i: made.meeting_at(None) for i in (1, 2, 3)}
-    async with deployment(mode, script, configs=configs) as it:
+    configs = {i: meeting_at(None) for i in (1, 2, 3)}
+    async with prefill_world(mode, script, configs=configs) as it:
         began_s = anyio.current_time()
-        await it.ask()
+        await it.collect()
         assert anyio.current_time() - began_s >= 2
         ((prefill,), (decode,)) = (it.prefills, it.decodes)
         payload = decode.payload
-        assert payload.prefill_result.disaggregated_params == made.prefilled().data.disaggregated_params
+        assert payload.prefill_result.disaggregated_params == PARAMS
         assert (payload.prefill_result.prompt_tokens_details, payload.migration_link) == (details, link)
         assert payload.bootstrap_info is None
         assert payload.routing.prefill_worker_id == prefill.payload.routing.prefill_worker_id
@@ -232,64 +228,62 @@ async def test_without_a_meeting_point_decode_waits_for_the_result(mode: str, de
         it.assert_idle()
 
 
-async def test_the_turn_moves_on_once_for_each_request_and_not_for_a_query(deployment: Any, made: Any) -> None:
-    """KV-192"""
-    async with deployment("round_robin") as it:
+async def test_the_turn_moves_on_once_for_each_request_and_not_for_a_query() -> None:
+    async with prefill_world("round_robin") as it:
         for worker_id in (1, 2, 3, 1):
-            query = Context(made.prompt())
+            query = Context(prompt())
             assert it.router.query_prefill_worker(query) == PrefillWorker(worker_id)
-            await it.ask()
+            await it.collect()
             assert it.decodes[-1].payload.routing.prefill_worker_id == worker_id
-        assert it.router.query_prefill_worker(Context(made.prompt()), takes_turn=True) == PrefillWorker(2)
-        await it.ask()
+        assert it.router.query_prefill_worker(Context(prompt()), takes_turn=True) == PrefillWorker(2)
+        await it.collect()
         assert it.decodes[-1].payload.routing.prefill_worker_id == 3
-        await it.ask(made.prompt(routing=RoutingHints(prefill_worker_id=3)))
-        await it.ask()
+        await it.collect(prompt(routing=RoutingHints(prefill_worker_id=3)))
+        await it.collect()
         assert it.decodes[-1].payload.routing.prefill_worker_id == 1
 
 
-async def test_a_query_raises_what_the_request_would_meet(deployment: Any, made: Any) -> None:
-    async with deployment(present=()) as it:
+async def test_a_query_raises_what_the_request_would_meet() -> None:
+    async with prefill_world(present=()) as it:
         with pytest.raises(PrefillNotActivated):
-            it.router.query_prefill_worker(Context(made.prompt()))
-    async with deployment("direct") as it:
+            it.router.query_prefill_worker(Context(prompt()))
+    async with prefill_world("direct") as it:
         with pytest.raises(Unavailable, match="cannot be said"):
-            it.router.query_prefill_worker(Context(made.prompt()))
-        named = made.prompt(routing=RoutingHints(prefill_worker_id=2))
+            it.router.query_prefill_worker(Context(prompt()))
+        named = prompt(routing=RoutingHints(prefill_worker_id=2))
         assert it.router.query_prefill_worker(Context(named)) == PrefillWorker(2)
-    async with deployment("kv", workers=(), present=(1,)) as it:
+    async with prefill_world("kv", workers=(), present=(1,)) as it:
         with pytest.raises(Unavailable):
-            it.router.query_prefill_worker(Context(made.prompt()))
+            it.router.query_prefill_worker(Context(prompt()))
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_worker_the_request_names_prefills(mode: str, deployment: Any, made: Any) -> None:
-    async with deployment(mode) as it:
+async def test_a_worker_the_request_names_prefills(mode: str) -> None:
+    async with prefill_world(mode) as it:
         for worker_id in (3, 3, 1):
-            await it.ask(made.prompt(routing=RoutingHints(prefill_worker_id=worker_id, decode_worker_id=9)))
+            await it.collect(prompt(routing=RoutingHints(prefill_worker_id=worker_id, decode_worker_id=9)))
             assert it.engines[worker_id].requests[-1] is not None
             assert it.decodes[-1].payload.routing == RoutingHints(prefill_worker_id=worker_id, decode_worker_id=9)
         assert [len(engine.requests) for engine in it.engines.values()] == [1, 0, 2]
 
 
-async def test_direct_mode_needs_a_name(deployment: Any, made: Any) -> None:
-    """KV-187"""
-    async with deployment("direct") as it:
+async def test_direct_mode_needs_a_name() -> None:
+    async with prefill_world("direct") as it:
         with pytest.raises(InvalidArgument, match=r"prefill_worker_id.*x-dynamo-prefill-instance-id") as caught:
-            await it.ask(made.prompt(routing=RoutingHints(backend_instance_id=1)))
+            await it.collect(prompt(routing=RoutingHints(backend_instance_id=1)))
         assert caught.value.field == "routing.prefill_worker_id"
         assert (it.prefills, it.decodes) == ([], [])
-        await it.ask(made.prompt(routing=RoutingHints(prefill_worker_id=2)))
+        await it.collect(prompt(routing=RoutingHints(prefill_worker_id=2)))
         assert len(it.engines[2].requests) == 1
 
 
-async def test_decode_begins_with_the_output_that_has_a_meeting_point(deployment: Any, made: Any) -> None:
+async def test_decode_begins_with_the_output_that_has_a_meeting_point() -> None:
     """The worker that was reserved is the one decode gets, whatever the output names."""
     bootstrap = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
     params = {**bootstrap, "worker_id": {"prefill_worker_id": 2}}
-    async with deployment("round_robin", [made.prefilled(params), Wait(5), made.prefilled()]) as it:
+    async with prefill_world("round_robin", [prefilled(params), Wait(5), prefilled()]) as it:
         began_s = anyio.current_time()
-        await it.ask()
+        await it.collect()
         assert anyio.current_time() == began_s
         payload = it.decodes[0].payload
         assert payload.bootstrap_info == BootstrapInfo("10.0.0.5", 12345, 987654321)
@@ -299,38 +293,38 @@ async def test_decode_begins_with_the_output_that_has_a_meeting_point(deployment
         it.assert_idle()
 
 
-async def test_the_request_that_came_in_stays_as_it_was(deployment: Any, made: Any) -> None:
-    request = made.prompt(routing=RoutingHints(dp_rank=1), router_config_override=RouterConfigOverride(1.0))
-    before = made.prompt(routing=RoutingHints(dp_rank=1), router_config_override=RouterConfigOverride(1.0))
-    async with deployment("round_robin") as it:
-        await it.ask(request)
+async def test_the_request_that_came_in_stays_as_it_was() -> None:
+    request = prompt(routing=RoutingHints(dp_rank=1), router_config_override=RouterConfigOverride(1.0))
+    before = prompt(routing=RoutingHints(dp_rank=1), router_config_override=RouterConfigOverride(1.0))
+    async with prefill_world("round_robin") as it:
+        await it.collect(request)
     assert request == before
 
 
-async def test_no_limit_stays_none_for_decode(deployment: Any, made: Any) -> None:
-    """KV-202"""
-    async with deployment() as it:
-        await it.ask(made.prompt(stop_conditions=StopConditions()))
+async def test_no_limit_stays_none_for_decode() -> None:
+    async with prefill_world() as it:
+        await it.collect(prompt(stop_conditions=StopConditions()))
         assert it.prefills[0].payload.stop_conditions.max_tokens == 1
         assert it.decodes[0].payload.stop_conditions.max_tokens is None
 
 
-async def test_events_before_the_prefills_answer_are_passed_over(deployment: Any, made: Any) -> None:
-    async with deployment() as it:
-        (answer, *_) = await it.ask(made.prompt(annotations=["router_decision"]))
+async def test_events_before_the_prefills_answer_are_passed_over() -> None:
+    async with prefill_world() as it:
+        (answer, *_) = await it.collect(prompt(annotations=["router_decision"]))
         assert answer.data is not None
         assert it.decodes[0].payload.prefill_result is not None
 
 
-async def test_a_query_of_instances_names_both_workers(deployment: Any, made: Any) -> None:
+async def test_a_query_of_instances_names_both_workers() -> None:
     pool: Any = static_workers({5: ScriptedEngine([])})
     kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
-    cases: list[Any] = [{}, made.everywhere()]
+    cases: list[Any] = [{}, everywhere()]
     for configs in cases:
-        async with deployment(workers=(2,), configs=configs) as it:
+        async with prefill_world(workers=(2,), configs=configs) as it:
             graph = it.router >> KvPushRouter(kv) >> PushRouter(pool)
-            asked = made.prompt(annotations=["query_instance_id:"], tracker=track_request(lambda: 0))
-            (item,) = await (await graph.generate(Context(asked))).collect()
+            query = prompt(annotations=["query_instance_id:"], tracker=track_request(lambda: 0))
+            (item,) = await (await graph.generate(Context(query))).collect()
+            assert item.data is not None
             workers = item.data.disaggregated_params["worker_id"]
             assert (workers["prefill_worker_id"], workers["decode_worker_id"]) == (2, 5)
             assert it.prefills == []
@@ -339,8 +333,8 @@ async def test_a_query_of_instances_names_both_workers(deployment: Any, made: An
 # -- how it looks
 
 
-async def test_the_prefill_pool_is_drawn_at_its_side(deployment: Any) -> None:
-    async with deployment("round_robin") as it:
+async def test_the_prefill_pool_is_drawn_at_its_side() -> None:
+    async with prefill_world("round_robin") as it:
         graph = it.router >> identity() >> it.decode
         text = graph.draw()
         assert "prefill" in text
@@ -348,19 +342,19 @@ async def test_the_prefill_pool_is_drawn_at_its_side(deployment: Any) -> None:
         assert text.splitlines()[0].startswith("PrefillRouter(PushPrefill")
 
 
-async def test_a_plain_pool_may_have_other_stages_above_its_router(made: Any) -> None:
-    engines = {i: ScriptedEngine([made.prefilled()]) for i in (1, 2)}
+async def test_a_plain_pool_may_have_other_stages_above_its_router() -> None:
+    engines = {i: ScriptedEngine([prefilled()]) for i in (1, 2)}
     workers: Any = static_workers(engines)
     push, probe = PushRouter(workers), Probe()
     side = PushPrefill(push, probe >> push)
     async with AnyIOScheduler() as scheduler, PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
         for _ in range(2):
-            await (await (router >> ScriptedEngine(made.tokens(1))).generate(Context(made.prompt()))).collect()
+            await (await (router >> ScriptedEngine(tokens(1))).generate(Context(prompt()))).collect()
     assert (probe.requests, [len(engine.requests) for engine in engines.values()]) == (2, [1, 1])
 
 
-async def test_a_copy_under_another_name_shares_its_state(deployment: Any) -> None:
-    async with deployment() as it:
+async def test_a_copy_under_another_name_shares_its_state() -> None:
+    async with prefill_world() as it:
         other = it.router.named("second")
         it.router.deactivate()
         assert not other.activation.is_usable

@@ -15,6 +15,8 @@ from pipeline.network import static_workers
 from pipeline.protocols.timing import WorkerIdInfo
 from pipeline.testing import Wait
 
+from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
+
 pytestmark = pytest.mark.anyio
 
 
@@ -27,14 +29,14 @@ def below_a_kv_router(decode: Any) -> Any:
 
 @pytest.mark.parametrize("late_s", [0, 30])
 @pytest.mark.parametrize("meets", [False, True])
-async def test_the_times_are_those_of_both_halves(deployment: Any, made: Any, meets: bool, late_s: float) -> None:
+async def test_the_times_are_those_of_both_halves(meets: bool, late_s: float) -> None:
     """The prefill worker may say more, also behind decode's end where that does not wait for it."""
-    prefill = [Wait(2), made.prefilled(), Wait(late_s), *made.tokens(5)]
-    decode = [Wait(5), *made.tokens(1), Wait(1), *made.tokens(6)]
-    configs = made.everywhere() if meets else {}
+    prefill = [Wait(2), prefilled(), Wait(late_s), *tokens(5)]
+    decode = [Wait(5), *tokens(1), Wait(1), *tokens(6)]
+    configs = everywhere() if meets else {}
     tracker = track_request(lambda: 0)
-    async with deployment(script=prefill, decode=decode, configs=configs, below=below_a_kv_router) as it:
-        await it.ask(made.prompt(tracker=tracker))
+    async with prefill_world(script=prefill, decode=decode, configs=configs, below=below_a_kv_router) as it:
+        await it.collect(prompt(tracker=tracker))
         began_s = 0 if meets else 2 + late_s  # when decode was asked
         await anyio.sleep(40)
         it.assert_idle()
@@ -45,8 +47,8 @@ async def test_the_times_are_those_of_both_halves(deployment: Any, made: Any, me
     assert (info.prefill_worker_id in (1, 2, 3), info.decode_worker_id) == (True, 9)
 
 
-async def test_without_prefill_workers_nothing_is_transferred(deployment: Any, made: Any) -> None:
+async def test_without_prefill_workers_nothing_is_transferred() -> None:
     tracker = track_request(lambda: 0)
-    async with deployment(present=(), below=below_a_kv_router) as it:
-        await it.ask(made.prompt(tracker=tracker))
+    async with prefill_world(present=(), below=below_a_kv_router) as it:
+        await it.collect(prompt(tracker=tracker))
     assert (tracker.osl_tokens, tracker.kv_transfer_estimated_latency_s) == (3, None)

@@ -1,15 +1,13 @@
-"""A deployment of scripted prefill and decode workers with a PrefillRouter in front."""
+"""PrefillWorld: scripted prefill workers and a scripted decode worker, with a PrefillRouter in front."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
-import pytest
 from attrs import define
 
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PrefillSettings, PushPrefill, PushRouter
@@ -24,28 +22,29 @@ from pipeline.testing import ScriptedEngine
 PARAMS = {"handle": "h", "worker_id": {"prefill_worker_id": 2, "prefill_dp_rank": 0}}
 
 
-def tokens(*counts: int) -> list[Annotated[LLMEngineOutput]]:
+def tokens(*counts: int) -> list[Annotated[Any]]:
+    """One item for each count, with so many tokens."""
     return [Annotated(LLMEngineOutput(list(range(count)))) for count in counts]
 
 
-def prefilled(params: Any = PARAMS, **fields: Any) -> Annotated[LLMEngineOutput]:
-    """What a prefill worker answers."""
+def prefilled(params: Any = PARAMS, **fields: Any) -> Annotated[Any]:
+    """The item of a prefill worker's answer."""
     return Annotated(LLMEngineOutput([1], disaggregated_params=params, **fields))
 
 
 def meeting_at(port: int | None = 9000, **fields: Any) -> ModelRuntimeConfig:
-    """A worker that waits for decode at h, if it has a port."""
+    """The settings of a worker that waits for decode at host h, if a port is given."""
     endpoint = DisaggregatedEndpoint("h", port)
     return ModelRuntimeConfig(disaggregated_endpoint=endpoint, **fields)
 
 
 def everywhere() -> dict[int, ModelRuntimeConfig]:
-    """All prefill workers wait for decode somewhere."""
+    """Settings with which workers 1, 2 and 3 all wait for decode somewhere."""
     return {worker_id: meeting_at() for worker_id in (1, 2, 3)}
 
 
 class Waited(ScriptedEngine):
-    """Notes when it was asked, and how many of the others' items there were by then."""
+    """Records, for each request it gets, how many items the others had given by then."""
 
     def __init__(self, script: Any, others: Mapping[int, ScriptedEngine]) -> None:
         super().__init__(script)
@@ -58,29 +57,42 @@ class Waited(ScriptedEngine):
 
 
 @define
-class Deployment:
-    """Workers 1, 2 and 3 prefill, and `decode` goes on."""
+class PrefillWorld:
+    """Prefill workers, by default 1, 2 and 3, a decode worker, and the graph in front of both."""
 
     engines: dict[int, ScriptedEngine]
+    """The prefill workers."""
     decode: Waited
+    """The decode worker."""
     router: PrefillRouter
     pool: Any
+    """A KvPrefill or a PushPrefill."""
     ids: BehaviorSubject[tuple[int, ...]]
-    told: BehaviorSubject[Mapping[int, ModelRuntimeConfig]]
+    """The prefill workers the router knows; a test changes them by `on_next`."""
+    configs: BehaviorSubject[Mapping[int, ModelRuntimeConfig]]
+    """Their settings, changed the same way."""
     graph: Segment[Any, Any]
+    """The router above the decode worker."""
 
     @property
-    def prefills(self) -> list[Context[PreprocessedRequest]]:
-        """The requests prefill workers were sent, worker by worker."""
+    def prefills(self) -> list[Context[Any]]:
+        """The requests that prefill workers got, worker by worker."""
         return [request for engine in self.engines.values() for request in engine.requests]
 
     @property
-    def decodes(self) -> list[Context[PreprocessedRequest]]:
+    def decodes(self) -> list[Context[Any]]:
+        """The requests that the decode worker got."""
         return self.decode.requests
 
-    async def ask(self, request: PreprocessedRequest | None = None, **context: Any) -> list[Any]:
-        asked = Context(prompt() if request is None else request, **context)
-        return await (await self.graph.generate(asked)).collect()
+    async def collect(self, request: PreprocessedRequest | None = None, **context: Any) -> list[Any]:
+        """Send a request, by default `prompt()`, and return the items of its stream."""
+        sent = Context(prompt() if request is None else request, **context)
+        return await (await self.graph.generate(sent)).collect()
+
+    def put_in_front(self, slow: type[SlowToAnswer]) -> None:
+        """Have the pool answer, or send, only after three seconds."""
+        slowed: Any = slow(self.pool)
+        self.router._side.pool = slowed
 
     def assert_idle(self) -> None:
         """No stream, task or phase is held."""
@@ -89,12 +101,13 @@ class Deployment:
 
 
 def prompt(**fields: Any) -> PreprocessedRequest:
+    """A request of eight tokens that may have five more, with these fields changed."""
     plain = {"token_ids": list(range(8)), "stop_conditions": StopConditions(max_tokens=5)}
     return PreprocessedRequest(**{**plain, **fields})
 
 
 @asynccontextmanager
-async def open_deployment(
+async def prefill_world(
     mode: Any = "kv",
     script: Any = None,
     *,
@@ -105,8 +118,18 @@ async def open_deployment(
     conditional: Any = None,
     below: Any = None,
     **settings: Any,
-) -> AsyncIterator[Deployment]:
-    """`mode` kv or one of PushRouter's; `present` are the prefill workers known at the start, by default all."""
+) -> AsyncIterator[PrefillWorld]:
+    """Open a world for the block.
+
+    mode: `kv`, or one of PushRouter's
+    script: what each prefill worker does with a request; by default one item that hands over
+    decode: what the decode worker does; by default three items of one token
+    configs: the settings of the prefill workers; by default none has any
+    workers: the prefill workers
+    present: those the router knows at the start, by default all
+    below: makes the graph below the router from the decode worker
+    settings: fields of PrefillSettings
+    """
     engines = {i: ScriptedEngine([prefilled()] if script is None else script) for i in workers}
     pool: Any = static_workers(engines, name="prefill")
     if mode == "kv":
@@ -118,21 +141,27 @@ async def open_deployment(
     else:
         side = PushPrefill(PushRouter(pool, mode, Random(1)))
     ids = BehaviorSubject(tuple(workers if present is None else present))
-    told: Any = BehaviorSubject(dict(configs or {}))
+    settings_of: Any = BehaviorSubject(dict(configs or {}))
     async with AnyIOScheduler() as scheduler:
         router = PrefillRouter(
             side,
             ids,
             scheduler=scheduler,
-            configs=told,
+            configs=settings_of,
             settings=PrefillSettings(**settings),
             conditional=conditional,
             rng=Random(2),
         )
         goes_on = Waited(tokens(1, 1, 1) if decode is None else decode, engines)
         async with router:
-            yield Deployment(
-                engines, goes_on, router, side, ids, told, router >> (goes_on if below is None else below(goes_on))
+            yield PrefillWorld(
+                engines,
+                goes_on,
+                router,
+                side,
+                ids,
+                settings_of,
+                router >> (goes_on if below is None else below(goes_on)),
             )
 
 
@@ -157,28 +186,3 @@ class SlowToSend(SlowToAnswer):
     async def send(self, request: Any, reservation: Any) -> Any:
         await anyio.sleep(3)
         return await self._pool.send(request, reservation)
-
-
-@pytest.fixture
-def slow() -> Any:
-    """A pool whose workers take their time to take a request: `slow(pool)`."""
-    return SlowToAnswer
-
-
-@pytest.fixture
-def in_line() -> Any:
-    """A pool in whose router requests wait before they are sent: `in_line(pool)`."""
-    return SlowToSend
-
-
-@pytest.fixture
-def deployment() -> Any:
-    """Opens one: `async with deployment(mode, prefill_script, ...) as it`."""
-    return open_deployment
-
-
-@pytest.fixture
-def made() -> Any:
-    """What the tests are made of: `made.prompt(...)`, `made.prefilled(...)`, `made.tokens(...)`."""
-    parts: list[Any] = [prompt, prefilled, tokens, meeting_at, everywhere]
-    return SimpleNamespace(**{part.__name__: part for part in parts})
