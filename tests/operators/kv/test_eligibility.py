@@ -28,7 +28,6 @@ def worker_ids(pool: WorkerPool, rules: RoutingRules = PLAIN) -> list[int]:
 
 
 def test_every_rank_of_every_worker_is_a_candidate_in_order() -> None:
-    """KV-114"""
     pool = WorkerPool({9: config(), 7: config(start=2, size=3)})
     assert pool.candidates(PLAIN).ranks == ((7, 2), (7, 3), (7, 4), (9, 0))
 
@@ -40,8 +39,7 @@ def test_requests_without_rules_share_their_candidates() -> None:
     assert liked.ranks is pool.candidates(PLAIN).ranks
 
 
-def test_a_rank_outside_its_worker_is_unavailable_and_the_range_is_told() -> None:
-    """KV-114"""
+def test_a_rank_outside_its_worker_is_unavailable_and_the_error_names_the_range() -> None:
     pool = WorkerPool({7: config(start=2, size=3)})
     refusal = pool.check(PLAIN, WorkerRank(7, 5))
     assert refusal is not None
@@ -51,7 +49,6 @@ def test_a_rank_outside_its_worker_is_unavailable_and_the_range_is_told() -> Non
 
 
 def test_required_taints_must_all_be_there() -> None:
-    """KV-113"""
     only_a = WorkerPool({1: config("mdc-a")})
     with pytest.raises(Unavailable):
         only_a.candidates(requiring("mdc-b"))
@@ -61,7 +58,6 @@ def test_required_taints_must_all_be_there() -> None:
 
 
 def test_overloaded_workers_are_left_out_until_none_is_left() -> None:
-    """KV-116"""
     configs = {1: config(), 2: config()}
     assert worker_ids(WorkerPool(configs, overloaded={1})) == [2]
     with pytest.raises(ResourceExhausted):
@@ -69,7 +65,6 @@ def test_overloaded_workers_are_left_out_until_none_is_left() -> None:
 
 
 def test_allowed_workers_and_overload_and_taints_all_hold() -> None:
-    """KV-117"""
     pool = WorkerPool({n: config("t") for n in (1, 2, 3)}, overloaded={2})
     assert worker_ids(pool, requiring("t", allowed={1, 2})) == [1]
     with pytest.raises(ResourceExhausted):

@@ -96,7 +96,6 @@ def named(**hints: Any) -> PreprocessedRequest:
 
 
 async def test_the_worker_that_was_given_the_prompt_before_gets_it_again() -> None:
-    """KV-068"""
     graph = Graph()
     for _ in range(4):
         await graph.ask(prompt(64))
@@ -105,7 +104,6 @@ async def test_the_worker_that_was_given_the_prompt_before_gets_it_again() -> No
 
 @pytest.mark.parametrize("text", ["query_instance_id:", "query_instance_id:decode"])
 async def test_a_query_books_sends_and_records_nothing(text: str) -> None:
-    """KV-160, KV-074"""
     graph = Graph()
     (item,) = await graph.ask(prompt(annotations=[text], tracker=tracker()))
     said = item.data.disaggregated_params
@@ -117,15 +115,13 @@ async def test_a_query_books_sends_and_records_nothing(text: str) -> None:
     assert graph.router.lookup.find(blocks, 0.0).device == {}
 
 
-async def test_the_bare_word_is_no_query() -> None:
-    """KV-160"""
+async def test_the_annotation_without_a_colon_is_not_a_query() -> None:
     graph = Graph()
     await graph.ask(prompt(annotations=["query_instance_id"]))
     assert len(graph.asked) == 1
 
 
 async def test_a_query_without_a_tracker_names_no_worker() -> None:
-    """KV-162"""
     (item,) = await Graph().ask(prompt(annotations=["query_instance_id:"]))
     assert item.data.disaggregated_params == {"worker_id": None, "token_ids": list(range(8))}
     assert item.data.routing_data == RoutingData(token_ids=list(range(8)))
@@ -147,17 +143,15 @@ async def test_a_query_about_a_named_worker_answers_with_that_one() -> None:
         (RequestPhase.AGGREGATED, {"decode_worker_id": 3, "backend_instance_id": 2}, 2),
     ],
 )
-async def test_the_phase_says_which_named_worker_counts(
+async def test_the_phase_decides_which_named_worker_counts(
     phase: RequestPhase, hints: dict[str, int], expected: int
 ) -> None:
-    """KV-163"""
     graph = Graph()
     await graph.ask(evolve(named(**hints), tracker=tracker(phase)))
     assert list(graph.asked) == [expected]
 
 
 async def test_the_selected_rank_is_in_the_request_that_is_sent() -> None:
-    """KV-165"""
     graph, request = Graph(), Context(prompt(routing=RoutingHints(priority=5)))
     await (await graph.engine.generate(request)).collect()
     ((sent,),) = graph.asked.values()
@@ -166,7 +160,7 @@ async def test_the_selected_rank_is_in_the_request_that_is_sent() -> None:
     assert request.payload.routing == RoutingHints(priority=5)
 
 
-async def test_a_prefill_says_its_rank_under_both_names() -> None:
+async def test_a_prefill_carries_its_rank_under_both_names() -> None:
     graph = Graph()
     await graph.ask(prompt(tracker=tracker(RequestPhase.PREFILL)))
     ((sent,),) = graph.asked.values()
@@ -208,7 +202,6 @@ async def test_a_request_is_booked_until_its_stream_ends(count: int) -> None:
 
 
 async def test_a_failed_push_leaves_no_booking() -> None:
-    """KV-166"""
     graph = Graph()
     for engine in graph.engines.values():
         engine._fails = CannotConnect("not now")
@@ -218,7 +211,6 @@ async def test_a_failed_push_leaves_no_booking() -> None:
 
 
 async def test_the_prompt_counts_as_computed_at_the_first_token() -> None:
-    """KV-168"""
     graph = Graph(tokens(0, 1, 1), worker_ids=[1])
     ranks = graph.router.loads.sequences.ranks()
     seen = []
@@ -242,7 +234,7 @@ async def test_what_is_cached_is_no_prompt_work(first: int, second: int, left: i
 
 @pytest.mark.parametrize(("tracks", "expected"), [(True, [1, 4, 4]), (False, [1, 1, 1])])
 async def test_all_blocks_an_item_fills_are_added(tracks: bool, expected: list[int]) -> None:
-    """KV-169, KV-171: one item may fill several"""
+    """One item may fill several."""
     graph = Graph(tokens(0, 9, 1), worker_ids=[1], router_track_output_blocks=tracks)
     ranks = graph.router.loads.sequences.ranks()
     seen = []
@@ -273,7 +265,6 @@ async def test_blocks_weigh_less_the_nearer_the_expected_end() -> None:
     ids=["error item", "finish error", "finish cancelled"],
 )
 async def test_a_failure_is_shown_when_the_request_is_off_the_account(item: Annotated[LLMEngineOutput]) -> None:
-    """KV-175"""
     graph = Graph([*tokens(1), item], worker_ids=[1])
     async with await graph.engine.generate(Context(prompt(), id="r")) as stream:
         await stream.__anext__()
@@ -304,7 +295,7 @@ async def test_a_raise_reaches_the_reader_when_the_request_is_off_the_account() 
 async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
     step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """KV-168: each step is tried once, whether or not it fails."""
+    """Each step is tried once, whether or not it fails."""
     graph, tried = Graph(tokens(0, 1, 1), router_track_output_blocks=True), []
 
     def fails(*_: Any) -> None:
@@ -316,8 +307,7 @@ async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
     assert (tried, "broken account" in caplog.text) == ([step], True)
 
 
-async def test_a_rank_that_is_not_the_first_is_said_too() -> None:
-    """KV-165"""
+async def test_a_rank_other_than_the_first_is_sent_too() -> None:
     engine = ScriptedEngine(tokens(1))
     workers: Workers[Any, Any] = static_workers({1: engine})
     configs = BehaviorSubject({1: ModelRuntimeConfig(data_parallel_start_rank=3)})
@@ -339,7 +329,7 @@ async def test_an_id_that_is_booked_is_an_error_and_keeps_its_booking() -> None:
 
 
 async def test_a_stop_frees_the_request_when_its_stream_has_ended() -> None:
-    """KV-172, except that what the worker had made is delivered"""
+    """The tokens that the worker had made are delivered."""
     graph, request = Graph([*tokens(1), Stall()]), Context(prompt())
     async with await graph.engine.generate(request) as stream:
         await stream.__anext__()
@@ -351,7 +341,7 @@ async def test_a_stop_frees_the_request_when_its_stream_has_ended() -> None:
 # -- what is told
 
 
-async def test_the_tracker_hears_of_the_choice() -> None:
+async def test_the_tracker_records_the_choice() -> None:
     graph, times = Graph(), tracker()
     await graph.ask(prompt(8))
     await graph.ask(prompt(16, tracker=times))
@@ -374,7 +364,7 @@ async def test_a_choice_is_logged_in_the_shape_that_tools_read(caplog: pytest.Lo
     ]
 
 
-async def test_the_reasons_come_first_if_asked_for() -> None:
+async def test_the_reasons_come_first_if_requested() -> None:
     graph = Graph()
     event, answer = await graph.ask(prompt(annotations=[ROUTER_DECISION]))
     assert (event.event, answer.data.token_ids) == (ROUTER_DECISION, [0])
@@ -385,7 +375,7 @@ async def test_the_reasons_come_first_if_asked_for() -> None:
     assert {one["cost"] for one in reasons["candidates"]} == {reasons["cost"]} == {4.0}
 
 
-async def test_reasons_no_number_can_say_are_left_out_and_the_request_goes_its_way() -> None:
+async def test_reasons_that_are_not_finite_are_omitted_and_the_request_goes_on() -> None:
     graph = Graph(prefill_load_scale=1.7e308)
     event, answer = await graph.ask(prompt(annotations=[ROUTER_DECISION]))
     reasons = json.loads(event.comment[0])
@@ -394,7 +384,7 @@ async def test_reasons_no_number_can_say_are_left_out_and_the_request_goes_its_w
     assert (answer.data.token_ids, graph.booked) == ([0], 0)
 
 
-async def test_reasons_that_cannot_be_told_leave_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reasons_that_cannot_be_written_leave_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = Graph()
 
     def broken(_: Decision) -> Any:
@@ -407,7 +397,7 @@ async def test_reasons_that_cannot_be_told_leave_no_booking(monkeypatch: pytest.
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # dropped on purpose
-async def test_of_a_dropped_stream_the_tracker_hears_what_had_come() -> None:
+async def test_of_a_dropped_stream_the_tracker_records_what_had_come() -> None:
     graph, times = Graph(tokens(1, 1, 1)), tracker()
     stream = await graph.engine.generate(Context(prompt(tracker=times)))
     for _ in range(2):
@@ -441,8 +431,7 @@ async def test_the_operator_contract_in_sessions() -> None:
 
 
 @pytest.mark.parametrize("hints", [{"decode_worker_id": 2, "backend_instance_id": 1}, {"backend_instance_id": 2}])
-async def test_direct_goes_where_the_request_says_untouched(hints: dict[str, int]) -> None:
-    """KV-180"""
+async def test_direct_sends_to_the_named_worker_unchanged(hints: dict[str, int]) -> None:
     graph, request = Graph(), named(**hints)
     await (await (DirectRouter() >> PushRouter(graph.workers)).generate(Context(request))).collect()
     ((worker_id, (sent,)),) = graph.asked.items()
@@ -451,8 +440,7 @@ async def test_direct_goes_where_the_request_says_untouched(hints: dict[str, int
 
 
 @pytest.mark.parametrize("request_", [prompt(), named(prefill_worker_id=1)])
-async def test_direct_needs_a_worker(request_: PreprocessedRequest) -> None:
-    """KV-180"""
+async def test_direct_routing_needs_a_named_worker(request_: PreprocessedRequest) -> None:
     graph = Graph()
     with pytest.raises(
         InvalidArgument, match=r"^Worker ID required \(--direct-route\).*decode_worker_id.*backend_inst"

@@ -77,7 +77,6 @@ async def test_requests_of_a_session_go_where_its_first_went() -> None:
 
 
 async def test_without_a_time_to_live_the_header_means_nothing() -> None:
-    """KV-156"""
     graph = Graph(ttl_s=None)
     async with anyio.create_task_group() as tasks:
         for _ in range(12):
@@ -97,7 +96,6 @@ async def test_an_idle_session_is_forgotten_and_a_running_one_is_not() -> None:
 
 
 async def test_a_worker_that_fails_the_session_is_replaced_once() -> None:
-    """KV-158"""
     graph = Graph()
     await graph.ask()
     before = graph.bound
@@ -123,7 +121,6 @@ async def test_a_request_that_names_the_failed_worker_is_not_sent_elsewhere() ->
 
 
 async def test_a_cancelled_request_leaves_the_session_bound() -> None:
-    """KV-158"""
     graph = Graph()
     await graph.ask()
     before = graph.bound
@@ -134,7 +131,6 @@ async def test_a_cancelled_request_leaves_the_session_bound() -> None:
 
 
 async def test_a_request_may_not_name_another_worker_than_its_session() -> None:
-    """KV-159"""
     graph = Graph()
     await graph.ask(backend_instance_id=2)
     with pytest.raises(InvalidArgument, match="bound to worker 2"):
@@ -146,7 +142,6 @@ async def test_a_request_may_not_name_another_worker_than_its_session() -> None:
 
 
 async def test_a_query_reads_the_session_and_reserves_nothing() -> None:
-    """KV-159"""
     graph = Graph()
 
     async def query() -> Any:
@@ -164,7 +159,7 @@ async def test_a_query_reads_the_session_and_reserves_nothing() -> None:
 
 
 async def test_a_request_that_may_not_go_to_its_sessions_worker_goes_elsewhere_and_binds_anew() -> None:
-    """KV-158: it named no worker itself."""
+    """It named no worker itself."""
     graph = Graph()
     await graph.ask(backend_instance_id=2)
     await graph.ask(allowed_worker_ids={3})
@@ -172,7 +167,6 @@ async def test_a_request_that_may_not_go_to_its_sessions_worker_goes_elsewhere_a
 
 
 async def test_a_query_of_a_session_whose_worker_cannot_take_it_is_answered_without_it() -> None:
-    """KV-159"""
     graph = Graph()
     await graph.ask(backend_instance_id=2)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))

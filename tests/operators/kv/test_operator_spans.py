@@ -93,7 +93,6 @@ ZERO = {"requests_total": [0], "requests_started_total": [0], "non_max_overlap_s
 
 
 async def test_the_counters_are_there_before_any_traffic() -> None:
-    """KV-181"""
     measured = Measured()
     assert measured.seen == ZERO
     refused = measured.points("dynamo_frontend_router_queue_backpressure_total")
@@ -111,7 +110,7 @@ async def test_the_counters_are_there_before_any_traffic() -> None:
 
 
 async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
-    """KV-168, KV-178; the mean time between tokens at each block that is filled, tracked or not"""
+    """The mean time between tokens is recorded at each block that is filled, tracked or not."""
     measured = Measured()
     await measured.ask()
     await measured.ask(8, tracker=tracker())
@@ -129,7 +128,6 @@ async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
 
 
 async def test_without_a_tracker_only_tokens_are_measured() -> None:
-    """KV-178"""
     measured = Measured()
     await measured.ask()
     assert measured.seen == {
@@ -142,7 +140,6 @@ async def test_without_a_tracker_only_tokens_are_measured() -> None:
 
 
 async def test_an_answer_without_tokens_counts() -> None:
-    """KV-174"""
     measured = Measured([])
     await measured.ask()
     assert (measured.seen["requests_total"], measured.seen["output_sequence_tokens"]) == ([1], [1, 0])
@@ -238,7 +235,6 @@ async def test_a_choice_against_the_longest_prefix_is_counted_with_what_it_lost(
 
 
 async def test_what_the_best_worker_had_is_measured_beside_what_the_chosen_one_had() -> None:
-    """Issue 12, point 17."""
     measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], worker_ids=(1, 2), overlap_score_credit=0.1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(measured.ask, 12)

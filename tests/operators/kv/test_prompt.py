@@ -56,13 +56,11 @@ def test_hashes_are_those_of_the_original(item: dict[str, Any]) -> None:
     ],
 )
 def test_adapter_tenant_media_and_look_ahead_enter_the_hash(blocks: PromptBlocks, local: list[int]) -> None:
-    """KV-001, KV-005, KV-009, KV-012"""
     assert blocks.local_hashes.tolist() == local
 
 
 @pytest.mark.parametrize("size", [11, 32, 64])
 def test_only_whole_blocks_are_hashed(size: int) -> None:
-    """KV-004"""
     assert len(block_hashes(range(size + 1), size)) == 1
     assert block_hashes(range(size - 1), size) == []
 
@@ -86,7 +84,6 @@ def test_tokens_may_come_in_any_sequence(tokens: Sequence[int]) -> None:
 
 
 def test_adapter_and_tenant_of_one_name_are_different() -> None:
-    """KV-005, KV-007"""
     prompt = PromptBlocks([0, 1, 2, 3], 4)
     different = [
         prompt,
@@ -98,7 +95,6 @@ def test_adapter_and_tenant_of_one_name_are_different() -> None:
 
 
 def test_where_media_stand_in_a_block_does_not_matter() -> None:
-    """KV-009"""
     placed = BlockExtraInfo([MmObject(42, [(1, 3)])])
     assert PromptBlocks([1, 2, 3, 4], 4, media=[placed]).local_hashes.tolist() == [14000361058806882387]
 
@@ -113,7 +109,6 @@ def test_a_block_without_media_is_plain_text() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 5))
 def test_a_block_that_looks_ahead_is_a_longer_block_on_its_own(tokens: list[int], size: int) -> None:
-    """KV-011"""
     ahead = block_hashes(tokens, size, is_eagle=True)
     assert len(ahead) == max(0, len(tokens) - 1) // size
     windows = [tokens[i * size : (i + 1) * size + 1] for i in range(len(ahead))]
@@ -121,7 +116,6 @@ def test_a_block_that_looks_ahead_is_a_longer_block_on_its_own(tokens: list[int]
 
 
 def test_another_option_is_another_prompt_and_hashed_anew() -> None:
-    """KV-014"""
     prompt = PromptBlocks(range(6), 2)
     assert prompt.local_hashes is prompt.local_hashes
     changed = [
@@ -136,7 +130,6 @@ def test_another_option_is_another_prompt_and_hashed_anew() -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=6))
 def test_rolling_the_chain_block_by_block_equals_chaining_it_whole(local: list[int]) -> None:
-    """KV-015"""
     rolled = accumulate(local, lambda parent, block: sequence_hashes([block], parent)[0])
     assert list(rolled) == sequence_hashes(local)
 
@@ -160,7 +153,7 @@ def test_half_a_surrogate_pair_is_a_name_too() -> None:
     assert hash_seed("\ud800") != hash_seed("\ud801")
 
 
-def test_media_of_a_prompt_are_told_to_the_blocks_they_cover() -> None:
+def test_media_of_a_prompt_belong_to_the_blocks_they_cover() -> None:
     """A range is cut at the blocks' borders and counted from their starts; ranges of one medium stay together."""
     objects = [MmObject(7, [(2, 9), (10, 11)]), MmObject(5, [(9, 10)])]
     assert media_of_blocks(objects, 4, 13) == [
@@ -176,7 +169,7 @@ def test_media_of_a_prompt_are_told_to_the_blocks_they_cover() -> None:
     st.integers(1, 6),
     st.integers(0, 30),
 )
-def test_each_covered_token_is_told_once_in_its_block(
+def test_each_covered_token_is_listed_once_in_its_block(
     ranges: list[tuple[int, int, int]], size: int, total: int
 ) -> None:
     objects = [MmObject(mm_hash, [(start, end)]) for mm_hash, start, end in ranges]

@@ -80,8 +80,7 @@ async def test_events_decide_once_the_feed_runs() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_what_was_routed_counts_until_events_can_tell() -> None:
-    """KV-075"""
+async def test_routed_prompts_count_until_events_arrive() -> None:
     config = {"use_kv_events": True, "router_predicted_ttl_secs": 5.0}
     router, events = router_of(1, config=config), Subject[RouterEvent]()
     router.follow(events)
@@ -98,7 +97,6 @@ async def test_what_was_routed_counts_until_events_can_tell() -> None:
 
 
 async def test_a_routed_prompt_is_remembered_for_its_time_only() -> None:
-    """KV-068, KV-069, KV-074"""
     router = router_of(7, config={"router_ttl_secs": 1.0})
     (await placed(router, prompt(4, worker_id=7))).release()
     assert router.advise(prompt(4)).overlap_blocks == 1
@@ -115,7 +113,6 @@ async def test_without_credit_nothing_is_looked_up() -> None:
 async def test_a_record_that_fails_does_not_stop_the_routing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """KV-177"""
     router = router_of(1)
 
     def fails(*_: Any) -> None:
@@ -148,7 +145,6 @@ async def test_the_load_of_bookings_sends_others_elsewhere() -> None:
 
 
 async def test_allowed_workers_and_taints_narrow_the_choice() -> None:
-    """KV-113, KV-117"""
     configs = BehaviorSubject({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
     router = router_of(1, 2, configs=configs)
     assert router.advise(prompt(constraints=RoutingConstraints({"b"}))).rank == WorkerRank(2)
@@ -158,7 +154,6 @@ async def test_allowed_workers_and_taints_narrow_the_choice() -> None:
 
 
 async def test_a_named_worker_with_several_ranks_needs_the_rank_too() -> None:
-    """KV-114"""
     configs = BehaviorSubject({7: ModelRuntimeConfig(data_parallel_start_rank=2, data_parallel_size=3)})
     router = router_of(7, configs=configs)
     assert router.advise(prompt(worker_id=7, dp_rank=4)).rank == WorkerRank(7, 4)
@@ -170,7 +165,6 @@ async def test_a_named_worker_with_several_ranks_needs_the_rank_too() -> None:
 
 
 async def test_overloaded_and_excluded_workers_are_passed_over() -> None:
-    """KV-116"""
     overloaded, routable = {2}, [1, 2, 3]
     router = router_of(1, 2, 3, overloaded=lambda: overloaded, routable=lambda: routable)
     assert {rank.worker_id for rank in router.advise(prompt()).ranks} == {1, 3}
@@ -187,7 +181,6 @@ async def test_overloaded_and_excluded_workers_are_passed_over() -> None:
 
 
 async def test_a_prompt_that_is_not_tracked_is_a_request_without_prompt_work() -> None:
-    """KV-094"""
     router = router_of(1)
     await placed(router, prompt(override=RouterConfigOverride(track_prefill_tokens=False)))
     loads = router.loads.sequences.project((), [WorkerRank(1)], 0.0)
@@ -224,7 +217,6 @@ async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
 
 
 async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:
-    """KV-083"""
     router = router_of(1)
     with pytest.raises(InvalidArgument):
         await placed(router, prompt(0))
@@ -267,7 +259,6 @@ class ChangingPool:
 
 
 async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along() -> None:
-    """KV-095, KV-071"""
     workers: Any = ChangingPool(7, 8)
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK)
     lost = await placed(router, prompt(worker_id=7), "a")
@@ -279,7 +270,7 @@ async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along()
     assert router.overlap_blocks(prompt().blocks, WorkerRank(8)) == 2
 
 
-async def test_a_closed_router_hears_of_no_worker_any_more() -> None:
+async def test_a_closed_router_no_longer_follows_its_workers() -> None:
     workers: Any = ChangingPool(1)
     with kv_router(workers, block_size_tokens=BLOCK):
         assert workers.said.observers
@@ -287,7 +278,6 @@ async def test_a_closed_router_hears_of_no_worker_any_more() -> None:
 
 
 async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Issue 12, point 10."""
     router, events = router_of(1, 2, config={"use_kv_events": True}), Subject[RouterEvent]()
     with router, router.follow(events):
         events.on_next(stored(2, 8))
@@ -323,7 +313,6 @@ async def test_a_router_that_runs_or_follows_nothing_does_not_warn(caplog: pytes
 
 @pytest.mark.parametrize("config", [{"use_kv_events": False}, {"use_kv_events": True, "overlap_score_credit": 0.0}])
 async def test_without_an_index_of_events_none_are_subscribed(config: dict[str, Any]) -> None:
-    """Issue 12, point 15."""
     router, events = router_of(1, config=config), Subject[RouterEvent]()
     with router.follow(events):
         assert not events.observers

@@ -80,7 +80,7 @@ async def test_required_taints_hold_beside_the_adapter() -> None:
         router.advise(prompt(constraints=RoutingConstraints({"c"})))
 
 
-async def test_a_request_that_waits_for_its_adapter_holds_up_nobody_else() -> None:
+async def test_a_request_that_waits_for_its_adapter_holds_up_no_other() -> None:
     router = router_of({"french": {2}}, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
     placed: dict[str, int] = {}
 
@@ -96,7 +96,7 @@ async def test_a_request_that_waits_for_its_adapter_holds_up_nobody_else() -> No
         tasks.cancel_scope.cancel()
 
 
-async def test_adapters_that_are_told_move_the_queue() -> None:
+async def test_a_change_of_adapters_moves_the_queue() -> None:
     adapters: BehaviorSubject[Adapters] = BehaviorSubject({"french": {2}})
     router = router_of(adapters, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
     first = await router.reserve(prompt(), request_id="a")

@@ -46,7 +46,7 @@ def test_what_is_missing_or_not_offered_is_refused_by_name(config: dict[str, Any
         ({"durable_kv_events": True}, "durable_kv_events"),
     ],
 )
-def test_what_no_configuration_may_say_does_not_reach_a_router(config: dict[str, Any], field: str) -> None:
+def test_what_no_configuration_may_hold_does_not_reach_a_router(config: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         router(config=config)
     assert refused.value.field == field

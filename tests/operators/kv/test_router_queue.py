@@ -104,8 +104,7 @@ async def test_each_that_goes_sees_the_one_before() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_a_request_for_a_busy_worker_holds_up_nobody_else() -> None:
-    """KV-141"""
+async def test_a_request_for_a_busy_worker_holds_up_no_other() -> None:
     router = router_of(1, 2, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
@@ -117,8 +116,7 @@ async def test_a_request_for_a_busy_worker_holds_up_nobody_else() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_a_request_nobody_may_take_is_refused_at_once() -> None:
-    """KV-132"""
+async def test_a_request_no_worker_may_take_is_refused_at_once() -> None:
     router = router_of(1, profile=ONE_AT_A_TIME)
     await placed(router, prompt())
     with pytest.raises(Unavailable):
@@ -127,7 +125,6 @@ async def test_a_request_nobody_may_take_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str) -> None:
-    """KV-134"""
     router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
     before = await placed(router, prompt(), "a")
     tasks, given_up = anyio.create_task_group(), anyio.create_task_group()
@@ -144,7 +141,6 @@ async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str)
 
 
 async def test_a_booking_whose_caller_has_gone_meanwhile_is_undone() -> None:
-    """KV-135"""
     router = router_of(1, profile=ONE_AT_A_TIME)
     before = await placed(router, prompt(), "a")
     tasks = anyio.create_task_group()
@@ -183,7 +179,7 @@ async def test_a_full_queue_refuses_and_books_nothing() -> None:
         tasks.cancel_scope.cancel()
 
 
-async def test_closing_tells_those_that_wait_and_those_that_come() -> None:
+async def test_closing_fails_requests_that_wait_and_that_come() -> None:
     router = router_of(1, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
@@ -198,7 +194,6 @@ async def test_closing_tells_those_that_wait_and_those_that_come() -> None:
 
 @pytest.mark.parametrize(("refresh_after_s", "expected"), [(1.0, 2), (None, 0)])
 async def test_after_a_long_wait_what_is_cached_is_looked_up_again(refresh_after_s: float, expected: int) -> None:
-    """KV-146"""
     router = router_of(1, profile=ONE_AT_A_TIME, refresh_after_s=refresh_after_s)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
@@ -212,7 +207,7 @@ async def test_after_a_long_wait_what_is_cached_is_looked_up_again(refresh_after
         assert waiters.placed["b"].decision.overlap_blocks == expected
 
 
-async def test_a_booking_nobody_releases_is_given_up_and_the_queue_goes_on() -> None:
+async def test_a_booking_that_is_not_released_expires_and_the_queue_goes_on() -> None:
     router = router_of(1, profile=ONE_AT_A_TIME, expiry_s=100.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
@@ -241,7 +236,6 @@ async def test_modelled_prompt_work_makes_room_by_time_alone() -> None:
 
 
 async def test_advice_books_nothing_even_while_others_wait() -> None:
-    """KV-147"""
     router = router_of(1, profile=ONE_AT_A_TIME)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
@@ -267,7 +261,7 @@ async def test_a_worker_that_comes_takes_what_waits() -> None:
         assert waiters.placed["b"].rank == WorkerRank(2)
 
 
-async def test_a_request_for_a_worker_that_leaves_is_told_so_and_waits_no_more() -> None:
+async def test_a_request_for_a_worker_that_leaves_fails_and_waits_no_more() -> None:
     configs = BehaviorSubject({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
     router = router_of(1, 2, profile=ONE_AT_A_TIME, configs=configs)
     async with anyio.create_task_group() as tasks:
@@ -289,7 +283,7 @@ async def test_a_request_that_was_stopped_before_does_not_wait() -> None:
     assert (len(router.queue), len(router.loads)) == (0, 1)
 
 
-async def test_a_callback_that_fails_fails_the_request_and_leaves_nobody_waiting() -> None:
+async def test_a_callback_that_fails_fails_the_request_and_leaves_none_waiting() -> None:
     def overloaded() -> set[int]:
         if len(router.queue):
             raise OSError("nobody knows")

@@ -39,7 +39,6 @@ def everyone(_: WorkerRank) -> bool:
 
 @pytest.mark.parametrize("ttl_s", [0, -1, 31_536_001, float("nan"), float("inf")])
 def test_the_time_is_between_a_second_and_a_year(ttl_s: float) -> None:
-    """KV-156"""
     with pytest.raises(InvalidArgument):
         SessionAffinity(ttl_s)
     assert [SessionAffinity(good).ttl_s for good in (1, 31_536_000)] == [1, 31_536_000]
@@ -69,7 +68,7 @@ def test_when_the_first_is_not_dispatched_the_next_is_first() -> None:
     assert bound(affinity).rank == B, "giving up after binding changes nothing"
 
 
-def test_a_binding_idles_only_while_nobody_holds_it() -> None:
+def test_a_binding_idles_only_without_a_lease() -> None:
     affinity = SessionAffinity(10)
     held = affinity.bind(first(affinity), A)
     other = bound(affinity, now_s=1.0)
@@ -94,7 +93,6 @@ def test_the_reaper_comes_every_half_minute_or_sooner(ttl_s: float, every_s: flo
 
 
 def test_a_failed_worker_loses_the_session_and_old_leases_do_no_harm() -> None:
-    """KV-158"""
     affinity = SessionAffinity(10)
     old = affinity.bind(first(affinity), A)
     assert affinity.invalidate(old)
@@ -108,13 +106,11 @@ def test_a_failed_worker_loses_the_session_and_old_leases_do_no_harm() -> None:
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("retried", [False, True])
 def test_a_failed_bound_request_goes_once_more_without_its_pin(cancelled: bool, explicit: bool, retried: bool) -> None:
-    """KV-158"""
     again = may_retry_unpinned(cancelled=cancelled, explicit=explicit, retried=retried)
     assert again == (True not in (cancelled, explicit, retried))
 
 
 def test_an_explicit_worker_must_be_that_of_the_session() -> None:
-    """KV-159"""
     check_explicit(B, 2)
     check_explicit(B, 2, 3)
     for worker_id, dp_rank in [(1, None), (2, 0)]:
@@ -123,7 +119,6 @@ def test_an_explicit_worker_must_be_that_of_the_session() -> None:
 
 
 def test_peeking_reserves_nothing() -> None:
-    """KV-159"""
     affinity = SessionAffinity(10)
     assert (affinity.peek("s", 0.0), len(affinity)) == (None, 0)
     claim = first(affinity)

@@ -74,7 +74,6 @@ def refused(**values: Any) -> str:
 
 
 def test_the_defaults_are_those_of_the_table() -> None:
-    """KV-148"""
     assert asdict(KvRouterConfig()) == DEFAULTS
 
 
@@ -96,12 +95,10 @@ def test_the_defaults_are_those_of_the_table() -> None:
     ],
 )
 def test_a_number_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
-    """KV-150"""
     assert refused(**wrong) == next(iter(wrong))
 
 
 def test_more_credit_than_one_is_allowed() -> None:
-    """KV-150"""
     assert KvRouterConfig(overlap_score_credit=1.5).overlap_score_credit == 1.5
 
 
@@ -133,7 +130,6 @@ def test_more_credit_than_one_is_allowed() -> None:
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any], field: str) -> None:
-    """KV-151"""
     assert refused(**wrong) == field
 
 
@@ -181,7 +177,7 @@ def test_booleans_are_written_in_four_ways_and_any_case(text: str, opposite: boo
     assert (config.router_replica_sync, config.use_kv_events) == (not opposite, not opposite)
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_at_once() -> None:
     wrong = {"typo": 1, "use_kv_events": "x", "router_event_threads": 0, "serve_indexer": True}
     with pytest.raises(InvalidArgument) as error:
         KvRouterConfig.from_plain({**wrong, "use_remote_indexer": True})
@@ -303,7 +299,6 @@ def test_of_two_older_weights_the_newer_name_wins() -> None:
     [("3600", 3600.0), ("9" * 5000, 300.0), ("", 300.0), ("abc", 300.0), ("0", 300.0), (None, 300.0)],
 )
 def test_requests_expire_after_the_time_set_if_there_is_one(text: str | None, seconds: float) -> None:
-    """KV-086"""
     environment = {} if text is None else {"DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": text}
     assert active_request_expiry_s(environment) == seconds
     assert EXPIRY_S == 300.0
@@ -311,11 +306,10 @@ def test_requests_expire_after_the_time_set_if_there_is_one(text: str | None, se
 
 @pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("0", None), ("", 10.0), ("-1", 10.0), ("inf", 10.0)])
 def test_waiting_requests_are_looked_up_again_after_the_time_set(text: str, seconds: float | None) -> None:
-    """KV-146"""
     assert overlap_refresh_after_s({"DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS": text}) == seconds
 
 
-def test_a_placement_has_a_known_name_wherever_it_is_said() -> None:
+def test_a_placement_rule_has_a_known_name_wherever_it_is_set() -> None:
     with pytest.raises(InvalidArgument, match="must be one of cost, expected_delay, got 'cheapest'") as raised:
         KvRouterConfig.from_plain({"router_placement": "cheapest"})
     assert raised.value.field == "router_placement"

@@ -126,7 +126,7 @@ def test_media_infos_may_stand_before_the_tail() -> None:
         ([1, 128], 1, None),
     ],
 )
-def test_engines_of_old_leave_out_what_they_do_not_say(tail: list[Any], group: int | None, kind: str | None) -> None:
+def test_old_engines_omit_fields_they_do_not_send(tail: list[Any], group: int | None, kind: str | None) -> None:
     expected = Origin(group=group, kind=kind)
     assert decoded(["BlockStored", [1], None, [10, 11], 2, None, None, None, None, *tail]).origin == expected
     assert decode_event(["BlockRemoved", [1], None, *tail]) == EngineRemoved([1], expected)
@@ -155,7 +155,6 @@ def test_what_has_a_place_in_a_block_is_media_however_it_is_named() -> None:
 
 
 def test_tokens_in_pairs_look_one_ahead() -> None:
-    """KV-057"""
     pairs = [[10, 11], [11, 12], [12, 13], [13, 14]]
     event = decoded(["BlockStored", [11, 12], None, pairs, 2, None, None, None])
     assert (event.token_ids, event.block_size_tokens, event.is_eagle) == ([10, 11, 12, 13, 14], 2, True)
@@ -172,7 +171,7 @@ def test_a_negative_hash_is_the_u64_of_the_same_bits(value: int) -> None:
 
 @given(st.binary(min_size=8, max_size=64))
 def test_a_hash_of_bytes_is_the_u64_of_its_last_eight(digest: bytes) -> None:
-    """Engines that do not shorten their digests send them whole. Issue 12, point 14."""
+    """Engines that do not shorten their digests send them whole."""
     short = int.from_bytes(digest[-8:], "big")
     event = {**stored(), "block_hashes": [digest], "parent_block_hash": digest}
     store = decoded(event)
@@ -193,7 +192,6 @@ def test_bytes_too_short_for_a_hash_are_none() -> None:
 
 
 def test_salt_and_media_are_found_among_the_extra_keys() -> None:
-    """KV-059, KV-060"""
     assert decoded(stored(cache_salt="tenant-a")).namespace == "tenant-a"
     for keys in (
         ["adapter-a", MEDIA_HASH, "dynamo-cache-salt:tenant-a"],
@@ -273,7 +271,7 @@ def test_an_event_that_cannot_be_read_spoils_no_other(event: Any) -> None:
     ],
 )
 def test_an_unknown_medium_is_no_tier(medium: str | None, tier: str | None) -> None:
-    """KV-062, for stores and removals alike"""
+    """For stores and removals alike."""
     for event in (stored(medium=medium), {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}):
         result = one(EngineEvents(2), event)
         if tier is None:
@@ -286,7 +284,6 @@ def test_an_unknown_medium_is_no_tier(medium: str | None, tier: str | None) -> N
 @pytest.mark.parametrize("medium", ["GPU", "CPU", "DISK", "SHARED"])
 @pytest.mark.parametrize("locality", ["REMOTE", "local", "", "elsewhere"])
 def test_blocks_that_are_not_here_are_filtered(locality: str, medium: str) -> None:
-    """KV-063"""
     assert one(EngineEvents(2), stored(locality=locality, medium=medium)) == Filtered(0, "non_local_locality")
     assert isinstance(one(EngineEvents(2), stored(locality="LOCAL", medium=medium)), EngineChange)
 
@@ -302,7 +299,6 @@ def test_blocks_of_another_owner_are_filtered() -> None:
 
 
 def test_what_is_filtered_leaves_the_others_in_order() -> None:
-    """KV-056"""
     results = convert(EngineEvents(2), stored([1]), stored([2], medium="FOO"), ["Ignored"], ["BlockRemoved", [1]])
     assert [getattr(result, "reason", "passed") for result in results] == [
         "passed",
@@ -313,7 +309,6 @@ def test_what_is_filtered_leaves_the_others_in_order() -> None:
 
 
 def test_the_kind_of_a_group_is_learned_from_stores_and_per_rank() -> None:
-    """KV-065"""
     events = EngineEvents(2)
     removal = {"type": "BlockRemoved", "block_hashes": [1], "group_idx": 1}
     assert one(events, removal) == Filtered(0, "unlearned_group_idx")
@@ -351,7 +346,6 @@ def local_of(events: EngineEvents, plain: Any) -> int:
 
 
 def test_a_child_is_of_its_parents_tenant() -> None:
-    """KV-066"""
     events = EngineEvents(2)
     salted = block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
     assert local_of(events, stored([1], cache_salt="a")) == salted
@@ -396,7 +390,7 @@ def test_a_salted_block_is_remembered_until_the_last_tier_is_without_it() -> Non
 
 
 @pytest.mark.parametrize("medium", ["STORAGE", "REMOTE"])
-def test_what_engines_say_of_blocks_further_away_teaches_neither_tenants_nor_kinds(medium: str) -> None:
+def test_events_of_blocks_further_away_teach_neither_tenants_nor_kinds(medium: str) -> None:
     events = EngineEvents(2)
     salted = block_hashes([10, 11], 2, seed=hash_seed(None, "a"))[0]
     one(events, stored([1], cache_salt="a"))
@@ -464,7 +458,6 @@ def test_messages_that_did_not_arrive_are_counted() -> None:
 
 
 def test_messages_before_the_first_that_arrives_are_lost(caplog: pytest.LogCaptureFixture) -> None:
-    """Issue 12, point 14."""
     events = EngineEvents(2)
     for sequence in (18, 19):
         events.convert(EngineBatch(sequence, 0.0, 0, []))
@@ -483,7 +476,7 @@ def test_as_many_messages_are_lost_as_numbers_are_missing(steps: list[int]) -> N
 
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_spec_kind": "full_attention", "group_idx": 0}])
 def test_a_store_of_fewer_hashes_than_blocks_is_refused(fields: dict[str, Any], caplog: Any) -> None:
-    """Which blocks the hashes are of is not known. Issue 12, point 14."""
+    """Which blocks the hashes are of is not known."""
     events = EngineEvents(2)
     assert one(events, stored([2], token_ids=[10, 11, 12, 13], **fields)) == Filtered(0, "fewer_hashes_than_blocks")
     assert "the tokens of 2 blocks and the names of 1" in caplog.text

@@ -92,7 +92,7 @@ def begun(*ranks: WorkerRank, kept: int = 1024, limits: RepairLimits = LIMITS) -
     return workers, feed
 
 
-async def test_a_worker_that_appears_is_asked_for_everything() -> None:
+async def test_a_worker_that_appears_is_queried_for_everything() -> None:
     workers, feed = begun(RANK)
     workers.logs[RANK].record(root(1))
     async with running(feed):
@@ -118,7 +118,7 @@ async def test_events_that_arrive_during_a_repair_follow_it() -> None:
         assert len(workers.asked) == 1
 
 
-async def test_a_gap_is_asked_for_and_what_is_known_stays_meanwhile() -> None:
+async def test_a_gap_is_queried_and_the_state_stays_meanwhile() -> None:
     workers, feed = begun(RANK)
     log = workers.logs[RANK]
     async with running(feed):
@@ -177,7 +177,7 @@ async def test_a_clear_in_the_gap_makes_what_was_before_it_void() -> None:
 @pytest.mark.parametrize(
     "trouble", [OSError("unreachable"), DumpFailed("busy"), TooNew(2, None, 1), InvalidRange(2, 1)]
 )
-async def test_a_worker_that_does_not_say_what_it_holds_is_asked_again(trouble: RecoveryAnswer | Exception) -> None:
+async def test_a_worker_that_does_not_answer_is_queried_again(trouble: RecoveryAnswer | Exception) -> None:
     """Until it does, nothing is known of the rank: old claims are worse than none."""
     workers, feed = begun(RANK)
     log = workers.logs[RANK]
@@ -249,7 +249,7 @@ async def test_events_wait_through_answers_that_do_not_reach_them() -> None:
         assert [held(feed, block) for block in (2, 3, 4)] == [[], [RANK], [RANK]]
 
 
-async def test_a_rank_that_gets_on_is_asked_as_often_as_it_takes() -> None:
+async def test_a_rank_with_progress_is_queried_as_often_as_it_takes() -> None:
     workers, feed = begun(RANK)
     events = [workers.logs[RANK].record(root(block)) for block in range(1, 11)]
     workers.scripted = [RecoveredEvents([event]) for event in events[:8]]
@@ -275,7 +275,7 @@ async def test_a_rank_that_goes_as_its_answer_comes_stays_gone() -> None:
     assert feed.index.workers() == []
 
 
-async def test_a_rank_that_lost_too_much_meanwhile_is_asked_again() -> None:
+async def test_a_rank_that_lost_too_much_meanwhile_is_queried_again() -> None:
     workers, feed = begun(RANK, limits=RepairLimits(kept_events=2))
     log = workers.logs[RANK]
     async with running(feed):
@@ -315,7 +315,7 @@ async def test_what_an_older_life_of_a_worker_answers_is_not_taken() -> None:
 
 
 async def test_events_of_another_residency_domain_change_nothing_and_are_counted() -> None:
-    """Their ids count as the others' do. Issue 12, point 15."""
+    """Their ids count as the others' do."""
     counted: list[tuple[str, str]] = []
     workers = Workers(RANK)
     feed = EventFeed(KvIndex(), workers.recover, counted=lambda kind, status: counted.append((kind, status)))
@@ -348,7 +348,7 @@ async def test_a_clear_of_another_residency_domain_makes_nothing_void() -> None:
 
 @pytest.mark.parametrize(("data", "kind"), [(KvRemoved(cast("list[int]", [[]])), "removed"), ("?", "unknown")])
 @pytest.mark.parametrize("in_repair", [False, True])
-async def test_an_event_that_makes_no_sense_harms_nobody_else(
+async def test_an_invalid_event_harms_no_other_rank(
     in_repair: bool, data: Any, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted: list[tuple[str, str]] = []
@@ -394,7 +394,7 @@ async def test_ranks_are_repaired_side_by_side_but_not_too_many() -> None:
         assert (feed.under_repair, workers.most_at_once) == ([], 3)
 
 
-async def test_only_ranks_that_were_added_are_heard() -> None:
+async def test_only_events_of_ranks_that_were_added_count() -> None:
     workers, feed = begun(RANK)
     for rank in (WorkerRank(2), WorkerRank(1, 1)):
         feed.receive(EventLog(rank).record(root(1)))

@@ -62,7 +62,6 @@ def test_ids_count_up_from_one_without_a_gap() -> None:
 
 
 def test_a_question_is_answered_from_what_is_kept_or_by_the_whole_tree() -> None:
-    """KV-047"""
     log = log_of(10, first_id=5)
     assert ids(log.recover(11)) == [11, 12, 13, 14]
     tree = log.recover(7)
@@ -82,7 +81,7 @@ def test_without_a_start_or_an_event_the_answer_is_the_tree() -> None:
     assert ids(log_of(3).recover(1)) == [1, 2, 3]
 
 
-def test_the_end_asked_for_is_not_where_the_answer_ends() -> None:
+def test_the_answer_reaches_beyond_the_requested_end() -> None:
     assert ids(log_of(5).recover(2, 3)) == [2, 3, 4, 5]
     assert log_of(5).recover(6, 6) == TooNew(6, 6, 5)
 
@@ -98,7 +97,7 @@ def test_an_answer_begins_at_the_last_clear() -> None:
 
 
 def test_one_walk_serves_several_questions() -> None:
-    """KV-050: also while a few events have come since, which are then added."""
+    """Also while a few events have come since, which are then added."""
     log = log_of(10, kept=6)
     index = log.index
     assert isinstance(index, CountedIndex)
@@ -113,15 +112,13 @@ def test_one_walk_serves_several_questions() -> None:
 
 
 def test_a_clear_makes_the_dump_void() -> None:
-    """KV-050"""
     log = log_of(3)
     log.recover()
     log.record(KvCleared())
     assert log.recover() == RecoveredTree([], 4)
 
 
-def test_a_failed_dump_is_said_and_not_kept() -> None:
-    """KV-050"""
+def test_a_failed_dump_is_reported_and_not_kept() -> None:
     log = log_of(3)
     index = log.index
     assert isinstance(index, CountedIndex)
@@ -146,8 +143,7 @@ def test_at_least_one_event_is_kept() -> None:
         EventLog(RANK, kept_events=0)
 
 
-def test_a_cursor_tells_new_old_and_lost() -> None:
-    """KV-049"""
+def test_a_cursor_distinguishes_new_old_and_lost() -> None:
     assert EventCursor().sight(7) is Sight.INITIAL
     assert EventCursor().expected is None
     cursor = EventCursor(7)

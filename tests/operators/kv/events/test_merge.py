@@ -26,13 +26,11 @@ CLEARED = EngineChange(0, KvCleared())
 
 
 def test_stores_that_continue_each_other_are_one() -> None:
-    """KV-052"""
     assert merged([stored(None, 1), stored(1, 2, 3), stored(3, 4)]) == [stored(None, 1, 2, 3, 4)]
     assert merged([removed(1), removed(2, 3)]) == [removed(1, 2, 3)]
 
 
 def test_a_merged_event_has_at_most_128_blocks() -> None:
-    """KV-052"""
     chain = [stored(name - 1 if name > 1 else None, name) for name in range(1, 258)]
     found = merged(chain)
     assert found == [stored(None, *range(1, 129)), stored(128, *range(129, 257)), stored(256, 257)]
@@ -45,7 +43,6 @@ def test_a_merged_event_has_at_most_128_blocks() -> None:
 
 
 def test_what_differs_in_rank_tier_kind_or_place_stays_apart() -> None:
-    """KV-052"""
     apart = [
         [stored(None, 1), stored(1, 2, rank=1)],
         [stored(None, 1), stored(1, 2, tier="disk")],
@@ -62,7 +59,6 @@ def test_what_differs_in_rank_tier_kind_or_place_stays_apart() -> None:
 
 
 def test_a_block_is_gone_when_it_was_removed_as_often_as_stored() -> None:
-    """KV-054"""
     duplicates = DuplicateFilter()
     for _ in range(2):
         assert duplicates.passed(stored(None, 9)) == stored(None, 9)
@@ -75,7 +71,6 @@ def test_a_block_is_gone_when_it_was_removed_as_often_as_stored() -> None:
 
 
 def test_counts_are_of_a_rank_and_tier_and_end_with_a_clear() -> None:
-    """KV-054"""
     duplicates = DuplicateFilter()
     for rank in (0, 1):
         for _ in range(2):

@@ -96,7 +96,6 @@ def held(site: Site, *blocks: int) -> list[bool]:
 
 
 async def test_a_straggler_with_a_high_id_does_not_mute_the_publisher_that_is_alive() -> None:
-    """Issue 12, point 11."""
     site = Site(life := Life(71))
     straggler = Life(70, first_id=2000).sends(root(7))
     async with site.running():
@@ -107,7 +106,7 @@ async def test_a_straggler_with_a_high_id_does_not_mute_the_publisher_that_is_al
     assert site.questions == [None, 2], "the straggler costs one question"
 
 
-async def test_a_straggler_leaves_what_is_known_while_the_worker_is_asked() -> None:
+async def test_a_straggler_leaves_the_state_during_the_query() -> None:
     site = Site(life := Life(71))
     async with site.running():
         site.arrives(life.sends(root(1)), Life(70, first_id=2000).sends(root(7)))
@@ -130,7 +129,7 @@ async def test_a_new_life_of_a_worker_is_believed_when_it_answers_so() -> None:
 
 
 @pytest.mark.parametrize("names", [True, False])
-async def test_a_new_life_is_seen_also_where_nothing_was_heard_of_the_one_before(names: bool) -> None:
+async def test_a_restart_is_seen_also_where_no_event_came_before_it(names: bool) -> None:
     """All that the former life held came from its answer."""
     site = Site(old := Life(70), names=names)
     for block in (1, 2, 3):
@@ -170,7 +169,7 @@ async def test_a_new_life_that_reached_higher_ids_is_no_gap_of_the_old_one() -> 
         assert site.questions == [None, 3, None]
 
 
-async def test_a_publisher_that_comes_during_a_question_is_asked_about_again() -> None:
+async def test_a_publisher_that_appears_during_a_query_needs_another_query() -> None:
     site = Site(old := Life(70))
     async with site.running():
         site.arrives(old.sends(root(1)), Life(60).sends(root(6)))
@@ -211,7 +210,7 @@ async def test_the_next_event_of_the_living_publisher_heals_a_wrong_belief(site:
         assert (held(site, 2, 3, 7), site.feed.under_repair) == ([True, True, False], [])
 
 
-async def test_a_question_that_is_never_answered_ends_with_the_publisher_heard_last(
+async def test_a_query_without_answer_ends_with_the_publisher_of_the_last_event(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     site = Site(old := Life(70))

@@ -46,7 +46,7 @@ async def asking(
             yield recovery, runtime
 
 
-async def test_a_worker_is_asked_at_its_ranks_endpoint_in_its_component() -> None:
+async def test_a_worker_is_queried_at_its_ranks_endpoint_in_its_component() -> None:
     engine = ScriptedEngine([REPLY])
     async with asking(engine) as (recovery, _):
         assert await recovery(RANK, None) == REPLY
@@ -62,7 +62,7 @@ async def test_a_worker_that_is_not_known_yet_is_unavailable() -> None:
                 await recovery(rank, None)
 
 
-async def test_whom_the_cards_say_keeps_nothing_is_not_asked() -> None:
+async def test_a_worker_that_keeps_nothing_by_its_card_is_not_queried() -> None:
     engine = ScriptedEngine([REPLY])
     configs = {7: ModelRuntimeConfig(enable_local_indexer=False), 8: ModelRuntimeConfig()}
     async with asking(engine, configs) as (recovery, _):
@@ -144,7 +144,7 @@ async def test_each_rank_has_one_view_and_close_ends_all() -> None:
             await recovery(RANK, None)
 
 
-async def test_a_feed_asks_over_the_runtime_until_it_is_answered() -> None:
+async def test_a_feed_queries_over_the_runtime_until_it_is_answered() -> None:
     log = EventLog(RANK)
     log.record(KvStored(None, [StoredBlock(1, 1)]))
 

@@ -49,7 +49,6 @@ def stored(first: int, parent: int | None = None) -> EngineEvent:
 
 
 def test_the_events_of_each_rank_are_numbered_without_a_gap() -> None:
-    """KV-056"""
     made, heard = subscriber()
     made.receive(message(0, ["BlockRemoved", [1]], ["BlockRemoved", [2], "FOO"], ["BlockRemoved", [3], "CPU"]))
     made.receive(message(1, ["BlockRemoved", [4]], rank=3))
@@ -80,7 +79,6 @@ def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
 
 
 def test_what_was_published_before_it_joined_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    """Issue 12, point 14."""
     made, heard = subscriber()
     made.receive(message(18, ["BlockRemoved", [1]]))
     assert (made.lost_batches, len(heard)) == (18, 1)
@@ -108,7 +106,6 @@ def test_a_message_that_is_none_is_counted_and_spoils_no_other(caplog: pytest.Lo
 def test_a_message_over_a_limit_is_refused_and_counted(
     limits: WireLimits, frames: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Issue 12, point 25."""
     made, heard = subscriber(limits=limits)
     made.receive(message(0, ["BlockRemoved", [1]]))
     for _ in range(5):
@@ -211,7 +208,7 @@ async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_bur
 
 @pytest.mark.anyio
 async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None:
-    """ZeroMQ ends it for good. Issue 12, point 25."""
+    """ZeroMQ ends it for good."""
     with publisher() as engine:
         made, heard = subscriber(engine.endpoint, limits=WireLimits(message_bytes=2000))
         async with anyio.create_task_group() as tasks:
@@ -248,7 +245,7 @@ async def test_an_endpoint_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.anyio
-async def test_without_pyzmq_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_pyzmq_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(InvalidArgument, match=r"penstock\[zmq\]"):
         await subscriber()[0].run()

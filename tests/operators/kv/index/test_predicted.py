@@ -23,7 +23,6 @@ def record(index: PredictedIndex, rank: WorkerRank, local: list[int], now_s: flo
 
 
 def test_a_prompt_is_expected_where_it_was_sent() -> None:
-    """KV-068"""
     index, prompt = PredictedIndex(), PromptBlocks([1, 2, 3, 4], 4, "adapter-a")
     index.record(A, prompt.local_hashes, prompt.sequence_hashes, 0.0)
     assert index.find_matches(prompt.local_hashes, 1.0) == {A: 1}
@@ -31,7 +30,6 @@ def test_a_prompt_is_expected_where_it_was_sent() -> None:
 
 
 def test_a_block_is_forgotten_after_its_time_rounded_up() -> None:
-    """KV-069"""
     index = PredictedIndex(ttl_s=0.025)
     record(index, A, [1], 0.0)
     assert index.find_matches([1], 0.099) == {A: 1}
@@ -67,7 +65,6 @@ def test_a_record_never_shortens_a_life() -> None:
 
 
 def test_removing_a_rank_or_a_worker_leaves_the_others() -> None:
-    """KV-071"""
     index = PredictedIndex(ttl_s=10.0)
     for rank in (A, A1, B):
         record(index, rank, [1, 2], 0.0)
@@ -82,7 +79,6 @@ def test_removing_a_rank_or_a_worker_leaves_the_others() -> None:
 
 
 def test_lists_of_different_lengths_record_nothing() -> None:
-    """KV-072"""
     index = PredictedIndex()
     with pytest.raises(IndexerDroppedRequest, match="Indexer dropped the request"):
         index.record(A, [1, 2], [1], 0.0)
@@ -141,7 +137,6 @@ def test_a_sequence_hash_never_stands_for_two_blocks_of_a_rank() -> None:
 
 
 def test_the_deeper_of_what_is_held_and_predicted_counts() -> None:
-    """KV-075"""
     assert deepest({A: 3, B: 1}, {B: 2, A: 1, A1: 4}) == {A: 3, B: 2, A1: 4}
     assert deepest({}, {A: 1}) == deepest({A: 1}, {}) == {A: 1}
 

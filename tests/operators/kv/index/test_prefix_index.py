@@ -38,7 +38,6 @@ def apply(index: KvIndex, rank: WorkerRank, data: Any, tier: StorageTier = "devi
 
 
 def test_a_score_is_the_length_of_the_prefix_held() -> None:
-    """KV-020"""
     index = KvIndex()
     store(index, A, [1, 2, 3])
     assert index.find_matches([1, 2, 3]) == {A: 3}
@@ -48,7 +47,6 @@ def test_a_score_is_the_length_of_the_prefix_held() -> None:
 
 
 def test_workers_leave_where_their_prefix_ends() -> None:
-    """KV-021, KV-023"""
     index = KvIndex()
     store(index, A, [1, 2])
     store(index, B, [1, 3])
@@ -64,7 +62,6 @@ def test_workers_leave_where_their_prefix_ends() -> None:
 
 @pytest.mark.parametrize("other", [B, WorkerRank(0, 1)])
 def test_a_parent_is_a_block_of_the_same_rank(other: WorkerRank) -> None:
-    """KV-024"""
     index = KvIndex()
     with pytest.raises(ParentBlockNotFound, match="Failed to find parent block"):
         store(index, A, [3], below=[1, 2])
@@ -75,8 +72,7 @@ def test_a_parent_is_a_block_of_the_same_rank(other: WorkerRank) -> None:
     assert index.find_matches([1, 2, 3]) == {A: 2}
 
 
-def test_a_store_sent_again_changes_nothing_and_says_so() -> None:
-    """KV-026"""
+def test_a_store_sent_again_changes_nothing_and_is_counted_so() -> None:
     index = KvIndex()
     assert store(index, A, [1, 2, 3]) is Outcome.OK
     before = index.dump()
@@ -89,7 +85,6 @@ def test_a_store_sent_again_changes_nothing_and_says_so() -> None:
 
 
 def test_a_removed_block_ends_the_prefix() -> None:
-    """KV-027, KV-029"""
     index = KvIndex()
     store(index, A, [1, 2, 3])
     index.remove_worker(999)
@@ -118,7 +113,7 @@ def test_the_known_blocks_of_a_removal_go_though_another_is_unknown() -> None:
 
 
 def test_a_block_removed_from_the_middle_takes_along_what_is_below() -> None:
-    """KV-030, and section 2.4: the rank's stale end does not come back with the block."""
+    """The rank's stale end does not come back with the block."""
     index = KvIndex()
     store(index, A, [1, 2, 3, 4, 5])
     remove(index, A, [1, 2, 3])
@@ -145,7 +140,6 @@ def test_a_removal_from_the_middle_is_one_ranks_own() -> None:
 
 
 def test_a_clear_is_one_ranks() -> None:
-    """KV-032, KV-033"""
     index = KvIndex()
     ranks = [WorkerRank(0, 0), WorkerRank(0, 1)]
     for rank in ranks:
@@ -161,7 +155,6 @@ def test_a_clear_is_one_ranks() -> None:
 
 
 def test_a_cleared_worker_stays_known_and_a_removed_one_does_not() -> None:
-    """KV-035"""
     index = KvIndex()
     for rank in range(3):
         store(index, WorkerRank(1, rank), [1, 2])
@@ -184,7 +177,6 @@ def test_one_rank_can_be_removed_and_its_siblings_stay() -> None:
 
 
 def test_parents_stand_before_their_children_in_a_dump() -> None:
-    """KV-036"""
     index = KvIndex()
     for rank in (B, A, WorkerRank(0, 2)):
         store(index, rank, [1, 2, 3])
@@ -206,7 +198,6 @@ def test_parents_stand_before_their_children_in_a_dump() -> None:
 
 
 def test_equal_blocks_may_follow_each_other() -> None:
-    """KV-038"""
     index = KvIndex()
     store(index, A, [5, 5, 5])
     assert index.find_matches([5, 5, 5, 5]) == {A: 3}
@@ -215,7 +206,7 @@ def test_equal_blocks_may_follow_each_other() -> None:
 
 @pytest.mark.parametrize("where", [0, 1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 319, 320, 321, 1343, 1344, 1345])
 def test_a_query_that_differs_scores_to_where_it_does(where: int) -> None:
-    """KV-039; the last ones are where a longer chain is compared in steps."""
+    """The last ones are where a longer chain is compared in steps."""
     index = KvIndex()
     chain = list(range(1, 129 if where < 128 else 1500))
     store(index, A, chain)
@@ -223,7 +214,6 @@ def test_a_query_that_differs_scores_to_where_it_does(where: int) -> None:
 
 
 def test_continuations_make_one_prefix() -> None:
-    """KV-041"""
     index = KvIndex()
     chain = list(range(1, 201))
     for start in range(0, 200, 10):
@@ -233,7 +223,6 @@ def test_continuations_make_one_prefix() -> None:
 
 
 def test_private_ends_do_not_count() -> None:
-    """KV-042, KV-044"""
     index = KvIndex()
     shared = list(range(1, 101))
     store(index, A, shared)
@@ -245,7 +234,6 @@ def test_private_ends_do_not_count() -> None:
 
 
 def test_an_adapters_blocks_match_only_its_own_prompts() -> None:
-    """KV-045"""
     index, tokens = KvIndex(), list(range(8))
     prompts = {
         A: PromptBlocks(tokens, 4),
@@ -440,7 +428,7 @@ def test_the_index_is_about_the_device_tier() -> None:
     assert index.find_matches([1]) == {A: 1}
 
 
-def test_many_workers_are_told_apart() -> None:
+def test_many_workers_are_distinguished() -> None:
     index = KvIndex()
     ranks = [WorkerRank(worker, rank) for worker in range(100) for rank in range(3)]
     for i, rank in enumerate(ranks):

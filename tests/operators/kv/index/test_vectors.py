@@ -44,7 +44,7 @@ def rows(index: KvIndex) -> list[list[int | None]]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script["id"])
-def test_the_index_says_what_the_original_says(script: dict[str, Any]) -> None:
+def test_the_index_gives_the_results_of_the_original(script: dict[str, Any]) -> None:
     index = KvIndex()
     for step in script["ops"]:
         assert run(index, step) == step.get("outcome", "ok")

@@ -20,7 +20,6 @@ def acquired(blocks: ActiveBlocks, hashes: list[int]) -> tuple[HeldBlocks, Seque
 
 
 def test_a_shared_prefix_counts_once_and_goes_with_its_last_holder() -> None:
-    """KV-079"""
     blocks = ActiveBlocks()
     short, new = acquired(blocks, [1, 2])
     long, more = acquired(blocks, [1, 2, 3])
@@ -75,7 +74,7 @@ def test_an_account_without_blocks_weighs_nothing_whatever_was_rounded() -> None
 
 
 @pytest.mark.parametrize("hostile", [[9, 2, 3], [3, 2, 1], [5, 5, 5], [1, 3], [2]])
-def test_a_hash_below_another_parent_is_counted_and_shared_with_nobody(hostile: list[int]) -> None:
+def test_a_hash_below_another_parent_is_counted_and_not_shared(hostile: list[int]) -> None:
     blocks = ActiveBlocks()
     good, _ = acquired(blocks, [1, 2, 3])
     bad, new = acquired(blocks, hostile)
@@ -152,7 +151,6 @@ def test_the_account_agrees_with_one_worked_out_from_the_requests(
 
 
 def test_the_shared_part_is_a_prefix_not_a_set() -> None:
-    """KV-082"""
     prefixes = ActivePrefixes()
     prefixes.add(0, [1, 2, 4, 5])
     assert prefixes.shared_blocks([1, 2, 3, 5]) == [(2, [0])]
@@ -167,7 +165,7 @@ def test_slots_are_grouped_by_how_much_they_share() -> None:
 
 
 @given(st.integers(1, 700), st.randoms(use_true_random=False))
-def test_many_slots_are_told_apart(slots: int, rng: Random) -> None:
+def test_many_slots_are_distinguished(slots: int, rng: Random) -> None:
     prefixes, held = ActivePrefixes(), {slot: rng.randrange(4) for slot in range(slots)}
     for slot, depth in held.items():
         prefixes.add(slot, [1, 2, 3][:depth])

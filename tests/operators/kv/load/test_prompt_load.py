@@ -23,7 +23,6 @@ def test_without_prompts_nothing_is_left() -> None:
 
 
 def test_time_is_taken_off_the_sum_while_all_prompts_have_durations() -> None:
-    """KV-088"""
     two = load(("p1", 100, 10.0, 0.0), ("p2", 60, 6.0, 2.0))
     assert [two.tokens_at(t) for t in (2.0, 5.0, 12.0)] == [140, 110, 40]
     assert [two.remaining_ms_at(t) for t in (2.0, 12.0, 17.0)] == [14_000, 4_000, 0]
@@ -35,7 +34,6 @@ def test_work_never_falls_below_zero() -> None:
 
 
 def test_beside_an_unmodelled_prompt_only_the_oldest_shrinks() -> None:
-    """KV-089"""
     mixed = load(("p1", 100, 10.0, 0.0), ("p2", 60, None, 0.0))
     assert [mixed.tokens_at(t) for t in (0.0, 5.0, 12.0)] == [160, 110, 60]
     with pytest.raises(MissingDuration):
@@ -48,7 +46,6 @@ def test_what_is_left_of_the_oldest_is_rounded_up() -> None:
 
 
 def test_unmodelled_prompts_count_in_full() -> None:
-    """KV-089"""
     unmodelled = load(("p1", 100, None, 0.0))
     assert (unmodelled.tokens_at(50.0), unmodelled.is_timed) == (100, False)
 
@@ -59,14 +56,12 @@ def test_a_prompt_that_takes_no_time_counts_nothing_while_it_is_oldest() -> None
 
 
 def test_removing_an_unmodelled_younger_prompt_leaves_the_clock_alone() -> None:
-    """KV-091"""
     mixed = load(("p1", 100, 10.0, 0.0), ("p2", 40, None, 0.0))
     assert mixed.remove("p2", 5.0)
     assert mixed.tokens_at(5.0) == 50
 
 
 def test_removing_the_oldest_starts_the_next_one_now() -> None:
-    """KV-092"""
     two = load(("p1", 100, 10.0, 0.0), ("p2", 40, 8.0, 0.0))
     assert two.remove("p1", 3.0)
     assert (two.tokens_at(3.0), two.tokens_at(5.0), two.remaining_ms_at(5.0)) == (40, 30, 6_000)
@@ -85,7 +80,7 @@ def test_removing_a_modelled_younger_prompt_takes_its_progress_along(
     assert (two.tokens_at(removed_s + 1), two.remaining_ms_at(removed_s + 1)) == (tokens - 10, remaining_ms - 1_000)
 
 
-def test_removing_what_is_not_there_says_so() -> None:
+def test_removing_an_unknown_block_is_an_error() -> None:
     assert not load(("p1", 1, None, 0.0)).remove("p2", 0.0)
 
 

@@ -53,7 +53,6 @@ def test_a_booking_elsewhere_counts_here_until_it_is_freed() -> None:
 
 
 def test_a_booking_on_an_unknown_worker_registers_it_unless_registration_is_required() -> None:
-    """KV-097"""
     lazy, strict = ActiveSequences(), ActiveSequences()
     take(lazy, added())
     assert lazy.ranks() == [WORKER]
@@ -68,7 +67,7 @@ def test_ends_are_resolved_by_our_own_table() -> None:
     assert len(sequences) == 0
 
 
-def test_the_same_id_told_by_two_routers_and_booked_here_is_three_bookings() -> None:
+def test_the_same_id_of_two_routers_and_booked_here_is_three_bookings() -> None:
     sequences = ActiveSequences()
     own = sequences.book("r1", WORKER, SequenceLoad([9]), 0.0)
     take(sequences, added(), evolve(added(), router_id=3))
@@ -77,7 +76,7 @@ def test_the_same_id_told_by_two_routers_and_booked_here_is_three_bookings() -> 
     assert (len(sequences), sequences.is_live(own)) == (2, True)
 
 
-def test_a_booking_told_again_replaces_the_one_before() -> None:
+def test_a_booking_published_again_replaces_the_one_before() -> None:
     sequences = ActiveSequences()
     take(sequences, added())
     assert take(sequences, added(tokens=9)) == Applied(loads_changed=True, made_room=True, dropped=0)
@@ -90,13 +89,12 @@ def test_ends_of_the_unknown_are_nothing() -> None:
 
 
 def test_marks_alone_wake_the_queue_and_publish_nothing() -> None:
-    """KV-098"""
     sequences = ActiveSequences()
     take(sequences, added())
     assert take(sequences, event(MarkPrefillCompleted())) == Applied(loads_changed=False, made_room=True, dropped=0)
 
 
-def test_a_modelled_prompt_begins_when_it_is_heard_of() -> None:
+def test_a_modelled_prompt_begins_when_its_event_is_received() -> None:
     sequences = ActiveSequences()
     told = [ActiveSequenceEvent.added(name, WORKER, SequenceLoad([], 100, 10.0), ELSEWHERE) for name in "ab"]
     apply_events(sequences, [(3.0, told[0]), (5.0, told[1])])

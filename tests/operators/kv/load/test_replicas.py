@@ -138,7 +138,7 @@ async def test_output_counts_where_it_is_booked_only_and_leaves_nothing_behind()
         assert view(here) == view(there) == view(router_of(None))
 
 
-async def test_a_router_decides_on_all_it_was_told() -> None:
+async def test_a_router_decides_on_all_events_it_received() -> None:
     """What arrived a moment ago counts at once, without a task that takes it in."""
     async with Runtime.in_process() as runtime:
         here, there = pair(runtime.events, worker_ids=(1, 2))
@@ -151,7 +151,6 @@ async def test_a_router_decides_on_all_it_was_told() -> None:
 
 
 async def test_own_events_are_passed_over() -> None:
-    """KV-097"""
     async with Runtime.in_process() as runtime:
         alone, plain = router_of(ReplicaSync(runtime.events, ENDPOINT)), router_of(None)
         booked, _ = [await placed(one, prompt(worker_id=2), "r") for one in (alone, plain)]
@@ -171,7 +170,7 @@ async def test_the_same_id_at_two_routers_is_two_requests() -> None:
         assert view(here) == view(there) != view(router_of(None))
 
 
-async def test_routers_of_another_component_are_not_heard() -> None:
+async def test_events_of_routers_of_another_component_are_ignored() -> None:
     async with Runtime.in_process() as runtime:
         here, there = router_of(ReplicaSync(runtime.events, "ns/a/x")), router_of(ReplicaSync(runtime.events, "ns/b/x"))
         await placed(here, prompt(), "r")
@@ -182,7 +181,6 @@ async def test_routers_of_another_component_are_not_heard() -> None:
 
 
 async def test_the_load_of_a_worker_seen_by_one_router_first_is_there_when_the_other_sees_it() -> None:
-    """KV-097"""
     async with Runtime.in_process() as runtime:
         configs = BehaviorSubject({1: ModelRuntimeConfig()})
         here = router_of(ReplicaSync(runtime.events, ENDPOINT))
@@ -196,7 +194,6 @@ async def test_the_load_of_a_worker_seen_by_one_router_first_is_there_when_the_o
 
 
 async def test_with_registration_required_a_booking_on_an_unknown_worker_is_dropped() -> None:
-    """KV-097"""
     async with Runtime.in_process() as runtime:
         configs = BehaviorSubject({1: ModelRuntimeConfig()})
         here = router_of(ReplicaSync(runtime.events, ENDPOINT))
@@ -223,7 +220,7 @@ async def test_the_bookings_of_a_router_that_dies_expire() -> None:
             tasks.cancel_scope.cancel()
 
 
-async def test_an_end_is_told_though_the_worker_has_gone_here() -> None:
+async def test_an_end_is_published_though_the_worker_has_left_here() -> None:
     """The other router did not learn yet, or will not, that the worker is gone."""
     async with Runtime.in_process() as runtime:
         configs = BehaviorSubject({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
@@ -248,7 +245,7 @@ async def test_an_end_long_after_expiry_does_not_end_the_same_id_booked_anew() -
         assert view(there) == view(here) == view(router_of(None))
 
 
-async def test_an_end_is_told_once_however_often_it_is_released() -> None:
+async def test_an_end_is_published_once_however_often_it_is_released() -> None:
     async with Runtime.in_process() as runtime:
         told: list[object] = []
         heard = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
@@ -258,7 +255,7 @@ async def test_an_end_is_told_once_however_often_it_is_released() -> None:
         assert told[1:] == [Free()]
 
 
-async def test_a_closed_router_hears_nothing_and_still_tells_its_ends() -> None:
+async def test_a_closed_router_receives_nothing_and_still_publishes_its_ends() -> None:
     async with Runtime.in_process() as runtime:
         here, there = pair(runtime.events)
         booked = await placed(here, prompt(), "a")
@@ -274,8 +271,7 @@ async def test_a_closed_router_hears_nothing_and_still_tells_its_ends() -> None:
 
 
 @pytest.mark.parametrize("how", ["mark_prefill_completed", "release"])
-async def test_what_others_tell_makes_room_for_those_that_wait(how: str) -> None:
-    """KV-098"""
+async def test_an_end_at_another_router_makes_room_for_requests_that_wait(how: str) -> None:
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
         here, there = pair(runtime.events, worker_ids=(1,), profile=ONE_AT_A_TIME)
         tasks.start_soon(there.run)
@@ -370,7 +366,6 @@ def added(number: int, router_id: int = 5) -> ActiveSequenceEvent:
 
 
 async def test_300_bookings_are_taken_in_as_256_and_44() -> None:
-    """KV-098"""
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
         router = router_of(ReplicaSync(runtime.events, ENDPOINT))
         tasks.start_soon(router.run)
@@ -393,7 +388,7 @@ class Broken(Publisher):
         raise OSError("the broker is away")
 
 
-async def test_what_cannot_be_told_breaks_no_routing_and_is_logged_together(
+async def test_failures_to_publish_break_no_routing_and_are_logged_together(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Runtime.in_process() as runtime:

@@ -30,7 +30,6 @@ def totals(sequences: ActiveSequences, rank: WorkerRank = A, now_s: float = 0.0)
 
 
 def test_shared_blocks_count_once_and_hints_add_up() -> None:
-    """KV-077"""
     sequences, seen = ActiveSequences(), []
     booked = {}
     for name, hashes, hint in [("r1", [1, 2, 3], 12), ("r2", [5], 4), ("r3", [1, 2, 3, 4], 0)]:
@@ -43,7 +42,6 @@ def test_shared_blocks_count_once_and_hints_add_up() -> None:
 
 
 def test_the_first_token_ends_the_prompt_once() -> None:
-    """KV-080"""
     sequences = ActiveSequences()
     sequences.book("r1", A, load([1], 12), 0.0)
     sequences.mark_prefill_completed("r1", 0.0)
@@ -52,7 +50,6 @@ def test_the_first_token_ends_the_prompt_once() -> None:
 
 
 def test_freeing_ends_the_prompt_too_and_twice_is_once() -> None:
-    """KV-080"""
     sequences = ActiveSequences()
     sequences.book("r1", A, load([1], 12), 0.0)
     assert [sequences.free("r1", 0.0), sequences.free("r1", 0.0)] == [True, False]
@@ -60,7 +57,6 @@ def test_freeing_ends_the_prompt_too_and_twice_is_once() -> None:
 
 
 def test_a_projection_counts_the_blocks_the_prompt_would_add() -> None:
-    """KV-082"""
     sequences = ActiveSequences()
     sequences.book("r1", A, load([1, 2, 4, 5]), 0.0)
     loads = sequences.project([1, 2, 3, 5], [A, B], 0.0)
@@ -71,7 +67,6 @@ def test_a_projection_counts_the_blocks_the_prompt_would_add() -> None:
 
 
 def test_a_request_id_is_booked_once_whatever_the_worker() -> None:
-    """KV-083"""
     sequences = ActiveSequences()
     sequences.book("r1", A, load([1]), 0.0)
     with pytest.raises(DuplicateRequest):
@@ -80,7 +75,6 @@ def test_a_request_id_is_booked_once_whatever_the_worker() -> None:
 
 
 def test_requests_expire_when_they_are_older_than_the_limit() -> None:
-    """KV-085"""
     sequences = ActiveSequences()
     for name in ("r1", "r2"):
         sequences.book(name, A, load([1, 2], 8), 0.0)
@@ -117,7 +111,7 @@ def test_freeing_with_a_rank_frees_only_there() -> None:
     assert not sequences.free_if_worker("r1", A, 0.0)
 
 
-def test_steps_of_a_request_nobody_booked_are_errors() -> None:
+def test_steps_of_a_request_that_is_not_booked_are_errors() -> None:
     sequences = ActiveSequences()
     with pytest.raises(RequestNotFound):
         sequences.mark_prefill_completed("r1", 0.0)
@@ -135,14 +129,12 @@ def test_output_blocks_count_for_their_rank() -> None:
 
 
 def test_a_request_without_tracked_prompt_is_still_a_request() -> None:
-    """KV-094"""
     sequences = ActiveSequences()
     sequences.book("r1", A, load([1, 2], 0), 0.0)
     assert totals(sequences) == (2, 0, 1)
 
 
 def test_a_worker_that_returns_starts_empty() -> None:
-    """KV-095"""
     sequences = ActiveSequences()
     sequences.set_workers({1: range(2), 2: range(1)})
     booking = sequences.book("r1", A, load([1, 2], 8), 0.0)
@@ -156,7 +148,6 @@ def test_a_worker_that_returns_starts_empty() -> None:
 
 
 def test_booking_on_registered_workers_only_fails_when_the_worker_is_gone() -> None:
-    """KV-095"""
     sequences = ActiveSequences()
     sequences.set_workers({1: range(1)})
     sequences.remove_worker(1)
@@ -230,7 +221,7 @@ def test_columns_are_of_their_moment() -> None:
     assert (list(loads.requests), list(loads.additional_blocks)) == ([0, 0], [1, 1])
 
 
-def test_the_same_tuple_of_ranks_is_asked_anew_when_ranks_change() -> None:
+def test_the_same_tuple_of_ranks_is_read_anew_when_ranks_change() -> None:
     sequences, ranks = ActiveSequences(), (A, B)
     assert list(sequences.project([], ranks, 0.0).requests) == [0, 0]
     booking = sequences.book("r1", B, load([]), 0.0)
@@ -282,14 +273,12 @@ def test_projections_agree_with_counting_the_requests_one_by_one(steps: list[Ste
 
 
 def test_tracked_blocks_are_chained_from_the_given_local_hashes() -> None:
-    """KV-017"""
     settings = KvRouterConfig().settings()
     assert tracking_hashes([11, 29], settings, Random(0)) == sequence_hashes([11, 29])
     assert sequence_hashes([11, 29]) != sequence_hashes(block_hashes(range(8), 4))
 
 
 def test_untracked_blocks_have_no_names_and_unshared_ones_new_names() -> None:
-    """KV-018"""
     rng, local = Random(0), [1, 2, 3]
     untracked = KvRouterConfig(router_track_active_blocks=False).settings()
     unshared = KvRouterConfig().settings(RouterConfigOverride(assume_kv_reuse=False))

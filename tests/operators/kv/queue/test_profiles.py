@@ -45,7 +45,6 @@ def class_name(requested: str | None, uncached_tokens: int) -> str:
 
 
 def test_the_bucket_is_the_highest_floor_reached() -> None:
-    """KV-143"""
     assert [class_name("chat", tokens) for tokens in (0, 3071, 3072, 10**9)] == [
         *("chat-cached", "chat-cached"),
         *("chat-uncached", "chat-uncached"),
@@ -54,17 +53,16 @@ def test_the_bucket_is_the_highest_floor_reached() -> None:
 
 @pytest.mark.parametrize("requested", [None, "", "nobody-knows", "chat-uncached"])
 def test_a_name_that_is_neither_class_nor_family_means_the_default_family(requested: str | None) -> None:
-    """KV-143: a class of a family cannot be asked for by its name."""
+    """A class of a family cannot be requested by its name."""
     assert class_name(requested, 0) == "chat-cached"
 
 
-def test_a_family_is_asked_for_by_name_and_an_explicit_class_bypasses_the_buckets() -> None:
-    """KV-143"""
+def test_a_family_is_requested_by_name_and_an_explicit_class_bypasses_the_buckets() -> None:
     assert class_name("agents", 5000) == "agents-uncached"
     assert [class_name("batch", tokens) for tokens in (0, 5000)] == ["batch", "batch"]
 
 
-def test_a_class_has_what_its_row_says() -> None:
+def test_a_class_has_the_values_of_its_row() -> None:
     assert profile().classes[1] == PolicyClass("chat-uncached", "wspt", 1, 8192, 0.5, 3, 4, 5)
     assert profile().classes[4] == PolicyClass("batch")
 
@@ -137,7 +135,6 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_document_is_refused_at_its_place(document: Any, field: str) -> None:
-    """KV-144"""
     with pytest.raises(InvalidArgument) as refused:
         PolicyDocument.from_plain(document)
     assert refused.value.field == field

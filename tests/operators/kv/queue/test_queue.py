@@ -47,7 +47,6 @@ def drained(queue: AdmissionQueue[str], may_go: Callable[[Waiting[str]], bool] =
 
 
 def test_a_jump_is_seconds_off_the_arrival() -> None:
-    """KV-125"""
     queue = one_class()
     push(queue, "A", arrival_s=0.0)
     push(queue, "B", arrival_s=5.0, priority_jump_s=50.0)
@@ -70,7 +69,6 @@ def test_last_come_first_served_turns_the_arrival_around() -> None:
 def test_the_weight_of_a_prompt_is_what_its_best_worker_must_compute(
     candidates: list[int], cached_tokens: int, key: float
 ) -> None:
-    """KV-126"""
     overlap = Overlap(device={WorkerRank(n): blocks for n, blocks in enumerate([10, 20, 50, 60, 1, 0, 100])})
     seen = CandidateOverlap(overlap, {WorkerRank(n): 0 for n in candidates})
     assert seen.best_cached_tokens(RequestSettings(), 16) == cached_tokens
@@ -87,15 +85,13 @@ def test_less_work_goes_first_by_weight() -> None:
 
 @pytest.mark.parametrize("queue_policy", ["fcfs", "lcfs", "wspt"])
 def test_strict_priority_comes_before_everything(queue_policy: QueuePolicy) -> None:
-    """KV-128"""
     queue = one_class(queue_policy)
     push(queue, "jumping", PromptSize(1), arrival_s=50.0, priority_jump_s=1e6)
     push(queue, "strict", PromptSize(9999), arrival_s=60.0, strict_priority=1)
     assert drained(queue) == ["strict", "jumping"]
 
 
-def test_equal_keys_go_in_order_of_parking() -> None:
-    """KV-129"""
+def test_equal_keys_go_in_order_of_arrival() -> None:
     queue = one_class()
     for item in "abcde":
         push(queue, item)
@@ -103,7 +99,6 @@ def test_equal_keys_go_in_order_of_parking() -> None:
 
 
 def test_a_backlog_is_not_bypassed() -> None:
-    """KV-131"""
     queue = one_class()
     assert not queue.must_queue(0, lambda: False)
     assert queue.must_queue(0, lambda: True)
@@ -111,8 +106,7 @@ def test_a_backlog_is_not_bypassed() -> None:
     assert queue.must_queue(0, lambda: pytest.fail("a backlog decides already"))
 
 
-def test_without_a_threshold_nobody_waits() -> None:
-    """KV-131"""
+def test_without_a_threshold_no_request_waits() -> None:
     off = AdmissionQueue[str](PolicyProfile.from_config(KvRouterConfig(router_queue_threshold=None)))
     push(off, "left over")
     assert not off.must_queue(0, lambda: True)
@@ -135,8 +129,7 @@ def test_a_rank_is_busy_above_either_threshold() -> None:
     assert not PolicyClass().is_busy(10**12, 1)
 
 
-def test_all_must_be_busy_and_nobody_at_all_is_not_busy() -> None:
-    """KV-132"""
+def test_all_must_be_busy_and_an_empty_pool_is_not_busy() -> None:
     policy, configs = PolicyClass(prefill_busy_threshold=10), {0: ModelRuntimeConfig(), 1: ModelRuntimeConfig()}
     ranks = [WorkerRank(0), WorkerRank(1)]
     assert policy.all_busy(ranks, [11, 11], configs)
@@ -145,7 +138,6 @@ def test_all_must_be_busy_and_nobody_at_all_is_not_busy() -> None:
 
 
 def test_one_that_left_is_not_served_and_no_longer_counted() -> None:
-    """KV-134"""
     queue = one_class()
     waiting = [push(queue, item, PromptSize(10, 4)) for item in "abc"]
     assert queue.withdraw(waiting[1])
@@ -157,7 +149,6 @@ def test_one_that_left_is_not_served_and_no_longer_counted() -> None:
 
 
 def test_limits_are_compared_before_adding_and_grow_with_the_workers() -> None:
-    """KV-137"""
     queue = one_class(
         request_queue_limit_per_worker=1,
         raw_isl_token_queue_limit_per_worker=5,
@@ -188,8 +179,7 @@ def test_the_limits_are_checked_in_their_order() -> None:
     assert full.value.limit_kind == "cached_tokens"
 
 
-def test_a_lost_worker_lowers_the_limit_and_evicts_nobody() -> None:
-    """KV-138"""
+def test_a_lost_worker_lowers_the_limit_and_evicts_no_request() -> None:
     queue = one_class(raw_isl_token_queue_limit_per_worker=10)
     push(queue, "a", PromptSize(11), workers=2)
     with pytest.raises(QueueRejected) as full:
@@ -204,7 +194,6 @@ def test_a_lost_worker_lowers_the_limit_and_evicts_nobody() -> None:
 
 @pytest.mark.parametrize(("limit", "workers"), [(0, 5), (5, 0)])
 def test_a_limit_of_zero_or_no_worker_lets_nothing_in(limit: int, workers: int) -> None:
-    """KV-138"""
     queue = one_class(request_queue_limit_per_worker=limit)
     with pytest.raises(QueueRejected):
         push(queue, "a", workers=workers)
@@ -234,7 +223,6 @@ def test_tiers_begin_at_zero_rise_and_hold_something(tiers: list[DepthTier]) -> 
 
 
 def test_a_head_dearer_than_its_quantum_is_served_at_once_where_it_is_alone() -> None:
-    """KV-140"""
     queue = classes(4, 1)
     push(queue, "dear", PromptSize(101), class_index=0)
     push(queue, "blocked", class_index=1)
@@ -256,7 +244,7 @@ def test_classes_are_served_by_their_quanta() -> None:
     assert "".join(drained(queue)[:16]) == "1333" * 4
 
 
-def test_a_class_goes_on_with_its_turn_after_a_while_in_which_nobody_could_go() -> None:
+def test_a_class_continues_its_turn_after_a_time_in_which_no_request_could_go() -> None:
     """Mostly there is room for one only, and whoever drains asks once more in vain."""
     queue, served = classes(1, 3), ""
     for item in "1333" * 8:
@@ -291,7 +279,6 @@ def test_blocked_classes_gain_nothing_and_emptied_ones_lose_what_they_had() -> N
 
 
 def test_a_pin_to_a_busy_worker_does_not_hold_up_another() -> None:
-    """KV-141"""
     queue = one_class()
     push(queue, "for 1", partition=WorkerRank(1))
     push(queue, "for 1 too", partition=WorkerRank(1))
@@ -301,7 +288,7 @@ def test_a_pin_to_a_busy_worker_does_not_hold_up_another() -> None:
     assert drained(queue) == ["for 1", "for 1 too", "any"]
 
 
-def test_a_blocked_head_blocks_its_lane() -> None:
+def test_a_blocked_head_blocks_its_partition() -> None:
     queue = one_class()
     push(queue, "first")
     push(queue, "second")
@@ -331,7 +318,6 @@ def test_closing_hands_back_all_that_wait_and_lets_nothing_more_in() -> None:
 
 @pytest.mark.parametrize(("now_s", "after_s", "due"), [(10.0, 10.0, False), (10.1, 10.0, True), (99.0, None, False)])
 def test_what_waited_long_is_looked_up_again(now_s: float, after_s: float | None, due: bool) -> None:
-    """KV-146"""
     assert push(one_class(), "a").is_due_for_refresh(now_s, after_s) == due
 
 

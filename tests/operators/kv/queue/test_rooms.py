@@ -163,12 +163,11 @@ class World:
 @settings(max_examples=30)
 @given(st.integers(0, 2**32))
 async def test_the_same_requests_go_in_the_same_order_as_by_a_plain_scan(seed: int) -> None:
-    """Issue 12, point 16."""
     expected = await World(plain=True, seed=seed).live(120)
     assert await World(plain=False, seed=seed).live(120) == expected
 
 
-async def test_a_blocked_queue_is_not_looked_through_for_workers_that_nobody_in_it_wants(
+async def test_a_blocked_queue_is_not_looked_through_for_workers_that_no_request_wants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(plain=False, seed=1)

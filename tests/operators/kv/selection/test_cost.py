@@ -43,7 +43,6 @@ def one(
 
 
 def test_prompt_work_not_credited_is_scaled_and_decode_blocks_are_added() -> None:
-    """KV-100"""
     overlap = Overlap(device={A: 6})
     assert overlap.cached_tokens(A, RequestSettings(), 16) == 96
     assert one(Prompt(64, 16), (16, 2, 3, 0), overlap, prefill_load_scale=2.0) == 7
@@ -52,13 +51,11 @@ def test_prompt_work_not_credited_is_scaled_and_decode_blocks_are_added() -> Non
 
 @pytest.mark.parametrize(("weight", "cost"), [(32.0, 228), (0.0, 100)])
 def test_active_requests_cost_their_weight(weight: float, cost: float) -> None:
-    """KV-102"""
     assert one(Prompt(0, 16), (0, 100, 0, 4), decode_active_request_weight=weight) == cost
 
 
 @pytest.mark.parametrize(("credit", "cost"), [(1.0, 7), (0.0, 10)])
 def test_a_decode_worker_with_credit_is_chosen_by_its_cache(credit: float, cost: float) -> None:
-    """KV-103"""
     overlap = Overlap(device={A: 3})
     found = one(
         Prompt(64, 16), (0, 10, 0, 0), overlap, "decode", track_prefill_tokens=False, overlap_score_credit=credit
@@ -77,7 +74,6 @@ def test_credit_takes_decode_blocks_off_only_on_decode_workers_and_not_below_zer
 def test_decay_takes_credit_from_ranks_with_more_prompt_work_than_the_calmest(
     decay: float, expected: list[float]
 ) -> None:
-    """KV-105"""
     settings = RequestSettings(overlap_score_credit_decay=decay)
     found = costs(Prompt(64, 16), seen(Overlap(device={A: 4})), loads((48, 0, 0, 0), (0, 0, 0, 0)), settings)
     assert found == pytest.approx(expected)
@@ -85,20 +81,17 @@ def test_decay_takes_credit_from_ranks_with_more_prompt_work_than_the_calmest(
 
 
 def test_the_shared_cache_credits_what_lies_behind_the_device() -> None:
-    """KV-106"""
     overlap = Overlap(device={A: 2}, shared=[range(4)])
     settings = RequestSettings(shared_cache_multiplier=0.5)
     assert costs(Prompt(4, 1), seen(overlap), RankLoads.idle(2), settings) == [1.0, 2.0]
 
 
 def test_one_figure_for_all_tiers_is_given_as_the_device() -> None:
-    """KV-108"""
     found = costs(Prompt(64, 16), seen(Overlap(device={A: 4.0})), loads((0, 1, 0, 0), (0, 0, 0, 0)), RequestSettings())
     assert found == [1, 4]
 
 
 def test_lower_tiers_count_at_their_weight() -> None:
-    """KV-119"""
     overlap = Overlap(device={A: 2}, host={A: 3}, disk={A: 4}, external={A: 5})
     settings = RequestSettings(host_cache_hit_weight=0.5, disk_cache_hit_weight=0.25)
     assert overlap.effective_blocks(A, settings) == 5.75
@@ -107,7 +100,6 @@ def test_lower_tiers_count_at_their_weight() -> None:
 
 
 def test_credit_adds_all_tiers_and_the_shared_cache() -> None:
-    """KV-120"""
     overlap = Overlap(device={A: 2}, host={A: 1}, external={A: 2}, shared=[range(4)])
     settings = RequestSettings(
         overlap_score_credit=0.5, host_cache_hit_weight=0.25, disk_cache_hit_weight=0.1, shared_cache_multiplier=0.5

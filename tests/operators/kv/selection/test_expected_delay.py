@@ -156,7 +156,7 @@ def test_credit_and_lower_tiers_count_as_for_the_cost() -> None:
     assert delays(Prompt(640, 64), seen, idle, half) == [2 * (640 - 64 * 2), 2 * 640]
 
 
-def test_a_decision_says_by_which_rule_and_shows_its_terms() -> None:
+def test_a_decision_names_its_rule_and_shows_its_terms() -> None:
     table: list[Row] = [(0, 10, 5, 1, 5), (0, 0, 10, 0, 0)]
     decision = select_worker(Prompt(640, 64), Candidates((A, B)), overlap(table), loads(table), BY_DELAY, Random(0))
     reasons = decision.attributes()

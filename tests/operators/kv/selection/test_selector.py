@@ -46,14 +46,12 @@ def test_the_cheapest_candidate_wins() -> None:
 
 
 def test_load_can_outweigh_overlap() -> None:
-    """KV-105"""
     warm, cold = RankLoads([48, 0], [0, 0], [0, 0], [0, 0]), Overlap(device={A: 4})
     assert chosen(Candidates((A, B)), warm, cold).rank == A
     assert chosen(Candidates((A, B)), warm, cold, RequestSettings(overlap_score_credit_decay=1.0)).rank == B
 
 
 def test_equal_candidates_take_turns_by_chance() -> None:
-    """KV-109"""
     rng, column = Random(1), [4.0, 4.0, 4.0]
     drawn = Counter(pick(column, 0.0, rng) for _ in range(3000))
     assert set(drawn) == {0, 1, 2}
@@ -61,7 +59,6 @@ def test_equal_candidates_take_turns_by_chance() -> None:
 
 
 def test_a_seed_repeats_the_choices_whatever_the_order_of_the_workers() -> None:
-    """KV-109"""
     names = [3, 1, 2]
     forwards = WorkerPool({name: ModelRuntimeConfig() for name in names})
     backwards = WorkerPool({name: ModelRuntimeConfig() for name in reversed(names)})
@@ -113,7 +110,6 @@ def test_extreme_costs_and_temperatures_are_safe(costs: list[float], temperature
 
 
 def test_a_preferred_taint_outweighs_a_little_load_and_an_avoided_one_repels() -> None:
-    """KV-111"""
     pool = WorkerPool({0: ModelRuntimeConfig(taints={"mdc-a"}), 1: ModelRuntimeConfig()})
     liked = pool.candidates(RoutingRules(constraints=RoutingConstraints(preferred_taints={"mdc-a": 0.85})))
     avoided = pool.candidates(RoutingRules(constraints=RoutingConstraints(preferred_taints={"mdc-a": -0.25})))
@@ -173,8 +169,7 @@ def test_a_choice_needs_tokens_and_candidates() -> None:
         chosen(Candidates(()), RankLoads.idle(0))
 
 
-def test_asking_where_a_request_would_go_changes_nothing() -> None:
-    """KV-147"""
+def test_advice_for_a_request_changes_nothing() -> None:
     sequences, pool = ActiveSequences(), WorkerPool({0: ModelRuntimeConfig(), 1: ModelRuntimeConfig()})
     sequences.set_workers({0: range(1), 1: range(1)})
     sequences.book("r1", A, SequenceLoad([1, 2], 16), 0.0)

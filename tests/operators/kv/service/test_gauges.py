@@ -159,7 +159,7 @@ async def test_metrics_may_be_read_in_another_thread() -> None:
     assert seen == [{"1": 2, "2": 0}]
 
 
-async def test_the_router_tells_of_each_event_it_takes_in() -> None:
+async def test_the_router_reports_each_event_it_applies() -> None:
     counted: list[tuple[str, str]] = []
     events: Subject[RouterEvent] = Subject()
     router = kv_router(

@@ -64,7 +64,6 @@ from pipeline.wire import from_json, from_plain, to_json, to_plain
     ],
 )
 def test_a_request_is_an_object_with_its_method_and_what_is_set(record: RouterRequest, plain: dict[str, Any]) -> None:
-    """KV-153, KV-154"""
     assert to_plain(record) == plain
     assert from_plain(plain, RouterRequest) == record
     assert from_json(to_json(record), RouterRequest) == record

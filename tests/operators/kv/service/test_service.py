@@ -91,7 +91,7 @@ async def test_a_plain_object_is_a_request_too() -> None:
             await ask(router, wrong)
 
 
-async def test_what_new_says_reaches_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_fields_of_new_reach_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     router, seen = service(7), list[RouteRequest]()
     find = router.router.reserve
 
@@ -273,13 +273,13 @@ async def killed(router: RouterService, request: Context[RouterRequest]) -> None
 
 
 @pytest.mark.parametrize("end", [closed, killed])
-async def test_a_booking_nobody_hears_of_ends_at_once(end: Callable[..., Any]) -> None:
+async def test_a_booking_whose_answer_is_not_read_ends_at_once(end: Callable[..., Any]) -> None:
     router = service(7)
     await end(router, Context[RouterRequest](new(), id="a"))
     assert len(router.router.loads) == 0
 
 
-async def test_a_stop_after_the_choice_still_tells_it() -> None:
+async def test_a_stop_after_the_choice_still_answers_with_it() -> None:
     router = service(7)
     request = Context[RouterRequest](new(), id="a")
     async with await router.generate(request) as stream:
