@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.operator import ROUTER_DECISION, KvPushRouter
-from operators.kv.reservation import LoadBook, output_weight
+from operators.kv.reservation import LoadBook, Reservation, output_weight
 from operators.kv.selection import Decision
 from operators.pool import DirectRouter, RouterMode
 from pipeline import (
@@ -318,6 +319,51 @@ async def test_a_rank_other_than_the_first_is_sent_too() -> None:
         await (await graph.generate(Context(prompt(routing=hints, tracker=times)))).collect()
         sent = engine.requests[-1].payload.routing
         assert (sent.dp_rank, times.decode_worker.dp_rank) == (3, 3)
+
+
+WAYS_OUT = ["end", "close", "stop", "kill", "drop unread", "error item", "raise", "dispatch fails", "worker leaves"]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # dropped on purpose
+@pytest.mark.parametrize("way", WAYS_OUT)
+async def test_a_reservation_is_released_once_on_every_way_out(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {
+        "error item": Annotated[LLMEngineOutput].from_error(Disconnected("lost")),
+        "raise": Fail(BackendError("no")),
+    }
+    waits = way in ("stop", "kill", "worker leaves")
+    graph = Graph([*tokens(1), *([Stall()] if waits else []), *([ends[way]] if way in ends else []), *tokens(1)])
+    released, release = [], LoadBook.release
+
+    def counted(book: LoadBook, reservation: Reservation) -> bool:
+        released.append(reservation.request_id)
+        return release(book, reservation)
+
+    monkeypatch.setattr(LoadBook, "release", counted)
+    request = Context(prompt(), id="r")
+    if way == "dispatch fails":
+        for engine in graph.engines.values():
+            engine._fails = CannotConnect("not now")
+        with pytest.raises(CannotConnect):
+            await graph.engine.generate(request)
+    else:
+        stream = await graph.engine.generate(request)
+        if way == "drop unread":
+            del stream
+            gc.collect(0)
+            await anyio.wait_all_tasks_blocked()
+        else:
+            with suppress(BackendError):
+                async with stream:
+                    await stream.__anext__()
+                    if way == "worker leaves":
+                        graph.router.loads.set_workers([1, 2, 3], {})
+                    if waits:
+                        request.kill() if way == "kill" else request.stop()
+                    if way != "close":
+                        async for _ in stream:
+                            pass
+    assert (released, graph.booked) == (["r"], 0)
 
 
 async def test_an_id_that_is_booked_is_an_error_and_keeps_its_booking() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import anyio
@@ -11,40 +10,22 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from operators.kv import KvRouter, kv_router
+from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.pool import with_model
-from operators.kv.prompt import PromptBlocks
-from operators.kv.request import RouteRequest
-from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
 from pipeline.llm import block_hashes, sequence_hashes
-from pipeline.network import Added, EndpointId, Model, Removed, TaintsUpdated, Workers, static_workers
+from pipeline.network import Added, EndpointId, Model, Removed, TaintsUpdated
 from pipeline.protocols import RouterConfigOverride, RoutingConstraints
 from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
 from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent, StoredBlock
 from pipeline.rx import BehaviorSubject, Subject
-from pipeline.testing import ScriptedEngine
+
+from .worlds import BLOCK, prompt, reserved, router_of
 
 pytestmark = pytest.mark.anyio
-
-BLOCK = 4
-
-
-def pool(*worker_ids: int) -> Workers[Any, Any]:
-    return static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
-
-
-def router_of(*worker_ids: int, config: dict[str, Any] | None = None, **settings: Any) -> KvRouter:
-    chosen = KvRouterConfig(**{"use_kv_events": False, **(config or {})})
-    settings.setdefault("rng", Random(1))
-    return kv_router(pool(*worker_ids), chosen, block_size_tokens=BLOCK, **settings)
-
-
-def prompt(count: int = 8, *, first: int = 0, **settings: Any) -> RouteRequest:
-    return RouteRequest(blocks=PromptBlocks(list(range(first, first + count)), BLOCK), **settings)
 
 
 def stored(worker_id: int, count: int, event_id: int = 1) -> RouterEvent:
@@ -52,10 +33,6 @@ def stored(worker_id: int, count: int, event_id: int = 1) -> RouterEvent:
     local = block_hashes(list(range(count)), BLOCK)
     blocks = [StoredBlock(name, own) for name, own in zip(sequence_hashes(local), local, strict=True)]
     return RouterEvent(worker_id, KvEvent(event_id, KvStored(None, blocks)))
-
-
-async def placed(router: KvRouter, request: RouteRequest, request_id: str = "r", **settings: Any) -> Reservation:
-    return await router.reserve(request, request_id=request_id, **settings)
 
 
 async def settled() -> None:
@@ -87,7 +64,7 @@ async def test_routed_prompts_count_until_events_arrive() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
         await settled()
-        (await placed(router, prompt(8))).release()
+        (await reserved(router, prompt(8))).release()
         assert router.advise(prompt(16)).overlap_blocks == 2
         events.on_next(stored(1, 12))
         assert router.advise(prompt(16)).overlap_blocks == 3
@@ -98,7 +75,7 @@ async def test_routed_prompts_count_until_events_arrive() -> None:
 
 async def test_a_routed_prompt_is_remembered_for_its_time_only() -> None:
     router = router_of(7, config={"router_ttl_secs": 1.0})
-    (await placed(router, prompt(4, worker_id=7))).release()
+    (await reserved(router, prompt(4, worker_id=7))).release()
     assert router.advise(prompt(4)).overlap_blocks == 1
     await anyio.sleep(2)
     assert router.advise(prompt(4)).overlap_blocks == 0
@@ -106,7 +83,7 @@ async def test_a_routed_prompt_is_remembered_for_its_time_only() -> None:
 
 async def test_without_credit_nothing_is_looked_up() -> None:
     router = router_of(1, config={"overlap_score_credit": 0.0})
-    (await placed(router, prompt(8))).release()
+    (await reserved(router, prompt(8))).release()
     assert router.advise(prompt(8)).overlap_blocks == 0
 
 
@@ -119,7 +96,7 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
         raise ValueError("full")
 
     monkeypatch.setattr(router.lookup._routed, "record", fails)
-    assert (await placed(router, prompt())).is_live
+    assert (await reserved(router, prompt())).is_live
     assert "full" in caplog.text
 
 
@@ -131,14 +108,14 @@ async def test_the_configuration_names_the_rule_by_which_is_chosen(placement: st
     """Worker 1 has most of the prompt and computes nothing, but answers are written in many of its blocks."""
     router = router_of(1, 2, config={"router_placement": placement})
     for request_id, there in (("same", prompt(4000, worker_id=1)), ("other", prompt(8000, first=10**6, worker_id=1))):
-        (await placed(router, there, request_id)).mark_prefill_completed()
+        (await reserved(router, there, request_id)).mark_prefill_completed()
     decision = router.advise(prompt(4400))
     assert (decision.rank, decision.placement) == (WorkerRank(worker_id), placement)
 
 
 async def test_the_load_of_bookings_sends_others_elsewhere() -> None:
     router = router_of(1, 2)
-    first, second = [await placed(router, prompt(64, first=n * 100), str(n)) for n in range(2)]
+    first, second = [await reserved(router, prompt(64, first=n * 100), str(n)) for n in range(2)]
     assert {first.rank, second.rank} == {WorkerRank(1), WorkerRank(2)}
     assert first.release()
     assert router.advise(prompt(64, first=900)).rank == first.rank
@@ -182,14 +159,14 @@ async def test_overloaded_and_excluded_workers_are_passed_over() -> None:
 
 async def test_a_prompt_that_is_not_tracked_is_a_request_without_prompt_work() -> None:
     router = router_of(1)
-    await placed(router, prompt(override=RouterConfigOverride(track_prefill_tokens=False)))
+    await reserved(router, prompt(override=RouterConfigOverride(track_prefill_tokens=False)))
     loads = router.loads.sequences.project((), [WorkerRank(1)], 0.0)
     assert (list(loads.prefill_tokens), list(loads.requests)) == ([0], [1])
 
 
 async def test_potential_loads_are_those_with_the_prompt_added() -> None:
     router = router_of(1, 2)
-    await placed(router, prompt(8, worker_id=1))
+    await reserved(router, prompt(8, worker_id=1))
     loads = router.potential_loads(prompt(12).blocks)
     assert [(load.worker_id, load.potential_prefill_tokens) for load in loads] == [(1, 8 + 4), (2, 12)]
     assert [(load.potential_decode_blocks, load.active_requests) for load in loads] == [(3, 1), (3, 0)]
@@ -208,8 +185,8 @@ async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
     config: dict[str, Any], tokens: int, reported: int, in_use: int
 ) -> None:
     router = router_of(1, config=config)
-    await placed(router, prompt(4))
-    await placed(router, prompt(4, first=100), "other")
+    await reserved(router, prompt(4))
+    await reserved(router, prompt(4, first=100), "other")
     asked = prompt(tokens)
     decision = router.advise(asked)
     assert decision.chosen.active_decode_blocks + decision.chosen.additional_blocks == reported
@@ -219,10 +196,10 @@ async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
 async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:
     router = router_of(1)
     with pytest.raises(InvalidArgument):
-        await placed(router, prompt(0))
-    await placed(router, prompt())
+        await reserved(router, prompt(0))
+    await reserved(router, prompt())
     with pytest.raises(DuplicateRequest):
-        await placed(router, prompt())
+        await reserved(router, prompt())
     assert len(router.loads) == 1
 
 
@@ -261,8 +238,8 @@ class ChangingPool:
 async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along() -> None:
     workers: Any = ChangingPool(7, 8)
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK)
-    lost = await placed(router, prompt(worker_id=7), "a")
-    await placed(router, prompt(worker_id=8), "b")
+    lost = await reserved(router, prompt(worker_id=7), "a")
+    await reserved(router, prompt(worker_id=8), "b")
     workers.set(8)
     assert (lost.is_live, lost.release(), len(router.loads)) == (False, False, 1)
     workers.set(7, 8)
@@ -294,7 +271,7 @@ async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: 
 async def test_a_request_is_enough_for_that_warning(caplog: pytest.LogCaptureFixture) -> None:
     router = router_of(1, config={"use_kv_events": True})
     with router, router.follow(Subject[RouterEvent]()):
-        (await placed(router, prompt())).release()
+        (await reserved(router, prompt())).release()
         assert len(caplog.records) == 1
 
 

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from operators.kv import KvRouter, kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouter
 from operators.kv.errors import QueueRejected
-from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
 from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import Cancelled, Control, Unavailable
-from pipeline.network import Workers, static_workers
 from pipeline.protocols import RoutingConstraints
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
-from pipeline.testing import ScriptedEngine
+
+from .worlds import prompt, reserved, router_of
 
 pytestmark = pytest.mark.anyio
 
-BLOCK = 4
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 """A rank with any prompt in flight is busy."""
-
-
-def pool(*worker_ids: int) -> Workers[Any, Any]:
-    return static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
-
-
-def router_of(*worker_ids: int, config: dict[str, Any] | None = None, **settings: Any) -> KvRouter:
-    chosen = KvRouterConfig(**{"use_kv_events": False, **(config or {})})
-    settings.setdefault("rng", Random(1))
-    return kv_router(pool(*worker_ids), chosen, block_size_tokens=BLOCK, **settings)
-
-
-def prompt(count: int = 8, *, first: int = 0, **settings: Any) -> RouteRequest:
-    return RouteRequest(blocks=PromptBlocks(list(range(first, first + count)), BLOCK), **settings)
-
-
-async def placed(router: KvRouter, request: RouteRequest, request_id: str = "r", **settings: Any) -> Reservation:
-    return await router.reserve(request, request_id=request_id, **settings)
 
 
 class Waiters:
@@ -65,7 +43,7 @@ class Waiters:
 
     async def _ask(self, request_id: str, request: RouteRequest, control: Control | None) -> None:
         try:
-            self.placed[request_id] = await placed(self._router, request, request_id, control=control)
+            self.placed[request_id] = await reserved(self._router, request, request_id, control=control)
         except Exception as error:
             self.failed[request_id] = error
 
@@ -118,15 +96,15 @@ async def test_a_request_for_a_busy_worker_holds_up_no_other() -> None:
 
 async def test_a_request_no_worker_may_take_is_refused_at_once() -> None:
     router = router_of(1, profile=ONE_AT_A_TIME)
-    await placed(router, prompt())
+    await reserved(router, prompt())
     with pytest.raises(Unavailable):
-        await placed(router, prompt(constraints=RoutingConstraints({"none-has-it"})), "b")
+        await reserved(router, prompt(constraints=RoutingConstraints({"none-has-it"})), "b")
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str) -> None:
     router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
-    before = await placed(router, prompt(), "a")
+    before = await reserved(router, prompt(), "a")
     tasks, given_up = anyio.create_task_group(), anyio.create_task_group()
     first, second = Waiters(router, given_up), Waiters(router, tasks)
     async with tasks:
@@ -142,7 +120,7 @@ async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str)
 
 async def test_a_booking_whose_caller_has_gone_meanwhile_is_undone() -> None:
     router = router_of(1, profile=ONE_AT_A_TIME)
-    before = await placed(router, prompt(), "a")
+    before = await reserved(router, prompt(), "a")
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
@@ -155,7 +133,7 @@ async def test_a_booking_whose_caller_has_gone_meanwhile_is_undone() -> None:
 
 async def test_a_booking_that_is_there_wins_over_a_stop() -> None:
     router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
-    before = await placed(router, prompt(), "a")
+    before = await reserved(router, prompt(), "a")
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
@@ -276,10 +254,10 @@ async def test_a_request_for_a_worker_that_leaves_fails_and_waits_no_more() -> N
 
 async def test_a_request_that_was_stopped_before_does_not_wait() -> None:
     router, control = router_of(1, profile=ONE_AT_A_TIME), Control()
-    await placed(router, prompt(), "a")
+    await reserved(router, prompt(), "a")
     control.stop()
     with pytest.raises(Cancelled):
-        await placed(router, prompt(first=100), "b", control=control)
+        await reserved(router, prompt(first=100), "b", control=control)
     assert (len(router.queue), len(router.loads)) == (0, 1)
 
 
@@ -290,7 +268,7 @@ async def test_a_callback_that_fails_fails_the_request_and_leaves_none_waiting()
         return set()
 
     router = router_of(1, profile=ONE_AT_A_TIME, overloaded=overloaded)
-    await placed(router, prompt(), "a")
+    await reserved(router, prompt(), "a")
     with pytest.raises(OSError, match="nobody knows"):
-        await placed(router, prompt(first=100), "b")
+        await reserved(router, prompt(first=100), "b")
     assert (len(router.queue), len(router.loads)) == (0, 1)
