@@ -157,5 +157,5 @@ def own_dp_rank(rank: int | None, start: int, size: int) -> int | None:
         return None
     if start <= rank < start + size:
         return rank
-    _log.warning("the request asks for rank %d, this worker has [%d, %d)", rank, start, start + size)
+    _log.warning("the request names rank %d, this worker has [%d, %d)", rank, start, start + size)
     return None

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from pipeline.protocols import PreprocessedRequest
 
-from .answers import Answer, Known, Said, Trial, has_left_over, limited
+from .answers import Answer, Baseline, Outcome, Trial, has_left_over, limited
 from .failures import CONCURRENTLY, ConformanceFailure, failed, not_served
 
 CONCURRENT = 8
@@ -51,17 +51,17 @@ async def answered(
     return answer
 
 
-async def check_alone(trial: Trial) -> Known:
+async def check_alone(trial: Trial) -> Baseline:
     """One request, of which the rest is learnt. Raises GenerateFailed and whatever is wrong with a stream."""
     # Not raced: a race has scopes of its own, which would be in disorder before the engine's are seen.
     answer = await answered(trial, raced=False)
-    said, times = Said.of(answer), answer.times_s
+    generated, times = Outcome.of(answer), answer.times_s
     gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
-    return Known(said, said, gap_s=gap_s, alone_s=times[-1] - times[0])
+    return Baseline(generated, generated, gap_s=gap_s, alone_s=times[-1] - times[0])
 
 
-async def shortened(trial: Trial, known: Known) -> Trial:
-    """The trial with a limit on its request where the answer is long: it is asked for about a hundred times.
+async def shortened(trial: Trial, known: Baseline) -> Trial:
+    """The trial with a limit on its request where the answer is long: it is repeated about a hundred times.
 
     Raises what is wrong with a stream.
     """
@@ -69,37 +69,37 @@ async def shortened(trial: Trial, known: Known) -> Trial:
     if known.natural.length <= tokens:
         return trial
     trial = evolve(trial, request=limited(trial.request, max_tokens=tokens))
-    known.plain = Said.of(await answered(trial))
+    known.plain = Outcome.of(await answered(trial))
     return trial
 
 
-async def check_same(trial: Trial, known: Known) -> None:
+async def check_same(trial: Trial, known: Baseline) -> None:
     """The same request again. Raises TokensLeftOver, and what is wrong with a stream."""
     again = [await answered(trial) for _ in range(_SAME)]
-    for one in map(Said.of, again):
+    for one in map(Outcome.of, again):
         if one.tokens != known.plain.tokens and has_left_over(known.plain, one):
             raise failed("TokensLeftOver", f"the same request got {known.plain}, then {one}")
-    known.is_steady = all(Said.of(answer) == known.plain for answer in again)
+    known.is_steady = all(Outcome.of(answer) == known.plain for answer in again)
     known.is_steady_by_chunk = known.is_steady and all(answer.chunks == again[0].chunks for answer in again)
     known.answers = [(trial.request, known.plain if known.is_steady else None)]
 
 
-async def learn_beginning(trial: Trial, known: Known) -> None:
+async def learn_beginning(trial: Trial, known: Baseline) -> None:
     """How the answer to the long request begins. Raises TokensLeftOver, and what is wrong with a stream."""
     if not known.is_steady:
         return
-    begins: list[Said] = []
+    begins: list[Outcome] = []
     for _ in range(2):
         async with trial.answer(long=True) as (answer, _):
             while len(answer.chunks) < _BEGINNING and await answer.begin(trial.within_s):
                 pass
-        begins.append(Said.of(answer))
+        begins.append(Outcome.of(answer))
         await check_nothing_left_over(trial, known, "behind a closed one")
     first, second = begins
     known.begins = first if first == second else None
 
 
-async def learn_others(trial: Trial, known: Known, *, varies: bool) -> None:
+async def learn_others(trial: Trial, known: Baseline, *, varies: bool) -> None:
     """Learns what other requests get alone: a short one and, with `varies`, the same tokens in another order.
 
     One that the engine does not serve is left out.
@@ -111,15 +111,15 @@ async def learn_others(trial: Trial, known: Known, *, varies: bool) -> None:
         requests.append(limited(trial.request, max_tokens=_SHORT))
     for request in requests:
         try:
-            said = Said.of(await answered(trial, request))
-            known.answers.append((request, said if known.is_steady else None))
+            generated = Outcome.of(await answered(trial, request))
+            known.answers.append((request, generated if known.is_steady else None))
         except ConformanceFailure:
             continue
 
 
 async def check_concurrent(
     trial: Trial,
-    known: Known,
+    known: Baseline,
     alone: ConformanceFailure | None,
     *,
     requests: int = CONCURRENT,
@@ -129,21 +129,21 @@ async def check_concurrent(
 
     Raises StreamsShareState, or the failure of that name for what one alone did not show.
     """
-    asked = [request for request, _ in known.answers] or [trial.request]
+    sent = [request for request, _ in known.answers] or [trial.request]
     within_s = trial.within_s + requests * known.alone_s  # they may be served one behind the other
     begun = [anyio.Event() for _ in range(requests)]
 
     async def one(number: int) -> None:
         if number >= requests // 2:
             await begun[number - 1].wait()
-        request = asked[(number - requests) % len(asked)]
+        request = sent[(number - requests) % len(sent)]
         try:
             async with trial.answer(request) as (answer, _):
                 await answer.begin(within_s)
                 begun[number].set()
                 await answer.drain("GenerateFailed", within_s)
                 if known.contradicts(request, answer):
-                    raise failed("StreamsShareState", f"the prompt {request.token_ids} got {Said.of(answer)}")
+                    raise failed("StreamsShareState", f"the prompt {request.token_ids} got {Outcome.of(answer)}")
                 answer.expect_whole()
         finally:
             begun[number].set()
@@ -167,14 +167,14 @@ def _concurrent_failure(
     return failure
 
 
-async def check_nothing_left_over(trial: Trial, known: Known, after: str) -> None:
+async def check_nothing_left_over(trial: Trial, known: Baseline, after: str) -> None:
     """Requests alone, behind others that were disturbed. Raises TokensLeftOver and NotServedAfterwards."""
     for request, expected in known.answers or [(trial.request, None)]:
         try:
             async with trial.answer(request) as (answer, _):
                 await answer.drain("GenerateFailed", trial.within_s)
                 if known.contradicts(request, answer):
-                    got = f"got {Said.of(answer)}, before that {expected}"
+                    got = f"got {Outcome.of(answer)}, before that {expected}"
                     raise failed("TokensLeftOver", f"{after}, {request.token_ids} {got}")
                 answer.expect_whole()
         except ConformanceFailure as failure:

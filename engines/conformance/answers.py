@@ -35,15 +35,15 @@ from .inspection import Turns, failure_in, held_by
 LONG_MAX_TOKENS = 10_000
 """Of a request that is disturbed: more than an engine can answer before, where its context has room."""
 MOST_CHUNKS = 100_000
-"""A stream with more chunks is taken for one without end: where it never waits, no clock would tell."""
+"""A stream with more chunks counts as endless: if it never waits, no clock can bound it."""
 _CODED = 100
-"""So many chunks of an answer are all encoded as if they were sent."""
+"""How many chunks of an answer are all encoded as if they were sent."""
 _LOOKS = 4
-"""Behind so many chunks of an answer the kit looks at what the engine holds."""
+"""After each of that many chunks the kit checks what the engine holds."""
 
 
 def mock_context(id: str | None = None) -> GenerateContext:
-    """Return a context as an engine is given it, of a request that is not stopped."""
+    """Return a context as an engine receives it, of a request that is not stopped."""
     return GenerateContext(Context(None, id=id))
 
 
@@ -54,10 +54,10 @@ def limited(request: PreprocessedRequest, **limits: Any) -> PreprocessedRequest:
 
 @frozen
 class Trial:
-    """A started engine and how it is asked.
+    """A started engine and the settings of its check.
 
     `within_s` bounds each step that is not disturbed, `deadline_s` what follows a stop or a close, and `at_once_s` what
-    follows a kill that the engine promises to hear.
+    follows a kill where the engine promises to end by itself.
     """
 
     engine: LLMEngine
@@ -80,7 +80,7 @@ class Trial:
         return limited(self.request, max_tokens=room, ignore_eos=ignore_eos)
 
     def room(self, tokens: int, request: PreprocessedRequest) -> int:
-        """So many tokens, or as many as the context has room for behind the prompt."""
+        """Return that many tokens, or as many as the context has room for behind the prompt."""
         length = self.config.context_length
         return tokens if length is None else min(tokens, length - len(request.token_ids))
 
@@ -92,19 +92,19 @@ class Trial:
 
         Without `raced` a kill ends it only if the engine does. Raises GenerateFailed and CloseFailed.
         """
-        asked = deepcopy(request or (self.long_request if long else self.request))
-        before, context = deepcopy(asked), mock_context()
+        sent = deepcopy(request or (self.long_request if long else self.request))
+        before, context = deepcopy(sent), mock_context()
 
-        async def ask() -> Chunks:
-            made = self.engine.generate(asked, context)
+        async def call() -> Chunks:
+            made = self.engine.generate(sent, context)
             return await made if isawaitable(made) else made
 
-        chunks = await _unless_refused(bounded("GenerateFailed", "generate", ask, self.within_s))
+        chunks = await _unless_refused(bounded("GenerateFailed", "generate", call, self.within_s))
         if not hasattr(chunks, "__anext__"):
             raise failed("GenerateFailed", f"it gave {type(chunks).__name__}")
         read = until_killed(chunks, context.inner) if raced and not self.engine.ends_on_kill else chunks
         try:
-            yield Answer(read, chunks, before, asked), context
+            yield Answer(read, chunks, before, sent), context
         except BaseException:
             with suppress(ConformanceFailure):
                 await self._close(read, chunks)
@@ -127,12 +127,12 @@ async def _unless_refused(step: Any) -> Any:
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether the adapter takes what an engine raised for the refusal of a request that cannot be served."""
+    """Return whether the error of an engine is the refusal of a request that cannot be served."""
     return isinstance(error, InvalidArgument | BackendInvalidArgument | ValueError | TypeError)
 
 
 def is_given_up(reason: FinishReason | None) -> bool:
-    """Whether a choice that ended so was not answered."""
+    """Return whether a choice with that finish reason was not answered."""
     return reason is not None and (reason.is_error or reason == FinishReason.CANCELLED)
 
 
@@ -146,19 +146,19 @@ def _is_plain(chunk: LLMEngineOutput) -> bool:
 class Answer:
     """The chunks of one answer, as they are read.
 
-    `said` are the tokens of each choice so far, `reasons` their finish reasons.
+    `generated` are the tokens of each choice so far, `reasons` their finish reasons.
     """
 
-    def __init__(self, read: Chunks, source: Chunks, before: PreprocessedRequest, asked: PreprocessedRequest) -> None:
+    def __init__(self, read: Chunks, source: Chunks, before: PreprocessedRequest, sent: PreprocessedRequest) -> None:
         self.request = before
         self.choices = before.sampling_options.n or 1
-        self.said: list[list[int]] = [[] for _ in range(self.choices)]
+        self.generated: list[list[int]] = [[] for _ in range(self.choices)]
         self.reasons: list[FinishReason | None] = [None] * self.choices
         self.chunks: list[LLMEngineOutput] = []
         self.times_s: list[float] = []
-        """When it was asked for, and when each chunk came, by the loop's clock."""
+        """When the request was made, and when each chunk came, by the loop's clock."""
         self.is_complete = False
-        self._read, self._source, self._asked = read, source, asked
+        self._read, self._source, self._given = read, source, sent
         self._rules = ChunkContract(self.choices)
         self.times_s.append(anyio.current_time())
 
@@ -169,7 +169,7 @@ class Answer:
     @property
     def tokens(self) -> int:
         """How many came, of all choices."""
-        return sum(len(tokens) for tokens in self.said)
+        return sum(len(tokens) for tokens in self.generated)
 
     async def begin(self, within_s: float) -> bool:
         """Read the next chunk in a task of its own, like `advance`. Raises GenerateFailed if it takes too long."""
@@ -179,7 +179,7 @@ class Answer:
     async def advance(self) -> bool:
         """Read one chunk; False at the end.
 
-        Raises StreamYieldedError, NotAChunk, ChunkAfterTerminal and what is said of things held over a `yield`.
+        Raises StreamYieldedError, NotAChunk, ChunkAfterTerminal, and the failures of things held over a `yield`.
         """
         try:
             chunk: Any = await self._read.__anext__()
@@ -197,7 +197,7 @@ class Answer:
         except ContractViolation as violation:
             raise failed("ChunkAfterTerminal", str(violation), cause=violation) from violation
         index = chunk.index or 0
-        self.said[index] += chunk.token_ids
+        self.generated[index] += chunk.token_ids
         self.reasons[index] = chunk.finish_reason
         self.chunks.append(chunk)
         self.times_s.append(anyio.current_time())
@@ -261,10 +261,10 @@ class Answer:
 
         A usage that is not there counts as right.
         """
-        if self._asked != self.request:
-            raise failed("RequestChanged", f"from {self.request!r} to {self._asked!r}")
-        if (now := self._said_by_chunks()) != self.said:
-            raise failed("ChunkChanged", f"{self.said} came, and are {now} now")
+        if self._given != self.request:
+            raise failed("RequestChanged", f"from {self.request!r} to {self._given!r}")
+        if (now := self._tokens_by_choice()) != self.generated:
+            raise failed("ChunkChanged", f"{self.generated} came, and are {now} now")
         usage = None if self.last is None else self.last.completion_usage
         if usage is not None and usage.completion_tokens != self.tokens:
             raise miscounted(name, self.tokens, usage.completion_tokens)
@@ -272,12 +272,12 @@ class Answer:
             if chunk.completion_usage is not None:
                 self._expect_prompt_counted(chunk.completion_usage)
 
-    def _said_by_chunks(self) -> list[list[int]]:
+    def _tokens_by_choice(self) -> list[list[int]]:
         """What the chunks have by now."""
-        said: list[list[int]] = [[] for _ in range(self.choices)]
+        generated: list[list[int]] = [[] for _ in range(self.choices)]
         for chunk in self.chunks:
-            said[chunk.index or 0] += chunk.token_ids
-        return said
+            generated[chunk.index or 0] += chunk.token_ids
+        return generated
 
     def _expect_prompt_counted(self, usage: CompletionUsage) -> None:
         request, prompt = self.request, usage.prompt_tokens
@@ -293,15 +293,15 @@ class Answer:
 
 
 @frozen
-class Said:
+class Outcome:
     """An answer: the tokens of each choice and why it ended; the number of the chunks does not matter."""
 
     tokens: tuple[tuple[int, ...], ...]
     reasons: tuple[FinishReason | None, ...]
 
     @classmethod
-    def of(cls, answer: Answer) -> Said:
-        return cls(tuple(map(tuple, answer.said)), tuple(answer.reasons))
+    def of(cls, answer: Answer) -> Outcome:
+        return cls(tuple(map(tuple, answer.generated)), tuple(answer.reasons))
 
     @property
     def length(self) -> int:
@@ -313,9 +313,9 @@ class Said:
         """Whether a limit ended it, and not the engine by itself."""
         return FinishReason.LENGTH in self.reasons
 
-    def continues(self, said: Sequence[Sequence[int]]) -> bool:
+    def continues(self, generated: Sequence[Sequence[int]]) -> bool:
         """Whether each choice begins as this one goes, as far as this one goes."""
-        pairs = zip(self.tokens, said, strict=False)
+        pairs = zip(self.tokens, generated, strict=False)
         return all(tuple(new[: len(known)]) == known[: len(new)] for known, new in pairs)
 
     def __str__(self) -> str:
@@ -324,11 +324,11 @@ class Said:
         )
 
 
-def _asks_the_same(one: PreprocessedRequest, other: PreprocessedRequest) -> bool:
+def _is_same(one: PreprocessedRequest, other: PreprocessedRequest) -> bool:
     return (one.token_ids, one.stop_conditions) == (other.token_ids, other.stop_conditions)
 
 
-def has_left_over(first: Said, second: Said) -> bool:
+def has_left_over(first: Outcome, second: Outcome) -> bool:
     """Whether the second answer is the first one behind tokens of something else."""
     for before, now in zip(first.tokens, second.tokens, strict=False):
         for at in range(1, len(now)):
@@ -343,18 +343,18 @@ def has_left_over(first: Said, second: Said) -> bool:
 
 
 @define
-class Known:
-    """Answers to the requests that are asked again and again."""
+class Baseline:
+    """Undisturbed answers to the requests that are repeated later."""
 
-    natural: Said
+    natural: Outcome
     """The first one: to the request as it is."""
-    plain: Said
-    """To the request that is asked again and again: the same one, or limited to fewer tokens."""
+    plain: Outcome
+    """To the request that is repeated: the same one, or limited to fewer tokens."""
     is_steady: bool = False
     """Whether the same request always got the same answer."""
     is_steady_by_chunk: bool = False
     """Whether it came in the same chunks, too."""
-    begins: Said | None = None
+    begins: Outcome | None = None
     """How the answer to the long request begins, if that is always the same."""
     goes_on: bool = False
     """Whether the engine goes on to the limit of a request that wants its end ignored."""
@@ -362,7 +362,7 @@ class Known:
     """The longest time that a chunk of the first answer took."""
     alone_s: float = 0.0
     """How long the first answer took."""
-    answers: list[tuple[PreprocessedRequest, Said | None]] = field(factory=list)
+    answers: list[tuple[PreprocessedRequest, Outcome | None]] = field(factory=list)
     """Requests with other prompts, too, and what each got alone, if that is always the same."""
 
     def tokens_in(self, seconds: float) -> float:
@@ -370,17 +370,17 @@ class Known:
         return self.natural.length * seconds / self.alone_s if self.alone_s and self.natural.length else inf
 
     @classmethod
-    def nothing(cls) -> Known:
+    def nothing(cls) -> Baseline:
         """Of an engine whose first answer failed."""
-        return cls(Said((), ()), Said((), ()))
+        return cls(Outcome((), ()), Outcome((), ()))
 
     def continues(self, answer: Answer) -> bool:
         """Whether the plain answer and this one begin with the same tokens."""
-        return self.plain.continues(answer.said)
+        return self.plain.continues(answer.generated)
 
     def contradicts(self, request: PreprocessedRequest, answer: Answer) -> bool:
         """Whether the answer, which came to its end, has other tokens than the request got alone."""
-        known = next((said for asked, said in self.answers if _asks_the_same(asked, request)), None)
+        known = next((generated for other, generated in self.answers if _is_same(other, request)), None)
         if known is None or not answer.is_complete or any(map(is_given_up, answer.reasons)):
             return False
-        return Said.of(answer).tokens != known.tokens
+        return Outcome.of(answer).tokens != known.tokens

@@ -23,9 +23,12 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "EmptyModelInConfig": ("", "the config of `start` names no model"),
     "BackgroundFailed": ("", "`background` raised, after which a host gives the engine up"),
     "KvEventSourcesFailed": ("", "`kv_event_sources` raised, hung, or named a rank twice"),
-    "KvEventSourcesNotIdempotent": ("", "`kv_event_sources` named other ranks, or in another order, when asked again"),
+    "KvEventSourcesNotIdempotent": (
+        "",
+        "`kv_event_sources` named other ranks, or in another order, at the second call",
+    ),
     "SetupMetricsFailed": ("", "`setup_metrics` raised, hung, or named a rank twice"),
-    "ComponentMetricsNotIdempotent": ("", "`setup_metrics` named other ranks, or in another order, when asked again"),
+    "ComponentMetricsNotIdempotent": ("", "`setup_metrics` named other ranks, or in another order, at the second call"),
     "DrainFailed": ("", "`drain` raised or hung"),
     "CleanupFailed": ("", "`cleanup` raised or hung"),
     "SecondCleanupFailed": ("L7", "`cleanup` raised or hung when called again"),
@@ -35,8 +38,8 @@ MEANINGS: dict[str, tuple[str, str]] = {
     # one answer
     "GenerateFailed": ("", "`generate` raised, hung, or gave no async iterator that ends"),
     "NoChunksYielded": ("L1", "the stream ended without any chunk"),
-    "StreamYieldedError": ("", "the stream raised, or its last chunk says that it failed or was given up"),
-    "NotAChunk": ("L1", "the stream yielded something that is no LLMEngineOutput, or cannot be sent as one"),
+    "StreamYieldedError": ("", "the stream raised, or its last chunk has finish reason error or cancelled"),
+    "NotAChunk": ("L1", "the stream yielded an object that is not an LLMEngineOutput, or cannot be sent as one"),
     "ChunkAfterTerminal": ("L1", "a chunk followed the terminal one"),
     "NoTerminalChunk": ("L1", "the stream ended without its terminal chunk"),
     "CompletionTokensMismatch": ("L4", "the usage of the last chunk does not count the tokens of the stream"),
@@ -53,7 +56,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "LimitUsageMismatch": ("L4", "at `max_tokens` the usage does not count the tokens of the stream"),
     "MinTokensIgnored": ("L9", "an answer ended by itself before `min_tokens`"),
     "IgnoreEosIgnored": ("L9", "with `ignore_eos` an answer ended before `max_tokens`"),
-    "ChoicesIgnored": ("L9", "`n` choices were asked for, and not given"),
+    "ChoicesIgnored": ("L9", "the answer lacks some of the `n` choices"),
     "BadRequestServed": ("L5", "a request that cannot be served did not raise InvalidArgument before its first chunk"),
     # several requests
     "ConcurrentGenerateFailed": ("L6", "a request that was served alone was not among others"),
@@ -148,7 +151,7 @@ def not_served(after: str, failure: ConformanceFailure) -> ConformanceFailure:
 
 
 @define
-class Found:
+class FailureLog:
     """The failures of one run, each name once. `within_s` is how long a step that is not disturbed may take."""
 
     within_s: float
@@ -167,7 +170,7 @@ class Found:
         self.failures.setdefault(failure.name, failure)
 
     async def note(self, check: Awaitable[T]) -> T | None:
-        """What the check gives; None if it fails."""
+        """Return the result of the check; None if it fails."""
         try:
             return await check
         except ConformanceFailure as failure:
@@ -175,9 +178,9 @@ class Found:
             return None
 
     async def note_each(self, *checks: Callable[[], Awaitable[object]], but: ConformanceFailure | None = None) -> bool:
-        """Whether all went well. Ends early where time ran out: what comes behind would take as long again.
+        """Return whether all checks passed. Ends early when time ran out: later checks would take as long again.
 
-        What breaks the same rule as `but` is not noted.
+        A failure that breaks the same rule as `but` is not recorded.
         """
         went_well = True
         for check in checks:
@@ -194,7 +197,7 @@ class Found:
     async def note_behind(
         self, *checks: Callable[[], Awaitable[object]], but: ConformanceFailure | None = None
     ) -> bool:
-        """The same, of checks behind others: a request without an answer in time had one when it was alone."""
+        """As `note_each`, for checks after others: a request without an answer in time had one when it was alone."""
 
         async def served(check: Callable[[], Awaitable[object]]) -> None:
             try:

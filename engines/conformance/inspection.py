@@ -89,8 +89,8 @@ def failure_in(error: BaseException | None) -> str | None:
         error = next((inner for inner in error.exceptions if failure_in(inner)), None)
     if not isinstance(error, RuntimeError):
         return None
-    said = str(error).lower()
-    return next((failure for text, failure in _TEXTS.items() if text in said), None)
+    text = str(error).lower()
+    return next((failure for part, failure in _TEXTS.items() if part in text), None)
 
 
 def _entered(paused: Any, depth: int) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from pipeline.protocols import PreprocessedRequest
 from ..adapter import RequestAdapter
 from ..llm import EngineConfig, LLMEngine
 from ..metrics import EngineMetrics, MetricsContext
-from .answers import Known, Trial, limited
+from .answers import Baseline, Trial, limited
 from .bounded_calls import bounded
 from .failures import ConformanceFailure, failed
 
@@ -30,7 +30,9 @@ _NEED_SAME = ("E7", "E10")
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
-async def check_hosted(trial: Trial, known: Known, bad_request: PreprocessedRequest | None) -> list[ConformanceFailure]:
+async def check_hosted(
+    trial: Trial, known: Baseline, bad_request: PreprocessedRequest | None
+) -> list[ConformanceFailure]:
     """What `check_engine` finds, each named by its rule."""
     from pipeline.testing import ENGINE_RULES, check_engine  # a tool of tests, which a worker does not need
 
@@ -68,7 +70,7 @@ async def check_hosted(trial: Trial, known: Known, bad_request: PreprocessedRequ
     return found
 
 
-def _request(trial: Trial, known: Known) -> PreprocessedRequest:
+def _request(trial: Trial, known: Baseline) -> PreprocessedRequest:
     """One with well more items than may still come after a stop, if the engine serves that."""
     is_affordable = min(trial.room(_TOKENS, trial.request), known.tokens_in(trial.within_s / 2)) >= _TOKENS
     if trial.goes_on and is_affordable:
@@ -109,11 +111,11 @@ async def check_setup_metrics(engine: LLMEngine, within_s: float) -> None:
     await _expect_stable(ranks, "SetupMetricsFailed", "ComponentMetricsNotIdempotent", within_s)
 
 
-async def _expect_stable(ask: Callable[[], Awaitable[list[int]]], fails: str, changes: str, within_s: float) -> None:
-    first = await bounded(fails, "the first call", ask, within_s)
+async def _expect_stable(call: Callable[[], Awaitable[list[int]]], fails: str, changes: str, within_s: float) -> None:
+    first = await bounded(fails, "the first call", call, within_s)
     if len(set(first)) < len(first):
         raise failed(fails, f"the ranks are {first}")
-    if (second := await bounded(fails, "the second call", ask, within_s)) != first:
+    if (second := await bounded(fails, "the second call", call, within_s)) != first:
         raise failed(changes, f"first {first}, then {second}")
 
 

@@ -1,7 +1,7 @@
-"""The checks of the conformance kit on what a request asks of the length and number of its answers (L9).
+"""Checks of the limits and choices of requests (L9).
 
-Without the model it is not known where an answer would end. So the engine is first asked without limits, and then for
-fewer tokens than that, and for more.
+Without the model it is not known where an answer would end. So the engine first gets a request without limits, then
+ones for fewer tokens than its answer has, and for more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from attrs import evolve
 
 from pipeline.protocols import FinishReason, PreprocessedRequest
 
-from .answers import Answer, Known, Said, Trial, limited
+from .answers import Answer, Baseline, Outcome, Trial, limited
 from .failures import ConformanceFailure, failed
 
 _FEW = (1, 2)
@@ -22,10 +22,10 @@ _MOST_OF_EACH = 4
 _FAR = 16
 """Tokens beyond an engine's own limit, to see whether an answer ends by itself there."""
 MOST_TOKENS = 512
-"""A longer answer is not asked for again and again."""
+"""Requests for longer answers are not repeated."""
 
 
-async def check_max_tokens(trial: Trial, known: Known) -> None:
+async def check_max_tokens(trial: Trial, known: Baseline) -> None:
     """Raises MaxTokensIgnored, LimitNotNamed and LimitUsageMismatch."""
     natural = known.natural.length
     for limit in (*_FEW, natural + _MORE):
@@ -34,10 +34,10 @@ async def check_max_tokens(trial: Trial, known: Known) -> None:
         answer = await _limited(trial, known, max_tokens=limit)
         _expect_within(answer, known, limit, limit if known.is_steady and limit <= natural else 0)
         if known.is_steady and limit < natural and any(reason != FinishReason.LENGTH for reason in answer.reasons):
-            raise failed("LimitNotNamed", f"of {natural} tokens max_tokens={limit} left {Said.of(answer)}")
+            raise failed("LimitNotNamed", f"of {natural} tokens max_tokens={limit} left {Outcome.of(answer)}")
 
 
-async def _limited(trial: Trial, known: Known, **limits: int | bool | None) -> Answer:
+async def _limited(trial: Trial, known: Baseline, **limits: int | bool | None) -> Answer:
     """The answer. Raises TokensLeftOver instead of a miscount where tokens came that are of something else."""
     async with trial.answer(limited(trial.request, **limits)) as (answer, _):
         await answer.drain("GenerateFailed", trial.within_s)
@@ -45,20 +45,20 @@ async def _limited(trial: Trial, known: Known, **limits: int | bool | None) -> A
             answer.expect_whole("LimitUsageMismatch")
         except ConformanceFailure as failure:
             if failure.name == "LimitUsageMismatch" and known.is_steady and not known.continues(answer):
-                raise failed("TokensLeftOver", f"{answer.said}, of {known.plain}", cause=failure) from failure
+                raise failed("TokensLeftOver", f"{answer.generated}, of {known.plain}", cause=failure) from failure
             raise
     return answer
 
 
-def _expect_within(answer: Answer, known: Known, limit: int, least: int = 0) -> None:
+def _expect_within(answer: Answer, known: Baseline, limit: int, least: int = 0) -> None:
     own_limit = known.natural.length if known.natural.is_limited else limit
-    for tokens, reason in zip(answer.said, answer.reasons, strict=True):
+    for tokens, reason in zip(answer.generated, answer.reasons, strict=True):
         is_cut_early = reason == FinishReason.LENGTH and len(tokens) < min(limit, own_limit)
         if not least <= len(tokens) <= limit or is_cut_early:
             raise failed("MaxTokensIgnored", f"with max_tokens={limit} there are {len(tokens)} ({reason})")
 
 
-async def check_min_tokens(trial: Trial, known: Known) -> None:
+async def check_min_tokens(trial: Trial, known: Baseline) -> None:
     """Answers that must not end where they would by themselves. Raises MinTokensIgnored."""
     if (tokens := await _beyond_the_end(trial, known)) is None:
         return
@@ -66,42 +66,42 @@ async def check_min_tokens(trial: Trial, known: Known) -> None:
         answer = await _unless_refused(trial, known, min_tokens=tokens, max_tokens=most)
         # Without max_tokens a limit of the engine's own may come first.
         if answer is not None and not _has(answer, tokens, but_for_length=most is None):
-            detail = f"with min_tokens={tokens} and max_tokens={most} there are {Said.of(answer)}"
+            detail = f"with min_tokens={tokens} and max_tokens={most} there are {Outcome.of(answer)}"
             raise failed("MinTokensIgnored", detail)
 
 
-async def check_ignore_eos(trial: Trial, known: Known) -> None:
+async def check_ignore_eos(trial: Trial, known: Baseline) -> None:
     """Answers that must go on to their limit. Raises IgnoreEosIgnored."""
     tokens = await _beyond_the_end(trial, known)
     if tokens is None:
         return
     answer = await _unless_refused(trial, known, ignore_eos=True, max_tokens=tokens)
     if answer is not None and not _has(answer, tokens):
-        raise failed("IgnoreEosIgnored", f"of {tokens} tokens came {Said.of(answer)}")
+        raise failed("IgnoreEosIgnored", f"of {tokens} tokens came {Outcome.of(answer)}")
     known.goes_on = answer is not None
 
 
-async def _beyond_the_end(trial: Trial, known: Known) -> int | None:
-    """A few tokens more than an answer has by itself; None where that is not known, or too much to ask for."""
+async def _beyond_the_end(trial: Trial, known: Baseline) -> int | None:
+    """A few tokens more than an answer has by itself; None if that is unknown, or too much."""
     if (end := await _natural_end(trial, known)) is None:
         return None
     tokens = trial.room(end + _MORE, trial.request)
     return tokens if end < tokens and _may_ask(trial, known, tokens) else None
 
 
-def _may_ask(trial: Trial, known: Known, tokens: int) -> bool:
+def _may_ask(trial: Trial, known: Baseline, tokens: int) -> bool:
     """Whether there is room and time for an answer of so many tokens."""
     return tokens <= min(MOST_TOKENS, trial.room(tokens, trial.request), known.tokens_in(trial.within_s / 2))
 
 
 def _has(answer: Answer, tokens: int, *, but_for_length: bool = False) -> bool:
     return all(
-        len(said) >= tokens or (but_for_length and reason == FinishReason.LENGTH)
-        for said, reason in zip(answer.said, answer.reasons, strict=True)
+        len(generated) >= tokens or (but_for_length and reason == FinishReason.LENGTH)
+        for generated, reason in zip(answer.generated, answer.reasons, strict=True)
     )
 
 
-async def _natural_end(trial: Trial, known: Known) -> int | None:
+async def _natural_end(trial: Trial, known: Baseline) -> int | None:
     """After how many tokens an answer ends by itself, as far as is known; None if a limit of the engine comes first."""
     natural = known.natural.length
     if not known.natural.is_limited:
@@ -109,11 +109,11 @@ async def _natural_end(trial: Trial, known: Known) -> int | None:
     more = trial.room(natural + _FAR, trial.request)
     if more <= natural or not _may_ask(trial, known, more):
         return None
-    answer = Said.of(await _limited(trial, known, max_tokens=more))
+    answer = Outcome.of(await _limited(trial, known, max_tokens=more))
     return None if answer.is_limited and answer.length < more else answer.length
 
 
-async def _unless_refused(trial: Trial, known: Known, **limits: int | bool | None) -> Answer | None:
+async def _unless_refused(trial: Trial, known: Baseline, **limits: int | bool | None) -> Answer | None:
     """The answer, which has no more tokens than it may have; None if the engine refuses to give it."""
     try:
         answer = await _limited(trial, known, **limits)
@@ -126,16 +126,16 @@ async def _unless_refused(trial: Trial, known: Known, **limits: int | bool | Non
     return answer
 
 
-async def check_choices(trial: Trial, known: Known) -> None:
+async def check_choices(trial: Trial, known: Baseline) -> None:
     """Two choices. Raises ChoicesIgnored, and whatever is wrong with a stream."""
     if len(known.plain.tokens) > 1:
-        return  # that is what was asked for all along
+        return  # all requests had several choices
     try:
         limit = max(1, min(known.plain.length, _MOST_OF_EACH))
         async with trial.answer(_two_of(trial.request, limit)) as (answer, _):
             await _drain_choices(trial, answer)
             missing = [index for index, reason in enumerate(answer.reasons) if reason is None]
-            empty = [index for index, tokens in enumerate(answer.said) if not tokens and known.plain.length]
+            empty = [index for index, tokens in enumerate(answer.generated) if not tokens and known.plain.length]
             if answer.chunks and (missing or (empty and known.is_steady)):
                 raise failed("ChoicesIgnored", f"choice {(missing or empty)[0]} of 2 did not come")
             answer.expect_whole("LimitUsageMismatch")
@@ -154,6 +154,6 @@ async def _drain_choices(trial: Trial, answer: Answer) -> None:
     try:
         await answer.drain("GenerateFailed", trial.within_s)
     except ConformanceFailure as failure:
-        if failure.name == "ChunkAfterTerminal" and not answer.said[1]:
+        if failure.name == "ChunkAfterTerminal" and not answer.generated[1]:
             raise failed("ChoicesIgnored", "all chunks are of choice 0", cause=failure) from failure
         raise

@@ -36,9 +36,9 @@ from .answer_checks import (
     learn_others,
     shortened,
 )
-from .answers import Known, Trial, mock_context
+from .answers import Baseline, Trial, mock_context
 from .bounded_calls import Call, Watchdog, watchdog
-from .failures import AFTERWARDS, ConformanceFailure, Found
+from .failures import AFTERWARDS, ConformanceFailure, FailureLog
 from .inspection import CANCEL_SCOPE, LOCK, TASK_GROUP, Running, Turns, watch_turns
 from .lifecycle_checks import (
     check_hosted,
@@ -82,21 +82,21 @@ async def run_conformance(
 ) -> None:
     """Check `LLMEngine`'s contract; raise an ExceptionGroup of ConformanceFailures, each name once.
 
-    `factory` makes an engine, now or as a coroutine. One is started, asked and cleaned up twice; a second one is only
-    cleaned up. `request` is what it is asked (None: the prompt 1, 2, 3 and no limits, and the same tokens in another
-    order); it is also sent with limits, with two choices, and with a limit of 10,000 tokens, or what its context holds,
-    and disturbed. `bad_request` is one it cannot serve; without, L5 is not checked. `deadline_s` bounds closing and the
-    rest of a stream behind a stop or a kill, `at_once_s` the rest behind a kill that the engine promises to end at,
-    `within_s` every other step, a start included; what runs out of time is named. Works in real and in virtual time; an
-    engine with threads of its own needs real time. What the factory raises goes on.
+    `factory` makes an engine, now or as a coroutine. One is started, used and cleaned up twice; a second one is only
+    cleaned up. `request` is sent to it (None: the prompt 1, 2, 3 without limits, and the same tokens in another order),
+    also with limits, with two choices, and with a limit of 10,000 tokens or what its context holds, and disturbed.
+    `bad_request` is one it cannot serve; without, L5 is not checked. `deadline_s` bounds closing and the rest of a
+    stream behind a stop or a kill, `at_once_s` the rest behind a kill that the engine promises to end at, `within_s`
+    every other step, a start included; a step that runs out of time is named. Works in real and in virtual time; an
+    engine with threads of its own needs real time. What the factory raises goes to the caller.
     """
     with _watched() as turns:
-        before, found = Running.now(), Found(within_s)
+        before, found = Running.now(), FailureLog(within_s)
         engine = await _made(factory)
 
         async def check(config: EngineConfig) -> None:
-            asked = request or PreprocessedRequest([1, 2, 3], model=config.model)
-            trial = Trial(engine, asked, config, deadline_s, within_s, at_once_s, turns, before.threads)
+            sent = request or PreprocessedRequest([1, 2, 3], model=config.model)
+            trial = Trial(engine, sent, config, deadline_s, within_s, at_once_s, turns, before.threads)
             await check_started(trial, found, bad_request, varies=request is None)
 
         await _live(engine, found, check)
@@ -120,7 +120,7 @@ def _watched() -> Iterator[Turns]:
         watch.close()
 
 
-async def _live(engine: LLMEngine, found: Found, check: Callable[[EngineConfig], Awaitable[None]]) -> None:
+async def _live(engine: LLMEngine, found: FailureLog, check: Callable[[EngineConfig], Awaitable[None]]) -> None:
     """The engine's life, from its start, through the check, until it was cleaned up twice."""
     background = Call(engine.background)
     async with anyio.create_task_group() as tasks:
@@ -139,8 +139,8 @@ async def _live(engine: LLMEngine, found: Found, check: Callable[[EngineConfig],
         tasks.cancel_scope.cancel()
 
 
-async def _watch(background: Call[None], found: Found, checks: anyio.CancelScope) -> None:
-    """As a host does; an engine whose background fails is asked nothing more."""
+async def _watch(background: Call[None], found: FailureLog, checks: anyio.CancelScope) -> None:
+    """Run the background as a host does; end the checks if it fails."""
     await background.run()
     try:
         background.result("BackgroundFailed", "it")
@@ -179,7 +179,7 @@ async def cancelling_context(after_s: float) -> AsyncIterator[GenerateContext]:
 _WAITS = ((0, True), (0, False), (1, True), (1, False), (2, True))
 """Behind how many chunks a wait is disturbed, and whether in its middle or at its beginning."""
 _LAST = {"GenerateFailed", "LoopBlocked", LOCK, CANCEL_SCOPE, TASK_GROUP}
-"""After these of the first answer no more is asked: every further check would find them again, and take as long."""
+"""After these in the first answer the checks end: every further one would find them again, and take as long."""
 _OF_THE_CONFIG = {
     *("EmptyModelInConfig", "KvEventSourcesFailed", "KvEventSourcesNotIdempotent", "BadRequestServed"),
     *("SetupMetricsFailed", "ComponentMetricsNotIdempotent"),
@@ -187,8 +187,10 @@ _OF_THE_CONFIG = {
 """After these the rules of AsyncEngine are checked, too; what fails them otherwise has failed before."""
 
 
-async def check_started(trial: Trial, found: Found, bad_request: PreprocessedRequest | None, *, varies: bool) -> None:
-    """Check a started engine. With `varies` it is also asked other prompts than that of the trial."""
+async def check_started(
+    trial: Trial, found: FailureLog, bad_request: PreprocessedRequest | None, *, varies: bool
+) -> None:
+    """Check a started engine. With `varies` it also gets other prompts than that of the trial."""
     await found.note_each(
         partial(check_model, trial.config),
         partial(check_kv_event_sources, trial.engine, trial.within_s),
@@ -218,12 +220,12 @@ async def check_started(trial: Trial, found: Found, bad_request: PreprocessedReq
     await found.note_each(partial(check_loop_since, trial))
 
 
-async def _alone(trial: Trial, found: Found) -> tuple[Known, ConformanceFailure | None]:
+async def _alone(trial: Trial, found: FailureLog) -> tuple[Baseline, ConformanceFailure | None]:
     """One request; returns what is known then, and what it failed with."""
     try:
         known, alone = await check_alone(trial), None
     except ConformanceFailure as failure:
-        known, alone = Known.nothing(), failure
+        known, alone = Baseline.nothing(), failure
         found.add(failure)
     if alone is None or alone.name not in _LAST:
         await found.note_each(partial(check_loop, trial, known.natural.length or 1), but=alone)
@@ -234,13 +236,13 @@ async def _alone(trial: Trial, found: Found) -> tuple[Known, ConformanceFailure 
 class _Course:
     """What is behind the first request, which failed with `alone` or not. The engine was at rest before."""
 
-    found: Found
-    known: Known
+    found: FailureLog
+    known: Baseline
     alone: ConformanceFailure | None
     rest: Rest
 
     async def again(self, trial: Trial, *, varies: bool) -> Trial:
-        """The same and other requests, one at a time; returns how to ask from here on."""
+        """Check the same and other requests, one at a time; return the trial for the checks that follow."""
         trial = await self.found.note(shortened(trial, self.known)) or trial
         await self.found.note_each(partial(check_same, trial, self.known))
         await learn_others(trial, self.known, varies=varies)
@@ -248,7 +250,7 @@ class _Course:
         return trial
 
     async def limit(self, trial: Trial) -> Trial:
-        """Requests with limits; returns how to ask from here on."""
+        """Check requests with limits; return the trial for the checks that follow."""
         found, known = self.found, self.known
         await found.note_each(
             partial(check_max_tokens, trial, known),

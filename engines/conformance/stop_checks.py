@@ -18,7 +18,7 @@ from pipeline.protocols import FinishReason, LLMEngineOutput
 
 from ..llm import GenerateContext, LLMEngine
 from .answer_checks import CONCURRENT, check_concurrent, gathered
-from .answers import Answer, Known, Trial
+from .answers import Answer, Baseline, Trial
 from .bounded_calls import Call, bounded, run_beside
 from .failures import CONCURRENTLY, ConformanceFailure, failed
 
@@ -27,7 +27,7 @@ _TURNS = 5
 
 
 def is_cancelled(chunk: LLMEngineOutput) -> bool:
-    """Whether the chunk says that its request was given up."""
+    """Return whether the chunk has finish reason cancelled."""
     return chunk.finish_reason == FinishReason.CANCELLED
 
 
@@ -40,20 +40,20 @@ class Stopped:
     """How far an answer had come when it was stopped."""
 
     chunks: int
-    said: list[list[int]]
+    generated: list[list[int]]
 
     @classmethod
     def now(cls, answer: Answer, context: GenerateContext) -> Stopped:
         """Stop the request."""
         context.stop()
-        return cls(len(answer.chunks), [list(tokens) for tokens in answer.said])
+        return cls(len(answer.chunks), [list(tokens) for tokens in answer.generated])
 
     def more(self, answer: Answer) -> list[list[int]]:
         """The tokens of each choice since then."""
-        return [now[len(then) :] for then, now in zip(self.said, answer.said, strict=True)]
+        return [now[len(then) :] for then, now in zip(self.generated, answer.generated, strict=True)]
 
 
-async def check_stop_before(trial: Trial, known: Known) -> None:
+async def check_stop_before(trial: Trial, known: Baseline) -> None:
     """A stop before the first read. Raises CancellationNotObserved and CancellationIgnored."""
     async with trial.answer(long=True) as (answer, context):
         stopped = Stopped.now(answer, context)
@@ -68,7 +68,7 @@ async def check_stop_before(trial: Trial, known: Known) -> None:
         _expect_counted(answer, stopped, known)
 
 
-async def check_stop_between(trial: Trial, known: Known) -> None:
+async def check_stop_between(trial: Trial, known: Baseline) -> None:
     """A stop behind the first chunk. Raises the same, TokenRepeatedAfterStop, AbortFailed and AbortIgnored."""
 
     async with trial.answer(long=True) as (answer, context):
@@ -85,7 +85,7 @@ async def check_stop_between(trial: Trial, known: Known) -> None:
         _expect_counted(answer, stopped, known)
 
 
-async def check_stop_in_wait(trial: Trial, known: Known, behind: int, *, timed: bool) -> None:
+async def check_stop_in_wait(trial: Trial, known: Baseline, behind: int, *, timed: bool) -> None:
     """A stop while a reader waits for the next chunk, from another task, `timed` in the middle of the usual wait.
 
     Raises StopInWaitIgnored, StopInWaitUnanswered, and what a stop between two chunks may raise.
@@ -111,7 +111,7 @@ async def check_stop_in_wait(trial: Trial, known: Known, behind: int, *, timed: 
             _expect_answered(answer, stopped, known)
 
 
-def _expect_answered(answer: Answer, stopped: Stopped, known: Known) -> None:
+def _expect_answered(answer: Answer, stopped: Stopped, known: Baseline) -> None:
     more = len(answer.chunks) - stopped.chunks
     if not more:
         raise failed("StopInWaitUnanswered", f"it just ended behind {stopped.chunks} chunks")
@@ -138,7 +138,7 @@ async def _both(*acts: Callable[[], Awaitable[object]]) -> None:
         raise failure
 
 
-def _was_done(answer: Answer, known: Known, more: int) -> bool:
+def _was_done(answer: Answer, known: Baseline, more: int) -> bool:
     """Whether the engine had nothing left to do when the stop came but to end each choice."""
     if not answer.is_complete or more > answer.choices:
         return False
@@ -147,21 +147,23 @@ def _was_done(answer: Answer, known: Known, more: int) -> bool:
     return FinishReason.LENGTH not in answer.reasons
 
 
-def _expect_counted(answer: Answer, stopped: Stopped, known: Known) -> None:
+def _expect_counted(answer: Answer, stopped: Stopped, known: Baseline) -> None:
     """Raises StopUsageMismatch, and TokenRepeatedAfterStop where the engine's answers are known."""
     begins, more = known.begins, stopped.more(answer)
-    if begins is not None and not begins.continues(answer.said):
-        name = "TokenRepeatedAfterStop" if begins.continues(stopped.said) else "TokensLeftOver"
-        raise failed(name, f"the answer is {answer.said}, and begins with {begins.tokens} when it is not stopped")
-    if begins is None and any(_is_repeated(then, now, known) for then, now in zip(stopped.said, more, strict=True)):
-        raise failed("TokenRepeatedAfterStop", f"behind {stopped.said} came {more}")
+    if begins is not None and not begins.continues(answer.generated):
+        name = "TokenRepeatedAfterStop" if begins.continues(stopped.generated) else "TokensLeftOver"
+        raise failed(name, f"the answer is {answer.generated}, and begins with {begins.tokens} when it is not stopped")
+    if begins is None and any(
+        _is_repeated(then, now, known) for then, now in zip(stopped.generated, more, strict=True)
+    ):
+        raise failed("TokenRepeatedAfterStop", f"behind {stopped.generated} came {more}")
     answer.expect_counted("StopUsageMismatch")
 
 
-def _is_repeated(said: list[int], more: list[int], known: Known) -> bool:
-    """Whether the tokens are the last ones again, of an engine that does not say a token twice in a row."""
+def _is_repeated(generated: list[int], more: list[int], known: Baseline) -> bool:
+    """Whether the tokens are the last ones again, of an engine that never generates a token twice in a row."""
     plain = known.plain
-    if not more or said[-len(more) :] != more:
+    if not more or generated[-len(more) :] != more:
         return False
     return plain.length > 1 and all(one != two for tokens in plain.tokens for one, two in pairwise(tokens))
 
@@ -255,7 +257,7 @@ async def check_close(trial: Trial, requests: int = CONCURRENT) -> None:
         raise failure
 
 
-async def check_neighbours(trial: Trial, known: Known, alone: ConformanceFailure | None) -> None:
+async def check_neighbours(trial: Trial, known: Baseline, alone: ConformanceFailure | None) -> None:
     """Requests beside one that is stopped and one that is killed. Raises what concurrent requests may raise."""
 
     async def stop() -> None:

@@ -3,7 +3,7 @@
 Source: dynamo lib/backend-common/src/worker.rs, WorkerConfig, and components/src/dynamo/common/backend/worker.py.
 Which planes a worker uses is the `Runtime` it is given, not a setting.
 
-ShutdownTimes: how long each part of a worker's end may take, as the environment says.
+ShutdownTimes: how long each part of a worker's end may take, from the environment.
 
 Source: dynamo lib/backend-common/src/worker.rs, grace_period_secs, graceful_shutdown_timeout and shutdown_deadline. The
 timeout is that of its release builds.
@@ -161,7 +161,7 @@ def parse_endpoint_types(text: str) -> ModelType:
 
 
 def served_name(worker: WorkerConfig, engine: EngineConfig) -> str:
-    """The name clients ask for: the worker's, else the engine's, else that of the model; a blank one counts as none."""
+    """Return the name for clients: the worker's, else the engine's, else that of the model; a blank one is skipped."""
     names = (worker.served_model_name, engine.served_model_name, engine.model)
     return next((name for name in names if name and name.strip()), "")
 
