@@ -17,7 +17,7 @@ from itertools import islice
 import anyio
 from attrs import define, field
 
-from engines.mocker import Output
+from engines.mocker.tokens import Output
 from pipeline import Annotated, AsyncEngine, Context, Operator, PenstockError, ResponseStream
 from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest
 

@@ -1,32 +1,13 @@
 """What ends a graph: engines that answer requests in tokens."""
 
-from .adapter import RequestAdapter
-from .chunks import extract_logprobs
-from .conformance import ConformanceFailure, cancelling_context, mock_context, run_conformance
+from .conformance import ConformanceFailure, run_conformance
 from .echo import EchoEngine
 from .kv_events import KvEventLog, KvEventPublisher, PushSource
 from .llm import EngineConfig, GenerateContext, LLMEngine
 from .metrics import ComponentSnapshot, MetricsBindings, MetricsContext, SnapshotPublisher
-from .roles import (
-    DisaggregationMode,
-    encoder_terminal_chunk,
-    forced_dp_rank,
-    own_dp_rank,
-    require_encoder_result,
-    require_prefill_result,
-)
+from .roles import DisaggregationMode
 from .standalone import as_engine
-from .worker import (
-    ProcessWatch,
-    ShutdownTimes,
-    SystemHealth,
-    Worker,
-    WorkerConfig,
-    WorkerState,
-    health_payload,
-    is_probe,
-    termination_signals,
-)
+from .worker import ShutdownTimes, SystemHealth, Worker, WorkerConfig, WorkerState
 
 __all__ = [
     "ComponentSnapshot",
@@ -40,9 +21,7 @@ __all__ = [
     "LLMEngine",
     "MetricsBindings",
     "MetricsContext",
-    "ProcessWatch",
     "PushSource",
-    "RequestAdapter",
     "ShutdownTimes",
     "SnapshotPublisher",
     "SystemHealth",
@@ -50,16 +29,5 @@ __all__ = [
     "WorkerConfig",
     "WorkerState",
     "as_engine",
-    "cancelling_context",
-    "encoder_terminal_chunk",
-    "extract_logprobs",
-    "forced_dp_rank",
-    "health_payload",
-    "is_probe",
-    "mock_context",
-    "own_dp_rank",
-    "require_encoder_result",
-    "require_prefill_result",
     "run_conformance",
-    "termination_signals",
 ]

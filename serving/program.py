@@ -11,7 +11,8 @@ from typing import Any, Literal
 import anyio
 from attrs import evolve
 
-from engines import LLMEngine, ProcessWatch, ShutdownTimes, SystemHealth, Worker
+from engines import LLMEngine, ShutdownTimes, SystemHealth, Worker
+from engines.worker import ProcessWatch
 from pipeline import InvalidArgument
 from pipeline.network import Runtime
 

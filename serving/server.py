@@ -15,7 +15,7 @@ from typing import Any, cast
 import anyio
 import uvicorn
 
-from engines import ProcessWatch, termination_signals
+from engines.worker import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
 from pipeline.settings import Variable, whole
 

@@ -42,7 +42,7 @@ from .replay import replay
 from .sources import Settled
 
 if TYPE_CHECKING:
-    from engines import ProcessWatch
+    from engines.worker import ProcessWatch
 
     from ..deployment import GraphConfig
 

@@ -9,7 +9,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from engines import GenerateContext, RequestAdapter
+from engines import GenerateContext
+from engines.adapter import RequestAdapter
 from pipeline import InvalidArgument
 from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import check_engine

@@ -11,7 +11,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from engines import GenerateContext, RequestAdapter
+from engines import GenerateContext
+from engines.adapter import RequestAdapter
 from pipeline import (
     Annotated,
     Cancelled,

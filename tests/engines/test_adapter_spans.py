@@ -10,7 +10,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from engines import DisaggregationMode, GenerateContext, LLMEngine, RequestAdapter
+from engines import DisaggregationMode, GenerateContext, LLMEngine
+from engines.adapter import RequestAdapter
 from pipeline import Context, Disconnected, InvalidArgument
 from pipeline.protocols import PrefillResult, PreprocessedRequest, TraceLink
 from tests.engines.worlds import Chunk, FunctionEngine, scripted

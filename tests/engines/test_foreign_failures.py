@@ -20,12 +20,12 @@ from engines import (
     MetricsBindings,
     MetricsContext,
     PushSource,
-    RequestAdapter,
     ShutdownTimes,
     SystemHealth,
     Worker,
     as_engine,
 )
+from engines.adapter import RequestAdapter
 from pipeline import Annotated, AsyncEngine, BackendError, Context, PenstockError
 from pipeline.errors import BackendCancelled, BackendUnknown
 from pipeline.network import Runtime

@@ -8,7 +8,8 @@ from typing import Any
 
 import anyio
 
-from engines import EngineConfig, GenerateContext, LLMEngine, RequestAdapter
+from engines import EngineConfig, GenerateContext, LLMEngine
+from engines.adapter import RequestAdapter
 from pipeline import Annotated, Context, PenstockError
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 

@@ -7,19 +7,9 @@ from typing import Any
 
 import pytest
 
-from engines.mocker import (
-    MockEngineArgs,
-    NoEvictPolicy,
-    ReasoningArgs,
-    SglangArgs,
-    SglangPolicy,
-    TrtllmArgs,
-    VllmPolicy,
-    kv_bytes_per_token,
-    make_policy,
-    make_scheduler,
-    stagger_delay_s,
-)
+from engines.mocker import MockEngineArgs, ReasoningArgs, SglangArgs, TrtllmArgs
+from engines.mocker.build import kv_bytes_per_token, make_policy, make_scheduler, stagger_delay_s
+from engines.mocker.scheduling import NoEvictPolicy, SglangPolicy, VllmPolicy
 from pipeline import InvalidArgument
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engines.mocker import MockEngine, MockEngineArgs, PredictedTiming, SglangArgs, TrtllmArgs, make_timing
-from engines.mocker.build import idle_arguments
+from engines.mocker import MockEngine, MockEngineArgs, PredictedTiming, SglangArgs, TrtllmArgs
+from engines.mocker.build import idle_arguments, make_timing
 from pipeline import InvalidArgument
 
 

@@ -12,8 +12,9 @@ from prometheus_client.samples import Sample
 
 from engines import as_engine
 from engines.metrics import EngineMetrics, MetricsContext
-from engines.mocker import MockEngine, MockEngineArgs, Sequence, StepResult
+from engines.mocker import MockEngine, MockEngineArgs
 from engines.mocker.rank import Histogram, Latencies
+from engines.mocker.scheduling import Sequence, StepResult
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
 

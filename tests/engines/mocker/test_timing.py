@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mocker import ClassicTiming, InterpolatedTiming, PolynomialTiming, PredictedTiming, StepTime
+from engines.mocker import ClassicTiming, InterpolatedTiming, PolynomialTiming, PredictedTiming
+from engines.mocker.timing import StepTime
 from pipeline import InvalidArgument
 
 POLYNOMIAL, CLASSIC = PolynomialTiming(), ClassicTiming()

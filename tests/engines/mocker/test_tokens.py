@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mocker import Burst, Output, ReasoningArgs, Sequence
-from engines.mocker.scheduling import accept_rates
-from engines.mocker.tokens import thinking_tokens
+from engines.mocker import ReasoningArgs
+from engines.mocker.scheduling import Burst, Sequence, accept_rates
+from engines.mocker.tokens import Output, thinking_tokens
 from pipeline import InvalidArgument
 
 START, END = 7, 8

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 
-from engines.mocker import (
+from engines.mocker import MockEngineArgs, SglangArgs
+from engines.mocker.build import make_scheduler
+from engines.mocker.scheduling import (
+    LONGEST_PREFIX_WAITING,
     BlockPool,
     Load,
-    MockEngineArgs,
     NoEvictPolicy,
     Policy,
     Scheduler,
     Sequence,
-    SglangArgs,
     SglangPolicy,
     VllmPolicy,
-    make_scheduler,
 )
-from engines.mocker.scheduling import LONGEST_PREFIX_WAITING
 from pipeline import ContractViolation
 from tests.engines.mocker.scheduling.worlds import BLOCK, scheduler, sequence_of, submitted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.mocker import BlockPool, Scheduler, Sequence, SequenceState
+from engines.mocker.scheduling import BlockPool, Scheduler, Sequence, SequenceState
 from pipeline import ContractViolation
 from pipeline.protocols.kv import KvEventData, KvRemoved, KvStored
 from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, run, scheduler, sequence_of, submitted

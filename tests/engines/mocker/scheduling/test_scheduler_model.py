@@ -12,8 +12,8 @@ from attrs import define, field, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.mocker import BlockPool, Burst, NoEvictPolicy, Output, Scheduler, Sequence, VllmPolicy
-from engines.mocker.scheduling import ROLES
+from engines.mocker.scheduling import ROLES, BlockPool, Burst, NoEvictPolicy, Scheduler, Sequence, VllmPolicy
+from engines.mocker.tokens import Output
 
 BLOCK = 4
 RATES = (0.6, 0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engines.mocker import Scheduler, Sequence, VllmPolicy
+from engines.mocker.scheduling import Scheduler, Sequence, VllmPolicy
 from tests.engines.mocker.scheduling.worlds import scheduler, sequence_of, submitted
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.mocker import (
+from engines.mocker.scheduling import (
+    UNBOUNDED,
     BlockPool,
     Burst,
     NoEvictPolicy,
@@ -21,7 +22,6 @@ from engines.mocker import (
     SglangPolicy,
     VllmPolicy,
 )
-from engines.mocker.scheduling import UNBOUNDED
 from pipeline.protocols.kv import KvEventData, KvRemoved, KvStored
 
 BLOCK = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.mocker import SequenceState, StepTime
-from engines.mocker.scheduling import ROLES
+from engines.mocker.scheduling import ROLES, SequenceState
+from engines.mocker.timing import StepTime
 from pipeline import ContractViolation
 from tests.engines.mocker.scheduling.worlds import RecordingModel, run, scheduler, sequence_of, submitted
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engines.mocker import BlockPool, Output, Sequence, SequenceState
+from engines.mocker.scheduling import BlockPool, Sequence, SequenceState
+from engines.mocker.tokens import Output
 from pipeline import ContractViolation, InvalidArgument
 from pipeline.llm import block_hashes, sequence_hashes
 from pipeline.protocols.kv import KvEventData, KvStored

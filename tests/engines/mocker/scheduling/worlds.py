@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Any
 
-from engines.mocker import BlockPool, PolynomialTiming, Scheduler, Sequence
+from engines.mocker import PolynomialTiming
+from engines.mocker.scheduling import BlockPool, Scheduler, Sequence
 
 BLOCK = 4
 """Tokens of a block."""

@@ -12,7 +12,8 @@ import pytest
 from attrs import define, evolve
 
 from engines import DisaggregationMode, as_engine
-from engines.mocker import MockEngine, MockEngineArgs, Sequence, TransferExchange
+from engines.mocker import MockEngine, MockEngineArgs, TransferExchange
+from engines.mocker.scheduling import Sequence
 from pipeline import Context, InvalidArgument
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from pipeline.protocols import BootstrapInfo, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
