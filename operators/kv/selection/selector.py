@@ -157,7 +157,8 @@ class WorkerSelector:
     def __init__(
         self, config: KvRouterConfig, rng: Random | None = None, worker_type: WorkerType = "aggregated"
     ) -> None:
-        self.config, self.worker_type = config, worker_type
+        self.config = config
+        self.worker_type: WorkerType = worker_type
         self.rng = rng or Random()
         self._settings = config.settings()
 
