@@ -25,7 +25,7 @@ def test_parts_sum_up_to_the_calls_of_the_product(mode: str) -> None:
     assert min(request for request, _ in parts.values()) >= 0
     request, token = (sum(part[i] for name, part in parts.items() if name != "libraries") for i in (0, 1))
     assert (request, token) == pytest.approx(calls.product)
-    # Each stage is entered for a request, and some of them for a token.
+    # Each stage is entered once a request, some of them once a token.
     assert parts["operators"][0] > parts["operators"][1] > 1
     assert parts[SIMULATION][1] > 1
 

@@ -1,4 +1,4 @@
-"""Thousands of requests through the whole disaggregated graph while its workers die, return and fall silent.
+"""Thousands of requests through the whole disaggregated graph while its workers crash, return and fall silent.
 
     Preprocess ─ Migration ─ Detokenize ─ PrefillRouter ─ KvPushRouter ─ PushRouter ──► decode workers
                                                └── KvPushRouter ─ PushRouter ──► prefill workers
@@ -26,7 +26,8 @@ from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Operator, P
 from pipeline.errors import Refused, chain, may_migrate
 from pipeline.protocols import RequestPhase, RequestTracker
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
-from pipeline.testing import watch_streams
+from pipeline.testing import OpenStreams, watch_streams
+from tests.graphs.worlds import Fleet, Half, Host, open_fleet
 
 pytestmark = pytest.mark.anyio
 
@@ -35,14 +36,14 @@ LIMIT = 3
 ACTIONS = ("none",) * 7 + ("stop", "kill", "close", "drop", "cancel")
 WAYS = ("abort", "fail", "drain", "stall", "stall", "silence", "all")
 FINAL = {"Unavailable"}
-"""Errors of the routers after which a request moves nowhere: nobody is there, or nobody who has not failed it."""
+"""Errors of the routers that end a request: there is no worker, or none that the request has not failed on."""
 BROKEN = {"Disconnected", "ResponseTimeout", "PrefillError", "BackendEngineShutdown"}
-"""Errors after which it moves on: they are shown where it has moved too often, or nobody could go on."""
+"""Errors after which a request migrates: shown if it has migrated too often, or if no worker could continue."""
 
 
 @frozen
 class Answer:
-    """What a request says when nothing disturbs it."""
+    """The answer to a request that nothing disturbs."""
 
     token_ids: list[int]
     text: str
@@ -52,7 +53,7 @@ class Answer:
 
 @frozen
 class Plan:
-    """What happens to one request; with `after_s` another task does it, else the reader after so many items."""
+    """What happens to one request: by another task at `after_s`, or by the reader after `after_items` if it is None."""
 
     kind: int
     action: str
@@ -79,17 +80,17 @@ class Seen:
 
 
 class Watch(Operator[Any, Any, Any, Any]):
-    """Passes everything on; counts the attempts of each request, and what they failed with."""
+    """Pass everything on; count the attempts of each request and the errors that they failed with."""
 
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.handed: Counter[str] = Counter()
+        self.prefilled: Counter[str] = Counter()
         self.trackers: WeakSet[RequestTracker] = WeakSet()
 
     async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
         self.attempts[request.id] += 1
-        self._notes(request.payload)
+        self._record(request.payload)
         try:
             stream = await next.generate(request)
         except PenstockError as error:
@@ -108,14 +109,15 @@ class Watch(Operator[Any, Any, Any, Any]):
             self.failures[error.type_name] += 1
             raise
 
-    def _notes(self, payload: Any) -> None:
+    def _record(self, payload: Any) -> None:
         if payload.tracker is not None:
             self.trackers.add(payload.tracker)
-        given = "is given" if payload.prefill_result is not None else "nothing"
-        self.handed["meets" if payload.bootstrap_info is not None else given] += 1
+        given = "has a result" if payload.prefill_result is not None else "nothing"
+        self.prefilled["joins a transfer" if payload.bootstrap_info is not None else given] += 1
 
 
 def request_of(kind: int) -> ChatCompletionRequest:
+    """The chat of that kind: the same text, limit, stop string and seed each time."""
     rng = Random(kind)
     text = "".join(rng.choice("abcdefgh ") for _ in range(rng.randrange(1, 60)))
     stop = [chr(rng.randrange(97, 123))] if rng.random() < 0.2 else None
@@ -129,9 +131,9 @@ def request_of(kind: int) -> ChatCompletionRequest:
 
 
 class Run:
-    """All requests of one test, and what became of them."""
+    """All requests of one test and how they ended."""
 
-    def __init__(self, fleet: Any, rng: Random, kinds: int, pause_s: float) -> None:
+    def __init__(self, fleet: Fleet, rng: Random, kinds: int, pause_s: float) -> None:
         self.fleet, self.rng, self.kinds, self.pause_s = fleet, rng, kinds, pause_s
         self.attempts, self.decodes = Watch(), Watch()
         graph = fleet.graph.insert_before(Detokenize, self.attempts.named("attempts"))
@@ -139,13 +141,13 @@ class Run:
         self.answers: dict[int, Answer] = {}
         self.outcomes: Counter[str] = Counter()
         self.moved: Counter[str] = Counter()
-        """Of the outcomes, those of requests that more than one worker had."""
+        """The outcomes of those requests that more than one worker had."""
         self.ways: Counter[str] = Counter()
         self.wrong: list[Any] = []
         self.requests: WeakSet[Context[Any]] = WeakSet()
 
     async def learn(self) -> None:
-        """The answer to each kind, while nothing disturbs it."""
+        """Record the answer to each kind while nothing disturbs it."""
         for kind in range(self.kinds):
             seen = Seen()
             async with await self.graph.generate(Context(request_of(kind), id=f"kind {kind}")) as stream:
@@ -159,7 +161,8 @@ class Run:
 
     # -- clients
 
-    async def ask(self, count: int) -> None:
+    async def send(self, count: int) -> None:
+        """Send this many requests, AT_ONCE at a time, while workers come and go."""
         numbers = iter(range(count))
 
         async def client() -> None:
@@ -177,7 +180,7 @@ class Run:
             disturbers.cancel_scope.cancel()
 
     async def one(self, request_id: str, plan: Plan) -> str | None:
-        """What became of it."""
+        """Send one request, disturb it as planned, and return how it ended."""
         request, seen = Context(request_of(plan.kind), id=request_id), Seen()
         self.requests.add(request)
         async with anyio.create_task_group() as tasks:
@@ -231,9 +234,9 @@ class Run:
         return ending
 
     def ending(self, request: Context[Any], plan: Plan, seen: Seen, answer: Answer, attempts: int) -> str | None:
-        """What became of the request; None if it may not have ended so."""
-        said = len(seen.token_ids)
-        if seen.token_ids != answer.token_ids[:said] or not answer.text.startswith(seen.text) or seen.after_kill:
+        """How the request ended; None if it may not have ended so."""
+        delivered = len(seen.token_ids)
+        if seen.token_ids != answer.token_ids[:delivered] or not answer.text.startswith(seen.text) or seen.after_kill:
             return None
         if seen.error is not None:
             return None if seen.finish is not None else self.failure(request, seen.error, attempts)
@@ -247,7 +250,7 @@ class Run:
         return ("killed" if request.is_killed else "stopped") if request.is_stopped else None
 
     def failure(self, request: Context[Any], error: PenstockError, attempts: int) -> str | None:
-        """The error's name, if a request may have failed with it."""
+        """The error's name if a request may have failed with it, else None."""
         name = error.type_name
         if name == "Cancelled":
             return name if request.is_stopped else None
@@ -257,11 +260,11 @@ class Run:
             return None
         may_go_on = may_migrate(error) and not request.is_stopped and attempts <= LIMIT
         links = list(chain(error))
-        nobody = any(
+        no_worker = any(
             isinstance(link, Refused) and not isinstance(above, CannotConnect)
             for above, link in zip([None, *links], links, strict=False)
         )
-        return None if may_go_on and not nobody else name
+        return None if may_go_on and not no_worker else name
 
     # -- workers
 
@@ -269,7 +272,7 @@ class Run:
         rng, fleet = self.rng, self.fleet
         while True:
             await anyio.sleep(rng.uniform(0, self.pause_s))
-            half = rng.choice(("prefill", "decode", "decode"))
+            half: Half = rng.choice(("prefill", "decode", "decode"))
             there = fleet.of(half)
             way = rng.choice(WAYS)
             if not there:
@@ -286,8 +289,8 @@ class Run:
             else:
                 returns.start_soon(self.replace, half, [host], 0.0, way)
 
-    async def replace(self, half: str, hosts: list[Any], after_s: float, way: Any) -> None:
-        """Takes workers away, and brings as many back, under their id or another; all at once, or one by one."""
+    async def replace(self, half: Half, hosts: list[Host], after_s: float, way: Any) -> None:
+        """End workers and start as many again, under their id or another, all at once or one by one."""
         await anyio.sleep(after_s)
         hosts = [host for host in hosts if host in self.fleet.hosts]
         self.fleet.remove(hosts, way)
@@ -316,9 +319,10 @@ def note(item: Annotated[Any], seen: Seen) -> None:
 
 
 def same_usage(seen: Seen, answer: Answer) -> bool:
-    """Whether the counts are the same; how many tokens were cached is another matter.
+    """Whether the token counts are the same; the number of cached tokens may differ.
 
-    An engine counts with its last word, which it does not have where a stop string ends the answer.
+    An engine counts with its last item, which does not come if a stop string ends the answer: then only the prompt's
+    tokens are compared.
     """
     counts = ("prompt_tokens",) if answer.finish == "stop" else ("prompt_tokens", "completion_tokens", "total_tokens")
     return [getattr(seen.usage, name, None) for name in counts] == [getattr(answer.usage, name) for name in counts]
@@ -338,7 +342,7 @@ def disturb(request: Context[Any], action: str) -> None:
         getattr(request, action)()
 
 
-async def assert_nothing_is_left(run: Run, streams: Any) -> None:
+async def assert_nothing_is_left(run: Run, streams: OpenStreams) -> None:
     for _ in range(3):
         gc.collect()
         await anyio.sleep(20)
@@ -355,9 +359,9 @@ def task_names() -> Counter[str | None]:
     return Counter(task.name for task in anyio.get_running_tasks())
 
 
-async def play(open_fleet: Any, count: int, kinds: int, seed: int, pause_s: float = 1.5) -> Run:
-    """All of it; every `pause_s` at most something happens to the workers."""
-    logging.disable(logging.CRITICAL)  # most of what is done here is worth a warning
+async def play(count: int, kinds: int, seed: int, pause_s: float = 1.5) -> Run:
+    """Send `count` requests of `kinds` kinds; something happens to the workers at least every `pause_s`."""
+    logging.disable(logging.CRITICAL)  # most of what happens here logs a warning
     try:
         async with open_fleet(3, seed=seed) as fleet:
             with watch_streams() as streams:
@@ -365,7 +369,7 @@ async def play(open_fleet: Any, count: int, kinds: int, seed: int, pause_s: floa
                 await run.learn()
                 await anyio.sleep(1)
                 before = task_names()
-                await run.ask(count)
+                await run.send(count)
                 await anyio.sleep(20)
                 assert not run.wrong, f"{len(run.wrong)} requests, of them {run.wrong[:3]}"
                 await assert_nothing_is_left(run, streams)
@@ -377,16 +381,16 @@ async def play(open_fleet: Any, count: int, kinds: int, seed: int, pause_s: floa
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose
-async def test_requests_end_as_they_may_while_workers_die_return_and_fall_silent(fleet: Any) -> None:
-    run = await play(fleet, 180, kinds=40, seed=4, pause_s=0.4)
+async def test_requests_end_as_they_may_while_workers_die_return_and_fall_silent() -> None:
+    run = await play(180, kinds=40, seed=4, pause_s=0.4)
     assert sum(run.moved.values()) > 0
     assert len(run.outcomes) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_twenty_thousand_of_them(fleet: Any) -> None:
-    run = await play(fleet, 20_000, kinds=300, seed=20261121)
+async def test_twenty_thousand_requests_end_as_they_may_and_in_every_way() -> None:
+    run = await play(20_000, kinds=300, seed=20261121)
     for ending in ("complete", "stopped", "killed", "closed", "dropped", "cancelled", "Cancelled", *FINAL, *BROKEN):
         assert run.outcomes[ending] > 0, ending
     for ending in ("complete", "stopped", "killed", "closed", "dropped", "cancelled"):
@@ -394,6 +398,6 @@ async def test_twenty_thousand_of_them(fleet: Any) -> None:
     assert run.outcomes["complete"] > 10_000
     assert run.moved["complete"] > 1_000
     assert {name for name, failures in run.attempts.failures.items() if failures} >= BROKEN | FINAL
-    assert min(run.decodes.handed[how] for how in ("meets", "is given", "nothing")) > 100
+    assert min(run.decodes.prefilled[how] for how in ("joins a transfer", "has a result", "nothing")) > 100
     assert len(run.ways) == 2 * len(set(WAYS))
     assert min(run.ways.values()) > 5

@@ -25,6 +25,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 @asynccontextmanager
 async def over_a_fixed_pool() -> AsyncIterator[Any]:
+    """A graph over two engines without a runtime."""
     model = Model.byte_level("echo")
     async with as_engine(EchoEngine()) as one, as_engine(EchoEngine()) as two:
         pool = static_workers({1: one, 2: two})
@@ -32,7 +33,7 @@ async def over_a_fixed_pool() -> AsyncIterator[Any]:
 
 
 NO_CACHE = {"enable_prefix_caching": "false"}
-"""Otherwise an answer says how much of its prompt those before it left in a cache."""
+"""Otherwise the usage of an answer depends on the requests before it, through the cached tokens."""
 
 GRAPHS: dict[str, Callable[[], Any]] = {
     "one worker": lambda: standard_graph(GraphConfig()),
@@ -57,5 +58,5 @@ async def test_a_whole_graph_holds_the_engine_contract(name: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"n": 3}, {"stop": "y"}, {"max_tokens": 40}])
-async def test_it_holds_whatever_the_request_asks_for(fields: dict[str, Any]) -> None:
+async def test_it_holds_for_several_choices_stop_strings_and_token_limits(fields: dict[str, Any]) -> None:
     await check_engine(lambda: standard_graph(GraphConfig(workers=2)), request=chat(**fields))

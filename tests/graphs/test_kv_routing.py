@@ -26,15 +26,16 @@ def config(**fields: Any) -> GraphConfig:
     return GraphConfig(engine="mocker", workers=4, router="kv", seed=3, **fields)
 
 
-def said(*texts: str) -> list[ChatMessage]:
+def conversation(*texts: str) -> list[ChatMessage]:
+    """A system message, then these texts, by user and assistant in turn."""
     turns = [ChatMessage(role="assistant" if n % 2 else "user", content=text) for n, text in enumerate(texts)]
     return [ChatMessage(role="system", content=SYSTEM), *turns]
 
 
-async def ask(
+async def decided(
     graph: StandardGraph, messages: list[ChatMessage], metadata: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the router says of its decision; the answer is read to its end, and is there."""
+    """Send a chat and read its answer, which has text; return the router's decision."""
     nvext = NvExt(annotations=[ROUTER_DECISION])
     request = ChatCompletionRequest(model="echo", messages=messages, max_tokens=8, nvext=nvext)
     reasons, texts = [], []
@@ -52,37 +53,39 @@ async def ask(
 
 
 @pytest.mark.parametrize("use_kv_events", [True, False], ids=["by events", "approximate"])
-async def test_the_turns_of_a_conversation_go_to_the_worker_that_has_the_one_before(use_kv_events: bool) -> None:
+async def test_the_turns_of_a_conversation_go_to_the_worker_that_cached_the_one_before(use_kv_events: bool) -> None:
     async with hosted_graph(config(kv_router=KvRouterConfig(use_kv_events=use_kv_events)), HostOptions()) as opened:
-        first = await ask(opened.graph, said("hi"))
-        others = [await ask(opened.graph, [ChatMessage(role="user", content=f"{n}" * 1000)]) for n in range(4)]
-        second = await ask(opened.graph, said("hi", "hello", "and now?"))
+        first = await decided(opened.graph, conversation("hi"))
+        others = [await decided(opened.graph, [ChatMessage(role="user", content=f"{n}" * 1000)]) for n in range(4)]
+        second = await decided(opened.graph, conversation("hi", "hello", "and now?"))
         assert second["worker_id"] == first["worker_id"]
         assert (first["overlap_blocks"], second["overlap_blocks"] > len(SYSTEM) // 64 - 1) == (0, True)
         assert [other["overlap_blocks"] for other in others] == [0, 0, 0, 0]
 
 
-async def test_without_events_what_was_sent_is_forgotten_after_its_time() -> None:
+async def test_without_events_a_sent_prompt_is_evicted_from_the_index_after_its_ttl() -> None:
     settings = KvRouterConfig(use_kv_events=False, router_ttl_secs=60.0)
     async with hosted_graph(config(kv_router=settings), HostOptions()) as opened:
-        await ask(opened.graph, said("hi"))
+        await decided(opened.graph, conversation("hi"))
         await anyio.sleep(50)
-        assert (await ask(opened.graph, said("hi")))["overlap_blocks"] > 0
+        assert (await decided(opened.graph, conversation("hi")))["overlap_blocks"] > 0
         await anyio.sleep(61)
-        assert (await ask(opened.graph, said("hi")))["overlap_blocks"] == 0
+        assert (await decided(opened.graph, conversation("hi")))["overlap_blocks"] == 0
 
 
-async def test_a_session_stays_with_its_worker_whatever_it_says() -> None:
+async def test_a_session_stays_with_its_worker_whatever_its_prompts() -> None:
     environment = {"DYN_ROUTER_SESSION_AFFINITY_TTL_SECS": "600"}
     async with hosted_graph(config(), HostOptions(environment)) as opened:
         session = {"x-dynamo-session-id": "one"}
-        asked = [await ask(opened.graph, [ChatMessage(role="user", content=f"{n}" * 999)], session) for n in range(6)]
-        assert len({one["worker_id"] for one in asked}) == 1
-        free = [await ask(opened.graph, [ChatMessage(role="user", content=f"free {n} " * 150)]) for n in range(6)]
+        bound = [
+            await decided(opened.graph, [ChatMessage(role="user", content=f"{n}" * 999)], session) for n in range(6)
+        ]
+        assert len({one["worker_id"] for one in bound}) == 1
+        free = [await decided(opened.graph, [ChatMessage(role="user", content=f"free {n} " * 150)]) for n in range(6)]
         assert len({one["worker_id"] for one in free}) > 1
 
 
-async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_does_not() -> None:
+async def test_the_metrics_show_what_is_routed_and_no_worker_that_is_gone() -> None:
     telemetry = Telemetry()
     async with hosted_graph(config(), HostOptions(metrics=telemetry.component_metrics)) as opened:
         gauge = 'worker_active_decode_blocks{{dp_rank="0",worker_id="{:x}"'
@@ -90,7 +93,7 @@ async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_doe
         before = telemetry.text().decode()
         assert all(worker in before for worker in workers)
         assert re.search(r"router_requests_total{[^}]*} 0\.0", before)
-        await ask(opened.graph, said("hi"))
+        await decided(opened.graph, conversation("hi"))
         assert opened.workers[0].served is not None
         await opened.workers[0].served.withdraw()
         text = telemetry.text().decode()
@@ -100,27 +103,27 @@ async def test_what_is_routed_shows_in_the_metrics_and_a_worker_that_is_gone_doe
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-async def test_what_is_cached_where_it_decodes_passes_the_prefill_workers_by_if_the_settings_say_so(
+async def test_a_prompt_cached_at_its_decode_worker_skips_the_prefill_workers_if_the_settings_allow_it(
     enabled: bool,
 ) -> None:
     settings = KvRouterConfig(conditional_disagg_enabled=enabled, use_kv_events=False)
     async with hosted_graph(config(prefill_workers=1, kv_router=settings), HostOptions()) as opened:
-        passed_by = []
+        skipped = []
         for _ in range(2):
-            request = ChatCompletionRequest(model="echo", messages=said("hi"), max_tokens=4)
+            request = ChatCompletionRequest(model="echo", messages=conversation("hi"), max_tokens=4)
             async with await opened.graph.generate(Context(request)) as stream:
                 items = [item async for item in stream]
             assert sum(len(item.data.token_ids) for item in items if item.data is not None) == 4
-            passed_by.append(items[0].event == "x-bypass-remote-prefill")
-        assert passed_by == [False, enabled]
+            skipped.append(items[0].event == "x-bypass-remote-prefill")
+        assert skipped == [False, enabled]
 
 
-async def test_a_worker_that_is_gone_is_not_chosen_for_what_it_had() -> None:
+async def test_a_worker_that_is_gone_is_not_chosen_for_what_it_had_cached() -> None:
     async with hosted_graph(config(), HostOptions()) as opened:
-        first = await ask(opened.graph, said("hi"))
+        first = await decided(opened.graph, conversation("hi"))
         (holder,) = [worker for worker in opened.workers if worker.worker_id == first["worker_id"]]
         assert holder.served is not None
         await holder.served.withdraw()
-        second = await ask(opened.graph, said("hi"))
+        second = await decided(opened.graph, conversation("hi"))
         assert second["worker_id"] != first["worker_id"]
         assert second["overlap_blocks"] == 0

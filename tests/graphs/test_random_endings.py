@@ -27,7 +27,7 @@ REQUESTS = 10_000
 AT_ONCE = 100
 TOKENS = 12
 PATIENCE_S = 30.0
-"""After this long a reader gives up on a stalled stream and kills it."""
+"""Seconds after which a reader gives up on a stalled stream and kills it."""
 
 ACTIONS = ("none", "stop", "kill", "close", "drop", "cancel")
 FAULTS: tuple[dict[str, Any] | None, ...] = (
@@ -51,7 +51,7 @@ class Plan:
     action: str
     after_items: int
     after_s: float | None
-    """Set: the disturbance comes from another task at this time, whatever the reader does."""
+    """Seconds after which another task disturbs the request; None if the reader does, after `after_items`."""
     fault: Fault | None
 
     @classmethod

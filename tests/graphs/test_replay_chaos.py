@@ -19,8 +19,7 @@ from engines import as_engine
 from engines.mocker import MockEngine
 from pipeline import Annotated, AsyncEngine, Context, Disconnected, Operator, ResponseStream, Unavailable
 from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest
-from serving.replay import parse_faults, request_of
-from serving.replay.schedule import Schedule
+from serving.replay import Schedule, parse_faults, request_of
 
 pytestmark = pytest.mark.anyio
 
@@ -29,14 +28,17 @@ LETTERS = range(97, 123)
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Most of what is done here is worth a warning."""
+    """Disable logging: most of what happens here logs a warning."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
 async def play(requests: int, workers: int, prefill_workers: int, deaths: int, meets: bool, rate: float) -> Outcome:
-    """All of them are answered whole, whatever happens, and nothing is left. Caches have room for some prompts only."""
+    """Replay a trace under deaths and a rolling restart: all answers are whole, and nothing is left.
+
+    Caches have room for some of the prompts only.
+    """
     rng = Random(7)
     trace = conversation_load(requests, rng, rate)
     script = chaos_script(trace, workers, prefill_workers, deaths=deaths, rng=rng)
@@ -51,8 +53,8 @@ async def play(requests: int, workers: int, prefill_workers: int, deaths: int, m
     return outcome
 
 
-@pytest.mark.parametrize("meets", [True, False], ids=["handing over", "waiting for prefills"])
-async def test_no_token_is_lost_or_doubled_while_workers_die_return_and_restart(meets: bool) -> None:
+@pytest.mark.parametrize("meets", [True, False], ids=["joining transfers", "waiting for prefills"])
+async def test_no_token_is_lost_or_repeated_while_workers_die_return_and_restart(meets: bool) -> None:
     outcome = await play(50, 3, 2, 6, meets, rate=3.0)
     assert outcome.report.migrations > 3
     assert sum(death.sequences > 0 for death in outcome.deaths) > 3
@@ -60,8 +62,8 @@ async def test_no_token_is_lost_or_doubled_while_workers_die_return_and_restart(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("meets", [True, False], ids=["handing over", "waiting for prefills"])
-async def test_nor_in_thousands_of_requests(meets: bool, anyio_backend_name: str) -> None:
+@pytest.mark.parametrize("meets", [True, False], ids=["joining transfers", "waiting for prefills"])
+async def test_no_token_is_lost_or_repeated_in_thousands_of_requests(meets: bool, anyio_backend_name: str) -> None:
     requests = 3000 if anyio_backend_name == "asyncio" else 600
     outcome = await play(requests, 6, 3, requests // 30, meets, rate=1.7)
     disturbed = [death for death in outcome.deaths if death.sequences]
@@ -71,9 +73,9 @@ async def test_nor_in_thousands_of_requests(meets: bool, anyio_backend_name: str
     assert sum(death.transfers > 0 for death in outcome.deaths) > (requests // 50 if meets else -1)
 
 
-async def test_what_is_refused_the_script_explains() -> None:
-    """Nobody decodes for three seconds: requests fail that came then or were under way, and no others. What was said
-    of them is right so far, and what would have followed on them is not sent."""
+async def test_only_requests_that_the_script_explains_are_refused() -> None:
+    """No worker decodes for three seconds: only requests that came then or were under way fail. Their tokens until
+    then are right, and the later turns of their sessions are not sent."""
     trace = conversation_load(40, Random(3))
     script = parse_faults(["worker 0 dies at 6, returns at 9", "worker 1 dies at 6, returns at 9"])
     outcome = await chaos(chaos_config(2, 2, seed=3), trace, script)
@@ -90,10 +92,10 @@ async def test_what_is_refused_the_script_explains() -> None:
     assert report.num_requests + report.unsent_requests == 40
 
 
-# -- that what is wrong is seen
+# -- the ledger detects errors
 
 
-async def test_what_is_expected_is_what_an_undisturbed_engine_says() -> None:
+async def test_an_undisturbed_engine_gives_the_expected_answers() -> None:
     trace, ledger = conversation_load(30, Random(1)), Ledger(LETTERS)
     async with as_engine(MockEngine(token_ids=LETTERS)) as engine:
         for due in Schedule.closed_loop(trace, 30).take_due(0.0):
@@ -104,8 +106,8 @@ async def test_what_is_expected_is_what_an_undisturbed_engine_says() -> None:
     assert len({tuple(record.tokens) for record in ledger.records.values()}) == len(ledger.records)
 
 
-class Spoils(Operator[Any, Any, Any, Any]):
-    """Does something to the third item with tokens of each answer."""
+class Spoil(Operator[Any, Any, Any, Any]):
+    """Spoil the third item with tokens of each answer: lose, double or alter it, or end there."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -145,17 +147,17 @@ class Spoils(Operator[Any, Any, Any, Any]):
         ("ends early", "it ended without an error and with []"),
     ],
 )
-async def test_the_ledger_sees_what_is_wrong_with_an_answer(how: str, problem: str) -> None:
+async def test_the_ledger_names_what_is_wrong_with_an_answer(how: str, problem: str) -> None:
     ledger = Ledger(LETTERS)
     async with as_engine(MockEngine(token_ids=LETTERS)) as engine:
         payload = PreprocessedRequest(token_ids=[1, 2, 3], model="m")
         payload.stop_conditions.max_tokens = 6
-        async with await (ledger >> Spoils(how) >> engine).generate(Context(payload, id="r")) as stream:
+        async with await (ledger >> Spoil(how) >> engine).generate(Context(payload, id="r")) as stream:
             assert [item async for item in stream]
     assert "; ".join(ledger.records["r"].problems()) == problem
 
 
-def test_the_ledger_sees_a_wrong_end() -> None:
+def test_the_ledger_names_what_is_wrong_with_an_end() -> None:
     def problems(**changed: Any) -> list[str]:
         right: dict[str, Any] = {"finishes": ["length"], "usage": CompletionUsage.of(3, 0), "ended_s": 1.0}
         return AnswerRecord(1, 3, 4, 5, 0, LETTERS, **right | changed).problems()
@@ -171,8 +173,8 @@ def test_the_ledger_sees_a_wrong_end() -> None:
     assert problems(error=Unavailable("none"), finishes=[]) == []
 
 
-async def test_a_request_that_is_lost_sent_twice_or_left_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request is asked for beside the replay and never read to its end, under the name of one of the trace."""
+async def test_a_request_that_is_sent_twice_or_left_open_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more request, with the name of one of the trace, is sent beside the replay and never read to its end."""
     trace = conversation_load(4, Random(5))
     name = trace.sessions[-1].turns[-1].name
     generate, held = Ledger.generate, list[Any]()

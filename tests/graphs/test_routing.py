@@ -1,14 +1,14 @@
-"""Each way of routing over mock workers: who gets a request, who is left out, in virtual time."""
+"""Each way of routing over mock workers: which worker gets a request, and which cools down, in virtual time."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from random import Random
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import pytest
@@ -31,16 +31,16 @@ SEED = 3
 
 
 class Member(MockEngine):
-    """A mock worker that writes down whom it was asked by, and can break or have too much to do."""
+    """A mock worker that records its requests in a list of all workers, and can fail or be overloaded."""
 
-    def __init__(self, asked: list[Member]) -> None:
+    def __init__(self, chosen: list[Member]) -> None:
         super().__init__(token_ids=range(ord("a"), ord("z") + 1))
-        self.asked, self.is_broken, self.is_overloaded = asked, False, False
+        self.chosen, self.is_broken, self.is_overloaded = chosen, False, False
 
     async def generate(
         self, request: PreprocessedRequest, context: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        self.asked.append(self)
+        self.chosen.append(self)
         if self.is_broken:
             raise EngineShutdown("out of order")
         if self.is_overloaded:
@@ -51,18 +51,18 @@ class Member(MockEngine):
 
 
 class Pool:
-    """A running graph over mock workers, which are known by their place in the order of their ids."""
+    """A running graph over mock workers, each identified by its place in the order of their ids."""
 
-    def __init__(self, opened: OpenGraph, asked: list[Member]) -> None:
-        self.graph, self._asked = opened.graph, asked
+    def __init__(self, opened: OpenGraph, chosen: list[Member]) -> None:
+        self.graph, self._chosen = opened.graph, chosen
         self.workers = sorted(opened.workers, key=lambda worker: worker.worker_id)
         self.members: list[Any] = [worker.engine for worker in self.workers]
 
     async def begin(self, text: str = "hi", **fields: Any) -> tuple[int, Any]:
-        """Who was asked, and the stream, which has its first item."""
+        """Send a chat; return the place of the worker that got it, and the stream behind its first item."""
         message = ChatMessage(role="user", content=text)
         request = ChatCompletionRequest(model="echo", messages=[message], max_tokens=1000, **fields)
-        before = len(self._asked)
+        before = len(self._chosen)
         stream = await self.graph.generate(Context(request))
         try:
             if (error := (await anext(stream)).extract_error()) is not None:
@@ -70,27 +70,33 @@ class Pool:
         except BaseException:
             await stream.aclose()
             raise
-        (asked,) = self._asked[before:]
-        return self.members.index(asked), stream
+        (chosen,) = self._chosen[before:]
+        return self.members.index(chosen), stream
 
-    async def ask(self, text: str = "hi", **fields: Any) -> int:
-        asked, stream = await self.begin(text, **fields)
+    async def chosen(self, text: str = "hi", **fields: Any) -> int:
+        """Send a chat and close its answer; return the place of the worker that got it."""
+        place, stream = await self.begin(text, **fields)
         await stream.aclose()
-        return asked
+        return place
 
-    async def ask_many(self, times: int = 25, text: str = "hi") -> set[int]:
-        return {await self.ask(text) for _ in range(times)}
+    async def chosen_in(self, times: int = 25, text: str = "hi") -> set[int]:
+        """The places of the workers that get so many chats, sent one after the other."""
+        return {await self.chosen(text) for _ in range(times)}
 
 
-Open = Callable[..., Any]
+class OpenPool(Protocol):
+    """Opens a graph over this many workers with a router, and closes it with the block."""
+
+    def __call__(
+        self, router: RouterName, workers: int = 3, environment: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager[Pool]: ...
 
 
 @pytest.fixture
-def open_pool(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens a pool of that many workers with a router: `open_pool(router, workers=3, environment)`."""
-    asked: list[Member] = []
+def open_pool(monkeypatch: pytest.MonkeyPatch) -> OpenPool:
+    chosen: list[Member] = []
     module = ModuleType("mock_members")
-    vars(module)["join"] = lambda: Member(asked)
+    vars(module)["join"] = lambda: Member(chosen)
     monkeypatch.setitem(sys.modules, "mock_members", module)
 
     @asynccontextmanager
@@ -99,7 +105,7 @@ def open_pool(monkeypatch: pytest.MonkeyPatch) -> Open:
     ) -> AsyncIterator[Pool]:
         config = GraphConfig(engine="mock_members:join", workers=workers, router=router, seed=SEED, migration_limit=0)
         async with hosted_graph(config, HostOptions(environment or {})) as opened:
-            yield Pool(opened, asked)
+            yield Pool(opened, chosen)
 
     return opening
 
@@ -113,53 +119,51 @@ RULES: dict[RouterName, Choose] = {
     "least-loaded": lambda loads, turn, rng: least_loaded(PLACES, loads, Context(None), rng),
     "device-aware": lambda loads, turn, rng: least_loaded(PLACES, loads, Context(None), rng),
 }
-"""Who is to get the request of a turn; workers whose device is not known are one group."""
+"""The place that gets the request of a turn; workers whose device is not known are one group."""
 
 TURNS = 16
 LONG = "a prompt of many blocks " * 20
 
 
 def expected(router: RouterName) -> list[int]:
-    """Who gets each request if those that went to the first worker end at once, and the others never."""
-    rng, in_flight, asked = Random(SEED), Counter[int](), list[int]()
+    """The place that gets each request if requests to the first worker end at once and all others never."""
+    rng, in_flight, places = Random(SEED), Counter[int](), list[int]()
     for turn in range(TURNS):
         loads = {place: WorkerLoad(in_flight[place]) for place in PLACES}
         chosen = RULES[router](loads, turn, rng)
         in_flight[chosen] += chosen != 0
-        asked.append(chosen)
-    return asked
+        places.append(chosen)
+    return places
 
 
-def test_the_rules_can_be_told_apart() -> None:
+def test_the_rules_give_different_places() -> None:
     assert len({tuple(expected(router)) for router in RULES}) == len(RULES) - 1
 
 
 @pytest.mark.parametrize("router", RULES)
-async def test_each_router_routes_as_its_name_says(
-    router: RouterName, open_pool: Open, open_streams: OpenStreams
-) -> None:
-    """The seed holds for whatever it leaves to chance."""
-    asked, running = [], []
+async def test_each_router_follows_its_rule(router: RouterName, open_pool: OpenPool, open_streams: OpenStreams) -> None:
+    """Random choices follow the seed."""
+    places, running = [], []
     async with open_pool(router) as pool:
         for _ in range(TURNS):
             place, stream = await pool.begin()
-            asked.append(place)
+            places.append(place)
             if place:
                 running.append(stream)
             else:
                 await stream.aclose()
         for stream in running:
             await stream.aclose()
-    assert asked == expected(router)
+    assert places == expected(router)
 
 
-async def test_direct_goes_where_the_request_says(open_pool: Open, open_streams: OpenStreams) -> None:
+async def test_direct_goes_to_the_worker_that_the_request_names(open_pool: OpenPool, open_streams: OpenStreams) -> None:
     async with open_pool("direct") as pool:
         for place in (2, 0, 2, 1):
             named = NvExt(backend_instance_id=pool.workers[place].worker_id)
-            assert await pool.ask(nvext=named) == place
+            assert await pool.chosen(nvext=named) == place
         with pytest.raises(InvalidArgument) as refused:
-            await pool.ask()
+            await pool.chosen()
     assert refused.value.field == "routing.backend_instance_id"
 
 
@@ -190,55 +194,55 @@ async def test_a_silent_worker_is_given_up_after_the_time_of_the_environment() -
 
 
 @pytest.mark.parametrize("router", list(RULES))
-async def test_a_worker_that_breaks_is_left_out_and_comes_back(
-    router: RouterName, open_pool: Open, open_streams: OpenStreams
+async def test_a_worker_that_fails_cools_down_and_comes_back(
+    router: RouterName, open_pool: OpenPool, open_streams: OpenStreams
 ) -> None:
     environment = {"DYN_RUNTIME_INHIBITED_DURATION_SECS": "7"}
     async with open_pool(router, environment=environment) as pool:
         pool.members[1].is_broken = True
         with pytest.raises(EngineShutdown):
-            await pool.ask_many()
+            await pool.chosen_in()
         broke_s = anyio.current_time()
         pool.members[1].is_broken = False
-        assert await pool.ask_many() == {0, 2}
+        assert await pool.chosen_in() == {0, 2}
         await anyio.sleep(broke_s + 6.9 - anyio.current_time())
-        assert await pool.ask_many(3) <= {0, 2}
+        assert await pool.chosen_in(3) <= {0, 2}
         await anyio.sleep(broke_s + 7 - anyio.current_time())
-        assert await pool.ask_many() == {0, 1, 2}
+        assert await pool.chosen_in() == {0, 1, 2}
 
 
-async def test_when_all_broke_a_moment_ago_the_first_to_be_back_says_when(
-    open_pool: Open, open_streams: OpenStreams
+async def test_when_all_workers_cool_down_the_error_has_the_seconds_until_the_first_is_back(
+    open_pool: OpenPool, open_streams: OpenStreams
 ) -> None:
     async with open_pool("round-robin", 2) as pool:
         for member in pool.members:
             member.is_broken = True
             with pytest.raises(EngineShutdown):
-                await pool.ask()
+                await pool.chosen()
             await anyio.sleep(1)
         with pytest.raises(AllCoolingDown) as refused:
-            await pool.ask()
+            await pool.chosen()
         assert refused.value.retry_after_s == pytest.approx(5 - 2, abs=0.1)
 
 
 @pytest.mark.parametrize("trouble", ["is_broken", "is_overloaded"])
-async def test_the_kv_router_asks_another_for_a_while_where_a_worker_failed_or_refused(
-    open_pool: Open, trouble: str
+async def test_the_kv_router_uses_another_worker_while_one_that_failed_or_refused_cools_down(
+    open_pool: OpenPool, trouble: str
 ) -> None:
     """Although the whole prompt is cached there."""
     async with open_pool("kv", 2) as pool:
-        holder = await pool.ask(LONG)
-        assert await pool.ask_many(6, LONG) == {holder}
+        holder = await pool.chosen(LONG)
+        assert await pool.chosen_in(6, LONG) == {holder}
         setattr(pool.members[holder], trouble, True)
         with pytest.raises(EngineShutdown if trouble == "is_broken" else WorkerOverloaded):
-            await pool.ask(LONG)
+            await pool.chosen(LONG)
         setattr(pool.members[holder], trouble, False)
-        assert await pool.ask_many(3, LONG) == {1 - holder}
+        assert await pool.chosen_in(3, LONG) == {1 - holder}
         await anyio.sleep(10)
-        assert holder in await pool.ask_many(6, LONG)
+        assert holder in await pool.chosen_in(6, LONG)
 
 
-async def test_with_thresholds_a_worker_that_refused_is_asked_again_when_it_reports_that_it_is_not_busy() -> None:
+async def test_with_thresholds_a_worker_that_refused_is_used_again_when_it_reports_that_it_is_not_busy() -> None:
     config = GraphConfig(busy=BusyThresholds(active_decode_blocks_threshold=0.5))
     async with Runtime.in_process() as runtime:
         endpoint = "ns/backend/generate"

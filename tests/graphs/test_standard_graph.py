@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from operators import Preprocess, PushRouter
-from pipeline import Annotated, Context, InvalidArgument, Unavailable
+from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Unavailable
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from pipeline.testing import Probe, ScriptedEngine, watch_streams
@@ -22,7 +22,8 @@ def chat(text: str, **fields: Any) -> Context[ChatCompletionRequest | Completion
     return Context(ChatCompletionRequest(model="echo", messages=[message], **fields))
 
 
-async def text_of(graph: Any, request: Context[Any]) -> str:
+async def text_of(graph: AsyncEngine[Any, Any], request: Context[Any]) -> str:
+    """The text of the answer."""
     async with await graph.generate(request) as stream:
         items: list[Annotated[BackendOutput]] = [item async for item in stream]
     return "".join(item.data.text or "" for item in items if item.data is not None)
@@ -49,7 +50,7 @@ async def test_requests_go_round_the_workers() -> None:
     assert texts == list("abcd")
 
 
-async def test_its_parts_can_be_exchanged() -> None:
+async def test_its_parts_can_be_replaced() -> None:
     probe = Probe()
     async with standard_graph(GraphConfig()) as graph:
         seen = graph.insert_before(PushRouter, probe)
@@ -75,12 +76,12 @@ async def test_concurrent_requests_do_not_mix() -> None:
 
     async with standard_graph(GraphConfig(workers=2, engine_args={"delay_s": "0.01"})) as graph:
 
-        async def ask(text: str) -> None:
+        async def client(text: str) -> None:
             answers[text] = await text_of(graph, chat(text))
 
         async with anyio.create_task_group() as tasks:
             for text in texts:
-                tasks.start_soon(ask, text)
+                tasks.start_soon(client, text)
     assert answers == {text: text for text in texts}
 
 

@@ -1,4 +1,4 @@
-"""A whole disaggregated deployment in one process, whose mock workers can be killed, silenced and brought back."""
+"""A disaggregated deployment in one process, whose mock workers can crash, stall and come back; and chats to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from random import Random
 from typing import Any, Literal
 
 import anyio
-import pytest
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 from attrs import define, evolve, field
 
 from engines import DisaggregationMode, EngineConfig, GenerateContext, Worker
-from engines.mocker import MockEngine, MockEngineArgs, TransferExchange
-from engines.mocker.timing import PolynomialTiming
+from engines.mocker import MockEngine, MockEngineArgs, PolynomialTiming, TransferExchange
 from operators import PrefillRouter
 from operators.kv import KvRouter, KvRouterConfig
 from pipeline.network import Runtime
@@ -42,14 +40,17 @@ ARGS = MockEngineArgs(
 """A cache of 256 tokens, of which some half a dozen requests have enough."""
 
 Half = Literal["prefill", "decode"]
+Way = Literal["abort", "fail", "drain"]
+"""How a worker ends: by a crash, by a failure of its engine, or in order."""
 
 
 class Timing(PolynomialTiming):
-    """The usual times, but for one pass that takes as much longer as somebody wants."""
+    """The times of the polynomial model; a test can make one step longer."""
 
     stall_ms = 0.0
-    last_pass_s = 0.0
-    """When the last pass began that computed anything."""
+    """What the next step takes longer, in milliseconds; 0 again once it has begun."""
+    last_step_s = 0.0
+    """When the last step began that computed anything."""
 
     def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
         return super().prefill_ms(batch, mean_prompt_tokens, mean_cached_tokens) + self._stall()
@@ -58,15 +59,15 @@ class Timing(PolynomialTiming):
         return super().decode_ms(batch, active_kv_tokens, total_kv_tokens, mean_context_tokens) + self._stall()
 
     def _stall(self) -> float:
-        self.last_pass_s = anyio.current_time()
+        self.last_step_s = anyio.current_time()
         stall_ms, self.stall_ms = self.stall_ms, 0.0
         return stall_ms
 
 
-class Mortal(MockEngine):
-    """A mock engine whose background can be made to fail, and whose next pass can be made to last.
+class FragileEngine(MockEngine):
+    """A mock engine whose background task can be made to fail, and whose next step can be made to stall.
 
-    Without `stops_prefills` it does not promise that its prefills may be stopped.
+    Without `stops_prefills` its card does not promise that its prefills may be stopped.
     """
 
     def __init__(self, args: MockEngineArgs, exchange: TransferExchange, *, stops_prefills: bool = True) -> None:
@@ -74,15 +75,18 @@ class Mortal(MockEngine):
         super().__init__(args, timing=self.timing, exchange=exchange, token_ids=range(97, 123))
         self._stops_prefills = stops_prefills
         self._broken = anyio.Event()
-        self.requests = self.stopped = 0
-        """How many it was asked, and how many of them heard of a stop."""
+        self.requests = 0
+        """How many requests it has got."""
+        self.stopped = 0
+        """How many of them were stopped."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         config = await super().start(worker_id)
         config.stops_prefills &= self._stops_prefills
         return config
 
-    def breaks(self) -> None:
+    def fail(self) -> None:
+        """Make the background task raise, which ends the worker."""
         self._broken.set()
 
     async def generate(
@@ -108,20 +112,24 @@ class Host:
     """One worker in a task of its own."""
 
     half: Half
-    engine: Mortal
+    """The pool that it belongs to."""
+    engine: FragileEngine
     worker: Worker
     gone: anyio.Event = field(factory=anyio.Event)
+    """Set once the worker has ended."""
 
     @property
     def worker_id(self) -> int:
         return self.worker.worker_id
 
-    def crashes(self) -> None:
+    def crash(self) -> None:
+        """Vanish from discovery and end, without draining."""
         assert self.worker.served is not None
         self.worker.served.abort()
         self.worker.shutdown()
 
-    async def run(self, *, task_status: Any) -> None:
+    async def run(self, *, task_status: TaskStatus[None]) -> None:
+        """Host the worker until it ends."""
         try:
             async with self.worker:
                 task_status.started()
@@ -132,12 +140,10 @@ class Host:
 
 @define(eq=False)
 class Fleet:
-    """Workers that come and go, and the graph before them. `hosts` are those that are there, `engines` all there were.
-
-    With `meets` prefill workers say where decode can meet them.
-    """
+    """Workers that come and go, and the graph that routes to them."""
 
     stops_prefills: bool = field(default=True, kw_only=True)
+    """Whether the cards of prefill workers promise that a prefill may be stopped."""
 
     runtime: Runtime
     config: GraphConfig
@@ -147,17 +153,22 @@ class Fleet:
     args: MockEngineArgs
     exchange: TransferExchange = field(factory=TransferExchange)
     hosts: list[Host] = field(factory=list)
-    engines: list[Mortal] = field(factory=list)
+    """The workers that are there now."""
+    engines: list[FragileEngine] = field(factory=list)
+    """The engines of all workers that were ever there."""
     graph: StandardGraph = field(init=False)
     prefill: PrefillRouter = field(init=False)
     kv_routers: list[KvRouter] = field(init=False)
-    """Of the prefill workers, and of the decode workers; none without the router `kv`."""
+    """The router of the prefill pool and that of the decode pool; empty unless the config's router is `kv`."""
 
     async def add(self, half: Half, worker_id: int | None = None, *, meets: bool = True) -> Host:
-        """One more worker, which may have the id of one that is gone."""
+        """Start one more worker, if given with the id of one that is gone.
+
+        With `meets` a prefill worker publishes the address at which decode can join its transfer.
+        """
         port = 9000 + len(self.engines) if half == "prefill" and meets else None
         args = evolve(self.args, worker_type=half, bootstrap_port=port)
-        engine = Mortal(args, self.exchange, stops_prefills=self.stops_prefills)
+        engine = FragileEngine(args, self.exchange, stops_prefills=self.stops_prefills)
         worker = Worker(
             engine,
             self.config.worker_settings(self.config.load_model(), DisaggregationMode(half)),
@@ -174,20 +185,22 @@ class Fleet:
         return host
 
     def of(self, half: Half) -> list[Host]:
+        """The workers of one pool that are there now."""
         return [host for host in self.hosts if host.half == half]
 
-    def remove(self, hosts: Iterable[Host], way: Literal["abort", "fail", "drain"] = "abort") -> None:
-        """They crash, their engines break, or they end in order."""
+    def remove(self, hosts: Iterable[Host], way: Way = "abort") -> None:
+        """End these workers: by a crash, by a failure of the engine, or in order."""
         for host in list(hosts):
             self.hosts.remove(host)
-            {"abort": host.crashes, "fail": host.engine.breaks, "drain": host.worker.shutdown}[way]()
+            {"abort": host.crash, "fail": host.engine.fail, "drain": host.worker.shutdown}[way]()
 
     @property
     def blocks_held(self) -> int:
+        """Active blocks of all engines there ever were."""
         return sum(rank.scheduler.pool.active for engine in self.engines for rank in engine.ranks)
 
     def assert_idle(self) -> None:
-        """Nothing is booked, waits, runs or holds a block, here or on a worker that is gone."""
+        """Assert that nothing is booked, queued, running or holds a block, here or on a worker that is gone."""
         for kv in self.kv_routers:
             assert (len(kv.loads), len(kv.queue)) == (0, 0)
         assert self.prefill.prefills == len(self.prefill._tasks._of_request) == 0
@@ -212,7 +225,11 @@ async def open_fleet(
     stops_prefills: bool = True,
     **fields: Any,
 ) -> AsyncIterator[Fleet]:
-    """The standard graph over workers that can be taken away; all of them end with the block."""
+    """The standard graph over workers that can be taken away; all of them end with the block.
+
+    `meets` is that of `Fleet.add`, `fields` are those of the graph's config, whose router is `kv` unless they name
+    another one. `environment` is ENVIRONMENT unless given.
+    """
     wanted: dict[str, Any] = {"router": "kv", "kv_router": KvRouterConfig(router_queue_threshold=1.0)}
     config = GraphConfig(
         engine="mocker", workers=workers, prefill_workers=prefill_workers, seed=seed, **wanted | fields
@@ -241,9 +258,3 @@ async def _build(fleet: Fleet, stages: AsyncExitStack) -> None:
     pool: Any = fleet.prefill._side.pool
     fleet.kv_routers = [] if routing.kv_router is None else [pool.router, routing.kv_router]
     fleet.graph = line(config.load_model(), routing, config, hosting, fleet.prefill)
-
-
-@pytest.fixture
-def fleet() -> Any:
-    """Opens one: `async with fleet(prefill_workers, workers, ...) as it`."""
-    return open_fleet
