@@ -34,6 +34,10 @@ Family = Literal["frontend", "component"]
 Look = Callable[[], Iterable[tuple[Mapping[str, str], float]]]
 """Gives the values of this moment, each with its labels."""
 
+_ADDED_TO: tuple[Kind, ...] = ("counter", "up_down")
+_SET: tuple[Kind, ...] = ("gauge",)
+_RECORDED: tuple[Kind, ...] = ("histogram",)
+
 PREFIXES: dict[Family, str] = {"frontend": "dynamo_frontend", "component": "dynamo_component"}
 _MAX_BUCKETS = 512
 _TWO_DIGITS = decimal.Context(prec=2, rounding=decimal.ROUND_HALF_UP)
@@ -200,6 +204,8 @@ class Metrics:
         self._rows = {row.name: row for row in (TABLE[family] if rows is None else rows)}
         self._labels = {row.name: _Labels.of(row) for row in self._rows.values()}
         self._made: dict[str, Any] = {}
+        self._checked: dict[tuple[object, ...], Any] = {}
+        """Instruments by each use that was checked: the kinds it allows, the name and the names of the labels."""
 
     @property
     def meter(self) -> otel.Meter:
@@ -208,19 +214,19 @@ class Metrics:
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter, or moves an up_down."""
-        self._instrument(name, labels, ("counter", "up_down")).add(value, labels)
+        self._instrument(_ADDED_TO, name, labels).add(value, labels)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        self._instrument(name, labels, ("gauge",)).set(value, labels)
+        self._instrument(_SET, name, labels).set(value, labels)
 
     def record(self, name: str, value: float, **labels: str) -> None:
         """Put a value into a histogram."""
-        self._instrument(name, labels, ("histogram",)).record(value, labels)
+        self._instrument(_RECORDED, name, labels).record(value, labels)
 
     def recorder(self, name: str, **labels: str) -> Callable[[float], object]:
         """`add` or `record` for these labels, which are checked now: for what is counted again and again."""
-        made = self._instrument(name, labels, ("counter", "up_down", "histogram"))
+        made = self._instrument(_ADDED_TO + _RECORDED, name, labels)
         return partial(made.record if self._rows[name].kind == "histogram" else made.add, attributes=labels)
 
     def observe(self, name: str, look: Look) -> Callable[[], None]:
@@ -261,13 +267,16 @@ class Metrics:
             raise ValueError(f"no metric {name!r} among {', '.join(self._rows)}")
         return self._rows[name]
 
-    def _instrument(self, name: str, labels: dict[str, str], kinds: tuple[Kind, ...]) -> Any:
-        row = self._row(name)
-        if row.kind not in kinds:
-            raise ValueError(f"{name} is a {row.kind}")
-        self._labels[name].check(name, labels)
-        if (made := self._made.get(name)) is None:
-            made = self._made[name] = self._make(row)
+    def _instrument(self, kinds: tuple[Kind, ...], name: str, labels: dict[str, str]) -> Any:
+        use = (kinds, name, *labels)
+        if (made := self._checked.get(use)) is None:
+            row = self._row(name)
+            if row.kind not in kinds:
+                raise ValueError(f"{name} is a {row.kind}")
+            self._labels[name].check(name, labels)
+            if (made := self._made.get(name)) is None:
+                made = self._made[name] = self._make(row)
+            self._checked[use] = made
         return made
 
     def _make(self, row: Instrument) -> object:
