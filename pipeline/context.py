@@ -55,7 +55,7 @@ class Registry:
 
     def get_optional(self, key: str, kind: type[V]) -> V | None:
         """Return the shared value, or None if it is missing. Raise RegistryError if it is of another type."""
-        return self.get(key, kind) if self._shared and key in self._shared else None
+        return _checked(self._shared, key, kind) if self._shared and key in self._shared else None
 
     def take_unique(self, key: str, kind: type[V]) -> V:
         """Remove and return the unique value. Raise RegistryError as `get` does; the entry then stays."""
@@ -88,7 +88,7 @@ class Context(Generic[T_co]):
     Contexts are cheap: a stage that changes the payload makes a new one with the same control.
     """
 
-    __slots__ = ("__weakref__", "_registry", "_stages", "control", "id", "metadata", "payload", "trace")
+    __slots__ = ("__weakref__", "_stages", "control", "id", "metadata", "payload", "registry", "trace")
 
     payload: T_co
     control: Control
@@ -97,6 +97,8 @@ class Context(Generic[T_co]):
     """The same for every stage, retry and sub-request. Default: a random UUID."""
     metadata: dict[str, str]
     """Crosses the wire; keys are sorted."""
+    registry: Registry
+    """Typed values shared by every stage in this process."""
     trace: object
     """The parent of the request's spans; set by `pipeline.telemetry`."""
 
@@ -113,7 +115,7 @@ class Context(Generic[T_co]):
         self.metadata = dict(sorted(metadata.items())) if metadata else {}
         self.control = Control() if control is None else control
         self.trace = None
-        self._registry: Registry | None = None
+        self.registry = Registry()
         self._stages: list[str] = []
 
     def __repr__(self) -> str:
@@ -133,7 +135,7 @@ class Context(Generic[T_co]):
         other.metadata = self.metadata
         other.control = self.control
         other.trace = self.trace
-        other._registry = self.registry
+        other.registry = self.registry
         other._stages = self._stages
         return other
 
@@ -157,14 +159,7 @@ class Context(Generic[T_co]):
             self.control.link_child(other.control)
         return other
 
-    # -- values that accompany the request
-
-    @property
-    def registry(self) -> Registry:
-        """Typed values shared by every stage in this process."""
-        if self._registry is None:
-            self._registry = Registry()
-        return self._registry
+    # -- the way so far
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -123,7 +123,8 @@ class Control:
             self._children.append(ref(child))
             if self._heading is not State.RUNNING:
                 changed = child._change_all(self._heading)
-        _call_back(changed)
+        if changed:
+            _call_back(changed)
 
     def retain(self, owned: object) -> None:
         """Keep a reference to the object as long as this control exists. Idempotent."""
