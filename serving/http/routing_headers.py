@@ -89,10 +89,9 @@ def _labels(worker_ids: Iterable[int | None]) -> bytes:
 
 
 def _choice_text(choice: RouterChoice) -> bytes:
-    known = ((name, getattr(choice, name)) for name in _CHOICE_FIELDS)
-    text = "; ".join(f"{name}={_number(value)}" for name, value in known if value is not None)
-    return text.encode("ascii", "replace")
-
-
-def _number(value: float | str) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    known: list[str] = []
+    for name in _CHOICE_FIELDS:
+        value: float | str | None = getattr(choice, name)
+        if value is not None:
+            known.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
+    return "; ".join(known).encode("ascii", "replace")
