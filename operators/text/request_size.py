@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pipeline import InvalidArgument
@@ -26,18 +27,19 @@ _EXTENSION_ENTRIES = ("annotations", "extra_fields")
 """Lists in `nvext` that have at most `max_field_entries`."""
 
 
-def check_counts(get: Callable[[str], Any], limits: RequestLimits) -> None:
+def check_counts(get: Callable[[str, None], Any], limits: RequestLimits) -> None:
     """Raise InvalidArgument, with the limit in `exceeded`, for a list or an object with too many entries.
 
-    `get` returns a field's value, None without one. The value need not have been checked, so that a request can be
-    refused before a record is made of it. The cost is that of asking for lengths.
+    `get` returns the value of a field, or the default it is called with: the `get` of a mapping, or that of a record's
+    attributes. The value need not have been checked, so that a request can be refused before a record is made of it.
+    Only lengths are read.
     """
-    if isinstance(prompt := get("prompt"), list):
-        _check_choices(prompt, get("n"))
+    if isinstance(prompt := get("prompt", None), list):
+        _check_choices(prompt, get("n", None))
     for field, limit in _ENTRIES:
-        if (found := get(field)) and isinstance(found, (list, dict)):
+        if (found := get(field, None)) and isinstance(found, (list, dict)):
             _at_most(limit, len(found), getattr(limits, limit), field)
-    if extension := get("nvext"):
+    if extension := get("nvext", None):
         for field in _EXTENSION_ENTRIES:
             if isinstance(found := _field(extension, field), list):
                 _at_most("max_field_entries", len(found), limits.max_field_entries, f"nvext.{field}")
@@ -48,7 +50,7 @@ def check_size(request: GenerationRequest, limits: RequestLimits) -> None:
 
     The cost is that of counting: nothing is copied.
     """
-    check_counts(lambda field: getattr(request, field, None), limits)
+    check_counts(partial(getattr, request), limits)
     if isinstance(request, ChatCompletionRequest):
         field, (characters, parts) = "messages", _of_messages(request.messages)
         _at_most("max_content_parts", parts, limits.max_content_parts, "messages", "content parts")
