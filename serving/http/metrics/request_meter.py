@@ -24,13 +24,11 @@ class RequestMeter:
 
     __slots__ = (
         "_error_type",
-        "_gaps",
         "_has_begun",
-        "_labels",
         "_last",
         "_metrics",
-        "_model",
         "_now",
+        "_series",
         "_started",
         "_status",
         "_workers",
@@ -44,10 +42,7 @@ class RequestMeter:
     def __init__(self, telemetry: Telemetry, model: str | None, endpoint: str, streams: bool) -> None:
         """`model` is None if it is not served; `endpoint` is the API's name in the metrics."""
         self._metrics = telemetry.metrics
-        self._model = model or UNKNOWN_MODEL
-        kind = "stream" if streams else "unary"
-        self._labels = {"model": self._model, "endpoint": endpoint, "request_type": kind}
-        self._gaps = telemetry.token_gaps.of(self._model)
+        self._series = telemetry.series_of(model or UNKNOWN_MODEL, endpoint, "stream" if streams else "unary")
         self._workers = telemetry.workers
         self.trackers: list[RequestTracker] = []
         """The trackers of its prompts."""
@@ -62,22 +57,22 @@ class RequestMeter:
         """Time to the first tokens; None before them."""
 
     def __enter__(self) -> Self:
-        self._metrics.add("requests_started_total", 1, **self._labels)
-        self._metrics.add("inflight_requests", model=self._model)
-        self._metrics.add("queued_requests", model=self._model)
+        self._series.started(1)
+        self._series.inflight(1)
+        self._series.queued(1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        metrics, model = self._metrics, self._model
-        metrics.add("active_requests" if self._has_begun else "queued_requests", -1, model=model)
-        metrics.add("inflight_requests", -1, model=model)
-        metrics.add("requests_total", 1, **self._labels, status=self._status, error_type=self._error_type)
-        metrics.record("request_duration_seconds", self._now() - self._started, model=model)
+        series = self._series
+        (series.active if self._has_begun else series.queued)(-1)
+        series.inflight(-1)
+        self._metrics.add("requests_total", 1, **series.labels, status=self._status, error_type=self._error_type)
+        series.duration_s(self._now() - self._started)
         if self.output_tokens:
-            metrics.add("output_tokens_total", self.output_tokens, model=model)
-            metrics.record("output_sequence_tokens", self.output_tokens, model=model)
+            series.all_output_tokens(self.output_tokens)
+            series.output_tokens(self.output_tokens)
         for tracker in self.trackers:
             self._workers.record(tracker)
 
@@ -102,7 +97,7 @@ class RequestMeter:
             return
         now = self._now()
         if self._has_begun:
-            self._gaps.observe((now - self._last) / count, count)
+            self._series.gaps.observe((now - self._last) / count, count)
         else:
             self._begin(now)
         self._last = now
@@ -111,9 +106,9 @@ class RequestMeter:
     def _begin(self, now: float) -> None:
         self._has_begun = True
         self.first_tokens_s = now - self._started
-        self._metrics.add("queued_requests", -1, model=self._model)
-        self._metrics.add("active_requests", model=self._model)
-        self._metrics.record("time_to_first_token_seconds", self.first_tokens_s, model=self._model)
+        self._series.queued(-1)
+        self._series.active(1)
+        self._series.first_token_s(self.first_tokens_s)
 
     def add_finish_reason(self, reason: FinishReason) -> None:
         """Record why one choice ended."""
@@ -123,9 +118,9 @@ class RequestMeter:
         """Record the prompt tokens that are known when the request is over."""
         if prompt_tokens := usage.prompt_tokens:
             self.input_tokens = prompt_tokens
-            self._metrics.record("input_sequence_tokens", prompt_tokens, model=self._model)
+            self._series.input_tokens(prompt_tokens)
         if (cached := usage.cached_tokens) is not None:
-            self._metrics.record("cached_tokens", cached, model=self._model)
+            self._series.cached_tokens(cached)
 
     def finish(self, problem: Problem | None) -> None:
         """Set the result: None is success."""
@@ -133,8 +128,9 @@ class RequestMeter:
             self._status, self._error_type = "success", ""
             return
         self._status, self._error_type = "error", problem.kind
+        labels = self._series.labels
         if problem.kind == "overload":
-            self._metrics.add("model_rejection_total", model=self._model, endpoint=self._labels["endpoint"])
+            self._metrics.add("model_rejection_total", model=labels["model"], endpoint=labels["endpoint"])
         if problem is CLIENT_GONE:
             self._metrics.add("disconnected_clients")
-            self._metrics.add("model_cancellation_total", 1, **self._labels)
+            self._metrics.add("model_cancellation_total", 1, **labels)

@@ -50,6 +50,7 @@ class Telemetry:
         self.component_metrics = Metrics(meter, family="component", environment=environment)
         """The instruments of this program's workers."""
         self.token_gaps = TokenGaps(self.metrics.buckets(_TOKEN_GAPS))
+        self._series: dict[tuple[str, str, str], RequestSeries] = {}
         self._registry.register(_TokenGapsCollector(self.token_gaps, self.metrics.full_name(_TOKEN_GAPS)))
         self.workers = WorkerGauges(self.metrics, prefix)
         self.models = ModelGauges(self.metrics, prefix)
@@ -59,6 +60,13 @@ class Telemetry:
         self._texts: list[Callable[[], str]] = []
         self._connections: list[Callable[[], int]] = []
         Metrics(meter, prefix=prefix, rows=[_OPEN_CONNECTIONS]).observe(_OPEN_CONNECTIONS.name, self._open_connections)
+
+    def series_of(self, model: str, endpoint: str, request_type: str) -> RequestSeries:
+        """Return what requests with these labels are counted in."""
+        labels = model, endpoint, request_type
+        if (known := self._series.get(labels)) is None:
+            known = self._series[labels] = RequestSeries(self.metrics, self.token_gaps.of(model), *labels)
+        return known
 
     def add_text(self, text: Callable[[], str]) -> None:
         """Append metrics that other code counts, such as an engine's own; their text is passed on unchanged."""
@@ -92,6 +100,29 @@ class GapCounts:
         """Add one gap `times` times."""
         self.counts[bisect_left(self.bounds_s, gap_s)] += times
         self.sum_s += gap_s * times
+
+
+class RequestSeries:
+    """The series of requests for one model, by one endpoint and of one type, each bound to its labels.
+
+    A request is recorded some fifteen times, with the same labels as the request before it.
+    """
+
+    def __init__(self, metrics: Metrics, gaps: GapCounts, model: str, endpoint: str, request_type: str) -> None:
+        self.labels = {"model": model, "endpoint": endpoint, "request_type": request_type}
+        """For metrics with labels besides these."""
+        self.gaps = gaps
+        """Time between tokens."""
+        self.started = metrics.recorder("requests_started_total", **self.labels)
+        self.inflight = metrics.recorder("inflight_requests", model=model)
+        self.queued = metrics.recorder("queued_requests", model=model)
+        self.active = metrics.recorder("active_requests", model=model)
+        self.duration_s = metrics.recorder("request_duration_seconds", model=model)
+        self.first_token_s = metrics.recorder("time_to_first_token_seconds", model=model)
+        self.input_tokens = metrics.recorder("input_sequence_tokens", model=model)
+        self.cached_tokens = metrics.recorder("cached_tokens", model=model)
+        self.output_tokens = metrics.recorder("output_sequence_tokens", model=model)
+        self.all_output_tokens = metrics.recorder("output_tokens_total", model=model)
 
 
 class TokenGaps:
