@@ -66,14 +66,16 @@ class RequestHeaders:
 
         Raise Refusal (431) if they are too many or too long.
         """
-        found = {
-            name.removeprefix(METADATA_PREFIX): value
-            for name, value in self.values.items()
-            if name.startswith(METADATA_PREFIX)
-        }
-        kept = {name: value for name, value in found.items() if name and name not in _CREDENTIALS}
+        kept: dict[str, str] = {}
+        for name, value in self.values.items():
+            if name.startswith(METADATA_PREFIX):
+                key = name.removeprefix(METADATA_PREFIX)
+                if key and key not in _CREDENTIALS:
+                    kept[key] = value
         if SESSION_ID in self.values:
             kept[SESSION_ID] = self.values[SESSION_ID]
+        if not kept:
+            return kept
         size_bytes = sum(len(name) + len(value) for name, value in kept.items())
         _check_metadata("max_metadata_entries", len(kept), limits.max_metadata_entries)
         _check_metadata("max_metadata_bytes", size_bytes, limits.max_metadata_bytes)
