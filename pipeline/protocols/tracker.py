@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
 from attrs import Factory, define, field
 
@@ -22,10 +22,9 @@ from .timing import (
     worker_label,
 )
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 _NANOSECONDS_MAX = 2**64 - 1
+_LATE_FACT = "worker %s had %s %s already, %s is not recorded"
 
 
 class PermitGate(Protocol):
@@ -72,15 +71,14 @@ class WorkerSlot:
             _log.warning("worker %s already had this phase, worker %s is not recorded", self.worker_id, worker_id)
             return
         self.worker_id = worker_id
-        self.dp_rank = self._kept("rank", self.dp_rank, dp_rank)
-        self.worker_type = self._kept("type", self.worker_type, worker_type)
-
-    def _kept(self, what: str, known: T | None, new: T | None) -> T | None:
-        if known is None:
-            return new
-        if new is not None and new != known:
-            _log.warning("worker %s had %s %s already, %s is not recorded", self.worker_id, what, known, new)
-        return known
+        if self.dp_rank is None:
+            self.dp_rank = dp_rank
+        elif dp_rank is not None and dp_rank != self.dp_rank:
+            _log.warning(_LATE_FACT, worker_id, "rank", self.dp_rank, dp_rank)
+        if self.worker_type is None:
+            self.worker_type = worker_type
+        elif worker_type is not None and worker_type != self.worker_type:
+            _log.warning(_LATE_FACT, worker_id, "type", self.worker_type, worker_type)
 
 
 @define(slots=True, eq=False)

@@ -358,7 +358,7 @@ def trace_link(context: Context[Any]) -> TraceLink | None:
 
 
 def _trace_of(context: Context[Any]) -> TraceContext | None:
-    return _as_context(context.trace)
+    return context.trace if isinstance(context.trace, TraceContext) else None
 
 
 def _as_context(found: object) -> TraceContext | None:

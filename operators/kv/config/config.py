@@ -210,14 +210,14 @@ class KvRouterConfig:
         """
         o = override or RouterConfigOverride()
         return RequestSettings(
-            _first(o.overlap_score_credit, self.overlap_score_credit),
+            self.overlap_score_credit if o.overlap_score_credit is None else o.overlap_score_credit,
             self.overlap_score_credit_decay,
-            _first(o.prefill_load_scale, self.prefill_load_scale),
+            self.prefill_load_scale if o.prefill_load_scale is None else o.prefill_load_scale,
             self.decode_active_request_weight,
             self.host_cache_hit_weight,
             self.disk_cache_hit_weight,
-            _first(o.shared_cache_multiplier, self.shared_cache_multiplier),
-            _first(o.router_temperature, self.router_temperature),
+            self.shared_cache_multiplier if o.shared_cache_multiplier is None else o.shared_cache_multiplier,
+            self.router_temperature if o.router_temperature is None else o.router_temperature,
             self.router_assume_kv_reuse if o.assume_kv_reuse is None else o.assume_kv_reuse,
             self.router_track_active_blocks,
             self.router_track_prefill_tokens if o.track_prefill_tokens is None else o.track_prefill_tokens,
@@ -272,7 +272,3 @@ def with_older_weight(values: Mapping[str, Any]) -> dict[str, Any]:
         if weight == 0:
             current["overlap_score_credit"] = 0.0
     return current
-
-
-def _first(own: float | None, default: float) -> float:
-    return default if own is None else own
