@@ -23,7 +23,7 @@ from attrs import frozen
 from rich.console import Console
 from rich.table import Table
 
-from operators import validate
+from operators.text import validate
 from pipeline import Annotated, function_engine
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason
 from serving.http import app

@@ -29,7 +29,7 @@ from attrs import field, frozen
 from rich.console import Console
 from rich.table import Table
 
-from operators import WHOLE_CHAT
+from operators.text import WHOLE_CHAT
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

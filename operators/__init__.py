@@ -1,68 +1,38 @@
 """Operators: the stages between a caller and an engine, each of which wraps the next stage."""
 
-from .kv import ROUTER_DECISION, KvPushRouter
-from .migration import Migration, MigrationMetrics
+from pipeline.protocols.limits import BusyThresholds
+
+from .kv import KvPushRouter, KvRouter, KvRouterConfig, kv_router
+from .migration import Migration
 from .pool import (
     AllBusy,
     AllCoolingDown,
-    BusyThresholds,
-    BusyWatch,
-    Capacity,
     DeviceAware,
-    DirectRouter,
     Picker,
     PushRouter,
     Rejection,
     RoundRobin,
-    Uncounted,
-    WorkerLoad,
-    WorkerLoads,
-    capacities_of,
-    cooldown_s,
-    cuda_to_cpu_ratio,
     least_loaded,
-    load_reports,
-    overload_status,
     power_of_two,
     random_pick,
 )
 from .prefill import KvPrefill, PrefillError, PrefillRouter, PrefillSettings, PushPrefill
-from .text import (
-    LAST_USER_MESSAGE,
-    PROMPT_TOKENS,
-    WHOLE_CHAT,
-    ByteTokenizer,
-    ChatTemplate,
-    Detokenize,
-    HuggingFaceTokenizer,
-    Model,
-    Preprocess,
-    Tokenizer,
-    check_counts,
-    keywords_of,
-    validate,
-)
+from .text import ByteTokenizer, ChatTemplate, Detokenize, HuggingFaceTokenizer, Model, Preprocess, Tokenizer
 
 __all__ = [
-    "LAST_USER_MESSAGE",
-    "PROMPT_TOKENS",
-    "ROUTER_DECISION",
-    "WHOLE_CHAT",
     "AllBusy",
     "AllCoolingDown",
     "BusyThresholds",
-    "BusyWatch",
     "ByteTokenizer",
-    "Capacity",
     "ChatTemplate",
     "Detokenize",
     "DeviceAware",
-    "DirectRouter",
     "HuggingFaceTokenizer",
     "KvPrefill",
     "KvPushRouter",
+    "KvRouter",
+    "KvRouterConfig",
     "Migration",
-    "MigrationMetrics",
     "Model",
     "Picker",
     "PrefillError",
@@ -74,18 +44,8 @@ __all__ = [
     "Rejection",
     "RoundRobin",
     "Tokenizer",
-    "Uncounted",
-    "WorkerLoad",
-    "WorkerLoads",
-    "capacities_of",
-    "check_counts",
-    "cooldown_s",
-    "cuda_to_cpu_ratio",
-    "keywords_of",
+    "kv_router",
     "least_loaded",
-    "load_reports",
-    "overload_status",
     "power_of_two",
     "random_pick",
-    "validate",
 ]

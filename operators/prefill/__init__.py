@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .conditional import ConditionalDisaggregation
 from .errors import NoDisaggregatedParams, PrefillError, PrefillNotActivated, TopologyError
-from .pool import KvPrefill, PrefillPool, PrefillReservation, PushPrefill
+from .pool import KvPrefill, PrefillPool, PushPrefill
 from .router import PrefillRouter, PrefillSettings
-from .worker import PrefillWorker
 
 __all__ = [
     "ConditionalDisaggregation",
@@ -15,10 +14,8 @@ __all__ = [
     "PrefillError",
     "PrefillNotActivated",
     "PrefillPool",
-    "PrefillReservation",
     "PrefillRouter",
     "PrefillSettings",
-    "PrefillWorker",
     "PushPrefill",
     "TopologyError",
 ]

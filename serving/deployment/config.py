@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from attrs import Factory, evolve, field, frozen
 
 from engines import DisaggregationMode, LLMEngine, ShutdownTimes, SystemHealth, WorkerConfig
-from operators import LAST_USER_MESSAGE, WHOLE_CHAT, BusyThresholds, Model
+from operators import BusyThresholds, Model
 from operators.kv import KvRouterConfig
+from operators.text import LAST_USER_MESSAGE, WHOLE_CHAT
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import Variable, at_least, one_of, setting, switch

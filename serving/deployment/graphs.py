@@ -16,8 +16,9 @@ from time import perf_counter, time_ns
 from attrs import frozen
 
 from engines import Worker
-from operators import Detokenize, Migration, MigrationMetrics, Model, PrefillRouter, Preprocess
+from operators import Detokenize, Migration, Model, PrefillRouter, Preprocess
 from operators.kv import WorkerType
+from operators.migration import MigrationMetrics
 from pipeline import Annotated, AsyncEngine, PenstockError, Segment
 from pipeline.network import Runtime
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest

@@ -24,7 +24,6 @@ from attrs import evolve, frozen
 from engines import DisaggregationMode
 from operators import (
     BusyThresholds,
-    BusyWatch,
     DeviceAware,
     KvPrefill,
     KvPushRouter,
@@ -33,6 +32,10 @@ from operators import (
     PushPrefill,
     PushRouter,
     Rejection,
+)
+from operators.kv import KvRouter, WorkerType, configs_of
+from operators.pool import (
+    BusyWatch,
     WorkerLoads,
     capacities_of,
     cooldown_s,
@@ -40,7 +43,6 @@ from operators import (
     load_reports,
     overload_status,
 )
-from operators.kv import KvRouter, WorkerType, configs_of
 from operators.prefill import ConditionalDisaggregation, PrefillPool
 from pipeline import Annotated, AsyncEngine, link
 from pipeline.network import EndpointId, Runtime, Workers

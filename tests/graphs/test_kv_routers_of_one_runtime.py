@@ -14,8 +14,9 @@ from anyio.abc import TaskGroup
 
 from engines import ShutdownTimes, Worker, WorkerConfig
 from engines.mocker import MockEngine, MockEngineArgs
-from operators import ROUTER_DECISION, BusyThresholds
+from operators import BusyThresholds
 from operators.kv import KvRouterConfig
+from operators.kv.operator import ROUTER_DECISION
 from pipeline import AsyncEngine, Context, Unavailable
 from pipeline.network import EndpointId, Runtime
 from pipeline.network.inprocess import InProcessEventPlane

@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 import pytest
 
-from operators import ROUTER_DECISION
 from operators.kv import KvRouterConfig
+from operators.kv.operator import ROUTER_DECISION
 from pipeline import Context
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
 from serving.deployment import GraphConfig, HostOptions, StandardGraph, hosted_graph

@@ -15,8 +15,9 @@ import pytest
 
 from engines import GenerateContext
 from engines.mocker import MockEngine
-from operators import AllCoolingDown, BusyThresholds, WorkerLoad, least_loaded, power_of_two
+from operators import AllCoolingDown, BusyThresholds, least_loaded, power_of_two
 from operators.kv import WorkerType
+from operators.pool.load import WorkerLoad
 from pipeline import Context, EngineShutdown, InvalidArgument, ResponseTimeout, WorkerOverloaded
 from pipeline.network import Runtime, Scope, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest

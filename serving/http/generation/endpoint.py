@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from operators import validate
+from operators.text import validate
 from pipeline import Context, PenstockError
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, apply_headers
 

@@ -18,7 +18,7 @@ from attrs import define, field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from operators import PROMPT_TOKENS
+from operators.text import PROMPT_TOKENS
 from pipeline import (
     Annotated,
     Cancelled,

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from operators import keywords_of
+from operators.text import keywords_of
 from pipeline.protocols.openai import (
     HEADERS,
     ChatCompletion,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from anyio.lowlevel import RunVar
 
-from operators import check_counts
+from operators.text import check_counts
 from pipeline import InvalidArgument, ResourceExhausted
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits

@@ -20,7 +20,8 @@ from operators.kv.errors import DuplicateRequest
 from operators.kv.operator import ROUTER_DECISION, KvPushRouter
 from operators.kv.reservation import LoadBook, Reservation, output_weight
 from operators.kv.selection import Decision
-from operators.pool import DirectRouter, RouterMode
+from operators.pool.assigned import DirectRouter
+from operators.pool.push_router import RouterMode
 from pipeline import (
     Annotated,
     AsyncEngine,

@@ -9,7 +9,8 @@ from attrs import define, field
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from operators import Migration, MigrationMetrics
+from operators import Migration
+from operators.migration import MigrationMetrics
 from pipeline import Annotated, AsyncEngine, Context, Disconnected, link
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.testing import Fault, Faults, ScriptedEngine, watch_streams

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import AllBusy, BusyThresholds, BusyWatch, Capacity, PushRouter, WorkerLoads, capacities_of, load_reports
-from operators.pool import RankLoad, is_rank_busy, is_worker_busy, latch
+from operators import AllBusy, BusyThresholds, PushRouter
+from operators.pool import BusyWatch, WorkerLoads, capacities_of, load_reports
+from operators.pool.busy import Capacity, is_rank_busy, is_worker_busy, latch
+from operators.pool.load import RankLoad
 from pipeline import InvalidArgument
 from pipeline.network import Runtime, Scope, Workers, static_workers
 from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import cooldown_s
-from operators.pool import Cooldowns
+from operators.pool import cooldown_s
+from operators.pool.health import Cooldowns
 from pipeline import InvalidArgument
 
 IDS = [1, 2, 3]

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import PushRouter, Uncounted, WorkerLoad, WorkerLoads, load_reports
-from operators.pool import LoadChange, RankLoad
+from operators import PushRouter
+from operators.pool import WorkerLoads, load_reports
+from operators.pool.load import LoadChange, RankLoad, WorkerLoad
+from operators.pool.pickers import Uncounted
 from pipeline import AnyContext, Context, ReleaseOnce
 from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
 from pipeline.network.names import EndpointId

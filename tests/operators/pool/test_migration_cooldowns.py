@@ -11,7 +11,9 @@ import pytest
 from operators import KvPushRouter, Migration, PushRouter
 from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
-from operators.pool import AllBusy, RouterMode, note_failure, without_failed
+from operators.pool import AllBusy
+from operators.pool.health import note_failure, without_failed
+from operators.pool.push_router import RouterMode
 from pipeline import (
     Annotated,
     AsyncEngine,

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import DeviceAware, RoundRobin, Uncounted, WorkerLoad, cuda_to_cpu_ratio, least_loaded, power_of_two
+from operators import DeviceAware, RoundRobin, least_loaded, power_of_two
 from operators import random_pick as draw
-from operators.pool import DeviceType, Picker
+from operators.pool import Picker, cuda_to_cpu_ratio
+from operators.pool.load import DeviceType, WorkerLoad
+from operators.pool.pickers import Uncounted
 from pipeline import Context, InvalidArgument
 
 REQUEST: Context[Any] = Context(None)

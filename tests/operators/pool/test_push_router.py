@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from operators import PushRouter
-from operators.pool import Loads, RouterMode, assign_worker
+from operators.pool import Loads, assign_worker
+from operators.pool.push_router import RouterMode
 from pipeline import (
     Annotated,
     AnyContext,

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from operators import AllBusy, AllCoolingDown, PushRouter
-from operators.pool import RouterMode
+from operators.pool.push_router import RouterMode
 from pipeline import (
     Annotated,
     AsyncEngine,

@@ -7,8 +7,10 @@ from typing import Any
 import anyio
 import pytest
 
-from operators import BusyThresholds, BusyWatch, Capacity, PushRouter, WorkerLoads
-from operators.pool import RankLoad, is_idle
+from operators import BusyThresholds, PushRouter
+from operators.pool import BusyWatch, WorkerLoads
+from operators.pool.busy import Capacity
+from operators.pool.load import RankLoad, is_idle
 from pipeline import WorkerOverloaded
 from pipeline.network import Workers, static_workers
 from pipeline.protocols.kv import ActiveLoad

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators import PushRouter
-from operators.pool import RouterMode
+from operators.pool.push_router import RouterMode
 from pipeline import (
     Annotated,
     CannotConnect,

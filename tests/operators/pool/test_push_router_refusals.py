@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operators import AllBusy, PushRouter
-from operators.pool import RouterMode
+from operators.pool.push_router import RouterMode
 from pipeline import CannotConnect, Context, Unavailable, WorkerOverloaded
 from pipeline.network import Runtime
 from pipeline.testing import ScriptedEngine

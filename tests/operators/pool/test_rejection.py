@@ -8,7 +8,8 @@ from typing import Any
 import anyio
 import pytest
 
-from operators import AllBusy, PushRouter, Rejection, overload_status
+from operators import AllBusy, PushRouter, Rejection
+from operators.pool import overload_status
 from pipeline import (
     Annotated,
     Context,

@@ -7,7 +7,8 @@ from random import Random
 from typing import Any
 
 from operators import PushRouter
-from operators.pool import Loads, RouterMode, assign_worker
+from operators.pool import Loads, assign_worker
+from operators.pool.push_router import RouterMode
 from pipeline import Annotated, AnyContext, AsyncEngine, Context, PenstockError, ResponseStream
 from pipeline.network import Workers, static_workers
 from pipeline.testing import ScriptedEngine, watch_streams

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from operators import AllBusy
 from operators.kv import QueueRejected
-from operators.prefill import PrefillError, PrefillNotActivated, PrefillSettings, PrefillWorker
+from operators.prefill import PrefillError, PrefillNotActivated, PrefillSettings
 from operators.prefill.errors import backpressure, reservation_error, routing_error
 from operators.prefill.pool import Activation
 from operators.prefill.resolve import (
@@ -22,7 +22,7 @@ from operators.prefill.resolve import (
     bootstrap_room,
     resolve,
 )
-from operators.prefill.worker import named_worker
+from operators.prefill.worker import PrefillWorker, named_worker
 from pipeline import CannotConnect, InvalidArgument, ResourceExhausted
 from pipeline import Unavailable as NobodyThere
 from pipeline.errors import may_migrate

@@ -17,11 +17,8 @@ from operators.kv import (
     kv_router,
 )
 from operators.kv.queue import DepthTier
-from operators.prefill import (
-    NoDisaggregatedParams,
-    PrefillWorker,
-    TopologyError,
-)
+from operators.prefill import NoDisaggregatedParams, TopologyError
+from operators.prefill.worker import PrefillWorker
 from pipeline import (
     Annotated,
     BackendError,

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from operators.prefill import NoDisaggregatedParams, PrefillWorker, TopologyError
+from operators.prefill import NoDisaggregatedParams, TopologyError
 from operators.prefill.output import PrefillOutput, handed_over
 from operators.prefill.requests import decode_request, merged, prefill_request
 from operators.prefill.resolve import transfer_constraints
+from operators.prefill.worker import PrefillWorker
 from pipeline.protocols import (
     BootstrapInfo,
     LLMEngineOutput,

@@ -13,10 +13,8 @@ from operators.kv import (
     KvRouterConfig,
     kv_router,
 )
-from operators.prefill import (
-    PrefillNotActivated,
-    PrefillWorker,
-)
+from operators.prefill import PrefillNotActivated
+from operators.prefill.worker import PrefillWorker
 from pipeline import (
     Annotated,
     Context,

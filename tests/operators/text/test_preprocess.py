@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from operators import PROMPT_TOKENS, ByteTokenizer, Model, Preprocess
+from operators import ByteTokenizer, Model, Preprocess
+from operators.text import PROMPT_TOKENS
 from pipeline import Annotated, AnyContext, Context, InvalidArgument, ResponseStream, Segment, Unknown, link
 from pipeline.protocols import BackendOutput, OutputOptions, PreprocessedRequest, StopConditions
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest

@@ -13,8 +13,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import WHOLE_CHAT, ByteTokenizer, ChatTemplate, Model, Preprocess
-from operators.text import json_of_ids, json_of_text, prompt_characters
+from operators import ByteTokenizer, ChatTemplate, Model, Preprocess
+from operators.text import WHOLE_CHAT, json_of_ids, json_of_text, prompt_characters
 from pipeline import Cancelled, Context, InvalidArgument, PenstockError, Segment, link
 from pipeline.errors import CodecError
 from pipeline.protocols import PreprocessedRequest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators import validate
+from operators.text import validate
 from pipeline import InvalidArgument
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits

@@ -12,8 +12,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators import validate
-from operators.text import RULES
+from operators.text import RULES, validate
 from pipeline import InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from pipeline.wire import from_plain

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import EngineEvents
 from operators.kv.events import (
     AmbiguousNamespace,
     EngineBatch,
     EngineChange,
     EngineCleared,
+    EngineEvents,
     EngineIgnored,
     EngineRemoved,
     EngineStored,

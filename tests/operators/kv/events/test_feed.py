@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import EventFeed, EventLog, KvIndex, RepairLimits, WorkerRank
+from operators.kv import EventLog, KvIndex, WorkerRank
+from operators.kv.events import EventFeed, RepairLimits
 from pipeline import ContractViolation
 from pipeline.protocols.kv import (
     DumpFailed,

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import EventFeed, EventLog, KvIndex, RepairLimits, WorkerRank
+from operators.kv import EventLog, KvIndex, WorkerRank
+from operators.kv.events import EventFeed, RepairLimits
 from pipeline.protocols.kv import DumpFailed, KvEventData, KvRemoved, KvStored, RecoveryReply, RouterEvent, StoredBlock
 
 pytestmark = pytest.mark.anyio

@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from operators.kv import EventFeed, EventLog, KvIndex, KvRecovery, WorkerRank, recovery_workers
+from operators.kv import EventLog, KvIndex, KvRecovery, WorkerRank, recovery_workers
+from operators.kv.events import EventFeed
 from operators.kv.pool import Configs
 from pipeline import AsyncEngine, Disconnected, StreamClosed, Unavailable, Unknown, function_engine
 from pipeline.errors import StreamIncomplete

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators import PROMPT_TOKENS
+from operators.text import PROMPT_TOKENS
 from pipeline import Annotated, Context, ResponseStream
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason, PromptTokensDetails, RoutingData
 from pipeline.protocols.timing import WorkerIdInfo

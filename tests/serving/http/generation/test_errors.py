@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from operators import WHOLE_CHAT, AllBusy, AllCoolingDown, Model, Preprocess
+from operators import AllBusy, AllCoolingDown, Model, Preprocess
+from operators.text import WHOLE_CHAT
 from pipeline import (
     Annotated,
     Cancelled,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.body_attacks import ATTACKS, CHAT, COMPLETION, RIGHT, Attack, peak_bytes, send
-from operators import validate
+from operators.text import validate
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest

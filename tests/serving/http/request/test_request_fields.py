@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from attrs import fields
 
-from operators import Model, validate
-from operators.text import preprocess
+from operators import Model
+from operators.text import preprocess, validate
 from pipeline import InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.wire import from_plain, to_plain
