@@ -11,10 +11,11 @@ from pipeline.network import Workers
 from pipeline.rx import Observable
 
 from .config import KvRouterConfig, Problem, raise_problems
+from .eligibility import Adapters, Configs
 from .events import Counted, Recover
 from .load import EXPIRY_S, ReplicaSync
 from .lookup import PrefixLookup
-from .pool import Adapters, Configs, RouterPool
+from .pool import RouterPool
 from .queue import REFRESH_AFTER_S, AdmissionController, DepthTier, PolicyProfile
 from .reservation import LoadBook
 from .router import KvRouter, PrefillDuration

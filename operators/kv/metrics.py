@@ -25,8 +25,8 @@ from pipeline.protocols import RequestPhase, RequestTracker
 from pipeline.telemetry import Buckets, Instrument, Metrics, OpenSpan
 
 from .errors import LimitKind, QueueRejected
-from .queue import DEFAULT_CLASS
 from .selection import Decision, WorkerType
+from .types import DEFAULT_CLASS
 
 Step = Literal["block_hashing", "seq_hashing", "indexer_find_matches", "scheduling"]
 Recorders = Mapping[str, Callable[[float], object]]

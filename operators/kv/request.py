@@ -22,7 +22,7 @@ from pipeline.protocols.timing import RequestPhase
 from pipeline.threads import GiveUp
 
 from ..text import offered_threads
-from .pool import Adapters, RoutingRules, WorkerPool, narrowed_to_adapter
+from .eligibility import Adapters, RoutingRules, WorkerPool, narrowed_to_adapter
 from .prompt import PromptBlocks
 from .selection import Prompt
 from .types import WorkerRank

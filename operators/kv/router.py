@@ -27,11 +27,12 @@ from pipeline.protocols.timing import RequestPhase
 from pipeline.rx import CompositeDisposable, DisposableBase, Observable
 
 from .config import KvRouterConfig
+from .eligibility import Candidates, RoutingRules
 from .index import CandidateOverlap, Overlap
 from .load import SWEEP_EVERY_S, PotentialLoad, SequenceLoad, tracking_hashes
 from .lookup import PrefixLookup
 from .metrics import UNTIMED, RoutingSteps
-from .pool import Candidates, RouterPool, RoutingRules
+from .pool import RouterPool
 from .prompt import LazySequenceHashes, PromptBlocks
 from .queue import AdmissionController, PromptSize, QueuedRequest
 from .request import RouteRequest

@@ -19,6 +19,9 @@ class WorkerRank(NamedTuple):
     dp_rank: U32 = 0
 
 
+DEFAULT_CLASS = "default"
+"""Name of the class of requests that belong to no other."""
+
 PlacementRule = Literal["cost", "expected_delay"]
 """By what a worker is chosen: `cost.py`, as in the original, or `expected_delay.py`."""
 

@@ -45,8 +45,8 @@ from pipeline.protocols.kv import (
 )
 from pipeline.rx import Disposable, DisposableBase, Observable
 
+from ..eligibility import Configs
 from ..index import KvIndex, KvIndexError
-from ..pool import Configs
 from ..types import WorkerRank
 
 KEPT_EVENTS = 1024

@@ -1,13 +1,12 @@
 """Requests that wait for a worker: admission, order, and policy classes."""
 
 from .admission import REFRESH_AFTER_S, AdmissionController, QueuedRequest
-from .policy import DEFAULT_CLASS, DepthTier, PolicyClass, PolicyProfile, PromptSize, QueueUsage
+from .policy import DepthTier, PolicyClass, PolicyProfile, PromptSize, QueueUsage
 from .profiles import PolicyDocument
 from .queue import AdmissionQueue, Waiting
 from .rooms import Room, Rooms
 
 __all__ = [
-    "DEFAULT_CLASS",
     "REFRESH_AFTER_S",
     "AdmissionController",
     "AdmissionQueue",

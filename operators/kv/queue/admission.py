@@ -19,8 +19,9 @@ from attrs import define, field
 
 from pipeline import Cancelled, Control, PenstockError, Unavailable
 
+from ..eligibility import Candidates
 from ..index import Overlap
-from ..pool import Candidates, RouterPool
+from ..pool import RouterPool
 from ..request import RouteRequest
 from .policy import DepthTier, PolicyProfile, PromptSize, QueueUsage
 from .queue import AdmissionQueue, Waiting

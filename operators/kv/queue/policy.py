@@ -25,9 +25,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from ..config import KvRouterConfig, QueuePolicy
 from ..errors import LimitKind, QueueRejected
 from ..load import Column
-from ..types import WorkerRank
+from ..types import DEFAULT_CLASS, WorkerRank
 
-DEFAULT_CLASS = "default"
 UNKNOWN_BATCHED_TOKENS = 10_000_000
 """Stands for `max_num_batched_tokens` of a worker that does not publish it: no load reaches it."""
 

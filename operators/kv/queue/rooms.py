@@ -17,8 +17,8 @@ from attrs import define, field, frozen
 
 from pipeline import PenstockError
 
+from ..eligibility import Adapters, WorkerPool
 from ..load import Column
-from ..pool import Adapters, WorkerPool
 from ..request import RouteRequest
 from ..types import WorkerRank
 from .policy import PolicyClass

@@ -17,9 +17,9 @@ from pipeline import InvalidArgument, Unavailable
 from pipeline.protocols import RouterConfigOverride
 
 from ..config import KvRouterConfig
+from ..eligibility import Candidates
 from ..index import CandidateOverlap, Overlap
 from ..load import RankLoads
-from ..pool import Candidates
 from ..types import PlacementRule, RequestSettings, WorkerRank
 from .cost import Prompt, WorkerType, costs, delays
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from operators.kv.pool import RoutingRules, WorkerPool, narrowed_to_adapter, taint_multiplier, worker_ranks
+from operators.kv.eligibility import RoutingRules, WorkerPool, narrowed_to_adapter, taint_multiplier, worker_ranks
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
 from pipeline.protocols import RoutingConstraints

@@ -12,7 +12,8 @@ from attrs import evolve
 
 from operators.kv import KvRouter, kv_router
 from operators.kv.config import KvRouterConfig
-from operators.kv.pool import Adapters, adapters_of
+from operators.kv.eligibility import Adapters
+from operators.kv.pool import adapters_of
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest

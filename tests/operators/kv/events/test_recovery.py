@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from operators.kv import EventLog, KvIndex, KvRecovery, WorkerRank, recovery_workers
+from operators.kv.eligibility import Configs
 from operators.kv.events import EventFeed
-from operators.kv.pool import Configs
 from pipeline import AsyncEngine, Disconnected, StreamClosed, Unavailable, Unknown, function_engine
 from pipeline.errors import StreamIncomplete
 from pipeline.network import EndpointId, EndpointWorkers, Runtime

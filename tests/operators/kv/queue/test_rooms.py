@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from operators.kv import kv_router
 from operators.kv.config import KvRouterConfig
-from operators.kv.pool import Adapters, Configs
+from operators.kv.eligibility import Adapters, Configs
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import AdmissionController, PolicyClass, PolicyProfile, QueuedRequest, Waiting
 from operators.kv.request import RouteRequest

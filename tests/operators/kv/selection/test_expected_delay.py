@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from operators.kv.eligibility import Candidates, RoutingRules, WorkerPool
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.load import RankLoads
-from operators.kv.pool import Candidates, RoutingRules, WorkerPool
 from operators.kv.selection import Prompt, WorkerType, costs, delays, select_worker
 from operators.kv.types import RequestSettings, WorkerRank
 from pipeline.protocols.card import ModelRuntimeConfig
