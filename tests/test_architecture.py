@@ -67,6 +67,15 @@ FACES = {
 FACE_NAMES_MAX = 50
 """Grew by the errors that calls of the core raise: a face is as long as its subject needs."""
 
+LINES_MAX = 400
+"""Lines of a file of the product: one concept, which a reader can hold."""
+
+ROLES = {
+    *("client", "config", "environment", "errors", "events", "metrics", "operator", "options", "policy", "pool"),
+    *("requests", "router", "server", "settings", "tls", "validation"),
+}
+"""Names of files that mean the same in every folder. Every other name stands for one file of its package."""
+
 DOORS = {
     "blake3": {"pipeline/llm/model_folder.py"},
     "cattrs": {"pipeline/wire/codec.py"},
@@ -352,6 +361,37 @@ def small_faces(path: str, source: str) -> list[str]:
     ]
 
 
+def holdable(path: str, source: str) -> list[str]:
+    """A file has no more than `LINES_MAX` lines."""
+    lines = source.count("\n")
+    return [f"{path}: {lines} lines"] if lines > LINES_MAX else []
+
+
+def named_twice(paths: Iterable[str]) -> list[str]:
+    """Files of one package that share a name which is none of `ROLES`."""
+    by_name: dict[tuple[str, str], list[str]] = {}
+    for path in paths:
+        by_name.setdefault((path.partition("/")[0], PurePosixPath(path).stem), []).append(path)
+    return [
+        " and ".join(same)
+        for (_, name), same in by_name.items()
+        if len(same) > 1 and name not in ROLES | {"__init__", "__main__"}
+    ]
+
+
+def circles(imported: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of modules that import one another, directly or through others."""
+    reached = {module: set(others) for module, others in imported.items()}
+    for through in reached:
+        for others in reached.values():
+            if through in others:
+                others |= reached[through]
+    found = {
+        frozenset(other for other in others if module in reached.get(other, ())) for module, others in reached.items()
+    }
+    return found - {frozenset()}
+
+
 def plugin_is_light(path: str, source: str) -> list[str]:
     """The pytest plugin, which every pytest run loads, imports the standard library and pytest."""
     return [
@@ -407,6 +447,28 @@ def test_loops_and_clocks_come_from_anyio() -> None:
 
 def test_a_face_has_fewer_than_45_names() -> None:
     hold(small_faces, PRODUCT)
+
+
+def test_a_file_has_at_most_400_lines() -> None:
+    hold(holdable, PRODUCT)
+
+
+def test_a_file_name_stands_for_one_thing() -> None:
+    assert named_twice(path for path, _ in files(PRODUCT)) == []
+    assert named_twice(["operators/kv/pool.py", "operators/prefill/pool.py", "operators/a/b.py", "engines/b.py"]) == []
+    assert named_twice(["operators/a/b.py", "operators/c/b.py"]) == ["operators/a/b.py and operators/c/b.py"]
+
+
+def test_modules_import_in_circles_only_where_a_stream_or_an_operator_offers_a_method() -> None:
+    imported = {
+        module_name(path): {i.module for i in imports(path, source) if i.module in MODULES}
+        for path, source in files(PRODUCT)
+    }
+    assert circles(imported) == {
+        frozenset({"pipeline.stream", "pipeline.rx", "pipeline.rx.bridge"}),
+        frozenset({"pipeline.operator", "pipeline.graph", "pipeline.graph.segment"}),
+    }
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == {frozenset("bc"), frozenset("d")}
 
 
 def test_the_pytest_plugin_imports_only_pytest() -> None:
@@ -468,6 +530,7 @@ def test_a_loaded_library_is_noticed(name: str) -> None:
         (outside_time, "pipeline/testing/a.py", "import time"),
         (outside_time, "operators/a.py", "import datetime\nborn = datetime.datetime.now(datetime.UTC)"),
         (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(FACE_NAMES_MAX + 1)]}"),
+        (holdable, "operators/a.py", "\n" * (LINES_MAX + 1)),
     ],
 )
 def test_a_file_that_breaks_a_rule_is_caught(rule: Rule, path: str, source: str) -> None:
@@ -491,6 +554,7 @@ def test_a_file_that_breaks_a_rule_is_caught(rule: Rule, path: str, source: str)
         (outside_time, "pipeline/testing/a.py", "import asyncio\nimport trio"),
         (outside_time, "operators/a.py", "from datetime import timedelta"),
         (small_faces, "operators/__init__.py", f"__all__ = {[f'Name{n}' for n in range(FACE_NAMES_MAX)]}"),
+        (holdable, "operators/a.py", "\n" * LINES_MAX),
     ],
 )
 def test_a_file_that_keeps_a_rule_is_left_alone(rule: Rule, path: str, source: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args
 from uuid import UUID
 
 import attrs
@@ -46,6 +46,7 @@ from .decoders import (
 )
 from .errors import error_from_plain, error_to_plain
 from .json_pieces import decode_in_pieces
+from .predicates import has_own_form, is_error, is_named_tuple, is_plain, is_tagged, shape
 from .unions import tagged, tagged_decoder, tagged_encoder
 
 T = TypeVar("T")
@@ -171,41 +172,10 @@ def _integer_columns(cls: Any = None) -> dict[str, IntRange] | None:
     return ranges
 
 
-def _shape(kind: Any) -> Any:
-    """Return the type without its parameters."""
-    return get_origin(kind) or kind
-
-
-def _is_plain(kind: Any) -> bool:
-    """Return whether values of this type are plain already, however deep."""
-    if kind in (Any, str, bool, float, type(None)) or int_range(kind) is not None:
-        return True
-    origin = get_origin(kind)
-    if origin is Literal:
-        return True
-    return (origin in (list, dict) or is_union(kind)) and all(_is_plain(part) for part in get_args(kind))
-
-
-def _has_own_form(kind: Any) -> bool:
-    return isinstance(kind, type) and hasattr(kind, "from_wire")
-
-
-def _is_named_tuple(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
-
-
-def _is_tagged(kind: Any) -> bool:
-    return tagged(kind) is not None
-
-
 def _tagged(kind: Any) -> Tagged:
     rule = tagged(kind)
     assert rule is not None, "the predicate was true"
     return rule
-
-
-def _is_error(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, PenstockError)
 
 
 def _annotated_to_plain(item: Annotated[Any]) -> dict[str, Any]:
@@ -263,17 +233,17 @@ def _add_decoders(converter: Converter) -> None:
     decoders: list[tuple[Callable[[Any], bool], Callable[[Any], Decode]]] = [
         (attrs.has, _record_decoder),
         (lambda kind: int_range(kind) is not None, int_decoder),
-        (lambda kind: _shape(kind) is list, _list_decoder),
-        (lambda kind: _shape(kind) is set, lambda kind: set_decoder(kind, hook_for)),
-        (lambda kind: _shape(kind) is tuple, lambda kind: tuple_decoder(kind, hook_for)),
-        (_is_named_tuple, lambda kind: named_tuple_decoder(kind, hook_for)),
-        (lambda kind: _shape(kind) is dict, lambda kind: dict_decoder(kind, hook_for)),
+        (lambda kind: shape(kind) is list, _list_decoder),
+        (lambda kind: shape(kind) is set, lambda kind: set_decoder(kind, hook_for)),
+        (lambda kind: shape(kind) is tuple, lambda kind: tuple_decoder(kind, hook_for)),
+        (is_named_tuple, lambda kind: named_tuple_decoder(kind, hook_for)),
+        (lambda kind: shape(kind) is dict, lambda kind: dict_decoder(kind, hook_for)),
         (is_union, lambda kind: union_decoder(kind, hook_for)),
-        (lambda kind: _shape(kind) is Literal, literal_decoder),
-        (_has_own_form, lambda kind: lambda value, _: kind.from_wire(value)),
-        (_is_error, lambda _: lambda value, _: error_from_plain(value)),
-        (lambda kind: _shape(kind) is Annotated, _annotated_decoder),
-        (_is_tagged, lambda kind: tagged_decoder(_tagged(kind), _record_decoder)),
+        (lambda kind: shape(kind) is Literal, literal_decoder),
+        (has_own_form, lambda kind: lambda value, _: kind.from_wire(value)),
+        (is_error, lambda _: lambda value, _: error_from_plain(value)),
+        (lambda kind: shape(kind) is Annotated, _annotated_decoder),
+        (is_tagged, lambda kind: tagged_decoder(_tagged(kind), _record_decoder)),
     ]
     for predicate, decoder in decoders:
         converter.register_structure_hook_factory(predicate, decoder)
@@ -285,14 +255,14 @@ def _add_encoders(converter: Converter) -> None:
     encoders: list[tuple[Callable[[Any], bool], Callable[[Any], Callable[[Any], Any]]]] = [
         (attrs.has, _record_encoder),
         # Sets are written as sorted lists, so that equal records have equal bytes.
-        (lambda kind: _shape(kind) is set, lambda _: sorted),
-        (lambda kind: _shape(kind) is tuple, lambda _: list),
-        (_is_named_tuple, lambda _: lambda value: value._asdict()),
-        (_is_plain, lambda _: identity),
-        (_has_own_form, lambda _: lambda value: value.to_wire()),
-        (_is_error, lambda _: error_to_plain),
-        (lambda kind: _shape(kind) is Annotated, lambda _: _annotated_to_plain),
-        (_is_tagged, lambda kind: tagged_encoder(_tagged(kind), _record_encoder)),
+        (lambda kind: shape(kind) is set, lambda _: sorted),
+        (lambda kind: shape(kind) is tuple, lambda _: list),
+        (is_named_tuple, lambda _: lambda value: value._asdict()),
+        (is_plain, lambda _: identity),
+        (has_own_form, lambda _: lambda value: value.to_wire()),
+        (is_error, lambda _: error_to_plain),
+        (lambda kind: shape(kind) is Annotated, lambda _: _annotated_to_plain),
+        (is_tagged, lambda kind: tagged_encoder(_tagged(kind), _record_encoder)),
     ]
     for predicate, encoder in encoders:
         converter.register_unstructure_hook_factory(predicate, encoder)
