@@ -76,7 +76,7 @@ NAME = "loud"
 
 @pytest.fixture
 def own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module in the current folder, with engines of somebody else."""
+    """The name of a module in the current folder, with engines from outside this project."""
     (tmp_path / "own_engine.py").write_text(OWN)
     (tmp_path / "broken_engine.py").write_text("raise RuntimeError('no device')")
     (tmp_path / "unreadable_engine.py").write_text("def (")

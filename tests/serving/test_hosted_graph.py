@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +10,7 @@ import anyio
 import pytest
 
 from engines import EchoEngine, EngineConfig, ShutdownTimes, SystemHealth, WorkerState
-from pipeline import Context, Disconnected, PenstockError, Unavailable
+from pipeline import AsyncEngine, Context, Disconnected, PenstockError, Unavailable
 from pipeline.errors import BackendUnknown
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import OpenStreams
@@ -23,26 +22,33 @@ TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
 
 
 class Team:
-    """Engines made one after the other; each says a letter a second, unless told what else it does."""
+    """Engines made one after the other; each generates a letter a second, unless its number is to fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.members: list[Member] = []
         self.fails_at_start: dict[int, Exception] = {}
+        """The error of `start`, by the engine's number."""
         self.fails_after_s: dict[int, float] = {}
+        """Seconds until the background task fails, by the engine's number."""
         self.start_s = self.drain_s = 0.0
+        """Seconds that each engine takes to start and to drain."""
         module = ModuleType("team_of_engines")
         vars(module)["join"] = lambda: Member(self)
         monkeypatch.setitem(sys.modules, "team_of_engines", module)
 
     def config(self, workers: int) -> GraphConfig:
+        """The config of a graph over so many of these engines, without migration."""
         return GraphConfig(engine="team_of_engines:join", workers=workers, migration_limit=0)
 
     @property
     def calls(self) -> list[list[str]]:
+        """What was called on each engine, in order."""
         return [member.calls for member in self.members]
 
 
 class Member(EchoEngine):
+    """An engine of a team, which records its calls."""
+
     def __init__(self, team: Team) -> None:
         super().__init__(delay_s=1.0)
         self.team, self.number = team, len(team.members)
@@ -78,28 +84,28 @@ def chat(text: str) -> Context[Any]:
     return Context(ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content=text)]))
 
 
-Ask = Callable[[Any, str], Any]
+class Client:
+    """Sends chats, and records how each of them ended."""
 
+    def __init__(self) -> None:
+        self.endings: dict[str, float | type[PenstockError]] = {}
+        """By the chat's text: the seconds until its answer ended, or the type of the error that it ended with."""
 
-@pytest.fixture
-def heard() -> dict[str, Any]:
-    """What was answered to each text: how many seconds it took, or with which error it ended."""
-    return {}
-
-
-@pytest.fixture
-def ask(heard: dict[str, Any]) -> Ask:
-    async def ask(graph: Any, text: str) -> None:
+    async def send(self, graph: AsyncEngine[Any, Any], text: str) -> None:
+        """Send a chat and read its answer to the end."""
         began_s = anyio.current_time()
         try:
             async with await graph.generate(chat(text)) as stream:
                 async for _ in stream:
                     pass
-            heard[text] = round(anyio.current_time() - began_s, 3)
+            self.endings[text] = round(anyio.current_time() - began_s, 3)
         except PenstockError as error:
-            heard[text] = type(error)
+            self.endings[text] = type(error)
 
-    return ask
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
 
 
 WHOLE = ["start", "drain", "cleanup"]
@@ -122,23 +128,23 @@ async def test_many_workers_cost_one_grace_period_and_one_drain(team: Team) -> N
 
 
 async def test_leaving_lets_streams_finish_in_the_runtimes_time_and_takes_nothing_new(
-    team: Team, ask: Ask, heard: dict[str, Any], open_streams: OpenStreams
+    team: Team, client: Client, open_streams: OpenStreams
 ) -> None:
     """Five seconds from here; only then the others are cut."""
     async with anyio.create_task_group() as tasks:
         async with hosted_graph(team.config(2), HostOptions()) as opened:
             for text in ("ab", "abcde", "abcdefgh"):
-                tasks.start_soon(ask, opened.graph, text)
+                tasks.start_soon(client.send, opened.graph, text)
             await anyio.sleep(0.5)
 
             async def ask_late() -> None:
                 await anyio.sleep(1)
-                await ask(opened.graph, "z")
+                await client.send(opened.graph, "z")
 
             tasks.start_soon(ask_late)
             left_s = anyio.current_time()
         assert anyio.current_time() - left_s == pytest.approx(5)
-    assert heard == {"ab": 2, "abcde": 5, "abcdefgh": Disconnected, "z": Unavailable}
+    assert client.endings == {"ab": 2, "abcde": 5, "abcdefgh": Disconnected, "z": Unavailable}
     assert team.calls == [WHOLE] * 2
 
 
@@ -149,7 +155,7 @@ async def test_a_worker_that_cannot_start_ends_those_before_it_and_is_raised_as_
         async with hosted_graph(team.config(4), HostOptions(health=health, times=TIMES)):
             raise AssertionError("entered")
     assert team.calls == [WHOLE, WHOLE, ["start", "cleanup"], []]
-    assert anyio.current_time() == pytest.approx(0), "nobody has seen them"
+    assert anyio.current_time() == pytest.approx(0), "no worker was ever registered"
     assert health.endpoints == {}
 
 
@@ -192,19 +198,17 @@ async def test_an_error_that_is_being_handled_around_it_is_not_its_own(team: Tea
     assert anyio.current_time() == pytest.approx(2), "an orderly end with its grace period"
 
 
-async def test_a_worker_that_breaks_leaves_the_others_and_the_last_one_says_why(
-    team: Team, ask: Ask, heard: dict[str, Any]
-) -> None:
+async def test_a_worker_that_breaks_leaves_the_others_and_the_last_one_says_why(team: Team, client: Client) -> None:
     team.fails_after_s = {0: 2.5, 1: 6.0}
     async with hosted_graph(team.config(2), HostOptions()) as opened, anyio.create_task_group() as tasks:
         for text in ("abcde", "ABCDE"):
-            tasks.start_soon(ask, opened.graph, text)
+            tasks.start_soon(client.send, opened.graph, text)
         await anyio.sleep(5.5)
-        assert sorted(heard.values(), key=str) == [5, Disconnected]
+        assert sorted(client.endings.values(), key=str) == [5, Disconnected]
         assert opened.failure is None
-        tasks.start_soon(ask, opened.graph, "a")
+        tasks.start_soon(client.send, opened.graph, "a")
         await anyio.sleep(1)
-        assert heard["a"] is Disconnected
+        assert client.endings["a"] is Disconnected
         assert str(opened.failure) == "number 0 broke"
-        await ask(opened.graph, "b")
-        assert heard["b"] is Unavailable
+        await client.send(opened.graph, "b")
+        assert client.endings["b"] is Unavailable

@@ -129,7 +129,7 @@ def test_the_mock_engine_answers_in_letters_and_shows_its_metrics(program: Progr
 
 @pytest.fixture
 def own_engine(tmp_path: Path) -> Path:
-    """A folder with an engine of somebody else."""
+    """A folder with an engine from outside this project."""
     (tmp_path / "own_engine.py").write_text(OWN)
     return tmp_path
 
@@ -151,8 +151,8 @@ def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(
         time.sleep(0.1)
         with post(address) as refused:
             assert refused.status == 503
-        said, errors = process.communicate(timeout=10)
-        assert (process.returncode, said, errors) == (0, "cleaned up\n", "")
+        output, errors = process.communicate(timeout=10)
+        assert (process.returncode, output, errors) == (0, "cleaned up\n", "")
 
 
 def test_the_second_signal_ends_a_worker_with_its_number(program: Program) -> None:
@@ -229,8 +229,8 @@ def test_a_signal_while_an_engine_starts_or_is_made_cancels_that_and_cleans_up(
         assert process.stdout is not None
         assert process.stdout.readline() == "starting\n"
         process.send_signal(signal.SIGTERM)
-        said, errors = process.communicate(timeout=10)
-    assert (process.returncode, said, errors) == (0, "cleaned up\n", "")
+        output, errors = process.communicate(timeout=10)
+    assert (process.returncode, output, errors) == (0, "cleaned up\n", "")
 
 
 def test_a_status_port_that_is_taken_is_one_line_and_starts_nothing(own_engine: Path) -> None:

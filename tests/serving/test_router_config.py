@@ -45,11 +45,11 @@ def test_the_file_goes_before_the_environment_and_the_environment_before_default
     assert kv_router_config(path, environment) == expected
 
 
-@pytest.mark.parametrize("said", [True, False])
-def test_the_option_goes_before_both(tmp_path: Path, said: bool) -> None:
-    path = written(tmp_path, f"use_kv_events = {str(not said).lower()}\n")
-    assert kv_router_config(path, {"DYN_USE_KV_EVENTS": str(not said)}, said).use_kv_events is said
-    assert kv_router_config(path, {"DYN_USE_KV_EVENTS": str(said)}).use_kv_events is not said
+@pytest.mark.parametrize("option", [True, False])
+def test_the_option_goes_before_both(tmp_path: Path, option: bool) -> None:
+    path = written(tmp_path, f"use_kv_events = {str(not option).lower()}\n")
+    assert kv_router_config(path, {"DYN_USE_KV_EVENTS": str(not option)}, option).use_kv_events is option
+    assert kv_router_config(path, {"DYN_USE_KV_EVENTS": str(option)}).use_kv_events is not option
 
 
 def test_the_file_also_goes_before_an_older_name_in_the_environment(tmp_path: Path) -> None:

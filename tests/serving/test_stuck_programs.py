@@ -53,13 +53,13 @@ class Blocks(EchoEngine):
 
 class Threaded(EchoEngine):
     async def generate(self, request, context):
-        print("asked", flush=True)
+        print("generating", flush=True)
         await anyio.to_thread.run_sync(time.sleep, 60)
         yield LLMEngineOutput.stop()
 
 class Stubborn(EchoEngine):
     async def generate(self, request, context):
-        print("asked", flush=True)
+        print("generating", flush=True)
         while True:
             try:
                 await anyio.sleep(60)
@@ -119,8 +119,8 @@ def started(*command: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def asking(address: str) -> Iterator[None]:
-    """A chat for whose answer nothing waits."""
+def pending_chat(address: str) -> Iterator[None]:
+    """Send a chat, and keep its connection open without reading the answer."""
     body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "hello"}]})
     with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
@@ -178,9 +178,9 @@ def test_a_second_signal_ends_a_program_of_ones_own_whose_engine_blocks_the_loop
 
 @pytest.mark.parametrize("engine", ["Threaded", "Stubborn"])
 def test_a_second_signal_ends_a_server_whose_engine_does_not_end(engine: str, folder: Path, program: Program) -> None:
-    with program("--engine", f"stuck:{engine}", cwd=folder) as (process, address), asking(address):
+    with program("--engine", f"stuck:{engine}", cwd=folder) as (process, address), pending_chat(address):
         assert process.stdout is not None
-        assert process.stdout.readline() == "asked\n"
+        assert process.stdout.readline() == "generating\n"
         code, errors, took_s = ended(process, *TWICE)
     assert (code, "signal 15 again" in errors) == (128 + signal.SIGTERM, True)
     assert took_s < 8
@@ -213,8 +213,8 @@ def test_two_signals_while_the_engines_start_end_the_server_in_order(
         process.send_signal(sent)
         time.sleep(gap_s)
         process.send_signal(sent)
-        said, errors = process.communicate(timeout=20)
-    assert (process.returncode, said, errors) == (0, "cleaned up\n", "")
+        output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output, errors) == (0, "cleaned up\n", "")
 
 
 def test_two_signals_while_a_start_cannot_be_cancelled_end_the_server(folder: Path) -> None:
