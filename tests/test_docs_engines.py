@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -21,7 +21,8 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from pipeline.testing import run_in_virtual_time
 
 TEXT = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
-BACKENDS = ["asyncio", "trio"]
+Backend = Literal["asyncio", "trio"]
+BACKENDS: list[Backend] = ["asyncio", "trio"]
 
 
 def engine_of(name: str) -> Callable[..., Any]:
@@ -35,46 +36,46 @@ def engine_of(name: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_smallest_engine_holds_the_contract(backend: Any) -> None:
+def test_the_smallest_engine_holds_the_contract(backend: Backend) -> None:
     run_in_virtual_time(run_conformance, engine_of("Backwards"), backend=backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_engine_in_threads_holds_the_contract(backend: Any) -> None:
+def test_the_engine_in_threads_holds_the_contract(backend: Backend) -> None:
     """In real time: threads have no other."""
     anyio.run(run_conformance, engine_of("InThreads"), backend=backend)
 
 
 class _Tokens(BaseHTTPRequestHandler):
-    """Six tokens of the prompt's, or as many as are wanted; a prompt that begins with 0 is refused, one with 9 cut."""
+    """Six tokens, or as many as the request wants; a prompt that begins with 0 is refused, one with 9 cut off."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if asked["prompt"][0] == 0:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if body["prompt"][0] == 0:
             self.send_error(400, "no zero")
             return
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        most, length = asked["max_tokens"], max(6, asked["min_tokens"] or 0)
+        most, length = body["max_tokens"], max(6, body["min_tokens"] or 0)
         if most is not None:
-            length = most if asked["ignore_eos"] else min(length, most)
+            length = most if body["ignore_eos"] else min(length, most)
         try:
             for place in range(length):
                 time.sleep(0.002)
-                if asked["prompt"][0] == 9:
+                if body["prompt"][0] == 9:
                     self.close_connection = True
                     return
-                self.say({"token": asked["prompt"][-1] * 7 + place})
-            self.say({"finish": "length" if length == most else "stop"})
+                self.send_chunk({"token": body["prompt"][-1] * 7 + place})
+            self.send_chunk({"finish": "length" if length == most else "stop"})
             self.wfile.write(b"0\r\n\r\n")
         except OSError:
             self.close_connection = True  # the client has left
 
-    def say(self, event: dict[str, Any]) -> None:
+    def send_chunk(self, event: dict[str, Any]) -> None:
         line = json.dumps(event).encode() + b"\n"
         self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
 
@@ -104,31 +105,31 @@ def url() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_engine_around_an_upstream_holds_the_contract(backend: Any, url: str) -> None:
+def test_the_engine_around_an_upstream_holds_the_contract(backend: Backend, url: str) -> None:
     anyio.run(run_conformance, lambda: engine_of("Upstream")(url), backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("prompt", "error"), [([0], InvalidArgument), ([9], Disconnected)])
 def test_what_the_upstream_refuses_or_breaks_off_has_its_class(
-    prompt: list[int], error: type, backend: Any, url: str
+    prompt: list[int], error: type, backend: Backend, url: str
 ) -> None:
-    async def ask() -> None:
+    async def check() -> None:
         async with as_engine(engine_of("Upstream")(url)) as engine:
             stream = await engine.generate(Context(PreprocessedRequest(prompt)))
             assert isinstance((await stream.collect())[-1].extract_error(), error)
 
-    anyio.run(ask, backend=backend)
+    anyio.run(check, backend=backend)
 
 
 def test_an_engine_refuses_what_it_cannot_do() -> None:
-    async def ask() -> None:
+    async def check() -> None:
         async with as_engine(engine_of("Backwards")()) as engine:
             more = PreprocessedRequest([1, 2], stop_conditions=StopConditions(min_tokens=3))
             stream = await engine.generate(Context(more))
             assert isinstance((await stream.collect())[-1].extract_error(), InvalidArgument)
 
-    run_in_virtual_time(ask)
+    run_in_virtual_time(check)
 
 
 def test_the_table_of_failures_names_each_of_them_with_its_rule() -> None:

@@ -1,4 +1,4 @@
-"""Every example runs and does what it says."""
+"""Every example runs and prints what it should."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 LINES_OF_A_PAGE = 66
 
-SAYS = {
+PRINTED = {
     "declare_graph": ["Preprocess(echo) >> Detokenize(echo) >> PushRouter(demo)", "What runs uphill?"],
     "write_operator": ["holds the operator contract", "(cancelled)"],
     "typed_operator": ["What runs uphill?\nWhat runs\n"],
@@ -26,20 +26,22 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_an_example_runs_as_a_script_and_says_what_it_should(name: str) -> None:
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_runs_as_a_script_and_prints_what_it_should(name: str) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES[name])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for text in SAYS[name]:
+    for text in PRINTED[name]:
         assert text in done.stdout
 
 
 def test_the_answer_of_the_whole_graph_is_the_same_when_a_worker_breaks() -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES["whole_graph"])]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-    undisturbed, moved_on, broken = said[-3:]
+    lines = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    undisturbed, moved_on, broken = lines[-3:]
     assert "moves on" in moved_on
     assert undisturbed == broken
     assert len(undisturbed) == 20
@@ -92,4 +94,4 @@ def test_every_path_the_readme_links_to_exists() -> None:
 
 
 def test_every_example_is_run_here() -> None:
-    assert set(EXAMPLES) == {*SAYS, "embed_fastapi"}
+    assert set(EXAMPLES) == {*PRINTED, "embed_fastapi"}
