@@ -45,6 +45,7 @@ from pipeline.protocols import (
 from pipeline.telemetry import extract
 from pipeline.testing import check_engine
 from serving.live import UNKNOWN_TOKEN, Address, LiveEngine
+from tests.serving.live.worlds import Line, Received, Server, plug, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +69,7 @@ def usage(completion: int, prompt: int = 3, **more: Any) -> dict[str, Any]:
 def answering(*events: Any, every_s: float = 0.0) -> Callable[[Any, Any], Awaitable[None]]:
     """A script: these events; bytes go out as they are."""
 
-    async def script(line: Any, received: Any) -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.begin()
         for event in events:
             await anyio.sleep(every_s)
@@ -79,7 +80,7 @@ def answering(*events: Any, every_s: float = 0.0) -> Callable[[Any, Any], Awaita
 
 
 @asynccontextmanager
-async def engine_of(server: Any, **how: Any) -> AsyncIterator[LiveEngine]:
+async def engine_of(server: Server, **how: Any) -> AsyncIterator[LiveEngine]:
     engine = LiveEngine(ADDRESS, "m", transport=server.transport, **how)
     try:
         yield engine
@@ -93,8 +94,8 @@ async def outputs(engine: LiveEngine, request: PreprocessedRequest | None = None
         return [item.data async for item in stream if item.data is not None]
 
 
-async def answer_to(serving: Any, *events: Any, **how: Any) -> list[LLMEngineOutput]:
-    async with serving(answering(*events)) as server, engine_of(server, **how) as engine:
+async def answer_to(*events: Any, **how: Any) -> list[LLMEngineOutput]:
+    async with serve(answering(*events)) as server, engine_of(server, **how) as engine:
         return await outputs(engine)
 
 
@@ -130,7 +131,7 @@ class Canned(ByteStream):
         self.is_open = False
 
 
-async def test_it_holds_the_contract_of_an_engine(plug: Any) -> None:
+async def test_it_holds_the_contract_of_an_engine() -> None:
     """E1 to E13; and what its connections are to their requests, open or closed, so they are to each other."""
     made: list[Canned] = []
 
@@ -159,8 +160,8 @@ async def test_it_holds_the_contract_of_an_engine(plug: Any) -> None:
 # -- requests
 
 
-async def test_a_request_wants_exactly_its_tokens_from_prompt_ids(serving: Any) -> None:
-    async with serving(answering(chunk("", "length"), DONE)) as server, engine_of(server, api_key="secret\n") as engine:
+async def test_a_request_wants_exactly_its_tokens_from_prompt_ids() -> None:
+    async with serve(answering(chunk("", "length"), DONE)) as server, engine_of(server, api_key="secret\n") as engine:
         sampling = SamplingOptions(temperature=0.5)
         request = prompt(9, sampling_options=sampling, routing=RoutingHints(priority=3, strict_priority=1))
         metadata = {"X-Dynamo-Session-ID": " s 1\n", "policy class": "bulk\r\nx: y"}
@@ -188,9 +189,9 @@ async def test_a_request_wants_exactly_its_tokens_from_prompt_ids(serving: Any) 
         }
 
 
-async def test_the_span_and_baggage_of_a_request_go_to_the_server(serving: Any) -> None:
+async def test_the_span_and_baggage_of_a_request_go_to_the_server() -> None:
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "v=1", "baggage": "user=7"}
-    async with serving(answering(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
+    async with serve(answering(chunk("", "length"), DONE)) as server, engine_of(server) as engine:
         request = Context(prompt(9))
         request.trace = extract(headers)
         async with await engine.generate(request) as stream:
@@ -199,8 +200,8 @@ async def test_the_span_and_baggage_of_a_request_go_to_the_server(serving: Any) 
         assert {name: received.headers[name] for name in headers} == headers
 
 
-async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_workers_and_times(serving: Any) -> None:
-    async with serving(answering(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
+async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_workers_and_times() -> None:
+    async with serve(answering(chunk("", "length"), DONE)) as server, engine_of(server, nvext=True) as engine:
         hints = RoutingHints(priority=3, strict_priority=1)
         await outputs(engine, prompt(routing=hints, annotations=["output_replay_id:line:7"]))
         received = server.received[0].json
@@ -215,8 +216,8 @@ async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_worke
 @pytest.mark.parametrize(
     "more", [{"prompt_embeds": "x"}, {"sampling_options": SamplingOptions(n=2)}, {"multi_modal_data": {}}]
 )
-async def test_what_a_completion_cannot_say_is_refused_not_left_out(serving: Any, more: dict[str, Any]) -> None:
-    async with serving(answering()) as server, engine_of(server) as engine:
+async def test_what_a_completion_cannot_say_is_refused_not_left_out(more: dict[str, Any]) -> None:
+    async with serve(answering()) as server, engine_of(server) as engine:
         with pytest.raises(InvalidArgument, match="live server"):
             await outputs(engine, prompt(**more))
         assert not server.lines
@@ -250,19 +251,19 @@ COUNTED: dict[str, tuple[list[Any], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-async def test_every_token_is_counted_once(serving: Any, name: str) -> None:
+async def test_every_token_is_counted_once(name: str) -> None:
     events, counts = COUNTED[name]
-    found = await answer_to(serving, *events, DONE)
+    found = await answer_to(*events, DONE)
     assert [len(output.token_ids) for output in found] == counts
     assert [output.finish_reason for output in found] == [None] * (len(counts) - 1) + [FinishReason.LENGTH]
 
 
-async def test_ids_workers_times_and_usage_are_handed_on(serving: Any) -> None:
+async def test_ids_workers_times_and_usage_are_handed_on() -> None:
     known = {"worker_id": {"prefill_worker_id": 4, "decode_worker_id": 5, "new": 1}, "completion_token_ids": [8]}
     times = {"timing": {"request_received_ms": 1, "prefill_wait_time_ms": 2.5}}
     whole = usage(1, prompt_tokens_details={"cached_tokens": 2})
     events = [chunk("a", nvext=known), chunk("", "stop", nvext=times), {"choices": [], "usage": whole}]
-    first, second, last = await answer_to(serving, *events, DONE, nvext=True)
+    first, second, last = await answer_to(*events, DONE, nvext=True)
     assert (first.token_ids, first.text) == ([8], "a")
     assert first.routing_data is not None
     assert first.routing_data.worker_id is not None
@@ -279,14 +280,14 @@ async def test_ids_workers_times_and_usage_are_handed_on(serving: Any) -> None:
     ("found", "meant"),
     [("stop", FinishReason.STOP), ("abort", FinishReason.CANCELLED), ("tool_calls", FinishReason.STOP)],
 )
-async def test_a_reason_beyond_our_words_is_a_stop(serving: Any, found: str, meant: FinishReason) -> None:
-    assert (await answer_to(serving, chunk("a", found), DONE))[-1].finish_reason == meant
+async def test_a_reason_beyond_our_words_is_a_stop(found: str, meant: FinishReason) -> None:
+    assert (await answer_to(chunk("a", found), DONE))[-1].finish_reason == meant
 
 
 # -- what can go wrong
 
 
-async def refuse(status: int, body: Any, line: Any, received: Any) -> None:
+async def refuse(status: int, body: Any, line: Line, received: Received) -> None:
     await line.whole(status, body)
 
 
@@ -306,7 +307,7 @@ async def refuse(status: int, body: Any, line: Any, received: Any) -> None:
     ],
 )
 async def test_a_status_is_an_error_of_the_tree_with_the_servers_message(
-    serving: Any, status: int, kind: type[PenstockError]
+    status: int, kind: type[PenstockError]
 ) -> None:
     bodies = [
         {"error": {"message": "no  way"}},
@@ -317,7 +318,7 @@ async def test_a_status_is_an_error_of_the_tree_with_the_servers_message(
     ]
     for body in bodies:
         refusing = partial(refuse, status, body)
-        async with serving(refusing) as server, engine_of(server) as engine:
+        async with serve(refusing) as server, engine_of(server) as engine:
             with pytest.raises(kind, match=f"^HTTP {status}: no way$") as caught:
                 await outputs(engine)
             assert type(caught.value) is kind
@@ -342,9 +343,9 @@ BROKEN: dict[str, tuple[list[Any], type[PenstockError]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_an_answer_that_breaks_is_delivered_as_far_as_it_came_then_raises(serving: Any, name: str) -> None:
+async def test_an_answer_that_breaks_is_delivered_as_far_as_it_came_then_raises(name: str) -> None:
     events, kind = BROKEN[name]
-    async with serving(answering(*events)) as server, engine_of(server) as engine:
+    async with serve(answering(*events)) as server, engine_of(server) as engine:
         found: list[str | None] = []
         with pytest.raises(kind) as caught:
             await note_texts(await engine.generate(Context(prompt())), found)
@@ -358,56 +359,56 @@ async def note_texts(stream: Any, found: list[str | None]) -> None:
             found.append(item.data.text)
 
 
-async def test_an_answer_cut_off_by_the_connection_is_a_disconnect(serving: Any) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_an_answer_cut_off_by_the_connection_is_a_disconnect() -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.begin()
         await line.event(chunk())
         await line.wire.aclose()
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         with pytest.raises(Disconnected, match="after 1 tokens"):
             await outputs(engine)
 
 
-async def test_an_end_mark_without_its_line_end_still_counts(serving: Any) -> None:
-    found = await answer_to(serving, chunk("a", "stop"), b"data: [DONE]")
+async def test_an_end_mark_without_its_line_end_still_counts() -> None:
+    found = await answer_to(chunk("a", "stop"), b"data: [DONE]")
     assert found[-1].finish_reason == FinishReason.STOP
 
 
-async def test_what_is_no_event_stream_is_no_answer(serving: Any) -> None:
-    async with serving(lambda line, received: line.whole(200, chunk())) as server, engine_of(server) as engine:
+async def test_what_is_no_event_stream_is_no_answer() -> None:
+    async with serve(lambda line, received: line.whole(200, chunk())) as server, engine_of(server) as engine:
         with pytest.raises(InvalidMessage, match="application/json"):
             await outputs(engine)
 
 
-async def test_what_is_no_http_is_no_answer(serving: Any) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_what_is_no_http_is_no_answer() -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.wire.send(b"220 smtp ready\r\n\r\n")
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         with pytest.raises(InvalidMessage, match="no HTTP"):
             await outputs(engine)
 
 
-async def test_an_interim_answer_is_passed_over(serving: Any) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_an_interim_answer_is_passed_over() -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         await answering(chunk("a", "length"), DONE)(line, received)
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         assert len(await outputs(engine)) == 2
 
 
 @pytest.mark.parametrize("silent", ["before the head", "after a token"])
-async def test_a_server_that_falls_silent_is_given_up_on(serving: Any, silent: str) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_a_server_that_falls_silent_is_given_up_on(silent: str) -> None:
+    async def script(line: Line, received: Received) -> None:
         if silent == "after a token":
             await line.begin()
             await anyio.sleep(4.0)
             await line.event(chunk())
         await line.request()
 
-    async with serving(script) as server, engine_of(server, silence_s=5.0) as engine:
+    async with serve(script) as server, engine_of(server, silence_s=5.0) as engine:
         with pytest.raises(ResponseTimeout, match="5 s"):
             await outputs(engine)
         assert anyio.current_time() == pytest.approx(9.0 if silent == "after a token" else 5.0, abs=0.1)
@@ -444,13 +445,13 @@ async def test_a_connection_that_cannot_be_made_is_an_error_with_its_reason(
 
 
 @pytest.mark.parametrize("how", ["stop", "kill", "close"])
-async def test_the_server_sees_that_its_client_is_gone(serving: Any, how: str) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_the_server_sees_that_its_client_is_gone(how: str) -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.begin()
         await line.event(chunk())
         await line.request()
 
-    async with serving(script) as server, engine_of(server) as engine, anyio.create_task_group() as tasks:
+    async with serve(script) as server, engine_of(server) as engine, anyio.create_task_group() as tasks:
         context = Context(prompt())
         stream = await engine.generate(context)
         first = await stream.__anext__()
@@ -467,13 +468,13 @@ async def test_the_server_sees_that_its_client_is_gone(serving: Any, how: str) -
 
 @pytest.mark.filterwarnings("ignore:stream of request:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:Async generator:ResourceWarning")
-async def test_a_stream_that_is_dropped_closes_its_connection(serving: Any) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_a_stream_that_is_dropped_closes_its_connection() -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.begin()
         await line.event(chunk())
         await line.request()
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         stream = await engine.generate(Context(prompt()))
         await stream.__anext__()
         del stream
@@ -486,16 +487,16 @@ async def test_a_stream_that_is_dropped_closes_its_connection(serving: Any) -> N
 # -- connections
 
 
-async def test_a_connection_serves_one_request_after_another(serving: Any) -> None:
-    async with serving(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
+async def test_a_connection_serves_one_request_after_another() -> None:
+    async with serve(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
         for _ in range(5):
             await outputs(engine)
         assert (len(server.received), len(server.lines)) == (5, 1)
 
 
-async def test_there_are_as_many_connections_as_requests_at_once(serving: Any) -> None:
+async def test_there_are_as_many_connections_as_requests_at_once() -> None:
     script = answering(chunk("a", "length"), DONE, every_s=1.0)
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         async with anyio.create_task_group() as tasks:
             for _ in range(150):  # more than httpx2 has unasked
                 tasks.start_soon(outputs, engine)
@@ -504,21 +505,21 @@ async def test_there_are_as_many_connections_as_requests_at_once(serving: Any) -
 
 
 @pytest.mark.parametrize("in_sight", [True, False])
-async def test_a_request_that_a_kept_connection_did_not_take_is_sent_on_a_new_one(serving: Any, in_sight: bool) -> None:
-    """Whether it is seen beforehand that the server has closed it, or found out by asking."""
+async def test_a_request_that_a_kept_connection_did_not_take_is_sent_on_a_new_one(in_sight: bool) -> None:
+    """Whether it is seen beforehand that the server has closed it, or only noticed when it is used."""
 
-    async def script(line: Any, received: Any) -> None:
+    async def script(line: Line, received: Received) -> None:
         await answering(chunk("a", "length"), DONE)(line, received)
         await line.wire.aclose()
 
-    async with serving(script, closes_in_sight=in_sight) as server, engine_of(server) as engine:
+    async with serve(script, closes_in_sight=in_sight) as server, engine_of(server) as engine:
         for _ in range(3):
             assert len(await outputs(engine)) == 2
         assert (len(server.received), len(server.lines)) == (3, 3)
 
 
-async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_again(serving: Any) -> None:
-    async with serving(lambda line, received: line.wire.aclose()) as server, engine_of(server) as engine:
+async def test_a_new_connection_that_is_closed_without_an_answer_is_not_tried_again() -> None:
+    async with serve(lambda line, received: line.wire.aclose()) as server, engine_of(server) as engine:
         with pytest.raises(Disconnected, match="before there was an answer"):
             await outputs(engine)
         assert len(server.lines) == 1
@@ -542,11 +543,11 @@ async def test_a_transport_without_connections_that_breaks_is_tried_once() -> No
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_a_request_that_is_open_when_the_engine_is_closed_ends_with_disconnected(
-    serving: Any, kept: bool, has_begun: bool
+    kept: bool, has_begun: bool
 ) -> None:
     """And so does one that comes later. Kept: it went out on a connection that had served another one."""
 
-    async def script(line: Any, received: Any) -> None:
+    async def script(line: Line, received: Received) -> None:
         if len(server.received) <= kept:
             await answering(chunk("a", "length"), DONE)(line, received)
             return
@@ -555,7 +556,7 @@ async def test_a_request_that_is_open_when_the_engine_is_closed_ends_with_discon
             await line.event(chunk())
         await line.request()
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         if kept:
             await outputs(engine)
         raised: list[BaseException] = []
@@ -575,44 +576,40 @@ async def test_a_request_that_is_open_when_the_engine_is_closed_ends_with_discon
         assert len(server.lines) == 1
 
 
-async def test_a_connection_that_was_idle_for_long_is_not_used_again(
-    serving: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # httpx2 looks at this clock whatever loop it is in.
     monkeypatch.setattr("httpcore2._async.http11.time", SimpleNamespace(monotonic=anyio.current_time))
-    async with serving(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
+    async with serve(answering(chunk("a", "length"), DONE)) as server, engine_of(server) as engine:
         for idle_s, connections in ((0.0, 1), (3.9, 1), (4.1, 2)):
             await anyio.sleep(idle_s)
             await outputs(engine)
             assert len(server.lines) == connections
 
 
-async def test_a_server_that_wants_to_close_is_let_go(serving: Any) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_a_server_that_wants_to_close_is_let_go() -> None:
+    async def script(line: Line, received: Received) -> None:
         body = b'data: {"choices":[{"text":"a","finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
         await line.wire.send(head + body)
         await line.wire.aclose()
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         for _ in range(2):
             assert [len(output.token_ids) for output in await outputs(engine)] == [1, 0]
         assert len(server.lines) == 2
 
 
-async def test_the_first_answer_of_the_server_counts(
-    serving: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_the_first_answer_of_the_server_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No proxy, no password of the user's, no redirect; and no cookie, which would tie all requests to one worker."""
     (tmp_path / "netrc").write_text("machine far login me password secret")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:1")
 
-    async def script(line: Any, received: Any) -> None:
+    async def script(line: Line, received: Received) -> None:
         head = b"HTTP/1.1 307 x\r\nLocation: /there\r\nSet-Cookie: worker=1\r\nContent-Length: 2\r\n\r\nno"
         await line.wire.send(head)
 
-    async with serving(script) as server, engine_of(server) as engine:
+    async with serve(script) as server, engine_of(server) as engine:
         for _ in range(2):
             with pytest.raises(StatusError, match="307"):
                 await outputs(engine)

@@ -14,6 +14,7 @@ from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
 from serving.live import Address, LiveServer, find_server, live_graph
 from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
+from tests.serving.live.worlds import Line, Received, mount, serve
 
 pytestmark = pytest.mark.anyio
 
@@ -36,12 +37,10 @@ def counts(report: Report) -> dict[str, Any]:
 
 @pytest.mark.parametrize("router", ["kv", "round-robin"])
 @pytest.mark.parametrize("more", [{}, {"turns": 3, "inter_turn_delay_ms": 22_000.0}], ids=["", "in turns"])
-async def test_a_server_and_the_graph_it_serves_count_the_same(
-    serving: Any, mount: Any, router: Any, more: dict[str, Any]
-) -> None:
+async def test_a_server_and_the_graph_it_serves_count_the_same(router: Any, more: dict[str, Any]) -> None:
     """Tokens, what was cached, and which worker had how much, over the whole way through HTTP."""
     trace, config = load(8, **more), GraphConfig(engine="mocker", workers=2, router=router, seed=7)
-    async with hosted_graph(config, HostOptions()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
+    async with hosted_graph(config, HostOptions()) as opened, serve(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "penstock"}
         live = await run(live_graph(URL, transport=server.transport), trace, per_request=True)
     through = await run_config(config, trace, per_request=True)
@@ -56,9 +55,9 @@ async def test_a_server_and_the_graph_it_serves_count_the_same(
         assert (there.queue_wait_ms, there.prefill_time_ms is None) == (None, here.prefill_time_ms is None)
 
 
-async def test_a_prefill_worker_named_in_an_answer_has_its_prompt(serving: Any, mount: Any) -> None:
+async def test_a_prefill_worker_named_in_an_answer_has_its_prompt() -> None:
     config = GraphConfig(engine="mocker", workers=2, prefill_workers=1, seed=7)
-    async with hosted_graph(config, HostOptions()) as opened, serving(mount(app({"echo": opened.graph}))) as server:
+    async with hosted_graph(config, HostOptions()) as opened, serve(mount(app({"echo": opened.graph}))) as server:
         server.models = {"echo": "nvidia"}
         report = await run(live_graph(URL, transport=server.transport), load(6))
     assert [(one.role, one.requests, one.input_tokens) for one in report.workers] == [
@@ -70,7 +69,7 @@ async def test_a_prefill_worker_named_in_an_answer_has_its_prompt(serving: Any, 
     assert all(one.mean_running > 0 for one in report.workers)
 
 
-async def one_token_a_second(line: Any, received: Any) -> None:
+async def one_token_a_second(line: Line, received: Received) -> None:
     await line.begin()
     for _ in range(received.json["max_tokens"]):
         await anyio.sleep(1.0)
@@ -80,13 +79,13 @@ async def one_token_a_second(line: Any, received: Any) -> None:
     await line.end()
 
 
-async def test_a_replay_that_is_ended_early_reports_what_was_done(serving: Any) -> None:
+async def test_a_replay_that_is_ended_early_reports_what_was_done() -> None:
     async def enough() -> None:
         await anyio.sleep(12.5)
 
     noted: list[Any] = []
     trace = load(6, 3, turns=2)
-    async with serving(one_token_a_second) as server:
+    async with serve(one_token_a_second) as server:
         graph = live_graph(LiveServer(Address.parse(URL), "m"), transport=server.transport)
         report = await run(graph, trace, stop_when=enough, on_request=noted.append, settings={"by": "hand"})
     assert report.is_interrupted
@@ -100,20 +99,20 @@ async def test_a_replay_that_is_ended_early_reports_what_was_done(serving: Any) 
     assert [json.loads(one.to_json())["status"] for one in noted] == ["completed"] * 4 + ["unfinished"]
 
 
-async def test_a_replay_that_ends_by_itself_was_not_interrupted(serving: Any) -> None:
-    async with serving(one_token_a_second) as server:
+async def test_a_replay_that_ends_by_itself_was_not_interrupted() -> None:
+    async with serve(one_token_a_second) as server:
         report = await run(live_graph(URL, transport=server.transport), load(2, 3), stop_when=anyio.sleep_forever)
     assert (report.completed_requests, report.settings, report.is_interrupted) == (2, {}, False)
 
 
-async def test_errors_are_counted_by_type_with_the_message_of_the_first(serving: Any) -> None:
-    async def script(line: Any, received: Any) -> None:
+async def test_errors_are_counted_by_type_with_the_message_of_the_first() -> None:
+    async def script(line: Line, received: Received) -> None:
         if len(server.received) <= 3:
             await line.whole(503 if len(server.received) < 3 else 500, {"message": f"no {len(server.received)}"})
         else:
             await one_token_a_second(line, received)
 
-    async with serving(script) as server:
+    async with serve(script) as server:
         report = await run(live_graph(URL, transport=server.transport), load(5, 2), per_request=True)
     assert (report.completed_requests, report.rejected_requests, report.failed_requests) == (2, 2, 1)
     assert [(one.type, one.requests, one.example) for one in report.errors] == [
@@ -128,10 +127,10 @@ async def test_errors_are_counted_by_type_with_the_message_of_the_first(serving:
     assert Report.from_json(older).errors == []
 
 
-async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> None:
+async def test_an_answer_that_went_on_elsewhere_is_a_migration() -> None:
     """Between servers of our own kind: the worker that answered last has the request, and its tokens."""
 
-    async def script(line: Any, received: Any) -> None:
+    async def script(line: Line, received: Received) -> None:
         await line.begin()
         for worker, ids in ((7, [1]), (None, [2]), (9, [3])):
             await anyio.sleep(1.0)
@@ -141,7 +140,7 @@ async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> 
         await line.event("[DONE]")
         await line.end()
 
-    async with serving(script) as server:
+    async with serve(script) as server:
         report = await run(live_graph(URL, transport=server.transport), load(1, 3))
     assert (report.migrations, report.migrated_requests) == (1, 1)
     assert [(one.worker, one.requests, one.output_tokens) for one in report.workers] == [(7, 0, 0), (9, 1, 3)]
@@ -150,8 +149,8 @@ async def test_an_answer_that_went_on_elsewhere_is_a_migration(serving: Any) -> 
 # -- finding the server
 
 
-async def test_the_first_model_is_used_unless_one_is_named(serving: Any) -> None:
-    async with serving(one_token_a_second, models={"a": "nvidia", "b": "vllm"}) as server:
+async def test_the_first_model_is_used_unless_one_is_named() -> None:
+    async with serve(one_token_a_second, models={"a": "nvidia", "b": "vllm"}) as server:
         assert await find_server(f"{URL}/v1", transport=server.transport) == LiveServer(
             Address.parse(URL), "a", nvext=True
         )
@@ -161,8 +160,8 @@ async def test_the_first_model_is_used_unless_one_is_named(serving: Any) -> None
         assert caught.value.field == "model"
 
 
-async def test_a_server_without_models_gets_no_requests(serving: Any) -> None:
-    async with serving(one_token_a_second, models={}) as server:
+async def test_a_server_without_models_gets_no_requests() -> None:
+    async with serve(one_token_a_second, models={}) as server:
         with pytest.raises(Unavailable, match="no model now"):
             await find_server(URL, transport=server.transport)
 
@@ -172,21 +171,21 @@ async def test_a_server_without_models_gets_no_requests(serving: Any) -> None:
     [(401, {"message": "no key"}, StatusError), (200, b"<html>", InvalidMessage), (200, {"data": 3}, InvalidMessage)],
 )
 async def test_a_list_of_models_that_is_none_is_named_with_its_url(
-    serving: Any, status: int, body: Any, kind: type[Exception]
+    status: int, body: Any, kind: type[Exception]
 ) -> None:
-    async with serving(one_token_a_second, page=(status, body)) as server:
+    async with serve(one_token_a_second, page=(status, body)) as server:
         with pytest.raises(kind, match=URL):
             await find_server(URL, transport=server.transport)
 
 
-async def test_one_that_closes_the_connection_is_named_too(serving: Any) -> None:
-    async with serving(one_token_a_second) as server:
+async def test_one_that_closes_the_connection_is_named_too() -> None:
+    async with serve(one_token_a_second) as server:
         with pytest.raises(Disconnected, match=f"^{URL}: the connection was closed"):
             await find_server(URL, transport=server.closing)
 
 
-async def test_a_server_that_has_no_list_is_taken_at_its_users_word(serving: Any) -> None:
-    async with serving(one_token_a_second, page=(404, {"message": "x"})) as server:
+async def test_a_server_that_has_no_list_is_taken_at_its_users_word() -> None:
+    async with serve(one_token_a_second, page=(404, {"message": "x"})) as server:
         assert (await find_server(URL, model="m", transport=server.transport)).model == "m"
         with pytest.raises(InvalidArgument, match="name one"):
             await find_server(URL, transport=server.transport)

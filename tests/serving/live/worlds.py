@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import httpcore2
 import httpx2
-import pytest
 from anyio.abc import ByteStream
 from attrs import define, field
 
@@ -169,7 +168,7 @@ class Server:
 
     script: Script
     tasks: Any
-    models: dict[str, str] = field(factory=lambda: {"m": "somebody"})
+    models: dict[str, str] = field(factory=lambda: {"m": "owner"})
     page: tuple[int, Any] | None = None
     received: list[Received] = field(factory=list)
     lines: list[Line] = field(factory=list)
@@ -217,28 +216,20 @@ class Server:
             await line.wire.aclose()
 
 
-Serving = Callable[..., AbstractAsyncContextManager[Server]]
+@asynccontextmanager
+async def serve(script: Script, **fields: Any) -> AsyncIterator[Server]:
+    """Run a server with this script; its clients must leave none of its connections open."""
+    left: list[int] = []
+    async with anyio.create_task_group() as tasks:
+        server = Server(script, tasks, **fields)
+        yield server
+        await anyio.sleep(1.0)
+        left.append(server.open)
+        tasks.cancel_scope.cancel()
+    assert left == [0]
 
 
-@pytest.fixture
-def serving() -> Serving:
-    """Runs a server with this script; nothing of it may be left open by its clients."""
-
-    @asynccontextmanager
-    async def run(script: Script, **fields: Any) -> AsyncIterator[Server]:
-        left: list[int] = []
-        async with anyio.create_task_group() as tasks:
-            server = Server(script, tasks, **fields)
-            yield server
-            await anyio.sleep(1.0)
-            left.append(server.open)
-            tasks.cancel_scope.cancel()
-        assert left == [0]
-
-    return run
-
-
-def mounted(app: Any) -> Script:
+def mount(app: Any) -> Script:
     """An ASGI app as a script."""
 
     async def answer(line: Line, received: Received) -> None:
@@ -280,19 +271,10 @@ def mounted(app: Any) -> Script:
     return answer
 
 
-@pytest.fixture
-def plug() -> Callable[[Callable[[], Awaitable[ByteStream]]], httpx2.AsyncBaseTransport]:
-    """Makes a transport whose connections are these wires."""
+def plug(wire: Callable[[], Awaitable[ByteStream]]) -> httpx2.AsyncBaseTransport:
+    """A transport whose connections are the wires that `wire` returns."""
 
-    def transport(wire: Callable[[], Awaitable[ByteStream]]) -> httpx2.AsyncBaseTransport:
-        async def dial() -> Plugged:
-            return Plugged(await wire())
+    async def dial() -> Plugged:
+        return Plugged(await wire())
 
-        return plugged(dial)
-
-    return transport
-
-
-@pytest.fixture
-def mount() -> Callable[[Any], Script]:
-    return mounted
+    return plugged(dial)
