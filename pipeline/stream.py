@@ -80,7 +80,10 @@ class ResponseStream(Generic[T_co]):
         self.context = context
         self._pace: Pace[T_co] | None = None
         read: Callable[[], Awaitable[T_co]] = self._items.__anext__
-        if _is_source(items, owned):
+        for upstream in (items, *owned):
+            if isinstance(upstream, ResponseStream):
+                break
+        else:  # a source
             self._pace = Pace(read)
             read = self._pace.reads().__next__
         self.__anext__ = read  # type: ignore[method-assign]
@@ -261,13 +264,6 @@ class ResponseStream(Generic[T_co]):
 
 _opened: Callable[[ResponseStream[Any]], object] | None = None
 """Called with each new stream; set by `pipeline.testing` to find streams that were never closed."""
-
-
-def _is_source(items: object, owned: Iterable[object]) -> bool:
-    for one in owned:
-        if isinstance(one, ResponseStream):
-            return False
-    return not isinstance(items, ResponseStream)
 
 
 async def _close_all(parts: Iterable[Any]) -> None:
