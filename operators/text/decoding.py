@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from pipeline.errors import CodecError
@@ -72,8 +71,12 @@ class PieceDecoder:
         self._utf8 = _utf8_decoder("replace")
         self._inside_character = False
         for token_id in prompt[1 - _CHARACTER_BYTES_MAX :]:
-            with suppress(CodecError):  # a prompt in ids may hold any number; what follows it is text nevertheless
-                self._join(pieces[token_id])
+            try:
+                piece = pieces[token_id]
+            except CodecError:  # a prompt in ids may hold any number; what follows it is text nevertheless
+                continue
+            if type(piece) is not str or self._inside_character:
+                self._join(piece)
 
     def step(self, token_id: int) -> str:
         piece = self._pieces[token_id]
