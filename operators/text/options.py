@@ -116,6 +116,8 @@ def output_options(request: GenerationRequest) -> OutputOptions:
 
 def routing_hints(request: GenerationRequest) -> RoutingHints | None:
     """Where the request should go and how urgent it is; None if it has no hints."""
+    if request.nvext is None and not request.cache_salt:
+        return None
     nvext = request.nvext or NvExt()
     agent = nvext.agent_hints
     hints = RoutingHints(
