@@ -84,8 +84,8 @@ def _without(names: list[str] | None, hidden: frozenset[str]) -> list[str] | Non
 
 
 def _labels(worker_ids: Iterable[int | None]) -> bytes:
-    known = list(dict.fromkeys(worker_id for worker_id in worker_ids if worker_id is not None))
-    return ",".join(worker_label(worker_id) for worker_id in known[:_SHOWN_MAX]).encode()
+    known = list(dict.fromkeys([worker_id for worker_id in worker_ids if worker_id is not None]))
+    return ",".join(map(worker_label, known[:_SHOWN_MAX])).encode()
 
 
 def _choice_text(choice: RouterChoice) -> bytes:
