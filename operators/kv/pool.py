@@ -100,7 +100,7 @@ class RouterPool:
     def _update(self) -> None:
         ids, configs = self._workers.instance_ids(), self._configs
         known = {i: _PLAIN if configs is None else configs[i] for i in ids if configs is None or i in configs}
-        incarnations = {worker_id: self._workers.arrival(worker_id) for worker_id in known}
+        incarnations = {worker_id: self._workers.incarnation(worker_id) for worker_id in known}
         gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
         self._incarnations = incarnations
         self._pool = WorkerPool(known, frozenset(self._seen[0]), self._seen[1])

@@ -55,7 +55,7 @@ COOLDOWN = Variable(
 class Cooldown:
     """The cooldown of one instance."""
 
-    arrival: int
+    incarnation: int
     """The incarnation that was at fault."""
     until_s: float
     """When it ends, by the loop's clock."""
@@ -79,38 +79,38 @@ class Cooldowns:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def add(self, instance_id: int, arrival: int, now_s: float) -> None:
+    def add(self, instance_id: int, incarnation: int, now_s: float) -> None:
         """Begin the cooldown of that incarnation, anew if it is cooling down already.
 
         Nothing happens for an incarnation that was followed by another, or for an instance that is not there (-1).
         """
         known = self._entries.get(instance_id)
-        if not self.duration_s or arrival < 0 or (known is not None and known.arrival > arrival):
+        if not self.duration_s or incarnation < 0 or (known is not None and known.incarnation > incarnation):
             return
-        self._entries = {**self._entries, instance_id: Cooldown(arrival, now_s + self.duration_s)}
+        self._entries = {**self._entries, instance_id: Cooldown(incarnation, now_s + self.duration_s)}
         self.added.on_next(instance_id)
 
     def discard(self, instance_id: int) -> None:
         """End the cooldown of an instance before its time, if there is one."""
         self._entries = {one: entry for one, entry in self._entries.items() if one != instance_id}
 
-    def without(self, ids: Sequence[int], arrival: Callable[[int], int], now_s: float) -> Sequence[int]:
-        """Return the instances that are not cooling down now; `arrival` gives the incarnation of each."""
+    def without(self, ids: Sequence[int], incarnation: Callable[[int], int], now_s: float) -> Sequence[int]:
+        """Return the instances that are not cooling down now; `incarnation` gives the incarnation of each."""
         self._entries = lasting(self._entries, now_s)
         entries = self._entries
-        return [i for i in ids if i not in entries or entries[i].arrival != arrival(i)] if entries else ids
+        return [i for i in ids if i not in entries or entries[i].incarnation != incarnation(i)] if entries else ids
 
     def first_end_s(self) -> float | None:
         """When the first cooldown ends, as of the last call of `without`; None if there is none."""
         return min((entry.until_s for entry in self._entries.values()), default=None)
 
-    def first_back_s(self, ids: Sequence[int], arrival: Callable[[int], int]) -> float | None:
+    def first_back_s(self, ids: Sequence[int], incarnation: Callable[[int], int]) -> float | None:
         """When the cooldown of the first of these instances ends, as of then too; None if none of them cools down.
 
         Other cooldowns do not count: an instance that is gone, or has come back since, takes no request then.
         """
         entries = self._entries
-        ends_s = (entries[i].until_s for i in ids if i in entries and entries[i].arrival == arrival(i))
+        ends_s = (entries[i].until_s for i in ids if i in entries and entries[i].incarnation == incarnation(i))
         return min(ends_s, default=None)
 
 
@@ -206,14 +206,14 @@ class InstanceHealth:
 
     def is_admitted(self, instance_id: int) -> bool:
         """Whether that instance is admitted; costs the same however many there are."""
-        return self._workers.arrival(instance_id) >= 0 and (self._admits is None or self._admits(instance_id))
+        return self._workers.incarnation(instance_id) >= 0 and (self._admits is None or self._admits(instance_id))
 
     def routable(self, now_s: float | None = None) -> Sequence[int]:
         """Return the instances that are not cooling down at that time, by default now."""
         ids = self.admitted()
         if not self._cooldowns:
             return ids
-        return self._cooldowns.without(ids, self._workers.arrival, anyio.current_time() if now_s is None else now_s)
+        return self._cooldowns.without(ids, self._workers.incarnation, anyio.current_time() if now_s is None else now_s)
 
     def routable_changes(self, scheduler: AnyIOScheduler) -> Observable[Ids]:
         """`routable` now and after every change, also that of time; completes when the pool is closed."""
@@ -227,7 +227,7 @@ class InstanceHealth:
         """Return those of the instances that are not busy now."""
         if self._overloaded:
             self._readmit()
-            ids = self._overloaded.without(ids, self._workers.arrival, anyio.current_time())
+            ids = self._overloaded.without(ids, self._workers.incarnation, anyio.current_time())
         if self._busy is not None and (busy := self._busy()):
             return [instance_id for instance_id in ids if instance_id not in busy]
         return ids
@@ -238,12 +238,12 @@ class InstanceHealth:
         free = self.not_busy(ids)
         return _NO_IDS if free is ids else frozenset(ids).difference(free)
 
-    def blame(self, instance_id: int, arrival: int, error: Exception) -> None:
+    def blame(self, instance_id: int, incarnation: int, error: Exception) -> None:
         """Take the error of a request into account: after a fault the worker cools down, after a refusal it is busy."""
         if blames_worker(error):
-            self._cooldowns.add(instance_id, arrival, anyio.current_time())
+            self._cooldowns.add(instance_id, incarnation, anyio.current_time())
         elif isinstance(error, WorkerOverloaded):
-            self._overloaded.add(instance_id, arrival, anyio.current_time())
+            self._overloaded.add(instance_id, incarnation, anyio.current_time())
             if (load := self._loads.current().get(instance_id)) is not None:
                 self._reported[instance_id] = load.ranks
 
@@ -269,11 +269,12 @@ class InstanceHealth:
             return no_instance(name, self._workers.absence())
         routable = self.routable() if self._skips_cooling_down else ids
         if not routable:
-            return all_cooling_down(name, len(ids), _time_to(self._cooldowns.first_back_s(ids, self._workers.arrival)))
+            first_back_s = self._cooldowns.first_back_s(ids, self._workers.incarnation)
+            return all_cooling_down(name, len(ids), _time_to(first_back_s))
         # When `busy` will no longer name an instance is not known.
         busy = self._busy() if self._busy is not None else ()
         timed = [instance_id for instance_id in routable if instance_id not in busy]
-        first_back_s = self._overloaded.first_back_s(timed, self._workers.arrival)
+        first_back_s = self._overloaded.first_back_s(timed, self._workers.incarnation)
         return all_busy(name, len(routable), len(ids) - len(routable), _time_to(first_back_s))
 
     def vanished(self, instance_id: int) -> Unavailable:

@@ -109,7 +109,7 @@ class WorkerLoads:
         self._ids: Ids | None = None
         """The instances as `_loads` has them; the pool gives another tuple after each change."""
         self._loads: dict[int, WorkerLoad] = {}
-        self._arrivals: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._changes: Subject[LoadChange] = Subject()
         self._due: deque[Callable[[], None]] = deque()
         self._is_publishing = False
@@ -126,9 +126,9 @@ class WorkerLoads:
         load = self.current().get(instance_id)
         if load is None:
             return UNCOUNTED
-        arrival = self._arrivals[instance_id]
+        incarnation = self._incarnations[instance_id]
         self._set(instance_id, WorkerLoad(load.in_flight + 1, load.device_type, load.ranks))
-        return ReleaseOnce(self._ended, instance_id, arrival)
+        return ReleaseOnce(self._ended, instance_id, incarnation)
 
     def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
         """Apply the reports of instances, until disposed.
@@ -177,8 +177,8 @@ class WorkerLoads:
         rank = load.ranks.get(report.dp_rank, RankLoad()).updated(report)
         self._set(instance_id, evolve(load, ranks={**load.ranks, report.dp_rank: rank}), report.dp_rank)
 
-    def _ended(self, instance_id: int, arrival: int) -> None:
-        if self._arrivals.get(instance_id) != arrival:
+    def _ended(self, instance_id: int, incarnation: int) -> None:
+        if self._incarnations.get(instance_id) != incarnation:
             return
         load = self._loads[instance_id]
         self._set(instance_id, WorkerLoad(load.in_flight - 1, load.device_type, load.ranks))
@@ -206,10 +206,10 @@ class WorkerLoads:
     def _reconcile(self, ids: Ids) -> None:
         workers = self._workers
         self._ids = ids
-        arrivals = {instance_id: workers.arrival(instance_id) for instance_id in ids}
-        gone = [i for i, arrival in self._arrivals.items() if arrivals.get(i) != arrival]
-        new = [i for i, arrival in arrivals.items() if self._arrivals.get(i) != arrival]
-        self._arrivals = arrivals
+        incarnations = {instance_id: workers.incarnation(instance_id) for instance_id in ids}
+        gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
+        new = [i for i, incarnation in incarnations.items() if self._incarnations.get(i) != incarnation]
+        self._incarnations = incarnations
         for instance_id in gone:
             del self._loads[instance_id]
         self._loads.update({i: WorkerLoad(device_type=workers.device_type(i)) for i in new})

@@ -225,7 +225,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     async def _send(self, request: Context[In], instance_id: int, *, is_accounted: bool = False) -> ResponseStream[Out]:
         is_uncounted = is_accounted or type(instance_id) is Uncounted
         counted = UNCOUNTED if is_uncounted else self.loads.begin(instance_id)
-        arrival = self._workers.arrival(instance_id)
+        incarnation = self._workers.incarnation(instance_id)
         if request.trace is not None:
             annotate(request, {"penstock.worker_id": int(instance_id), "penstock.endpoint": self._workers.name})
         try:
@@ -233,7 +233,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         except BaseException as error:
             counted.release()
             if isinstance(error, Exception):
-                self._blame(request, instance_id, arrival, error)
+                self._blame(request, instance_id, incarnation, error)
             raise
         if not is_accounted and (tracker := getattr(request.payload, "tracker", None)) is not None:
             tracker.record_worker(int(instance_id))
@@ -241,10 +241,17 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         if self._silence_timeout_s is not None:
             source = f"instance_id={instance_id} of endpoint {self._workers.name}"
             stream = ResponseStream(until_silent(stream, request, self._silence_timeout_s, source), request, stream)
-        return ResponseStream(self._watched(stream, request, instance_id, arrival, counted), request, stream, counted)
+        return ResponseStream(
+            self._watched(stream, request, instance_id, incarnation, counted), request, stream, counted
+        )
 
     async def _watched(
-        self, stream: ResponseStream[Out], request: Context[In], instance_id: int, arrival: int, counted: ReleaseOnce
+        self,
+        stream: ResponseStream[Out],
+        request: Context[In],
+        instance_id: int,
+        incarnation: int,
+        counted: ReleaseOnce,
     ) -> AsyncGenerator[Out, None]:
         """The stream as it is; by the time of an error the request is not counted and the worker cools down."""
         try:
@@ -252,16 +259,16 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
                 async for item in stream:
                     if isinstance(item, Annotated) and item.event is not None and (error := item.extract_error()):
                         counted.release()
-                        self._blame(request, instance_id, arrival, error)
+                        self._blame(request, instance_id, incarnation, error)
                     yield item
         except Exception as error:
-            self._blame(request, instance_id, arrival, error)
+            self._blame(request, instance_id, incarnation, error)
             raise
         finally:
             counted.release()
 
-    def _blame(self, request: Context[In], instance_id: int, arrival: int, error: Exception) -> None:
-        self.health.blame(instance_id, arrival, error)
+    def _blame(self, request: Context[In], instance_id: int, incarnation: int, error: Exception) -> None:
+        self.health.blame(instance_id, incarnation, error)
         note_failure(request.payload, instance_id, error, None if request.trace is None else trace_link(request))
 
 

@@ -42,8 +42,8 @@ class Workers(Protocol[In_contra, Out_co]):
         """Return why there is no instance now; None if there is one."""
         ...
 
-    def arrival(self, instance_id: int) -> int:
-        """Return the number of the instance's present arrival in the pool; -1 if it is absent.
+    def incarnation(self, instance_id: int) -> int:
+        """Return the number of the instance's present stay in the pool; -1 if it is absent.
 
         A number other than before means that the instance has left and come back: what was known of it is void.
         """
@@ -75,7 +75,7 @@ class _Pool(Generic[In, Out]):
         self.name = name
         self._engines = dict(engines)
         self._ids: Ids = tuple(sorted(engines))
-        self._arrivals = {instance_id: number for number, instance_id in enumerate(self._ids)}
+        self._incarnations = {instance_id: number for number, instance_id in enumerate(self._ids)}
         self._arrived = len(self._ids)
         self._device_types: dict[int, DeviceType | None] = dict(device_types)
         self._is_closed = False
@@ -91,8 +91,8 @@ class _Pool(Generic[In, Out]):
             return "closed"
         return "all_left" if self._arrived else "none_yet"
 
-    def arrival(self, instance_id: int) -> int:
-        return self._arrivals.get(instance_id, -1)
+    def incarnation(self, instance_id: int) -> int:
+        return self._incarnations.get(instance_id, -1)
 
     def device_type(self, instance_id: int) -> DeviceType | None:
         return self._device_types.get(instance_id)
@@ -157,7 +157,7 @@ class EndpointWorkers(_Pool[In, Out]):
         if isinstance(event, Added):
             self._add(event.item)
         else:
-            for known in (self._engines, self._arrivals, self._device_types):
+            for known in (self._engines, self._incarnations, self._device_types):
                 known.pop(event.item.instance_id, None)
         if (ids := tuple(sorted(self._engines))) != self._ids:
             self._ids = ids
@@ -167,13 +167,13 @@ class EndpointWorkers(_Pool[In, Out]):
         """Add a new instance, or replace one that was published again with other content."""
         instance_id = instance.instance_id
         self._engines[instance_id] = self._connect(instance)
-        if instance_id not in self._arrivals:
-            self._arrivals[instance_id] = self._arrived
+        if instance_id not in self._incarnations:
+            self._incarnations[instance_id] = self._arrived
             self._arrived += 1
         self._device_types[instance_id] = instance.device_type
 
     def _end(self) -> None:
-        for known in (self._engines, self._arrivals, self._device_types):
+        for known in (self._engines, self._incarnations, self._device_types):
             known.clear()
         self._ids, self._is_closed = (), True
         self._listeners.complete()

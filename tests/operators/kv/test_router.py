@@ -213,23 +213,23 @@ class ChangingPool:
 
     def __init__(self, *worker_ids: int) -> None:
         self._arrived = 0
-        self._arrivals: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self.said: BehaviorSubject[tuple[int, ...]] = BehaviorSubject(())
         self.set(*worker_ids)
 
     def set(self, *worker_ids: int) -> None:
         for worker_id in worker_ids:
-            if worker_id not in self._arrivals:
+            if worker_id not in self._incarnations:
                 self._arrived += 1
-                self._arrivals[worker_id] = self._arrived
-        self._arrivals = {worker_id: self._arrivals[worker_id] for worker_id in worker_ids}
+                self._incarnations[worker_id] = self._arrived
+        self._incarnations = {worker_id: self._incarnations[worker_id] for worker_id in worker_ids}
         self.said.on_next(worker_ids)
 
     def instance_ids(self) -> tuple[int, ...]:
         return self.said.value
 
-    def arrival(self, instance_id: int) -> int:
-        return self._arrivals.get(instance_id, -1)
+    def incarnation(self, instance_id: int) -> int:
+        return self._incarnations.get(instance_id, -1)
 
     def changes(self) -> Any:
         return self.said

@@ -53,20 +53,20 @@ def test_only_the_arrival_that_was_at_fault_is_left_out() -> None:
     assert list(exclusions.without(IDS, {1: 0, 2: 7, 3: 2}.__getitem__, 10.0)) == [1, 3]
     assert list(exclusions.without(IDS, {1: 0, 2: 8, 3: 2}.__getitem__, 10.0)) == IDS
     exclusions.add(2, 8, 10.0)
-    exclusions.add(2, 7, 13.0)  # a late word of the arrival before
+    exclusions.add(2, 7, 13.0)  # a late word of the incarnation before
     assert list(exclusions.without(IDS, {1: 0, 2: 8, 3: 2}.__getitem__, 14.9)) == [1, 3]
     assert exclusions.first_end_s() == 15.0
 
 
 def test_who_is_back_first_is_one_of_those_that_are_there() -> None:
     """One that has left, or has come back since, keeps its entry and means nothing."""
-    exclusions, arrivals = Cooldowns(5), {1: 0, 2: 1, 3: 9}
+    exclusions, incarnations = Cooldowns(5), {1: 0, 2: 1, 3: 9}
     for instance_id, at_s in ((3, 10.0), (1, 11.0), (2, 12.0)):
         exclusions.add(instance_id, {1: 0, 2: 1, 3: 2}[instance_id], at_s)
     assert exclusions.first_end_s() == 15.0
-    assert exclusions.first_back_s([1, 2, 3], arrivals.__getitem__) == 16.0
-    assert exclusions.first_back_s([2], arrivals.__getitem__) == 17.0
-    assert exclusions.first_back_s([3], arrivals.__getitem__) is None
+    assert exclusions.first_back_s([1, 2, 3], incarnations.__getitem__) == 16.0
+    assert exclusions.first_back_s([2], incarnations.__getitem__) == 17.0
+    assert exclusions.first_back_s([3], incarnations.__getitem__) is None
 
 
 @pytest.mark.parametrize("duration_s", [-1.0, float("inf"), float("nan")])

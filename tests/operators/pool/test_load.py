@@ -36,7 +36,7 @@ class Reborn(_Pool[Any, Any]):
 
     def bear(self) -> None:
         self._ids = (*self._ids,)  # another one, as after each change
-        self._arrivals = {i: arrival + 10 for i, arrival in self._arrivals.items()}
+        self._incarnations = {i: incarnation + 10 for i, incarnation in self._incarnations.items()}
 
 
 def pool(*instance_ids: int) -> Workers[Any, Any]:

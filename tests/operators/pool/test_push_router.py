@@ -53,7 +53,7 @@ class ShrinkingPool:
     def absence(self) -> Absence | None:
         return None if self.engines else "all_left"
 
-    def arrival(self, instance_id: int) -> int:
+    def incarnation(self, instance_id: int) -> int:
         return instance_id if instance_id in self.engines else -1
 
     def device_type(self, instance_id: int) -> None:

@@ -195,35 +195,35 @@ async def test_an_empty_pool_has_the_reason() -> None:
     assert static_workers({1: engine_of()}).absence() is None
 
 
-async def test_an_instance_that_comes_back_is_another_arrival() -> None:
+async def test_an_instance_that_comes_back_is_another_incarnation() -> None:
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(WHERE)
         served = [await runtime.serve(WHERE, engine_of(), instance_id=instance_id) for instance_id in (2, 1)]
-        arrivals = [workers.arrival(instance_id) for instance_id in (1, 2, 3)]
-        assert arrivals[2] == -1
-        assert len(set(arrivals)) == 3
+        incarnations = [workers.incarnation(instance_id) for instance_id in (1, 2, 3)]
+        assert incarnations[2] == -1
+        assert len(set(incarnations)) == 3
         await served[0].unpublish()
-        assert workers.arrival(2) == -1
+        assert workers.incarnation(2) == -1
         await served[0].publish()
-        assert workers.arrival(2) > max(arrivals)
-        assert workers.arrival(1) == arrivals[0]
+        assert workers.incarnation(2) > max(incarnations)
+        assert workers.incarnation(1) == incarnations[0]
 
 
-async def test_an_instance_that_is_published_anew_is_the_same_arrival() -> None:
+async def test_an_instance_that_is_published_anew_is_the_same_incarnation() -> None:
     async with Runtime.in_process() as runtime:
         workers, where = runtime.workers(WHERE), EndpointId.parse(WHERE)
         await runtime.discovery.register(Instance.of(where, 7, device_type="cpu"))
-        arrival, ids = workers.arrival(7), workers.instance_ids()
+        incarnation, ids = workers.incarnation(7), workers.instance_ids()
         assert workers.device_type(7) == "cpu"
         await runtime.discovery.register(Instance.of(where, 7, device_type="cuda"))
-        assert (workers.arrival(7), workers.device_type(7)) == (arrival, "cuda")
+        assert (workers.incarnation(7), workers.device_type(7)) == (incarnation, "cuda")
         assert workers.instance_ids() is ids
 
 
 async def test_a_pool_knows_the_device_types_of_its_instances() -> None:
     workers = static_workers({1: engine_of(), 2: engine_of()}, device_types={1: "cpu"})
     assert [workers.device_type(instance_id) for instance_id in (1, 2, 3)] == ["cpu", None, None]
-    assert [workers.arrival(instance_id) for instance_id in (1, 2, 3)] == [0, 1, -1]
+    assert [workers.incarnation(instance_id) for instance_id in (1, 2, 3)] == [0, 1, -1]
 
 
 async def test_an_endpoints_pool_is_a_pool() -> None:
