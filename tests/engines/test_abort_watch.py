@@ -91,7 +91,6 @@ def test_all_roles_but_decode_abort_at_once_and_once(verb: str, steps: list[str]
     ],
 )
 def test_decode_aborts_when_its_first_token_is_there(verb: str, steps: list[str], aborts: int) -> None:
-    """BE-58, BE-59, BE-61."""
     assert _told(FirstToken(), verb, steps) == aborts
 
 
@@ -150,7 +149,7 @@ async def test_a_stream_that_is_just_closed_is_never_aborted() -> None:
 
 
 async def test_decode_waits_for_a_chunk_with_a_token() -> None:
-    """BE-58; an empty chunk is no token."""
+    """An empty chunk is no token."""
     engine, asked = Told(Chunk([]), Chunk.token(1)), request()
     async with as_engine(engine, mode=DECODE) as served, await served.generate(asked) as stream:
         await anext(stream)
@@ -176,7 +175,6 @@ async def test_decode_that_computes_the_prompt_itself_is_aborted_at_once() -> No
 
 
 async def test_decode_is_aborted_once_the_engine_says_that_the_transfer_is_over() -> None:
-    """BE-59."""
     engine, asked = Told(Chunk([])), request()
     async with as_engine(engine, mode=DECODE) as served, await served.generate(asked) as stream:
         await anext(stream)
@@ -188,7 +186,6 @@ async def test_decode_is_aborted_once_the_engine_says_that_the_transfer_is_over(
 
 
 async def test_decode_that_is_dropped_before_its_first_token_is_not_aborted() -> None:
-    """BE-61."""
     engine, asked = Told(Chunk([])), request()
     async with as_engine(engine, mode=DECODE) as served:
         async with await served.generate(asked) as stream:

@@ -40,7 +40,6 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_each_chunk_is_a_data_item_and_the_last_has_the_finish_reason() -> None:
-    """BE-52."""
     engine = scripted(Chunk.token(11), Chunk.token(22), Chunk.length())
     assert await answer(engine) == [Annotated(Chunk.token(11)), Annotated(Chunk.token(22)), Annotated(Chunk.length())]
     assert engine.open == 0
@@ -55,7 +54,6 @@ async def test_the_engine_sees_the_request_and_its_life() -> None:
 
 
 async def test_after_the_terminal_chunk_the_engine_is_not_read_again() -> None:
-    """BE-55."""
     engine = scripted(Chunk.token(1), Chunk.stop(), None)
     with anyio.fail_after(1):
         assert len(await answer(engine)) == 2
@@ -64,7 +62,6 @@ async def test_after_the_terminal_chunk_the_engine_is_not_read_again() -> None:
 
 @pytest.mark.parametrize("last", [Chunk.cancelled(), Chunk.error("no memory"), Chunk.stop().with_tokens([3])])
 async def test_a_terminal_chunk_is_handed_on_as_it_is(last: Chunk) -> None:
-    """BE-56."""
     assert await answer(scripted(last)) == [Annotated(last)]
 
 
@@ -86,7 +83,6 @@ async def test_a_coroutine_may_set_the_chunks_up() -> None:
 
 
 async def test_what_setting_up_raises_goes_to_the_caller() -> None:
-    """BE-53."""
 
     async def refuse(request: PreprocessedRequest, context: GenerateContext) -> Any:
         raise InvalidArgument("no such adapter", field="lora")
@@ -206,7 +202,7 @@ async def test_an_engine_that_raises_loses_only_that_request() -> None:
 
 
 async def test_a_stream_without_its_terminal_chunk_is_incomplete_and_may_go_on_elsewhere() -> None:
-    """BE-95, held here and not only in a test of the engine."""
+    """The adapter holds it, whatever the engine does."""
     for engine in (scripted(), scripted(Chunk.token(1), Chunk.token(2))):
         error = await failure(engine)
         assert isinstance(error, StreamIncomplete)
@@ -282,7 +278,6 @@ async def test_what_a_request_held_is_free_before_its_error_is_seen() -> None:
 
 
 async def test_a_prefill_engine_is_asked_for_one_token() -> None:
-    """BE-118."""
     engine = scripted(Chunk.stop().with_tokens([5]))
     asked = request(stop_conditions=StopConditions(max_tokens=100))
     await answer(engine, asked, mode=DisaggregationMode.PREFILL)
@@ -290,8 +285,8 @@ async def test_a_prefill_engine_is_asked_for_one_token() -> None:
     assert asked.payload.stop_conditions.max_tokens == 100
 
 
-async def test_a_decode_engine_is_not_asked_without_a_prefill() -> None:
-    """BE-119: a probe is."""
+async def test_a_decode_engine_gets_no_request_without_a_prefill() -> None:
+    """Of the requests without a prefill only a health probe reaches it."""
     engine, decode = scripted(Chunk.stop()), DisaggregationMode.DECODE
     with pytest.raises(InvalidArgument):
         await answer(engine, mode=decode)

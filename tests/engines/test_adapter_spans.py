@@ -63,7 +63,6 @@ async def ask(engine: LLMEngine, request: PreprocessedRequest | None = None, **s
 
 
 async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
-    """BE-64."""
     await ask(scripted(0.25, Chunk.token(1), 0.01, Chunk.token(2), 0.03, Chunk([3, 4]), Chunk.length()), model="served")
     assert spans.said == {
         "model": "served",
@@ -82,7 +81,6 @@ async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
 
 
 async def test_one_chunk_with_tokens_leaves_no_gap_to_speak_of(spans: Spans) -> None:
-    """BE-65."""
     await ask(scripted(Chunk([]), Chunk.token(1), 1.0, Chunk.stop()))
     assert spans.said["output_tokens"] == 1
     assert "ttft_ms" in spans.said
@@ -103,7 +101,6 @@ async def test_the_model_is_that_of_the_request_where_the_worker_names_none(span
 
 
 async def test_a_failed_set_up_is_told_as_such(spans: Spans) -> None:
-    """BE-53."""
     with pytest.raises(InvalidArgument):
         await ask(FunctionEngine(refuse))
     assert spans.said["error_kind"] == "setup_failed"
@@ -120,7 +117,6 @@ async def test_an_error_among_the_chunks_is_told_by_its_type(spans: Spans) -> No
 
 @pytest.mark.parametrize("items", [0, 1])
 async def test_a_stream_that_its_reader_leaves_is_dropped(spans: Spans, items: int) -> None:
-    """BE-62."""
     adapter = RequestAdapter(scripted(Chunk.token(1), Chunk.stop()), details=True)
     async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
         for _ in range(items):
@@ -173,7 +169,6 @@ LINK = TraceLink("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 
 async def test_a_migrated_request_is_linked_to_the_worker_before(spans: Spans) -> None:
-    """BE-67."""
     await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=LINK), details=False)
     assert spans.said == {"migration.trace_id": LINK.trace_id, "migration.span_id": LINK.span_id}
     (link,) = spans.one.links
@@ -194,14 +189,12 @@ async def test_ids_that_are_no_hex_are_told_but_not_linked(spans: Spans) -> None
 
 
 async def test_a_request_that_did_not_migrate_has_neither(spans: Spans) -> None:
-    """BE-68."""
     await ask(scripted(Chunk.stop()), details=False)
     assert spans.said == {}
     assert not spans.one.links
 
 
 async def test_the_first_chunk_with_tokens_carries_the_span(spans: Spans) -> None:
-    """BE-71."""
     chunks = await ask(scripted(Chunk([]), Chunk.token(1), Chunk.token(2), Chunk.stop()))
     ids = spans.one.context
     assert ids is not None
@@ -249,6 +242,5 @@ async def test_only_one_chunk_carries_it(spans: Spans) -> None:
 
 
 async def test_without_tracing_no_chunk_carries_a_link() -> None:
-    """BE-70."""
     chunks = await ask(scripted(Chunk.token(1), Chunk.stop()))
     assert [chunk.worker_trace_link for chunk in chunks] == [None, None]

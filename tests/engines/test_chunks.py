@@ -23,7 +23,6 @@ def last(index: int | None = None) -> LLMEngineOutput:
 
 
 def test_one_choice_ends_with_its_terminal_chunk() -> None:
-    """BE-94."""
     rules = ChunkContract()
     assert rules.is_single
     assert [rules.admit(each) for each in (chunk(), chunk(), last())] == [False, False, True]

@@ -26,7 +26,6 @@ from pipeline.protocols import PreprocessedRequest, RoutingHints
     ],
 )
 def test_a_request_may_name_its_rank(request_: Any, rank: int | None) -> None:
-    """BE-85, BE-86."""
     assert forced_dp_rank(request_) == rank
 
 

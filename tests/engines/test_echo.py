@@ -68,7 +68,7 @@ def tokens(outputs: list[LLMEngineOutput], index: int | None = None) -> list[int
 async def test_it_ends_with_the_prompt_or_at_its_limit(
     request_: PreprocessedRequest, said: list[int], finish: FinishReason
 ) -> None:
-    """The last one is the canary of PRT-01."""
+    """The last prompt is that of a health probe."""
     outputs = await echo(request_)
     assert tokens(outputs) == said
     assert all(len(output.token_ids) == 1 for output in outputs[:-1]), "one token an item"

@@ -53,12 +53,10 @@ def test_tokens_that_were_said_before_are_left_out() -> None:
     ],
 )
 def test_where_one_is_missing_there_are_none_at_all(positions: Any, token_ids: list[int]) -> None:
-    """BE-112."""
     assert extract_logprobs(positions, token_ids) == (None, None)
 
 
 def test_plain_numbers_have_no_candidates() -> None:
-    """BE-113."""
     assert extract_logprobs([-0.5, -1], [7, 9]) == ([-0.5, -1.0], None)
 
 

@@ -53,7 +53,6 @@ def full(used: int, rate: float | None = None) -> ComponentSnapshot:
 
 
 def test_the_named_ranks_are_shown_as_empty_from_the_start_but_for_their_hit_rate() -> None:
-    """BE-88."""
     gauges = Gauges()
     publisher = SnapshotPublisher(7, (0, 3), gauges.engine, lambda load: None)
     assert publisher.dp_ranks == [0, 3]
@@ -85,7 +84,6 @@ def test_an_unknown_hit_rate_leaves_the_last_one_and_zero_is_one() -> None:
 
 
 def test_a_rank_that_was_not_named_is_passed_over() -> None:
-    """BE-89."""
     gauges, sent = Gauges(), list[ActiveLoad]()
     publisher = SnapshotPublisher(7, [0], gauges.engine, sent.append)
     before = gauges.ranks
@@ -112,7 +110,6 @@ def test_a_load_that_cannot_be_sent_warns_once_a_rank_and_is_shown_all_the_same(
 
 
 def test_empty_labels_are_left_out() -> None:
-    """BE-91."""
     gauges = Gauges(model="")
     gauges.engine.took("model_load", 1.5)
     (point,) = gauges.points["model_load_time_seconds"]

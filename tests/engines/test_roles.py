@@ -35,7 +35,6 @@ CHAT = ModelType.Chat | ModelType.Completions
     [("agg", AGGREGATED), ("aggregated", AGGREGATED), ("PREFILL", PREFILL), (" decode ", DECODE), ("Encode", ENCODE)],
 )
 def test_a_mode_is_read_whatever_its_case_and_blanks(text: str, mode: DisaggregationMode) -> None:
-    """BE-16."""
     assert DisaggregationMode.parse(text) is mode
 
 
@@ -47,19 +46,16 @@ def test_any_other_text_names_no_mode(text: str) -> None:
 
 
 def test_modes_are_shown_short_and_written_in_full() -> None:
-    """BE-17."""
     assert [mode.display for mode in DisaggregationMode] == ["agg", "prefill", "decode", "encode"]
     assert [str(mode) for mode in DisaggregationMode] == ["aggregated", "prefill", "decode", "encode"]
     assert all(DisaggregationMode.parse(mode.display) is mode for mode in DisaggregationMode)
 
 
 def test_only_prefill_workers_are_found_under_their_own_component() -> None:
-    """BE-19."""
     assert [mode.component for mode in DisaggregationMode] == ["backend", "prefill", "backend", "backend"]
 
 
 def test_each_mode_publishes_its_surface_and_role() -> None:
-    """BE-22, BE-23."""
     assert [mode.model_type(CHAT) for mode in DisaggregationMode] == [CHAT, ModelType.Prefill, CHAT, ModelType(0)]
     assert [mode.worker_type for mode in DisaggregationMode] == [WorkerType(mode.value) for mode in DisaggregationMode]
 
@@ -78,7 +74,6 @@ def test_decode_and_encode_workers_have_no_index() -> None:
     ],
 )
 def test_each_mode_needs_the_other_halves(mode: DisaggregationMode, needs: Any, with_encoder: Any) -> None:
-    """BE-22."""
     assert mode.needs() == needs
     if with_encoder is not None:
         assert mode.needs(route_to_encoder=True) == with_encoder
@@ -90,7 +85,6 @@ def test_each_mode_needs_the_other_halves(mode: DisaggregationMode, needs: Any, 
 
 @pytest.mark.parametrize("stop", [{"max_tokens": 100, "min_tokens": 5, "stop": ["x"]}, {}])
 def test_prefill_makes_one_token_whatever_was_asked_for(stop: dict[str, Any]) -> None:
-    """BE-82."""
     request = PreprocessedRequest([1], stop_conditions=StopConditions(**stop))
     before = StopConditions(**stop)
     limited = enforce_prefill_max_tokens(request)
@@ -99,7 +93,6 @@ def test_prefill_makes_one_token_whatever_was_asked_for(stop: dict[str, Any]) ->
 
 
 def test_prefill_also_limits_a_request_without_a_stop_section() -> None:
-    """BE-83."""
     request = from_plain({"token_ids": [1]}, PreprocessedRequest)
     assert enforce_prefill_max_tokens(request).stop_conditions.max_tokens == 1
 
@@ -114,7 +107,6 @@ def test_prefill_also_limits_a_request_without_a_stop_section() -> None:
     ],
 )
 def test_decode_wants_to_know_of_the_prefill_unless_it_is_probed(fields: dict[str, Any], is_served: bool) -> None:
-    """BE-119."""
     request = PreprocessedRequest([1], **fields)
     if is_served:
         require_prefill(request)

@@ -52,7 +52,6 @@ def when_stopped(then: Any) -> Generate:
 @breaks("CancellationNotObserved")
 @when_stopped
 async def hangs_after_stop() -> Chunks:
-    """BE-101."""
     await anyio.sleep_forever()
     yield LLMEngineOutput.cancelled()
 
@@ -90,7 +89,7 @@ async def calls_a_stop_a_limit() -> Chunks:
 
 @breaks("CancellationIgnored")
 async def never_looks(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """BE-100: reaches its limit in time."""
+    """Reach the limit in time."""
     refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
         yield LLMEngineOutput.token(7)

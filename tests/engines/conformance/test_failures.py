@@ -107,8 +107,6 @@ class SourcesNameARankTwice(Sevens):
 
 @breaks("KvEventSourcesNotIdempotent")
 class SourcesChangeTheirOrder(Sevens):
-    """BE-103."""
-
     ranks = (1, 0)
 
     async def kv_event_sources(self) -> Any:
@@ -282,7 +280,6 @@ async def says_another_choice(request: PreprocessedRequest, context: GenerateCon
 
 @breaks("ChunkAfterTerminal")
 async def goes_on(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """BE-98."""
     async with aclosing(sevens(request, context)) as chunks:
         async for chunk in chunks:
             yield chunk

@@ -198,7 +198,6 @@ async def test_a_failure_travels_with_its_class_and_rule() -> None:
 
 
 async def test_one_engine_is_started_and_cleaned_up_twice_and_a_fresh_one_only_cleaned_up() -> None:
-    """BE-97."""
     await run_conformance(Sevens)
     assert [engine.calls for engine in RECORDED] == [["start", "cleanup", "cleanup"], ["cleanup"]]
 

@@ -62,8 +62,6 @@ class Ranked(Sevens):
 
 
 class OptsOut(Sevens):
-    """BE-104."""
-
     async def kv_event_sources(self) -> Sequence[PushSource]:
         return []
 

@@ -48,12 +48,10 @@ def test_the_defaults_are_those_of_the_original() -> None:
     ],
 )
 def test_each_engine_has_its_own_block_size(given: dict[str, Any], block_size: int) -> None:
-    """MOCK-73"""
     assert MockEngineArgs(**given).block_size == block_size
 
 
 def test_a_block_size_that_is_not_the_page_size_is_refused() -> None:
-    """MOCK-74"""
     refused("block_size", engine_type="sglang", block_size=8, sglang=SglangArgs(page_size=4))
 
 
@@ -71,7 +69,6 @@ def test_a_block_size_that_is_not_the_page_size_is_refused() -> None:
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(field: str, value: object) -> None:
-    """MOCK-76, MOCK-77"""
     refused(field, **{field: value})
 
 
@@ -130,13 +127,11 @@ def test_a_rate_is_a_number_from_0_to_1(rates: str) -> None:
 
 
 def test_drafts_do_not_go_with_a_decode_speed_up() -> None:
-    """MOCK-77"""
     assert MockEngineArgs(aic_nextn=3).aic_nextn == 3
     refused("decode_speedup_ratio", aic_nextn=3, decode_speedup_ratio=2.0)
 
 
 def test_choices_may_be_in_any_case_and_are_written_in_lower_case() -> None:
-    """MOCK-71"""
     args = MockEngineArgs.from_json('{"engine_type":"VLLM","worker_type":"Aggregated","preemption_mode":"Lifo"}')
     assert args == MockEngineArgs()
     plain = args.to_plain()
@@ -149,7 +144,6 @@ def test_choices_may_be_in_any_case_and_are_written_in_lower_case() -> None:
 
 
 def test_nulls_stay_null_there_and_back() -> None:
-    """MOCK-80, MOCK-83"""
     args = MockEngineArgs.from_json(b'{"max_num_seqs": null, "max_num_batched_tokens": null}')
     plain = args.to_plain()
     assert (plain["max_num_seqs"], plain["max_num_batched_tokens"]) == (None, None)
@@ -210,7 +204,6 @@ def test_flags_of_older_files_name_the_worker_type() -> None:
 
 @pytest.mark.parametrize("more", [{"is_decode": True}, {"worker_type": "decode"}])
 def test_a_worker_of_two_types_is_refused(more: dict[str, Any]) -> None:
-    """MOCK-79, MOCK-82"""
     with pytest.raises(InvalidArgument):
         MockEngineArgs.from_plain({"is_prefill": True} | more)
 
@@ -225,7 +218,6 @@ def test_a_worker_of_two_types_is_refused(more: dict[str, Any]) -> None:
     ],
 )
 def test_a_decode_worker_and_one_without_a_cache_publish_nothing(given: dict[str, Any], published: bool) -> None:
-    """MOCK-85"""
     assert MockEngineArgs(**given).publishes_kv_events == published
 
 
@@ -263,7 +255,6 @@ def test_a_scheduler_has_the_size_it_is_asked_for() -> None:
     ("dtype", "size"), [("bfloat16", 131072), ("auto", 131072), ("int8", 65536), ("FP8", 65536), ("float32", 262144)]
 )
 def test_the_cache_of_a_token_is_two_numbers_for_each_layer_head_and_dimension(dtype: str, size: int) -> None:
-    """MOCK-67, MOCK-68"""
     assert kv_bytes_per_token(32, 8, 128, dtype) == size
 
 
@@ -274,7 +265,6 @@ def test_an_unknown_type_of_number_is_refused() -> None:
 
 @pytest.mark.parametrize(("workers", "delay_s"), [(1, 0), (31, 0), (32, 0.1), (128, 0.1), (129, 0.2)])
 def test_many_workers_start_one_after_the_other(workers: int, delay_s: float) -> None:
-    """MOCK-70"""
     assert stagger_delay_s(workers) == delay_s
     assert stagger_delay_s(workers, 1.5) == 1.5
     assert stagger_delay_s(workers, 0.0) == 0

@@ -113,7 +113,6 @@ async def test_a_stop_after_the_last_choice_has_ended_cancels_another_one() -> N
 
 
 async def test_no_tokens_of_several_choices_are_a_last_chunk_for_each() -> None:
-    """BE-115."""
     async with as_engine(MockEngine(ARGS)) as asked:
         chunks = await read_all(await asked.generate(Context(request(max_tokens=0, choices=3))))
     assert [(chunk.index, chunk.finish_reason) for chunk in chunks] == [

@@ -83,7 +83,6 @@ async def test_a_request_without_a_limit_is_bounded() -> None:
 
 
 async def test_cached_tokens_come_with_the_first_and_the_last_chunk() -> None:
-    """MOCK-46."""
     async with running(MockEngine(SMALL)) as asked:
         await answer(asked, request(9, 1))
         first, second, last = await answer(asked, request(9, 2))
@@ -188,7 +187,6 @@ async def test_log_probabilities_come_when_asked_for() -> None:
 
 @pytest.mark.parametrize(("is_stopped", "reason"), [(False, FinishReason.LENGTH), (True, FinishReason.CANCELLED)])
 async def test_no_tokens_asked_for_are_one_empty_chunk(is_stopped: bool, reason: FinishReason) -> None:
-    """BE-115."""
     engine = MockEngine(SMALL)
     async with running(engine):
         context = GenerateContext(Context(None))
@@ -202,7 +200,6 @@ async def test_no_tokens_asked_for_are_one_empty_chunk(is_stopped: bool, reason:
 
 
 async def test_before_its_start_and_after_its_end_it_is_shut_down() -> None:
-    """BE-116."""
     engine = MockEngine(SMALL)
     asked = as_engine(engine)
     with pytest.raises(EngineShutdown):
@@ -239,7 +236,6 @@ async def test_a_prompt_that_can_never_fit_is_rejected_and_others_go_on() -> Non
 
 
 async def test_an_id_in_use_is_refused_and_free_again_when_its_stream_is_closed() -> None:
-    """MOCK-110."""
     async with running(MockEngine(SMALL)) as asked:
         async with await asked.generate(Context(request(20, 50), id="x")) as stream:
             await anext(stream)
@@ -340,7 +336,6 @@ async def test_closing_the_engine_ends_what_runs_as_cancelled() -> None:
 
 
 async def test_a_broken_model_of_time_fails_what_runs_and_nothing_after() -> None:
-    """MOCK-59."""
 
     class Broken:
         fails = True
@@ -405,7 +400,6 @@ async def test_events_replayed_give_the_cache() -> None:
 
 @pytest.mark.parametrize("silent", [{"worker_type": "decode"}, {"enable_prefix_caching": False}])
 async def test_a_worker_without_a_cache_to_share_has_no_events(silent: dict[str, Any]) -> None:
-    """MOCK-85."""
     engine = MockEngine(MockEngineArgs(**silent))
     async with as_engine(engine):
         assert list(await engine.kv_event_sources()) == []
@@ -429,7 +423,6 @@ async def test_its_start_takes_the_time_it_was_told() -> None:
 
 
 async def test_a_prefill_worker_says_one_token_and_what_the_other_needs() -> None:
-    """MOCK-61, MOCK-64."""
     args = MockEngineArgs(worker_type="prefill", kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
     times: list[float] = []
     async with running(MockEngine(args)) as asked, await asked.generate(Context(request(128, 50))) as stream:
@@ -450,7 +443,6 @@ async def took_ms(asked: Any, payload: PreprocessedRequest) -> float:
 
 
 async def test_a_decode_worker_pays_nothing_for_prompts_that_were_handed_over() -> None:
-    """MOCK-62."""
     async with running(MockEngine(MockEngineArgs(worker_type="decode"))) as asked:
         prefilled = request(5000, 1, prefill_result=PrefillResult({}))
         assert await took_ms(asked, prefilled) == pytest.approx(6.0, abs=0.3)

@@ -123,7 +123,6 @@ async def test_latencies_are_those_of_the_passes() -> None:
 
 
 async def test_a_request_for_nothing_is_not_measured() -> None:
-    """MOCK-47."""
     async with as_engine(MockEngine(VLLM)) as asked:
         await scraped(asked.engine)
         await read(asked, request(3, 0))

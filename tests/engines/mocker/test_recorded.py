@@ -86,7 +86,6 @@ def test_the_length_may_be_under_its_other_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_row_is_refused_by_its_number(tmp_path: Path, wrong: dict[str, Any] | str, about: str) -> None:
-    """MOCK-109, among others."""
     path = written(tmp_path, row(5, request_id="known"), "", wrong)
     with pytest.raises(InvalidArgument, match=f"line 3: .*({about})") as refused:
         RecordedOutputs.load(path)
@@ -202,7 +201,6 @@ async def test_an_engine_says_what_is_recorded_and_makes_up_the_rest(tmp_path: P
 
 @pytest.mark.anyio
 async def test_an_engine_with_a_broken_trace_does_not_start(tmp_path: Path) -> None:
-    """MOCK-109."""
     engine = MockEngine(MockEngineArgs(response_replay_trace_path=str(written(tmp_path, row()))))
     with pytest.raises(InvalidArgument, match="at least one output token") as refused:
         await engine.start(0)

@@ -24,7 +24,6 @@ def test_the_default_model_has_the_reference_values() -> None:
 
 
 def test_the_classic_model_has_the_reference_values() -> None:
-    """MOCK-52"""
     assert CLASSIC.prefill_ms(1, 64, 0) == pytest.approx(30.94752)
     assert CLASSIC.prefill_ms(1, 1000, 0) == pytest.approx(101.55)
     assert [CLASSIC.decode_ms(1, used, 100, 7) for used in (0, 50, 100)] == pytest.approx([19.44, 40.0125, 57.85])
@@ -40,29 +39,24 @@ def test_a_batch_costs_as_one_prompt_of_all_its_new_tokens() -> None:
 
 @pytest.mark.parametrize("model", [POLYNOMIAL, CLASSIC])
 def test_no_new_tokens_take_no_time(model: PolynomialTiming | ClassicTiming) -> None:
-    """MOCK-49"""
     assert model.prefill_ms(3, 128, 128) == 0
     assert model.prefill_ms(3, 100, 128) == 0, "means are rounded: there may seem to be more cached than there is"
 
 
 def test_a_cache_without_capacity_counts_as_full() -> None:
-    """MOCK-50"""
     assert POLYNOMIAL.decode_ms(1, 0, 0, 1) == pytest.approx(34.01)
 
 
 def test_more_in_use_than_there_is_counts_as_full() -> None:
-    """MOCK-55"""
     assert POLYNOMIAL.decode_ms(1, 500, 100, 1) == pytest.approx(34.01)
 
 
 @given(st.floats(0, 1))
 def test_a_decode_step_never_takes_less_than_a_millisecond(share: float) -> None:
-    """MOCK-56"""
     assert POLYNOMIAL.decode_ms(1, round(share * 10**6), 10**6, 1) >= 1
 
 
 def test_a_speed_up_divides() -> None:
-    """MOCK-53"""
     assert StepTime(POLYNOMIAL, 10).prefill_ms(1, 128, 0) == pytest.approx(1.84518, abs=1e-5)
     assert StepTime(POLYNOMIAL, 10, 2).prefill_ms(1, 128, 0) == pytest.approx(1.84518, abs=1e-5)
     assert StepTime(POLYNOMIAL, 10, 2).decode_ms(1, 0, 100, 1) == pytest.approx(0.287)
@@ -105,7 +99,6 @@ def test_a_predictor_is_asked_for_new_tokens_after_a_prefix_and_for_two_tokens_o
 
 
 def test_an_error_of_a_predictor_comes_through() -> None:
-    """MOCK-59"""
     timing = PredictedTiming(FailingPredictor())
     with pytest.raises(LookupError, match="no such point"):
         timing.prefill_ms(1, 2, 0)
@@ -172,7 +165,6 @@ def test_measured_times_are_read_from_a_file_or_its_folder(tmp_path: Path) -> No
     ],
 )
 def test_measured_arrays_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """MOCK-58"""
     path = saved(tmp_path / "perf.npz", arrays(**changed))
     with pytest.raises(InvalidArgument) as caught:
         InterpolatedTiming.load(path)

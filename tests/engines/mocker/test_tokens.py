@@ -128,5 +128,4 @@ def test_equal_seeds_draw_equal_bursts() -> None:
     ],
 )
 def test_rates_are_filled_up_with_zeros_and_cut(drafts: int, text: str | None, rates: tuple[float, ...]) -> None:
-    """MOCK-77"""
     assert accept_rates(drafts, text) == rates

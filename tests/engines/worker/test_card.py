@@ -44,7 +44,6 @@ def card(worker: dict[str, Any] | None = None, **engine: Any) -> ModelDeployment
 def test_role_needs_and_surface_follow_the_mode(
     mode: DisaggregationMode, to_encoder: bool, model_type: ModelType, role: WorkerType, needs: list[Any]
 ) -> None:
-    """BE-22, BE-23."""
     made = card({"disaggregation_mode": mode, "route_to_encoder": to_encoder})
     assert (made.model_type, made.role, made.needs, made.model_input) == (model_type, role, needs, "Tokens")
 
@@ -64,7 +63,6 @@ def test_a_decode_worker_that_may_prefill_needs_nobody(mode: DisaggregationMode,
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("mode", list(MODES))
 def test_decode_and_encode_workers_have_no_local_indexer(mode: DisaggregationMode, enabled: bool) -> None:
-    """BE-25, BE-26."""
     made = card({"disaggregation_mode": mode, "enable_local_indexer": enabled})
     assert made.runtime_config.enable_local_indexer is (enabled and mode in (MODES.AGGREGATED, MODES.PREFILL))
 
@@ -82,13 +80,11 @@ def test_decode_and_encode_workers_have_no_local_indexer(mode: DisaggregationMod
 def test_the_disaggregated_endpoint_needs_host_and_port(
     host: str | None, port: int | None, endpoint: DisaggregatedEndpoint | None
 ) -> None:
-    """BE-28."""
     made = card(bootstrap_host=host, bootstrap_port=port)
     assert made.runtime_config.disaggregated_endpoint == endpoint
 
 
 def test_what_the_engine_does_not_say_is_not_advertised() -> None:
-    """BE-29."""
     made = card().runtime_config
     assert (made.data_parallel_size, made.data_parallel_start_rank) == (1, 0)
     assert (made.context_length, made.total_kv_blocks, made.max_num_seqs, made.max_num_batched_tokens) == (None,) * 4
@@ -137,7 +133,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_model_name_that_is_a_folder_gives_the_files_of_it(folder: Path) -> None:
-    """BE-31."""
     made = card({"model_name": str(folder)}, kv_cache_block_size=64)
     assert (made.display_name, made.source_path, made.kv_cache_block_size) == ("m", str(folder), 64)
     assert made.tokenizer is not None

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_request_may_end_within_the_grace_period_and_is_then_cut(
     tokens: int, whole: bool, open_streams: OpenStreams
 ) -> None:
-    """BE-13: who outlasts it can go on elsewhere."""
+    """A request that outlasts it can go on with another worker."""
     engine = ScriptedSteps(tokens=tokens)
     request = Context(PreprocessedRequest([1]))
     said: list[Any] = []
@@ -143,7 +143,6 @@ async def test_a_cancellation_that_knows_no_shield_leaves_nothing_running_either
 async def test_a_worker_that_cannot_be_unregistered_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """BE-08."""
     engine = ScriptedSteps()
     async with Runtime.in_process() as runtime:
         async with hosted(engine, runtime) as worker:
@@ -181,7 +180,7 @@ async def test_a_drain_or_cleanup_that_fails_is_only_logged(step: str, caplog: p
 async def test_what_hangs_at_the_end_is_cut_short_and_logged(
     steps: dict[str, Any], ends_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """BE-07 inside a process that must go on: grace 2 and timeout 10, and 5 at least for the cleanup."""
+    """Inside a process that must go on: grace 2 and timeout 10, and 5 at least for the cleanup."""
     engine = ScriptedSteps(**steps)
     async with hosted(engine) as worker:
         pass

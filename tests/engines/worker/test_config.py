@@ -36,7 +36,6 @@ def test_the_defaults_are_those_of_the_documents() -> None:
     ("mode", "component"), [*((mode, "backend") for mode in MODES if mode != "prefill"), (MODES.PREFILL, "prefill")]
 )
 def test_the_component_follows_the_mode_unless_it_is_given(mode: DisaggregationMode, component: str) -> None:
-    """BE-19."""
     assert WorkerConfig(disaggregation_mode=mode).component == component
     assert WorkerConfig(disaggregation_mode=mode, component="mine").component == "mine"
 
@@ -54,7 +53,6 @@ class Foreign(Enum):
 
 
 def test_an_object_without_settings_gives_the_defaults() -> None:
-    """BE-34."""
     assert WorkerConfig.from_runtime_config(object()) == WorkerConfig()
     empty = SimpleNamespace(disaggregation_mode=None, serving_mode=None, namespace=None, component="")
     assert WorkerConfig.from_runtime_config(empty) == WorkerConfig()
@@ -79,7 +77,6 @@ def test_settings_are_taken_by_their_names_and_overrides_win() -> None:
     ],
 )
 def test_a_foreign_mode_is_known_by_its_members_name(settings: dict[str, Any], mode: DisaggregationMode) -> None:
-    """BE-35."""
     config = WorkerConfig.from_runtime_config(SimpleNamespace(**settings))
     assert (config.disaggregation_mode, config.component) == (mode, mode.component)
 
@@ -112,7 +109,6 @@ def test_a_foreign_mode_with_an_unknown_name_is_refused() -> None:
     ],
 )
 def test_endpoint_types_are_a_list_with_commas(text: str, surfaces: ModelType) -> None:
-    """BE-20."""
     assert parse_endpoint_types(text) == surfaces
 
 
@@ -143,7 +139,7 @@ def test_no_endpoint_type_at_all_is_refused(text: str) -> None:
     ],
 )
 def test_what_no_worker_can_be_is_refused_by_field(changes: dict[str, Any], field: str) -> None:
-    """BE-14 and the check of the encoder."""
+    """The check of encode workers is among these."""
     with pytest.raises(InvalidArgument) as refused:
         WorkerConfig(**changes).checked()
     assert refused.value.field == field
@@ -188,7 +184,6 @@ def test_the_workers_name_goes_before_the_engines_before_the_models(
     ],
 )
 def test_the_grace_period_is_read_leniently(text: str | None, grace_s: float) -> None:
-    """BE-10, BE-11."""
     environment = {} if text is None else {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": text}
     assert ShutdownTimes.from_environment(environment).grace_s == grace_s
 

@@ -34,14 +34,12 @@ def test_required_endpoints_go_before_targets_before_the_process(
 
 
 def test_a_target_without_a_canary_is_ready_when_it_registers() -> None:
-    """HLT-05."""
     health = SystemHealth()
     assert health.register("a", is_target=True)
     assert health.is_healthy
 
 
 def test_a_probed_target_is_not_ready_until_its_canary_says_so() -> None:
-    """HLT-07."""
     health = SystemHealth()
     health.register("a", is_target=True, is_probed=True)
     assert not health.is_healthy

@@ -88,7 +88,6 @@ async def test_each_step_is_done_once_and_measured() -> None:
 
 
 async def test_an_engine_that_never_started_is_not_cleaned_up() -> None:
-    """BE-01."""
     engine = Fake()
     life = Lifecycle(engine)
     await life.drain()
@@ -106,7 +105,6 @@ async def test_an_engine_that_never_started_is_not_cleaned_up() -> None:
     ],
 )
 async def test_a_start_that_fails_still_owes_its_cleanup(error: Exception, raised: type[PenstockError]) -> None:
-    """BE-02."""
     engine = Fake(start=error)
     life = Lifecycle(engine)
     with pytest.raises(raised, match=str(error)) as caught:

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("changes", [{"model_input": "Text"}, {"endpoint_types": ""}, {"namespace": "No Name"}])
 async def test_a_wrong_config_is_refused_before_anything_starts(changes: dict[str, Any]) -> None:
-    """BE-14."""
     engine = ScriptedSteps()
     worker = Worker(engine, WorkerConfig(**changes), environment={})
     with pytest.raises(InvalidArgument):
@@ -50,7 +49,7 @@ async def test_a_wrong_config_is_refused_before_anything_starts(changes: dict[st
 async def test_what_fails_before_registering_cleans_up_once_and_is_raised(
     step: str, error: Exception, raised: type[PenstockError]
 ) -> None:
-    """BE-02, and the same for the hooks after the start."""
+    """The hooks after the start are cancelled in the same way."""
     steps: dict[str, Any] = {step: error}
     engine = ScriptedSteps(**steps)
     async with Runtime.in_process() as runtime:
@@ -116,7 +115,6 @@ async def test_an_engine_that_sets_nothing_up_may_say_nothing_of_it() -> None:
 
 
 async def test_a_worker_told_to_end_before_its_start_never_starts() -> None:
-    """BE-01, BE-04."""
     worker = Worker(engine := ScriptedSteps(), environment={}, times=TIMES)
     worker.shutdown()
     async with worker:
@@ -126,8 +124,7 @@ async def test_a_worker_told_to_end_before_its_start_never_starts() -> None:
     assert anyio.current_time() == pytest.approx(0)
 
 
-async def test_a_worker_told_to_end_while_it_starts_is_not_registered() -> None:
-    """BE-05, without signals."""
+async def test_a_worker_that_is_ended_while_it_starts_is_not_registered() -> None:
     worker = Worker(engine := ScriptedSteps(start=5.0), environment={}, times=TIMES)
     async with anyio.create_task_group() as tasks:
 

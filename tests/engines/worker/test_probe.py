@@ -61,7 +61,6 @@ async def watched(probe: Any, traffic: Any = (GOOD, LAST)) -> AsyncIterator[Watc
 
 
 async def test_an_idle_endpoint_is_probed_after_its_time(open_streams: OpenStreams) -> None:
-    """HLT-01."""
     async with watched([GOOD, LAST]) as one:
         await anyio.sleep(9.9)
         assert (one.said, one.probes) == ([], 0)
@@ -160,7 +159,6 @@ async def test_real_traffic_makes_ready_at_once_and_puts_the_probe_off(open_stre
     ],
 )
 async def test_traffic_that_only_errors_does_not_count(traffic: list[Any]) -> None:
-    """HLT-03."""
     async with watched([BAD], traffic) as one:
         for _ in range(4):
             await anyio.sleep(4)
@@ -220,7 +218,6 @@ async def test_a_stopped_canary_says_nothing() -> None:
 
 
 async def test_three_canaries_do_not_know_each_other() -> None:
-    """HLT-08."""
     async with watched([GOOD]) as first, watched([BAD]) as second, watched([Stall()]) as third:
         await anyio.sleep(5)
         await second.ask()

@@ -106,7 +106,6 @@ async def test_without_kv_routing_only_the_metrics_are_set_up(changes: list[Any]
 
 
 async def test_snapshots_are_sent_without_kv_events_too(changes: list[SnapshotPublisher]) -> None:
-    """BE-88, BE-89."""
     engine = ScriptedSteps()
     engine.bindings = MetricsBindings(dp_ranks=[0, 3], on_publisher_ready=changes.append)
     heard: list[Event[ActiveLoad]] = []

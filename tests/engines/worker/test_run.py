@@ -97,7 +97,6 @@ async def test_a_signal_ends_the_worker_in_order(number: int) -> None:
 
 
 async def test_a_signal_while_the_engine_starts_waits_for_the_start() -> None:
-    """BE-05."""
     program = Program(Slow(start_s=6), (1, TERM))
     assert await program.run() == pytest.approx(6)
     assert (program.engine.calls, program.exits) == (ORDERLY, [])
@@ -105,14 +104,12 @@ async def test_a_signal_while_the_engine_starts_waits_for_the_start() -> None:
 
 
 async def test_a_signal_before_the_start_means_no_start() -> None:
-    """BE-04."""
     program = Program(Slow(), (0, TERM))
     assert await program.run() == pytest.approx(0)
     assert (program.engine.calls, program.worker.state) == ([], WorkerState.STOPPED)
 
 
 async def test_a_shutdown_asked_for_before_means_no_start() -> None:
-    """BE-04."""
     program = Program(Slow())
     program.worker.shutdown()
     await program.run()
@@ -159,7 +156,7 @@ async def test_the_second_signal_ends_the_process_at_once(
 async def test_an_end_that_takes_longer_than_its_time_ends_the_process(
     engine: Callable[[], Slow], calls: list[str], ends_s: float
 ) -> None:
-    """BE-07: 2 of grace and 10 after the signal at 1. Where that returns, it ends all the same."""
+    """2 of grace and 10 after the signal at 1. Where that returns, it ends all the same."""
     program = Program(engine(), (1, TERM))
     assert await program.run() == pytest.approx(ends_s)
     assert program.exits == [(pytest.approx(13), OVERDUE)]
@@ -167,7 +164,6 @@ async def test_an_end_that_takes_longer_than_its_time_ends_the_process(
 
 
 async def test_what_the_engine_raises_is_raised_as_it_is() -> None:
-    """BE-02."""
     program = Program(Slow(fails=True))
     with pytest.raises(BackendUnknown, match="broken"):
         await program.run()

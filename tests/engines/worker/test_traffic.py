@@ -43,7 +43,6 @@ def test_a_payload_asks_for_one_token_whatever_it_is() -> None:
 
 @pytest.mark.parametrize("payload", [{"a": 1}, {}, {"a": 1, "_HEALTH_CHECK": False}])
 def test_a_stamp_marks_a_copy(payload: dict[str, Any]) -> None:
-    """BE-76, BE-77."""
     before = dict(payload)
     assert stamp(payload) == {**payload, "_HEALTH_CHECK": True}
     assert payload == before
@@ -51,7 +50,6 @@ def test_a_stamp_marks_a_copy(payload: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("value", "is_one"), [(True, True), (False, False), ("true", False), (1, False)])
 def test_only_the_marker_itself_makes_a_probe(value: Any, is_one: bool) -> None:
-    """BE-79."""
     assert is_probe({"_HEALTH_CHECK": value}) is is_one
 
 
@@ -73,7 +71,6 @@ def test_without_the_marker_it_is_no_probe() -> None:
 def test_the_token_that_begins_a_text_is_looked_for_in_the_object_and_its_tokenizer(
     tokenizer: Any, default: int, found: int
 ) -> None:
-    """BE-80."""
     assert bos_token_id(tokenizer, default) == found
 
 
@@ -103,7 +100,6 @@ async def test_a_probe_is_read_and_answered_as_any_request() -> None:
 
 
 async def test_a_chunk_that_finished_with_an_error_becomes_an_error_item_and_the_last() -> None:
-    """BE-73."""
     items = await probed(scripted(Chunk.token(4), Chunk.error("x")), stamp({"token_ids": [1]}))
     assert items[0].data == Chunk.token(4)
     error = items[1].extract_error()
@@ -112,7 +108,6 @@ async def test_a_chunk_that_finished_with_an_error_becomes_an_error_item_and_the
 
 @pytest.mark.parametrize("payload", [{}, {"token_ids": "text"}, {"token_ids": [1], "_HEALTH_CHECK": 1}, [1], None, "x"])
 async def test_a_payload_that_is_no_request_is_an_error_item(payload: Any) -> None:
-    """BE-74."""
     engine = scripted(Chunk.stop())
     (item,) = await probed(engine, payload)
     assert isinstance(item.extract_error(), InvalidArgument)
@@ -120,7 +115,6 @@ async def test_a_payload_that_is_no_request_is_an_error_item(payload: Any) -> No
 
 
 async def test_a_decode_worker_answers_its_probe_without_a_prefill() -> None:
-    """BE-119."""
     items = await probed(EchoEngine(), stamp(health_payload()), mode=DisaggregationMode.DECODE)
     assert [item.data and item.data.token_ids for item in items] == [[1]]
 

@@ -51,7 +51,7 @@ class Sick(EchoEngine):
 async def test_a_worker_is_healthy_when_its_target_is_ready(
     engine: type[LLMEngine], environment: dict[str, str], at_once: bool, later: bool
 ) -> None:
-    """HLT-05, HLT-07: without a canary at once, with one when its probe has succeeded."""
+    """Without a canary at once, with one when its probe has succeeded."""
     async with Worker(engine(), environment=environment, times=TIMES) as worker:
         assert worker.health.is_healthy is at_once
         await anyio.sleep(9)
@@ -111,7 +111,6 @@ async def test_a_worker_that_ends_is_not_ready_from_the_start_of_its_end() -> No
 
 
 async def test_workers_may_share_what_is_known_of_their_health() -> None:
-    """HLT-08."""
     health = SystemHealth()
     async with (
         Runtime.in_process() as runtime,

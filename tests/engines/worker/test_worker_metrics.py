@@ -23,7 +23,6 @@ pytestmark = pytest.mark.anyio
 
 
 def test_empty_labels_are_left_out_and_the_id_is_hexadecimal() -> None:
-    """BE-91."""
     assert worker_labels(EndpointId("n", "c", "e"), 0xAB, model="", model_name="s") == {
         "dynamo_namespace": "n",
         "dynamo_component": "c",
@@ -59,7 +58,6 @@ async def test_the_steps_and_ranks_of_an_engine_are_measured_under_the_workers_l
 
 
 async def test_the_engines_own_metrics_get_the_workers_labels() -> None:
-    """BE-92."""
     engine = ScriptedSteps()
     engine.bindings = MetricsBindings(native_text=lambda: 'up{worker_id="own"} 1\n')
     config = WorkerConfig(metrics_labels=[("team", "a"), ("model", "mine")])

@@ -58,7 +58,7 @@ def test_without_a_threshold_nothing_is_busy(load: RankLoad) -> None:
     ],
 )
 def test_either_number_of_blocks_above_the_fraction_is_busy(load: RankLoad, expected: bool) -> None:
-    """MON-02: above, not at."""
+    """A load at the fraction is not busy."""
     assert is_busy(load, decode(0.6)) is expected
 
 
@@ -69,7 +69,6 @@ def test_without_a_known_capacity_blocks_say_nothing(total: int | None) -> None:
 
 
 def test_each_test_looks_at_its_own_numbers_only() -> None:
-    """MON-06."""
     assert not is_busy(RankLoad(active_prefill_tokens=10**9), decode(0.5))
     assert not is_rank_busy(RankLoad(100, 100), True, HUNDRED, prefill(5))
 
@@ -131,7 +130,6 @@ def test_a_worker_is_busy_when_all_its_ranks_are() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
 def test_a_fraction_of_blocks_lies_between_0_and_1(value: float) -> None:
-    """MON-08."""
     with pytest.raises(InvalidArgument) as caught:
         decode(value)
     assert caught.value.field == "active_decode_blocks_threshold"
@@ -139,7 +137,6 @@ def test_a_fraction_of_blocks_lies_between_0_and_1(value: float) -> None:
 
 @pytest.mark.parametrize("value", [0, 0.85, 1])
 def test_the_bounds_of_a_fraction_are_valid(value: float) -> None:
-    """MON-08."""
     assert decode(value).active_decode_blocks_threshold == value
 
 
@@ -209,7 +206,6 @@ def test_the_watch_knows_who_is_busy(world: World) -> None:
 
 
 def test_only_workers_above_are_flagged() -> None:
-    """MON-09."""
     world = World(prefill(5000))
     world.report(1, active_prefill_tokens=300_000)
     world.report(2, active_prefill_tokens=100)
@@ -217,7 +213,6 @@ def test_only_workers_above_are_flagged() -> None:
 
 
 def test_a_router_that_joins_late_sees_the_same_at_once(world: World) -> None:
-    """MON-11."""
     for worker_id in (1, 2):
         world.report(worker_id, kv_used_blocks=95)
     prefill_pool = static_workers({i: ScriptedEngine([i]) for i in (2, 3)})
@@ -269,7 +264,6 @@ def test_capacities_count_as_soon_as_they_are_known() -> None:
 
 
 def test_what_may_be_of_another_pool_makes_nobody_busy(world: World) -> None:
-    """MON-12."""
     world.report(1, kv_used_blocks=95)
     elsewhere = Subject[ActiveLoad]()
     world.loads.follow(elsewhere, elsewhere=[static_workers({1: ScriptedEngine([])})])

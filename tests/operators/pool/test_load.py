@@ -154,7 +154,6 @@ def test_reports_are_kept_by_rank_beside_what_is_in_flight() -> None:
 
 
 def test_reports_of_strangers_are_dropped_and_of_those_that_may_be_two_forgotten() -> None:
-    """MON-12."""
     loads, reports = WorkerLoads(pool(1, 2)), Subject[ActiveLoad]()
     elsewhere: dict[int, ScriptedEngine] = {}
     other = pool(2, 3)

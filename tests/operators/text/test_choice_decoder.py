@@ -99,7 +99,6 @@ def test_a_stop_string_that_began_before_the_minimum_does_not_count() -> None:
 
 
 def test_a_token_that_cannot_be_decoded_ends_with_an_error() -> None:
-    """DET-02."""
     decoded = decode([97, 9999, 98])
     assert decoded.text == "a"
     assert decoded.finish is not None

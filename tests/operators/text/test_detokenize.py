@@ -205,7 +205,6 @@ async def test_an_answer_for_an_unknown_choice_ends_the_request_with_an_error(in
 
 
 async def test_a_token_that_is_none_finishes_its_choice_with_a_decode_error() -> None:
-    """DET-02."""
     items, below = await decode([chunk([97, 9999, 98]), chunk("never")])
     (output,) = outputs(items)
     assert str(output.finish_reason).startswith("error: decode error:")
@@ -215,7 +214,6 @@ async def test_a_token_that_is_none_finishes_its_choice_with_a_decode_error() ->
 
 @pytest.mark.parametrize("text", [None, "a"])
 async def test_top_log_probabilities_are_given_their_text_and_bytes(text: str | None) -> None:
-    """DET-04."""
     bare = [TopLogprob(1, 97, -0.1), TopLogprob(2, 0xE6, -2.0), TopLogprob(3, 9999, -3.0)]
     known = TopLogprob(4, 98, -4.0, token="B", bytes=[66])
     items, _ = await decode([chunk("a", text=text, top_logprobs=[[*bare, known]])])

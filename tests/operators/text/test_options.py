@@ -173,7 +173,6 @@ def test_where_to_go_and_how_urgent() -> None:
 
 
 def test_the_cache_salt_of_the_request_is_used_where_there_is_no_other() -> None:
-    """EXT-05."""
     assert routing_hints(chat(cache_salt="top")) == RoutingHints(cache_namespace="top")
 
 

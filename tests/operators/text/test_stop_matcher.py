@@ -78,7 +78,7 @@ def test_what_is_held_is_the_beginning_of_a_stop_string_and_shorter_than_the_lon
 def test_held_text_is_shown_once_it_is_decided(
     stops: list[str], pieces: list[str], shown: list[str], matched: str | None
 ) -> None:
-    """DET-01, with characters for bytes: nothing is cut inside a character."""
+    """With characters for bytes: nothing is cut inside a character."""
     matcher = StopMatcher(stops)
     assert [matcher.feed(piece) for piece in pieces] == shown
     assert matcher.matched == matched

@@ -84,7 +84,6 @@ def test_an_unfinished_character_is_given_up_at_the_end(joining: Tokenizer) -> N
 def test_an_id_that_is_no_token_is_a_decode_failure(
     joining: Tokenizer, word_pieces: HuggingFaceTokenizer, bad: int
 ) -> None:
-    """DET-02."""
     for tokenizer in (joining, word_pieces):
         with pytest.raises(CodecError, match=f"token id {bad} is not in the vocabulary"):
             tokenizer.decoder().step(bad)

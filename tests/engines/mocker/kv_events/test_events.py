@@ -50,7 +50,6 @@ def test_a_store_that_begins_a_sequence_has_a_nil_parent() -> None:
     [("device", None), ("host_pinned", "CPU_PINNED"), ("disk", "DISK"), ("external", "EXTERNAL")],
 )
 def test_a_medium_is_said_of_every_tier_but_the_device(tier: StorageTier, medium: str | None) -> None:
-    """MOCK-112."""
     for event in decoded(stored(tier=tier), EngineEvent(KvRemoved([11]), tier=tier))[1]:
         assert event.get("medium") == medium
         assert ("medium" in event) == (medium is not None)

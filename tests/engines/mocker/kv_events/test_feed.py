@@ -169,7 +169,6 @@ async def test_a_batch_is_what_one_pass_changed(context: Any) -> None:
 
 @pytest.mark.parametrize("silent", [{"worker_type": "decode"}, {"enable_prefix_caching": False}])
 async def test_a_worker_without_a_cache_to_share_opens_no_port(silent: dict[str, Any]) -> None:
-    """MOCK-85."""
     args = small(**silent)
     engine = MockEngine(args)
     async with as_engine(MockEngine(args)), as_engine(engine):

@@ -34,7 +34,6 @@ def names_of(*names: int) -> list[StoredBlock]:
 
 
 def test_a_pool_gives_as_many_blocks_as_it_has() -> None:
-    """MOCK-01"""
     pool = BlockPool(10)
     assert len(set(taken(pool, 10))) == 10
     assert (pool.active, pool.available) == (10, 0)
@@ -42,7 +41,6 @@ def test_a_pool_gives_as_many_blocks_as_it_has() -> None:
 
 
 def test_a_block_too_many_is_refused_and_changes_nothing() -> None:
-    """MOCK-02"""
     pool, events = pool_with_events(10)
     stored(pool, *range(9))
     pool.release(stored(pool, 9))
@@ -64,7 +62,6 @@ def test_an_active_block_is_used_once_more_without_an_event() -> None:
 
 
 def test_an_inactive_block_becomes_active_without_an_event() -> None:
-    """MOCK-04, MOCK-13"""
     pool, events = pool_with_events(2)
     pool.release(stored(pool, 1))
     del events[:]
@@ -74,7 +71,6 @@ def test_an_inactive_block_becomes_active_without_an_event() -> None:
 
 
 def test_a_block_held_twice_stays_active_when_one_lets_go() -> None:
-    """MOCK-05"""
     pool = BlockPool(1)
     blocks = stored(pool, 1)
     pool.reuse(blocks)
@@ -94,7 +90,7 @@ def test_released_blocks_stay_findable_and_nameless_ones_are_free() -> None:
 
 
 def test_blocks_are_evicted_in_the_order_they_became_inactive() -> None:
-    """MOCK-07: 4,3,2,1,5, of which 1,4,2 are used again."""
+    """4,3,2,1,5, of which 1,4,2 are used again."""
     pool = BlockPool(5)
     for name in (4, 3, 2, 1, 5, 1, 4, 2):
         found = pool.match([name])
@@ -106,7 +102,6 @@ def test_blocks_are_evicted_in_the_order_they_became_inactive() -> None:
 
 
 def test_an_empty_pool_evicts_nothing() -> None:
-    """MOCK-08"""
     pool, events = pool_with_events(3)
     assert pool.evict() is None
     stored(pool, 1)
@@ -130,14 +125,12 @@ def test_of_one_sequence_the_tail_is_evicted_first() -> None:
 
 
 def test_the_first_block_of_a_sequence_has_no_parent() -> None:
-    """MOCK-10"""
     pool, events = pool_with_events(2)
     stored(pool, 7)
     assert events == [KvStored(None, names_of(7))]
 
 
 def test_a_later_block_names_the_one_before_it() -> None:
-    """MOCK-11"""
     pool, events = pool_with_events(2)
     stored(pool, 7)
     stored(pool, 8, parent=7)

@@ -30,7 +30,6 @@ def test_each_pass_says_one_token_until_the_limit() -> None:
 
 
 def test_a_finished_request_leaves_nothing_active() -> None:
-    """MOCK-28"""
     core = scheduler()
     submitted(core, sequence_of(6, 9))
     run(core)
@@ -40,7 +39,6 @@ def test_a_finished_request_leaves_nothing_active() -> None:
 
 @pytest.mark.parametrize("passes", [0, 1, 3])
 def test_a_cancelled_request_gives_its_blocks_back(passes: int) -> None:
-    """MOCK-29"""
     core = scheduler()
     sequence, other = submitted(core, sequence_of(6, 9), sequence_of(6, 9, of=1))
     for _ in range(passes):
@@ -54,7 +52,6 @@ def test_a_cancelled_request_gives_its_blocks_back(passes: int) -> None:
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
-    """MOCK-31"""
     core = scheduler(max_seqs=2)
     sequences = submitted(core, *(sequence_of(6, 3, of=n) for n in range(5)))
     counts, finished = [], []
@@ -67,7 +64,6 @@ def test_no_more_sequences_run_than_allowed() -> None:
 
 
 def test_a_long_prompt_is_computed_over_several_passes() -> None:
-    """MOCK-32"""
     core = scheduler(max_batched_tokens=16)
     (sequence,) = submitted(core, sequence_of(40))
     passes = [core.run_step() for _ in range(3)]
@@ -92,7 +88,6 @@ def test_without_chunks_a_prompt_that_fits_no_pass_is_rejected() -> None:
 
 
 def test_nobody_overtakes_the_head_that_does_not_fit() -> None:
-    """MOCK-34"""
     core = scheduler(5)
     _, large, small = submitted(core, sequence_of(12, 9, of=1), sequence_of(12, of=2), sequence_of(4, of=3))
     done = core.run_step()
@@ -102,7 +97,6 @@ def test_nobody_overtakes_the_head_that_does_not_fit() -> None:
 
 
 def test_a_prompt_gets_the_tokens_that_outputs_leave() -> None:
-    """MOCK-35"""
     core = scheduler(max_batched_tokens=16)
     submitted(core, *(sequence_of(4, 9, of=n) for n in range(3)))
     core.run_step()
@@ -133,7 +127,6 @@ def test_who_can_never_be_served_is_told_so_though_the_budget_is_spent() -> None
 
 @pytest.mark.parametrize("prompt_tokens", [32, 33])
 def test_a_prompt_as_long_as_the_model_allows_is_rejected(prompt_tokens: int) -> None:
-    """MOCK-43"""
     core = scheduler(max_model_len=32)
     sequence, other = submitted(core, sequence_of(prompt_tokens, 3), sequence_of(4, of=1))
     done = core.run_step()
@@ -142,7 +135,6 @@ def test_a_prompt_as_long_as_the_model_allows_is_rejected(prompt_tokens: int) ->
 
 
 def test_without_a_model_length_a_long_prompt_that_fits_is_accepted() -> None:
-    """MOCK-44"""
     core = scheduler(100)
     submitted(core, sequence_of(400))
     assert len(run(core)) == 1
@@ -170,7 +162,6 @@ def test_an_output_ends_where_the_cache_could_not_hold_it() -> None:
 
 
 def test_the_cached_tokens_are_known_from_the_first_admission_on() -> None:
-    """MOCK-46"""
     core = scheduler()
     first, second = sequence_of(12, 2), sequence_of(14, 2)
     assert [first.cached_tokens] == [None]
@@ -182,7 +173,6 @@ def test_the_cached_tokens_are_known_from_the_first_admission_on() -> None:
 
 
 def test_a_request_for_no_output_completes_without_a_token() -> None:
-    """MOCK-47"""
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(6, 0))
     done = core.run_step()
@@ -222,7 +212,6 @@ def test_blocks_are_shared_with_requests_later_in_the_same_pass() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_shared() -> None:
-    """MOCK-14"""
     core = scheduler(prefix_caching=False)
     first, second = submitted(core, sequence_of(13, 9), sequence_of(13, 9))
     core.run_step()

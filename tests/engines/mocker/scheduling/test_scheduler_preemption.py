@@ -19,13 +19,11 @@ def crowded(preemption_mode: Any = "lifo") -> tuple[Scheduler, tuple[Sequence, .
 
 
 def test_lifo_preempts_who_came_last() -> None:
-    """MOCK-37"""
     core, (_, _, third) = crowded("lifo")
     assert core.run_step().preempted == [third]
 
 
 def test_fifo_preempts_who_came_first() -> None:
-    """MOCK-38"""
     core, (first, second, third) = crowded("fifo")
     done = core.run_step()
     assert done.preempted == [first]
@@ -33,7 +31,6 @@ def test_fifo_preempts_who_came_first() -> None:
 
 
 def test_a_preempted_request_waits_at_the_front() -> None:
-    """MOCK-40"""
     core, (_, _, third) = crowded()
     (newcomer,) = submitted(core, sequence_of(4, of=9))
     core.run_step()
@@ -44,7 +41,6 @@ def test_a_preempted_request_waits_at_the_front() -> None:
 
 
 def test_a_pass_that_preempts_admits_nobody() -> None:
-    """MOCK-41"""
     core = scheduler(6)
     first, second = submitted(core, sequence_of(4, 12, of=1), sequence_of(1, 12, of=2))
     while not (done := core.run_step()).preempted:
@@ -57,7 +53,6 @@ def test_a_pass_that_preempts_admits_nobody() -> None:
 
 
 def test_a_preempted_request_says_nothing_twice() -> None:
-    """MOCK-26"""
     core, sequences = crowded()
     said = {sequence: sequence.emitted for sequence in sequences}
     while not core.is_idle:

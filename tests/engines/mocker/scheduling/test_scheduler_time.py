@@ -66,7 +66,6 @@ def test_both_phases_are_sped_up_and_decode_twice() -> None:
 
 
 def test_tokens_of_a_prefill_worker_take_no_time() -> None:
-    """MOCK-61"""
     core = scheduler(time=StepTime(RecordingModel()), role=ROLES["prefill"])
     submitted(core, sequence_of(4, 1))
     done = core.run_step()
@@ -74,7 +73,6 @@ def test_tokens_of_a_prefill_worker_take_no_time() -> None:
 
 
 def test_prompts_of_a_decode_worker_take_no_time() -> None:
-    """MOCK-62"""
     core = scheduler(time=StepTime(RecordingModel()), role=ROLES["decode"])
     submitted(core, sequence_of(4, 2))
     assert core.run_step().duration_ms == 4
@@ -108,7 +106,6 @@ def test_a_decode_worker_pays_again_for_a_preempted_prompt_it_paid_for(pays: boo
 
 
 def test_an_error_of_the_model_comes_through_and_everything_can_be_cancelled() -> None:
-    """MOCK-59"""
 
     class Broken(RecordingModel):
         def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:

@@ -32,14 +32,12 @@ def parents(events: list[KvEventData]) -> list[int | None]:
 
 
 def test_an_incomplete_block_is_a_nameless_one() -> None:
-    """MOCK-16"""
     sequence, pool, events = setting(15)
     compute(sequence, pool)
     assert (len(sequence.blocks), pool.names(), events) == (1, set(), [])
 
 
 def test_the_token_that_fills_a_block_asks_for_none() -> None:
-    """MOCK-17"""
     sequence, pool, _ = setting(15)
     compute(sequence, pool)
     sequence.generate()
@@ -48,7 +46,7 @@ def test_the_token_that_fills_a_block_asks_for_none() -> None:
 
 
 def test_a_block_gets_its_name_when_it_is_computed_below_the_one_before_it() -> None:
-    """MOCK-19: with 49 tokens the fourth block begins; the third was named below the second."""
+    """With 49 tokens the fourth block begins; the third was named below the second."""
     sequence, pool, events = setting(15)
     compute(sequence, pool)
     while sequence.length < 3 * BLOCK + 1:
@@ -60,7 +58,6 @@ def test_a_block_gets_its_name_when_it_is_computed_below_the_one_before_it() -> 
 
 
 def test_taking_a_token_back_takes_back_the_block_it_began() -> None:
-    """MOCK-20"""
     sequence, pool, _ = setting(BLOCK)
     compute(sequence, pool)
     sequence.generate()
@@ -81,7 +78,7 @@ def test_a_prompt_cannot_be_taken_back() -> None:
 
 
 def test_tokens_within_a_block_change_nothing_in_the_pool() -> None:
-    """MOCK-22: 14 tokens, two more."""
+    """14 tokens, two more."""
     sequence, pool, events = setting(14, 5)
     compute(sequence, pool)
     for _ in range(2):
@@ -90,7 +87,7 @@ def test_tokens_within_a_block_change_nothing_in_the_pool() -> None:
 
 
 def test_the_first_token_of_a_block_names_the_one_before_it_and_takes_the_next() -> None:
-    """MOCK-23: 14 tokens, three more."""
+    """14 tokens, three more."""
     sequence, pool, events = setting(14, 5)
     compute(sequence, pool)
     for _ in range(3):
@@ -102,7 +99,6 @@ def test_the_first_token_of_a_block_names_the_one_before_it_and_takes_the_next()
 
 
 def test_blocks_are_given_back_from_the_last_to_the_first() -> None:
-    """MOCK-25"""
     sequence, pool, _ = setting(2 * BLOCK + 3)
     compute(sequence, pool)
     names = sequence.names(2)
@@ -112,7 +108,6 @@ def test_blocks_are_given_back_from_the_last_to_the_first() -> None:
 
 
 def test_tokens_handed_on_before_a_preemption_are_not_handed_on_again() -> None:
-    """MOCK-26"""
     sequence, pool, _ = setting(10, 9)
     compute(sequence, pool)
     assert [sequence.generate() for _ in range(7)] == [1] * 7

@@ -110,7 +110,6 @@ async def test_decode_begins_when_the_blocks_have_arrived_and_says_what_one_work
 
 
 async def test_a_prompt_the_decode_worker_has_needs_no_time_on_its_way() -> None:
-    """MOCK-104."""
     async with pair(evolve(ARGS, kv_transfer_timing_mode="destination_missing")) as both:
         prompt = list(range(8))
         first, _ = await run_both(both, half_of(1, prompt), half_of(1, prompt))

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("late", ROLES)
 async def test_the_blocks_change_hands_whoever_comes_first(order: TransferOrder, late: TransferRole) -> None:
-    """MOCK-101, MOCK-103."""
     calls: list[str] = []
     both = pair(order, ScriptedSide(2.0, shared=calls), ScriptedSide(1.0, shared=calls))
     started_s = anyio.current_time()
@@ -49,7 +48,6 @@ async def test_the_blocks_change_hands_whoever_comes_first(order: TransferOrder,
 
 
 async def test_a_full_hit_at_the_destination_takes_no_time_and_every_step() -> None:
-    """MOCK-104."""
     both = pair(destination=ScriptedSide(missing_tokens=0))
     started_s = anyio.current_time()
     await both.run()

@@ -87,7 +87,6 @@ def kinds(actions: list[TransferAction]) -> list[str]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_handoff_that_goes_well_takes_each_step_once_in_order(order: TransferOrder) -> None:
-    """MOCK-101, MOCK-103."""
     transfer = Transfer(order)
     taken = due = transfer.start()
     while due[0].kind is not ActionKind.COMPLETE:
@@ -125,7 +124,7 @@ def test_an_unknown_order_is_refused() -> None:
 def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
     order: TransferOrder, timing: TransferTiming, missing_tokens: int, delay_ms: float
 ) -> None:
-    """MOCK-104: the third row is a destination that has every block already."""
+    """The third row is a destination that has every block already."""
     transfer = Transfer(order)
     start = drive_to(transfer, ActionKind.START_TRANSFER, timing, missing_tokens)
     assert start == TransferAction(ActionKind.START_TRANSFER, delay_ms)
@@ -139,7 +138,7 @@ def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
 def test_giving_up_cancels_every_side_that_may_own_blocks(
     order: TransferOrder, reason: EndReason, is_acknowledged: bool, kind: ActionKind
 ) -> None:
-    """MOCK-106: issued counts as owned, acknowledged or not."""
+    """A transfer that was issued counts as owned, acknowledged or not."""
     transfer = Transfer(order)
     action = drive_to(transfer, kind)
     if is_acknowledged and kind in FACTS:
@@ -159,7 +158,6 @@ def test_giving_up_cancels_every_side_that_may_own_blocks(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_lost_release_is_followed_by_cancels_and_no_second_release(order: TransferOrder) -> None:
-    """MOCK-107."""
     transfer = Transfer(order)
     release = drive_to(transfer, ActionKind.RELEASE_SOURCE)
     cancels = transfer.give_up("timed_out")
@@ -331,7 +329,6 @@ def test_a_delay_beyond_any_float_is_refused(timing: TransferTiming) -> None:
 def test_only_a_completed_prefill_owes_a_delay(
     worker_type: WorkerType, is_completed: bool, delay_ms: float | None
 ) -> None:
-    """MOCK-64, MOCK-65."""
     timing = TransferTiming(128, 1_000_000, 1.0)
     assert transfer_delay_ms(timing, 0, worker_type=worker_type, is_completed=is_completed) == delay_ms
 

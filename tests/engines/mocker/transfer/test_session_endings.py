@@ -46,7 +46,7 @@ async def test_whoever_waits_alone_gives_up_after_the_rendezvous_limit(role: Tra
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("slow", ROLES)
 async def test_a_session_that_takes_too_long_ends_on_both_sides(order: TransferOrder, slow: TransferRole) -> None:
-    """MOCK-106 where the destination still waits for room."""
+    """The destination still waits for room."""
     both = pair(order)
     both.sides[slow].wait_s = 1_000.0
     started_s = anyio.current_time()
