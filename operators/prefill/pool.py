@@ -28,6 +28,7 @@ from pipeline.rx import CompositeDisposable, Observable
 
 from ..kv import KvPushRouter, KvRouter, RouteRequest, hash_beside_the_loop, with_shared_hashes
 from ..pool import Output, PushRouter, assign_worker
+from ..text import offered_threads
 from .resolve import Configs
 from .worker import PrefillWorker, named_worker
 
@@ -105,7 +106,8 @@ class KvPrefill:
 
     async def prepare(self, request: Context[PreprocessedRequest]) -> None:
         """Hash a long prompt beside the loop; see `hash_beside_the_loop`."""
-        await hash_beside_the_loop(self._route(request), request)
+        if offered_threads(request) is not None:
+            await hash_beside_the_loop(self._route(request), request)
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
         rank = await self.stage.reserve(request)
