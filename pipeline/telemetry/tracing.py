@@ -174,7 +174,7 @@ def _below(
 
     Without a span in the request, the current span of the caller's task counts, if there is one.
     """
-    above = _trace_of(request)
+    above = _as_context(request.trace)
     if above is not None and (above is UNTRACED or _is_left_out(trace.get_current_span(above))):
         return request, trace.INVALID_SPAN
     values: dict[str, AttributeValue] = {REQUEST_ID: request.id}
@@ -357,17 +357,14 @@ def trace_link(context: Context[Any]) -> TraceLink | None:
     return TraceLink(f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
 
 
-def _trace_of(context: Context[Any]) -> TraceContext | None:
-    return context.trace if isinstance(context.trace, TraceContext) else None
-
-
 def _as_context(found: object) -> TraceContext | None:
     return found if isinstance(found, TraceContext) else None
 
 
 def _span(context: Context[Any]) -> Span | None:
     """Return the span of the stage that was given this context."""
-    if (found := _trace_of(context)) is None:
+    found = context.trace
+    if not isinstance(found, TraceContext):
         return None
     span = trace.get_current_span(found)
     return None if span is trace.INVALID_SPAN else span
