@@ -1,19 +1,18 @@
 """Standard graphs, built from one config."""
 
 from .config import IGNORE_UNSUPPORTED, METRICS_PREFIX, GraphConfig, RouterName
-from .engines import Deployment, converted, find_engine, hint_of
+from .engines import converted, find_engine, hint_of
 from .fleet import Fleet
-from .graphs import HostOptions, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph, wall_ms
+from .graphs import HostOptions, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph
 from .kv_routing import SESSION_TTL, event_log
-from .routing import SILENCE, busy_thresholds, prefill_endpoint, prefill_stage, router_of, routing_to
-from .settings import kv_router_config, policy_document, policy_profile
+from .routing import SILENCE, routing_to
+from .settings import kv_router_config
 
 __all__ = [
     "IGNORE_UNSUPPORTED",
     "METRICS_PREFIX",
     "SESSION_TTL",
     "SILENCE",
-    "Deployment",
     "Fleet",
     "GraphConfig",
     "HostOptions",
@@ -21,7 +20,6 @@ __all__ = [
     "RouterName",
     "StandardGraph",
     "TokenGraph",
-    "busy_thresholds",
     "converted",
     "event_log",
     "find_engine",
@@ -29,12 +27,6 @@ __all__ = [
     "hosted_graph",
     "kv_router_config",
     "line",
-    "policy_document",
-    "policy_profile",
-    "prefill_endpoint",
-    "prefill_stage",
-    "router_of",
     "routing_to",
     "standard_graph",
-    "wall_ms",
 ]

@@ -4,7 +4,7 @@ from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     from .application import admin_app, app
-    from .availability import Availability, Phase
+    from .availability import Availability
     from .generation import ON_GONE
     from .guard import Access
     from .metrics import Telemetry
@@ -26,7 +26,6 @@ __all__ = [
     "Access",
     "Availability",
     "HttpOptions",
-    "Phase",
     "Problem",
     "Refusal",
     "Telemetry",

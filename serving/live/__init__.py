@@ -10,7 +10,12 @@ from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     from .client import Address
-    from .engine import UNKNOWN_TOKEN, LiveEngine
-    from .server import LiveServer, find_server, live_graph
+    from .engine import LiveEngine
+    from .server import find_server, live_graph
 
-__all__ = ["UNKNOWN_TOKEN", "Address", "LiveEngine", "LiveServer", "find_server", "live_graph"]
+__all__ = [
+    "Address",
+    "LiveEngine",
+    "find_server",
+    "live_graph",
+]

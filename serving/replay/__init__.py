@@ -6,7 +6,6 @@ independent of graphs: `read_trace` and `SyntheticLoad` make the requests, `Sche
 `sweep_runs` on all cores. Pages with charts are in `serving.replay.page`.
 """
 
-from .driver import request_of
 from .faults import Action, Fault, RollingRestart, parse_faults, plan_faults
 from .report import (
     Limits,
@@ -48,7 +47,6 @@ __all__ = [
     "plan_faults",
     "read_trace",
     "report_text",
-    "request_of",
     "run",
     "run_config",
     "sweep",

@@ -19,7 +19,8 @@ from engines import as_engine
 from engines.mocker import MockEngine
 from pipeline import Annotated, AsyncEngine, Context, Disconnected, Operator, ResponseStream, Unavailable
 from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedRequest
-from serving.replay import Schedule, parse_faults, request_of
+from serving.replay import Schedule, parse_faults
+from serving.replay.driver import request_of
 
 pytestmark = pytest.mark.anyio
 

@@ -24,7 +24,8 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
-from serving.deployment import GraphConfig, HostOptions, OpenGraph, RouterName, hosted_graph, router_of, routing_to
+from serving.deployment import GraphConfig, HostOptions, OpenGraph, RouterName, hosted_graph, routing_to
+from serving.deployment.routing import router_of
 
 pytestmark = pytest.mark.anyio
 

@@ -17,16 +17,8 @@ from operators import PrefillRouter
 from operators.kv import KvRouter, KvRouterConfig
 from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
-from serving.deployment import (
-    GraphConfig,
-    HostOptions,
-    StandardGraph,
-    event_log,
-    line,
-    prefill_endpoint,
-    prefill_stage,
-    routing_to,
-)
+from serving.deployment import GraphConfig, HostOptions, StandardGraph, event_log, line, routing_to
+from serving.deployment.routing import prefill_endpoint, prefill_stage
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
 ENVIRONMENT = {"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": "2", "DYN_RUNTIME_INHIBITED_DURATION_SECS": "1"}

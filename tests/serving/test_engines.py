@@ -11,7 +11,8 @@ import pytest
 
 from engines import EchoEngine, LLMEngine
 from pipeline import InvalidArgument, PenstockError, Unknown
-from serving.deployment import Deployment, GraphConfig, find_engine
+from serving.deployment import GraphConfig, find_engine
+from serving.deployment.engines import Deployment
 
 OWN = """
 import sys

@@ -12,7 +12,6 @@ from .model import (
     TaggedFile,
     TokenizerFile,
     WorkerType,
-    slugify,
 )
 from .runtime_config import (
     STOPS_PREFILLS,
@@ -38,6 +37,5 @@ __all__ = [
     "TaggedFile",
     "TokenizerFile",
     "WorkerType",
-    "slugify",
     "topology_taint",
 ]

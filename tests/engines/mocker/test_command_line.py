@@ -12,7 +12,8 @@ from engines import as_engine
 from engines.mocker import MockEngine, MockEngineArgs, ReasoningArgs, SglangArgs
 from pipeline import Context, InvalidArgument
 from pipeline.protocols import PreprocessedRequest, StopConditions
-from serving.deployment import Deployment, find_engine
+from serving.deployment import find_engine
+from serving.deployment.engines import Deployment
 
 pytestmark = pytest.mark.anyio
 

@@ -11,9 +11,9 @@ import pytest
 from attrs import evolve
 
 from pipeline import InvalidArgument, Unavailable
-from pipeline.network import Added, EndpointId, Instance, Model, Put, Removed, TaintsUpdated
+from pipeline.network import Added, EndpointId, Instance, Model, Removed, TaintsUpdated
 from pipeline.network import discovery as discovery_module
-from pipeline.network.discovery import Discovery, Written
+from pipeline.network.discovery import Discovery, Put, Written
 from pipeline.network.inprocess import InProcessStore
 from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler

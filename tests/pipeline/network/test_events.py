@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from pipeline import Context, PenstockError
 from pipeline.errors import InvalidMessage
-from pipeline.network import EndpointId, Event, Scope, Sequences
+from pipeline.network import EndpointId, Event, Scope
 from pipeline.network.events import (
     EventIdentity,
+    Sequences,
     decode_event,
     decode_frame,
     decode_identity,

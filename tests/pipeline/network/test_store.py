@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.network import Change, Put
-from pipeline.network.discovery import Gone, Written
+from pipeline.network.discovery import Change, Gone, Put, Written
 from pipeline.network.events import Fanout
 from pipeline.network.inprocess import InProcessStore
 from pipeline.rx import AnyIOScheduler, Subject

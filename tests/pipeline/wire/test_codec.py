@@ -60,11 +60,11 @@ from pipeline.protocols.openai import (
     ContentPart,
     InputAudio,
     MediaUrl,
-    MetadataUpload,
     ModelList,
     NvExt,
     NvExtResponse,
 )
+from pipeline.protocols.openai.nvext import MetadataUpload
 from pipeline.protocols.output import EmbeddingsEngineOutput, PromptLogprobEntry, PromptLogprobs
 from pipeline.protocols.request import AgentContext, MmRoutingInfo, MultimodalData, PreprocessedEmbeddingRequest
 from pipeline.protocols.routing import RouterParams

@@ -13,7 +13,8 @@ from operators import AllBusy, AllCoolingDown, BusyThresholds
 from pipeline import Annotated, PenstockError, ResourceExhausted
 from pipeline.testing import OpenStreams, ScriptedEngine
 from pipeline.wire import error_from_plain, error_to_plain
-from serving.deployment import GraphConfig, HostOptions, OpenGraph, busy_thresholds, hosted_graph
+from serving.deployment import GraphConfig, HostOptions, OpenGraph, hosted_graph
+from serving.deployment.routing import busy_thresholds
 from serving.http import HttpOptions, app
 from tests.serving.worlds import chat
 

@@ -44,7 +44,8 @@ from pipeline.protocols import (
 )
 from pipeline.telemetry import extract
 from pipeline.testing import check_engine
-from serving.live import UNKNOWN_TOKEN, Address, LiveEngine
+from serving.live import Address, LiveEngine
+from serving.live.engine import UNKNOWN_TOKEN
 from tests.serving.live.worlds import Line, Received, Server, plug, serve
 
 pytestmark = pytest.mark.anyio

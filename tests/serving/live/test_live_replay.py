@@ -12,7 +12,8 @@ from pipeline import InvalidArgument
 from pipeline.errors import Disconnected, InvalidMessage, StatusError, Unavailable
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
-from serving.live import Address, LiveServer, find_server, live_graph
+from serving.live import Address, find_server, live_graph
+from serving.live.server import LiveServer
 from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
 from tests.serving.live.worlds import Line, Received, mount, serve
 

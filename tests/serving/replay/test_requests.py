@@ -7,7 +7,8 @@ from typing import Any
 from engines.mocker import RecordedOutputs
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest
-from serving.replay import Schedule, Trace, request_of
+from serving.replay import Schedule, Trace
+from serving.replay.driver import request_of
 
 from .worlds import TraceOf
 

@@ -21,7 +21,8 @@ from operators.kv.request import RouteRequest
 from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument
-from pipeline.network import Event, EventPlane, Publisher, Runtime, Scope, static_workers
+from pipeline.network import Event, EventPlane, Runtime, Scope, static_workers
+from pipeline.network.events import Publisher
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine

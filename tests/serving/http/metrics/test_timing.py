@@ -16,7 +16,8 @@ from pipeline.llm import track_request
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput
 from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
-from serving.deployment import GraphConfig, standard_graph, wall_ms
+from serving.deployment import GraphConfig, standard_graph
+from serving.deployment.graphs import wall_ms
 from serving.http import Telemetry, app
 from serving.http.metrics.gauges import WorkerGauges
 from tests.serving.worlds import chat, complete
