@@ -32,7 +32,7 @@ breaks = BROKEN.breaks
 
 
 def when_stopped(then: Any) -> Generate:
-    """Says sevens, and once it is stopped what `then` gives instead."""
+    """Yields sevens, and after a stop what `then` yields."""
 
     async def generate(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(sevens(request, context)) as chunks:
@@ -66,7 +66,7 @@ async def takes_long_to_stop() -> Chunks:
 @breaks("CancellationNotObserved")
 @when_stopped
 async def drips_after_stop() -> Chunks:
-    """Each chunk comes in time, their end does not."""
+    """Each chunk comes in time, but the end does not."""
     for _ in range(5):
         await anyio.sleep(0.5)
         yield LLMEngineOutput.token(1)
@@ -89,7 +89,7 @@ async def calls_a_stop_a_limit() -> Chunks:
 
 @breaks("CancellationIgnored")
 async def never_looks(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """Reach the limit in time."""
+    """An engine that reaches its limit before the deadline."""
     refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
         yield LLMEngineOutput.token(7)
@@ -142,23 +142,23 @@ class AbortHangs(Sevens):
 
 
 def in_wait(then: Any) -> Generate:
-    """Looks between its tokens, and does what `then` does where the stop comes while it waits for one."""
+    """Checks for a stop between tokens, and runs `then` when the stop comes while it waits for a token."""
 
     async def generate(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
         count = request.stop_conditions.max_tokens or 4
-        for said in range(count):
+        for sent in range(count):
             if context.is_stopped:
                 yield LLMEngineOutput.cancelled()
                 return
             with anyio.move_on_after(TOKEN_S):
                 await context.stopped()
             if context.is_stopped:
-                async with aclosing(then(said)) as chunks:
+                async with aclosing(then(sent)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
-            yield LLMEngineOutput.token(said)
+            yield LLMEngineOutput.token(sent)
         yield LLMEngineOutput.length()
 
     generate.__name__ = then.__name__
@@ -167,40 +167,40 @@ def in_wait(then: Any) -> Generate:
 
 @breaks("StopInWaitIgnored")
 @in_wait
-async def calls_a_stop_in_its_wait_a_limit(said: int) -> Chunks:
+async def calls_a_stop_in_its_wait_a_limit(sent: int) -> Chunks:
     yield LLMEngineOutput.length()
 
 
 @breaks("StopInWaitIgnored")
 @in_wait
-async def calls_a_stop_in_its_wait_an_end(said: int) -> Chunks:
-    yield LLMEngineOutput.token(said)
+async def calls_a_stop_in_its_wait_an_end(sent: int) -> Chunks:
+    yield LLMEngineOutput.token(sent)
     yield LLMEngineOutput.stop()
 
 
 @breaks("StopInWaitUnanswered")
 @in_wait
-async def ends_silently_in_its_wait(said: int) -> Chunks:
-    if said < 0:
+async def ends_silently_in_its_wait(sent: int) -> Chunks:
+    if sent < 0:
         yield LLMEngineOutput.cancelled()
 
 
 @breaks("StopInWaitUnanswered")
 @in_wait
-async def ends_behind_a_token_in_its_wait(said: int) -> Chunks:
-    yield LLMEngineOutput.token(said)
+async def ends_behind_a_token_in_its_wait(sent: int) -> Chunks:
+    yield LLMEngineOutput.token(sent)
 
 
 @breaks("StopUsageMismatch")
 @in_wait
-async def counts_the_token_it_waited_for(said: int) -> Chunks:
-    yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, said + 1))
+async def counts_the_token_it_waited_for(sent: int) -> Chunks:
+    yield LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(3, sent + 1))
 
 
 @breaks("TokenRepeatedAfterStop")
 @in_wait
-async def says_its_last_token_again_in_its_wait(said: int) -> Chunks:
-    yield LLMEngineOutput.cancelled().with_tokens([said - 1] if said else [])
+async def repeats_its_last_token_in_its_wait(sent: int) -> Chunks:
+    yield LLMEngineOutput.cancelled().with_tokens([sent - 1] if sent else [])
 
 
 @breaks("E3")
@@ -217,20 +217,20 @@ async def takes_many_chunks_to_stop(request: PreprocessedRequest, context: Gener
 
 @breaks("AbortIgnored")
 class AbortWakesNothing(Sevens):
-    """It looks only between its tokens, which are far apart."""
+    """Checks for a stop only between its tokens, which are far apart."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
-        for said in range(request.stop_conditions.max_tokens or 4):
+        for sent in range(request.stop_conditions.max_tokens or 4):
             if context.is_stopped:
                 yield LLMEngineOutput.cancelled()
                 return
-            yield LLMEngineOutput.token(said)
+            yield LLMEngineOutput.token(sent)
             await anyio.sleep(3)
         yield LLMEngineOutput.length()
 
     async def abort(self, context: GenerateContext) -> None:
-        """It should end the wait."""
+        """Do nothing, where it should end the wait."""
 
 
 # -- kill and close
@@ -249,7 +249,7 @@ async def looks_every_second(request: PreprocessedRequest, context: GenerateCont
 
 
 @breaks("KillIgnored", ends_on_kill=True)
-async def hears_kill_only_at_first(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+async def notices_kill_only_at_first(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     refuse_more(request, 1)
     with anyio.move_on_after(1):
         await context.stopped()
@@ -260,8 +260,8 @@ async def hears_kill_only_at_first(request: PreprocessedRequest, context: Genera
 
 
 @breaks("KillIgnored", ends_on_kill=True)
-async def tells_kill_from_stop(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """Never waits, and goes on after a kill."""
+async def ends_on_stop_but_not_on_kill(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+    """Never waits, and continues after a kill."""
     refuse_more(request, 10_000)
     for _ in range(request.stop_conditions.max_tokens or 4):
         if context.is_stopped and not context.is_killed:
@@ -287,7 +287,7 @@ async def shields_its_waits(request: PreprocessedRequest, context: GenerateConte
 
 
 def when_closed(then: Any) -> Generate:
-    """Says sevens, and does what `then` does when it is closed among them."""
+    """Yields sevens, and runs `then` when it is closed among them."""
 
     async def generate(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(sevens(request, context)) as chunks:
@@ -325,11 +325,11 @@ async def cannot_be_closed(request: PreprocessedRequest, context: GenerateContex
 
 @breaks("CancellationSwallowed")
 class WaitsOutItsCancellation(Sevens):
-    """Waits again where it is cancelled; unless the wait was short, so that a kill is heard."""
+    """Waits again after a cancellation, unless the wait was short, so that a kill takes effect."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 10_000)
-        for said in range(request.stop_conditions.max_tokens or 4):
+        for sent in range(request.stop_conditions.max_tokens or 4):
             while not context.is_stopped:
                 try:
                     await anyio.sleep(TOKEN_S)
@@ -339,7 +339,7 @@ class WaitsOutItsCancellation(Sevens):
             if context.is_stopped:
                 yield LLMEngineOutput.cancelled()
                 return
-            yield LLMEngineOutput.token(said)
+            yield LLMEngineOutput.token(sent)
         yield LLMEngineOutput.length()
 
 
@@ -347,7 +347,7 @@ class WaitsOutItsCancellation(Sevens):
 
 
 class Leaks(Sevens):
-    """A request that does not come to its own end keeps its slot."""
+    """Keeps the slot of a request that does not run to its end."""
 
     def __init__(self, slots: int) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class LeaksItsOnlySlot(Leaks):
 
 
 class LeaksOneOfEightWhen(Sevens):
-    """Keeps its slot where its end is of one kind."""
+    """Keeps the slot of a request whose end is of one kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class LeaksOneOfEightWhenCancelled(LeaksOneOfEightWhen):
 
 @breaks("NotServedAfterwards")
 class FailsOnceClosed(Sevens):
-    """Forgets that another request may come."""
+    """Serves no further request after a close."""
 
     is_closed = False
 

@@ -1,4 +1,4 @@
-"""Each failure of the conformance kit in a life without stop, kill and close has engines with just this failure."""
+"""For each failure of the conformance kit without stop, kill or close there are engines with only this failure."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ ELSEWHERE = {
     *("ThreadsLeftByCleanup", "TasksLeftByStream", "ThreadsLeftByStream", "WorkLeftByStream"),
     *("ChunkChanged", "CancellationSwallowed"),
 }
-"""Those of the other files."""
+"""The failures that the other files of tests cover."""
 HOSTED = {f"E{rule}" for rule in range(1, 14)}
-"""Most of these the adapter holds, whatever an engine does."""
-ASKED_FOR = {"BadRequestServed"}
-"""Checked only where a test names a bad request."""
+"""The adapter prevents most of these failures, whatever an engine does."""
+ON_REQUEST = {"BadRequestServed"}
+"""The kit checks this only if a test names a bad request."""
 
 
 # -- around the requests
@@ -71,7 +71,7 @@ class StartHangs(Sevens):
 @breaks("StartFailed")
 class StartForgetsItsConfig(Sevens):
     async def start(self, worker_id: int) -> Any:
-        """Gives None."""
+        """Return None."""
 
 
 @breaks("EmptyModelInConfig")
@@ -215,7 +215,7 @@ async def first_chunk_never_comes(request: PreprocessedRequest, context: Generat
 
 @breaks("GenerateFailed")
 async def endless(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """Never waits, so that no clock runs meanwhile."""
+    """Never waits, so that no clock advances meanwhile."""
     while not context.is_stopped:
         yield LLMEngineOutput.token(7)
     yield LLMEngineOutput.cancelled()
@@ -248,7 +248,7 @@ async def yields_numbers(request: PreprocessedRequest, context: GenerateContext)
 
 @breaks("StreamYieldedError")
 async def only_fails(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """By the word of its last chunk."""
+    """Fails by the finish reason of its last chunk."""
     yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.error("no memory")
 
 
@@ -258,13 +258,13 @@ async def only_gives_up(request: PreprocessedRequest, context: GenerateContext) 
 
 
 @breaks("NotAChunk")
-async def says_no_list(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+async def yields_no_list(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     yield LLMEngineOutput(None)  # type: ignore[arg-type]
 
 
 @breaks("NotAChunk")
-async def says_numbers_of_numpy(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-    """As engines have them at hand: nothing of it crosses the wire."""
+async def yields_numpy_numbers(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+    """Yields NumPy integers, as engines have them; they do not cross the wire."""
     yield LLMEngineOutput([numpy.int64(7)])  # type: ignore[list-item]
 
 
@@ -274,7 +274,7 @@ async def finishes_with_a_text(request: PreprocessedRequest, context: GenerateCo
 
 
 @breaks("NotAChunk")
-async def says_another_choice(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
+async def yields_another_choice(request: PreprocessedRequest, context: GenerateContext) -> Chunks:
     yield LLMEngineOutput([7], index=1)
 
 
@@ -340,17 +340,17 @@ class EmptyAmongOthers(Sevens):
 
 @breaks("ConcurrentGenerateFailed")
 class SharesItsCount(Sevens):
-    said = 0
+    sent = 0
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
-        self.said = 0
+        self.sent = 0
         return self._counted(sevens(request, context))
 
     async def _counted(self, source: Chunks) -> Chunks:
         async with aclosing(source) as chunks:
             async for chunk in chunks:
-                self.said += len(chunk.token_ids)
-                yield chunk if chunk.finish_reason is None else chunk.with_usage(CompletionUsage.of(3, self.said))
+                self.sent += len(chunk.token_ids)
+                yield chunk if chunk.finish_reason is None else chunk.with_usage(CompletionUsage.of(3, self.sent))
 
 
 @breaks("ConcurrentGenerateFailed")
@@ -374,7 +374,7 @@ class RefusesASecond(Sevens):
 
 @breaks("ConcurrentGenerateFailed")
 class StopsAllForOne(Sevens):
-    """Among undisturbed ones nothing shows."""
+    """This failure does not show among undisturbed requests."""
 
     running = stopped = 0
 
@@ -403,4 +403,4 @@ async def test_a_broken_engine_fails_its_check_and_no_other(
 
 
 def test_every_other_failure_has_an_engine_that_fails_it() -> None:
-    assert BROKEN.names == set(MEANINGS) - ELSEWHERE - ASKED_FOR - HOSTED
+    assert BROKEN.names == set(MEANINGS) - ELSEWHERE - ON_REQUEST - HOSTED

@@ -1,7 +1,4 @@
-"""Engines that hold over a yield, leave something running or block the loop: each fails its own check of the kit.
-
-Issue 12, point 3: the kit let nearly all of these pass.
-"""
+"""Engines that hold over a yield, leave something running or block the loop: each fails its own check of the kit."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ breaks = BROKEN.breaks
 
 
 def spawn(work: Callable[[], Any]) -> Any:
-    """Runs the async function where no task group waits for it."""
+    """Run the async function outside of any task group that waits for it."""
     loop = current_token().native_token
     if isinstance(loop, asyncio.AbstractEventLoop):
         return loop.create_task(work())
@@ -48,7 +45,7 @@ def spawn(work: Callable[[], Any]) -> Any:
 
 
 def within(name: str, enter: Callable[[Any], Any]) -> None:
-    """Notes an engine that yields inside of what `enter` gives."""
+    """Register an engine that yields inside the context manager returned by `enter`."""
 
     class Within(Toy):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
@@ -67,7 +64,7 @@ def within(name: str, enter: Callable[[Any], Any]) -> None:
 
 
 def one(make: Callable[[], Any]) -> Callable[[Any], Any]:
-    """One for each engine."""
+    """Return one object for each engine."""
     made: dict[Any, Any] = {}
     return lambda engine: made.setdefault(engine, make())
 
@@ -100,7 +97,7 @@ within("TaskGroupHeldOverYield", lambda engine: stacked())
 
 @breaks("LockHeldOverYield")
 class AcquiresAndReleases(Toy):
-    """No block is entered: it shows when another task reads on."""
+    """Enters no block: the failure shows when another task reads on."""
 
     def __init__(self) -> None:
         self.lock = anyio.Lock()
@@ -121,13 +118,13 @@ class HandsOverFromATaskOfItsOwn(Toy):
         send, receive = anyio.create_memory_object_stream[LLMEngineOutput](0)
         make = super().generate
 
-        async def say() -> None:
+        async def send_tokens() -> None:
             async with send, aclosing(make(request, context)) as chunks:
                 async for chunk in chunks:
                     await send.send(chunk)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(say)
+            tasks.start_soon(send_tokens)
             async with receive:
                 async for chunk in receive:
                     yield chunk
@@ -135,7 +132,7 @@ class HandsOverFromATaskOfItsOwn(Toy):
 
 @breaks("CancelScopeHeldOverYield")
 class KeepsAScopeBetweenItems(Toy):
-    """No generator, whose frame could be looked into."""
+    """Is not a generator, so that the kit cannot inspect its frame."""
 
     def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
         return _Scoped(super().generate(request, context))
@@ -223,7 +220,7 @@ def _end_threads() -> Any:
 
 
 class Scheduled(Toy):
-    """One task says the tokens of all requests; a request is taken off when its stream is closed, or by `abort`."""
+    """One task makes the tokens of all requests; a request is removed when its stream is closed, or by `abort`."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, anyio.Event] = {}
@@ -267,10 +264,10 @@ class Scheduled(Toy):
 
 @breaks("AbortIgnored")
 class GoesOnBehindAnAbort(Scheduled):
-    """Only a close takes a request off."""
+    """Only a close removes a request."""
 
     async def abort(self, context: GenerateContext) -> None:
-        """Notes it, no more."""
+        """Record the abort and do nothing else."""
 
     def closed(self, context: GenerateContext) -> None:
         if not context.is_stopped:
@@ -279,7 +276,7 @@ class GoesOnBehindAnAbort(Scheduled):
 
 @breaks("WorkLeftByStream")
 class GoesOnBehindAClose(Scheduled):
-    """Only an abort takes a request off."""
+    """Only an abort removes a request."""
 
     def closed(self, context: GenerateContext) -> None:
         if context.is_stopped:
@@ -347,7 +344,7 @@ async def test_a_loop_blocked_for_two_seconds_is_found_by_the_second_look() -> N
 
 
 async def test_one_long_turn_is_no_blocked_loop() -> None:
-    """As of a busy machine, or a module that is loaded."""
+    """A pause as on a busy machine, or while a module is imported."""
 
     class LoadsOnce(Toy):
         is_loaded = False
@@ -361,7 +358,7 @@ async def test_one_long_turn_is_no_blocked_loop() -> None:
     await run_conformance(LoadsOnce)
 
 
-async def test_means_of_asyncio_over_a_yield_are_found_too(anyio_backend: Any) -> None:
+async def test_asyncio_scopes_held_over_a_yield_are_found(anyio_backend: Any) -> None:
     if anyio_backend[0] != "asyncio":
         pytest.skip("there are none")
     before = len(BROKEN)
@@ -373,7 +370,7 @@ async def test_means_of_asyncio_over_a_yield_are_found_too(anyio_backend: Any) -
         await expect_its_failures(broken)
 
 
-async def test_means_of_trio_over_a_yield_are_found_too(anyio_backend: Any) -> None:
+async def test_trio_scopes_held_over_a_yield_are_found(anyio_backend: Any) -> None:
     if anyio_backend[0] != "trio":
         pytest.skip("there are none")
     before = len(BROKEN)

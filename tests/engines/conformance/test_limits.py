@@ -1,7 +1,4 @@
-"""Engines that ignore limits and choices: each fails its own check of the kit.
-
-Issue 12, point 3: the kit let nearly all of these pass.
-"""
+"""Engines that ignore limits and choices: each fails its own check of the kit."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ breaks = BROKEN.breaks
 
 
 class HasALimitOfItsOwn(Toy):
-    """It never ends by itself, and says four tokens where no limit is given."""
+    """Never ends by itself, and yields four tokens if the request has no limit."""
 
     def length(self, stop: StopConditions) -> int:
         return 4 if stop.max_tokens is None else stop.max_tokens
@@ -43,8 +40,8 @@ class HasALimitOfItsOwn(Toy):
         return FinishReason.LENGTH
 
 
-class SaysThreeAtOnce(Toy):
-    """As one that guesses ahead, and cuts what is too much."""
+class YieldsThreeAtOnce(Toy):
+    """Decodes speculatively, and cuts the surplus."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         kept: list[int] = []
@@ -60,7 +57,7 @@ class SaysThreeAtOnce(Toy):
                     kept = []
 
 
-RIGHT = [Toy, HasALimitOfItsOwn, SaysThreeAtOnce]
+RIGHT = [Toy, HasALimitOfItsOwn, YieldsThreeAtOnce]
 
 
 @pytest.mark.parametrize("factory", RIGHT)
@@ -79,7 +76,7 @@ class KnowsNoLimit(Toy):
 
 
 @breaks("MaxTokensIgnored")
-class SaysOneTooMany(Toy):
+class YieldsOneTooMany(Toy):
     def length(self, stop: StopConditions) -> int:
         length = super().length(stop)
         return length + 1 if length == stop.max_tokens else length
@@ -89,8 +86,8 @@ class SaysOneTooMany(Toy):
 
 
 @breaks("MaxTokensIgnored")
-class CountsChunksOfThree(SaysThreeAtOnce):
-    """Looks at the limit between chunks only."""
+class CountsChunksOfThree(YieldsThreeAtOnce):
+    """Checks the limit between chunks only."""
 
     def length(self, stop: StopConditions) -> int:
         return -(-super().length(stop) // 3) * 3
@@ -124,7 +121,7 @@ class KnowsNoMinimumBehindALongAnswer(KnowsNoMinimumWithoutALimit):
 
 @breaks("MinTokensIgnored")
 class EndsBehindItsOwnLimit(KnowsNoMinimum):
-    """Without a limit it says four tokens, so that its end only shows where more are asked for."""
+    """Yields four tokens without a limit, so that its end shows only for a higher limit."""
 
     def length(self, stop: StopConditions) -> int:
         return super().length(evolve(stop, max_tokens=4) if stop.max_tokens is None else stop)
@@ -142,11 +139,11 @@ class AlwaysEndsAtItsEnd(Toy):
 @breaks("ChoicesIgnored")
 class KnowsOneChoice(Toy):
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-        async with aclosing(super().generate(self.heard(request), context)) as chunks:
+        async with aclosing(super().generate(self.with_one_choice(request), context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    def heard(self, request: Any) -> Any:
+    def with_one_choice(self, request: Any) -> Any:
         return evolve(request, sampling_options=SamplingOptions())
 
 
@@ -184,11 +181,11 @@ class SharesItsLimit(Toy):
     most: int | None = None
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
-        self.most, said = request.stop_conditions.max_tokens, 0
+        self.most, sent = request.stop_conditions.max_tokens, 0
         async with aclosing(super().generate(request, context)) as chunks:
             async for chunk in chunks:
-                said += len(chunk.token_ids)
-                if self.most is not None and said > self.most * (request.sampling_options.n or 1):
+                sent += len(chunk.token_ids)
+                if self.most is not None and sent > self.most * (request.sampling_options.n or 1):
                     yield LLMEngineOutput.length()
                     return
                 yield chunk

@@ -1,4 +1,4 @@
-"""The conformance kit: how it asks an engine, what it says of one that fails, and that it leaves nothing open."""
+"""The conformance kit: how it calls an engine, what it reports of a failing one, and that it leaves nothing open."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_missed_deadline_is_reported_with_its_length() -> None:
     assert (failure.name, failure.after_s, failure.rule) == ("CancellationNotObserved", 1.0, "L2")
 
 
-async def test_an_engine_that_breaks_several_rules_is_told_of_all() -> None:
+async def test_an_engine_that_breaks_several_rules_gets_a_report_of_all() -> None:
     class Several(GoesOn):
         async def setup_metrics(self, context: MetricsContext) -> MetricsBindings:
             raise RuntimeError
@@ -79,7 +79,7 @@ async def test_the_engines_own_error_is_the_cause() -> None:
     assert isinstance(first.__cause__, Disconnected)
 
 
-async def test_after_a_failed_start_the_engine_is_cleaned_up_and_asked_nothing() -> None:
+async def test_after_a_failed_start_the_engine_is_cleaned_up_and_gets_no_request() -> None:
     class StartRaises(Sevens):
         async def start(self, worker_id: int) -> EngineConfig:
             await super().start(worker_id)
@@ -90,7 +90,7 @@ async def test_after_a_failed_start_the_engine_is_cleaned_up_and_asked_nothing()
     assert RECORDED[0].requests == []
 
 
-async def test_an_engine_that_cannot_be_asked_costs_the_bound_once() -> None:
+async def test_an_engine_that_serves_no_request_costs_the_bound_once() -> None:
     class GenerateHangs(Sevens):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
             await anyio.sleep_forever()
@@ -194,7 +194,7 @@ async def test_a_failure_travels_with_its_class_and_rule() -> None:
     assert (str(back), back.rule) == (str(failure), "L1")
 
 
-# -- how the engine is asked
+# -- how the kit calls the engine
 
 
 async def test_one_engine_is_started_and_cleaned_up_twice_and_a_fresh_one_only_cleaned_up() -> None:
@@ -228,13 +228,13 @@ async def test_a_factory_may_be_a_coroutine() -> None:
     await run_conformance(make)
 
 
-async def test_the_engine_is_asked_what_the_test_wants_asked_and_never_given_the_record_itself() -> None:
+async def test_the_engine_gets_copies_of_the_given_request() -> None:
     mine = PreprocessedRequest([4, 5], model="mine")
     await run_conformance(Sevens, request=mine)
-    asked = RECORDED[0].requests
-    assert {(tuple(request.token_ids), request.model) for request in asked} == {((4, 5), "mine")}
-    assert {None, 1, 10_000} <= {request.stop_conditions.max_tokens for request in asked}
-    assert id(mine.token_ids) not in {id(request.token_ids) for request in asked}
+    received = RECORDED[0].requests
+    assert {(tuple(request.token_ids), request.model) for request in received} == {((4, 5), "mine")}
+    assert {None, 1, 10_000} <= {request.stop_conditions.max_tokens for request in received}
+    assert id(mine.token_ids) not in {id(request.token_ids) for request in received}
     assert mine == PreprocessedRequest([4, 5], model="mine")
 
 

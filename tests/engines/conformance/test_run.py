@@ -1,4 +1,4 @@
-"""The conformance kit: good engines pass, and how they are asked."""
+"""The conformance kit: good engines pass, and how the kit calls them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Minimal(LLMEngine):
-    """Nothing but what is required, without a usage; a coroutine that returns its generator."""
+    """Has only the required methods, no usage, and a coroutine that returns its generator."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         return EngineConfig(model="minimal")
@@ -46,11 +46,11 @@ class Minimal(LLMEngine):
         yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
 
     async def cleanup(self) -> None:
-        """There is nothing to release."""
+        """Release nothing."""
 
 
 class Ranked(Sevens):
-    """With sources and metrics of three ranks."""
+    """Has sources and metrics of three ranks."""
 
     async def kv_event_sources(self) -> Sequence[PushSource]:
         return [PushSource(print, rank) for rank in (2, 0, 1)]
@@ -70,7 +70,7 @@ class OptsOut(Sevens):
 
 
 class DoneWhenStopped(Sevens):
-    """Was done when the stop came behind its first chunk."""
+    """Was done when the stop came after its first chunk."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 1)
@@ -82,23 +82,23 @@ class DoneWhenStopped(Sevens):
 
 
 class DoneBeforeStopped(Sevens):
-    """Its first chunk is its last."""
+    """Ends with its first chunk."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 0)
         yield LLMEngineOutput.cancelled() if context.is_stopped else LLMEngineOutput.stop()
 
 
-class HearsKill(Sevens):
-    """Waits long, and for nothing after a stop or kill."""
+class NoticesKill(Sevens):
+    """Waits long before its tokens, and not at all after a stop or kill."""
 
     ends_on_kill = True
     token_s = 8.0
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         refuse_more(request, 3)
-        for said in range(3):
-            if said == request.stop_conditions.max_tokens:
+        for sent in range(3):
+            if sent == request.stop_conditions.max_tokens:
                 yield LLMEngineOutput.length()
                 return
             with anyio.move_on_after(self.token_s):
@@ -110,8 +110,8 @@ class HearsKill(Sevens):
         yield LLMEngineOutput.stop()
 
 
-class RaisesWhenKilled(HearsKill):
-    """To raise is to end."""
+class RaisesWhenKilled(NoticesKill):
+    """Ends by raising an error."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
@@ -122,7 +122,7 @@ class RaisesWhenKilled(HearsKill):
 
 
 class PlainIterator(Sevens):
-    """Its stream is no generator and cannot be closed."""
+    """Its stream is not a generator and cannot be closed."""
 
     def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
         refuse_more(request, 0)
@@ -142,7 +142,7 @@ class _Once:
 
 
 class Choices(Sevens):
-    """Two choices that take turns, whatever the request says."""
+    """Yields two choices in turn, whatever the request contains."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         count = request.stop_conditions.max_tokens or 4
@@ -158,7 +158,7 @@ class Choices(Sevens):
 
 
 class WokenByAbort(Sevens):
-    """Looks at the stop between its chunks, which are far apart; `abort` wakes it in time."""
+    """Checks for a stop between its chunks, which are far apart; `abort` wakes it in time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,11 +167,11 @@ class WokenByAbort(Sevens):
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         self.woken[context.id] = woken = anyio.Event()
         refuse_more(request, 3)
-        for said in range(3):
+        for sent in range(3):
             if context.is_stopped:
                 yield LLMEngineOutput.cancelled()
                 return
-            if said == request.stop_conditions.max_tokens:
+            if sent == request.stop_conditions.max_tokens:
                 yield LLMEngineOutput.length()
                 return
             yield LLMEngineOutput.token(1)
@@ -184,7 +184,7 @@ class WokenByAbort(Sevens):
 
 
 class HasSlots(Sevens):
-    """Serves eight at a time; each frees its slot unhurriedly, shielded, however it ends."""
+    """Serves eight requests at a time; each frees its slot slowly, shielded, however it ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class HasSlots(Sevens):
 
 
 class HasATaskForEach(Sevens):
-    """Its background does the work and hands each chunk over; a cleanup ends it in order."""
+    """Its background makes the chunks and hands them over; a cleanup ends it in order."""
 
     send: Any = None
 
@@ -237,8 +237,8 @@ class HasATaskForEach(Sevens):
             self.send.close()
 
 
-class SaysNothingMeanwhile(Sevens):
-    """Chunks without tokens come between the others, as signs of life."""
+class YieldsEmptyChunks(Sevens):
+    """Yields chunks without tokens between the others, as signs of life."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         async with aclosing(super().generate(request, context)) as chunks:
@@ -248,7 +248,7 @@ class SaysNothingMeanwhile(Sevens):
 
 
 class HasLittleRoom(Sevens):
-    """Refuses what its context cannot hold."""
+    """Refuses a request that its context cannot hold."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         return evolve(await super().start(worker_id), context_length=50)
@@ -271,13 +271,13 @@ GOOD = [
     Unhurried,
     DoneWhenStopped,
     DoneBeforeStopped,
-    HearsKill,
+    NoticesKill,
     RaisesWhenKilled,
     PlainIterator,
     WokenByAbort,
     HasSlots,
     HasATaskForEach,
-    SaysNothingMeanwhile,
+    YieldsEmptyChunks,
     HasLittleRoom,
     MockEngine,
     lambda: MockEngine(MockEngineArgs(engine_type="sglang", dp_size=2)),
@@ -298,7 +298,7 @@ async def test_each_choice_may_end_by_itself() -> None:
     assert "NotAChunk" in await names_of(Choices), "with one choice there is no second"
 
 
-async def test_choices_that_were_all_done_when_the_stop_came_may_say_so_one_by_one() -> None:
+async def test_choices_all_done_when_the_stop_came_may_end_one_by_one() -> None:
     class AllAtOnce(Sevens):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
             refuse_more(evolve(request, sampling_options=SamplingOptions()), 1)
@@ -310,7 +310,7 @@ async def test_choices_that_were_all_done_when_the_stop_came_may_say_so_one_by_o
 
 
 async def test_a_request_that_cannot_be_served_is_refused_before_its_first_chunk() -> None:
-    """L5."""
+    """This is rule L5 of the engine contract."""
     bad = PreprocessedRequest([1] * 51)
     await run_conformance(HasLittleRoom, bad_request=bad)
     await run_conformance(EchoEngine, bad_request=PreprocessedRequest([], prompt_embeds="AAAA"))
@@ -320,7 +320,7 @@ async def test_a_request_that_cannot_be_served_is_refused_before_its_first_chunk
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_kit_works_in_real_time(backend: str) -> None:
-    class Quick(HearsKill):
+    class Quick(NoticesKill):
         token_s = 0.001
 
     anyio.run(run_conformance, Quick, backend=backend)

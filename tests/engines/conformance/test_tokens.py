@@ -1,7 +1,4 @@
-"""Engines that say wrong tokens, count them wrong or change the request: each fails its own check of the kit.
-
-Issue 12, point 3: the kit let nearly all of these pass.
-"""
+"""Engines that yield wrong tokens, count them wrong or change the request: each fails its own check of the kit."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ breaks = BROKEN.breaks
 
 
 class Dice(Toy):
-    """Says other tokens each time."""
+    """Yields different tokens each time."""
 
     def __init__(self) -> None:
         self.dice = Random(7)
@@ -46,11 +43,11 @@ class WithoutUsage(Toy):
                 yield evolve(chunk, completion_usage=None)
 
 
-class SaysALot(Toy):
+class YieldsManyTokens(Toy):
     own_end = 100
 
 
-RIGHT = [Toy, Dice, WithoutUsage, SaysALot]
+RIGHT = [Toy, Dice, WithoutUsage, YieldsManyTokens]
 
 
 @pytest.mark.parametrize("factory", RIGHT)
@@ -62,7 +59,7 @@ async def test_a_right_engine_passes(factory: Any) -> None:
 
 
 class Repeats(Toy):
-    """Says its last token again where it is stopped, with a usage that counts it."""
+    """Repeats its last token when it is stopped, with a usage that counts it."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         last: list[int] = []
@@ -76,8 +73,8 @@ class Repeats(Toy):
                 yield chunk
 
     async def repeated(self, request: Any, chunk: Any, last: list[int]) -> Chunks:
-        said = chunk.completion_usage.completion_tokens
-        yield evolve(chunk, token_ids=last, completion_usage=self.usage(request, said + 1))
+        generated = chunk.completion_usage.completion_tokens
+        yield evolve(chunk, token_ids=last, completion_usage=self.usage(request, generated + 1))
 
 
 breaks("TokenRepeatedAfterStop")(Repeats)
@@ -98,14 +95,14 @@ class RepeatsBeforeItEnds(Repeats):
 
 @breaks("TokenRepeatedAfterStop")
 class RepeatsWhatItDiced(RepeatsWithoutUsage, Dice):
-    """No answer is known, but none says a token twice in a row."""
+    """Its output is not known in advance, but never has the same token twice in a row."""
 
 
 # -- tokens of other requests
 
 
 class Hands(Toy):
-    """Gives the next request a token of this one, where `is_cut` says so."""
+    """Gives the next request a token of this one if `is_cut` is true of it."""
 
     left: tuple[int, ...] = ()
 
@@ -191,7 +188,7 @@ class SharesItsPlace(Toy):
 
 @breaks("StreamsShareState")
 class SharesThePromptItCounts(Dice):
-    """No answer is known, but the prompts have different lengths."""
+    """Its output is not known in advance, but the prompts have different lengths."""
 
     prompt_tokens = 0
 
@@ -201,8 +198,8 @@ class SharesThePromptItCounts(Dice):
             async for chunk in chunks:
                 yield chunk
 
-    def usage(self, request: Any, said: int) -> CompletionUsage:
-        return CompletionUsage.of(self.prompt_tokens, said)
+    def usage(self, request: Any, generated: int) -> CompletionUsage:
+        return CompletionUsage.of(self.prompt_tokens, generated)
 
 
 # -- usage
@@ -210,14 +207,14 @@ class SharesThePromptItCounts(Dice):
 
 @breaks("StopUsageMismatch")
 class CountsOneMoreWhenStopped(Toy):
-    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
-        return super().cancelled(request, said + 1)
+    def cancelled(self, request: Any, generated: int) -> LLMEngineOutput:
+        return super().cancelled(request, generated + 1)
 
 
 @breaks("StopUsageMismatch")
 class CountsOneLessWhenStopped(Toy):
-    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
-        return super().cancelled(request, max(0, said - 1))
+    def cancelled(self, request: Any, generated: int) -> LLMEngineOutput:
+        return super().cancelled(request, max(0, generated - 1))
 
 
 class MiscountsAtALimit(Toy):
@@ -244,34 +241,34 @@ class CountsOneLessAtALimit(MiscountsAtALimit):
 
 
 def counting(prompt: Callable[[int, int], int], total: Callable[[int, int], int]) -> Any:
-    """An engine whose usage has other figures, made of the lengths of the prompt and of the answer."""
+    """Register an engine whose usage has other figures, computed from the lengths of prompt and output."""
 
     class Counts(Toy):
-        def usage(self, request: Any, said: int) -> CompletionUsage:
+        def usage(self, request: Any, generated: int) -> CompletionUsage:
             length = len(request.token_ids)
-            return CompletionUsage(prompt(length, said), said, total(length, said))
+            return CompletionUsage(prompt(length, generated), generated, total(length, generated))
 
     return breaks("PromptTokensMismatch")(Counts)
 
 
-counting(lambda length, said: 0, lambda length, said: said)
-counting(lambda length, said: length + 1, lambda length, said: length + said + 1)
-counting(lambda length, said: -1, lambda length, said: said - 1)
-counting(lambda length, said: length, lambda length, said: said)
-counting(lambda length, said: length + said, lambda length, said: length + said + said)
+counting(lambda length, generated: 0, lambda length, generated: generated)
+counting(lambda length, generated: length + 1, lambda length, generated: length + generated + 1)
+counting(lambda length, generated: -1, lambda length, generated: generated - 1)
+counting(lambda length, generated: length, lambda length, generated: generated)
+counting(lambda length, generated: length + generated, lambda length, generated: length + generated + generated)
 
 
 @breaks("PromptTokensMismatch")
 class ForgetsThePromptWhenStopped(Toy):
-    def cancelled(self, request: Any, said: int) -> LLMEngineOutput:
-        return LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(0, said))
+    def cancelled(self, request: Any, generated: int) -> LLMEngineOutput:
+        return LLMEngineOutput.cancelled().with_usage(CompletionUsage.of(0, generated))
 
 
 # -- the request itself, and the chunks
 
 
 def changing(change: Callable[[Any, Any], object]) -> Any:
-    """An engine that changes its request with every chunk."""
+    """Register an engine that changes its request with every chunk."""
 
     class Changes(Toy):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
@@ -290,8 +287,8 @@ changing(lambda request, chunk: chunk.finish_reason == FinishReason.CANCELLED an
 
 
 @breaks("ChunkChanged")
-class SaysAllInOneChunk(Toy):
-    """Fills the same chunk again for each token."""
+class ReusesOneChunk(Toy):
+    """Fills and yields the same chunk object for each token."""
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:
         if (request.sampling_options.n or 1) > 1:

@@ -141,7 +141,7 @@ class Toy(LLMEngine):
         return LLMEngineOutput.cancelled().with_usage(self.usage(request, generated))
 
     async def cleanup(self) -> None:
-        """There is nothing to release."""
+        """Release nothing."""
 
 
 # -- broken engines, and what the kit finds in them
