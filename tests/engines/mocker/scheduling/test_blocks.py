@@ -1,4 +1,4 @@
-"""BlockPool: counts, names, the order of eviction, and what is said of it."""
+"""BlockPool: counts, names, the order of eviction, and its events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pool_with_events(capacity: int) -> tuple[BlockPool, list[KvEventData]]:
 
 
 def stored(pool: BlockPool, *names: int, parent: int | None = None) -> list[int]:
-    """Blocks of these names, held once."""
+    """Return blocks of these names, held once."""
     blocks = taken(pool, len(names))
     pool.store(blocks, names, [-name for name in names], parent)
     return blocks
@@ -90,7 +90,7 @@ def test_released_blocks_stay_findable_and_nameless_ones_are_free() -> None:
 
 
 def test_blocks_are_evicted_in_the_order_they_became_inactive() -> None:
-    """4,3,2,1,5, of which 1,4,2 are used again."""
+    """The blocks 4, 3, 2, 1, 5 are released; then 1, 4 and 2 are used again."""
     pool = BlockPool(5)
     for name in (4, 3, 2, 1, 5, 1, 4, 2):
         found = pool.match([name])
@@ -110,7 +110,7 @@ def test_an_empty_pool_evicts_nothing() -> None:
     assert events == []
 
 
-def test_whoever_keeps_a_lookup_can_see_that_an_eviction_made_it_old() -> None:
+def test_a_kept_lookup_shows_that_an_eviction_made_it_stale() -> None:
     pool = BlockPool(1)
     pool.release(stored(pool, 1))
     before = pool.changes
@@ -160,7 +160,7 @@ def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
     assert not any(isinstance(event, KvRemoved) for event in events)
 
 
-def test_a_second_copy_is_stored_in_silence_and_only_the_last_is_removed() -> None:
+def test_a_second_copy_sends_no_event_and_only_the_last_removal_does() -> None:
     pool, events = pool_with_events(4)
     first, second = stored(pool, 1), stored(pool, 1)
     assert first != second
@@ -176,7 +176,7 @@ def test_a_second_copy_is_stored_in_silence_and_only_the_last_is_removed() -> No
     pool.check()
 
 
-def test_a_copy_in_the_middle_splits_what_is_said() -> None:
+def test_a_copy_in_the_middle_splits_the_stored_event() -> None:
     pool, events = pool_with_events(8)
     stored(pool, 2)
     stored(pool, 9)
@@ -186,7 +186,7 @@ def test_a_copy_in_the_middle_splits_what_is_said() -> None:
     pool.check()
 
 
-def test_destroyed_blocks_are_forgotten_unless_somebody_else_holds_them() -> None:
+def test_destroyed_blocks_are_forgotten_unless_another_holder_remains() -> None:
     pool, events = pool_with_events(3)
     blocks = [*stored(pool, 1, 2), *taken(pool, 1)]
     pool.reuse(pool.match([1]))
@@ -222,14 +222,14 @@ def test_below_a_block_that_was_cleared_nothing_is_stored() -> None:
     pool.check()
 
 
-def test_clearing_an_empty_cache_says_nothing() -> None:
+def test_clearing_an_empty_cache_sends_no_event() -> None:
     pool, events = pool_with_events(1)
     assert pool.clear() == 0
     assert events == []
 
 
 def replay(events: list[KvEventData]) -> set[int]:
-    """What a listener believes is cached; it would notice a name stored twice or removed without being there."""
+    """The cache as a listener reconstructs it; it rejects a name stored twice or removed while absent."""
     cached: set[int] = set()
     for event in events:
         if isinstance(event, KvStored):
@@ -247,7 +247,7 @@ def replay(events: list[KvEventData]) -> set[int]:
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(0, 9)), max_size=40))
-def test_whatever_is_done_the_pool_holds_together_and_its_events_tell_its_content(
+def test_the_pool_stays_consistent_and_its_events_describe_its_content(
     capacity: int, steps: list[tuple[int, int, int]]
 ) -> None:
     pool, events = pool_with_events(capacity)

@@ -1,4 +1,4 @@
-"""What differs between the engines imitated: who is admitted, who gives way, what a pass computes first."""
+"""The policies of the simulated engines: which request is admitted, which is preempted, what a pass computes first."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_no_evict_never_preempts() -> None:
 
 
 def test_no_evict_admits_as_many_as_the_hardware_does() -> None:
-    """The figures of a run of the real engine: 7,319 blocks, 253 for each request to its end."""
+    """The figures are those of a run of the real engine: 7,319 blocks, 253 for each request to its end."""
     core = Scheduler(
         BlockPool(7319),
         block_size=32,
@@ -89,7 +89,7 @@ def test_no_evict_rejects_a_prompt_that_leaves_no_room_for_output(tokens: int) -
     assert core.run_step().rejected == [sequence]
 
 
-def test_no_evict_counts_only_cached_blocks_that_somebody_holds() -> None:
+def test_no_evict_counts_only_cached_blocks_that_are_held() -> None:
     core = no_evict(8)
     holder, seeder, again = submitted(core, sequence_of(4, 12, of=1), sequence_of(8, 4, of=2), sequence_of(8, 12, of=2))
     while seeder.emitted < 4:
@@ -120,7 +120,7 @@ def test_a_promise_that_is_broken_is_an_error_of_the_program() -> None:
 
 
 def test_two_that_preempt_each_other_by_turns_both_end() -> None:
-    """With fifo, each restarts from its prompt; admitting it as soon as that fits would go on forever."""
+    """With fifo, each request restarts from its prompt; admitting it as soon as the prompt fits would never end."""
     core = scheduler(10, policy=VllmPolicy("fifo"))
     both = submitted(core, sequence_of(16, 17, of=1), sequence_of(16, 17, of=2))
     assert set(finish(core)) == set(both)
@@ -212,13 +212,13 @@ def test_sglang_alone_admits_what_its_cache_can_hold() -> None:
     assert sequence.emitted == 5
 
 
-def test_sglang_preempts_who_has_said_least() -> None:
+def test_sglang_preempts_the_request_with_the_fewest_output_tokens() -> None:
     core = sglang(6, clip_max_new_tokens=1)
     first, second = submitted(core, sequence_of(8, 9, of=1), sequence_of(8, 9, of=2))
     core.run_step()
     core.run_step()
     assert core.pool.active == 6
-    first.length -= 1  # it has said one token less
+    first.length -= 1  # it has emitted one token less
     first.computed -= 1
     while not (done := core.run_step()).preempted:
         pass
@@ -226,7 +226,7 @@ def test_sglang_preempts_who_has_said_least() -> None:
     assert second.stage.name == "RUNNING"
 
 
-def test_who_is_activated_and_gives_way_in_one_pass_gives_no_token_back() -> None:
+def test_a_request_activated_and_preempted_in_one_pass_gives_no_token_back() -> None:
     core = sglang(6, clip_max_new_tokens=1)
     (running,) = submitted(core, sequence_of(7, 9, of=1))
     core.run_step()
@@ -240,8 +240,8 @@ def test_who_is_activated_and_gives_way_in_one_pass_gives_no_token_back() -> Non
 
 
 @pytest.mark.parametrize("policy", [VllmPolicy("lifo"), VllmPolicy("fifo"), SglangPolicy(page_size=BLOCK)])
-def test_who_gave_way_to_reserved_blocks_waits_for_room_for_all_it_said(policy: Policy) -> None:
-    """With room for its prompt only it would start over in every pass; and where time stands still, forever."""
+def test_a_request_preempted_for_reserved_blocks_waits_for_room_for_its_whole_output(policy: Policy) -> None:
+    """With room for its prompt only, it would start over in every pass, without end where time stands still."""
     core = scheduler(4, policy=policy)
     (running,) = submitted(core, sequence_of(4, 12, of=1))
     reserved = sequence_of(4, 1, of=2)
@@ -255,7 +255,7 @@ def test_who_gave_way_to_reserved_blocks_waits_for_room_for_all_it_said(policy: 
     assert finish(core) == [running]
 
 
-def test_who_gave_way_to_a_prompt_gets_no_part_of_that_pass() -> None:
+def test_a_request_preempted_for_a_prompt_gets_no_part_of_that_pass() -> None:
     class PromptsFirst(VllmPolicy):
         prefill_first = True
 
@@ -272,7 +272,7 @@ def test_who_gave_way_to_a_prompt_gets_no_part_of_that_pass() -> None:
     assert (second.blocks, second.computed, done.scheduled_tokens) == ([], 0, BLOCK)
 
 
-def test_sglang_admits_nobody_in_a_pass_in_which_a_prompt_gave_way() -> None:
+def test_sglang_admits_no_request_in_a_pass_that_preempted_a_prompt() -> None:
     core = sglang(14, schedule_policy="lpm", chunked_prefill_size=8, clip_max_new_tokens=1)
     submitted(core, sequence_of(13, 50, of=1))
     for _ in range(2):

@@ -10,7 +10,7 @@ from pipeline.protocols.kv import KvEventData, KvRemoved, KvStored
 from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, run, scheduler, sequence_of, submitted
 
 
-def test_the_pass_that_computes_a_prompt_says_the_first_token() -> None:
+def test_the_pass_that_computes_a_prompt_emits_the_first_token() -> None:
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(6, 3))
     done = core.run_step()
@@ -19,7 +19,7 @@ def test_the_pass_that_computes_a_prompt_says_the_first_token() -> None:
     assert sequence.new_token_ids() == sequence.output_tokens(0, 1)
 
 
-def test_each_pass_says_one_token_until_the_limit() -> None:
+def test_each_pass_emits_one_token_until_the_limit() -> None:
     core = scheduler()
     (sequence,) = submitted(core, sequence_of(6, 3))
     passes = [core.run_step() for _ in range(3)]
@@ -87,7 +87,7 @@ def test_without_chunks_a_prompt_that_fits_no_pass_is_rejected() -> None:
     assert (done.rejected, done.finished) == ([long], [last])
 
 
-def test_nobody_overtakes_the_head_that_does_not_fit() -> None:
+def test_no_request_overtakes_a_head_that_does_not_fit() -> None:
     core = scheduler(5)
     _, large, small = submitted(core, sequence_of(12, 9, of=1), sequence_of(12, of=2), sequence_of(4, of=3))
     done = core.run_step()
@@ -106,7 +106,7 @@ def test_a_prompt_gets_the_tokens_that_outputs_leave() -> None:
     assert core.running[-1].computed == 13
 
 
-def test_a_budget_spent_on_outputs_admits_nobody() -> None:
+def test_a_budget_spent_on_outputs_admits_no_request() -> None:
     core = scheduler(max_batched_tokens=4)
     first, second = submitted(core, sequence_of(4, 9, of=1), sequence_of(4, 9, of=2))
     core.run_step()
@@ -116,7 +116,7 @@ def test_a_budget_spent_on_outputs_admits_nobody() -> None:
     assert second.computed == 3
 
 
-def test_who_can_never_be_served_is_told_so_though_the_budget_is_spent() -> None:
+def test_a_request_that_can_never_fit_is_rejected_though_the_budget_is_spent() -> None:
     core = scheduler(max_batched_tokens=1, max_model_len=32)
     (busy,) = submitted(core, sequence_of(1, 9, of=1))
     core.run_step()
@@ -191,7 +191,7 @@ def test_a_fully_cached_prompt_recomputes_its_last_block() -> None:
     assert again.cached_tokens == 8
 
 
-def test_a_recomputed_block_is_a_second_copy_that_nobody_hears_of() -> None:
+def test_a_recomputed_block_is_a_second_copy_without_an_event() -> None:
     events: list[KvEventData] = []
     core = Scheduler(BlockPool(9, events.append), block_size=BLOCK)
     submitted(core, sequence_of(12))
@@ -221,7 +221,7 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
     assert core.pool.names() == set()
 
 
-def test_only_cached_blocks_that_somebody_holds_count_as_room() -> None:
+def test_only_held_cached_blocks_count_as_room() -> None:
     core = scheduler(6)
     submitted(core, sequence_of(8, of=1))
     run(core)
@@ -229,7 +229,7 @@ def test_only_cached_blocks_that_somebody_holds_count_as_room() -> None:
     core.run_step()
     (again,) = submitted(core, sequence_of(16, of=1))
     core.run_step()
-    assert core.waiting == (again,), "two of its four blocks are cached, but in the room it asks for"
+    assert core.waiting == (again,), "two of its four blocks are cached, but within the room it needs"
     (sharer,) = submitted(core, sequence_of(16, of=2))
     core.cancel(again)
     core.run_step()
@@ -281,7 +281,7 @@ def test_a_sequence_is_submitted_once_and_to_blocks_of_its_size() -> None:
         core.submit(Sequence([1], 1, block_size=8))
 
 
-def test_figures_for_metrics_count_who_runs_and_who_waits() -> None:
+def test_metrics_count_running_and_waiting_requests() -> None:
     core = scheduler(max_seqs=1)
     submitted(core, sequence_of(4, 3, of=1), sequence_of(4, 3, of=2))
     assert core.reserve(sequence_of(4, 3, of=3))
@@ -289,7 +289,7 @@ def test_figures_for_metrics_count_who_runs_and_who_waits() -> None:
     assert (core.running_count, core.waiting_count, core.pool.active, core.pool.capacity) == (1, 2, 2, 100)
 
 
-def test_evictions_are_said_before_what_takes_their_place() -> None:
+def test_removals_are_published_before_the_blocks_that_replace_them() -> None:
     events: list[KvEventData] = []
     core = Scheduler(BlockPool(3, events.append), block_size=BLOCK)
     first, second = sequence_of(12, of=1), sequence_of(12, of=2)

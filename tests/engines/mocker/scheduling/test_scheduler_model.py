@@ -1,4 +1,4 @@
-"""Scheduler against a slow one that is written down as the rules say it: the same passes, whatever is asked of both."""
+"""Scheduler against a slow model that follows the rules literally: both make the same passes under random input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 
 @frozen
 class Rules:
-    """What a scheduler is made with; None: no limit."""
+    """The settings of a scheduler; None: no limit."""
 
     policy: str
     capacity: int
@@ -45,7 +45,7 @@ class Rules:
 
 @define(eq=False)
 class Block:
-    """A name is all the tokens up to the end of the block."""
+    """The name of a block is the tuple of all tokens up to its end."""
 
     name: tuple[int, ...] | None = None
     holders: int = 0
@@ -53,13 +53,13 @@ class Block:
 
 @define(eq=False)
 class Cache:
-    """Blocks in lists; each question walks through all of them."""
+    """Blocks in lists; each query walks through all of them."""
 
     capacity: int
     used: list[Block] = field(factory=list)
-    """Held or named, in the order of their names."""
+    """Blocks that are held or named, in the order of their names."""
     idle: list[Block] = field(factory=list)
-    """Held by nobody; the one let go longest ago first."""
+    """Named blocks without a holder; the one released longest ago first."""
 
     @property
     def available(self) -> int:
@@ -112,7 +112,7 @@ class Request:
     end: int
     length: int
     computed: int = 0
-    said: int = 0
+    sent: int = 0
     cached: int | None = None
     was_preempted: bool = False
     blocks: list[Block] = field(factory=list)
@@ -123,8 +123,8 @@ class Request:
 
 
 @define
-class Told:
-    """A pass, for comparison: requests by number, `emitted` with how many tokens each."""
+class PassRecord:
+    """A pass, for comparison: requests by number, `emitted` with their token counts."""
 
     duration_ms: float = 0.0
     scheduled_tokens: int = 0
@@ -133,7 +133,7 @@ class Told:
     rejected: list[int] = field(factory=list)
     completed_empty: list[int] = field(factory=list)
     admitted: list[tuple[int, int | None]] = field(factory=list)
-    """With their cached tokens."""
+    """The number and the cached tokens of each admitted request."""
     preempted: list[int] = field(factory=list)
 
 
@@ -164,19 +164,19 @@ class Slow:
                 place.remove(request)
                 self.cache.let_go(request.blocks)
 
-    def run_step(self) -> Told:
-        self.told, self.budget = Told(), self.rules.budget
+    def run_step(self) -> PassRecord:
+        self.record, self.budget = PassRecord(), self.rules.budget
         self.parts: dict[int, tuple[int, int, int]] = {}
-        """By number: tokens, and prompt tokens before and after."""
+        """For each number: tokens, and prompt tokens before and after."""
         for request in self.running.copy():
             if request in self.running:
                 self.advance(request)
-        if not self.told.preempted:
+        if not self.record.preempted:
             self.admit()
-        self.told.scheduled_tokens = self.rules.budget - self.budget
+        self.record.scheduled_tokens = self.rules.budget - self.budget
         self.add_prefill_time()
-        self.say()
-        return self.told
+        self.emit_tokens()
+        return self.record
 
     def tokens_for(self, request: Request, before: int) -> int:
         lacking = request.length - before
@@ -206,7 +206,7 @@ class Slow:
         self.budget += self.parts.pop(victim.number, (0, 0, 0))[0]
         self.cache.let_go(victim.blocks)
         victim.blocks, victim.computed, victim.length, victim.was_preempted = [], 0, len(victim.prompt), True
-        self.told.preempted.append(victim.number)
+        self.record.preempted.append(victim.number)
 
     def compute(self, request: Request, tokens: int) -> None:
         before, after = request.computed, request.computed + tokens
@@ -223,9 +223,9 @@ class Slow:
         while self.waiting and len(self.running) < most:
             head = self.waiting[0]
             if self.never_fits(head):
-                self.told.rejected.append(self.waiting.pop(0).number)
+                self.record.rejected.append(self.waiting.pop(0).number)
                 continue
-            # The last token is computed even where all are cached, unless nothing is to be said after it.
+            # The last token is computed even if all are cached, unless no output follows it.
             reusable = (head.length if head.length == head.end else head.length - 1) // BLOCK
             names = [tuple(head.tokens[: (index + 1) * BLOCK]) for index in range(reusable)]
             found = self.cache.find(names) if self.rules.caching else []
@@ -234,7 +234,7 @@ class Slow:
             if self.fits(head, found) and (tokens or before == head.length):
                 self.start(head, found, tokens)
             elif not self.running and not self.rules.chunked and head.length - before > self.rules.budget:
-                self.told.rejected.append(self.waiting.pop(0).number)
+                self.record.rejected.append(self.waiting.pop(0).number)
             else:
                 return
 
@@ -262,7 +262,7 @@ class Slow:
         request.blocks = found + taken
         if request.cached is None:
             request.cached = request.computed
-            self.told.admitted.append((request.number, request.cached))
+            self.record.admitted.append((request.number, request.cached))
         self.compute(request, tokens)
 
     def add_prefill_time(self) -> None:
@@ -272,25 +272,25 @@ class Slow:
         batch = len(prompts)
         tokens = batch * (sum(after for _, after in prompts) // batch - sum(before for before, _ in prompts) // batch)
         if tokens > 0:
-            self.told.duration_ms += 4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 16.50142
+            self.record.duration_ms += 4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 16.50142
 
-    def say(self) -> None:
+    def emit_tokens(self) -> None:
         ready = [one for one in self.running if one.computed == one.length]
         speaking = [one for one in ready if one.length < one.end]
         if speaking and self.rules.worker_type != "prefill":
             share = (self.cache.capacity - self.cache.available) / self.cache.capacity
-            self.told.duration_ms += max(1, -25.74 * share**2 + 54.01 * share + 5.74)
-        self.told.completed_empty = [one.number for one in ready if one not in speaking]
+            self.record.duration_ms += max(1, -25.74 * share**2 + 54.01 * share + 5.74)
+        self.record.completed_empty = [one.number for one in ready if one not in speaking]
         for request in speaking:
             left = request.end - request.length
             request.length += 1 if self.burst is None else self.burst.draw(left)
-            fresh = request.length - len(request.prompt) - request.said
+            fresh = request.length - len(request.prompt) - request.sent
             if fresh > 0:
-                request.said += fresh
-                self.told.emitted.append((request.number, fresh))
+                request.sent += fresh
+                self.record.emitted.append((request.number, fresh))
             if request.length == request.end:
-                self.told.finished.append(request.number)
-        for number in (*self.told.completed_empty, *self.told.finished):
+                self.record.finished.append(request.number)
+        for number in (*self.record.completed_empty, *self.record.finished):
             self.cancel(number)
 
 
@@ -309,9 +309,9 @@ def make(rules: Rules, rng: Random) -> Scheduler:
     )
 
 
-def pass_of(scheduler: Scheduler) -> Told:
+def pass_of(scheduler: Scheduler) -> PassRecord:
     done = scheduler.run_step()
-    return Told(
+    return PassRecord(
         done.duration_ms,
         done.scheduled_tokens,
         [(one.owner, one.new_tokens) for one in done.emitted],
@@ -324,28 +324,28 @@ def pass_of(scheduler: Scheduler) -> Told:
 
 
 class Both:
-    """The two, asked for the same; what each request has said is kept."""
+    """Both schedulers under the same input; the tokens of each request are kept."""
 
     def __init__(self, rules: Rules, seed: int) -> None:
         self.rng = Random(seed)
         self.fast, self.slow = make(rules, Random(seed)), Slow(rules, Random(seed))
-        self.asked: dict[int, Sequence] = {}
-        self.said: dict[int, list[int]] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.sent: dict[int, list[int]] = {}
         self.outputs: dict[int, list[int]] = {}
 
     def submit(self) -> None:
-        rng, number = self.rng, len(self.asked)
+        rng, number = self.rng, len(self.sequences)
         prompt = [*[rng.randrange(2)] * rng.randrange(9), *(rng.randrange(2) for _ in range(rng.randrange(1, 16)))]
         output = [rng.randrange(2) for _ in range(rng.randrange(14))]
         sequence = Sequence(prompt, len(output), block_size=BLOCK, owner=number, output=Output(planned=output))
-        self.asked[number], self.said[number], self.outputs[number] = sequence, [], output
+        self.sequences[number], self.sent[number], self.outputs[number] = sequence, [], output
         self.fast.submit(sequence)
         self.slow.submit(number, prompt, output)
 
     def cancel(self) -> None:
-        if self.asked:
-            number = self.rng.randrange(len(self.asked))
-            self.fast.cancel(self.asked[number])
+        if self.sequences:
+            number = self.rng.randrange(len(self.sequences))
+            self.fast.cancel(self.sequences[number])
             self.slow.cancel(number)
 
     def run_step(self) -> None:
@@ -354,10 +354,10 @@ class Both:
         got.duration_ms = expected.duration_ms
         assert got == expected
         for number, _ in got.emitted:
-            self.said[number] += self.asked[number].new_token_ids()
-            assert self.said[number] == self.outputs[number][: len(self.said[number])]
+            self.sent[number] += self.sequences[number].new_token_ids()
+            assert self.sent[number] == self.outputs[number][: len(self.sent[number])]
         for number in got.finished:
-            assert len(self.said[number]) == self.asked[number].max_output_tokens
+            assert len(self.sent[number]) == self.sequences[number].max_output_tokens
         pool, cache = self.fast.pool, self.slow.cache
         assert (pool.available, pool.inactive) == (cache.available, len(cache.idle))
         assert len(pool.names()) == len({block.name for block in cache.used if block.name is not None})
@@ -377,7 +377,7 @@ class Both:
     worker_type=st.sampled_from(["aggregated", "prefill", "decode"]),
 )
 def test_every_pass_is_what_the_rules_make_of_it(policy: str, seed: int, **options: Any) -> None:
-    """Admissions, cached tokens, pre-emptions, tokens, endings, time, and what is left in the cache."""
+    """Compares admissions, cached tokens, preemptions, tokens, endings, time, and the final content of the cache."""
     both = Both(Rules(policy, **options), seed)
     for _ in range(40):
         both.rng.choices((both.submit, both.cancel, both.run_step), (6, 1, 15))[0]()

@@ -1,4 +1,4 @@
-"""Whatever is submitted, cancelled, held and released: the core holds together and everything ends once."""
+"""Random submissions, cancellations, holds and releases: the core stays consistent and every request ends once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLICIES = ("lifo", "fifo", "no_evict", "sglang", "lpm", "whim")
 
 
 class Whim(VllmPolicy):
-    """Whatever a policy may choose, at random: the core may count on nothing but what the protocol says."""
+    """Makes every choice of a policy at random: the core may rely only on the protocol."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ def make_policy(name: str, rng: Random) -> Policy:
 
 
 class Listener:
-    """Follows the events as a router does: a block is known by its name, and stored below one that is known."""
+    """Follows the events as a router does: a block has a known name and is stored below a known one."""
 
     def __init__(self) -> None:
         self.cached: dict[int, int | None] = {}
 
-    def hear(self, event: KvEventData) -> None:
+    def apply(self, event: KvEventData) -> None:
         if isinstance(event, KvStored):
             parent = event.parent_hash
             for block in event.blocks:
@@ -87,7 +87,7 @@ class Listener:
 
 
 class Script:
-    """A scheduler under random orders; checks everything after each."""
+    """A scheduler under random calls; checks every invariant after each."""
 
     def __init__(self, scheduler: Scheduler, listener: Listener, rng: Random, budget: int | None) -> None:
         self.scheduler = scheduler
@@ -95,14 +95,14 @@ class Script:
         self.listener = listener
         self.rng = rng
         self.sequences: list[Sequence] = []
-        self.said: dict[Sequence, list[int]] = {}
+        self.outputs: dict[Sequence, list[int]] = {}
         self.endings: Counter[Sequence] = Counter()
 
     def make(self) -> Sequence:
         rng = self.rng
         prompt = [*[rng.randrange(2)] * rng.randrange(9), *(rng.randrange(2) for _ in range(rng.randrange(1, 20)))]
         sequence = Sequence(prompt, rng.randrange(0, 14), block_size=BLOCK)
-        self.said[sequence] = []
+        self.outputs[sequence] = []
         self.sequences.append(sequence)
         return sequence
 
@@ -134,7 +134,7 @@ class Script:
         assert done.duration_ms >= 0
         assert not set(done.preempted) & {*done.emitted, *done.finished, *done.completed_empty}
         for sequence in done.emitted:
-            self.said[sequence] += sequence.new_token_ids()
+            self.outputs[sequence] += sequence.new_token_ids()
         for sequence in (*done.finished, *done.rejected, *done.completed_empty):
             self.end(sequence)
         return done.did_nothing
@@ -160,7 +160,7 @@ class Script:
             assert self.endings[sequence] <= 1
 
     def come_to_rest(self) -> None:
-        """Held and reserved blocks may keep everybody waiting, but not busy."""
+        """Held and reserved blocks may keep every request waiting, but not the scheduler busy."""
         for _ in range(3000):
             if self.scheduler.is_idle or self.run_step():
                 return
@@ -183,7 +183,7 @@ class Script:
         assert self.scheduler.is_idle
         assert self.scheduler.pool.active == 0
         assert all(self.endings[sequence] == 1 for sequence in self.sequences)
-        assert all(said == sequence.output_tokens() for sequence, said in self.said.items())
+        assert all(outputs == sequence.output_tokens() for sequence, outputs in self.outputs.items())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -211,7 +211,7 @@ def test_every_script_keeps_the_core_sound_and_ends_everything_once(
 ) -> None:
     listener, rng = Listener(), Random(seed)
     scheduler = Scheduler(
-        BlockPool(capacity, listener.hear),
+        BlockPool(capacity, listener.apply),
         block_size=BLOCK,
         policy=make_policy(policy, rng),
         max_seqs=max_seqs,

@@ -1,4 +1,4 @@
-"""Scheduler: what a pass is charged, and bursts of several tokens."""
+"""Scheduler: the time of a pass, and bursts of several tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_pass_takes_the_time_of_its_prompts_and_of_its_tokens() -> None:
     assert core.run_step().duration_ms == pytest.approx(MODEL.decode_ms(2, 7 * BLOCK, 100 * BLOCK, 12))
 
 
-def test_the_model_is_asked_for_whole_prompts_so_far_and_what_was_computed_before() -> None:
+def test_the_timing_model_gets_the_prompts_so_far_and_their_computed_part() -> None:
     recorder = RecordingModel()
     core = scheduler(50, time=StepTime(recorder), max_batched_tokens=10)
     submitted(core, sequence_of(16, of=1))
@@ -78,8 +78,8 @@ def test_prompts_of_a_decode_worker_take_no_time() -> None:
     assert core.run_step().duration_ms == 4
 
 
-def test_a_decode_worker_pays_for_the_prompts_it_is_told_to_pay_for() -> None:
-    """Those that were handed over count neither among them nor in their mean."""
+def test_a_decode_worker_pays_for_the_prompts_marked_for_payment() -> None:
+    """Prompts that were handed over count neither in the batch nor in its mean."""
     model = RecordingModel()
     core = scheduler(time=StepTime(model), role=ROLES["decode"])
     free, paying, reserved = sequence_of(40, 2, of=1), sequence_of(12, 2, of=2), sequence_of(8, 2, of=3)
@@ -120,7 +120,7 @@ def test_an_error_of_the_model_comes_through_and_everything_can_be_cancelled() -
     assert core.pool.active == 0
 
 
-def test_a_burst_says_several_tokens_and_never_too_many() -> None:
+def test_a_burst_emits_several_tokens_and_never_too_many() -> None:
     core = scheduler(burst=Burst((1.0, 1.0), Random(1)))
     (sequence,) = submitted(core, sequence_of(5, 8))
     counts = []

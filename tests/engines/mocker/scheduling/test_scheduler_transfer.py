@@ -41,7 +41,7 @@ def test_a_held_sequence_can_be_cancelled() -> None:
     core.pool.check()
 
 
-def test_who_waits_for_held_blocks_makes_passes_that_do_nothing() -> None:
+def test_a_request_that_waits_for_held_blocks_makes_empty_passes() -> None:
     core = scheduler(3)
     held, waiting = sequence_of(10, of=1), sequence_of(10, of=2)
     core.submit(held, holds_blocks=True)
@@ -109,7 +109,7 @@ def test_a_reservation_can_be_cancelled(activated: bool) -> None:
     core.pool.check()
 
 
-def test_who_has_its_blocks_does_not_queue_behind_who_waits_for_blocks() -> None:
+def test_a_request_with_blocks_does_not_queue_behind_one_that_waits_for_blocks() -> None:
     core = scheduler(4)
     ready, waiting = sequence_of(12, 2, of=1), sequence_of(12, 1, of=2)
     core.reserve(ready)

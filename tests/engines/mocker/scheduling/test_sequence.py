@@ -21,7 +21,7 @@ def setting(tokens: int, max_output_tokens: int = 100) -> tuple[Sequence, BlockP
 
 
 def compute(sequence: Sequence, pool: BlockPool, tokens: int | None = None) -> None:
-    """What a pass does for it."""
+    """Compute the sequence as a pass does."""
     sequence.computed = sequence.length if tokens is None else tokens
     assert sequence.allocate(pool, sequence.computed)
     sequence.publish(pool)
@@ -37,7 +37,7 @@ def test_an_incomplete_block_is_a_nameless_one() -> None:
     assert (len(sequence.blocks), pool.names(), events) == (1, set(), [])
 
 
-def test_the_token_that_fills_a_block_asks_for_none() -> None:
+def test_the_token_that_fills_a_block_takes_no_new_block() -> None:
     sequence, pool, _ = setting(15)
     compute(sequence, pool)
     sequence.generate()
@@ -46,7 +46,7 @@ def test_the_token_that_fills_a_block_asks_for_none() -> None:
 
 
 def test_a_block_gets_its_name_when_it_is_computed_below_the_one_before_it() -> None:
-    """With 49 tokens the fourth block begins; the third was named below the second."""
+    """With 49 tokens the fourth block begins; the third is named as a child of the second."""
     sequence, pool, events = setting(15)
     compute(sequence, pool)
     while sequence.length < 3 * BLOCK + 1:
@@ -78,7 +78,7 @@ def test_a_prompt_cannot_be_taken_back() -> None:
 
 
 def test_tokens_within_a_block_change_nothing_in_the_pool() -> None:
-    """14 tokens, two more."""
+    """A sequence of 14 tokens gets two more."""
     sequence, pool, events = setting(14, 5)
     compute(sequence, pool)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_tokens_within_a_block_change_nothing_in_the_pool() -> None:
 
 
 def test_the_first_token_of_a_block_names_the_one_before_it_and_takes_the_next() -> None:
-    """14 tokens, three more."""
+    """A sequence of 14 tokens gets three more."""
     sequence, pool, events = setting(14, 5)
     compute(sequence, pool)
     for _ in range(3):
@@ -111,11 +111,11 @@ def test_tokens_handed_on_before_a_preemption_are_not_handed_on_again() -> None:
     sequence, pool, _ = setting(10, 9)
     compute(sequence, pool)
     assert [sequence.generate() for _ in range(7)] == [1] * 7
-    said = sequence.output_tokens()
+    before = sequence.output_tokens()
     sequence.reset(pool)
     assert (sequence.length, sequence.emitted, pool.active) == (10, 7, 0)
     assert [sequence.generate() for _ in range(9)] == [0] * 7 + [1, 1]
-    assert sequence.output_tokens()[:7] == said
+    assert sequence.output_tokens()[:7] == before
 
 
 def test_of_a_burst_over_the_border_only_the_new_tokens_are_handed_on() -> None:
@@ -153,7 +153,7 @@ def test_the_block_of_the_last_token_is_always_computed(tokens: int, reusable: i
     assert setting(tokens)[0].reusable_blocks() == reusable
 
 
-def test_a_sequence_that_says_nothing_may_come_from_the_cache_as_a_whole() -> None:
+def test_a_sequence_without_output_may_come_from_the_cache_as_a_whole() -> None:
     assert setting(32, 0)[0].reusable_blocks() == 2
 
 
@@ -164,7 +164,7 @@ def test_too_few_blocks_change_nothing() -> None:
     assert (sequence.blocks, pool.active) == ([], 0)
 
 
-def test_the_last_token_is_the_prompts_until_one_is_said() -> None:
+def test_the_last_token_is_the_prompts_until_one_is_generated() -> None:
     sequence, _, _ = setting(5)
     assert (sequence.last_token, sequence.stage) == (4, SequenceState.NEW)
     sequence.generate()
@@ -179,7 +179,7 @@ def test_no_prompt_and_a_negative_output_are_refused(prompt: list[int], max_outp
 
 @pytest.mark.parametrize("token", [-1, 2**32, 1.0, None])
 @pytest.mark.parametrize("field", ["token_ids", "output_token_ids"])
-def test_what_is_no_token_is_refused_at_once_and_not_in_a_pass_with_others(field: str, token: Any) -> None:
+def test_an_invalid_token_is_refused_at_submission_and_not_in_a_pass_with_others(field: str, token: Any) -> None:
     tokens = {"token_ids": [1, 2], "output_token_ids": [3, 4], field: [5, token]}
     with pytest.raises(InvalidArgument) as caught:
         Sequence(tokens["token_ids"], 1, block_size=4, output=Output(planned=tokens["output_token_ids"]))
