@@ -1,4 +1,4 @@
-"""MockEngineArgs: defaults, what is refused, and JSON there and back."""
+"""MockEngineArgs: defaults, refused values, and the round trip through JSON."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_each_engine_has_its_own_policy(engine_type: Any, policy: type) -> None:
     assert isinstance(make_policy(MockEngineArgs(engine_type=engine_type)), policy)
 
 
-def test_a_scheduler_has_the_size_it_is_asked_for() -> None:
+def test_a_scheduler_has_its_configured_size() -> None:
     scheduler = make_scheduler(MockEngineArgs(num_gpu_blocks=7, block_size=4))
     assert (scheduler.pool.capacity, scheduler.block_size) == (7, 4)
 

@@ -1,4 +1,4 @@
-"""Arguments that would change nothing are told apart from those that do."""
+"""MockEngineArgs distinguishes arguments without effect from those with one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def idle(**given: Any) -> list[str]:
     return [name for name, _ in idle_arguments(MockEngineArgs(**given))]
 
 
-def test_the_defaults_of_every_engine_and_worker_say_nothing_in_vain() -> None:
+def test_no_default_of_any_engine_or_worker_is_idle() -> None:
     for engine_type in ("vllm", "sglang", "trtllm"):
         for worker_type in ("aggregated", "prefill", "decode"):
             assert idle(engine_type=engine_type, worker_type=worker_type) == []

@@ -1,4 +1,4 @@
-"""Arguments of a mock engine given as texts, as a command line gives them."""
+"""Arguments of a mock engine as texts from a command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def built(**texts: str) -> MockEngine:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """Times that do not depend on anything."""
+    """A timing model with constant times."""
     numpy: Any = pytest.importorskip("numpy")
     numpy.savez(
         tmp_path / "measured.npz",
@@ -44,9 +44,9 @@ def profile(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["", "measured.npz"])
 async def test_measured_times_of_a_file_or_its_folder_are_those_of_the_passes(profile: Path, name: str) -> None:
     request = PreprocessedRequest([1, 2, 3], stop_conditions=StopConditions(max_tokens=4))
-    async with as_engine(await built(planner_profile_data=str(profile / name))) as asked:
+    async with as_engine(await built(planner_profile_data=str(profile / name))) as served:
         begun_s = anyio.current_time()
-        await (await asked.generate(Context(request))).collect()
+        await (await served.generate(Context(request))).collect()
         assert (anyio.current_time() - begun_s) * 1000 == pytest.approx(PREFILL_MS + 4 * DECODE_MS)
 
 

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.anyio
 
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64)
 SLOW = evolve(ARGS, worker_type="prefill", kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=0.01)
-"""A prefill worker whose last chunk comes a second after the one before it, for a prompt of ten tokens."""
+"""A prefill worker that sends its last chunk a second after the one before it, for a prompt of ten tokens."""
 
 
 class Steady:
-    """10 ms for a prompt, 20 ms for a token."""
+    """Takes 10 ms for a prompt and 20 ms for a token."""
 
     def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
         return 10.0 if batch else 0.0
@@ -76,10 +76,10 @@ async def read_all(stream: Any) -> list[LLMEngineOutput]:
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_an_answer_may_be_ended_after_each_of_its_chunks(ending: str, choices: int) -> None:
     engine = MockEngine(ARGS)
-    async with as_engine(engine) as asked:
+    async with as_engine(engine) as served:
         for read in range(choices * 6):
             context = Context(request(choices=choices))
-            stream = await asked.generate(context)
+            stream = await served.generate(context)
             chunks = await read_until(stream, read)
             if ending == "close":
                 await stream.aclose()
@@ -93,12 +93,12 @@ async def test_an_answer_may_be_ended_after_each_of_its_chunks(ending: str, choi
 
 
 async def test_a_stop_after_the_last_choice_has_ended_cancels_another_one() -> None:
-    """With fifo the first choice is pre-empted, so the second one ends before it."""
+    """With fifo the first choice is preempted, so the second one ends before it."""
     engine = MockEngine(evolve(ARGS, num_gpu_blocks=9, preemption_mode="fifo", enable_prefix_caching=False))
-    async with as_engine(engine) as asked:
+    async with as_engine(engine) as served:
         context = Context(request(10, 14, choices=2))
         chunks: list[LLMEngineOutput] = []
-        stream: Any = await asked.generate(context)
+        stream: Any = await served.generate(context)
         async with stream:
             async for item in stream:
                 chunks.append(item.ok().data)
@@ -113,8 +113,8 @@ async def test_a_stop_after_the_last_choice_has_ended_cancels_another_one() -> N
 
 
 async def test_no_tokens_of_several_choices_are_a_last_chunk_for_each() -> None:
-    async with as_engine(MockEngine(ARGS)) as asked:
-        chunks = await read_all(await asked.generate(Context(request(max_tokens=0, choices=3))))
+    async with as_engine(MockEngine(ARGS)) as served:
+        chunks = await read_all(await served.generate(Context(request(max_tokens=0, choices=3))))
     assert [(chunk.index, chunk.finish_reason) for chunk in chunks] == [
         (index, FinishReason.LENGTH) for index in range(3)
     ]
@@ -125,9 +125,9 @@ async def test_no_tokens_of_several_choices_are_a_last_chunk_for_each() -> None:
 
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_only_the_very_last_chunk_waits_for_the_transfer(choices: int) -> None:
-    async with as_engine(MockEngine(SLOW, timing=Steady())) as asked:
+    async with as_engine(MockEngine(SLOW, timing=Steady())) as served:
         times: list[float] = []
-        async with await asked.generate(Context(request(choices=choices))) as stream:
+        async with await served.generate(Context(request(choices=choices))) as stream:
             begun_s = anyio.current_time()
             async for _ in stream:
                 times.append(anyio.current_time() - begun_s)
@@ -150,8 +150,8 @@ async def test_an_answer_that_waits_for_its_transfer_is_ended_at_once(ending: st
                     rest.append(item.ok().data)
         ended.append(anyio.current_time())
 
-    async with as_engine(engine) as asked, anyio.create_task_group() as tasks:
-        stream, scope = await asked.generate(context), anyio.CancelScope()
+    async with as_engine(engine) as served, anyio.create_task_group() as tasks:
+        stream, scope = await served.generate(context), anyio.CancelScope()
         tasks.start_soon(read, stream, scope)
         await anyio.sleep(0.5)
         if ending == "close":
@@ -164,9 +164,9 @@ async def test_an_answer_that_waits_for_its_transfer_is_ended_at_once(ending: st
         await anyio.sleep(0.01)
         assert ended == [now_s]
         assert_empty(engine)
-    is_told = ending in ("stop", "cleanup")
+    is_notified = ending in ("stop", "cleanup")
     assert [chunk.finish_reason for chunk in rest if chunk.finish_reason is not None] == (
-        [FinishReason.LENGTH] * (choices - 1) + [FinishReason.CANCELLED] * is_told
+        [FinishReason.LENGTH] * (choices - 1) + [FinishReason.CANCELLED] * is_notified
     )
     assert_each_choice_ends_at_most_once(rest, choices)
 
@@ -176,15 +176,17 @@ async def test_an_answer_that_waits_for_its_transfer_is_ended_at_once(ending: st
 
 @pytest.mark.parametrize("worker_type", ["prefill", "decode"])
 async def test_a_hand_over_is_ended_by_the_end_of_its_engine(worker_type: Any) -> None:
-    """It waits for its other side, which may take half a minute to come."""
+    """The half waits for its other side, which may take half a minute to come."""
     engine = MockEngine(evolve(ARGS, worker_type=worker_type), exchange=TransferExchange(), timing=Steady())
-    heard: list[FinishReason | None] = []
+    received: list[FinishReason | None] = []
     async with anyio.create_task_group() as tasks:
-        async with as_engine(engine, mode=DisaggregationMode(worker_type)) as asked:
+        async with as_engine(engine, mode=DisaggregationMode(worker_type)) as served:
 
             async def read() -> None:
                 payload = request(bootstrap_info=BootstrapInfo("host", 1, 7))
-                heard.extend(chunk.finish_reason for chunk in await read_all(await asked.generate(Context(payload))))
+                received.extend(
+                    chunk.finish_reason for chunk in await read_all(await served.generate(Context(payload)))
+                )
 
             tasks.start_soon(read)
             await anyio.sleep(0.5)
@@ -192,14 +194,14 @@ async def test_a_hand_over_is_ended_by_the_end_of_its_engine(worker_type: Any) -
             await engine.cleanup()
         await anyio.sleep(0.001)
         assert anyio.current_time() - begun_s < 0.01
-        assert heard[-1:] == [FinishReason.CANCELLED]
+        assert received[-1:] == [FinishReason.CANCELLED]
         assert_empty(engine)
         assert engine.exchange is not None
         assert engine.exchange.waiting == engine.exchange.sessions == 0
 
 
-async def test_a_reservation_gets_the_blocks_of_a_finished_request_though_nobody_reads_it() -> None:
-    """Its blocks are free when its last pass is, not when its reader has come to the end."""
+async def test_a_reservation_gets_the_blocks_of_a_finished_request_that_is_not_read() -> None:
+    """Its blocks are free after its last pass, not when its reader has reached the end."""
     exchange = TransferExchange()
     args = evolve(ARGS, num_gpu_blocks=4, kv_transfer_bandwidth=None)
     decode = MockEngine(evolve(args, worker_type="decode"), exchange=exchange, timing=Steady())
@@ -214,16 +216,16 @@ async def test_a_reservation_gets_the_blocks_of_a_finished_request_though_nobody
     ):
         await anext(unread)
 
-        async def read(asked: Any) -> None:
+        async def read(served: Any) -> None:
             payload = request(10, 2, bootstrap_info=BootstrapInfo("host", 1, 7))
-            await (await asked.generate(Context(payload, id="x"))).collect()
-            said.append(asked)
+            await (await served.generate(Context(payload, id="x"))).collect()
+            finished.append(served)
 
-        said: list[Any] = []
-        for asked in (receiver, sender):
-            tasks.start_soon(read, asked)
+        finished: list[Any] = []
+        for served in (receiver, sender):
+            tasks.start_soon(read, served)
         await anyio.sleep(5)
-        assert len(said) == 2
+        assert len(finished) == 2
     assert_empty(decode)
     assert_empty(prefill)
 
@@ -267,25 +269,25 @@ async def test_a_reservation_that_waits_for_room_fails_when_the_loop_ends() -> N
 async def test_requests_that_come_before_the_loop_runs_are_served_by_it() -> None:
     engine = MockEngine(ARGS)
     await engine.start(0)
-    heard: list[LLMEngineOutput] = []
+    received: list[LLMEngineOutput] = []
 
     async def read() -> None:
         async for chunk in engine.generate(request(), GenerateContext(Context(None))):
-            heard.append(chunk)
+            received.append(chunk)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read)
         await anyio.sleep(1)
-        assert heard == []
+        assert received == []
         tasks.start_soon(engine.background)
         await anyio.sleep(1)
         tasks.cancel_scope.cancel()
-    assert [chunk.finish_reason for chunk in heard] == [None] * 5 + [FinishReason.LENGTH]
+    assert [chunk.finish_reason for chunk in received] == [None] * 5 + [FinishReason.LENGTH]
     assert_empty(engine)
     await engine.cleanup()
 
 
-async def test_a_loop_that_ends_fails_what_waits_and_whatever_comes_later() -> None:
+async def test_a_loop_that_ends_fails_waiting_and_later_requests() -> None:
     engine = MockEngine(evolve(ARGS, num_gpu_blocks=8))
     await engine.start(0)
     failed: list[str] = []

@@ -1,4 +1,4 @@
-"""MockEngine: what its requests see, and what they leave behind."""
+"""MockEngine: what requests receive from it, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def request(prompt: list[int] | int, max_tokens: int | None = 8, **fields: Any) 
 
 @asynccontextmanager
 async def running(engine: MockEngine) -> AsyncIterator[Any]:
-    """The engine as one that can be asked; in the end it must hold nothing."""
-    async with as_engine(engine) as asked:
-        yield asked
+    """Serve the engine; on exit it must hold nothing."""
+    async with as_engine(engine) as served:
+        yield served
     assert_empty(engine)
 
 
@@ -55,8 +55,8 @@ def assert_empty(engine: MockEngine) -> None:
         assert rank.live == 0
 
 
-async def answer(asked: Any, payload: PreprocessedRequest, **context: Any) -> list[LLMEngineOutput]:
-    items = await (await asked.generate(Context(payload, **context))).collect()
+async def answer(served: Any, payload: PreprocessedRequest, **context: Any) -> list[LLMEngineOutput]:
+    items = await (await served.generate(Context(payload, **context))).collect()
     return [item.ok().data for item in items]
 
 
@@ -68,8 +68,8 @@ def tokens(chunks: list[LLMEngineOutput]) -> list[int]:
 
 
 async def test_an_answer_is_one_token_a_chunk_and_an_empty_last_one() -> None:
-    async with running(MockEngine(SMALL)) as asked:
-        chunks = await answer(asked, request(10, 5))
+    async with running(MockEngine(SMALL)) as served:
+        chunks = await answer(served, request(10, 5))
     assert [len(chunk.token_ids) for chunk in chunks] == [1, 1, 1, 1, 1, 0]
     assert [chunk.finish_reason for chunk in chunks] == [None] * 5 + [FinishReason.LENGTH]
     assert all(1000 <= token < 2000 for token in tokens(chunks))
@@ -78,14 +78,14 @@ async def test_an_answer_is_one_token_a_chunk_and_an_empty_last_one() -> None:
 
 
 async def test_a_request_without_a_limit_is_bounded() -> None:
-    async with running(MockEngine(SMALL)) as asked:
-        assert len(tokens(await answer(asked, request(3, None)))) == 16
+    async with running(MockEngine(SMALL)) as served:
+        assert len(tokens(await answer(served, request(3, None)))) == 16
 
 
 async def test_cached_tokens_come_with_the_first_and_the_last_chunk() -> None:
-    async with running(MockEngine(SMALL)) as asked:
-        await answer(asked, request(9, 1))
-        first, second, last = await answer(asked, request(9, 2))
+    async with running(MockEngine(SMALL)) as served:
+        await answer(served, request(9, 1))
+        first, second, last = await answer(served, request(9, 2))
     assert first.completion_usage is not None
     assert first.completion_usage.prompt_tokens_details is not None
     assert first.completion_usage.prompt_tokens_details.cached_tokens == 8
@@ -97,8 +97,8 @@ async def test_cached_tokens_come_with_the_first_and_the_last_chunk() -> None:
 async def test_the_first_token_takes_prefill_and_decode_and_the_others_decode() -> None:
     times: list[float] = []
     async with (
-        running(MockEngine(MockEngineArgs())) as asked,
-        await asked.generate(Context(request(128, 3))) as stream,
+        running(MockEngine(MockEngineArgs())) as served,
+        await served.generate(Context(request(128, 3))) as stream,
     ):
         begun_s = anyio.current_time()
         async for _ in stream:
@@ -110,21 +110,21 @@ async def test_the_first_token_takes_prefill_and_decode_and_the_others_decode() 
 
 
 async def test_times_shorter_than_can_be_slept_add_up() -> None:
-    """A thousand passes of 57 microseconds take 57 milliseconds."""
-    async with running(MockEngine(MockEngineArgs(speedup_ratio=100))) as asked:
+    """A thousand passes of 57 µs take 57 ms."""
+    async with running(MockEngine(MockEngineArgs(speedup_ratio=100))) as served:
         begun_s = anyio.current_time()
-        await answer(asked, request(1, 1000))
+        await answer(served, request(1, 1000))
         assert anyio.current_time() - begun_s == pytest.approx(0.0575, abs=0.002)
 
 
 async def test_without_any_speed_nothing_takes_time() -> None:
-    async with running(MockEngine(MockEngineArgs(speedup_ratio=0))) as asked:
+    async with running(MockEngine(MockEngineArgs(speedup_ratio=0))) as served:
         begun_s = anyio.current_time()
-        await answer(asked, request(1000, 100))
+        await answer(served, request(1000, 100))
         assert anyio.current_time() == begun_s
 
 
-async def test_a_request_that_goes_on_elsewhere_says_the_same() -> None:
+async def test_a_migrated_request_continues_the_same_output() -> None:
     async with running(MockEngine(SMALL)) as one, running(MockEngine(SMALL)) as other:
         whole = tokens(await answer(one, request([7, 8, 9], 12)))
         for cut in range(1, 12):
@@ -132,38 +132,38 @@ async def test_a_request_that_goes_on_elsewhere_says_the_same() -> None:
             assert whole[:cut] + tokens(moved) == whole
 
 
-async def test_other_prompts_and_seeds_say_something_else() -> None:
-    async with running(MockEngine(SMALL)) as asked:
-        answers = [tokens(await answer(asked, request(prompt))) for prompt in ([1, 2], [2, 2], [1, 3], [1, 1, 2])]
-        answers.append(tokens(await answer(asked, request([1, 2], sampling_options=SamplingOptions(seed=5)))))
-    assert len({tuple(said) for said in answers}) == len(answers)
+async def test_other_prompts_and_seeds_give_other_outputs() -> None:
+    async with running(MockEngine(SMALL)) as served:
+        answers = [tokens(await answer(served, request(prompt))) for prompt in ([1, 2], [2, 2], [1, 3], [1, 1, 2])]
+        answers.append(tokens(await answer(served, request([1, 2], sampling_options=SamplingOptions(seed=5)))))
+    assert len({tuple(answered) for answered in answers}) == len(answers)
 
 
 async def test_tokens_are_from_the_range_that_was_given() -> None:
-    async with running(MockEngine(SMALL, token_ids=range(97, 123))) as asked:
-        assert set(tokens(await answer(asked, request(3, 40)))) <= set(range(97, 123))
+    async with running(MockEngine(SMALL, token_ids=range(97, 123))) as served:
+        assert set(tokens(await answer(served, request(3, 40)))) <= set(range(97, 123))
 
 
-def test_there_must_be_a_token_to_say() -> None:
+def test_an_empty_token_range_is_refused() -> None:
     with pytest.raises(InvalidArgument) as refused:
         MockEngine(SMALL, token_ids=range(0))
     assert refused.value.field == "token_ids"
 
 
-async def test_requests_that_differ_in_a_first_token_say_different_things_also_in_a_small_alphabet() -> None:
-    """No two of two hundred share most of their answer, though there are but 26 tokens to say."""
-    async with running(MockEngine(evolve(SMALL, enable_prefix_caching=False), token_ids=range(97, 123))) as asked:
-        said = [tokens(await answer(asked, request([first, 7, 8], 20))) for first in range(200)]
-    alike = [sum(a == b for a, b in zip(one, other, strict=True)) for one, other in itertools.combinations(said, 2)]
+async def test_prompts_that_differ_in_the_first_token_give_different_outputs_in_a_small_alphabet_too() -> None:
+    """No two of two hundred outputs agree in most of their tokens, though the range has only 26."""
+    async with running(MockEngine(evolve(SMALL, enable_prefix_caching=False), token_ids=range(97, 123))) as served:
+        answered = [tokens(await answer(served, request([first, 7, 8], 20))) for first in range(200)]
+    alike = [sum(a == b for a, b in zip(one, other, strict=True)) for one, other in itertools.combinations(answered, 2)]
     assert max(alike) < 12
 
 
 async def test_each_of_n_choices_has_its_own_tokens_and_end() -> None:
-    async with running(MockEngine(SMALL)) as asked:
-        chunks = await answer(asked, request(6, 4, sampling_options=SamplingOptions(n=3)))
-    said = {index: tokens([chunk for chunk in chunks if chunk.index == index]) for index in range(3)}
-    assert [len(choice) for choice in said.values()] == [4, 4, 4]
-    assert len({tuple(choice) for choice in said.values()}) == 3
+    async with running(MockEngine(SMALL)) as served:
+        chunks = await answer(served, request(6, 4, sampling_options=SamplingOptions(n=3)))
+    answered = {index: tokens([chunk for chunk in chunks if chunk.index == index]) for index in range(3)}
+    assert [len(choice) for choice in answered.values()] == [4, 4, 4]
+    assert len({tuple(choice) for choice in answered.values()}) == 3
     ends = [chunk for chunk in chunks if chunk.finish_reason is not None]
     assert sorted(chunk.index or 0 for chunk in ends) == [0, 1, 2]
     assert [chunk.completion_usage is not None for chunk in ends] == [False, False, True]
@@ -171,11 +171,11 @@ async def test_each_of_n_choices_has_its_own_tokens_and_end() -> None:
     assert ends[-1].completion_usage.completion_tokens == 12
 
 
-async def test_log_probabilities_come_when_asked_for() -> None:
+async def test_log_probabilities_come_when_requested() -> None:
     options = OutputOptions(logprobs=2)
-    async with running(MockEngine(SMALL)) as asked:
-        first, *_ = await answer(asked, request(3, 1, output_options=options))
-        many, *_ = await answer(asked, request(3, 1, output_options=OutputOptions(logprobs=50)))
+    async with running(MockEngine(SMALL)) as served:
+        first, *_ = await answer(served, request(3, 1, output_options=options))
+        many, *_ = await answer(served, request(3, 1, output_options=OutputOptions(logprobs=50)))
     (token,) = first.token_ids
     assert first.log_probs is not None
     assert first.log_probs[0] == pytest.approx(-0.1 * (token % 10))
@@ -186,7 +186,7 @@ async def test_log_probabilities_come_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("is_stopped", "reason"), [(False, FinishReason.LENGTH), (True, FinishReason.CANCELLED)])
-async def test_no_tokens_asked_for_are_one_empty_chunk(is_stopped: bool, reason: FinishReason) -> None:
+async def test_a_request_for_no_tokens_gives_one_empty_chunk(is_stopped: bool, reason: FinishReason) -> None:
     engine = MockEngine(SMALL)
     async with running(engine):
         context = GenerateContext(Context(None))
@@ -201,13 +201,13 @@ async def test_no_tokens_asked_for_are_one_empty_chunk(is_stopped: bool, reason:
 
 async def test_before_its_start_and_after_its_end_it_is_shut_down() -> None:
     engine = MockEngine(SMALL)
-    asked = as_engine(engine)
+    served = as_engine(engine)
     with pytest.raises(EngineShutdown):
-        await asked.generate(Context(request(3)))
-    async with asked:
+        await served.generate(Context(request(3)))
+    async with served:
         with pytest.raises(EngineShutdown):
             await engine.start(1)
-        assert len(await answer(asked, request(3))) == 9
+        assert len(await answer(served, request(3))) == 9
     with pytest.raises(EngineShutdown):
         await anext(engine.generate(request(3), GenerateContext(Context(None))))
 
@@ -222,35 +222,35 @@ async def test_before_its_start_and_after_its_end_it_is_shut_down() -> None:
     ],
 )
 async def test_a_wrong_request_is_refused_naming_the_field(wrong: PreprocessedRequest, field: str) -> None:
-    async with running(MockEngine(MockEngineArgs(dp_size=2))) as asked:
+    async with running(MockEngine(MockEngineArgs(dp_size=2))) as served:
         with pytest.raises(InvalidArgument) as refused:
-            await answer(asked, wrong)
+            await answer(served, wrong)
     assert refused.value.field == field
 
 
 async def test_a_prompt_that_can_never_fit_is_rejected_and_others_go_on() -> None:
-    async with running(MockEngine(SMALL)) as asked:
+    async with running(MockEngine(SMALL)) as served:
         with pytest.raises(InvalidArgument, match="exceeds worker admission limits"):
-            await answer(asked, request(64 * 4 + 1))
-        assert len(tokens(await answer(asked, request(3)))) == 8
+            await answer(served, request(64 * 4 + 1))
+        assert len(tokens(await answer(served, request(3)))) == 8
 
 
 async def test_an_id_in_use_is_refused_and_free_again_when_its_stream_is_closed() -> None:
-    async with running(MockEngine(SMALL)) as asked:
-        async with await asked.generate(Context(request(20, 50), id="x")) as stream:
+    async with running(MockEngine(SMALL)) as served:
+        async with await served.generate(Context(request(20, 50), id="x")) as stream:
             await anext(stream)
             with pytest.raises(InvalidArgument) as refused:
-                await answer(asked, request(3), id="x")
+                await answer(served, request(3), id="x")
             assert refused.value.field == "id"
             assert len((await anext(stream)).data.token_ids) == 1
-        assert len(tokens(await answer(asked, request(3), id="x"))) == 8
+        assert len(tokens(await answer(served, request(3), id="x"))) == 8
 
 
 # -- ranks
 
 
 async def test_ranks_take_turns_unless_one_is_named() -> None:
-    """Each rank has a cache of its own: only where the prompt was before is it found."""
+    """Each rank has its own cache: a prompt is found only where it was served before."""
     engine = MockEngine(MockEngineArgs(dp_size=2, block_size=4))
 
     def found(chunks: list[LLMEngineOutput]) -> int | None:
@@ -259,22 +259,22 @@ async def test_ranks_take_turns_unless_one_is_named() -> None:
             None if usage is None or usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
         )
 
-    async with running(engine) as asked:
-        assert [found(await answer(asked, request(9, 1))) for _ in range(4)] == [0, 0, 8, 8]
+    async with running(engine) as served:
+        assert [found(await answer(served, request(9, 1))) for _ in range(4)] == [0, 0, 8, 8]
         other = request(list(range(50, 59)), 1, routing=RoutingHints(dp_rank=1))
-        assert [found(await answer(asked, other)) for _ in range(2)] == [0, 8]
+        assert [found(await answer(served, other)) for _ in range(2)] == [0, 8]
 
 
 # -- endings
 
 
 async def test_it_holds_the_engine_contract() -> None:
-    args = evolve(SMALL, enable_prefix_caching=False)  # so that an answer does not depend on those before
+    args = evolve(SMALL, enable_prefix_caching=False)  # so that an output does not depend on earlier requests
     await check_engine(
         lambda: as_engine(MockEngine(args)),
         request=request(9, 60),
         bad_request=request([]),
-        open_count=lambda asked: sum(rank.live + rank.scheduler.pool.active for rank in asked.engine.ranks),
+        open_count=lambda served: sum(rank.live + rank.scheduler.pool.active for rank in served.engine.ranks),
     )
 
 
@@ -282,9 +282,9 @@ async def test_it_holds_the_engine_contract() -> None:
 @pytest.mark.parametrize("read", [0, 1, 5])
 async def test_a_request_that_ends_early_frees_its_blocks_at_once(ending: str, read: int) -> None:
     engine = MockEngine(SMALL)
-    async with running(engine) as asked:
+    async with running(engine) as served:
         context = Context(request(20, 100))
-        stream = await asked.generate(context)
+        stream = await served.generate(context)
         for _ in range(read):
             await anext(stream)
         if ending == "stop":
@@ -298,19 +298,19 @@ async def test_a_request_that_ends_early_frees_its_blocks_at_once(ending: str, r
         assert_empty(engine)
 
 
-async def test_a_stop_is_heard_while_the_request_waits_for_room() -> None:
+async def test_a_stop_takes_effect_while_the_request_waits_for_room() -> None:
     engine = MockEngine(SMALL)
     async with (
-        running(engine) as asked,
+        running(engine) as served,
         anyio.create_task_group() as tasks,
-        await asked.generate(Context(request(200, 30))) as first,
+        await served.generate(Context(request(200, 30))) as first,
     ):
         await anext(first)
         waiting = Context(request(list(range(900, 1100)), 30))
         ended: list[Any] = []
 
         async def wait() -> None:
-            ended.extend(await (await asked.generate(waiting)).collect())
+            ended.extend(await (await served.generate(waiting)).collect())
 
         tasks.start_soon(wait)
         await anyio.sleep(0.01)
@@ -324,12 +324,12 @@ async def test_closing_the_engine_ends_what_runs_as_cancelled() -> None:
     engine = MockEngine(SMALL)
     ended: list[Annotated[LLMEngineOutput]] = []
 
-    async def read(asked: Any, prompt: int) -> None:
-        ended.append((await (await asked.generate(Context(request(prompt, 1000)))).collect())[-1])
+    async def read(served: Any, prompt: int) -> None:
+        ended.append((await (await served.generate(Context(request(prompt, 1000)))).collect())[-1])
 
-    async with anyio.create_task_group() as tasks, as_engine(engine) as asked:
+    async with anyio.create_task_group() as tasks, as_engine(engine) as served:
         for prompt in (3, 30):
-            tasks.start_soon(read, asked, prompt)
+            tasks.start_soon(read, served, prompt)
         await anyio.sleep(0.2)
     assert [item.data and item.data.finish_reason for item in ended] == [FinishReason.CANCELLED] * 2
     assert_empty(engine)
@@ -349,43 +349,43 @@ async def test_a_broken_model_of_time_fails_what_runs_and_nothing_after() -> Non
             return 1.0
 
     timing = Broken()
-    async with running(MockEngine(SMALL, timing=timing)) as asked:
-        items = await (await asked.generate(Context(request(9)))).collect()
+    async with running(MockEngine(SMALL, timing=timing)) as served:
+        items = await (await served.generate(Context(request(9)))).collect()
         assert [type(item.error) for item in items] == [BackendUnknown]
         assert str(items[0].error) == "no such point"
         timing.fails = False
-        assert len(tokens(await answer(asked, request(9)))) == 8
+        assert len(tokens(await answer(served, request(9)))) == 8
 
 
-async def test_pre_empted_requests_say_every_token_once() -> None:
+async def test_preempted_requests_emit_every_token_once() -> None:
     args = MockEngineArgs(num_gpu_blocks=12, block_size=4, max_num_batched_tokens=64)
-    said: dict[int, list[int]] = {}
+    answered: dict[int, list[int]] = {}
     engine = MockEngine(args)
-    async with running(engine) as asked, running(MockEngine(SMALL)) as roomy, anyio.create_task_group() as tasks:
+    async with running(engine) as served, running(MockEngine(SMALL)) as roomy, anyio.create_task_group() as tasks:
 
-        async def ask(prompt: int) -> None:
-            said[prompt] = tokens(await answer(asked, request([prompt] * 6, 20)))
+        async def collect_answer(prompt: int) -> None:
+            answered[prompt] = tokens(await answer(served, request([prompt] * 6, 20)))
 
         for prompt in range(4):
-            tasks.start_soon(ask, prompt)
+            tasks.start_soon(collect_answer, prompt)
         await anyio.sleep(60)
         assert engine.ranks[0].scheduler.preemptions > 0
         for prompt in range(4):
-            assert said[prompt] == tokens(await answer(roomy, request([prompt] * 6, 20)))
+            assert answered[prompt] == tokens(await answer(roomy, request([prompt] * 6, 20)))
 
 
-# -- what others hear
+# -- what observers receive
 
 
 async def test_events_replayed_give_the_cache() -> None:
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=16, block_size=4))
     events: list[RouterEvent] = []
     known: set[int] = set()
-    async with as_engine(engine) as asked:
+    async with as_engine(engine) as served:
         for source in await engine.kv_event_sources():
             source.on_ready(KvEventPublisher(7, source.dp_rank, events.append))
         for prompt in range(12):
-            await answer(asked, request([prompt] * 21, 6))
+            await answer(served, request([prompt] * 21, 6))
     for number, event in enumerate(events, start=1):
         assert (event.worker_id, event.event.event_id) == (7, number)
         data: Any = event.event.data
@@ -406,14 +406,14 @@ async def test_a_worker_without_a_cache_to_share_has_no_events(silent: dict[str,
 
 
 async def test_its_configuration_is_what_it_simulates() -> None:
-    async with as_engine(MockEngine(SMALL, model="m")) as asked:
-        config: EngineConfig = asked.config
+    async with as_engine(MockEngine(SMALL, model="m")) as served:
+        config: EngineConfig = served.config
     assert (config.model, config.kv_cache_block_size, config.total_kv_blocks) == ("m", 4, 64)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.data_parallel_size) == (8, 64, 1)
     assert (config.bootstrap_host, config.bootstrap_port) == (None, None)
 
 
-async def test_its_start_takes_the_time_it_was_told() -> None:
+async def test_its_start_takes_the_configured_time() -> None:
     begun_s = anyio.current_time()
     async with as_engine(MockEngine(MockEngineArgs(startup_time=30.0))):
         assert anyio.current_time() - begun_s == 30
@@ -422,10 +422,10 @@ async def test_its_start_takes_the_time_it_was_told() -> None:
 # -- one half of a request
 
 
-async def test_a_prefill_worker_says_one_token_and_what_the_other_needs() -> None:
+async def test_a_prefill_worker_emits_one_token_and_the_transfer_parameters() -> None:
     args = MockEngineArgs(worker_type="prefill", kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
     times: list[float] = []
-    async with running(MockEngine(args)) as asked, await asked.generate(Context(request(128, 50))) as stream:
+    async with running(MockEngine(args)) as served, await served.generate(Context(request(128, 50))) as stream:
         begun_s = anyio.current_time()
         chunks = []
         async for item in stream:
@@ -436,27 +436,27 @@ async def test_a_prefill_worker_says_one_token_and_what_the_other_needs() -> Non
     assert times == [pytest.approx(18.4518, abs=0.001), pytest.approx(18.4518 + 128, abs=0.001)]
 
 
-async def took_ms(asked: Any, payload: PreprocessedRequest) -> float:
+async def took_ms(served: Any, payload: PreprocessedRequest) -> float:
     begun_s = anyio.current_time()
-    await answer(asked, payload)
+    await answer(served, payload)
     return (anyio.current_time() - begun_s) * 1000
 
 
 async def test_a_decode_worker_pays_nothing_for_prompts_that_were_handed_over() -> None:
-    async with running(MockEngine(MockEngineArgs(worker_type="decode"))) as asked:
+    async with running(MockEngine(MockEngineArgs(worker_type="decode"))) as served:
         prefilled = request(5000, 1, prefill_result=PrefillResult({}))
-        assert await took_ms(asked, prefilled) == pytest.approx(6.0, abs=0.3)
+        assert await took_ms(served, prefilled) == pytest.approx(6.0, abs=0.3)
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"is_probe": True}, {"annotations": [BYPASS_REMOTE_PREFILL]}], ids=["fallback", "probe", "bypass"]
 )
-async def test_a_decode_worker_pays_for_a_prompt_that_nobody_else_computes(fields: dict[str, Any]) -> None:
-    """As an aggregated one does, the part it has cached left out."""
+async def test_a_decode_worker_pays_for_a_prompt_that_no_prefill_worker_computes(fields: dict[str, Any]) -> None:
+    """It pays as an aggregated worker does, without the cached part."""
     times_ms = []
     for worker_type in ("aggregated", "decode"):
-        async with running(MockEngine(MockEngineArgs(worker_type=worker_type))) as asked:
-            times_ms.append([await took_ms(asked, request(tokens, 1, **fields)) for tokens in (5000, 5000, 5200)])
+        async with running(MockEngine(MockEngineArgs(worker_type=worker_type))) as served:
+            times_ms.append([await took_ms(served, request(tokens, 1, **fields)) for tokens in (5000, 5000, 5200)])
     first, *cached = times_ms[1]
     assert times_ms[1] == pytest.approx(times_ms[0])
     assert first > 90.0

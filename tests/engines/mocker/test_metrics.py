@@ -1,4 +1,4 @@
-"""The metrics of a mock engine under the names of the engine it simulates, as a reader of them sees them."""
+"""The metrics of a mock engine, under the names of the simulated engine, as a Prometheus client parses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST, GAP, WHOLE = "time_to_first_token_seconds", "inter_token_latency_seconds"
 
 
 class Steady:
-    """10 ms for a prompt, 20 ms for a token."""
+    """Takes 10 ms for a prompt and 20 ms for a token."""
 
     def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
         return 10.0 if batch else 0.0
@@ -40,7 +40,7 @@ def request(prompt: int, max_tokens: int, rank: int = 0, **fields: Any) -> Prepr
 
 
 async def scraped(engine: Any) -> dict[str, list[Sample]]:
-    """Samples by name; the text must be one that a reader takes."""
+    """Return the samples by name; the text must be valid for a Prometheus parser."""
     text = (await engine.setup_metrics(CONTEXT)).native_text
     assert text is not None
     helps = [line for line in text().split("\n") if line.startswith("# HELP")]
@@ -53,18 +53,18 @@ async def scraped(engine: Any) -> dict[str, list[Sample]]:
     return by_name
 
 
-async def read(asked: Any, payload: PreprocessedRequest) -> None:
-    await (await asked.generate(Context(payload))).collect()
+async def read(served: Any, payload: PreprocessedRequest) -> None:
+    await (await served.generate(Context(payload))).collect()
 
 
-async def scraped_while(asked: Any, payloads: list[PreprocessedRequest]) -> dict[str, list[Sample]]:
-    """The samples as they are while the requests run; returns when they have ended."""
+async def scraped_while(served: Any, payloads: list[PreprocessedRequest]) -> dict[str, list[Sample]]:
+    """Return the samples taken while the requests run, after they have ended."""
     seen: dict[str, list[Sample]] = {}
     async with anyio.create_task_group() as tasks:
         for payload in payloads:
-            tasks.start_soon(read, asked, payload)
+            tasks.start_soon(read, served, payload)
         await anyio.sleep(0.005)
-        seen |= await scraped(asked.engine)
+        seen |= await scraped(served.engine)
     return seen
 
 
@@ -78,9 +78,9 @@ VLLM = MockEngineArgs(num_gpu_blocks=10, block_size=4, dp_size=2)
 
 @pytest.mark.parametrize("engine_type", ["vllm", "trtllm"])
 async def test_each_rank_shows_what_runs_and_waits_and_how_full_it_is(engine_type: Any) -> None:
-    async with as_engine(MockEngine(evolve(VLLM, engine_type=engine_type), timing=Steady())) as asked:
-        empty = await scraped(asked.engine)
-        busy = await scraped_while(asked, [request(20, 9, rank=1)] * 2)
+    async with as_engine(MockEngine(evolve(VLLM, engine_type=engine_type), timing=Steady())) as served:
+        empty = await scraped(served.engine)
+        busy = await scraped_while(served, [request(20, 9, rank=1)] * 2)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         samples = empty[f"{engine_type}:{name}"]
         assert [sample.labels for sample in samples] == [{"model_name": "m", "engine": rank} for rank in "01"]
@@ -95,23 +95,23 @@ async def test_each_rank_shows_what_runs_and_waits_and_how_full_it_is(engine_typ
 
 async def test_pre_emptions_are_counted() -> None:
     engine = MockEngine(VLLM, timing=Steady())
-    async with as_engine(engine) as asked, anyio.create_task_group() as tasks:
+    async with as_engine(engine) as served, anyio.create_task_group() as tasks:
         for start in range(3):
             payload = PreprocessedRequest([start] * 12, stop_conditions=StopConditions(max_tokens=12))
             payload.routing = RoutingHints(dp_rank=0)
-            tasks.start_soon(read, asked, payload)
+            tasks.start_soon(read, served, payload)
     counts = (await scraped(engine))["vllm:num_preemptions_total"]
     assert value(counts, engine="0") == engine.ranks[0].scheduler.preemptions > 0
     assert value(counts, engine="1") == 0
 
 
 async def test_latencies_are_those_of_the_passes() -> None:
-    """One of 4 tokens, first after 30 ms; every choice of a request counts."""
-    async with as_engine(MockEngine(VLLM, timing=Steady())) as asked:
-        await scraped(asked.engine)
-        await read(asked, request(3, 4))
-        await read(asked, request(3, 2, sampling_options=SamplingOptions(n=2)))
-        seen = await scraped(asked.engine)
+    """One request has 4 tokens, the first after 30 ms; every choice of a request counts."""
+    async with as_engine(MockEngine(VLLM, timing=Steady())) as served:
+        await scraped(served.engine)
+        await read(served, request(3, 4))
+        await read(served, request(3, 2, sampling_options=SamplingOptions(n=2)))
+        seen = await scraped(served.engine)
     count = {name: value(seen[f"vllm:{name}_count"], engine="0") for name in (FIRST, GAP, WHOLE)}
     total = {name: value(seen[f"vllm:{name}_sum"], engine="0") for name in (FIRST, GAP, WHOLE)}
     assert count == {FIRST: 3, GAP: 5, WHOLE: 3}
@@ -123,22 +123,22 @@ async def test_latencies_are_those_of_the_passes() -> None:
 
 
 async def test_a_request_for_nothing_is_not_measured() -> None:
-    async with as_engine(MockEngine(VLLM)) as asked:
-        await scraped(asked.engine)
-        await read(asked, request(3, 0))
-        seen = await scraped(asked.engine)
+    async with as_engine(MockEngine(VLLM)) as served:
+        await scraped(served.engine)
+        await read(served, request(3, 0))
+        seen = await scraped(served.engine)
     assert [value(seen[f"vllm:{name}_count"], engine="0") for name in (FIRST, GAP, WHOLE)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("read_tokens", [0, 1, 3])
 async def test_a_request_that_is_closed_has_no_whole_and_no_later_tokens(read_tokens: int) -> None:
-    async with as_engine(MockEngine(VLLM, timing=Steady())) as asked:
-        await scraped(asked.engine)
-        async with await asked.generate(Context(request(3, 50))) as stream:
+    async with as_engine(MockEngine(VLLM, timing=Steady())) as served:
+        await scraped(served.engine)
+        async with await served.generate(Context(request(3, 50))) as stream:
             for _ in range(read_tokens):
                 await anext(stream)
         await anyio.sleep(1)
-        seen = await scraped(asked.engine)
+        seen = await scraped(served.engine)
     assert value(seen[f"vllm:{FIRST}_count"], engine="0") == (read_tokens > 0)
     assert value(seen[f"vllm:{GAP}_count"], engine="0") == max(0, read_tokens - 1)
     assert value(seen[f"vllm:{WHOLE}_count"], engine="0") == 0
@@ -146,12 +146,12 @@ async def test_a_request_that_is_closed_has_no_whole_and_no_later_tokens(read_to
 
 async def test_sglang_shows_its_ranks_together() -> None:
     args = MockEngineArgs(engine_type="sglang", block_size=4, dp_size=2)
-    async with as_engine(MockEngine(args, timing=Steady())) as asked:
-        assert "sglang:cache_hit_rate" not in await scraped(asked.engine)
+    async with as_engine(MockEngine(args, timing=Steady())) as served:
+        assert "sglang:cache_hit_rate" not in await scraped(served.engine)
         for rank in (0, 1, 0, 1):
-            await read(asked, request(9, 2, rank))
-        busy = await scraped_while(asked, [request(9, 2, rank) for rank in range(2)])
-        seen = await scraped(asked.engine)
+            await read(served, request(9, 2, rank))
+        busy = await scraped_while(served, [request(9, 2, rank) for rank in range(2)])
+        seen = await scraped(served.engine)
     labels = {"model_name": "m", "engine_type": "sglang"}
     place = dict.fromkeys(("tp_rank", "pp_rank", "moe_ep_rank"), "0")
     (running,) = busy["sglang:num_running_reqs"]
@@ -165,16 +165,16 @@ async def test_sglang_shows_its_ranks_together() -> None:
 
 
 async def test_a_prefill_worker_has_no_latencies() -> None:
-    async with as_engine(MockEngine(evolve(VLLM, worker_type="prefill"))) as asked:
-        seen = await scraped(asked.engine)
+    async with as_engine(MockEngine(evolve(VLLM, worker_type="prefill"))) as served:
+        seen = await scraped(served.engine)
     assert "vllm:num_requests_running" in seen
     assert f"vllm:{FIRST}_count" not in seen
 
 
-async def test_without_anybody_to_show_them_to_nothing_is_measured() -> None:
+async def test_without_a_metrics_reader_nothing_is_measured() -> None:
     engine = MockEngine(VLLM)
-    async with as_engine(engine) as asked:
-        await read(asked, request(3, 4))
+    async with as_engine(engine) as served:
+        await read(served, request(3, 4))
         assert all(rank.latencies is None for rank in engine.ranks)
 
 
@@ -199,7 +199,7 @@ def test_the_tokens_of_a_burst_share_the_time_since_the_one_before() -> None:
     assert (latencies.whole.sum, latencies.finished) == (5.0, 1)
 
 
-def test_a_request_that_came_before_anybody_measured_has_its_gaps_only() -> None:
+def test_a_request_from_before_the_measuring_has_only_its_gaps() -> None:
     latencies, sequence = Latencies((1.0,), (1.0,), (1.0,)), Sequence([1], 2, block_size=4)
     for now_s in (2.0, 5.0):
         sequence.generate()

@@ -1,4 +1,4 @@
-"""When a mock engine's passes begin and end where time costs nothing: to the moment, with all who are there by then."""
+"""When a mock engine's passes begin and end in simulated time, with all requests that have arrived by then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64
 
 
 class Steady:
-    """No time for prompts, so much for a token."""
+    """Takes no time for prompts, and a constant time for a token."""
 
     def __init__(self, pass_ms: float) -> None:
         self.pass_ms = pass_ms
@@ -32,7 +32,7 @@ class Steady:
         return self.pass_ms
 
 
-async def ask(graph: Graph, outputs: list[int], turns: int = 0) -> list[list[float]]:
+async def token_times_ms(graph: Graph, outputs: list[int], turns: int = 0) -> list[list[float]]:
     """When each token came, in ms, of requests that are sent one after the other, each as soon as the last has ended.
 
     In between so many turns of the loop go by, as in the stages of a graph.
@@ -47,24 +47,24 @@ async def ask(graph: Graph, outputs: list[int], turns: int = 0) -> list[list[flo
     return times
 
 
-def times_of(pass_ms: float, *asked: list[int], turns: int = 0) -> list[list[list[float]]]:
-    """The same of several who ask one engine at the same time."""
+def times_of(pass_ms: float, *clients: list[int], turns: int = 0) -> list[list[list[float]]]:
+    """Return the token times of several clients that use one engine at the same time."""
     found: dict[int, list[list[float]]] = {}
 
     async def note(graph: Graph, at: int) -> None:
-        found[at] = await ask(graph, asked[at], turns)
+        found[at] = await token_times_ms(graph, clients[at], turns)
 
     async def main() -> None:
         async with as_engine(MockEngine(ARGS, timing=Steady(pass_ms))) as graph, anyio.create_task_group() as tasks:
-            for at in range(len(asked)):
+            for at in range(len(clients)):
                 tasks.start_soon(note, graph, at)
 
     run_in_virtual_time(main, backend="asyncio")
-    return [found[at] for at in range(len(asked))]
+    return [found[at] for at in range(len(clients))]
 
 
 @pytest.mark.parametrize("turns", [0, 30])
-def test_who_comes_as_a_pass_ends_is_in_the_next_pass(turns: int) -> None:
+def test_a_request_that_arrives_as_a_pass_ends_is_in_the_next_pass(turns: int) -> None:
     """A closed loop sends a request the moment another one ends, through as many stages as there may be."""
     long, short = times_of(20.0, [6], [2, 2], turns=turns)
     assert long == [pytest.approx([20, 40, 60, 80, 100, 120])]

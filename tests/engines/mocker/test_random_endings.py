@@ -27,7 +27,7 @@ AT_ONCE = 48
 
 @define
 class Model:
-    """The cache as somebody knows it who hears its events only."""
+    """The cache as a subscriber reconstructs it from events alone."""
 
     blocks: set[int] = field(factory=set)
     next_id: int = 1
@@ -49,7 +49,7 @@ class Model:
 
 @define
 class Tally:
-    """How the requests ended."""
+    """Counts of the ways in which requests ended."""
 
     ends: dict[str, int] = field(factory=dict)
 
@@ -57,18 +57,18 @@ class Tally:
         self.ends[how] = self.ends.get(how, 0) + 1
 
 
-async def play(asked: Any, rng: Random, tally: Tally) -> None:
-    """One request, to whatever end."""
+async def play(served: Any, rng: Random, tally: Tally) -> None:
+    """Run one request to a random end."""
     shared = [rng.randrange(CONVERSATIONS)] * rng.choice((0, 8, 24, 64))
     prompt = [*shared, *(rng.randrange(2000) for _ in range(rng.randrange(1, 24)))]
     wanted = rng.randrange(0, 12) if rng.random() < 0.9 else rng.randrange(12, 60)
     context = Context(PreprocessedRequest(prompt, stop_conditions=StopConditions(max_tokens=wanted)))
     how = rng.choices(("end", "stop", "kill", "close"), (6, 2, 1, 1))[0]
     at = rng.randrange(0, max(1, wanted))
-    said, reason = 0, None
-    async with await asked.generate(context) as stream:
+    received, reason = 0, None
+    async with await served.generate(context) as stream:
         while True:
-            if how != "end" and said >= at:
+            if how != "end" and received >= at:
                 if how == "close":
                     break
                 getattr(context.control, how)()
@@ -77,10 +77,10 @@ async def play(asked: Any, rng: Random, tally: Tally) -> None:
             except StopAsyncIteration:
                 break
             assert reason is None, "nothing follows the terminal chunk"
-            said, reason = said + len(chunk.token_ids), chunk.finish_reason
-    assert said <= wanted
+            received, reason = received + len(chunk.token_ids), chunk.finish_reason
+    assert received <= wanted
     if how == "end":
-        assert (said, reason) == (wanted, FinishReason.LENGTH)
+        assert (received, reason) == (wanted, FinishReason.LENGTH)
     elif how == "stop":
         assert reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
     elif how == "kill":
@@ -90,7 +90,7 @@ async def play(asked: Any, rng: Random, tally: Tally) -> None:
 
 async def play_many(count: int, seed: int) -> None:
     engine, model, tally = MockEngine(ARGS), Model(), Tally()
-    async with as_engine(engine) as asked:
+    async with as_engine(engine) as served:
         (source,) = await engine.kv_event_sources()
         source.on_ready(KvEventPublisher(1, 0, model.apply))
         scheduler = engine.ranks[0].scheduler
@@ -99,7 +99,7 @@ async def play_many(count: int, seed: int) -> None:
 
         async def player() -> None:
             for rng in rngs:
-                await play(asked, rng, tally)
+                await play(served, rng, tally)
                 if next(checks) % 500 == 0:
                     scheduler.pool.check()
                     assert model.blocks == scheduler.pool.names()
@@ -117,10 +117,10 @@ async def play_many(count: int, seed: int) -> None:
         assert model.blocks == scheduler.pool.names()
 
 
-async def test_requests_that_end_in_every_way_leave_the_cache_as_its_events_say() -> None:
+async def test_requests_that_end_in_every_way_leave_the_cache_its_events_describe() -> None:
     await play_many(1_500, seed=1)
 
 
 @pytest.mark.slow
-async def test_a_hundred_thousand_of_them() -> None:
+async def test_a_hundred_thousand_random_endings_leave_nothing() -> None:
     await play_many(100_000, seed=10_000)

@@ -1,4 +1,4 @@
-"""RecordedOutputs: what is read, what is refused, and which request is answered with what."""
+"""RecordedOutputs: which rows are read or refused, and which request gets which output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_row_is_named_by_its_id_else_its_turn_else_its_line(tmp_path: Path) ->
     assert RecordedOutputs.load(path).by_name == {"a": [5], "s:1": [6], "line:3": [7], "s:2": [8], "t:0": [9]}
 
 
-def test_rows_without_tokens_say_nothing_but_are_turns(tmp_path: Path) -> None:
+def test_rows_without_tokens_have_no_output_but_count_as_turns(tmp_path: Path) -> None:
     path = written(tmp_path, {"session_id": "s", "output_length": 4, "hash_ids": [1]}, row(6, session_id="s"))
     assert RecordedOutputs.load(path).by_name == {"s:1": [6]}
 
@@ -114,18 +114,18 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         RecordedOutputs.load(path)
 
 
-# -- who gets what
+# -- which request gets which output
 
 KNOWN = RecordedOutputs({"a": [5, 6], "s:0": [7]})
 
 
-def test_a_request_asks_by_an_annotation_or_is_known_by_its_id() -> None:
+def test_an_annotation_or_the_request_id_selects_the_recorded_output() -> None:
     assert KNOWN.find(request(name="s:0"), "a") == [7]
     assert KNOWN.find(request(), "a") == [5, 6]
     assert KNOWN.find(request(), "b") is None
 
 
-def test_a_request_that_asks_for_an_answer_we_do_not_have_is_refused() -> None:
+def test_a_request_for_an_unrecorded_output_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="'b'") as refused:
         KNOWN.find(request(name="b"), "a")
     assert refused.value.field == "annotations"
@@ -138,22 +138,24 @@ tokens = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 def test_an_answer_that_began_elsewhere_goes_on_where_it_was(
     prompt: list[int], recorded: list[int], data: st.DataObject
 ) -> None:
-    """Known by the link, or by the limit; a link tells of at least so many tokens."""
-    said = data.draw(st.integers(0, len(recorded)))
-    by_limit = request(prompt + recorded[:said], max_tokens=len(recorded) - said)
-    assert remaining_output(recorded, by_limit) == recorded[said:]
-    by_link = remaining_output(recorded, request(prompt + recorded[:said], migration_link=LINK))
+    """The continuation is known by the link, or by the limit; a link implies a minimum of emitted tokens."""
+    emitted = data.draw(st.integers(0, len(recorded)))
+    by_limit = request(prompt + recorded[:emitted], max_tokens=len(recorded) - emitted)
+    assert remaining_output(recorded, by_limit) == recorded[emitted:]
+    by_link = remaining_output(recorded, request(prompt + recorded[:emitted], migration_link=LINK))
     assert by_link == recorded[len(recorded) - len(by_link) :]
-    assert len(by_link) <= len(recorded) - said
+    assert len(by_link) <= len(recorded) - emitted
 
 
 @given(st.integers(1, 4), st.integers(0, 5), st.integers(0, 6), st.booleans())
-def test_a_limit_that_is_the_rest_says_how_much_was_said(in_prompt: int, said: int, more: int, is_linked: bool) -> None:
-    """A link tells of a worker before, not of what it said: the end of a prompt may look as if it were an answer's."""
-    recorded = [7] * (said + more)
+def test_a_limit_equal_to_the_rest_gives_the_emitted_length(
+    in_prompt: int, emitted: int, more: int, is_linked: bool
+) -> None:
+    """A link names an earlier worker, not its output: the end of a prompt may look like that of an output."""
+    recorded = [7] * (emitted + more)
     link = LINK if is_linked else None
-    asked = request([1, *[7] * (in_prompt + said)], max_tokens=more, migration_link=link)
-    assert remaining_output(recorded, asked) == recorded[said:]
+    continued = request([1, *[7] * (in_prompt + emitted)], max_tokens=more, migration_link=link)
+    assert remaining_output(recorded, continued) == recorded[emitted:]
 
 
 def test_a_prompt_that_ends_as_an_answer_begins_is_no_part_of_it() -> None:
@@ -162,13 +164,13 @@ def test_a_prompt_that_ends_as_an_answer_begins_is_no_part_of_it() -> None:
     assert remaining_output([5, 6, 7], request([1, 5, 6], max_tokens=2)) == [5, 6, 7]
 
 
-@pytest.mark.parametrize(("max_tokens", "said"), [(None, 3), (5, 3), (3, 3), (2, 2), (0, 0)])
-def test_a_limit_cuts_what_is_recorded_and_adds_nothing(max_tokens: int | None, said: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "emitted"), [(None, 3), (5, 3), (3, 3), (2, 2), (0, 0)])
+def test_a_limit_cuts_what_is_recorded_and_adds_nothing(max_tokens: int | None, emitted: int) -> None:
     plan = plan_request(request(max_tokens=max_tokens), MockEngineArgs(), recorded=[5, 6, 7])
-    assert plan.output_tokens == said
+    assert plan.output_tokens == emitted
 
 
-def test_a_prefill_worker_says_the_first_recorded_token() -> None:
+def test_a_prefill_worker_emits_the_first_recorded_token() -> None:
     plan = plan_request(request(max_tokens=3), MockEngineArgs(worker_type="prefill"), recorded=[5, 6, 7])
     (sequence,) = plan.sequences(64, 0)
     assert sequence.output_tokens(0, 1) == [5]
@@ -178,25 +180,25 @@ def test_a_prefill_worker_says_the_first_recorded_token() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_engine_says_what_is_recorded_and_makes_up_the_rest(tmp_path: Path) -> None:
+async def test_an_engine_emits_recorded_outputs_and_makes_up_the_others(tmp_path: Path) -> None:
     path = written(tmp_path, row(5, 6, 7, session_id="s"), row(8, request_id="mine"))
-    async with as_engine(MockEngine(MockEngineArgs(response_replay_trace_path=str(path)))) as asked:
+    async with as_engine(MockEngine(MockEngineArgs(response_replay_trace_path=str(path)))) as served:
 
-        async def said(payload: PreprocessedRequest, request_id: str | None = None) -> dict[int, list[int]]:
+        async def outputs_of(payload: PreprocessedRequest, request_id: str | None = None) -> dict[int, list[int]]:
             chunks: dict[int, list[int]] = {}
-            stream: Any = await asked.generate(Context(payload, id=request_id))
+            stream: Any = await served.generate(Context(payload, id=request_id))
             for item in await stream.collect():
                 chunk = item.ok().data
                 chunks.setdefault(chunk.index or 0, []).extend(chunk.token_ids)
             return chunks
 
-        assert await said(request(name="s:0")) == {0: [5, 6, 7]}
-        assert await said(request(), "mine") == {0: [8]}
+        assert await outputs_of(request(name="s:0")) == {0: [5, 6, 7]}
+        assert await outputs_of(request(), "mine") == {0: [8]}
         both = request(name="s:0", sampling_options=SamplingOptions(n=2))
-        assert await said(both) == {0: [5, 6, 7], 1: [5, 6, 7]}
-        assert all(1000 <= token < 2000 for token in (await said(request(max_tokens=4)))[0])
+        assert await outputs_of(both) == {0: [5, 6, 7], 1: [5, 6, 7]}
+        assert all(1000 <= token < 2000 for token in (await outputs_of(request(max_tokens=4)))[0])
         with pytest.raises(InvalidArgument):
-            await said(request(name="t:0"))
+            await outputs_of(request(name="t:0"))
 
 
 @pytest.mark.anyio

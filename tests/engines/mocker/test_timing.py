@@ -1,4 +1,4 @@
-"""How long passes take: the constants, their limits, and measured figures."""
+"""Timing models of passes: the constants, their limits, and measured figures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FailingPredictor:
 
 
 class EchoPredictor:
-    """Answers with its arguments as digits."""
+    """Returns its arguments as digits."""
 
     def predict_prefill(self, batch: int, new_tokens: int, prefix_tokens: int) -> float:
         return batch * 10000 + new_tokens * 100 + prefix_tokens
@@ -91,7 +91,7 @@ class EchoPredictor:
         return batch * 10000 + context_tokens * 100 + output_tokens
 
 
-def test_a_predictor_is_asked_for_new_tokens_after_a_prefix_and_for_two_tokens_of_output() -> None:
+def test_a_predictor_gets_new_tokens_after_a_prefix_and_two_tokens_of_output() -> None:
     timing = PredictedTiming(EchoPredictor())
     assert timing.prefill_ms(3, 30, 20) == 31020
     assert timing.decode_ms(5, 0, 0, 40) == 54002

@@ -1,4 +1,4 @@
-"""What a simulated model says: made up, thought about, planned; and how many tokens a step yields."""
+"""Output of a simulated model: made up, thinking, planned; and how many tokens a step yields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def thinking(ratio: float) -> ReasoningArgs:
     return ReasoningArgs(start_thinking_token_id=START, end_thinking_token_id=END, thinking_ratio=ratio)
 
 
-def said(prompt: list[int], count: int, output: Output) -> list[int]:
+def generated(prompt: list[int], count: int, output: Output) -> list[int]:
     return Sequence(prompt, count, block_size=4, output=output).output_tokens(0, count)
 
 
@@ -31,40 +31,40 @@ prompts = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8)
 def test_a_request_that_moved_goes_on_as_if_it_had_stayed(
     prompt: list[int], seed: int, count: int, data: st.DataObject
 ) -> None:
-    whole = said(prompt, count, Output(seed))
+    whole = generated(prompt, count, Output(seed))
     at = data.draw(st.integers(0, count))
-    assert said(prompt + whole[:at], count - at, Output(seed)) == whole[at:]
+    assert generated(prompt + whole[:at], count - at, Output(seed)) == whole[at:]
 
 
 @given(prompts, st.floats(0, 1), st.integers(1, 20), st.data())
 def test_a_thinking_request_that_moved_goes_on_as_if_it_had_stayed(
     prompt: list[int], ratio: float, count: int, data: st.DataObject
 ) -> None:
-    whole = said(prompt, count, Output.thought(thinking(ratio), count, seed=5))
+    whole = generated(prompt, count, Output.thought(thinking(ratio), count, seed=5))
     at = data.draw(st.integers(0, count))
     rest = Output.thought(thinking(ratio), count - at, emitted_before_tokens=at, seed=5)
-    assert said(prompt + whole[:at], count - at, rest) == whole[at:]
+    assert generated(prompt + whole[:at], count - at, rest) == whole[at:]
 
 
-def test_tokens_are_the_same_however_they_are_asked_for() -> None:
-    whole = said([1, 2, 3], 20, Output(9))
+def test_tokens_do_not_depend_on_how_they_are_drawn() -> None:
+    whole = generated([1, 2, 3], 20, Output(9))
     sequence = Sequence([1, 2, 3], 20, block_size=4, output=Output(9))
     assert sequence.output_tokens(15, 20) == whole[15:]
     assert sequence.output_tokens(0, 20) == whole
 
 
 def test_made_up_tokens_are_of_the_range_and_vary() -> None:
-    tokens = said([1], 5000, Output())
+    tokens = generated([1], 5000, Output())
     assert set(tokens) <= set(range(1000, 2000))
     assert len(set(tokens)) > 900
     assert tokens[:100] != tokens[100:200]
-    assert set(said([1], 500, Output(token_ids=range(10, 20, 2)))) == {10, 12, 14, 16, 18}
+    assert set(generated([1], 500, Output(token_ids=range(10, 20, 2)))) == {10, 12, 14, 16, 18}
 
 
 @pytest.mark.parametrize("other", [([2, 2, 3], 0), ([1, 2, 4], 0), ([1, 2, 3, 3], 0), ([1, 2, 3], 1)])
 def test_tokens_depend_on_both_ends_of_the_prompt_its_length_and_the_seed(other: tuple[list[int], int]) -> None:
     prompt, seed = other
-    assert said(prompt, 20, Output(seed)) != said([1, 2, 3], 20, Output(0))
+    assert generated(prompt, 20, Output(seed)) != generated([1, 2, 3], 20, Output(0))
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_thinking_is_a_part_of_the_output_of_at_least_its_two_borders(
 
 
 def test_thinking_begins_and_ends_with_its_tokens() -> None:
-    tokens = said([1], 10, Output.thought(thinking(0.5), 10))
+    tokens = generated([1], 10, Output.thought(thinking(0.5), 10))
     assert (tokens[0], tokens[4]) == (START, END)
     assert not {START, END} & {*tokens[1:4], *tokens[5:]}
 
 
 def test_without_thinking_nothing_is_replaced() -> None:
-    assert said([1], 10, Output.thought(thinking(0), 10)) == said([1], 10, Output())
+    assert generated([1], 10, Output.thought(thinking(0), 10)) == generated([1], 10, Output())
 
 
-def test_planned_tokens_are_said_as_they_are() -> None:
-    assert said([1], 3, Output(planned=[5, 6, 7, 8])) == [5, 6, 7]
+def test_planned_tokens_are_emitted_unchanged() -> None:
+    assert generated([1], 3, Output(planned=[5, 6, 7, 8])) == [5, 6, 7]
 
 
 def test_a_plan_that_is_too_short_is_refused() -> None:
@@ -106,7 +106,7 @@ def test_a_burst_ends_with_the_output() -> None:
     assert Burst((1.0, 1.0), Random(1)).draw(2) == 2
 
 
-def test_bursts_are_as_long_as_their_rates_say() -> None:
+def test_burst_lengths_follow_their_rates() -> None:
     burst = Burst((0.7, 0.5, 0.2), Random(42))
     mean = sum(burst.draw(10) for _ in range(20_000)) / 20_000
     assert mean == pytest.approx(1 + 0.7 + 0.7 * 0.5 + 0.7 * 0.5 * 0.2, abs=0.03)

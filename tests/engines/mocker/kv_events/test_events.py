@@ -1,4 +1,4 @@
-"""KV events in vLLM's form: what is written of each, and which batches a replay brings back."""
+"""KV events in vLLM's wire form: the fields of each, and which batches a replay returns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_store_that_begins_a_sequence_has_a_nil_parent() -> None:
     ("tier", "medium"),
     [("device", None), ("host_pinned", "CPU_PINNED"), ("disk", "DISK"), ("external", "EXTERNAL")],
 )
-def test_a_medium_is_said_of_every_tier_but_the_device(tier: StorageTier, medium: str | None) -> None:
+def test_every_tier_but_the_device_names_its_medium(tier: StorageTier, medium: str | None) -> None:
     for event in decoded(stored(tier=tier), EngineEvent(KvRemoved([11]), tier=tier))[1]:
         assert event.get("medium") == medium
         assert ("medium" in event) == (medium is not None)
@@ -78,7 +78,7 @@ def request(first: int) -> list[bytes]:
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 14))
-def test_a_replay_brings_back_what_is_kept_from_a_sequence_on_and_says_where_it_ends(
+def test_a_replay_returns_the_kept_batches_from_a_sequence_on_and_an_end_mark(
     batches_max: int, appended: int, first: int
 ) -> None:
     ring = ReplayRing(batches_max)
@@ -99,7 +99,7 @@ def test_the_last_ten_thousand_batches_are_kept() -> None:
 @pytest.mark.parametrize(
     "frames", [[], [b"id"], [b"id", request(0)[-1]], [*request(0), b""], [b"id", b"", b"short"], [b"id", b"", b""]]
 )
-def test_what_is_no_request_is_not_answered(frames: list[bytes]) -> None:
+def test_a_malformed_replay_request_is_not_answered(frames: list[bytes]) -> None:
     ring = ReplayRing()
     ring.append(b"batch")
     assert replay_answer(frames, ring) == []

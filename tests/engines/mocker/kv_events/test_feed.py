@@ -1,4 +1,4 @@
-"""EventFeed: what a real subscriber hears of a mock engine's caches."""
+"""EventFeed: what a real subscriber receives of a mock engine's caches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 zmq = pytest.importorskip("zmq")
 
 WAIT_MS = 5000
-"""How long a reader waits for what must come; nothing takes that long."""
+"""Limit of a reader's wait, in ms; no message takes that long."""
 RANKS = 2
 
 
@@ -42,7 +42,7 @@ def context() -> Iterator[Any]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
+    """Return the first of so many free ports in a row."""
     for base in range(Random().randrange(20_000, 50_000), 60_000, count):
         with ExitStack() as taken:
             try:
@@ -55,7 +55,7 @@ def free_ports(count: int) -> int:
 
 
 def small(**more: Any) -> MockEngineArgs:
-    """A cache of so few blocks that some are forgotten all the time; events on free ports, replays two above."""
+    """Return arguments for a cache so small that it evicts all the time; events on free ports, replays two above."""
     ports = free_ports(2 * RANKS)
     args = MockEngineArgs(
         num_gpu_blocks=16,
@@ -69,7 +69,7 @@ def small(**more: Any) -> MockEngineArgs:
 
 
 class Model:
-    """A rank's cache as somebody knows it who reads its batches in order."""
+    """A rank's cache as a subscriber that reads its batches in order reconstructs it."""
 
     def __init__(self, block_size: int, dp_rank: int) -> None:
         self.blocks: set[int] = set()
@@ -100,13 +100,13 @@ class Model:
         self.blocks.update(names)
 
 
-async def ask(asked: Any, prompt: list[int], max_tokens: int, rank: int) -> None:
+async def run_request(served: Any, prompt: list[int], max_tokens: int, rank: int) -> None:
     stop, routing = StopConditions(max_tokens=max_tokens), RoutingHints(dp_rank=rank)
-    await (await asked.generate(Context(PreprocessedRequest(prompt, stop_conditions=stop, routing=routing)))).collect()
+    await (await served.generate(Context(PreprocessedRequest(prompt, stop_conditions=stop, routing=routing)))).collect()
 
 
 def replayed(context: Any, port: int) -> list[list[bytes]]:
-    """All batches that are kept."""
+    """Return all batches of the replay buffer."""
     with context.socket(zmq.DEALER) as reader:
         reader.connect(f"tcp://127.0.0.1:{port}")
         reader.send_multipart([b"", bytes(8)])
@@ -116,38 +116,38 @@ def replayed(context: Any, port: int) -> list[list[bytes]]:
         return messages[:-1]
 
 
-async def test_what_a_subscriber_hears_and_has_replayed_is_the_cache(context: Any) -> None:
-    """Of each rank, with prompts and outputs in shared prefixes, evictions and pre-emptions."""
+async def test_received_and_replayed_events_together_describe_the_cache(context: Any) -> None:
+    """The workload has several ranks, shared prefixes, evictions and preemptions."""
     engine = MockEngine(small())
     ports = engine.args.zmq_kv_events_port or 0
     rng = Random(3)
 
-    async def play(asked: Any, rank: int) -> None:
+    async def play(served: Any, rank: int) -> None:
         for _ in range(6):
             prompt = [rng.randrange(3)] * rng.randrange(1, 20) + [rng.randrange(3) for _ in range(rng.randrange(6))]
-            await ask(asked, [7, *prompt], rng.randrange(1, 20), rank)
+            await run_request(served, [7, *prompt], rng.randrange(1, 20), rank)
 
-    async with as_engine(engine) as asked:
+    async with as_engine(engine) as served:
         for rank in range(RANKS):
             with context.socket(zmq.SUB) as reader:
                 reader.subscribe(b"")
                 reader.connect(f"tcp://127.0.0.1:{ports + rank}")
                 prompt = 100
-                while not reader.poll(20):  # a subscription takes a moment, and is not told to who publishes
+                while not reader.poll(20):  # a subscription takes a moment, and the publisher does not learn of it
                     prompt += 1
                     assert prompt < 350, "no subscription came about"
-                    await ask(asked, [prompt] * 5, 1, rank)
+                    await run_request(served, [prompt] * 5, 1, rank)
                 async with anyio.create_task_group() as players:
                     for _ in range(5):
-                        players.start_soon(play, asked, rank)
+                        players.start_soon(play, served, rank)
                 pool, model = engine.ranks[rank].scheduler.pool, Model(4, rank)
                 assert engine.ranks[rank].scheduler.preemptions
                 everything = replayed(context, ports + RANKS + rank)
-                heard = [reader.recv_multipart()]
-                while heard[-1][-2:] != everything[-1][-2:]:
-                    heard.append(reader.recv_multipart())
-                missed = int.from_bytes(heard[0][-2], "big")
-                for frames in [*everything[:missed], *heard]:
+                received = [reader.recv_multipart()]
+                while received[-1][-2:] != everything[-1][-2:]:
+                    received.append(reader.recv_multipart())
+                missed = int.from_bytes(received[0][-2], "big")
+                for frames in [*everything[:missed], *received]:
                     model.apply(frames)
                 assert model.blocks == pool.names()
                 assert model.blocks
@@ -155,8 +155,8 @@ async def test_what_a_subscriber_hears_and_has_replayed_is_the_cache(context: An
 
 async def test_a_batch_is_what_one_pass_changed(context: Any) -> None:
     engine = MockEngine(small(num_gpu_blocks=64), clock=lambda: 77.5)
-    async with as_engine(engine) as asked:
-        await ask(asked, list(range(9)), 4, 0)
+    async with as_engine(engine) as served:
+        await run_request(served, list(range(9)), 4, 0)
         batches = [
             from_msgpack(frames[-1], list[Any]) for frames in replayed(context, engine.args.zmq_replay_port or 0)
         ]
@@ -178,8 +178,8 @@ async def test_a_worker_without_a_cache_to_share_opens_no_port(silent: dict[str,
 async def test_the_end_of_the_engine_frees_its_ports() -> None:
     before, args = threading.active_count(), small()
     for _ in range(2):
-        async with as_engine(MockEngine(args)) as asked:
-            await ask(asked, [1] * 9, 1, 0)
+        async with as_engine(MockEngine(args)) as served:
+            await run_request(served, [1] * 9, 1, 0)
     assert threading.active_count() == before
 
 
@@ -205,7 +205,7 @@ async def test_a_start_that_is_cancelled_leaves_no_port_open() -> None:
 
 
 async def test_passes_after_the_end_publish_nothing() -> None:
-    """The loop is ended after the sockets are closed, and may change the cache until then."""
+    """The loop ends after the sockets are closed, and may change the cache until then."""
     engine = MockEngine(small())
     await engine.start(1)
     await engine.cleanup()
@@ -219,23 +219,23 @@ async def test_passes_after_the_end_publish_nothing() -> None:
 
 
 def test_each_event_has_the_tokens_of_its_own_blocks_and_no_others() -> None:
-    """Of four blocks the second one is there already: two events, of the first and of the last two."""
-    pool, heard = BlockPool(8), list[tuple[Any, list[int]]]()
-    pool.on_event_with_tokens = lambda change, tokens: heard.append((change, list(tokens)))
+    """The second of four blocks is cached already: two events, of the first block and of the last two."""
+    pool, received = BlockPool(8), list[tuple[Any, list[int]]]()
+    pool.on_event_with_tokens = lambda change, tokens: received.append((change, list(tokens)))
     pool.store(pool.take(1) or [], [20], [2], tokens=[3, 4])
     pool.store(pool.take(4) or [], [10, 20, 30, 40], [1, 2, 3, 4], tokens=[1, 2, 3, 4, 5, 6, 7, 8])
-    assert [tokens for _, tokens in heard] == [[3, 4], [1, 2], [5, 6, 7, 8]]
+    assert [tokens for _, tokens in received] == [[3, 4], [1, 2], [5, 6, 7, 8]]
     pool.clear()
-    assert heard[-1] == (KvCleared(), [])
+    assert received[-1] == (KvCleared(), [])
 
 
-def test_without_a_port_nobody_makes_tokens_for_events() -> None:
+def test_without_a_port_no_event_tokens_are_made() -> None:
     pool = BlockPool(4)
     assert EventFeed.bound(pool, MockEngineArgs(), 0, lambda: 0.0) is None
     assert pool.on_event_with_tokens is None
 
 
-async def test_without_pyzmq_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_pyzmq_the_start_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(InvalidArgument, match="zmq"):
         await MockEngine(small()).start(1)

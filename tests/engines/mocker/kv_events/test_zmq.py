@@ -1,4 +1,4 @@
-"""ZmqPublisher over real sockets of this machine: what subscribers get, what a replay gets, and that it closes."""
+"""ZmqPublisher over real local sockets: what subscribers receive, what a replay returns, and that it closes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.wire import from_msgpack
 zmq = pytest.importorskip("zmq")
 
 WAIT_MS = 5000
-"""How long a reader waits for what must come; nothing takes that long."""
+"""Limit of a reader's wait, in ms; no message takes that long."""
 
 
 @pytest.fixture
@@ -37,12 +37,12 @@ def removed(number: int) -> list[EngineEvent]:
 
 
 def batch(frames: list[bytes]) -> tuple[int, list[Any]]:
-    """The sequence and what is in the batch."""
+    """Return the sequence and the content of the batch."""
     return int.from_bytes(frames[-2], "big"), from_msgpack(frames[-1], list[Any])
 
 
 def replay(socket: Any, first: int) -> list[list[bytes]]:
-    """Every message of the answer."""
+    """Return every message of the reply."""
     socket.send_multipart([b"", first.to_bytes(8, "big")])
     messages = [socket.recv_multipart()]
     while messages[-1][-2] != b"\xff" * 8:
@@ -54,7 +54,7 @@ def test_a_subscriber_gets_each_batch_in_three_frames_with_its_sequence(context:
     with publisher(dp_rank=3) as events, context.socket(zmq.SUB) as reader:
         reader.subscribe(b"")
         reader.connect(events.endpoint)
-        first, frames = send_until_heard(events, reader)
+        first, frames = publish_until_received(events, reader)
         events.publish([*removed(100), *removed(101)])
         events.publish([])
         events.publish(removed(102))
@@ -69,8 +69,8 @@ def event(number: int) -> dict[str, Any]:
     return {"type": "BlockRemoved", "block_hashes": [number], "group_idx": 0}
 
 
-def send_until_heard(events: ZmqPublisher, reader: Any) -> tuple[int, list[bytes]]:
-    """A subscription takes a moment: publishes until the first batch arrives, and gives the last one sent."""
+def publish_until_received(events: ZmqPublisher, reader: Any) -> tuple[int, list[bytes]]:
+    """Publish until the first batch arrives, as a subscription takes a moment; return the last one sent."""
     sent = 0
     events.publish(removed(sent))
     while not reader.poll(WAIT_MS // 250):
@@ -83,7 +83,7 @@ def send_until_heard(events: ZmqPublisher, reader: Any) -> tuple[int, list[bytes
     return sent, frames
 
 
-def test_a_replay_brings_what_was_published_before_anybody_listened(context: Any) -> None:
+def test_a_replay_returns_batches_published_before_any_subscription(context: Any) -> None:
     with publisher(replay_port=0) as events, context.socket(zmq.DEALER) as reader:
         for number in range(5):
             events.publish(removed(number))
@@ -151,13 +151,13 @@ def test_a_port_that_is_taken_is_unavailable_and_nothing_stays_open(which: str) 
 
 @pytest.mark.parametrize("name", ["zmq_kv_events_port", "zmq_replay_port"])
 @pytest.mark.parametrize(("port", "rank"), [(65535, 1), (-1, 0), (65536, 0)])
-def test_a_port_that_is_none_is_refused(name: str, port: int, rank: int) -> None:
+def test_an_invalid_port_is_refused(name: str, port: int, rank: int) -> None:
     with pytest.raises(InvalidArgument) as raised:
         publisher(port, None, rank) if name == "zmq_kv_events_port" else publisher(0, port, rank)
     assert raised.value.field == name
 
 
-def test_without_pyzmq_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyzmq_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(InvalidArgument, match=r"penstock\[zmq\]"):
         publisher()

@@ -1,4 +1,4 @@
-"""Blocks pass from a mock prefill worker to a mock decode worker, and whatever happens they come free."""
+"""Blocks pass from a mock prefill worker to a mock decode worker, and every ending frees them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pair:
     decode: Any
     exchange: TransferExchange
 
-    def ask(self, half: str, context: Context[Any]) -> Any:
+    def generate_half(self, half: str, context: Context[Any]) -> Any:
         return getattr(self, half).generate(context)
 
     def assert_empty(self) -> None:
@@ -59,7 +59,7 @@ async def pair(args: MockEngineArgs = ARGS) -> AsyncIterator[Pair]:
 
 
 def half_of(room: int, prompt: list[int] | None = None, max_tokens: int = 6) -> Context[PreprocessedRequest]:
-    """One half of the request that meets in that room; both halves have its id."""
+    """Return one half of the request that meets in that room; both halves have its id."""
     info = BootstrapInfo("host", 1, room)
     stop = StopConditions(max_tokens=max_tokens)
     request = PreprocessedRequest(PROMPT if prompt is None else prompt, stop_conditions=stop, bootstrap_info=info)
@@ -67,8 +67,8 @@ def half_of(room: int, prompt: list[int] | None = None, max_tokens: int = 6) -> 
 
 
 @define
-class Heard:
-    """What one half said, and when in milliseconds."""
+class HalfAnswer:
+    """The chunks of one half, and their times in milliseconds."""
 
     chunks: list[LLMEngineOutput]
     times_ms: list[float]
@@ -79,26 +79,26 @@ class Heard:
         return [token for chunk in self.chunks for token in chunk.token_ids]
 
 
-async def hear(both: Pair, half: str, context: Context[Any], heard: Heard) -> None:
+async def read_half(both: Pair, half: str, context: Context[Any], answer: HalfAnswer) -> None:
     begun_s = anyio.current_time()
-    async with await both.ask(half, context) as stream:
+    async with await both.generate_half(half, context) as stream:
         async for item in stream:
-            heard.times_ms.append((anyio.current_time() - begun_s) * 1000)
+            answer.times_ms.append((anyio.current_time() - begun_s) * 1000)
             if item.is_error:
-                heard.error = item.error
+                answer.error = item.error
             else:
-                heard.chunks.append(item.data)
+                answer.chunks.append(item.data)
 
 
-async def run_both(both: Pair, first: Context[Any], second: Context[Any]) -> tuple[Heard, Heard]:
-    sent, received = Heard([], []), Heard([], [])
+async def run_both(both: Pair, first: Context[Any], second: Context[Any]) -> tuple[HalfAnswer, HalfAnswer]:
+    sent, received = HalfAnswer([], []), HalfAnswer([], [])
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(hear, both, "prefill", first, sent)
-        tasks.start_soon(hear, both, "decode", second, received)
+        tasks.start_soon(read_half, both, "prefill", first, sent)
+        tasks.start_soon(read_half, both, "decode", second, received)
     return sent, received
 
 
-async def test_decode_begins_when_the_blocks_have_arrived_and_says_what_one_worker_would() -> None:
+async def test_decode_begins_when_the_blocks_have_arrived_and_answers_as_one_worker_would() -> None:
     async with pair() as both, as_engine(MockEngine(evolve(ARGS, worker_type="aggregated"))) as whole:
         undisturbed = await (await whole.generate(half_of(9))).collect()
         sent, received = await run_both(both, half_of(1), half_of(1))
@@ -119,11 +119,11 @@ async def test_a_prompt_the_decode_worker_has_needs_no_time_on_its_way() -> None
 
 
 @pytest.mark.parametrize("half", ["prefill", "decode"])
-async def test_a_half_whose_other_never_comes_is_told_so(half: str) -> None:
+async def test_a_half_whose_other_half_never_comes_times_out(half: str) -> None:
     async with pair() as both:
-        heard = Heard([], [])
-        await hear(both, half, half_of(1), heard)
-        assert type(heard.error) is BackendConnectionTimeout
+        answer = HalfAnswer([], [])
+        await read_half(both, half, half_of(1), answer)
+        assert type(answer.error) is BackendConnectionTimeout
 
 
 @pytest.mark.parametrize("half", ["prefill", "decode"])
@@ -132,13 +132,13 @@ async def test_a_half_whose_other_never_comes_is_told_so(half: str) -> None:
 async def test_when_one_half_is_ended_both_let_their_blocks_go(half: str, ending: str, after_ms: float) -> None:
     async with pair() as both:
         contexts = {"prefill": half_of(1, max_tokens=40), "decode": half_of(1, max_tokens=40)}
-        heard = {name: Heard([], []) for name in contexts}
+        answers = {name: HalfAnswer([], []) for name in contexts}
         async with anyio.create_task_group() as tasks:
             for name, context in contexts.items():
-                tasks.start_soon(hear, both, name, context, heard[name])
+                tasks.start_soon(read_half, both, name, context, answers[name])
             await anyio.sleep(after_ms / 1000)
             getattr(contexts[half].control, ending)()
-        ended, other = heard[half], heard["decode" if half == "prefill" else "prefill"]
+        ended, other = answers[half], answers["decode" if half == "prefill" else "prefill"]
         assert ended.error is None
         if ending == "stop" and ended.chunks:
             assert ended.chunks[-1].finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
@@ -154,20 +154,20 @@ async def test_a_worker_without_an_exchange_refuses_a_meeting() -> None:
 
 async def test_a_decode_worker_without_room_lets_the_prefill_wait() -> None:
     async with pair(evolve(ARGS, num_gpu_blocks=8)) as both:
-        busy = Heard([], [])
+        busy = HalfAnswer([], [])
         prompts = list(range(100, 120)), list(range(200, 220))
         contexts = [half_of(room, prompt, 10) for room, prompt in enumerate(prompts)]
-        heard = [Heard([], []) for _ in contexts]
+        answers = [HalfAnswer([], []) for _ in contexts]
         async with anyio.create_task_group() as tasks:
             for room, prompt in enumerate(prompts):
-                tasks.start_soon(hear, both, "decode", contexts[room], heard[room])
-                tasks.start_soon(hear, both, "prefill", half_of(room, prompt, 10), busy)
-        assert [len(one.tokens) for one in heard] == [10, 10]
-        assert [one.error for one in (*heard, busy)] == [None] * 3
+                tasks.start_soon(read_half, both, "decode", contexts[room], answers[room])
+                tasks.start_soon(read_half, both, "prefill", half_of(room, prompt, 10), busy)
+        assert [len(one.tokens) for one in answers] == [10, 10]
+        assert [one.error for one in (*answers, busy)] == [None] * 3
 
 
-async def test_who_waits_for_room_first_has_it_first() -> None:
-    """A large prompt is not overtaken for ever by small ones."""
+async def test_the_first_half_to_wait_for_room_gets_it_first() -> None:
+    """Small prompts do not overtake a large one for ever."""
     async with pair(evolve(ARGS, num_gpu_blocks=8)) as both:
         (rank,) = both.decode.engine.ranks
         (held, large, small) = (Sequence([1] * tokens, 1, block_size=4) for tokens in (24, 28, 4))
@@ -190,7 +190,7 @@ async def test_who_waits_for_room_first_has_it_first() -> None:
             rank.cancel(sequence)
 
 
-async def test_who_gives_up_waiting_for_room_lets_the_next_one_have_it() -> None:
+async def test_a_half_that_gives_up_waiting_for_room_yields_to_the_next() -> None:
     async with pair(evolve(ARGS, num_gpu_blocks=8)) as both:
         (rank,) = both.decode.engine.ranks
         (held, large, small) = (Sequence([1] * tokens, 1, block_size=4) for tokens in (24, 28, 4))
@@ -212,7 +212,7 @@ async def test_random_endings_of_both_halves_leave_nothing() -> None:
         async def play(room: int) -> None:
             prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 30))]
             contexts = [half_of(room, prompt, rng.randrange(1, 12)) for _ in range(2)]
-            heard = [Heard([], []), Heard([], [])]
+            answers = [HalfAnswer([], []), HalfAnswer([], [])]
 
             async def disturb() -> None:
                 await anyio.sleep(rng.random() * 0.2)
@@ -220,12 +220,12 @@ async def test_random_endings_of_both_halves_leave_nothing() -> None:
                 rng.choice((victim.control.stop, victim.control.kill))()
 
             async with anyio.create_task_group() as tasks:
-                for half, context, one in zip(("prefill", "decode"), contexts, heard, strict=True):
+                for half, context, one in zip(("prefill", "decode"), contexts, answers, strict=True):
                     if rng.random() < 0.95:
-                        tasks.start_soon(hear, both, half, context, one)
+                        tasks.start_soon(read_half, both, half, context, one)
                 if rng.random() < 0.5:
                     tasks.start_soon(disturb)
-            errors.extend(one.error for one in heard if one.error is not None)
+            errors.extend(one.error for one in answers if one.error is not None)
 
         async with anyio.create_task_group() as tasks:
             for room in range(150):

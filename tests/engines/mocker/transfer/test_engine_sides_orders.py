@@ -1,4 +1,4 @@
-"""Hand-overs whose halves begin, end, fail and begin again in any order: in the end no worker holds a block."""
+"""Handoffs whose halves begin, end, fail and begin again in any order: in the end no worker holds a block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Half = Literal["prefill", "decode"]
 HALVES: tuple[Half, ...] = get_args(Half)
 ARGS = MockEngineArgs(num_gpu_blocks=16, block_size=4, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
 PROMPT = list(range(10))
-"""Takes 17 ms to compute and 10 ms on its way."""
+"""A request that takes 17 ms to compute and 10 ms to transfer."""
 MAX_TOKENS = 4
 
 
@@ -56,7 +56,7 @@ class Attempt:
 
 @define(eq=False)
 class Deployment:
-    """A prefill and a decode worker, either of which may be replaced, and one request that is tried again and again."""
+    """A prefill and a decode worker, either of which may be replaced, and one request that is retried."""
 
     tasks: TaskGroup
     exchange: TransferExchange
@@ -85,20 +85,20 @@ class Deployment:
             Context(PreprocessedRequest(PROMPT, stop_conditions=stop, bootstrap_info=info), id="the request")
         )
         self.attempts[half].append(attempt)
-        self.tasks.start_soon(self._ask, half, attempt, self.running[half])
+        self.tasks.start_soon(self._read, half, attempt, self.running[half])
 
-    async def _ask(self, half: Half, attempt: Attempt, engine: MockEngine) -> None:
+    async def _read(self, half: Half, attempt: Attempt, engine: MockEngine) -> None:
         has_rival = any(each.is_undisturbed for each in self.attempts[half] if each is not attempt)
         await attempt.read(engine)
         if isinstance(attempt.error, InvalidArgument):
-            assert has_rival, "who comes again after an end is not kept out by what it left"
+            assert has_rival, "a retry is not kept out by what its earlier attempt left"
 
     async def retry(self, half: Half) -> None:
-        """The next attempt of both halves meets elsewhere; this one begins with its half."""
+        """Begin the next attempt, in another room, with this half."""
         self.room += 1
         await self.begin(half)
 
-    async def nothing_to_say(self, half: Half) -> None:
+    async def no_tokens(self, half: Half) -> None:
         await self.begin(half, max_tokens=0)
 
     async def stop(self, half: Half) -> None:
@@ -111,13 +111,13 @@ class Deployment:
         self._last(half, lambda attempt: attempt.scope.cancel())
 
     async def restart(self, half: Half) -> None:
-        """In order, with a new engine in the place of the old one."""
+        """Close the engine in order and put a new one in its place."""
         await self.running[half].cleanup()
         self.loops[half].cancel()
         await self.start(half)
 
     async def crash(self, half: Half) -> None:
-        """The loop is gone first; whoever still reads is cut."""
+        """End the loop first; a half that still reads is cut."""
         self.loops[half].cancel()
         for attempt in self.attempts[half]:
             attempt.scope.cancel()
@@ -136,7 +136,7 @@ class Deployment:
         assert self.exchange.sessions == self.exchange.waiting == 0
 
     async def check_serves(self) -> None:
-        """A last attempt goes well, whatever came before."""
+        """Run a last attempt, which succeeds after any history."""
         self.room += 1
         for half in HALVES:
             await self.begin(half)
@@ -147,20 +147,20 @@ class Deployment:
         assert [len(chunk.token_ids) for chunk in received.chunks] == [1] * MAX_TOKENS + [0]
 
     def check_endings(self) -> None:
-        told = (BackendDisconnected, BackendConnectionTimeout, EngineShutdown, InvalidArgument)
+        allowed = (BackendDisconnected, BackendConnectionTimeout, EngineShutdown, InvalidArgument)
         for attempt in (each for half in HALVES for each in self.attempts[half]):
             assert attempt.is_over
-            assert attempt.error is None or isinstance(attempt.error, told)
+            assert attempt.error is None or isinstance(attempt.error, allowed)
             reasons = [chunk.finish_reason for chunk in attempt.chunks if chunk.finish_reason is not None]
             assert len(reasons) <= 1
             assert FinishReason.LENGTH not in reasons or attempt.error is None
 
 
-ACTS = ("begin", "begin", "begin", "retry", "nothing_to_say", "stop", "kill", "drop", "restart", "crash")
+ACTS = ("begin", "begin", "begin", "retry", "no_tokens", "stop", "kill", "drop", "restart", "crash")
 WAITS_MS = (0, 0, 1, 10, 20, 28, 40, 31_000)
 Step = tuple[str, Half, int]
 steps = st.lists(st.tuples(st.sampled_from(ACTS), st.sampled_from(HALVES), st.sampled_from(WAITS_MS)), max_size=10)
-"""What is done, to which half, and the milliseconds until the next; 0 is the same turn of the loop."""
+"""An action, its half, and the milliseconds until the next action; 0: the same turn of the loop."""
 
 
 async def play(order: TransferOrder, story: list[Any]) -> Deployment:
@@ -173,7 +173,7 @@ async def play(order: TransferOrder, story: list[Any]) -> Deployment:
             await getattr(deployment, act)(half)
             if wait_ms:
                 await anyio.sleep(wait_ms / 1000)
-        await anyio.sleep(62.0)  # who waits for nobody gives up by itself
+        await anyio.sleep(62.0)  # a half whose other half never comes gives up by itself
         deployment.check_endings()
         deployment.check_empty()
         await deployment.check_serves()
@@ -190,7 +190,7 @@ async def play(order: TransferOrder, story: list[Any]) -> Deployment:
 @example(
     "source_first", [("kill", "decode", 0), ("begin", "decode", 0), ("kill", "decode", 0), ("begin", "prefill", 1)]
 )
-async def test_in_whatever_order_halves_begin_and_end_nothing_stays(order: TransferOrder, story: list[Step]) -> None:
+async def test_no_order_of_begins_and_ends_leaves_blocks_held(order: TransferOrder, story: list[Step]) -> None:
     await play(order, story)
 
 
@@ -201,7 +201,7 @@ async def test_in_whatever_order_halves_begin_and_end_nothing_stays(order: Trans
 async def test_a_request_that_is_tried_again_at_once_is_not_kept_out_by_its_earlier_attempt(
     order: TransferOrder, ending: str, room: str, after_ms: int
 ) -> None:
-    """Its halves are ended and come again before the workers had a turn to let go of the old ones."""
+    """The halves end and come again before the workers had a turn to release the old ones."""
     again = "begin" if room == "same" else "retry"
     story = [
         ("begin", "prefill", 0),
@@ -219,8 +219,8 @@ async def test_a_request_that_is_tried_again_at_once_is_not_kept_out_by_its_earl
 
 
 @pytest.mark.parametrize("order", get_args(TransferOrder))
-async def test_who_has_nothing_to_say_takes_the_blocks_all_the_same(order: TransferOrder) -> None:
-    deployment = await play(order, [("begin", "prefill", 1), ("nothing_to_say", "decode", 100)])
+async def test_a_decode_half_without_output_still_takes_the_blocks(order: TransferOrder) -> None:
+    deployment = await play(order, [("begin", "prefill", 1), ("no_tokens", "decode", 100)])
     sent, received = (deployment.attempts[half][0] for half in HALVES)
     assert (sent.error, received.error) == (None, None)
     assert [chunk.token_ids for chunk in received.chunks] == [[]]

@@ -1,4 +1,4 @@
-"""TransferExchange: how the two sides of a transfer find each other, and who is refused."""
+"""TransferExchange: how the two sides of a transfer meet, and which sides are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("late", ROLES)
-async def test_the_blocks_change_hands_whoever_comes_first(order: TransferOrder, late: TransferRole) -> None:
+async def test_the_blocks_change_hands_whichever_side_comes_first(order: TransferOrder, late: TransferRole) -> None:
     calls: list[str] = []
     both = pair(order, ScriptedSide(2.0, shared=calls), ScriptedSide(1.0, shared=calls))
     started_s = anyio.current_time()
@@ -41,7 +41,7 @@ async def test_the_blocks_change_hands_whoever_comes_first(order: TransferOrder,
     assert calls == [*steps, "activate", "release"]
     assert both.errors == {"source": None, "destination": None}
     both.check_freed()
-    # The side whose turn it is does not wait for the other one to come; 64 missing tokens take 64 ms.
+    # The side whose turn it is does not wait for the other one; 64 missing tokens take 64 ms.
     own_s = {"source": 2.0, "destination": 1.0}
     first_s = own_s[late] if late != order.removesuffix("_first") else sum(own_s.values())
     assert both.ended_s["destination"] - started_s == pytest.approx(LATE_S + first_s + 0.064)
@@ -57,7 +57,7 @@ async def test_a_full_hit_at_the_destination_takes_no_time_and_every_step() -> N
 
 
 async def test_a_source_learns_when_its_blocks_are_held_and_may_yield_meanwhile() -> None:
-    """A worker answers as soon as its prefill is done; the transfer does not need it to be read further."""
+    """A worker answers as soon as its prefill is done; the transfer does not depend on further reads."""
     exchange, source, destination = TransferExchange(), ScriptedSide(1.0), ScriptedSide()
 
     async def answer() -> AsyncGenerator[str, None]:
@@ -84,7 +84,12 @@ async def test_it_is_known_how_many_have_their_blocks_on_the_way(order: Transfer
     seen = []
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(both.run)
-        for wait_s in (0.5, 2.0, 0.53, 1.0):  # at 0.5 s and 2.5 s they prepare, from 3 s on it takes 64 ms
+        for wait_s in (
+            0.5,
+            2.0,
+            0.53,
+            1.0,
+        ):  # the sides prepare at 0.5 s and 2.5 s; from 3 s on the transfer takes 64 ms
             await anyio.sleep(wait_s)
             seen.append((both.exchange.sessions, both.exchange.transfers))
     assert seen == [(1, 0), (1, 0), (1, 1), (0, 0)]
@@ -94,7 +99,7 @@ async def test_it_is_known_how_many_have_their_blocks_on_the_way(order: Transfer
 
 
 @pytest.mark.parametrize("name", ["bootstrap_host", "bootstrap_port", "bootstrap_room", "handoff_id", "request_id"])
-async def test_an_identity_may_not_change_and_who_waits_does_not_notice(name: str) -> None:
+async def test_a_changed_identity_is_refused_without_disturbing_the_waiting_side(name: str) -> None:
     other: dict[str, Any] = {
         "bootstrap_host": "10.0.0.2",
         "bootstrap_port": 1,
@@ -153,7 +158,7 @@ async def test_too_many_waiting_sides_are_refused_and_the_awaited_never() -> Non
     assert exchange.sessions == exchange.waiting == 0
 
 
-async def test_who_comes_after_the_other_gave_up_is_told_at_once() -> None:
+async def test_a_side_that_comes_after_the_other_gave_up_fails_at_once() -> None:
     exchange, side = TransferExchange(), ScriptedSide()
     assert isinstance(await attend(exchange, "source", ScriptedSide(fails_in="hold")), OSError)
     started_s = anyio.current_time()
@@ -165,7 +170,7 @@ async def test_who_comes_after_the_other_gave_up_is_told_at_once() -> None:
     assert exchange.sessions == 0
 
 
-async def test_who_gave_up_alone_may_come_again() -> None:
+async def test_a_side_that_gave_up_alone_may_come_again() -> None:
     exchange = TransferExchange()
     await attend(exchange, "source", ScriptedSide(fails_in="hold"))
     async with anyio.create_task_group() as tasks:
@@ -194,11 +199,11 @@ async def test_after_the_rendezvous_limit_nothing_was_missed() -> None:
 
 
 @pytest.mark.parametrize("first", ROLES)
-@pytest.mark.parametrize("request_id", [KEY.request_id, "of somebody else"])
+@pytest.mark.parametrize("request_id", [KEY.request_id, "of another request"])
 async def test_a_place_where_one_side_takes_its_time_to_go_is_free_for_the_next(
     first: TransferRole, request_id: str
 ) -> None:
-    """A retry of the request, or another one with the same room; the old side's leaving does not disturb it."""
+    """A retry, or another request with the same room, is not disturbed when the old side leaves."""
     both = pair(destination=SlowToLeave(1_000.0))
     key = evolve(KEY, request_id=request_id)
     sides: dict[TransferRole, ScriptedSide] = {"source": ScriptedSide(60.0), "destination": ScriptedSide(60.0)}
@@ -228,7 +233,7 @@ async def test_a_meeting_is_free_again_when_it_is_over() -> None:
             assert await attend(exchange, "destination", ScriptedSide()) is None
 
 
-async def test_an_unknown_order_is_refused_before_anybody_comes() -> None:
+async def test_an_unknown_order_is_refused_before_either_side_comes() -> None:
     order: Any = "both_first"
     with pytest.raises(InvalidArgument):
         TransferExchange(order)

@@ -38,7 +38,7 @@ OUTCOMES = {
     ActionKind.RESERVE_DESTINATION: ActionOutcome.ACCEPTED,
     ActionKind.START_TRANSFER: ActionOutcome.SCHEDULED,
 }
-"""What a driver reports of each action; of all others, that it was applied."""
+"""What a driver reports of each action; by default, that it was applied."""
 FACTS = {
     ActionKind.SUBMIT_PREFILL: TransferFact.SOURCE_HELD,
     ActionKind.RESERVE_DESTINATION: TransferFact.DESTINATION_RESERVED,
@@ -55,7 +55,7 @@ def acknowledge(transfer: Transfer, action: TransferAction) -> list[TransferActi
     return transfer.acknowledge(action.kind, OUTCOMES.get(action.kind, ActionOutcome.APPLIED))
 
 
-def say(
+def report_fact(
     transfer: Transfer, fact: TransferFact, timing: TransferTiming = NOT_MODELLED, missing: int = 0
 ) -> list[TransferAction]:
     if fact is TransferFact.SOURCE_HELD:
@@ -68,13 +68,13 @@ def say(
 def follow(
     transfer: Transfer, action: TransferAction, timing: TransferTiming = NOT_MODELLED, missing: int = 0
 ) -> list[TransferAction]:
-    """Acknowledges the action and says its fact; gives what is due next."""
+    """Acknowledge the action and report its fact; return the actions that are due next."""
     due = acknowledge(transfer, action)
-    return due + say(transfer, FACTS[action.kind], timing, missing) if action.kind in FACTS else due
+    return due + report_fact(transfer, FACTS[action.kind], timing, missing) if action.kind in FACTS else due
 
 
 def drive_to(transfer: Transfer, kind: ActionKind, timing: TransferTiming = NOT_MODELLED, missing: int = 0) -> Any:
-    """Goes well until that action is due, and gives it."""
+    """Run the transfer without failure until that action is due, and return it."""
     (action,) = transfer.start()
     while action.kind is not kind:
         (action,) = follow(transfer, action, timing, missing)
@@ -124,7 +124,7 @@ def test_an_unknown_order_is_refused() -> None:
 def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
     order: TransferOrder, timing: TransferTiming, missing_tokens: int, delay_ms: float
 ) -> None:
-    """The third row is a destination that has every block already."""
+    """In the third row the destination has every block already."""
     transfer = Transfer(order)
     start = drive_to(transfer, ActionKind.START_TRANSFER, timing, missing_tokens)
     assert start == TransferAction(ActionKind.START_TRANSFER, delay_ms)
@@ -138,7 +138,7 @@ def test_the_transfer_takes_its_delay_and_is_a_step_even_without_one(
 def test_giving_up_cancels_every_side_that_may_own_blocks(
     order: TransferOrder, reason: EndReason, is_acknowledged: bool, kind: ActionKind
 ) -> None:
-    """A transfer that was issued counts as owned, acknowledged or not."""
+    """An issued transfer counts as owned, acknowledged or not."""
     transfer = Transfer(order)
     action = drive_to(transfer, kind)
     if is_acknowledged and kind in FACTS:
@@ -189,7 +189,7 @@ def test_what_is_given_up_before_its_start_never_starts() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_is_said_twice_is_ignored(order: TransferOrder) -> None:
+def test_a_repeated_report_is_ignored(order: TransferOrder) -> None:
     transfer = Transfer(order)
     (action,) = transfer.start()
     assert transfer.start() == []
@@ -198,7 +198,7 @@ def test_what_is_said_twice_is_ignored(order: TransferOrder) -> None:
         (action,) = follow(transfer, before)
         assert acknowledge(transfer, before) == []
         if before.kind in FACTS:
-            assert say(transfer, FACTS[before.kind]) == []
+            assert report_fact(transfer, FACTS[before.kind]) == []
     assert acknowledge(transfer, action) == []
     assert transfer.give_up("timed_out") == []
     assert transfer.result == "succeeded"
@@ -222,13 +222,13 @@ def test_h1_a_fact_before_its_acknowledged_action_is_an_error(order: TransferOrd
     transfer = Transfer(order)
     for fact in TransferFact:
         with breach("H1"):
-            say(transfer, fact)
+            report_fact(transfer, fact)
     (action,) = transfer.start()
     while action.kind in FACTS:
         for fact in TransferFact:
             if not transfer.has(fact):
                 with breach("H1"):
-                    say(transfer, fact)
+                    report_fact(transfer, fact)
         (action,) = follow(transfer, action)
 
 
@@ -258,7 +258,7 @@ def test_h3_only_an_issued_action_is_acknowledged_and_only_as_it_can_go() -> Non
     for outcome in set(ActionOutcome) - {ActionOutcome.SUBMITTED, ActionOutcome.FAILED}:
         with breach("H3"):
             transfer.acknowledge(submit.kind, outcome)
-    assert acknowledge(transfer, submit) == []  # what was refused left no trace
+    assert acknowledge(transfer, submit) == []  # the refused report left no trace
 
 
 def test_h4_a_cancel_that_failed_does_not_end_it() -> None:
@@ -310,7 +310,7 @@ def test_a_delay_without_end_is_refused_before_the_transfer_and_leaves_no_trace(
     (second,) = follow(transfer, first, endless)
     assert acknowledge(transfer, second) == []
     with pytest.raises(InvalidArgument) as raised:
-        say(transfer, FACTS[second.kind], endless)
+        report_fact(transfer, FACTS[second.kind], endless)
     assert raised.value.field == "bandwidth_gb_s"
     assert not transfer.has(FACTS[second.kind])
     assert [cancel.kind for cancel in transfer.give_up("failed")] == list(CANCELS)
@@ -339,7 +339,7 @@ def test_without_bytes_or_bandwidth_no_delay_is_modelled(timing: TransferTiming)
 
 
 class World:
-    """Two sides of which the transfer sees only reports: late, repeated, and one in ten of a step that failed."""
+    """Two sides whose reports reach the transfer late, repeated, and one in ten as a failed step."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -356,7 +356,7 @@ class World:
                 self.reports.append((action.kind, self.outcome(action.kind)))
 
     def outcome(self, kind: ActionKind) -> ActionOutcome:
-        """What taking the action comes to. A step that fails may have got its blocks all the same."""
+        """Return the outcome of the action. A step that fails may have got its blocks all the same."""
         side = "destination" if "destination" in kind.value else "source"
         if kind not in CANCELS and self.rng.random() < 0.1:
             self.owns[side] += kind in (ActionKind.SUBMIT_PREFILL, ActionKind.RESERVE_DESTINATION)
@@ -371,7 +371,7 @@ class World:
     def report(self, transfer: Transfer) -> None:
         kind, outcome = self.reports.pop(self.rng.randrange(len(self.reports)))
         if isinstance(kind, TransferFact):
-            self.do(say(transfer, kind, MISSING_ONLY, 3))
+            self.do(report_fact(transfer, kind, MISSING_ONLY, 3))
             return
         self.do(transfer.acknowledge(kind, outcome))
         if kind in FACTS and outcome is not ActionOutcome.FAILED:

@@ -1,4 +1,4 @@
-"""Sessions that end early: both sides give back their blocks once and learn why."""
+"""Sessions that end early: both sides free their blocks once and receive the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_whoever_waits_alone_gives_up_after_the_rendezvous_limit(role: TransferRole) -> None:
+async def test_a_side_that_waits_alone_gives_up_after_the_rendezvous_limit(role: TransferRole) -> None:
     exchange, side = TransferExchange(), ScriptedSide(1.0)
     started_s = anyio.current_time()
     error = await attend(exchange, role, side)
@@ -71,7 +71,7 @@ async def test_the_session_limit_holds_for_the_time_on_the_way() -> None:
 async def test_a_side_that_leaves_frees_both(
     order: TransferOrder, role: TransferRole, how: str, after_s: float
 ) -> None:
-    """In the first wait, in the second, and with the blocks on the way."""
+    """The cases are the first wait, the second wait, and the transfer itself."""
     both = pair(order, ScriptedSide(1.0), ScriptedSide(1.0))
     disturb = both.scopes[role].cancel if how == "cancel" else getattr(both.controls[role], how)
     started_s = anyio.current_time()
@@ -115,7 +115,7 @@ async def test_a_request_stopped_while_its_answer_is_not_read_frees_both_at_once
     assert destination.calls == ["cancel"]
 
 
-async def test_a_request_stopped_before_it_came_asks_nothing_of_its_side() -> None:
+async def test_a_request_stopped_before_it_came_calls_nothing_on_its_side() -> None:
     exchange, side, control = TransferExchange(), ScriptedSide(), Control()
     control.stop()
     assert isinstance(await attend(exchange, "source", side, control=control), Cancelled)
@@ -140,11 +140,11 @@ async def test_a_side_that_fails_keeps_its_error_and_frees_both(
     both = pair(order, ScriptedSide(1.0), ScriptedSide(1.0))
     both.sides[role].fails_in = fails_in
     await both.run()
-    error, told = both.errors[role], both.errors["destination" if role == "source" else "source"]
+    error, other_error = both.errors[role], both.errors["destination" if role == "source" else "source"]
     assert isinstance(error, OSError)
-    assert isinstance(told, BackendDisconnected)
-    assert told.__cause__ is None  # what one side raised must not look like the fault of the other one
-    assert fails_in in str(told)
+    assert isinstance(other_error, BackendDisconnected)
+    assert other_error.__cause__ is None  # an error of one side must not look like the fault of the other
+    assert fails_in in str(other_error)
     both.check_freed()
 
 
@@ -156,7 +156,7 @@ async def test_a_cancel_that_fails_is_logged_and_does_not_keep_the_other(caplog:
     both.check_freed()
 
 
-async def test_a_timing_without_end_is_the_failure_of_the_side_that_said_it() -> None:
+async def test_an_infinite_timing_is_the_failure_of_the_side_that_reported_it() -> None:
     class Endless(ScriptedSide):
         async def hold(self) -> TransferTiming:
             await super().hold()
@@ -169,7 +169,7 @@ async def test_a_timing_without_end_is_the_failure_of_the_side_that_said_it() ->
     both.check_freed()
 
 
-async def test_who_waits_is_told_at_once_though_the_other_takes_its_time_to_go() -> None:
+async def test_a_waiting_side_fails_at_once_though_the_other_is_slow_to_leave() -> None:
     both = pair(destination=SlowToLeave(1_000.0))
     started_s = anyio.current_time()
     await both.run(both.controls["destination"].stop, 5.0)
@@ -194,10 +194,8 @@ async def test_a_seat_that_was_left_is_not_kept_by_its_request() -> None:
 
 @settings(max_examples=60)
 @given(st.sampled_from(ORDERS), st.integers(0, 2**32))
-async def test_whatever_ends_it_both_sides_are_freed_once_and_nothing_stays_open(
-    order: TransferOrder, seed: int
-) -> None:
-    """Twenty hand-overs at once: arrivals, waits, failures, stops and cancellations at random, ties included."""
+async def test_every_ending_frees_both_sides_once_and_leaves_nothing_open(order: TransferOrder, seed: int) -> None:
+    """Runs twenty handoffs at once: arrivals, waits, failures, stops and cancellations at random, ties included."""
     rng, exchange = Random(seed), TransferExchange(order, rendezvous_timeout_s=4.0, session_timeout_s=6.0)
     pairs = [Pair(exchange, ScriptedSide(rng.randrange(5)), ScriptedSide(rng.randrange(5))) for _ in range(20)]
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 WAIT_TURNS = 3
 ALL_TURNS = 32
-"""More than a transfer takes; the last ones disturb nothing."""
+"""There are more turns than a transfer takes; the last ones disturb nothing."""
 
 
 @pytest.mark.parametrize("order", get_args(TransferOrder))
