@@ -1,4 +1,4 @@
-"""What a worker runs beside its requests."""
+"""Background tasks that a worker runs beside its requests."""
 
 from __future__ import annotations
 

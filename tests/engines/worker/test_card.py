@@ -56,7 +56,7 @@ def test_the_card_carries_the_promise_that_prefills_may_be_stopped(promises: boo
 
 
 @pytest.mark.parametrize(("mode", "needs"), [(MODES.DECODE, []), (MODES.PREFILL, [[DECODE]])])
-def test_a_decode_worker_that_may_prefill_needs_nobody(mode: DisaggregationMode, needs: list[Any]) -> None:
+def test_a_decode_worker_that_may_prefill_needs_no_other_worker(mode: DisaggregationMode, needs: list[Any]) -> None:
     assert card({"disaggregation_mode": mode, "may_prefill": True}).needs == needs
 
 
@@ -84,13 +84,13 @@ def test_the_disaggregated_endpoint_needs_host_and_port(
     assert made.runtime_config.disaggregated_endpoint == endpoint
 
 
-def test_what_the_engine_does_not_say_is_not_advertised() -> None:
+def test_values_missing_from_the_engine_config_are_not_advertised() -> None:
     made = card().runtime_config
     assert (made.data_parallel_size, made.data_parallel_start_rank) == (1, 0)
     assert (made.context_length, made.total_kv_blocks, made.max_num_seqs, made.max_num_batched_tokens) == (None,) * 4
 
 
-def test_what_engine_and_worker_say_is_advertised() -> None:
+def test_values_of_engine_and_worker_are_advertised() -> None:
     made = card(
         {
             "tool_call_parser": "hermes",
@@ -167,7 +167,7 @@ def test_an_own_template_stands_in_the_card(folder: Path) -> None:
         ({"custom_jinja_template": "no/such/file"}, {}, "model_name"),
     ],
 )
-def test_what_makes_no_card_is_refused(worker: dict[str, Any], engine: dict[str, Any], field: str) -> None:
+def test_values_that_make_no_valid_card_are_refused(worker: dict[str, Any], engine: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         card(worker, **engine)
     assert refused.value.field == field

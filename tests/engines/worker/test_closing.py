@@ -30,22 +30,22 @@ pytestmark = pytest.mark.anyio
 async def test_a_request_may_end_within_the_grace_period_and_is_then_cut(
     tokens: int, whole: bool, open_streams: OpenStreams
 ) -> None:
-    """A request that outlasts it can go on with another worker."""
+    """A request that outlasts the period can continue on another worker."""
     engine = ScriptedSteps(tokens=tokens)
     request = Context(PreprocessedRequest([1]))
-    said: list[Any] = []
+    results: list[Any] = []
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
 
-        async def ask(worker: Worker) -> None:
+        async def read_answer(worker: Worker) -> None:
             try:
-                said.append(await collect(worker, request))
+                results.append(await collect(worker, request))
             except Disconnected:
-                said.append(Disconnected)
+                results.append(Disconnected)
 
         async with hosted(engine, runtime) as worker:
-            tasks.start_soon(ask, worker)
+            tasks.start_soon(read_answer, worker)
             await anyio.sleep(0.5)
-    assert said == ([[[0], []]] if whole else [Disconnected])
+    assert results == ([[[0], []]] if whole else [Disconnected])
     assert engine.open == 0
     assert len(engine.aborted) == (0 if whole else 1)
     assert engine.at_s["cleanup"] == pytest.approx(2.5), "nothing waits for what was cut"
@@ -62,7 +62,7 @@ async def test_a_reader_that_does_not_read_holds_the_end_up_by_a_second_only() -
             await stream.collect()
 
 
-async def test_who_knows_the_worker_may_still_ask_in_the_grace_period_but_not_while_it_drains() -> None:
+async def test_a_known_worker_accepts_requests_in_the_grace_period_but_not_while_it_drains() -> None:
     engine = ScriptedSteps(tokens=0, drain=3.0)
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
         worker = Worker(engine, runtime=runtime, environment={}, times=TIMES)
@@ -108,7 +108,7 @@ async def test_an_orderly_end_may_be_cut_short_but_not_its_cleanup() -> None:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 @pytest.mark.parametrize("after_s", [3.5, 4.5])
 async def test_a_cancellation_that_knows_no_shield_leaves_nothing_running_either(after_s: float) -> None:
-    """asyncio's own, as of a second Ctrl-C: while what was cut still ends, and in the cleanup."""
+    """The cancellation is asyncio's own, as of a second Ctrl-C: during the cut, and in the cleanup."""
     running: list[str] = []
 
     class Busy(ScriptedSteps):
@@ -180,7 +180,7 @@ async def test_a_drain_or_cleanup_that_fails_is_only_logged(step: str, caplog: p
 async def test_what_hangs_at_the_end_is_cut_short_and_logged(
     steps: dict[str, Any], ends_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Inside a process that must go on: grace 2 and timeout 10, and 5 at least for the cleanup."""
+    """The process must go on: a grace of 2 s, a timeout of 10 s, and at least 5 s for the cleanup."""
     engine = ScriptedSteps(**steps)
     async with hosted(engine) as worker:
         pass

@@ -1,4 +1,4 @@
-"""A worker's settings, its times, and what it publishes of its model."""
+"""A worker's settings, its times, and the model data it publishes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_component_follows_the_mode_unless_it_is_given(mode: DisaggregationM
 
 
 class Foreign(Enum):
-    """Somebody else's modes: only the names agree."""
+    """Modes of another library: only the names agree."""
 
     AGGREGATED = 1
     PREFILL = "p"
@@ -139,7 +139,7 @@ def test_no_endpoint_type_at_all_is_refused(text: str) -> None:
     ],
 )
 def test_what_no_worker_can_be_is_refused_by_field(changes: dict[str, Any], field: str) -> None:
-    """The check of encode workers is among these."""
+    """The cases include the check of encode workers."""
     with pytest.raises(InvalidArgument) as refused:
         WorkerConfig(**changes).checked()
     assert refused.value.field == field

@@ -1,4 +1,4 @@
-"""Whether a process is healthy, from what its endpoints say."""
+"""The health of a process, from the health of its endpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_target_without_a_canary_is_ready_when_it_registers() -> None:
     assert health.is_healthy
 
 
-def test_a_probed_target_is_not_ready_until_its_canary_says_so() -> None:
+def test_a_probed_target_is_not_ready_until_its_canary_succeeds() -> None:
     health = SystemHealth()
     health.register("a", is_target=True, is_probed=True)
     assert not health.is_healthy
@@ -62,7 +62,7 @@ def test_a_second_registration_is_ignored() -> None:
     assert health.endpoints == {"a": False}
 
 
-def test_who_is_gone_does_not_count() -> None:
+def test_an_unregistered_endpoint_does_not_count() -> None:
     health = SystemHealth(process_ready=True)
     health.register("a", is_target=True, is_probed=True)
     assert not health.is_healthy
@@ -75,24 +75,24 @@ def test_who_is_gone_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("text", "healthy"), [(None, False), ("ready", True), (" Ready", True), ("notready", False), ("1", False)]
 )
-def test_the_environment_says_how_it_starts(text: str | None, healthy: bool) -> None:
+def test_the_environment_sets_the_initial_health(text: str | None, healthy: bool) -> None:
     environment = {} if text is None else {"DYN_SYSTEM_STARTING_HEALTH_STATUS": text}
     assert SystemHealth.from_environment(environment).is_healthy is healthy
 
 
-def test_listeners_hear_changes_only_and_do_not_disturb_each_other(caplog: pytest.LogCaptureFixture) -> None:
-    health, heard = SystemHealth(), list[bool]()
+def test_listeners_receive_only_changes_and_do_not_disturb_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    health, changes = SystemHealth(), list[bool]()
 
     def broken(_: bool) -> None:
         raise LookupError("broken")
 
     health.on_change(broken)
-    forget = health.on_change(heard.append)
+    forget = health.on_change(changes.append)
     health.register("a", is_target=True, is_probed=True)
     for is_ready in (True, True, False, True):
         health.set_ready("a", is_ready)
-    assert heard == [True, False, True]
+    assert changes == [True, False, True]
     forget()
     health.set_ready("a", False)
-    assert heard == [True, False, True]
+    assert changes == [True, False, True]
     assert "a health callback failed" in caplog.text

@@ -21,7 +21,7 @@ INIT, RUNNING, START_FAILED, STOPPED = WorkerState
 
 
 class Noted(EngineMetrics):
-    """Notes how long each step took."""
+    """Records the duration of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Noted(EngineMetrics):
 
 
 class Fake(LLMEngine):
-    """Takes a second for each step of its life, then raises what it is given for it."""
+    """Takes a second for each step of its life, then raises the error given for it."""
 
     def __init__(self, **fails: BaseException) -> None:
         self.fails = fails
@@ -60,7 +60,7 @@ class Fake(LLMEngine):
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(WorkerState, get_args(LifecycleEvent))))
-def test_only_what_the_table_says_can_happen(state: WorkerState, event: LifecycleEvent) -> None:
+def test_only_the_transitions_of_the_table_are_allowed(state: WorkerState, event: LifecycleEvent) -> None:
     if (state, event) in TRANSITIONS:
         assert after(state, event) is TRANSITIONS[state, event]
     else:
@@ -141,7 +141,7 @@ async def test_a_start_that_is_cancelled_still_owes_its_cleanup() -> None:
     assert engine.calls == ["start", "cleanup"]
 
 
-async def test_an_engine_that_does_not_say_what_it_is_breaks_the_contract() -> None:
+async def test_an_engine_that_returns_no_config_breaks_the_contract() -> None:
     class Silent(Fake):
         async def start(self, worker_id: int) -> EngineConfig:
             await checkpoint()

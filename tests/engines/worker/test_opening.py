@@ -57,7 +57,7 @@ async def test_what_fails_before_registering_cleans_up_once_and_is_raised(
         with pytest.raises(raised, match=str(error)):
             await worker.__aenter__()
         assert engine.calls == [*ALL_STEPS[: ALL_STEPS.index(step) + 1], "cleanup"]
-        assert anyio.current_time() == pytest.approx(0), "there is nobody to wait for"
+        assert anyio.current_time() == pytest.approx(0), "there is no request to wait for"
         assert await runtime.discovery.instances() == []
     assert (worker.state, worker.served) == (WorkerState.STOPPED, None)
 
@@ -100,21 +100,21 @@ async def test_an_engine_without_a_name_is_refused() -> None:
     assert (refused.value.field, engine.calls[-1]) == ("model", "cleanup")
 
 
-async def test_an_engine_that_says_nothing_of_itself_breaks_the_contract() -> None:
+async def test_an_engine_that_returns_no_config_breaks_the_contract() -> None:
     engine = ScriptedSteps(config="m")
     with pytest.raises(ContractViolation):
         await Worker(engine, environment={}).__aenter__()
     assert engine.calls == ["start", "cleanup"]
 
 
-async def test_an_engine_that_sets_nothing_up_may_say_nothing_of_it() -> None:
+async def test_an_engine_may_return_no_metrics_bindings() -> None:
     engine = ScriptedSteps()
     engine.bindings = None  # type: ignore[assignment]
     async with hosted(engine) as worker:
         assert worker.native_metrics() == ""
 
 
-async def test_a_worker_told_to_end_before_its_start_never_starts() -> None:
+async def test_a_worker_shut_down_before_its_start_never_starts() -> None:
     worker = Worker(engine := ScriptedSteps(), environment={}, times=TIMES)
     worker.shutdown()
     async with worker:
@@ -128,11 +128,11 @@ async def test_a_worker_that_is_ended_while_it_starts_is_not_registered() -> Non
     worker = Worker(engine := ScriptedSteps(start=5.0), environment={}, times=TIMES)
     async with anyio.create_task_group() as tasks:
 
-        async def ask() -> None:
+        async def shut_down_later() -> None:
             await anyio.sleep(1)
             worker.shutdown()
 
-        tasks.start_soon(ask)
+        tasks.start_soon(shut_down_later)
         async with worker:
             assert worker.served is None
             assert worker.state is WorkerState.RUNNING
@@ -141,7 +141,7 @@ async def test_a_worker_that_is_ended_while_it_starts_is_not_registered() -> Non
     assert anyio.current_time() == pytest.approx(5)
 
 
-async def test_a_worker_told_to_end_while_it_makes_ready_is_not_registered_either() -> None:
+async def test_a_worker_shut_down_in_its_hooks_is_not_registered() -> None:
     class Thinking(ScriptedSteps):
         async def health_check_payload(self) -> None:
             await anyio.sleep(2)
@@ -149,11 +149,11 @@ async def test_a_worker_told_to_end_while_it_makes_ready_is_not_registered_eithe
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
         worker = Worker(Thinking(), runtime=runtime, environment={}, times=TIMES)
 
-        async def ask() -> None:
+        async def shut_down_later() -> None:
             await anyio.sleep(1)
             worker.shutdown()
 
-        tasks.start_soon(ask)
+        tasks.start_soon(shut_down_later)
         async with worker:
             assert (worker.served, worker.health.endpoints) == (None, {})
         assert anyio.current_time() == pytest.approx(2), "without a grace period"
@@ -169,11 +169,11 @@ async def test_a_shutdown_goes_before_a_registration_that_takes_long(monkeypatch
         worker = Worker(engine := ScriptedSteps(), runtime=runtime, environment={}, times=TIMES)
         async with anyio.create_task_group() as tasks:
 
-            async def ask() -> None:
+            async def shut_down_later() -> None:
                 await anyio.sleep(1)
                 await anyio.to_thread.run_sync(worker.shutdown)
 
-            tasks.start_soon(ask)
+            tasks.start_soon(shut_down_later)
             async with worker:
                 assert worker.served is None
         assert engine.calls == ALL_STEPS

@@ -29,14 +29,14 @@ BAD: Annotated[LLMEngineOutput] = Annotated.from_error("bad")
 
 @define
 class Watched:
-    """A canary, what it said (and at what second), and the engine it hears."""
+    """A canary, its reports (with their seconds), and the engine it observes."""
 
     canary: IdleProbe
     real: TrafficObserver
     probed: ScriptedEngine
-    said: list[Any] = field(factory=list)
+    reports: list[Any] = field(factory=list)
 
-    async def ask(self) -> list[Any]:
+    async def serve_request(self) -> list[Any]:
         async with await self.real.generate(Context(REQUEST)) as stream:
             return [item async for item in stream]
 
@@ -47,15 +47,15 @@ class Watched:
 
 @asynccontextmanager
 async def watched(probe: Any, traffic: Any = (GOOD, LAST)) -> AsyncIterator[Watched]:
-    """A running canary whose probes play one script and whose real requests play another."""
+    """Run a canary whose probes play one script and whose real requests play another."""
     probed, began_s = ScriptedEngine(probe), anyio.current_time()
-    said: list[Any] = []
+    reports: list[Any] = []
     canary = IdleProbe(
-        probed, PAYLOAD, IdleProbeSettings(True), lambda ready: said.append((anyio.current_time() - began_s, ready))
+        probed, PAYLOAD, IdleProbeSettings(True), lambda ready: reports.append((anyio.current_time() - began_s, ready))
     )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(canary.run)
-        yield Watched(canary, TrafficObserver(ScriptedEngine(traffic), canary), probed, said)
+        yield Watched(canary, TrafficObserver(ScriptedEngine(traffic), canary), probed, reports)
         tasks.cancel_scope.cancel()
     assert probed.open == 0
 
@@ -63,9 +63,9 @@ async def watched(probe: Any, traffic: Any = (GOOD, LAST)) -> AsyncIterator[Watc
 async def test_an_idle_endpoint_is_probed_after_its_time(open_streams: OpenStreams) -> None:
     async with watched([GOOD, LAST]) as one:
         await anyio.sleep(9.9)
-        assert (one.said, one.probes) == ([], 0)
+        assert (one.reports, one.probes) == ([], 0)
         await anyio.sleep(10.2)
-        assert (one.said, one.probes) == ([(pytest.approx(10), True)], 2)
+        assert (one.reports, one.probes) == ([(pytest.approx(10), True)], 2)
     assert [request.payload for request in one.probed.requests] == [PAYLOAD] * 2
     assert [request.trace for request in one.probed.requests] == [UNTRACED] * 2, "no request, so no trace of one"
     assert one.probed.delivered == 4, "what follows the first item is read"
@@ -82,10 +82,12 @@ async def test_an_idle_endpoint_is_probed_after_its_time(open_streams: OpenStrea
         ([BAD, GOOD], 10),
     ],
 )
-async def test_a_probe_that_fails_or_says_nothing_in_time_is_not_ready(probe: list[Any], at_s: float) -> None:
+async def test_a_probe_that_fails_or_yields_nothing_in_time_makes_the_target_not_ready(
+    probe: list[Any], at_s: float
+) -> None:
     async with watched(probe) as one:
         await anyio.sleep(29)
-    assert one.said == [(pytest.approx(at_s), False)]
+    assert one.reports == [(pytest.approx(at_s), False)]
     assert one.probes == 2, "it is probed again"
 
 
@@ -93,18 +95,18 @@ async def test_a_probe_that_fails_or_says_nothing_in_time_is_not_ready(probe: li
 async def test_the_first_item_alone_decides(rest: list[Any], open_streams: OpenStreams) -> None:
     async with watched([GOOD, *rest]) as one:
         await anyio.sleep(25)
-    assert one.said == [(pytest.approx(10), True)]
+    assert one.reports == [(pytest.approx(10), True)]
 
 
 async def test_an_engine_that_refuses_the_probe_is_not_ready() -> None:
-    said: list[bool] = []
+    reports: list[bool] = []
     refusing = ScriptedEngine([], fails=EngineShutdown("gone"))
-    assert not await IdleProbe(refusing, PAYLOAD, IdleProbeSettings(), said.append).probe()
-    assert said == [False]
+    assert not await IdleProbe(refusing, PAYLOAD, IdleProbeSettings(), reports.append).probe()
+    assert reports == [False]
 
 
 class Hung(ScriptedEngine):
-    """Takes 30 seconds, and does not hear that it is cancelled, as what waits for a thread."""
+    """Takes 30 seconds and ignores its cancellation, like a wait for a thread."""
 
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
         with anyio.CancelScope(shield=True):
@@ -113,25 +115,25 @@ class Hung(ScriptedEngine):
 
 
 async def test_a_probe_that_cannot_even_be_cancelled_is_not_ready_in_time() -> None:
-    """And what real traffic says meanwhile is not taken back by its late end."""
-    said: list[Any] = []
+    """The late end of the probe does not override a report of real traffic."""
+    reports: list[Any] = []
     canary = IdleProbe(
-        Hung([GOOD]), PAYLOAD, IdleProbeSettings(), lambda ready: said.append((anyio.current_time(), ready))
+        Hung([GOOD]), PAYLOAD, IdleProbeSettings(), lambda ready: reports.append((anyio.current_time(), ready))
     )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(canary.probe)
         await anyio.sleep(10)
-        assert said == [(pytest.approx(3), False)]
+        assert reports == [(pytest.approx(3), False)]
         canary.observe()
     assert anyio.current_time() == pytest.approx(30)
-    assert said[1:] == [(pytest.approx(10), True)]
+    assert reports[1:] == [(pytest.approx(10), True)]
 
 
 async def test_it_becomes_ready_again() -> None:
     answers = iter([[BAD], [GOOD], [BAD]])
     async with watched(lambda _: next(answers)) as one:
         await anyio.sleep(31)
-    assert one.said == [(pytest.approx(10), False), (pytest.approx(20), True), (pytest.approx(30), False)]
+    assert one.reports == [(pytest.approx(10), False), (pytest.approx(20), True), (pytest.approx(30), False)]
 
 
 # -- real traffic
@@ -141,12 +143,12 @@ async def test_real_traffic_makes_ready_at_once_and_puts_the_probe_off(open_stre
     async with watched([BAD]) as one:
         for _ in range(5):
             await anyio.sleep(8)
-            await one.ask()
-        assert (one.said, one.probes) == ([(pytest.approx(8), True)], 0)
+            await one.serve_request()
+        assert (one.reports, one.probes) == ([(pytest.approx(8), True)], 0)
         await anyio.sleep(9.9)
         assert one.probes == 0
         await anyio.sleep(0.2)
-    assert one.said[1:] == [(pytest.approx(50), False)]
+    assert one.reports[1:] == [(pytest.approx(50), False)]
 
 
 @pytest.mark.parametrize(
@@ -163,14 +165,14 @@ async def test_traffic_that_only_errors_does_not_count(traffic: list[Any]) -> No
         for _ in range(4):
             await anyio.sleep(4)
             with suppress(EngineShutdown):
-                await one.ask()
-    assert one.said == [(pytest.approx(10), False)]
+                await one.serve_request()
+    assert one.reports == [(pytest.approx(10), False)]
 
 
 async def test_a_long_stream_counts_all_along() -> None:
     async with watched([BAD], [GOOD, *(step for _ in range(12) for step in (Wait(5), GOOD)), LAST]) as one:
-        assert len(await one.ask()) == 14
-        assert (one.said, one.probes) == ([(pytest.approx(0), True)], 0)
+        assert len(await one.serve_request()) == 14
+        assert (one.reports, one.probes) == ([(pytest.approx(0), True)], 0)
         await anyio.sleep(9.9)
         assert one.probes == 0
         await anyio.sleep(0.2)
@@ -179,9 +181,9 @@ async def test_a_long_stream_counts_all_along() -> None:
 
 async def test_a_stream_that_stalls_is_noticed_within_twice_the_time() -> None:
     async with watched([BAD], [GOOD, Wait(1), GOOD, Stall()]) as one, anyio.create_task_group() as tasks:
-        tasks.start_soon(one.ask)
+        tasks.start_soon(one.serve_request)
         await anyio.sleep(20.5)
-        assert one.said == [(pytest.approx(0), True), (pytest.approx(20), False)]
+        assert one.reports == [(pytest.approx(0), True), (pytest.approx(20), False)]
         tasks.cancel_scope.cancel()
 
 
@@ -191,13 +193,13 @@ async def test_a_stream_that_stalls_is_noticed_within_twice_the_time() -> None:
 async def test_a_stream_that_ends_in_an_error_counts_up_to_that(last: Any) -> None:
     async with watched([BAD], [GOOD, Wait(15), last]) as one:
         with suppress(EngineShutdown):
-            await one.ask()
+            await one.serve_request()
         await anyio.sleep(8)
-    assert one.said == [(pytest.approx(0), True), (pytest.approx(10), False)]
+    assert one.reports == [(pytest.approx(0), True), (pytest.approx(10), False)]
     assert one.probes == 2, "the error did not put it off"
 
 
-async def test_a_killed_stream_says_nothing_of_its_end(open_streams: OpenStreams) -> None:
+async def test_the_end_of_a_killed_stream_does_not_put_the_probe_off(open_streams: OpenStreams) -> None:
     async with watched([BAD], [GOOD, Stall()]) as one:
         request = Context(REQUEST)
         async with await one.real.generate(request) as stream:
@@ -206,41 +208,41 @@ async def test_a_killed_stream_says_nothing_of_its_end(open_streams: OpenStreams
             request.kill()
             assert [item async for item in stream] == []
         await anyio.sleep(5.1)
-        assert one.said == [(pytest.approx(0), True), (pytest.approx(10), False)]
+        assert one.reports == [(pytest.approx(0), True), (pytest.approx(10), False)]
 
 
-async def test_a_stopped_canary_says_nothing() -> None:
+async def test_a_stopped_canary_reports_nothing() -> None:
     async with watched([BAD]) as one:
         one.canary.stop()
-        await one.ask()
+        await one.serve_request()
         await anyio.sleep(50)
-        assert one.said == []
+        assert one.reports == []
 
 
 async def test_three_canaries_do_not_know_each_other() -> None:
     async with watched([GOOD]) as first, watched([BAD]) as second, watched([Stall()]) as third:
         await anyio.sleep(5)
-        await second.ask()
+        await second.serve_request()
         await anyio.sleep(9)
-    assert first.said == [(pytest.approx(10), True)]
-    assert second.said == [(pytest.approx(5), True)]
-    assert third.said == [(pytest.approx(13), False)]
+    assert first.reports == [(pytest.approx(10), True)]
+    assert second.reports == [(pytest.approx(5), True)]
+    assert third.reports == [(pytest.approx(13), False)]
 
 
-async def test_a_heard_engine_holds_the_contract_of_the_one_it_wraps() -> None:
-    def heard() -> TrafficObserver:
+async def test_an_observed_engine_holds_the_contract_of_the_one_it_wraps() -> None:
+    def observed() -> TrafficObserver:
         script = [item for token in range(64) for item in (Annotated(LLMEngineOutput([token])), Wait(0.001))]
         return TrafficObserver(
             ScriptedEngine(script), IdleProbe(ScriptedEngine([]), PAYLOAD, IdleProbeSettings(), lambda _: None)
         )
 
-    await check_engine(heard, request=REQUEST)
+    await check_engine(observed, request=REQUEST)
 
 
-async def test_a_heard_engine_goes_by_the_name_of_the_one_it_wraps() -> None:
+async def test_an_observed_engine_has_the_name_of_the_one_it_wraps() -> None:
     canary = IdleProbe(ScriptedEngine([]), PAYLOAD, IdleProbeSettings(), lambda _: None)
-    heard = TrafficObserver(ScriptedEngine([]), canary)
-    assert (heard.name, str(heard)) == (ScriptedEngine([]).name, str(ScriptedEngine([])))
+    observed = TrafficObserver(ScriptedEngine([]), canary)
+    assert (observed.name, str(observed)) == (ScriptedEngine([]).name, str(ScriptedEngine([])))
 
 
 # -- settings and payload
@@ -274,7 +276,7 @@ def test_the_settings_come_from_the_environment(environment: dict[str, str], set
 
 
 class Payload(EchoEngine):
-    """Gives the payload it is made with, or fails."""
+    """Returns the payload it is made with, or fails."""
 
     def __init__(self, payload: Any) -> None:
         super().__init__()

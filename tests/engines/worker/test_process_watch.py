@@ -1,4 +1,4 @@
-"""The watch of a process among others that want its signals; what it is for is tested with real programs."""
+"""The watch of a process among other users of its signals; tests with real programs cover its purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline import Control
 
 
 class Exits:
-    """An exit that is only noted."""
+    """An exit that is only recorded."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []
@@ -27,7 +27,7 @@ class Exits:
         self.codes.append(code)
 
     def wait(self) -> list[int]:
-        """The codes, once there is one; of a watch that ends nothing there is none after 5 s."""
+        """Return the exit codes once there is one; without one, an empty list after 5 s."""
         until_s = time.monotonic() + 5
         while not self.codes and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -50,8 +50,8 @@ def wakeup_to_a_pipe() -> Iterator[tuple[int, int]]:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """What the handlers get that were there before."""
+def received() -> Iterator[list[int]]:
+    """The signals that the handlers installed before receive."""
     numbers: list[int] = []
     before = {number: signal.signal(number, lambda number, _: numbers.append(number)) for number in SIGNALS}
     yield numbers
@@ -59,20 +59,20 @@ def heard() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_the_others_get_every_signal_too_and_all_is_as_before(heard: list[int]) -> None:
+def test_other_handlers_get_every_signal_and_are_restored(received: list[int]) -> None:
     handlers = [signal.getsignal(number) for number in SIGNALS]
     with wakeup_to_a_pipe() as (reader, writer):
         with ProcessWatch(60, exit=Exits()) as watch, watch.listening():
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.1)
             assert os.read(reader, 10) == bytes([signal.SIGTERM])
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         assert [signal.getsignal(number) for number in SIGNALS] == handlers
         assert signal.set_wakeup_fd(writer) == writer
 
 
 @pytest.mark.parametrize("last", SIGNALS)
-def test_the_second_signal_ends_the_process_with_its_number(heard: list[int], last: signal.Signals) -> None:
+def test_the_second_signal_ends_the_process_with_its_number(received: list[int], last: signal.Signals) -> None:
     exits = Exits()
     with ProcessWatch(60, exit=exits) as watch, watch.listening():
         signal.raise_signal(signal.SIGTERM)
@@ -81,7 +81,7 @@ def test_the_second_signal_ends_the_process_with_its_number(heard: list[int], la
         assert exits.wait() == [128 + last]
 
 
-def test_a_second_signal_may_leave_time_for_an_end_in_order(heard: list[int]) -> None:
+def test_a_second_signal_may_leave_time_for_an_end_in_order(received: list[int]) -> None:
     exits = Exits()
     with ProcessWatch(60, second_s=0.3, exit=exits) as watch, watch.listening():
         for _ in range(3):
@@ -89,11 +89,11 @@ def test_a_second_signal_may_leave_time_for_an_end_in_order(heard: list[int]) ->
         time.sleep(0.1)
         assert exits.codes == []
         assert exits.wait() == [128 + signal.SIGINT]
-    assert heard == [signal.SIGINT] * 3
+    assert received == [signal.SIGINT] * 3
 
 
 def test_a_signal_counts_though_another_library_has_taken_the_wakeup(
-    heard: list[int], monkeypatch: pytest.MonkeyPatch
+    received: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_watch, "_COUNTED_S", 0.05)
     exits = Exits()
@@ -103,7 +103,7 @@ def test_a_signal_counts_though_another_library_has_taken_the_wakeup(
         assert exits.wait() == [128 + signal.SIGTERM]
 
 
-def test_the_deadline_counts_from_the_first_time_the_end_was_asked_for() -> None:
+def test_the_deadline_counts_from_the_first_request_to_end() -> None:
     exits = Exits()
     with ProcessWatch(0, exit=exits) as watch:
         time.sleep(0.1)
@@ -123,7 +123,7 @@ def test_a_watch_that_has_stopped_ends_nothing() -> None:
 
 @pytest.fixture
 def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What `faulthandler` is told: after these seconds it would end the process."""
+    """The delays given to `faulthandler`, in seconds, after which it would end the process."""
     found: list[float] = []
 
     def later(after_s: float, **_: Any) -> None:
@@ -151,22 +151,24 @@ def no_signals() -> Iterator[AsyncIterator[int]]:
 
 @pytest.mark.anyio
 async def test_a_stop_after_a_run_that_was_cancelled_reaches_no_watch(deadlines: list[float]) -> None:
-    """A program that goes on after its worker must not be ended by the worker's deadline."""
-    asked = Control()
+    """The worker's deadline must not end a program that continues after its worker."""
+    control = Control()
     with ProcessWatch(60) as watch:
         with anyio.move_on_after(1):
-            await run_until_signalled(anyio.sleep_forever, asked, no_signals, exit=Exits(), deadline_s=60, watch=watch)
-        asked.stop()
+            await run_until_signalled(
+                anyio.sleep_forever, control, no_signals, exit=Exits(), deadline_s=60, watch=watch
+            )
+        control.stop()
         assert deadlines == []
 
 
 @pytest.mark.anyio
 async def test_a_stop_during_a_run_gives_the_end_its_deadline(deadlines: list[float]) -> None:
-    asked = Control()
+    control = Control()
 
     async def host() -> None:
-        asked.stop()
+        control.stop()
 
     with ProcessWatch(60) as watch:
-        await run_until_signalled(host, asked, no_signals, exit=Exits(), deadline_s=60, watch=watch)
+        await run_until_signalled(host, control, no_signals, exit=Exits(), deadline_s=60, watch=watch)
     assert len(deadlines) == 1

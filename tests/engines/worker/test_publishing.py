@@ -43,44 +43,44 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def changes() -> list[Any]:
-    """Publishers the engine was given, in order."""
+    """The publishers that the engine was given, in order."""
     return []
 
 
-async def listening(runtime: Runtime, topic: str, kind: type[Any], heard: list[Event[Any]]) -> None:
-    runtime.events.subscribe(Scope("dynamo", "backend"), topic, kind).subscribe(heard.append)
+async def listening(runtime: Runtime, topic: str, kind: type[Any], received: list[Event[Any]]) -> None:
+    runtime.events.subscribe(Scope("dynamo", "backend"), topic, kind).subscribe(received.append)
 
 
 async def test_kv_events_of_each_rank_reach_the_component(changes: list[KvEventPublisher]) -> None:
     engine = ScriptedSteps(config=EngineConfig(model="m", kv_cache_block_size=16))
     engine.sources = [PushSource(changes.append, dp_rank=rank) for rank in (3, 0)]
-    heard: list[Event[RouterEvent]] = []
+    received: list[Event[RouterEvent]] = []
     async with Runtime.in_process() as runtime:
-        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, heard)
+        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, received)
         async with hosted(engine, runtime, worker_id=7):
             assert [publisher.dp_rank for publisher in changes] == [3, 0]
             changes[0].publish(KvCleared())
             changes[1].publish(KvRemoved([1]))
             changes[0].publish(KvRemoved([2]))
-    assert [event.payload for event in heard] == [
+    assert [event.payload for event in received] == [
         RouterEvent(7, KvEvent(1, KvCleared(), 3)),
         RouterEvent(7, KvEvent(1, KvRemoved([1]), 0)),
         RouterEvent(7, KvEvent(2, KvRemoved([2]), 3)),
     ]
-    assert [event.sequence for event in heard] == [0, 1, 2], "one publisher, so the order of ranks is kept"
+    assert [event.sequence for event in received] == [0, 1, 2], "one publisher, so the order of ranks is kept"
 
 
-async def test_a_decode_worker_that_may_prefill_serves_whoever_asks_and_tells_no_router_of_its_cache() -> None:
-    heard: list[Event[Any]] = []
+async def test_a_decode_worker_that_may_prefill_serves_every_request_and_publishes_no_kv_events() -> None:
+    received: list[Event[Any]] = []
     payload = PreprocessedRequest(list(range(200)), stop_conditions=StopConditions(max_tokens=2))
     engine = MockEngine(MockEngineArgs(worker_type="decode"))
     config = WorkerConfig(disaggregation_mode=DisaggregationMode.DECODE, may_prefill=True)
     async with Runtime.in_process() as runtime:
-        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, heard)
+        await listening(runtime, KV_EVENTS_TOPIC, RouterEvent, received)
         async with hosted(engine, runtime, config=config) as worker:
             assert [len(tokens) for tokens in await collect(worker, Context(payload))] == [1, 1, 0]
             assert engine.ranks[0].scheduler.pool.names()
-    assert heard == []
+    assert received == []
 
 
 async def test_without_a_block_size_kv_events_are_left_out_with_a_warning(
@@ -108,15 +108,15 @@ async def test_without_kv_routing_only_the_metrics_are_set_up(changes: list[Any]
 async def test_snapshots_are_sent_without_kv_events_too(changes: list[SnapshotPublisher]) -> None:
     engine = ScriptedSteps()
     engine.bindings = MetricsBindings(dp_ranks=[0, 3], on_publisher_ready=changes.append)
-    heard: list[Event[ActiveLoad]] = []
+    received: list[Event[ActiveLoad]] = []
     async with Runtime.in_process() as runtime:
-        await listening(runtime, KV_METRICS_TOPIC, ActiveLoad, heard)
+        await listening(runtime, KV_METRICS_TOPIC, ActiveLoad, received)
         async with hosted(engine, runtime, worker_id=7):
             (publisher,) = changes
             assert publisher.dp_ranks == [0, 3]
             for rank in (3, 9):
                 publisher.publish(rank, ComponentSnapshot(5, 10, 0.5))
-    assert [event.payload for event in heard] == [ActiveLoad(7, 3, kv_used_blocks=5)]
+    assert [event.payload for event in received] == [ActiveLoad(7, 3, kv_used_blocks=5)]
 
 
 def broken_source(_: object) -> None:

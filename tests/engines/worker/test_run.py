@@ -1,4 +1,4 @@
-"""A worker as a program: signals, and the time after which it must have ended."""
+"""A worker as a program: signals, and its deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 
 
 class Slow(EchoEngine):
-    """Takes its time for each step of its life; None: for ever."""
+    """Takes these seconds for each step of its life; None: for ever."""
 
     def __init__(
         self, start_s: float | None = 0, drain_s: float | None = 0, cleanup_s: float | None = 0, fails: bool = False
@@ -52,7 +52,7 @@ class Slow(EchoEngine):
 
 
 class Program:
-    """A worker run with signals that come when they are told to, and an exit that is only noted."""
+    """A worker run with scripted signals and an exit that is only recorded."""
 
     def __init__(self, engine: Slow, *signals_at: tuple[float, int]) -> None:
         self.engine = engine
@@ -62,7 +62,7 @@ class Program:
         self.worker = Worker(engine, environment={}, times=TIMES, signals=self._signals, exit=self._exit)
 
     async def run(self) -> float:
-        """Runs it to its end; how long that took."""
+        """Run the worker to its end; return the seconds it took."""
         began_s = anyio.current_time()
         await self.worker.run()
         assert not self.is_listening
@@ -109,7 +109,7 @@ async def test_a_signal_before_the_start_means_no_start() -> None:
     assert (program.engine.calls, program.worker.state) == ([], WorkerState.STOPPED)
 
 
-async def test_a_shutdown_asked_for_before_means_no_start() -> None:
+async def test_a_shutdown_before_the_start_means_no_start() -> None:
     program = Program(Slow())
     program.worker.shutdown()
     await program.run()
@@ -137,7 +137,7 @@ async def test_a_shutdown_ends_it_as_a_signal_does() -> None:
 async def test_the_second_signal_ends_the_process_at_once(
     engine: Callable[[], Slow], first_s: float, calls: list[str]
 ) -> None:
-    """And where that returns, what hangs is cancelled; the last one is in its grace period."""
+    """If the exit returns, hanging steps are cancelled; in the last case the worker is in its grace period."""
     program = Program(engine(), (first_s, INT), (4, TERM))
     assert await program.run() == pytest.approx(4)
     assert program.exits == [(pytest.approx(4), 128 + TERM)]
@@ -156,7 +156,7 @@ async def test_the_second_signal_ends_the_process_at_once(
 async def test_an_end_that_takes_longer_than_its_time_ends_the_process(
     engine: Callable[[], Slow], calls: list[str], ends_s: float
 ) -> None:
-    """2 of grace and 10 after the signal at 1. Where that returns, it ends all the same."""
+    """The deadline is 2 s of grace plus 10 s after the signal at 1 s; if the exit returns, the worker still ends."""
     program = Program(engine(), (1, TERM))
     assert await program.run() == pytest.approx(ends_s)
     assert program.exits == [(pytest.approx(13), OVERDUE)]
@@ -179,7 +179,7 @@ async def test_a_run_that_is_cancelled_cleans_up() -> None:
     assert (program.engine.calls, program.exits) == (ORDERLY, [])
 
 
-async def test_signals_that_cannot_be_heard_are_an_error_before_the_start() -> None:
+async def test_signals_that_cannot_be_received_are_an_error_before_the_start() -> None:
     def signals() -> Any:
         raise ValueError("not in the main thread")
 
@@ -190,7 +190,7 @@ async def test_signals_that_cannot_be_heard_are_an_error_before_the_start() -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_the_signals_of_the_process_are_heard(number: signal.Signals) -> None:
+async def test_the_signals_of_the_process_are_received(number: signal.Signals) -> None:
     engine = Slow()
     worker = Worker(engine, environment={}, times=TIMES)
     async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Probes: how they are made and known, and how the engine answers them."""
+"""Probes: how they are made and recognised, and how the engine answers them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def probed(engine: LLMEngine, payload: Any, **settings: Any) -> list[Annot
 # -- payloads
 
 
-def test_a_payload_asks_for_one_token_whatever_it_is() -> None:
+def test_every_payload_requests_one_token() -> None:
     assert health_payload(5, model="m") == {
         "token_ids": [5],
         "stop_conditions": {"max_tokens": 1, "ignore_eos": True},
@@ -75,7 +75,7 @@ def test_the_token_that_begins_a_text_is_looked_for_in_the_object_and_its_tokeni
 
 
 @pytest.mark.parametrize("text", [None, "", "  ", "[1]", "7", "{", "null", "@/nowhere/at/all", "@"])
-def test_what_is_no_object_is_no_payload(text: str | None) -> None:
+def test_a_value_that_is_not_an_object_is_no_payload(text: str | None) -> None:
     assert payload_from_text(text) is None
 
 

@@ -26,7 +26,7 @@ WHOLE = ["start", "setup_metrics", "drain", "cleanup"]
 
 
 class Driven(EchoEngine):
-    """Says a token a second. Its background ends after `after_s`, by raising `error` if there is one; None: never.
+    """Yields a token a second. Its background ends after `after_s`, by raising `error` if there is one; None: never.
 
     Cancelled, it takes `end_s` to end.
     """
@@ -79,7 +79,7 @@ def worker_of(engine: Driven, runtime: Runtime, **settings: Any) -> Worker:
     return Worker(engine, runtime=runtime, **{"environment": {}, "times": TIMES, **settings})
 
 
-async def ask(worker: Worker, tokens: int) -> list[Annotated[LLMEngineOutput]]:
+async def collect_answer(worker: Worker, tokens: int) -> list[Annotated[LLMEngineOutput]]:
     called = worker.runtime.workers(worker.endpoint, Annotated[LLMEngineOutput]).engine(worker.worker_id)
     async with await called.generate(Context(PreprocessedRequest([1] * tokens))) as stream:
         return [item async for item in stream]
@@ -91,7 +91,7 @@ async def test_a_background_that_returns_early_changes_nothing() -> None:
         async with worker_of(engine, runtime) as worker:
             await anyio.sleep(2)
             assert not engine.is_running
-            assert len(await ask(worker, 3)) == 3
+            assert len(await collect_answer(worker, 3)) == 3
         assert (worker.failure, engine.calls) == (None, WHOLE)
 
 
@@ -105,7 +105,7 @@ async def test_a_background_runs_until_after_the_cleanup_and_has_ended_when_the_
         assert (worker.failure, engine.calls) == (None, WHOLE)
 
 
-async def test_a_background_that_does_not_hear_its_end_is_left_behind_after_a_second(
+async def test_a_background_that_ignores_its_cancellation_is_abandoned_after_a_second(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Driven(end_s=5)
@@ -121,7 +121,7 @@ async def test_a_background_that_does_not_hear_its_end_is_left_behind_after_a_se
 async def test_a_background_that_fails_before_the_registration_is_raised_and_nothing_is_registered(
     setup_s: float,
 ) -> None:
-    """Also where the engine's set-up waits for it in vain."""
+    """This holds also where the engine's set-up waits for the background in vain."""
     engine = Driven(1.0, setup_s=setup_s)
     async with Runtime.in_process() as runtime:
         worker = worker_of(engine, runtime)
@@ -158,7 +158,7 @@ async def test_when_the_background_fails_callers_are_disconnected_and_the_worker
 
             async def call(tokens: int) -> None:
                 try:
-                    ended.append(len(await ask(worker, tokens)))
+                    ended.append(len(await collect_answer(worker, tokens)))
                 except Disconnected:
                     ended.append(Disconnected)
 
@@ -173,9 +173,9 @@ async def test_when_the_background_fails_callers_are_disconnected_and_the_worker
             await anyio.sleep(20)
             assert ended == [2, Disconnected, Disconnected]
             assert (pool.instance_ids(), await runtime.discovery.models()) == ((), [])
-            assert not health.is_healthy, "no canary asks a broken engine"
+            assert not health.is_healthy, "no canary probes a broken engine"
             left_s = anyio.current_time()
-        assert anyio.current_time() == pytest.approx(left_s), "nobody is there for a grace period"
+        assert anyio.current_time() == pytest.approx(left_s), "no caller is left to need a grace period"
         assert isinstance(worker.failure, BackendUnknown)
         assert worker.failure.__cause__ is BROKEN
         assert engine.calls == WHOLE
@@ -189,7 +189,7 @@ async def test_a_background_that_fails_in_the_grace_period_cuts_what_runs() -> N
 
         async def call() -> None:
             with pytest.raises(Disconnected):
-                await ask(worker, 9)
+                await collect_answer(worker, 9)
             assert anyio.current_time() == pytest.approx(3)
 
         tasks.start_soon(call)
@@ -209,7 +209,7 @@ async def test_a_background_that_fails_because_of_the_cleanup_is_only_logged(cap
 
 
 def never() -> Signals:
-    """No signal ever comes."""
+    """No signal comes in this test."""
 
     class Silence:
         def __enter__(self) -> AsyncIterator[int]:
@@ -249,7 +249,7 @@ async def test_a_failure_is_typed_and_stands_alone_if_it_came_alone(error: Excep
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
 async def test_an_engine_that_cancels_its_own_background_has_failed() -> None:
-    """As by waiting there for a task that somebody cancels; trio does not let it."""
+    """The engine waits in its background for a task that is cancelled; trio does not allow this."""
 
     class Cancelling(Driven):
         async def background(self) -> None:

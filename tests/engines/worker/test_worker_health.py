@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Sick(EchoEngine):
-    """Answers everybody but the canary."""
+    """Answers every request but the canary's."""
 
     def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
         if request.is_probe:
@@ -51,7 +51,7 @@ class Sick(EchoEngine):
 async def test_a_worker_is_healthy_when_its_target_is_ready(
     engine: type[LLMEngine], environment: dict[str, str], at_once: bool, later: bool
 ) -> None:
-    """Without a canary at once, with one when its probe has succeeded."""
+    """Without a canary this is at once, with one when its probe has succeeded."""
     async with Worker(engine(), environment=environment, times=TIMES) as worker:
         assert worker.health.is_healthy is at_once
         await anyio.sleep(9)
@@ -72,11 +72,11 @@ async def test_traffic_during_the_registration_counts(monkeypatch: pytest.Monkey
         worker = Worker(Sick(), runtime=runtime, environment=PROBED, times=TIMES)
         register = runtime.discovery.register_model
 
-        async def asked_at_once(model: Any) -> Any:
+        async def probed_at_once(model: Any) -> Any:
             await collect(worker)
             return await register(model)
 
-        monkeypatch.setattr(runtime.discovery, "register_model", asked_at_once)
+        monkeypatch.setattr(runtime.discovery, "register_model", probed_at_once)
         async with worker:
             assert worker.health.is_healthy
 
@@ -90,24 +90,24 @@ async def test_a_worker_that_could_not_be_registered_leaves_no_trace_in_the_heal
         assert len(health.endpoints) == 1
 
 
-async def test_a_worker_whose_id_is_taken_says_nothing_of_the_other_ones_health() -> None:
+async def test_a_worker_whose_id_is_taken_leaves_the_health_of_the_other_unchanged() -> None:
     health = SystemHealth()
     async with Runtime.in_process() as runtime, hosted(EchoEngine(), runtime, worker_id=5, health=health):
-        heard: list[bool] = []
-        health.on_change(heard.append)
+        changes: list[bool] = []
+        health.on_change(changes.append)
         with pytest.raises(InvalidArgument, match="is served already"):
             await Worker(EchoEngine(), runtime=runtime, worker_id=5, environment={}, health=health).__aenter__()
-        assert (health.is_healthy, heard) == (True, [])
+        assert (health.is_healthy, changes) == (True, [])
 
 
 async def test_a_worker_that_ends_is_not_ready_from_the_start_of_its_end() -> None:
-    heard: list[tuple[float, bool]] = []
+    changes: list[tuple[float, bool]] = []
     health = SystemHealth(process_ready=True)
-    health.on_change(lambda healthy: heard.append((anyio.current_time(), healthy)))
+    health.on_change(lambda healthy: changes.append((anyio.current_time(), healthy)))
     times = ShutdownTimes(grace_s=20)
     async with Worker(EchoEngine(), environment=PROBED, health=health, times=times):
         await anyio.sleep(6)
-    assert heard == [(0, False), (pytest.approx(4), True), (pytest.approx(6), False), (pytest.approx(26), True)]
+    assert changes == [(0, False), (pytest.approx(4), True), (pytest.approx(6), False), (pytest.approx(26), True)]
 
 
 async def test_workers_may_share_what_is_known_of_their_health() -> None:

@@ -80,7 +80,7 @@ async def test_the_engines_own_metrics_are_whole_lines(text: str) -> None:
 
 
 async def test_an_engine_that_fails_to_give_its_metrics_has_none(caplog: pytest.LogCaptureFixture) -> None:
-    """Those of others are shown all the same."""
+    """The metrics of other workers are shown all the same."""
     engine = ScriptedSteps()
     engine.bindings = MetricsBindings(native_text=lambda: str(1 / 0))
     async with hosted(engine) as worker:
