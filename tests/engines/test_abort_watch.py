@@ -1,4 +1,4 @@
-"""Abort: the table of when an engine is told that a request was given up, and when not."""
+"""Abort: the table of when the adapter calls `abort` for a cancelled request, and when not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Chunk = LLMEngineOutput
 DECODE = DisaggregationMode.DECODE
 
 
-class Told(LLMEngine):
-    """Yields its chunks and then waits for a stop; notes which requests it was told to abort."""
+class AbortRecorder(LLMEngine):
+    """Yields its chunks and then waits for a stop; records the aborted requests."""
 
     def __init__(self, *chunks: Chunk) -> None:
         self.chunks = chunks
@@ -32,7 +32,7 @@ class Told(LLMEngine):
         self.contexts: list[GenerateContext] = []
 
     async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="told")
+        return EngineConfig(model="recorder")
 
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         self.contexts.append(context)
@@ -44,7 +44,7 @@ class Told(LLMEngine):
         self.aborted.append(context.id)
 
     async def cleanup(self) -> None:
-        """There is nothing to release."""
+        """Release nothing."""
 
 
 def request() -> Context[PreprocessedRequest]:
@@ -72,7 +72,7 @@ async def settle() -> None:
     ],
 )
 def test_all_roles_but_decode_abort_at_once_and_once(verb: str, steps: list[str], aborts: int) -> None:
-    assert _told(None, verb, steps) == aborts
+    assert _abort_count(None, verb, steps) == aborts
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
@@ -91,13 +91,13 @@ def test_all_roles_but_decode_abort_at_once_and_once(verb: str, steps: list[str]
     ],
 )
 def test_decode_aborts_when_its_first_token_is_there(verb: str, steps: list[str], aborts: int) -> None:
-    assert _told(FirstToken(), verb, steps) == aborts
+    assert _abort_count(FirstToken(), verb, steps) == aborts
 
 
-def _told(first_token: FirstToken | None, verb: str, steps: list[str]) -> int:
-    told: list[int] = []
+def _abort_count(first_token: FirstToken | None, verb: str, steps: list[str]) -> int:
+    aborted: list[int] = []
     control = Control()
-    watch = AbortWatch(first_token, lambda: told.append(1))
+    watch = AbortWatch(first_token, lambda: aborted.append(1))
     watch.begin(control)
     for step in steps:
         if step == "token":
@@ -107,11 +107,11 @@ def _told(first_token: FirstToken | None, verb: str, steps: list[str]) -> int:
             watch.end()
         else:
             getattr(control, verb if step == "verb" else step)()
-    return len(told)
+    return len(aborted)
 
 
 def test_a_watch_that_never_began_may_end() -> None:
-    AbortWatch(None, lambda: pytest.fail("told")).end()
+    AbortWatch(None, lambda: pytest.fail("aborted")).end()
 
 
 # -- through the adapter
@@ -119,41 +119,41 @@ def test_a_watch_that_never_began_may_end() -> None:
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 async def test_a_stopped_request_is_aborted_while_its_generator_waits(verb: str) -> None:
-    engine, asked = Told(Chunk.token(1)), request()
-    async with as_engine(engine) as served, await served.generate(asked) as stream:
+    engine, caller = AbortRecorder(Chunk.token(1)), request()
+    async with as_engine(engine) as served, await served.generate(caller) as stream:
         await anext(stream)
-        getattr(asked, verb)()
-        asked.kill()
+        getattr(caller, verb)()
+        caller.kill()
         await settle()
         assert engine.aborted == ["mine"]
     assert engine.aborted == ["mine"]
 
 
 async def test_a_request_that_is_read_to_its_end_is_never_aborted() -> None:
-    engine, asked = Told(Chunk.stop()), request()
+    engine, caller = AbortRecorder(Chunk.stop()), request()
     async with as_engine(engine) as served:
-        await (await served.generate(asked)).collect()
-        asked.stop()
+        await (await served.generate(caller)).collect()
+        caller.stop()
         await settle()
     assert engine.aborted == []
 
 
 async def test_a_stream_that_is_just_closed_is_never_aborted() -> None:
-    engine, asked = Told(Chunk.token(1)), request()
+    engine, caller = AbortRecorder(Chunk.token(1)), request()
     async with as_engine(engine) as served:
-        async with await served.generate(asked) as stream:
+        async with await served.generate(caller) as stream:
             await anext(stream)
-        asked.stop()
+        caller.stop()
         await settle()
     assert engine.aborted == []
 
 
 async def test_decode_waits_for_a_chunk_with_a_token() -> None:
-    """An empty chunk is no token."""
-    engine, asked = Told(Chunk([]), Chunk.token(1)), request()
-    async with as_engine(engine, mode=DECODE) as served, await served.generate(asked) as stream:
+    """An empty chunk does not count as a token."""
+    engine, caller = AbortRecorder(Chunk([]), Chunk.token(1)), request()
+    async with as_engine(engine, mode=DECODE) as served, await served.generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         await settle()
         assert engine.aborted == []
         await anext(stream)
@@ -162,23 +162,23 @@ async def test_decode_waits_for_a_chunk_with_a_token() -> None:
 
 
 async def test_decode_that_computes_the_prompt_itself_is_aborted_at_once() -> None:
-    """No blocks are on their way that could be overwritten."""
-    engine, asked = Told(Chunk([])), Context(PreprocessedRequest([1]), id="mine")
+    """No transfer is under way whose blocks could be overwritten."""
+    engine, caller = AbortRecorder(Chunk([])), Context(PreprocessedRequest([1]), id="mine")
     async with (
         as_engine(engine, mode=DECODE, may_prefill=True) as served,
-        await served.generate(asked) as stream,
+        await served.generate(caller) as stream,
     ):
         await anext(stream)
-        asked.stop()
+        caller.stop()
         await settle()
         assert engine.aborted == ["mine"]
 
 
-async def test_decode_is_aborted_once_the_engine_says_that_the_transfer_is_over() -> None:
-    engine, asked = Told(Chunk([])), request()
-    async with as_engine(engine, mode=DECODE) as served, await served.generate(asked) as stream:
+async def test_decode_is_aborted_once_the_engine_reports_the_end_of_the_transfer() -> None:
+    engine, caller = AbortRecorder(Chunk([])), request()
+    async with as_engine(engine, mode=DECODE) as served, await served.generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         for _ in range(2):
             engine.contexts[0].notify_first_token()
             await settle()
@@ -186,27 +186,27 @@ async def test_decode_is_aborted_once_the_engine_says_that_the_transfer_is_over(
 
 
 async def test_decode_that_is_dropped_before_its_first_token_is_not_aborted() -> None:
-    engine, asked = Told(Chunk([])), request()
+    engine, caller = AbortRecorder(Chunk([])), request()
     async with as_engine(engine, mode=DECODE) as served:
-        async with await served.generate(asked) as stream:
+        async with await served.generate(caller) as stream:
             await anext(stream)
-            asked.stop()
+            caller.stop()
         engine.contexts[0].notify_first_token()
         await settle()
     assert engine.aborted == []
 
 
 async def test_a_terminal_chunk_without_tokens_is_no_first_token_of_decode() -> None:
-    engine, asked = Told(Chunk.cancelled()), request()
+    engine, caller = AbortRecorder(Chunk.cancelled()), request()
     async with as_engine(engine, mode=DECODE) as served:
-        asked.stop()
-        await (await served.generate(asked)).collect()
+        caller.stop()
+        await (await served.generate(caller)).collect()
         await settle()
     assert engine.aborted == []
 
 
-async def test_an_engine_is_not_told_of_a_request_it_refused() -> None:
-    class Refuses(Told):
+async def test_a_refused_request_is_not_aborted() -> None:
+    class Refuses(AbortRecorder):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
             context.stop()
             raise ValueError
@@ -220,7 +220,7 @@ async def test_an_engine_is_not_told_of_a_request_it_refused() -> None:
 
 
 async def test_a_stop_while_the_engine_sets_up_aborts_once_it_has() -> None:
-    class SetsUp(Told):
+    class SetsUp(AbortRecorder):
         async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:  # type: ignore[override]
             context.stop()
             await settle()
@@ -235,10 +235,10 @@ async def test_a_stop_while_the_engine_sets_up_aborts_once_it_has() -> None:
 
 
 async def test_a_stop_from_another_thread_aborts_too() -> None:
-    engine, asked = Told(Chunk.token(1)), request()
-    async with as_engine(engine) as served, await served.generate(asked) as stream:
+    engine, caller = AbortRecorder(Chunk.token(1)), request()
+    async with as_engine(engine) as served, await served.generate(caller) as stream:
         await anext(stream)
-        thread = Thread(target=asked.stop)
+        thread = Thread(target=caller.stop)
         thread.start()
         thread.join()
         await anyio.sleep(0.01)
@@ -246,29 +246,29 @@ async def test_a_stop_from_another_thread_aborts_too() -> None:
 
 
 async def test_an_abort_that_raises_is_logged_and_the_stream_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    class Raises(Told):
+    class Raises(AbortRecorder):
         async def abort(self, context: GenerateContext) -> None:
             raise RuntimeError("no scheduler")
 
     caplog.set_level(logging.ERROR)
-    asked = request()
-    async with as_engine(Raises(Chunk.token(1), Chunk.stop())) as served, await served.generate(asked) as stream:
+    caller = request()
+    async with as_engine(Raises(Chunk.token(1), Chunk.stop())) as served, await served.generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         await settle()
         assert [item.data async for item in stream] == [Chunk.stop()]
     assert [record.getMessage() for record in caplog.records] == ["abort of request 'mine' failed"]
 
 
-async def test_an_abort_that_hangs_holds_nobody_up() -> None:
-    class Hangs(Told):
+async def test_an_abort_that_hangs_delays_no_request() -> None:
+    class Hangs(AbortRecorder):
         async def abort(self, context: GenerateContext) -> None:
             await anyio.sleep_forever()
 
-    asked, began = request(), anyio.current_time()
-    async with as_engine(Hangs(Chunk.token(1), Chunk.stop())) as served, await served.generate(asked) as stream:
+    caller, began = request(), anyio.current_time()
+    async with as_engine(Hangs(Chunk.token(1), Chunk.stop())) as served, await served.generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         await settle()
         assert [item.data async for item in stream] == [Chunk.stop()]
     assert anyio.current_time() == began

@@ -46,11 +46,11 @@ async def test_each_chunk_is_a_data_item_and_the_last_has_the_finish_reason() ->
 
 
 async def test_the_engine_sees_the_request_and_its_life() -> None:
-    engine, asked = scripted(Chunk.stop()), Context(PreprocessedRequest([1]), metadata={"tenant": "a"})
-    await answer(engine, asked)
+    engine, caller = scripted(Chunk.stop()), Context(PreprocessedRequest([1]), metadata={"tenant": "a"})
+    await answer(engine, caller)
     ((payload, context),) = engine.calls
-    assert payload is asked.payload
-    assert (context.id, context.control, context.metadata) == (asked.id, asked.control, {"tenant": "a"})
+    assert payload is caller.payload
+    assert (context.id, context.control, context.metadata) == (caller.id, caller.control, {"tenant": "a"})
 
 
 async def test_after_the_terminal_chunk_the_engine_is_not_read_again() -> None:
@@ -135,7 +135,7 @@ async def test_what_the_engine_raises_ends_the_stream_as_an_error_item(
 async def test_an_error_out_of_a_task_group_keeps_its_class(
     where: str, depth: int, raised: Exception, shown: type[PenstockError], status: int, migrates: bool
 ) -> None:
-    """Issue 12, point 12: it became a BackendUnknown, which is status 500 and moves nowhere."""
+    """The error keeps its class; as BackendUnknown it would be status 500 and would not migrate."""
 
     async def fail(depth: int) -> None:
         if not depth:
@@ -143,7 +143,7 @@ async def test_an_error_out_of_a_task_group_keeps_its_class(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fail, depth - 1)
 
-    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         if where == "mid-stream":
             yield Chunk.token(1)
         await fail(depth)
@@ -158,7 +158,7 @@ async def test_an_error_out_of_a_task_group_keeps_its_class(
             await answer(FunctionEngine(set_up))
         error = caught.value
     else:
-        error = (await answer(FunctionEngine(say)))[-1].extract_error()
+        error = (await answer(FunctionEngine(generate)))[-1].extract_error()
     assert (type(error), str(error)) == (shown, str(raised))
     assert error is not None
     assert (error.facts.status, may_migrate(error)) == (status, migrates)
@@ -167,7 +167,7 @@ async def test_an_error_out_of_a_task_group_keeps_its_class(
 
 
 async def test_errors_of_a_task_group_that_differ_are_one_of_no_known_kind() -> None:
-    """Each of them may lead to something else, so none of them decides."""
+    """Each class may be handled differently, so none of them decides."""
     group = ExceptionGroup("tasks", [InvalidArgument("too long"), ExceptionGroup("inner", [EngineShutdown("gone")])])
     (item,) = await answer(scripted(group))
     error = item.extract_error()
@@ -184,32 +184,32 @@ async def test_errors_of_a_task_group_that_are_alike_are_the_first_of_them() -> 
 
 
 async def test_a_cancellation_out_of_a_task_group_is_understood_after_a_stop() -> None:
-    asked = request()
-    asked.stop()
-    items = await (await RequestAdapter(scripted(ExceptionGroup("tasks", [Cancelled()]))).generate(asked)).collect()
+    caller = request()
+    caller.stop()
+    items = await (await RequestAdapter(scripted(ExceptionGroup("tasks", [Cancelled()]))).generate(caller)).collect()
     assert items == [Annotated(Chunk.cancelled())]
 
 
 async def test_an_engine_that_raises_loses_only_that_request() -> None:
-    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         if request.token_ids == [13]:
             raise RuntimeError("unlucky")
         yield Chunk.stop()
 
-    engine = FunctionEngine(say)
+    engine = FunctionEngine(generate)
     await failure(engine, Context(PreprocessedRequest([13])))
     assert await answer(engine) == [Annotated(Chunk.stop())]
 
 
 async def test_a_stream_without_its_terminal_chunk_is_incomplete_and_may_go_on_elsewhere() -> None:
-    """The adapter holds it, whatever the engine does."""
+    """The adapter keeps this rule, whatever the engine does."""
     for engine in (scripted(), scripted(Chunk.token(1), Chunk.token(2))):
         error = await failure(engine)
         assert isinstance(error, StreamIncomplete)
         assert may_migrate(error)
 
 
-async def test_what_is_no_chunk_breaks_the_contract() -> None:
+async def test_a_value_that_is_not_a_chunk_breaks_the_contract() -> None:
     for before in ([], [Chunk.token(1)], [Chunk.token(1), Chunk.token(2)]):
         error = await failure(scripted(*before, {"token_ids": [3]}, Chunk.stop()))
         assert isinstance(error, ContractViolation)
@@ -226,10 +226,8 @@ async def test_a_chunk_of_a_choice_that_has_ended_breaks_the_contract() -> None:
 
 @pytest.mark.parametrize("index", [1, -1, 7])
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
-async def test_a_chunk_of_a_choice_that_was_not_asked_for_breaks_the_contract_wherever_it_comes(
-    before: int, index: int
-) -> None:
-    """Issue 12, point 25: behind the first chunk it passed."""
+async def test_a_chunk_of_an_unrequested_choice_breaks_the_contract_wherever_it_comes(before: int, index: int) -> None:
+    """The check covers every chunk, not only the first."""
     items = await answer(scripted(*[Chunk.token(1)] * before, Chunk([2], index=index), Chunk.stop()))
     assert [item.data for item in items[:-1]] == [Chunk.token(1)] * before
     error = items[-1].extract_error()
@@ -238,7 +236,7 @@ async def test_a_chunk_of_a_choice_that_was_not_asked_for_breaks_the_contract_wh
 
 
 async def test_an_answer_that_is_given_up_in_its_middle_without_a_stop_breaks_the_contract() -> None:
-    """Issue 12, point 25: a client was shown half an answer as a whole one."""
+    """Otherwise a client would take half an answer for a whole one."""
     for before in ([Chunk.token(1)], [Chunk([])], [Chunk.token(1)] * 3):
         engine = scripted(*before, Chunk.cancelled(), None)
         items = await answer(engine)
@@ -257,8 +255,8 @@ async def test_a_choice_that_is_given_up_behind_another_without_a_stop_breaks_th
     assert isinstance(items[-1].extract_error(), ContractViolation)
 
 
-async def test_an_engine_that_knows_one_choice_only_is_not_asked_for_several_again() -> None:
-    """As a stream that broke off it would be, on every worker in turn."""
+async def test_an_engine_of_one_choice_gets_no_retry_for_several() -> None:
+    """An incomplete stream would be retried on every worker in turn."""
     error = await failure(scripted(Chunk.token(1), Chunk.stop()), request(sampling_options=SamplingOptions(n=2)))
     assert isinstance(error, ContractViolation)
     assert not may_migrate(error)
@@ -277,16 +275,16 @@ async def test_what_a_request_held_is_free_before_its_error_is_seen() -> None:
 # -- roles
 
 
-async def test_a_prefill_engine_is_asked_for_one_token() -> None:
+async def test_a_prefill_engine_gets_a_limit_of_one_token() -> None:
     engine = scripted(Chunk.stop().with_tokens([5]))
-    asked = request(stop_conditions=StopConditions(max_tokens=100))
-    await answer(engine, asked, mode=DisaggregationMode.PREFILL)
+    caller = request(stop_conditions=StopConditions(max_tokens=100))
+    await answer(engine, caller, mode=DisaggregationMode.PREFILL)
     assert engine.calls[0][0].stop_conditions.max_tokens == 1
-    assert asked.payload.stop_conditions.max_tokens == 100
+    assert caller.payload.stop_conditions.max_tokens == 100
 
 
 async def test_a_decode_engine_gets_no_request_without_a_prefill() -> None:
-    """Of the requests without a prefill only a health probe reaches it."""
+    """The only request without a prefill that reaches it is a health probe."""
     engine, decode = scripted(Chunk.stop()), DisaggregationMode.DECODE
     with pytest.raises(InvalidArgument):
         await answer(engine, mode=decode)
@@ -296,9 +294,9 @@ async def test_a_decode_engine_gets_no_request_without_a_prefill() -> None:
 
 
 async def test_a_decode_engine_that_may_prefill_is_given_the_request_as_it_is() -> None:
-    engine, asked = scripted(Chunk.stop()), request()
-    await answer(engine, asked, mode=DisaggregationMode.DECODE, may_prefill=True)
-    assert [payload for payload, _ in engine.calls] == [asked.payload]
+    engine, caller = scripted(Chunk.stop()), request()
+    await answer(engine, caller, mode=DisaggregationMode.DECODE, may_prefill=True)
+    assert [payload for payload, _ in engine.calls] == [caller.payload]
 
 
 async def test_an_encode_engine_that_ends_without_its_result_breaks_the_contract() -> None:

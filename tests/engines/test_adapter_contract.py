@@ -32,7 +32,7 @@ async def _counts(request: PreprocessedRequest, context: GenerateContext) -> Asy
 
 
 async def _ignores_kill(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
-    """Looks at stop alone, and sleeps through a kill."""
+    """Checks for a stop only, and ignores a kill."""
     if not request.token_ids:
         raise KeyError("prompt")
     for n in range(60):
@@ -50,7 +50,7 @@ async def _sets_up(request: PreprocessedRequest, context: GenerateContext) -> An
     return _counts(request, context)
 
 
-async def _hears_kill(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+async def _notices_kill(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
     if not request.token_ids:
         raise InvalidArgument("no prompt")
     for n in range(60):
@@ -70,9 +70,9 @@ async def _hears_kill(request: PreprocessedRequest, context: GenerateContext) ->
         lambda: FunctionEngine(_counts),
         lambda: FunctionEngine(_ignores_kill),
         lambda: FunctionEngine(_sets_up),
-        lambda: EndsOnKill(_hears_kill),
+        lambda: EndsOnKill(_notices_kill),
     ],
-    ids=["counts", "ignores kill", "sets up", "hears kill"],
+    ids=["counts", "ignores kill", "sets up", "notices kill"],
 )
 async def test_the_engine_contract_holds_whatever_the_engine_does(
     make: Callable[[], FunctionEngine], details: bool

@@ -32,23 +32,23 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_an_engine_that_just_ends_after_a_stop_gets_its_cancelled_chunk() -> None:
-    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         while not context.is_stopped:
             yield Chunk.token(1)
 
-    asked = request()
-    async with await RequestAdapter(FunctionEngine(say)).generate(asked) as stream:
+    caller = request()
+    async with await RequestAdapter(FunctionEngine(generate)).generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         assert [item async for item in stream] == [Annotated(Chunk.cancelled())]
 
 
 @pytest.mark.parametrize("raised", [Cancelled("given up"), BackendCancelled("given up")])
-async def test_an_engine_that_says_cancelled_by_raising_is_understood_after_a_stop_only(raised: Exception) -> None:
-    asked = request()
-    async with await RequestAdapter(scripted(Chunk.token(1), raised)).generate(asked) as stream:
+async def test_a_raised_cancellation_counts_as_cancelled_after_a_stop_only(raised: Exception) -> None:
+    caller = request()
+    async with await RequestAdapter(scripted(Chunk.token(1), raised)).generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         assert [item async for item in stream] == [Annotated(Chunk.cancelled())]
     assert isinstance(await failure(scripted(Chunk.token(1), raised)), type(raised))
 
@@ -57,22 +57,22 @@ async def test_an_engine_that_says_cancelled_by_raising_is_understood_after_a_st
 async def test_an_engine_that_waits_for_something_of_its_own_that_is_cancelled_does_not_cancel_its_reader(
     way: str,
 ) -> None:
-    """As the task that does a request's work is, on asyncio, by the engine's own `abort` or `cleanup`."""
+    """The engine's own `abort` or `cleanup` cancels the task that does a request's work, as on asyncio."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         pytest.skip("of asyncio")
     work = loop.create_future()
 
-    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         yield Chunk.token(1)
         await work
 
-    engine, asked = FunctionEngine(say), request()
-    async with await RequestAdapter(engine).generate(asked) as stream:
+    engine, caller = FunctionEngine(generate), request()
+    async with await RequestAdapter(engine).generate(caller) as stream:
         await anext(stream)
         if way != "neither":
-            getattr(asked, way)()
+            getattr(caller, way)()
         loop.call_soon(work.cancel)
         rest = [item async for item in stream]
     if way == "stop":
@@ -86,25 +86,25 @@ async def test_an_engine_that_waits_for_something_of_its_own_that_is_cancelled_d
 
 
 async def test_an_error_after_a_stop_is_still_an_error() -> None:
-    asked = request()
-    asked.stop()
-    assert isinstance(await failure(scripted(Disconnected("lost")), asked), Disconnected)
+    caller = request()
+    caller.stop()
+    assert isinstance(await failure(scripted(Disconnected("lost")), caller), Disconnected)
 
 
 async def test_a_stop_beforehand_is_the_engines_to_see() -> None:
-    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         yield Chunk.cancelled() if context.is_stopped else Chunk.stop()
 
-    asked = request()
-    asked.stop()
-    assert await answer(FunctionEngine(say), asked) == [Annotated(Chunk.cancelled())]
+    caller = request()
+    caller.stop()
+    assert await answer(FunctionEngine(generate), caller) == [Annotated(Chunk.cancelled())]
 
 
 async def test_a_stop_after_the_end_changes_nothing() -> None:
-    asked = request()
-    async with await RequestAdapter(scripted(Chunk.stop(), None)).generate(asked) as stream:
+    caller = request()
+    async with await RequestAdapter(scripted(Chunk.stop(), None)).generate(caller) as stream:
         await anext(stream)
-        asked.stop()
+        caller.stop()
         assert [item async for item in stream] == []
 
 
@@ -112,17 +112,17 @@ async def test_a_stop_after_the_end_changes_nothing() -> None:
 
 
 async def test_a_kill_ends_a_stream_whose_engine_waits() -> None:
-    engine, asked = scripted(Chunk.token(1), None), request()
+    engine, caller = scripted(Chunk.token(1), None), request()
     items: list[Any] = []
 
     async def read() -> None:
-        items.extend(await (await RequestAdapter(engine).generate(asked)).collect())
+        items.extend(await (await RequestAdapter(engine).generate(caller)).collect())
 
     with anyio.fail_after(1):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
             await anyio.wait_all_tasks_blocked()
-            asked.kill()
+            caller.kill()
     assert items == [Annotated(Chunk.token(1))]
     assert engine.open == 0
 
@@ -130,10 +130,10 @@ async def test_a_kill_ends_a_stream_whose_engine_waits() -> None:
 async def test_after_a_kill_nothing_comes_not_even_an_error() -> None:
     for rest in ([Chunk.token(2), Chunk.stop()], [RuntimeError("killed")], []):
         for made in (scripted(Chunk.token(1), *rest), EndsOnKill(scripted(Chunk.token(1), *rest).function)):
-            asked = request()
-            async with await RequestAdapter(made).generate(asked) as stream:
+            caller = request()
+            async with await RequestAdapter(made).generate(caller) as stream:
                 await anext(stream)
-                asked.kill()
+                caller.kill()
                 assert [item async for item in stream] == []
             assert made.open == 0
 
@@ -142,13 +142,13 @@ async def test_a_kill_while_the_engine_sets_up_is_cancelled() -> None:
     async def set_up(request: PreprocessedRequest, context: GenerateContext) -> Any:
         await anyio.sleep_forever()
 
-    asked = request()
+    caller = request()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_kill_later, asked)
+        tasks.start_soon(_kill_later, caller)
         with anyio.fail_after(5), pytest.raises(Cancelled):
-            await RequestAdapter(FunctionEngine(set_up)).generate(asked)
+            await RequestAdapter(FunctionEngine(set_up)).generate(caller)
     with pytest.raises(Cancelled):
-        await RequestAdapter(FunctionEngine(set_up)).generate(asked)
+        await RequestAdapter(FunctionEngine(set_up)).generate(caller)
 
 
 async def test_a_set_up_that_waits_for_something_that_is_cancelled_does_not_cancel_its_caller() -> None:
@@ -166,9 +166,9 @@ async def test_a_set_up_that_waits_for_something_that_is_cancelled_does_not_canc
     await checkpoint()
 
 
-async def _kill_later(asked: Context[Any]) -> None:
+async def _kill_later(caller: Context[Any]) -> None:
     await anyio.sleep(1)
-    asked.kill()
+    caller.kill()
 
 
 async def test_closing_ends_the_engines_generator() -> None:
@@ -185,7 +185,7 @@ async def test_closing_ends_the_engines_generator() -> None:
 async def test_what_closing_the_engines_generator_raises_is_logged(
     made: type[FunctionEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def say(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
+    async def generate(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
         try:
             yield Chunk.token(1)
             yield Chunk.stop()
@@ -194,7 +194,7 @@ async def test_what_closing_the_engines_generator_raises_is_logged(
             raise RuntimeError("was not done")
 
     caplog.set_level(logging.ERROR)
-    assert [item.data for item in await answer(made(say))] == [Chunk.token(1), Chunk.stop()]
-    async with await RequestAdapter(made(say)).generate(request()) as stream:
+    assert [item.data for item in await answer(made(generate))] == [Chunk.token(1), Chunk.stop()]
+    async with await RequestAdapter(made(generate)).generate(request()) as stream:
         await anext(stream)
     assert [record.exc_info and str(record.exc_info[1]) for record in caplog.records] == ["was not done"] * 2

@@ -1,4 +1,4 @@
-"""What the span of a request says, and the links between the spans of its workers."""
+"""The attributes of a request's span, and the links between the spans of its workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def refuse(request: PreprocessedRequest, context: GenerateContext) -> Any:
 
 
 class Spans:
-    """What has been recorded."""
+    """Return the recorded attributes."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -41,7 +41,7 @@ class Spans:
         return span
 
     @property
-    def said(self) -> dict[str, Any]:
+    def span_attributes(self) -> dict[str, Any]:
         return {name: value for name, value in (self.one.attributes or {}).items() if name != "penstock.request_id"}
 
     @property
@@ -56,15 +56,17 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Spans:
     return recorded
 
 
-async def ask(engine: LLMEngine, request: PreprocessedRequest | None = None, **settings: Any) -> list[Any]:
+async def run_request(engine: LLMEngine, request: PreprocessedRequest | None = None, **settings: Any) -> list[Any]:
     adapter = RequestAdapter(engine, **{"details": True, **settings})
-    asked = Context(request or PreprocessedRequest([1, 2], model="asked"))
-    return [item.data for item in await (await adapter.generate(asked)).collect()]
+    caller = Context(request or PreprocessedRequest([1, 2], model="requested"))
+    return [item.data for item in await (await adapter.generate(caller)).collect()]
 
 
-async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
-    await ask(scripted(0.25, Chunk.token(1), 0.01, Chunk.token(2), 0.03, Chunk([3, 4]), Chunk.length()), model="served")
-    assert spans.said == {
+async def test_the_span_of_a_clean_answer_has_its_tokens_and_times(spans: Spans) -> None:
+    await run_request(
+        scripted(0.25, Chunk.token(1), 0.01, Chunk.token(2), 0.03, Chunk([3, 4]), Chunk.length()), model="served"
+    )
+    assert spans.span_attributes == {
         "model": "served",
         "input_tokens": 2,
         "disagg_role": "agg",
@@ -80,38 +82,40 @@ async def test_a_clean_answer_says_its_tokens_and_times(spans: Spans) -> None:
     assert not spans.has_failed
 
 
-async def test_one_chunk_with_tokens_leaves_no_gap_to_speak_of(spans: Spans) -> None:
-    await ask(scripted(Chunk([]), Chunk.token(1), 1.0, Chunk.stop()))
-    assert spans.said["output_tokens"] == 1
-    assert "ttft_ms" in spans.said
-    assert not [name for name in spans.said if "itl" in name]
+async def test_one_chunk_with_tokens_leaves_no_gap_to_record(spans: Spans) -> None:
+    await run_request(scripted(Chunk([]), Chunk.token(1), 1.0, Chunk.stop()))
+    assert spans.span_attributes["output_tokens"] == 1
+    assert "ttft_ms" in spans.span_attributes
+    assert not [name for name in spans.span_attributes if "itl" in name]
 
 
 async def test_without_details_there_is_the_span_alone(spans: Spans) -> None:
-    await ask(scripted(Chunk.token(1), Chunk.length()), details=False)
-    assert spans.said == {}
+    await run_request(scripted(Chunk.token(1), Chunk.length()), details=False)
+    assert spans.span_attributes == {}
     assert not spans.has_failed
 
 
 async def test_the_model_is_that_of_the_request_where_the_worker_names_none(spans: Spans) -> None:
-    await ask(
-        scripted(Chunk.stop()), PreprocessedRequest([1], model="asked", prefill_result=PrefillResult({})), mode=DECODE
+    await run_request(
+        scripted(Chunk.stop()),
+        PreprocessedRequest([1], model="requested", prefill_result=PrefillResult({})),
+        mode=DECODE,
     )
-    assert (spans.said["model"], spans.said["disagg_role"]) == ("asked", "decode")
+    assert (spans.span_attributes["model"], spans.span_attributes["disagg_role"]) == ("requested", "decode")
 
 
-async def test_a_failed_set_up_is_told_as_such(spans: Spans) -> None:
+async def test_a_failed_set_up_is_recorded_as_such(spans: Spans) -> None:
     with pytest.raises(InvalidArgument):
-        await ask(FunctionEngine(refuse))
-    assert spans.said["error_kind"] == "setup_failed"
+        await run_request(FunctionEngine(refuse))
+    assert spans.span_attributes["error_kind"] == "setup_failed"
     assert spans.has_failed
 
 
-async def test_an_error_among_the_chunks_is_told_by_its_type(spans: Spans) -> None:
-    await ask(scripted(Chunk.token(1), Disconnected("lost")))
-    assert spans.said["error_kind"] == "Disconnected"
-    assert (spans.said["cancelled"], spans.said["output_tokens"]) == (False, 1)
-    assert "finish_reason" not in spans.said
+async def test_an_error_among_the_chunks_is_recorded_by_its_type(spans: Spans) -> None:
+    await run_request(scripted(Chunk.token(1), Disconnected("lost")))
+    assert spans.span_attributes["error_kind"] == "Disconnected"
+    assert (spans.span_attributes["cancelled"], spans.span_attributes["output_tokens"]) == (False, 1)
+    assert "finish_reason" not in spans.span_attributes
     assert spans.has_failed
 
 
@@ -121,8 +125,8 @@ async def test_a_stream_that_its_reader_leaves_is_dropped(spans: Spans, items: i
     async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
         for _ in range(items):
             await anext(stream)
-    assert (spans.said["cancelled"], spans.said["finish_reason"]) == (True, "Dropped")
-    assert spans.said["output_tokens"] == items
+    assert (spans.span_attributes["cancelled"], spans.span_attributes["finish_reason"]) == (True, "Dropped")
+    assert spans.span_attributes["output_tokens"] == items
     assert spans.has_failed
 
 
@@ -137,28 +141,28 @@ async def test_a_dropped_stream_ends_its_span_without_details_too(spans: Spans) 
 async def test_a_request_that_was_given_up_is_cancelled_and_no_failure(
     spans: Spans, verb: str, finish: str | None
 ) -> None:
-    asked = Context(PreprocessedRequest([1]))
-    async with await RequestAdapter(scripted(Chunk.token(1)), details=True).generate(asked) as stream:
+    caller = Context(PreprocessedRequest([1]))
+    async with await RequestAdapter(scripted(Chunk.token(1)), details=True).generate(caller) as stream:
         await anext(stream)
-        getattr(asked, verb)()
+        getattr(caller, verb)()
         assert len([item async for item in stream]) == (verb == "stop")
-    assert (spans.said["cancelled"], spans.said.get("finish_reason")) == (True, finish)
+    assert (spans.span_attributes["cancelled"], spans.span_attributes.get("finish_reason")) == (True, finish)
     assert not spans.has_failed
 
 
 async def test_a_stop_behind_the_terminal_chunk_cancels_nothing_any_more(spans: Spans) -> None:
-    asked = Context(PreprocessedRequest([1]))
-    async with await RequestAdapter(scripted(Chunk.length()), details=True).generate(asked) as stream:
+    caller = Context(PreprocessedRequest([1]))
+    async with await RequestAdapter(scripted(Chunk.length()), details=True).generate(caller) as stream:
         await anext(stream)
-        asked.stop()
-    assert (spans.said["cancelled"], spans.said["finish_reason"]) == (False, "length")
+        caller.stop()
+    assert (spans.span_attributes["cancelled"], spans.span_attributes["finish_reason"]) == (False, "length")
 
 
 async def test_a_reader_that_leaves_at_the_terminal_chunk_has_dropped_nothing(spans: Spans) -> None:
     adapter = RequestAdapter(scripted(Chunk.stop()), details=True)
     async with await adapter.generate(Context(PreprocessedRequest([1]))) as stream:
         await anext(stream)
-    assert (spans.said["cancelled"], spans.said["finish_reason"]) == (False, "stop")
+    assert (spans.span_attributes["cancelled"], spans.span_attributes["finish_reason"]) == (False, "stop")
     assert not spans.has_failed
 
 
@@ -169,33 +173,35 @@ LINK = TraceLink("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 
 async def test_a_migrated_request_is_linked_to_the_worker_before(spans: Spans) -> None:
-    await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=LINK), details=False)
-    assert spans.said == {"migration.trace_id": LINK.trace_id, "migration.span_id": LINK.span_id}
+    await run_request(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=LINK), details=False)
+    assert spans.span_attributes == {"migration.trace_id": LINK.trace_id, "migration.span_id": LINK.span_id}
     (link,) = spans.one.links
     assert (f"{link.context.trace_id:032x}", f"{link.context.span_id:016x}") == (LINK.trace_id, LINK.span_id)
 
 
 async def test_a_link_may_be_written_in_capitals(spans: Spans) -> None:
     link = TraceLink(LINK.trace_id.upper(), LINK.span_id.upper())
-    await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=link), details=False)
-    assert spans.said == {"migration.trace_id": link.trace_id, "migration.span_id": link.span_id}
+    await run_request(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=link), details=False)
+    assert spans.span_attributes == {"migration.trace_id": link.trace_id, "migration.span_id": link.span_id}
     assert [f"{each.context.trace_id:032x}" for each in spans.one.links] == [LINK.trace_id]
 
 
-async def test_ids_that_are_no_hex_are_told_but_not_linked(spans: Spans) -> None:
-    await ask(scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=TraceLink("x", "y")), details=False)
-    assert spans.said == {"migration.trace_id": "x", "migration.span_id": "y"}
+async def test_ids_that_are_not_hexadecimal_are_recorded_but_not_linked(spans: Spans) -> None:
+    await run_request(
+        scripted(Chunk.stop()), PreprocessedRequest([1], migration_link=TraceLink("x", "y")), details=False
+    )
+    assert spans.span_attributes == {"migration.trace_id": "x", "migration.span_id": "y"}
     assert not spans.one.links
 
 
 async def test_a_request_that_did_not_migrate_has_neither(spans: Spans) -> None:
-    await ask(scripted(Chunk.stop()), details=False)
-    assert spans.said == {}
+    await run_request(scripted(Chunk.stop()), details=False)
+    assert spans.span_attributes == {}
     assert not spans.one.links
 
 
 async def test_the_first_chunk_with_tokens_carries_the_span(spans: Spans) -> None:
-    chunks = await ask(scripted(Chunk([]), Chunk.token(1), Chunk.token(2), Chunk.stop()))
+    chunks = await run_request(scripted(Chunk([]), Chunk.token(1), Chunk.token(2), Chunk.stop()))
     ids = spans.one.context
     assert ids is not None
     link = TraceLink(f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
@@ -203,17 +209,17 @@ async def test_the_first_chunk_with_tokens_carries_the_span(spans: Spans) -> Non
 
 
 async def test_a_link_that_the_engine_has_set_stays(spans: Spans) -> None:
-    (chunk,) = await ask(scripted(Chunk([1], finish_reason=Chunk.stop().finish_reason, worker_trace_link=LINK)))
+    (chunk,) = await run_request(scripted(Chunk([1], finish_reason=Chunk.stop().finish_reason, worker_trace_link=LINK)))
     assert chunk.worker_trace_link == LINK
     assert spans.one
 
 
-async def test_a_chunk_that_the_engine_says_to_every_request_stays_its_own(spans: Spans) -> None:
-    """The link of one request would be seen by the next one."""
+async def test_a_chunk_shared_by_all_requests_is_not_changed(spans: Spans) -> None:
+    """Otherwise the next request would get the link of this one."""
     always = Chunk.token(1)
     engine = scripted(always, always, Chunk.stop())
     for answers in (1, 2):
-        chunks = await ask(engine)
+        chunks = await run_request(engine)
         assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False, False]
         assert len(spans.exporter.get_finished_spans()) == answers
     assert always == Chunk.token(1)
@@ -230,17 +236,17 @@ async def test_a_chunk_that_the_engine_says_to_every_request_stays_its_own(spans
 async def test_where_no_tokens_are_due_the_terminal_chunk_carries_it(
     spans: Spans, mode: DisaggregationMode, last: Any, is_stamped: bool
 ) -> None:
-    (chunk,) = await ask(scripted(last()), mode=mode)
+    (chunk,) = await run_request(scripted(last()), mode=mode)
     assert (chunk.worker_trace_link is not None) is is_stamped
     assert spans.one
 
 
 async def test_only_one_chunk_carries_it(spans: Spans) -> None:
-    chunks = await ask(scripted(Chunk.token(1), Chunk.stop()), mode=PREFILL)
+    chunks = await run_request(scripted(Chunk.token(1), Chunk.stop()), mode=PREFILL)
     assert [chunk.worker_trace_link is not None for chunk in chunks] == [True, False]
     assert spans.one
 
 
 async def test_without_tracing_no_chunk_carries_a_link() -> None:
-    chunks = await ask(scripted(Chunk.token(1), Chunk.stop()))
+    chunks = await run_request(scripted(Chunk.token(1), Chunk.stop()))
     assert [chunk.worker_trace_link for chunk in chunks] == [None, None]

@@ -1,4 +1,4 @@
-"""What may come out of an engine, chunk by chunk, and what its errors become."""
+"""The chunks an engine may yield, and the errors it becomes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_several_choices_end_one_by_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12), st.integers(1, 4))
-def test_a_choice_that_has_ended_says_no_more(steps: list[tuple[int, bool]], choices: int) -> None:
+def test_a_choice_that_has_ended_yields_nothing_more(steps: list[tuple[int, bool]], choices: int) -> None:
     rules, ended = ChunkContract(choices), set[int]()
     for index, ends in ((index % choices, ends) for index, ends in steps):
         each = last(index) if ends else chunk(index)
@@ -54,7 +54,7 @@ def test_a_choice_that_has_ended_says_no_more(steps: list[tuple[int, bool]], cho
 
 
 @pytest.mark.parametrize(("choices", "index"), [(1, 1), (2, 2), (2, -1)])
-def test_there_is_no_choice_beyond_those_asked_for(choices: int, index: int) -> None:
+def test_a_choice_beyond_the_requested_ones_is_refused(choices: int, index: int) -> None:
     with pytest.raises(ContractViolation, match="L1: a chunk of choice"):
         ChunkContract(choices).admit(chunk(index))
 
@@ -67,7 +67,7 @@ def test_no_index_counts_as_the_first_choice() -> None:
 
 
 @pytest.mark.parametrize("item", [None, 7, {"token_ids": [1]}])
-def test_what_is_no_chunk_may_not_come(item: Any) -> None:
+def test_a_value_that_is_not_a_chunk_is_refused(item: Any) -> None:
     with pytest.raises(ContractViolation, match=type(item).__name__):
         ChunkContract().admit(item)
 
@@ -118,7 +118,7 @@ def test_after_a_stop_a_stream_that_just_ends_is_cancelled() -> None:
     assert ChunkContract().cut_short(stopped=True) == LLMEngineOutput.cancelled()
 
 
-def test_one_cancelled_choice_speaks_for_all_after_a_stop() -> None:
+def test_one_cancelled_choice_ends_all_choices_after_a_stop() -> None:
     rules = ChunkContract(2)
     assert not rules.admit(chunk(0, FinishReason.CANCELLED))
     assert rules.cut_short(stopped=True) is None
@@ -147,7 +147,7 @@ def test_a_foreign_error_becomes_a_backend_error_with_it_as_cause(error: Excepti
     assert found.__cause__ is error
 
 
-def test_an_engine_may_say_that_a_request_was_given_up() -> None:
+def test_an_engine_may_report_a_request_as_cancelled() -> None:
     assert is_cancellation(Cancelled())
     assert is_cancellation(BackendCancelled())
     assert not is_cancellation(EngineShutdown())

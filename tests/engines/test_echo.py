@@ -1,4 +1,4 @@
-"""EchoEngine: says the prompt back under every limit of the request."""
+"""EchoEngine: echoes the prompt within the limits of the request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.anyio
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
 
-def asked(prompt: int, n: int | None = None, **conditions: Any) -> PreprocessedRequest:
-    """A request whose prompt is 0, 1, 2, ... of that length."""
+def counting_request(prompt: int, n: int | None = None, **conditions: Any) -> PreprocessedRequest:
+    """Return a request whose prompt is 0, 1, 2, ... of that length."""
     sampling = SamplingOptions(n=n)
     return PreprocessedRequest(
         list(range(prompt)), stop_conditions=StopConditions(**conditions), sampling_options=sampling
@@ -48,40 +48,40 @@ def tokens(outputs: list[LLMEngineOutput], index: int | None = None) -> list[int
 
 
 @pytest.mark.parametrize(
-    ("request_", "said", "finish"),
+    ("request_", "expected", "finish"),
     [
-        (asked(3), [0, 1, 2], STOP),
-        (asked(3, max_tokens=9), [0, 1, 2], STOP),
-        (asked(3, max_tokens=3), [0, 1, 2], LENGTH),
-        (asked(3, max_tokens=2), [0, 1], LENGTH),
-        (asked(3, max_tokens=0), [], LENGTH),
-        (asked(3, max_tokens=7, ignore_eos=True), [0, 1, 2, 0, 1, 2, 0], LENGTH),
-        (asked(3, ignore_eos=True), [0, 1, 2], STOP),
-        (asked(3, min_tokens=5), [0, 1, 2, 0, 1], STOP),
-        (asked(3, min_tokens=5, max_tokens=8), [0, 1, 2, 0, 1], STOP),
-        (asked(0), [], STOP),
-        (asked(0, max_tokens=5, ignore_eos=True), [], STOP),
-        (asked(0, min_tokens=5), [], STOP),
+        (counting_request(3), [0, 1, 2], STOP),
+        (counting_request(3, max_tokens=9), [0, 1, 2], STOP),
+        (counting_request(3, max_tokens=3), [0, 1, 2], LENGTH),
+        (counting_request(3, max_tokens=2), [0, 1], LENGTH),
+        (counting_request(3, max_tokens=0), [], LENGTH),
+        (counting_request(3, max_tokens=7, ignore_eos=True), [0, 1, 2, 0, 1, 2, 0], LENGTH),
+        (counting_request(3, ignore_eos=True), [0, 1, 2], STOP),
+        (counting_request(3, min_tokens=5), [0, 1, 2, 0, 1], STOP),
+        (counting_request(3, min_tokens=5, max_tokens=8), [0, 1, 2, 0, 1], STOP),
+        (counting_request(0), [], STOP),
+        (counting_request(0, max_tokens=5, ignore_eos=True), [], STOP),
+        (counting_request(0, min_tokens=5), [], STOP),
         (PreprocessedRequest([1], is_probe=True), [1], STOP),
     ],
 )
 async def test_it_ends_with_the_prompt_or_at_its_limit(
-    request_: PreprocessedRequest, said: list[int], finish: FinishReason
+    request_: PreprocessedRequest, expected: list[int], finish: FinishReason
 ) -> None:
     """The last prompt is that of a health probe."""
     outputs = await echo(request_)
-    assert tokens(outputs) == said
+    assert tokens(outputs) == expected
     assert all(len(output.token_ids) == 1 for output in outputs[:-1]), "one token an item"
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [finish]
-    assert outputs[-1].completion_usage == CompletionUsage.of(len(request_.token_ids), len(said))
+    assert outputs[-1].completion_usage == CompletionUsage.of(len(request_.token_ids), len(expected))
 
 
 @given(prompt=st.integers(0, 5), n=st.integers(1, 4), limits=st.tuples(st.none() | st.integers(0, 9), st.booleans()))
-def test_every_choice_says_the_same_and_ends_once(prompt: int, n: int, limits: tuple[int | None, bool]) -> None:
+def test_every_choice_echoes_the_same_and_ends_once(prompt: int, n: int, limits: tuple[int | None, bool]) -> None:
     max_tokens, ignore_eos = limits
     conditions = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
-    outputs = run_in_virtual_time(echo, asked(prompt, n, **conditions), backend="asyncio")
-    alone = tokens(run_in_virtual_time(echo, asked(prompt, **conditions), backend="asyncio"))
+    outputs = run_in_virtual_time(echo, counting_request(prompt, n, **conditions), backend="asyncio")
+    alone = tokens(run_in_virtual_time(echo, counting_request(prompt, **conditions), backend="asyncio"))
     indexes: list[int | None] = [None] if n == 1 else list(range(n))
     for index in indexes:
         assert tokens(outputs, index) == alone
@@ -93,7 +93,7 @@ def test_every_choice_says_the_same_and_ends_once(prompt: int, n: int, limits: t
 
 
 async def test_choices_take_turns() -> None:
-    assert [(output.token_ids, output.index) for output in await echo(asked(2, 2))] == [
+    assert [(output.token_ids, output.index) for output in await echo(counting_request(2, 2))] == [
         ([0], 0),
         ([0], 1),
         ([1], 0),
@@ -103,13 +103,13 @@ async def test_choices_take_turns() -> None:
 
 async def test_each_token_takes_its_delay() -> None:
     began = anyio.current_time()
-    assert len(await echo(asked(4), delay_s=2.5)) == 4
+    assert len(await echo(counting_request(4), delay_s=2.5)) == 4
     assert anyio.current_time() - began == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 5.0])
-async def test_a_stop_gives_one_cancelled_item_with_what_was_said(delay_s: float) -> None:
-    context = Context(asked(100))
+async def test_a_stop_gives_one_cancelled_item_with_the_emitted_count(delay_s: float) -> None:
+    context = Context(counting_request(100))
     async with as_engine(EchoEngine(delay_s)) as engine, await engine.generate(context) as stream:
         await stream.__anext__()
         context.stop()
@@ -120,7 +120,7 @@ async def test_a_stop_gives_one_cancelled_item_with_what_was_said(delay_s: float
 
 
 async def test_a_stop_gives_one_cancelled_item_for_all_choices() -> None:
-    context = Context(asked(100, 3))
+    context = Context(counting_request(100, 3))
     async with as_engine(EchoEngine()) as engine, await engine.generate(context) as stream:
         await stream.__anext__()
         context.stop()
@@ -128,7 +128,7 @@ async def test_a_stop_gives_one_cancelled_item_for_all_choices() -> None:
 
 
 async def test_a_stop_between_the_ends_of_two_choices_cancels_the_one_that_goes_on() -> None:
-    context = Context(asked(1, 2))
+    context = Context(counting_request(1, 2))
     async with as_engine(EchoEngine()) as engine, await engine.generate(context) as stream:
         assert (await stream.__anext__()).data == LLMEngineOutput([0], index=0, finish_reason=STOP)
         context.stop()
@@ -138,7 +138,7 @@ async def test_a_stop_between_the_ends_of_two_choices_cancels_the_one_that_goes_
 
 
 async def test_nothing_follows_the_last_item_even_after_a_stop() -> None:
-    context = Context(asked(1))
+    context = Context(counting_request(1))
     async with as_engine(EchoEngine()) as engine, await engine.generate(context) as stream:
         await stream.__anext__()
         context.stop()
@@ -147,7 +147,7 @@ async def test_nothing_follows_the_last_item_even_after_a_stop() -> None:
 
 @pytest.mark.parametrize(("verb", "items"), [("stop", 1), ("kill", 0)])
 async def test_a_delay_is_cut_short(verb: str, items: int) -> None:
-    context = Context(asked(100))
+    context = Context(counting_request(100))
     began = anyio.current_time()
     async with as_engine(EchoEngine(delay_s=3600)) as engine, anyio.create_task_group() as tasks:
         tasks.start_soon(_later, verb, context)
@@ -171,7 +171,7 @@ async def test_a_long_answer_without_a_delay_lets_others_run() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(count)
-        await echo(asked(10_000))
+        await echo(counting_request(10_000))
         tasks.cancel_scope.cancel()
     assert turns > 100
 
@@ -179,9 +179,9 @@ async def test_a_long_answer_without_a_delay_lets_others_run() -> None:
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (asked(3, n=0), "n"),
-        (asked(3, max_tokens=2, min_tokens=3), "max_tokens"),
-        (asked(3, max_tokens=-1), "max_tokens"),
+        (counting_request(3, n=0), "n"),
+        (counting_request(3, max_tokens=2, min_tokens=3), "max_tokens"),
+        (counting_request(3, max_tokens=-1), "max_tokens"),
         (PreprocessedRequest([], prompt_embeds="AAAA"), "prompt_embeds"),
     ],
 )
@@ -197,5 +197,7 @@ async def test_a_request_that_cannot_be_answered_is_refused_before_its_first_ite
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01])
 async def test_both_engine_contracts_hold(delay_s: float) -> None:
-    await check_engine(lambda: as_engine(EchoEngine(delay_s)), request=asked(60, 2), bad_request=asked(1, n=0))
+    await check_engine(
+        lambda: as_engine(EchoEngine(delay_s)), request=counting_request(60, 2), bad_request=counting_request(1, n=0)
+    )
     await run_conformance(lambda: EchoEngine(delay_s))

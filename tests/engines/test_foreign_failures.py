@@ -1,7 +1,4 @@
-"""An engine that raises whatever: it loses this request only, and its worker serves on.
-
-Issue 12, point 23.
-"""
+"""An engine that raises any exception loses only this request, and its worker continues to serve."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ Fails = Callable[[], None]
 
 
 class Panic(BaseException):
-    """As a Rust library raises it."""
+    """An error as PyO3 raises it for a panic in Rust."""
 
 
 def exits() -> None:
@@ -67,7 +64,7 @@ WRECKS = [exits, interrupts, closes, panics, fails_in_groups]
 
 
 class Wreck(LLMEngine):
-    """Answers 1, 2 and an end; calls `fails` at the places of its life that are named."""
+    """Yields 1, 2 and an end; calls `fails` at the named places of its life."""
 
     def __init__(self, fails: Fails, *places: str, ends_on_kill: bool = False) -> None:
         self.fails, self.places = fails, places
@@ -135,7 +132,7 @@ class Wreck(LLMEngine):
 
 
 async def read(engine: AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]) -> tuple[list[int], Any]:
-    """The tokens of one answer, and what it failed with."""
+    """Return the tokens of one answer, and its error."""
     tokens: list[int] = []
     try:
         async with await engine.generate(Context(REQUEST)) as stream:
@@ -162,12 +159,12 @@ async def test_whatever_an_engine_raises_loses_this_request_only(
         async with as_engine(wreck) as engine:
             answers: list[tuple[list[int], Any]] = []
 
-            async def ask() -> None:
+            async def read_one() -> None:
                 answers.append(await read(engine))
 
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask)
-                tasks.start_soon(ask)
+                tasks.start_soon(read_one)
+                tasks.start_soon(read_one)
             wreck.places = ()
             assert await read(engine) == ([1, 2], None)
     assert not streams.open
@@ -181,7 +178,7 @@ async def test_whatever_an_engine_raises_loses_this_request_only(
 
 @pytest.mark.parametrize("place", ["call", "first", "middle"])
 @pytest.mark.parametrize("ends_on_kill", [True, False])
-async def test_a_cancellation_nobody_asked_for_is_a_failure_of_the_engine(place: str, ends_on_kill: bool) -> None:
+async def test_an_unrequested_cancellation_is_a_failure_of_the_engine(place: str, ends_on_kill: bool) -> None:
     kept: list[BaseException] = []
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -321,7 +318,7 @@ async def test_an_adapter_passes_a_cancellation_of_its_reader_on() -> None:
             finally:
                 released.append("released")
 
-    async def ask(ends_on_kill: bool) -> Awaitable[None] | None:
+    async def read_one(ends_on_kill: bool) -> Awaitable[None] | None:
         adapter = RequestAdapter(Slow(exits, ends_on_kill=ends_on_kill))
         async with await adapter.generate(Context(REQUEST)) as stream:
             await anext(stream)
@@ -329,6 +326,6 @@ async def test_an_adapter_passes_a_cancellation_of_its_reader_on() -> None:
 
     for ends_on_kill in (True, False):
         with anyio.move_on_after(1) as scope:
-            await ask(ends_on_kill)
+            await read_one(ends_on_kill)
         assert scope.cancelled_caught
     assert released == ["released"] * 2

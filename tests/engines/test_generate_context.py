@@ -27,7 +27,7 @@ async def test_it_shows_and_moves_the_requests_own_life() -> None:
     assert repr(context) == "GenerateContext(id='mine', state=killed)"
 
 
-async def test_a_stop_wakes_who_waits_for_it_and_not_who_waits_for_a_kill() -> None:
+async def test_a_stop_wakes_stop_waiters_and_not_kill_waiters() -> None:
     context = GenerateContext(Context(None))
     with anyio.move_on_after(5) as scope:
         async with anyio.create_task_group() as tasks:
@@ -48,19 +48,19 @@ def test_it_takes_two_parts_in_order_and_metadata_by_name() -> None:
     assert first_token.is_fired
 
 
-def test_where_nobody_waits_for_the_first_token_it_may_still_be_notified() -> None:
+def test_the_first_token_may_be_notified_without_a_waiter() -> None:
     GenerateContext(Context(None)).notify_first_token()
 
 
-def test_the_first_token_fires_once_for_all_who_wait_and_at_once_for_the_late() -> None:
-    first_token, heard = FirstToken(), list[str]()
-    first_token.on_fire(lambda: heard.append("early"))
-    first_token.on_fire(lambda: heard.append("early too"))
-    assert heard == []
+def test_the_first_token_fires_once_for_early_waiters_and_at_once_for_late_ones() -> None:
+    first_token, fired = FirstToken(), list[str]()
+    first_token.on_fire(lambda: fired.append("early"))
+    first_token.on_fire(lambda: fired.append("early too"))
+    assert fired == []
     first_token.fire()
     first_token.fire()
-    first_token.on_fire(lambda: heard.append("late"))
-    assert heard == ["early", "early too", "late"]
+    first_token.on_fire(lambda: fired.append("late"))
+    assert fired == ["early", "early too", "late"]
 
 
 def test_a_mock_context_is_neither_stopped_nor_killed() -> None:

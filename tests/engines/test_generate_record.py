@@ -1,4 +1,4 @@
-"""The times and counts of one request, as its span says them."""
+"""The times and counts of one request, as attributes of its span."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
 
 def record(times_s: list[float]) -> GenerateRecord:
-    """A record whose clock shows these times, one a look."""
+    """Return a record whose clock returns these times, one per call."""
     clock: Iterator[float] = iter(times_s)
-    return GenerateRecord(PreprocessedRequest([1, 2, 3], model="asked"), "agg", "", lambda: next(clock))
+    return GenerateRecord(PreprocessedRequest([1, 2, 3], model="requested"), "agg", "", lambda: next(clock))
 
 
-def said(kept: GenerateRecord, **ending: Any) -> dict[str, Any]:
+def attributes_of(kept: GenerateRecord, **ending: Any) -> dict[str, Any]:
     return dict(kept.attributes(**{"cancelled": False, "dropped": False, "error_kind": None, **ending}))
 
 
@@ -58,14 +58,14 @@ def test_only_chunks_with_tokens_are_timed_and_tokens_are_counted_not_chunks() -
     kept = record([10.0, 10.1, 10.3])
     for chunk in (LLMEngineOutput([]), LLMEngineOutput([1, 2]), LLMEngineOutput([]), LLMEngineOutput([3])):
         kept.observe(chunk)
-    found = said(kept)
+    found = attributes_of(kept)
     assert (found["output_tokens"], found["ttft_ms"], found["itl_max_ms"]) == (3, "100.00", "200.00")
-    assert (found["input_tokens"], found["model"], found["disagg_role"]) == (3, "asked", "agg")
+    assert (found["input_tokens"], found["model"], found["disagg_role"]) == (3, "requested", "agg")
 
 
-def test_what_is_not_known_is_not_said() -> None:
-    assert said(record([0.0])) == {
-        "model": "asked",
+def test_unknown_attributes_are_left_out() -> None:
+    assert attributes_of(record([0.0])) == {
+        "model": "requested",
         "input_tokens": 3,
         "disagg_role": "agg",
         "output_tokens": 0,
@@ -73,11 +73,11 @@ def test_what_is_not_known_is_not_said() -> None:
     }
 
 
-def test_the_ending_is_said() -> None:
+def test_the_ending_is_recorded() -> None:
     kept = record([0.0])
     kept.observe(LLMEngineOutput.error("no memory"))
-    assert said(kept)["finish_reason"] == "error: no memory"
-    assert said(kept, cancelled=True)["cancelled"] is True
-    dropped = said(kept, dropped=True)
+    assert attributes_of(kept)["finish_reason"] == "error: no memory"
+    assert attributes_of(kept, cancelled=True)["cancelled"] is True
+    dropped = attributes_of(kept, dropped=True)
     assert (dropped["finish_reason"], dropped["cancelled"]) == ("Dropped", True)
-    assert said(kept, error_kind="Disconnected")["error_kind"] == "Disconnected"
+    assert attributes_of(kept, error_kind="Disconnected")["error_kind"] == "Disconnected"

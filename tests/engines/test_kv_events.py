@@ -23,6 +23,6 @@ def test_each_rank_counts_by_itself() -> None:
     assert [(event.event.dp_rank, event.event.event_id) for event in sent] == [(0, 1), (1, 1)]
 
 
-def test_a_source_is_of_the_first_rank_unless_it_says_otherwise() -> None:
+def test_a_source_belongs_to_the_first_rank_by_default() -> None:
     assert PushSource(print).dp_rank == 0
     assert PushSource(print, 3).dp_rank == 3

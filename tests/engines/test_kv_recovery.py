@@ -1,4 +1,4 @@
-"""Workers that keep their KV events and answer routers that missed some: what is kept, and when they can be asked."""
+"""Workers that keep their KV events for routers that missed some: what they keep, and when recovery is available."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ NAMES = ["worker_kv_indexer_query_dp0", "worker_kv_indexer_query_dp3"]
 
 
 class Kept:
-    """A log that numbers from 101 and answers with all it has, whatever is asked."""
+    """A log that numbers from 101 and returns all its events for any range."""
 
     def __init__(self, worker_id: int, dp_rank: int) -> None:
         self.worker_id, self.dp_rank = worker_id, dp_rank
         self.events: list[RouterEvent] = []
-        self.asked: list[tuple[int | None, int | None]] = []
+        self.ranges: list[tuple[int | None, int | None]] = []
         self.threads: set[int] = set()
         self.fails: Exception | None = None
 
@@ -63,12 +63,12 @@ class Kept:
         return self.events[-1]
 
     def recover(self, start: int | None, end: int | None) -> RecoveredEvents:
-        self.asked.append((start, end))
+        self.ranges.append((start, end))
         return RecoveredEvents(list(self.events))
 
 
 class Logs:
-    """Makes them, and keeps them by worker and rank."""
+    """Creates logs, and keeps them by worker and rank."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, int], Kept] = {}
@@ -78,7 +78,7 @@ class Logs:
 
 
 class Engine(EchoEngine):
-    """Has KV events of some ranks; its background fails after a while, if at all."""
+    """An engine with KV events of some ranks; its background fails after `fails_s` seconds, if given."""
 
     def __init__(self, ranks: Sequence[int] = (3, 0), *, block_size: int | None = 16, fails_s: float | None = None):
         super().__init__()
@@ -101,7 +101,7 @@ def worker_of(engine: Engine, runtime: Runtime, **settings: Any) -> Worker:
 
 
 async def names(runtime: Runtime) -> list[str]:
-    """The endpoints that are visible."""
+    """Return the names of the discoverable endpoints."""
     return sorted(instance.endpoint for instance in await runtime.discovery.instances("dynamo/backend"))
 
 
@@ -111,7 +111,7 @@ async def engine_of(runtime: Runtime, worker: Worker, dp_rank: int) -> AsyncEngi
     return workers.engine(worker.worker_id)
 
 
-async def ask(runtime: Runtime, worker: Worker, dp_rank: int, *request: int | None) -> Any:
+async def request_recovery(runtime: Runtime, worker: Worker, dp_rank: int, *request: int | None) -> Any:
     engine = await engine_of(runtime, worker, dp_rank)
     (reply,) = await (await engine.generate(Context(RecoveryRequest(dp_rank, *request)))).collect()
     return reply.answer
@@ -122,39 +122,39 @@ async def ask(runtime: Runtime, worker: Worker, dp_rank: int, *request: int | No
 
 async def test_what_the_log_records_is_published_and_answered() -> None:
     logs = Logs()
-    heard: list[Event[RouterEvent]] = []
+    received: list[Event[RouterEvent]] = []
     async with Runtime.in_process() as runtime:
-        runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(heard.append)
+        runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(received.append)
         async with worker_of(engine := Engine(), runtime, worker_id=7, kv_event_log=logs) as worker:
             for rank, change in ((3, KvCleared()), (0, KvRemoved([1])), (3, KvRemoved([2]))):
                 engine.publishers[rank].publish(change)
-            assert await ask(runtime, worker, 3, 5, 6) == RecoveredEvents(logs.made[7, 3].events)
-            assert await ask(runtime, worker, 0) == RecoveredEvents(logs.made[7, 0].events)
-    assert [(e.payload.event.dp_rank, e.payload.event.event_id) for e in heard] == [(3, 101), (0, 101), (3, 102)]
-    assert [event.payload for event in heard if event.payload.event.dp_rank == 3] == logs.made[7, 3].events
-    assert (logs.made[7, 3].asked, logs.made[7, 0].asked) == ([(5, 6)], [(None, None)])
+            assert await request_recovery(runtime, worker, 3, 5, 6) == RecoveredEvents(logs.made[7, 3].events)
+            assert await request_recovery(runtime, worker, 0) == RecoveredEvents(logs.made[7, 0].events)
+    assert [(e.payload.event.dp_rank, e.payload.event.event_id) for e in received] == [(3, 101), (0, 101), (3, 102)]
+    assert [event.payload for event in received if event.payload.event.dp_rank == 3] == logs.made[7, 3].events
+    assert (logs.made[7, 3].ranges, logs.made[7, 0].ranges) == ([(5, 6)], [(None, None)])
     assert engine.publishers[3].last_event_id == 102
 
 
 async def test_an_answer_names_the_publisher_of_the_events() -> None:
-    """Each life of a worker has another one. Issue 12, point 11."""
-    heard: list[Event[RouterEvent]] = []
+    """Each start of a worker has its own publisher id."""
+    received: list[Event[RouterEvent]] = []
     named: list[int | None] = []
     async with Runtime.in_process() as runtime:
-        runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(heard.append)
+        runtime.events.subscribe(Scope("dynamo", "backend"), KV_EVENTS_TOPIC, RouterEvent).subscribe(received.append)
         for _ in range(2):
             async with worker_of(engine := Engine(), runtime, worker_id=7) as worker:
                 for rank in (3, 0):
                     engine.publishers[rank].publish(KvCleared())
-                    asked = await (await engine_of(runtime, worker, rank)).generate(Context(RecoveryRequest(rank)))
-                    named += [reply.publisher_id for reply in await asked.collect()]
-    assert named == [event.publisher_id for event in heard]
+                    stream = await (await engine_of(runtime, worker, rank)).generate(Context(RecoveryRequest(rank)))
+                    named += [reply.publisher_id for reply in await stream.collect()]
+    assert named == [event.publisher_id for event in received]
     assert len(named) == 4
     assert len(set(named)) == 2
 
 
 async def test_a_log_is_written_in_the_thread_it_is_read_in() -> None:
-    """An engine may publish from its own."""
+    """An engine may publish from its own thread."""
     sent: list[RouterEvent] = []
     all_sent = anyio.Event()
 
@@ -178,7 +178,7 @@ async def test_a_log_is_written_in_the_thread_it_is_read_in() -> None:
     assert [event.event.data for event in sent] == [KvRemoved([0]), KvRemoved([1]), KvRemoved([2])]
 
 
-async def test_a_change_the_log_refuses_is_not_published_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_change_the_log_refuses_is_not_published_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
     sent: list[RouterEvent] = []
     log = Kept(7, 0)
     publisher = KvEventPublisher(7, 0, sent.append, log)
@@ -208,7 +208,7 @@ async def test_what_cannot_be_sent_from_another_thread_is_logged_kept_and_ends_n
     assert "the broker is away" in caplog.text
 
 
-async def test_a_question_for_another_rank_is_refused() -> None:
+async def test_a_recovery_request_for_another_rank_is_refused() -> None:
     stream = await recovery_engine(Kept(7, 3), 3).generate(Context(RecoveryRequest(0)))
     with pytest.raises(InvalidArgument) as caught:
         await stream.collect()
@@ -224,10 +224,10 @@ async def test_the_engine_of_a_log_holds_the_contract() -> None:
     )
 
 
-# -- when it can be asked
+# -- when recovery is available
 
 
-async def test_a_worker_can_be_asked_before_it_is_seen_and_not_after() -> None:
+async def test_recovery_endpoints_open_before_the_worker_is_registered_and_close_after_it() -> None:
     seen: list[tuple[str, str]] = []
     async with Runtime.in_process() as runtime:
         runtime.discovery.watch("dynamo/backend").subscribe(
@@ -244,7 +244,7 @@ async def test_a_worker_can_be_asked_before_it_is_seen_and_not_after() -> None:
     assert (seen[2], seen[3]) == (("+", "generate"), ("-", "generate"))
 
 
-async def test_in_its_grace_period_it_is_not_to_be_seen_either() -> None:
+async def test_a_worker_in_its_grace_period_is_not_discoverable() -> None:
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
         worker = worker_of(Engine(), runtime)
         await worker.__aenter__()
@@ -268,7 +268,7 @@ async def test_a_start_that_fails_leaves_no_endpoint(taken: str) -> None:
 
 @pytest.mark.parametrize("kind", ["shutdown", "cancel"])
 async def test_a_start_that_is_given_up_leaves_no_endpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the second rank is being registered."""
+    """The start is cancelled while the second rank is being registered."""
     async with Runtime.in_process() as runtime, anyio.create_task_group() as tasks:
         register = runtime.discovery.register
 
@@ -320,7 +320,7 @@ async def test_a_worker_whose_end_is_cancelled_leaves_no_endpoint() -> None:
     assert runtime.served == {}
 
 
-async def test_a_worker_that_breaks_cannot_be_asked_any_more() -> None:
+async def test_a_broken_worker_no_longer_offers_recovery() -> None:
     async with Runtime.in_process() as runtime, worker_of(Engine(fails_s=3.0), runtime) as worker:
         assert await names(runtime) == ["generate", *NAMES]
         await worker.wait()
@@ -330,10 +330,10 @@ async def test_a_worker_that_breaks_cannot_be_asked_any_more() -> None:
         assert await names(runtime) == []
 
 
-# -- who says that it can be asked
+# -- how a worker advertises recovery
 
 
-async def test_the_card_says_so_where_the_worker_answers() -> None:
+async def test_the_card_advertises_recovery_where_the_worker_offers_it() -> None:
     async with Runtime.in_process() as runtime, worker_of(Engine(), runtime):
         (model,) = await runtime.discovery.models(WHERE.path)
         assert model.card.runtime_config.enable_local_indexer
@@ -350,7 +350,7 @@ async def test_the_card_says_so_where_the_worker_answers() -> None:
         ({"block_size": None}, {}),
     ],
 )
-async def test_a_worker_that_keeps_no_events_says_so_and_is_not_to_be_asked(
+async def test_a_worker_without_an_event_log_advertises_and_offers_no_recovery(
     engine: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     async with Runtime.in_process() as runtime, worker_of(Engine(**engine), runtime, **settings):

@@ -1,4 +1,4 @@
-"""What an engine says of itself, and what it need not write."""
+"""The config of an engine, and the methods it may leave out."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_config_that_misses_its_model_or_names_something_unknown_is_refused(
 
 
 class Required(LLMEngine):
-    """Just what must be written."""
+    """Has the required methods only."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         return EngineConfig(model="m")
@@ -65,7 +65,7 @@ class Required(LLMEngine):
         yield LLMEngineOutput.stop()
 
     async def cleanup(self) -> None:
-        """There is nothing to release."""
+        """Release nothing."""
 
 
 @pytest.mark.parametrize("missing", ["start", "generate", "cleanup"])

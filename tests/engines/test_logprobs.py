@@ -1,4 +1,4 @@
-"""Log probabilities of an engine's output: all of them, or none."""
+"""Log probabilities of an engine's output: complete, or absent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_token_has_its_own_log_probability_and_its_candidates_by_likelihood
     assert top == [[TopLogprob(1, 8, -0.1, "b"), TopLogprob(2, 7, -0.5, "a")], [TopLogprob(1, 9, -1.0)]]
 
 
-def test_tokens_that_were_said_before_are_left_out() -> None:
+def test_tokens_emitted_before_are_left_out() -> None:
     assert extract_logprobs(POSITIONS, [7, 9], emitted_tokens=1) == ([-1.0], [[TopLogprob(1, 9, -1.0)]])
 
 
@@ -52,7 +52,7 @@ def test_tokens_that_were_said_before_are_left_out() -> None:
         (None, [7]),
     ],
 )
-def test_where_one_is_missing_there_are_none_at_all(positions: Any, token_ids: list[int]) -> None:
+def test_one_missing_log_probability_drops_them_all(positions: Any, token_ids: list[int]) -> None:
     assert extract_logprobs(positions, token_ids) == (None, None)
 
 
@@ -66,10 +66,10 @@ def test_a_rank_that_is_not_given_is_the_place_by_likelihood() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 3))), max_size=6), st.integers(0, 6))
-def test_there_is_one_entry_for_each_new_token_or_nothing(steps: list[tuple[int, set[int]]], said: int) -> None:
+def test_there_is_one_entry_for_each_new_token_or_nothing(steps: list[tuple[int, set[int]]], emitted: int) -> None:
     tokens = [token for token, _ in steps]
-    chosen, top = extract_logprobs([{t: Bare(-float(t)) for t in known} for _, known in steps], tokens, said)
-    new = steps[said:]
+    chosen, top = extract_logprobs([{t: Bare(-float(t)) for t in known} for _, known in steps], tokens, emitted)
+    new = steps[emitted:]
     if new and all(token in known for token, known in new):
         assert chosen == [-float(token) for token, _ in new]
         assert top is not None

@@ -25,7 +25,7 @@ WORKER = {
 
 
 class Gauges:
-    """A meter and what stands on it, by name and rank."""
+    """Return a meter and a function for its values, by name and rank."""
 
     def __init__(self, **labels: str) -> None:
         self._reader = InMemoryMetricReader()

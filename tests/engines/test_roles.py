@@ -1,4 +1,4 @@
-"""Roles: how they are named, what they publish and need, and what they want of a request."""
+"""Roles: their names, what they publish and need, and their demands on a request."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_each_mode_needs_the_other_halves(mode: DisaggregationMode, needs: Any, 
 
 
 @pytest.mark.parametrize("stop", [{"max_tokens": 100, "min_tokens": 5, "stop": ["x"]}, {}])
-def test_prefill_makes_one_token_whatever_was_asked_for(stop: dict[str, Any]) -> None:
+def test_prefill_makes_one_token_whatever_the_request_allows(stop: dict[str, Any]) -> None:
     request = PreprocessedRequest([1], stop_conditions=StopConditions(**stop))
     before = StopConditions(**stop)
     limited = enforce_prefill_max_tokens(request)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Noted(LLMEngine):
-    """Notes its life; raises where it is told to."""
+    """Records its calls; raises where the test demands it."""
 
     def __init__(self, *fails: str) -> None:
         self.fails = fails
@@ -128,7 +128,7 @@ async def test_a_background_that_fails_ends_the_block() -> None:
     assert engine.calls == ["start 7", "background", "drain", "cleanup"]
 
 
-async def test_a_block_that_fails_beside_its_background_says_both() -> None:
+async def test_a_block_that_fails_beside_its_background_raises_both_errors() -> None:
     async def fail() -> None:
         async with as_engine(Noted("background")):
             try:

@@ -44,7 +44,7 @@ class FunctionEngine(LLMEngine):
             self.open -= 1
 
     async def cleanup(self) -> None:
-        """There is nothing to release."""
+        """Release nothing."""
 
 
 class EndsOnKill(FunctionEngine):
