@@ -3,7 +3,7 @@
 from .assigned import Next, Output, assign_worker
 from .busy import BusyWatch, capacities_of
 from .errors import AllBusy, AllCoolingDown
-from .health import COOLDOWN, cooldown_s
+from .health import COOLDOWN, InstanceHealth, cooldown_s
 from .load import WorkerLoads, load_reports
 from .pickers import (
     DEVICE_RATIO,
@@ -18,6 +18,7 @@ from .pickers import (
 )
 from .push_router import PushRouter
 from .rejection import OVERLOAD_STATUS, Rejection, overload_status
+from .view import PoolView
 
 __all__ = [
     "COOLDOWN",
@@ -27,10 +28,12 @@ __all__ = [
     "AllCoolingDown",
     "BusyWatch",
     "DeviceAware",
+    "InstanceHealth",
     "Loads",
     "Next",
     "Output",
     "Picker",
+    "PoolView",
     "PushRouter",
     "Rejection",
     "RoundRobin",

@@ -1,6 +1,6 @@
 """InstanceHealth: which instances of a pool may take a request now, and why none may.
 
-    there ──► admitted ──► not cooling down after a fault: routable ──► not busy: free
+    members, faults, refusals, reports, busy, time ──► view ──► routers
 
 Cooldowns: instances that get no requests for a while after a fault, each until its own time. A request that migrates
 does not go back to an instance it has failed on, however long that is ago: see `without_failed`.
@@ -11,17 +11,16 @@ deadline, which no change of another one shortens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from attrs import frozen
 
 from pipeline import InvalidArgument, Unavailable, WorkerOverloaded
 from pipeline.errors import Refused, blames_worker, may_migrate
-from pipeline.network import Ids
+from pipeline.network import Members
 from pipeline.protocols import MigrationState, TraceLink
 from pipeline.rx import (
     AnyIOScheduler,
@@ -35,11 +34,11 @@ from pipeline.rx import (
 from pipeline.settings import Variable, whole
 
 from .errors import AllBusy, all_busy, all_cooling_down, no_instance
-from .load import RankLoad, WorkerLoads, is_idle, log_errors
+from .load import LoadChange, WorkerLoads, is_idle, log_errors
+from .view import PoolView
 
 if TYPE_CHECKING:
-    from pipeline.network import Ids, Workers
-    from pipeline.rx import AnyIOScheduler, Observable
+    from pipeline.network import Workers
 
 
 COOLDOWN_S = 5.0
@@ -51,131 +50,26 @@ COOLDOWN = Variable(
 )
 
 
-@frozen
-class Cooldown:
-    """The cooldown of one instance."""
-
-    incarnation: int
-    """The incarnation that was at fault."""
-    until_s: float
-    """When it ends, by the loop's clock."""
-
-
-class Cooldowns:
-    """The instances that are cooling down. Falsy if there are none, so that a healthy pool needs no clock.
-
-    Only the incarnation that was at fault cools down: an instance that has left and come back starts clean. With a
-    `duration_s` of 0 none ever does.
-    """
-
-    def __init__(self, duration_s: float = COOLDOWN_S) -> None:
-        if not isfinite(duration_s) or duration_s < 0:
-            raise InvalidArgument(f"must be finite and not negative, got {duration_s}", field="cooldown_s")
-        self.duration_s = duration_s
-        self.added: Subject[int] = Subject()
-        """The id of each instance as its cooldown begins."""
-        self._entries: Mapping[int, Cooldown] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def add(self, instance_id: int, incarnation: int, now_s: float) -> None:
-        """Begin the cooldown of that incarnation, anew if it is cooling down already.
-
-        Nothing happens for an incarnation that was followed by another, or for an instance that is not there (-1).
-        """
-        known = self._entries.get(instance_id)
-        if not self.duration_s or incarnation < 0 or (known is not None and known.incarnation > incarnation):
-            return
-        self._entries = {**self._entries, instance_id: Cooldown(incarnation, now_s + self.duration_s)}
-        self.added.on_next(instance_id)
-
-    def discard(self, instance_id: int) -> None:
-        """End the cooldown of an instance before its time, if there is one."""
-        self._entries = {one: entry for one, entry in self._entries.items() if one != instance_id}
-
-    def without(self, ids: Sequence[int], incarnation: Callable[[int], int], now_s: float) -> Sequence[int]:
-        """Return the instances that are not cooling down now; `incarnation` gives the incarnation of each."""
-        self._entries = lasting(self._entries, now_s)
-        entries = self._entries
-        return [i for i in ids if i not in entries or entries[i].incarnation != incarnation(i)] if entries else ids
-
-    def first_end_s(self) -> float | None:
-        """When the first cooldown ends, as of the last call of `without`; None if there is none."""
-        return min((entry.until_s for entry in self._entries.values()), default=None)
-
-    def first_back_s(self, ids: Sequence[int], incarnation: Callable[[int], int]) -> float | None:
-        """When the cooldown of the first of these instances ends, as of then too; None if none of them cools down.
-
-        Other cooldowns do not count: an instance that is gone, or has come back since, takes no request then.
-        """
-        entries = self._entries
-        ends_s = (entries[i].until_s for i in ids if i in entries and entries[i].incarnation == incarnation(i))
-        return min(ends_s, default=None)
-
-
-def lasting(entries: Mapping[int, Cooldown], now_s: float) -> Mapping[int, Cooldown]:
-    """Return the cooldowns that have not ended; the very same mapping if none has."""
-    if all(entry.until_s > now_s for entry in entries.values()):
-        return entries
-    return {instance_id: entry for instance_id, entry in entries.items() if entry.until_s > now_s}
-
-
 def cooldown_s(environment: Mapping[str, str]) -> float:
     """Return the duration that the environment sets, or the default."""
     return COOLDOWN.of(environment)
 
 
-def routable_changes(
-    pool: Observable[Ids],
-    cooldowns: Cooldowns,
-    routable: Callable[[float], Sequence[int]],
-    scheduler: AnyIOScheduler,
-) -> Observable[Ids]:
-    """Return the instances that are not cooling down, now and after every change, the passing of time included.
-
-    `routable` returns them for a time of the loop's clock. Completes with the pool. What a subscriber raises is logged.
-    """
-
-    def subscribe(observer: ObserverBase[Ids], _: Any = None) -> DisposableBase:
-        known: Ids | None = None
-        waiting: DisposableBase = Disposable()
-
-        def look(_: Any = None, due_s: float = 0.0) -> None:
-            nonlocal known, waiting
-            # The scheduler's `now` is rounded to microseconds; what is due at `due_s` has run out then.
-            now_s = max(scheduler.to_seconds(scheduler.now), due_s)
-            found = tuple(routable(now_s))
-            waiting.dispose()
-            if (end_s := cooldowns.first_end_s()) is not None:
-                waiting = scheduler.schedule_absolute(end_s, lambda *_: look(due_s=end_s))
-            if found != known:
-                known = found
-                observer.on_next(found)
-
-        following = CompositeDisposable(log_errors(cooldowns.added).subscribe(look))
-        following.add(pool.subscribe(look, observer.on_error, observer.on_completed))
-        following.add(Disposable(lambda: waiting.dispose()))
-        return following
-
-    return log_errors(Observable(subscribe))  # its timers must not break the scheduler, which others share
-
-
-_NO_IDS: AbstractSet[int] = frozenset()
-
-
 class InstanceHealth:
     """The health of each instance of a router's pool: cooldown after faults, load shedding, admission.
+
+    Every change of the pool makes a new `view` at once: an instance comes or leaves, a fault, a refusal, a report, the
+    busy ones change. The end of a cooldown is seen by the next reader, and by subscribers of `changes` when it comes.
 
     An instance that refuses a request as overloaded is busy for `cooldown_s`, or until its next report in `loads`
     readmits it: by `busy` alone, if that is given, else by a report that it is idle. A report from before the refusal
     does not count. A healthy pool needs no clock.
 
     workers: the pool
-    loads: what the instances report
+    loads: what the instances report; by default nothing
     cooldown_s: how long an instance cools down, in seconds; 0 for not at all
-    busy: returns the instances that are busy by another's judgement, as `BusyWatch.busy`
-    admits: whether an instance is one of this router's; None for all
+    busy: the instances that are busy by another's judgement, now and after each change, as `BusyWatch.changes`
+    admits: whether an instance is one of this router's, decided at each change of the pool; None for all
     skips_cooling_down: whether instances that are cooling down get no requests; false where requests name theirs
     """
 
@@ -183,99 +77,108 @@ class InstanceHealth:
         self,
         workers: Workers[Any, Any],
         *,
-        loads: WorkerLoads,
-        cooldown_s: float,
-        busy: Callable[[], AbstractSet[int]] | None = None,
+        loads: WorkerLoads | None = None,
+        cooldown_s: float = COOLDOWN_S,
+        busy: Observable[AbstractSet[int]] | None = None,
         admits: Callable[[int], bool] | None = None,
         skips_cooling_down: bool = True,
     ) -> None:
+        if not isfinite(cooldown_s) or cooldown_s < 0:
+            raise InvalidArgument(f"must be finite and not negative, got {cooldown_s}", field="cooldown_s")
         self._workers = workers
-        self._loads = loads
-        self._busy = busy
+        self._cooldown_s = cooldown_s
         self._admits = admits
-        self._skips_cooling_down = skips_cooling_down
-        self._cooldowns = Cooldowns(cooldown_s)
-        self._overloaded = Cooldowns(cooldown_s)
-        self._reported: dict[int, Mapping[int, RankLoad]] = {}
-        """What overloaded instances had reported when they refused; each report makes another mapping."""
+        self._has_busy = busy is not None
+        self._view = PoolView(skips_cooling_down=skips_cooling_down)
+        self._views: Subject[PoolView] = Subject()
+        workers.follow(self._on_members)
+        if loads is not None:
+            loads.reports().subscribe(self._on_report)
+        if busy is not None:
+            busy.subscribe(self._on_busy)
 
-    def admitted(self) -> Sequence[int]:
-        """Return the instances that are there and this router's."""
-        ids = self._workers.instance_ids()
-        return ids if self._admits is None else [i for i in ids if self._admits(i)]
+    @property
+    def view(self) -> PoolView:
+        """The pool now. The same object until something changes."""
+        if self._view.valid_until_s is not None:
+            self._push(self._view.at(anyio.current_time()))
+        return self._view
 
-    def is_admitted(self, instance_id: int) -> bool:
-        """Whether that instance is admitted; costs the same however many there are."""
-        return self._workers.incarnation(instance_id) >= 0 and (self._admits is None or self._admits(instance_id))
+    def changes(self, scheduler: AnyIOScheduler | None = None) -> Observable[PoolView]:
+        """Return the view now and after every change; completes when the pool is closed, which it keeps running.
 
-    def routable(self, now_s: float | None = None) -> Sequence[int]:
-        """Return the instances that are not cooling down at that time, by default now."""
-        ids = self.admitted()
-        if not self._cooldowns:
-            return ids
-        return self._cooldowns.without(ids, self._workers.incarnation, anyio.current_time() if now_s is None else now_s)
+        With a scheduler the end of a cooldown is such a change; without one it is seen with the next change or reader.
+        What a subscriber raises is logged.
+        """
 
-    def routable_changes(self, scheduler: AnyIOScheduler) -> Observable[Ids]:
-        """`routable` now and after every change, also that of time; completes when the pool is closed."""
-        return routable_changes(self._workers.changes(), self._cooldowns, self.routable, scheduler)
+        def subscribe(observer: ObserverBase[PoolView], _: Any = None) -> DisposableBase:
+            waiting: DisposableBase = Disposable()
+            known: PoolView | None = None
 
-    def free(self) -> Sequence[int]:
-        """Return the instances a request may be sent to now."""
-        return self.not_busy(self.routable() if self._skips_cooling_down else self.admitted())
+            def look(_: PoolView) -> None:
+                nonlocal known, waiting
+                if (view := self._view) is known:
+                    return  # a change that another subscriber made at the change before, and that was seen then
+                known = view
+                waiting.dispose()
+                if scheduler is not None and (end_s := view.valid_until_s) is not None:
+                    # The scheduler's `now` is rounded to microseconds: what is due then has run out.
+                    waiting = scheduler.schedule_absolute(end_s, lambda *_: self._push(self._view.at(end_s)))
+                observer.on_next(view)
 
-    def not_busy(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return those of the instances that are not busy now."""
-        if self._overloaded:
-            self._readmit()
-            ids = self._overloaded.without(ids, self._workers.incarnation, anyio.current_time())
-        if self._busy is not None and (busy := self._busy()):
-            return [instance_id for instance_id in ids if instance_id not in busy]
-        return ids
+            look(self.view)
+            following = CompositeDisposable(log_errors(self._views).subscribe(look))
+            following.add(self._workers.changes().subscribe(on_completed=observer.on_completed))
+            following.add(Disposable(lambda: waiting.dispose()))
+            return following
 
-    def overloaded(self) -> AbstractSet[int]:
-        """Return the instances that are busy now, by their reports or by a refusal a moment ago."""
-        ids = self.admitted()
-        free = self.not_busy(ids)
-        return _NO_IDS if free is ids else frozenset(ids).difference(free)
+        return log_errors(Observable(subscribe))  # its timers must not break the scheduler, which others share
 
     def blame(self, instance_id: int, incarnation: int, error: Exception) -> None:
-        """Take the error of a request into account: after a fault the worker cools down, after a refusal it is busy."""
-        if blames_worker(error):
-            self._cooldowns.add(instance_id, incarnation, anyio.current_time())
-        elif isinstance(error, WorkerOverloaded):
-            self._overloaded.add(instance_id, incarnation, anyio.current_time())
-            if (load := self._loads.current().get(instance_id)) is not None:
-                self._reported[instance_id] = load.ranks
+        """Take the error of a request into account: after a fault the worker cools down, after a refusal it is busy.
 
-    def _readmit(self) -> None:
-        """Judge overloaded instances by what they have reported since."""
-        loads = self._loads.current()
-        for instance_id, before in list(self._reported.items()):
-            load = loads.get(instance_id)
-            if load is None:
-                del self._reported[instance_id]
-            elif load.ranks is not before and load.ranks and (self._busy is not None or is_idle(load.ranks)):
-                del self._reported[instance_id]
-                self._overloaded.discard(instance_id)
+        Nothing happens if that incarnation was followed by another, or is gone.
+        """
+        if not self._cooldown_s:
+            return
+        if blames_worker(error):
+            until_s = anyio.current_time() + self._cooldown_s
+            self._push(self.view.with_cooldown(instance_id, incarnation, until_s))
+        elif isinstance(error, WorkerOverloaded):
+            until_s = anyio.current_time() + self._cooldown_s
+            self._push(self.view.with_refusal(instance_id, incarnation, until_s))
+
+    def _on_members(self, members: Members) -> None:
+        self._push(self._view.with_members(members, self._admits))
+
+    def _on_busy(self, busy: AbstractSet[int]) -> None:
+        self._push(self._view.with_busy(busy))
+
+    def _on_report(self, change: LoadChange) -> None:
+        """Judge an overloaded instance by what it reports."""
+        if change.load is not None and (ranks := change.load.ranks) and (self._has_busy or is_idle(ranks)):
+            self._push(self._view.without_refusal(change.instance_id))
+
+    def _push(self, view: PoolView) -> None:
+        if view is not self._view:
+            self._view = view
+            self._views.on_next(view)
 
     def refusal(self) -> Refused | None:
         """Return the error a request would meet now; None if an instance is free."""
-        return None if self.free() else self.no_free_instance()
+        return None if self.view.free else self.no_free_instance()
 
     def no_free_instance(self) -> Refused:
         """Return the error for a request that no instance can take."""
-        name, ids = self._workers.name, self.admitted()
-        if not ids:
+        name, view = self._workers.name, self.view
+        if not view.ids:
             return no_instance(name, self._workers.absence())
-        routable = self.routable() if self._skips_cooling_down else ids
+        routable = view.routable if view.skips_cooling_down else view.ids
         if not routable:
-            first_back_s = self._cooldowns.first_back_s(ids, self._workers.incarnation)
-            return all_cooling_down(name, len(ids), _time_to(first_back_s))
+            return all_cooling_down(name, len(view.ids), _time_to(view.cooling_down.values()))
         # When `busy` will no longer name an instance is not known.
-        busy = self._busy() if self._busy is not None else ()
-        timed = [instance_id for instance_id in routable if instance_id not in busy]
-        first_back_s = self._overloaded.first_back_s(timed, self._workers.incarnation)
-        return all_busy(name, len(routable), len(ids) - len(routable), _time_to(first_back_s))
+        refused = [view.refused[i] for i in routable if i in view.refused and i not in view.busy]
+        return all_busy(name, len(routable), len(view.ids) - len(routable), _time_to(refused))
 
     def vanished(self, instance_id: int) -> Unavailable:
         """Return the error for an instance that is gone when no other can take its place."""
@@ -283,8 +186,9 @@ class InstanceHealth:
         return Unavailable(f"instance_id={instance_id} not found for endpoint {name}, no other instances available")
 
 
-def _time_to(end_s: float | None) -> float | None:
-    return None if end_s is None else max(0.0, end_s - anyio.current_time())
+def _time_to(ends_s: Collection[float]) -> float | None:
+    """Return the time to the first of these ends; None if there is none."""
+    return max(0.0, min(ends_s) - anyio.current_time()) if ends_s else None
 
 
 def note_failure(payload: Any, instance_id: int, error: Exception, link: TraceLink | None = None) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from attrs import astuple, evolve, frozen
 
 from pipeline import ReleaseOnce
-from pipeline.network import EndpointId, Event, EventPlane, Ids, Scope, Workers
+from pipeline.network import EndpointId, Event, EventPlane, Members, Scope, Workers
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.rx import CompositeDisposable, DisposableBase, Observable, ObserverBase, Subject, ops
 
@@ -106,27 +106,25 @@ class WorkerLoads:
 
     def __init__(self, workers: Workers[Any, Any]) -> None:
         self._workers = workers
-        self._ids: Ids | None = None
-        """The instances as `_loads` has them; the pool gives another tuple after each change."""
+        self._members = Members()
+        """The instances as `_loads` has them."""
         self._loads: dict[int, WorkerLoad] = {}
-        self._incarnations: dict[int, int] = {}
         self._changes: Subject[LoadChange] = Subject()
+        self._reports: Subject[LoadChange] = Subject()
         self._due: deque[Callable[[], None]] = deque()
         self._is_publishing = False
+        workers.follow(self._on_members)
 
     def current(self) -> Mapping[int, WorkerLoad]:
         """Return the load of each instance that is there. It changes with the next request: read it, do not keep it."""
-        ids = self._workers.instance_ids()
-        if ids is not self._ids:
-            self._reconcile(ids)
         return self._loads
 
     def begin(self, instance_id: int) -> ReleaseOnce:
         """Count one request in flight there, until the result is released."""
-        load = self.current().get(instance_id)
+        load = self._loads.get(instance_id)
         if load is None:
             return UNCOUNTED
-        incarnation = self._incarnations[instance_id]
+        incarnation = self._members.incarnations[instance_id]
         self._set(instance_id, WorkerLoad(load.in_flight + 1, load.device_type, load.ranks))
         return ReleaseOnce(self._ended, instance_id, incarnation)
 
@@ -143,15 +141,17 @@ class WorkerLoads:
 
         def subscribe(observer: ObserverBase[LoadChange], _: Any = None) -> DisposableBase:
             def complete() -> None:
-                self.current()
                 self._in_turn(observer.on_completed)
 
-            self.current()
             changes = log_errors(self._changes).subscribe(observer.on_next)
-            # Departures are changes too, also while no request looks at the loads.
-            return CompositeDisposable(changes, self._workers.changes().subscribe(self._on_ids, on_completed=complete))
+            # Keeps a closed pool running.
+            return CompositeDisposable(changes, self._workers.changes().subscribe(on_completed=complete))
 
         return Observable(subscribe)
+
+    def reports(self) -> Observable[LoadChange]:
+        """Return the changes from now on that a report has caused; does not keep a closed pool running."""
+        return log_errors(self._reports)
 
     def changes(self) -> Observable[Mapping[int, WorkerLoad]]:
         """Return the loads of all instances now and after every change; completes when the pool is closed."""
@@ -163,12 +163,9 @@ class WorkerLoads:
 
         return Observable(subscribe)
 
-    def _on_ids(self, _: Ids) -> None:
-        self.current()
-
     def _on_report(self, report: ActiveLoad, elsewhere: Sequence[Workers[Any, Any]]) -> None:
         instance_id = report.worker_id
-        if (load := self.current().get(instance_id)) is None:
+        if (load := self._loads.get(instance_id)) is None:
             return
         if any(instance_id in other.instance_ids() for other in elsewhere):
             if load.ranks:
@@ -178,18 +175,23 @@ class WorkerLoads:
         self._set(instance_id, evolve(load, ranks={**load.ranks, report.dp_rank: rank}), report.dp_rank)
 
     def _ended(self, instance_id: int, incarnation: int) -> None:
-        if self._incarnations.get(instance_id) != incarnation:
+        if self._members.incarnations.get(instance_id) != incarnation:
             return
         load = self._loads[instance_id]
         self._set(instance_id, WorkerLoad(load.in_flight - 1, load.device_type, load.ranks))
 
     def _set(self, instance_id: int, load: WorkerLoad, dp_rank: int | None = None) -> None:
         self._loads[instance_id] = load
-        if self._changes.observers:
+        if self._changes.observers or (dp_rank is not None and self._reports.observers):
             self._publish(LoadChange(instance_id, load, dp_rank))
 
     def _publish(self, change: LoadChange) -> None:
-        self._in_turn(lambda: self._changes.on_next(change))
+        self._in_turn(lambda: self._deliver(change))
+
+    def _deliver(self, change: LoadChange) -> None:
+        if change.dp_rank is not None:
+            self._reports.on_next(change)
+        self._changes.on_next(change)
 
     def _in_turn(self, step: Callable[[], None]) -> None:
         """Take the step after those under way: a change that a subscriber causes is published after its cause."""
@@ -203,16 +205,12 @@ class WorkerLoads:
         finally:
             self._is_publishing = False
 
-    def _reconcile(self, ids: Ids) -> None:
-        workers = self._workers
-        self._ids = ids
-        incarnations = {instance_id: workers.incarnation(instance_id) for instance_id in ids}
-        gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
-        new = [i for i, incarnation in incarnations.items() if self._incarnations.get(i) != incarnation]
-        self._incarnations = incarnations
+    def _on_members(self, members: Members) -> None:
+        gone, new = members.gone_since(self._members), members.new_since(self._members)
+        self._members = members
         for instance_id in gone:
             del self._loads[instance_id]
-        self._loads.update({i: WorkerLoad(device_type=workers.device_type(i)) for i in new})
+        self._loads.update({i: WorkerLoad(device_type=self._workers.device_type(i)) for i in new})
         if self._changes.observers:
             changes = [LoadChange(i, None) for i in gone] + [LoadChange(i, self._loads[i]) for i in new]
             for change in changes:

@@ -42,6 +42,7 @@ from .pickers import DeviceAware, Picker, RoundRobin, Uncounted, least_loaded, p
 
 if TYPE_CHECKING:
     from pipeline.network import Workers
+    from pipeline.rx import Observable
 
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     rng: for what is left to chance; a seeded one repeats a run
     pick: a picker of one's own in place of a mode (see `operators.pool`)
     loads: counts what is in flight; routers of one pool may share it
-    busy: returns the instances that are busy now, as `BusyWatch.busy`
+    busy: the instances that are busy, now and after each change, as `BusyWatch.changes`
     admits: whether an instance is one of this router's; by default all are
     cooldown_s: how long an instance cools down, in seconds; 0 for not at all
     silence_timeout_s: a stream without an item for so many seconds raises ResponseTimeout; None for no limit
@@ -110,7 +111,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         *,
         pick: Picker | None = None,
         loads: WorkerLoads | None = None,
-        busy: Callable[[], AbstractSet[int]] | None = None,
+        busy: Observable[AbstractSet[int]] | None = None,
         admits: Callable[[int], bool] | None = None,
         cooldown_s: float = COOLDOWN_S,
         silence_timeout_s: float | None = None,
@@ -157,10 +158,10 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
         Raise CannotConnect if it is not there, WorkerOverloaded if it is busy.
         """
-        name = self._workers.name
-        if not self.health.is_admitted(instance_id):
+        name, view = self._workers.name, self.health.view
+        if instance_id not in view.incarnations:
             raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
-        if not self.health.not_busy((instance_id,)):
+        if view.is_busy(instance_id):
             raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
         return await self._send(request, instance_id, is_accounted=is_accounted)
 
@@ -206,7 +207,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     def _candidates(self, request: Context[In]) -> Sequence[int]:
         """Return the instances the request may be sent to now. Raise the reason if there is none."""
-        if not (free := self.health.free()):
+        if not (free := self.health.view.free):
             raise self.health.no_free_instance()
         if not (ids := without_failed(free, request.payload)):
             raise all_failed(self._workers.name, request.payload)
@@ -214,7 +215,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     def _free(self, request: Context[In]) -> Sequence[int]:
         """Return the instances this request may be sent to now."""
-        return without_failed(self.health.free(), request.payload)
+        return without_failed(self.health.view.free, request.payload)
 
     def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
         assert self._pick is not None

@@ -4,7 +4,7 @@ from .discovery import Added, Model, Removed, TaintsUpdated
 from .events import Event, EventPlane, Scope
 from .names import EndpointId, Instance
 from .runtime import Runtime, Served
-from .workers import EndpointWorkers, Ids, Workers, static_workers
+from .workers import EndpointWorkers, Ids, Members, Workers, static_workers
 
 __all__ = [
     "Added",
@@ -14,6 +14,7 @@ __all__ = [
     "EventPlane",
     "Ids",
     "Instance",
+    "Members",
     "Model",
     "Removed",
     "Runtime",

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import anyio
+from attrs import frozen
 
 from pipeline import AsyncEngine, Context, ResponseStream, Unavailable
 from pipeline.rx import CompositeDisposable, Disposable, DisposableBase, Observable, ObserverBase, RefCountDisposable
@@ -26,6 +27,31 @@ Absence = Literal["none_yet", "all_left", "closed"]
 """Why a pool has no instance: none has appeared so far, all have gone, or the pool is closed."""
 
 
+@frozen(eq=False)
+class Members:
+    """The instances of a pool at one moment. A change makes another record."""
+
+    ids: Ids = ()
+    """Sorted."""
+    incarnations: Mapping[int, int] = MappingProxyType({})
+    """The number of each instance's present stay, see `Workers.incarnation`."""
+
+    @classmethod
+    def of(cls, incarnations: Mapping[int, int]) -> Members:
+        """Return the record of these instances."""
+        ids = tuple(sorted(incarnations))
+        return cls(ids, {instance_id: incarnations[instance_id] for instance_id in ids})
+
+    def gone_since(self, before: Members) -> list[int]:
+        """Return the instances that have left since `before`, those that have come back included; in its order."""
+        now = self.incarnations
+        return [i for i, incarnation in before.incarnations.items() if now.get(i) != incarnation]
+
+    def new_since(self, before: Members) -> list[int]:
+        """Return the instances that have come since `before`, those that have come back included; sorted."""
+        return before.gone_since(self)
+
+
 class Workers(Protocol[In_contra, Out_co]):
     """The interface of a pool to its router; `runtime.workers(...)` and `static_workers(...)` return one."""
 
@@ -36,6 +62,10 @@ class Workers(Protocol[In_contra, Out_co]):
 
     def instance_ids(self) -> Ids:
         """Return the ids of the present instances, sorted."""
+        ...
+
+    def members(self) -> Members:
+        """Return the present instances with their incarnations; the same record until they change."""
         ...
 
     def absence(self) -> Absence | None:
@@ -57,6 +87,13 @@ class Workers(Protocol[In_contra, Out_co]):
         """`instance_ids` now and after every change; completes when the pool is closed."""
         ...
 
+    def follow(self, on_members: Callable[[Members], None]) -> DisposableBase:
+        """Call `on_members` with `members` now, after every change and at the end of the pool, until disposed.
+
+        Other than a subscriber of `changes`, this does not keep a closed pool running.
+        """
+        ...
+
     def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
         """Return the instance as an engine. Calls raise CannotConnect while it is absent."""
         ...
@@ -74,25 +111,27 @@ class _Pool(Generic[In, Out]):
     ) -> None:
         self.name = name
         self._engines = dict(engines)
-        self._ids: Ids = tuple(sorted(engines))
-        self._incarnations = {instance_id: number for number, instance_id in enumerate(self._ids)}
-        self._arrived = len(self._ids)
+        self._members = Members.of({instance_id: number for number, instance_id in enumerate(sorted(engines))})
+        self._arrived = len(engines)
         self._device_types: dict[int, DeviceType | None] = dict(device_types)
         self._is_closed = False
         self._listeners: Fanout[Ids] = Fanout()
 
     def instance_ids(self) -> Ids:
-        return self._ids
+        return self._members.ids
+
+    def members(self) -> Members:
+        return self._members
 
     def absence(self) -> Absence | None:
-        if self._ids:
+        if self._members.ids:
             return None
         if self._is_closed:
             return "closed"
         return "all_left" if self._arrived else "none_yet"
 
     def incarnation(self, instance_id: int) -> int:
-        return self._incarnations.get(instance_id, -1)
+        return self._members.incarnations.get(instance_id, -1)
 
     def device_type(self, instance_id: int) -> DeviceType | None:
         return self._device_types.get(instance_id)
@@ -101,7 +140,17 @@ class _Pool(Generic[In, Out]):
         return Observable(lambda observer, _: self._listen(observer))
 
     def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
-        return self._listeners.add(observer, first=[self._ids])
+        return self._listeners.add(observer, first=[self._members.ids])
+
+    def follow(self, on_members: Callable[[Members], None]) -> DisposableBase:
+        def look(_: Ids = ()) -> None:
+            on_members(self._members)
+
+        return self._loosely().subscribe(look, on_completed=look)
+
+    def _loosely(self) -> Observable[Ids]:
+        """`changes` for a subscriber that does not keep a closed pool running."""
+        return Observable(lambda observer, _: _Pool._listen(self, observer))
 
     def engine(self, instance_id: int) -> AsyncEngine[In, Out]:
         found = self._engines.get(instance_id)
@@ -114,14 +163,13 @@ class _Pool(Generic[In, Out]):
             if len(ids) >= count:
                 known.set()
 
-        # A subscription beside `changes`, whose subscribers keep a closed pool running: the wait would never end.
-        news = Observable[Ids](lambda observer, _: _Pool._listen(self, observer))
-        listening = news.subscribe(look, on_completed=lambda: known.set())
+        # Not `changes`, whose subscribers keep a closed pool running: the wait would never end.
+        listening = self._loosely().subscribe(look, on_completed=lambda: known.set())
         try:
             while True:
                 await known.wait()
-                if len(self._ids) >= count:
-                    return self._ids
+                if len(ids := self._members.ids) >= count:
+                    return ids
                 if self._is_closed:
                     raise Unavailable(f"{self.name} was closed before it had {count} instances")
                 known = anyio.Event()  # some have left again before it was this task's turn
@@ -154,28 +202,32 @@ class EndpointWorkers(_Pool[In, Out]):
         return CompositeDisposable(super()._listen(observer), self._users.disposable)
 
     def _follow(self, event: Added[Instance] | Removed[Instance]) -> None:
+        incarnations, instance_id = self._members.incarnations, event.item.instance_id
         if isinstance(event, Added):
             self._add(event.item)
+            if instance_id in incarnations:
+                return
+            incarnations = {**incarnations, instance_id: self._arrived}
+            self._arrived += 1
         else:
-            for known in (self._engines, self._incarnations, self._device_types):
-                known.pop(event.item.instance_id, None)
-        if (ids := tuple(sorted(self._engines))) != self._ids:
-            self._ids = ids
-            self._listeners.push(ids)
+            self._engines.pop(instance_id, None)
+            self._device_types.pop(instance_id, None)
+            if instance_id not in incarnations:
+                return
+            incarnations = {i: number for i, number in incarnations.items() if i != instance_id}
+        self._members = Members.of(incarnations)
+        self._listeners.push(self._members.ids)
 
     def _add(self, instance: Instance) -> None:
         """Add a new instance, or replace one that was published again with other content."""
         instance_id = instance.instance_id
         self._engines[instance_id] = self._connect(instance)
-        if instance_id not in self._incarnations:
-            self._incarnations[instance_id] = self._arrived
-            self._arrived += 1
         self._device_types[instance_id] = instance.device_type
 
     def _end(self) -> None:
-        for known in (self._engines, self._incarnations, self._device_types):
-            known.clear()
-        self._ids, self._is_closed = (), True
+        self._engines.clear()
+        self._device_types.clear()
+        self._members, self._is_closed = Members(), True
         self._listeners.complete()
 
 

@@ -144,7 +144,7 @@ def _pushing(
         return
     loads, capacities = WorkerLoads(workers), capacities_of(runtime.discovery.watch_models(endpoint.path))
     with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, capacities) as watch:
-        yield router_of(workers, config, environment, worker_type, loads=loads, busy=watch.busy), watch
+        yield router_of(workers, config, environment, worker_type, loads=loads, busy=watch.changes()), watch
 
 
 def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:

@@ -254,7 +254,7 @@ async def test_with_thresholds_a_worker_that_refused_is_used_again_when_it_repor
             await routing.workers.wait_for_instances(1)
             with pytest.raises(WorkerOverloaded):
                 await routing.push.generate(Context(None))  # type: ignore[arg-type]
-            assert list(routing.push.health.free()) == []
+            assert list(routing.push.health.view.free) == []
             publisher = runtime.events.publisher(Scope("ns", "backend"), KV_METRICS_TOPIC)
             publisher.publish(ActiveLoad(1, kv_used_blocks=0))
-            assert list(routing.push.health.free()) == [1]
+            assert list(routing.push.health.view.free) == [1]

@@ -216,9 +216,9 @@ def test_a_router_that_joins_late_sees_the_same_at_once(world: World) -> None:
     for worker_id in (1, 2):
         world.report(worker_id, kv_used_blocks=95)
     prefill_pool = static_workers({i: ScriptedEngine([i]) for i in (2, 3)})
-    late = PushRouter(prefill_pool, busy=world.watch.busy)
-    assert late.health.free() == [3]
-    assert isinstance(PushRouter(world.workers, busy=world.watch.busy).refusal(), AllBusy)
+    late = PushRouter(prefill_pool, busy=world.watch.changes())
+    assert late.health.view.free == (3,)
+    assert isinstance(PushRouter(world.workers, busy=world.watch.changes()).refusal(), AllBusy)
 
 
 def test_a_watch_begins_with_what_was_reported_before_it(world: World) -> None:

@@ -16,27 +16,15 @@ from operators.pool.pickers import Uncounted
 from pipeline import AnyContext, Context, ReleaseOnce
 from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
 from pipeline.network.names import EndpointId
-from pipeline.network.workers import _Pool
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.rx import Subject
 from pipeline.testing import ScriptedEngine
 
-from .worlds import send_to
+from .worlds import Changing, send_to
 
 pytestmark = pytest.mark.anyio
 
 NAME = "ns/comp/ep"
-
-
-class Reborn(_Pool[Any, Any]):
-    """A pool whose instances leave and come back without a word."""
-
-    def __init__(self, engines: Mapping[int, ScriptedEngine], name: str) -> None:
-        super().__init__(name, engines, {})
-
-    def bear(self) -> None:
-        self._ids = (*self._ids,)  # another one, as after each change
-        self._incarnations = {i: incarnation + 10 for i, incarnation in self._incarnations.items()}
 
 
 def pool(*instance_ids: int) -> Workers[Any, Any]:
@@ -115,12 +103,12 @@ async def test_an_instance_that_comes_back_begins_with_nothing() -> None:
 
 
 def test_leaving_and_coming_back_between_two_looks_is_news_too() -> None:
-    workers = Reborn({1: ScriptedEngine([])}, "pool")
-    loads, heard = WorkerLoads(workers), list[LoadChange]()
+    changing = Changing({1: ScriptedEngine([])})
+    loads, heard = WorkerLoads(changing.workers), list[LoadChange]()
     loads.begin(1)
     loads.news().subscribe(heard.append)
-    workers.bear()
-    loads.current()
+    changing.remove(1)
+    changing.add(1)
     assert heard == [LoadChange(1, None), LoadChange(1, WorkerLoad())]
 
 

@@ -32,6 +32,8 @@ from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, MigrationState, PreprocessedRequest, RequestTracker
 from pipeline.testing import Fail, ScriptedEngine, Stall, watch_streams
 
+from .worlds import Shrinking
+
 pytestmark = pytest.mark.anyio
 
 MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
@@ -133,27 +135,9 @@ async def test_the_stand_in_for_one_that_vanished_is_none_that_failed() -> None:
     state = MigrationState()
     state.exclude(1, GONE)
     asked = Context(PreprocessedRequest([1], migration_state=state))
-    pool: Any = Vanishing()
+    pool = Shrinking([1, 2], leaving=[2])
     with pytest.raises(Unavailable):
-        await PushRouter(pool, "round_robin", cooldown_s=0).generate(asked)
-
-
-class Vanishing:
-    """Workers 1 and 2, of which the second is gone by the time it is asked."""
-
-    def __init__(self) -> None:
-        self._pool = static_workers({1: ScriptedEngine([]), 2: ScriptedEngine([])})
-        self._ids: tuple[int, ...] = (1, 2)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def instance_ids(self) -> tuple[int, ...]:
-        return self._ids
-
-    def engine(self, instance_id: int) -> AsyncEngine[Any, Any]:
-        self._ids = (1,)
-        return static_workers({1: ScriptedEngine([])}).engine(instance_id)
+        await PushRouter(pool.workers, "round_robin", cooldown_s=0).generate(asked)
 
 
 async def test_the_failure_is_noted_before_it_is_seen() -> None:
@@ -222,7 +206,7 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
     push: PushRouter[Any, Any] = PushRouter(workers)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     with kv_router(
-        workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, routable=push.health.routable
+        workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, routable=lambda: push.health.view.routable
     ) as kv:
         graph = link(Migration(3), KvPushRouter(kv), push)
         assert await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker)) == (12, None)

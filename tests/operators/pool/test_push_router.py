@@ -21,49 +21,25 @@ from pipeline import (
     Unavailable,
     identity,
 )
-from pipeline.network import Runtime, Workers, static_workers
-from pipeline.network.workers import Absence
+from pipeline.network import Runtime, Workers
 from pipeline.protocols import PreprocessedRequest, RoutingHints
-from pipeline.rx import Observable
 from pipeline.testing import ScriptedEngine, check_engine
 
-from .worlds import NAME, PICKING_MODES, Engine, answerer, answering, assigned, in_flight, lowest, pool, router, send_to
+from .worlds import (
+    NAME,
+    PICKING_MODES,
+    Shrinking,
+    answerer,
+    answering,
+    assigned,
+    in_flight,
+    lowest,
+    pool,
+    router,
+    send_to,
+)
 
 pytestmark = pytest.mark.anyio
-
-
-class ShrinkingPool:
-    """A pool in which the instances that are `leaving` are gone by the time they are asked."""
-
-    def __init__(self, instance_ids: Sequence[int], leaving: Sequence[int]) -> None:
-        self.name = NAME
-        self.engines = answering(*instance_ids)
-        self.leaving = leaving
-        self._pool = pool(self.engines)
-
-    def instance_ids(self) -> tuple[int, ...]:
-        return tuple(self.engines)
-
-    def engine(self, instance_id: int) -> Engine:
-        if instance_id in self.leaving:
-            del self.engines[instance_id]
-            return static_workers({}, name=NAME).engine(instance_id)
-        return self.engines[instance_id]
-
-    def absence(self) -> Absence | None:
-        return None if self.engines else "all_left"
-
-    def incarnation(self, instance_id: int) -> int:
-        return instance_id if instance_id in self.engines else -1
-
-    def device_type(self, instance_id: int) -> None:
-        return None
-
-    def changes(self) -> Observable[tuple[int, ...]]:
-        return self._pool.changes()
-
-    async def wait_for_instances(self, count: int = 1) -> tuple[int, ...]:
-        return await self._pool.wait_for_instances(count)
 
 
 async def test_round_robin_asks_one_after_the_other() -> None:
@@ -181,12 +157,12 @@ async def test_sub_requests_that_run_at_once_keep_their_own_workers() -> None:
 
 
 async def test_an_instance_that_vanishes_before_the_dispatch_is_replaced() -> None:
-    assert await answerer(PushRouter(ShrinkingPool([1, 2, 3], leaving=[1]), pick=lowest)) == 2
+    assert await answerer(PushRouter(Shrinking([1, 2, 3], leaving=[1]).workers, pick=lowest)) == 2
 
 
 async def test_the_load_of_a_request_moves_to_the_instance_that_takes_the_place() -> None:
-    shrinking = ShrinkingPool([1, 2, 3], leaving=[1])
-    engine = PushRouter[Any, Any](shrinking, pick=lowest)
+    shrinking = Shrinking([1, 2, 3], leaving=[1])
+    engine = PushRouter[Any, Any](shrinking.workers, pick=lowest)
     async with await engine.generate(Context("a")):
         assert [request.payload for request in shrinking.engines[2].requests] == ["a"]
         assert {i: load.in_flight for i, load in engine.loads.current().items()} == {2: 1, 3: 0}
@@ -194,7 +170,7 @@ async def test_the_load_of_a_request_moves_to_the_instance_that_takes_the_place(
 
 
 async def test_nothing_takes_the_place_of_an_assigned_worker_that_vanishes() -> None:
-    engine = PushRouter[Any, Any](ShrinkingPool([1, 2, 3], leaving=[1]))
+    engine = PushRouter[Any, Any](Shrinking([1, 2, 3], leaving=[1]).workers)
     with pytest.raises(CannotConnect, match="instance_id=1 not found"):
         await send_to(engine, 1)
     assert in_flight(engine) == 0
@@ -202,12 +178,12 @@ async def test_nothing_takes_the_place_of_an_assigned_worker_that_vanishes() -> 
 
 async def test_the_last_instance_that_vanishes_is_no_connection_trouble() -> None:
     with pytest.raises(Unavailable, match=r"instance_id=1 not found .*no other instances available"):
-        await PushRouter(ShrinkingPool([1], leaving=[1])).generate(Context(None))
+        await PushRouter(Shrinking([1], leaving=[1]).workers).generate(Context(None))
 
 
 async def test_only_one_other_instance_is_tried() -> None:
     with pytest.raises(CannotConnect, match="instance_id=2 not found"):
-        await PushRouter(ShrinkingPool([1, 2, 3], leaving=[1, 2]), pick=lowest).generate(Context(None))
+        await PushRouter(Shrinking([1, 2, 3], leaving=[1, 2]).workers, pick=lowest).generate(Context(None))
 
 
 async def test_what_an_instance_cannot_reach_itself_goes_to_the_caller() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ import anyio
 import pytest
 
 from operators import AllBusy, AllCoolingDown, PushRouter
+from operators.pool import PoolView
 from operators.pool.push_router import RouterMode
 from pipeline import (
     Annotated,
@@ -30,7 +32,7 @@ from pipeline import (
 from pipeline.errors import BackendUnknown, StreamBusy
 from pipeline.network import Runtime
 from pipeline.protocols import PreprocessedRequest, RoutingHints
-from pipeline.rx import AnyIOScheduler
+from pipeline.rx import AnyIOScheduler, BehaviorSubject, ops
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 
 from .worlds import NAME, PICKING_MODES, answerer, answering, assigned, in_flight, lowest, meet, pool, send_to
@@ -56,12 +58,12 @@ async def test_a_faulty_instance_is_left_out_until_its_own_time_is_over(
     faulty = ScriptedEngine(steps[where], fails=error if where == "dispatch" else None)
     engine = PushRouter(pool({1: faulty, **answering(2)}), mode, Random(1), cooldown_s=5)
     await meet(engine, 1, error)
-    assert list(engine.health.routable()) == [2]
+    assert list(engine.health.view.routable) == [2]
     assert [await answerer(engine) for _ in range(4)] == [2] * 4
     await anyio.sleep(4.999)
-    assert list(engine.health.routable()) == [2]
+    assert list(engine.health.view.routable) == [2]
     await anyio.sleep(0.001)
-    assert list(engine.health.routable()) == [1, 2]
+    assert list(engine.health.view.routable) == [1, 2]
     assert in_flight(engine) == 0
 
 
@@ -73,7 +75,7 @@ async def test_when_the_reader_learns_of_a_fault_the_instance_is_out_and_nothing
             assert in_flight(engine) == 1
             with suppress(Disconnected):
                 assert (await anext(stream)).error is error
-            assert (in_flight(engine), list(engine.health.routable())) == (0, [2])
+            assert (in_flight(engine), list(engine.health.view.routable)) == (0, [2])
 
 
 @pytest.mark.parametrize("error", [BackendUnknown("the model's own"), InvalidArgument("wrong"), Unavailable("full")])
@@ -81,7 +83,11 @@ async def test_an_error_that_blames_nobody_leaves_nobody_out(error: PenstockErro
     """Neither does a cancellation, which is of this kind."""
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)])}))
     await meet(engine, 1, error)
-    assert list(engine.health.routable()) == [1]
+    assert list(engine.health.view.routable) == [1]
+
+
+def routable_in(view: PoolView) -> tuple[int, ...]:
+    return view.routable
 
 
 async def test_each_instance_is_back_at_its_own_time() -> None:
@@ -92,7 +98,8 @@ async def test_each_instance_is_back_at_its_own_time() -> None:
         seen: list[tuple[float, tuple[int, ...]]] = []
         await anyio.sleep(0.1234563)  # a time that rounds down to microseconds
         start_s = anyio.current_time()
-        engine.health.routable_changes(scheduler).subscribe(
+        routable = engine.health.changes(scheduler).pipe(ops.map(routable_in))
+        routable.pipe(ops.distinct_until_changed()).subscribe(
             lambda ids: seen.append((round(anyio.current_time() - start_s, 3), ids))
         )
         await meet(engine, 1, error)
@@ -116,7 +123,7 @@ async def test_a_listener_that_fails_when_an_instance_is_back_breaks_nothing_els
 
     async with AnyIOScheduler() as scheduler:
         engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), cooldown_s=5)
-        engine.health.routable_changes(scheduler).subscribe(hear)
+        engine.health.changes(scheduler).pipe(ops.map(routable_in)).subscribe(hear)
         for _ in range(2):
             await meet(engine, 1, error)
             await anyio.sleep(6)
@@ -128,7 +135,7 @@ async def test_with_an_exclusion_of_nothing_nobody_is_left_out() -> None:
     error = Disconnected("lost")
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2, 3)}), cooldown_s=0)
     await meet(engine, 1, error)
-    assert list(engine.health.routable()) == [1, 2, 3]
+    assert list(engine.health.view.routable) == [1, 2, 3]
 
 
 async def test_all_left_out_is_an_error_of_its_own_that_says_when_to_come_back() -> None:
@@ -159,14 +166,14 @@ async def test_an_instance_that_has_left_does_not_say_when_to_come_back() -> Non
 
 async def test_when_to_come_back_is_not_known_of_those_that_are_busy_by_somebody_elses_judgement() -> None:
     """Nor does one that is left out anyway say it."""
-    error, busy = Disconnected("lost"), set[int]()
+    error, busy = Disconnected("lost"), BehaviorSubject[AbstractSet[int]](frozenset())
     scripts = iter([WorkerOverloaded("no room"), error])
-    engine = PushRouter(pool({1: ScriptedEngine(lambda _: [Fail(next(scripts))]), **answering(2)}), busy=lambda: busy)
+    engine = PushRouter(pool({1: ScriptedEngine(lambda _: [Fail(next(scripts))]), **answering(2)}), busy=busy)
     at_once = [await send_to(engine, 1) for _ in range(2)]
     for stream in at_once:
         with pytest.raises(PenstockError):
             await stream.collect()
-    busy.add(2)
+    busy.on_next({2})
     refusal = engine.refusal()
     assert isinstance(refusal, AllBusy)
     assert refusal.retry_after_s is None
@@ -174,7 +181,9 @@ async def test_when_to_come_back_is_not_known_of_those_that_are_busy_by_somebody
 
 async def test_some_left_out_and_the_others_busy_is_busy() -> None:
     error = Disconnected("lost")
-    engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), busy=lambda: {2})
+    engine = PushRouter(
+        pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), busy=BehaviorSubject[AbstractSet[int]]({2})
+    )
     await meet(engine, 1, error)
     with pytest.raises(AllBusy, match=r"1 of endpoint.*1 more failed"):
         await engine.generate(Context(None))
@@ -187,7 +196,7 @@ async def test_an_instance_that_cools_down_still_gets_the_requests_that_name_it(
     named = Context(PreprocessedRequest([1], routing=RoutingHints(backend_instance_id=1)))
     with pytest.raises(Disconnected):
         await (await engine.generate(named)).collect()
-    assert list(engine.health.routable()) == [2]
+    assert list(engine.health.view.routable) == [2]
     with pytest.raises(Disconnected):
         await (await engine.generate(assigned(1))).collect()
     with pytest.raises(CannotConnect, match="instance_id=9 not found"):
@@ -201,14 +210,14 @@ async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> Non
         served = await runtime.serve(NAME, ScriptedEngine([Wait(1), Fail(error)]), instance_id=1)
         old = await send_to(engine, 1)
         await meet(engine, 1, error)
-        assert list(engine.health.routable()) == []
+        assert list(engine.health.view.routable) == []
         await served.unpublish()
         await served.publish()
-        assert list(engine.health.routable()) == [1]
+        assert list(engine.health.view.routable) == [1]
         with pytest.raises(Disconnected):
             await anext(old)  # of the time before
         await old.aclose()
-        assert list(engine.health.routable()) == [1]
+        assert list(engine.health.view.routable) == [1]
         assert in_flight(engine) == 0
 
 
@@ -232,7 +241,7 @@ async def test_nothing_is_in_flight_when_an_instance_gives_no_stream(ending: str
         tasks.start_soon(ask_it)
         await anyio.sleep(1)
         counted.append(in_flight(engine))
-    assert (*counted, in_flight(engine), list(engine.health.routable())) == (1, 0, [1])
+    assert (*counted, in_flight(engine), list(engine.health.view.routable)) == (1, 0, [1])
 
 
 async def test_a_second_reader_and_a_close_during_a_read_leave_the_first_one_counted() -> None:
@@ -265,7 +274,7 @@ async def test_a_silent_stream_is_given_up_and_its_instance_left_out() -> None:
         with pytest.raises(ResponseTimeout, match=f"instance_id=1 of endpoint {NAME} sent nothing for 1 s"):
             await anext(stream)
         assert anyio.current_time() - start_s == pytest.approx(1)
-    assert (silent.open, in_flight(engine), list(engine.health.routable())) == (0, 0, [])
+    assert (silent.open, in_flight(engine), list(engine.health.view.routable)) == (0, 0, [])
 
 
 async def test_a_stopped_stream_that_stays_silent_just_ends() -> None:
@@ -283,7 +292,7 @@ async def test_a_stopped_stream_that_stays_silent_just_ends() -> None:
     assert await anext(stream) == 1
     context.stop()
     assert await stream.collect() == []
-    assert list(engine.health.routable()) == [1]
+    assert list(engine.health.view.routable) == [1]
 
 
 async def test_an_instance_that_says_it_is_busy_is_passed_over_for_a_while() -> None:
@@ -291,10 +300,10 @@ async def test_an_instance_that_says_it_is_busy_is_passed_over_for_a_while() -> 
     engine = PushRouter(pool(engines), pick=lowest, cooldown_s=5)
     with pytest.raises(WorkerOverloaded, match="no room"):
         await engine.generate(Context(None))
-    assert [list(engine.health.routable()), list(engine.health.free())] == [[1, 2], [2]]
+    assert [list(engine.health.view.routable), list(engine.health.view.free)] == [[1, 2], [2]]
     assert await answerer(engine) == 2
     await anyio.sleep(5)
-    assert list(engine.health.free()) == [1, 2]
+    assert list(engine.health.view.free) == [1, 2]
 
 
 async def test_instances_that_all_say_they_are_busy_are_asked_again_when_the_first_is_back() -> None:

@@ -38,7 +38,7 @@ class Pool:
             capacities = BehaviorSubject({1: Capacity(total_kv_blocks=100), 2: Capacity(total_kv_blocks=100)})
             self.busy = BusyWatch(loads, thresholds, capacities)
         self.router: PushRouter[Any, Any] = PushRouter(
-            workers, loads=loads, busy=None if self.busy is None else self.busy.busy, cooldown_s=5
+            workers, loads=loads, busy=None if self.busy is None else self.busy.changes(), cooldown_s=5
         )
 
     async def refuse(self) -> None:
@@ -50,7 +50,7 @@ class Pool:
 
     @property
     def free(self) -> list[int]:
-        return list(self.router.health.free())
+        return list(self.router.health.view.free)
 
 
 @pytest.mark.parametrize("thresholds", [None, HALF])
@@ -63,7 +63,7 @@ async def test_a_worker_that_reports_that_it_is_idle_is_asked_again(thresholds: 
         assert pool.free == [2]
         pool.report(1, 0)
         assert pool.free == [1, 2]
-        assert pool.router.health.overloaded() == frozenset()
+        assert pool.router.health.view.overloaded == frozenset()
 
 
 @pytest.mark.parametrize("thresholds", [None, HALF])
@@ -73,7 +73,7 @@ async def test_a_report_from_before_the_refusal_readmits_nobody(thresholds: Busy
     await pool.refuse()
     pool.report(2, 0)
     assert pool.free == [2]
-    assert pool.router.health.overloaded() == {1}
+    assert pool.router.health.view.overloaded == {1}
     await anyio.sleep(5)
     assert pool.free == [1, 2]
 

@@ -64,7 +64,7 @@ async def one(router: PushRouter[Any, Any], seed: int, ending: str) -> None:
 async def read(stream: ResponseStream[Any], request: Context[Any], ending: str, after: int) -> None:
     if ending == "drop":
         if after:
-            await stream.__anext__()
+            await anext(stream, None)
         return
     async with stream:
         if ending == "unread":
@@ -105,6 +105,6 @@ def test_nothing_stays_in_flight_and_every_exclusion_ends(
         assert {i: load.in_flight for i, load in router.loads.current().items()} == {1: 0, 2: 0, 3: 0}
         assert sum(engine.open for engine in engines.values()) == 0
         await anyio.sleep(COOLDOWN_S)
-        assert list(router.health.free()) == [1, 2, 3]
+        assert list(router.health.view.free) == [1, 2, 3]
 
     run_in_virtual_time(run, backend=backend)

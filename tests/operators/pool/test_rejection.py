@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import anyio
@@ -22,6 +23,7 @@ from pipeline import (
 )
 from pipeline.errors import may_migrate
 from pipeline.network import static_workers
+from pipeline.rx import BehaviorSubject
 from pipeline.testing import Probe, ScriptedEngine, check_operator
 
 pytestmark = pytest.mark.anyio
@@ -47,14 +49,14 @@ async def refused(stage: Rejection) -> AllBusy:
 
 
 async def test_a_request_is_refused_when_all_are_busy() -> None:
-    busy: set[int] = {1, 2}
+    busy = BehaviorSubject[AbstractSet[int]]({1, 2})
     probe = Probe()
-    router = PushRouter(static_workers({i: ScriptedEngine([i]) for i in (1, 2)}), busy=lambda: busy)
+    router = PushRouter(static_workers({i: ScriptedEngine([i]) for i in (1, 2)}), busy=busy)
     graph = Rejection(router, retry_after_s=3) >> probe >> router
     with pytest.raises(AllBusy, match="all workers are busy: 2") as caught:
         await graph.generate(Context(None))
     assert (caught.value.retry_after_s, caught.value.status, probe.requests) == (3, 529, 0)
-    busy.remove(2)
+    busy.on_next({1})
     assert await (await graph.generate(Context(None))).collect() == [2]
 
 

@@ -10,7 +10,8 @@ from operators import PushRouter
 from operators.pool import Loads, assign_worker
 from operators.pool.push_router import RouterMode
 from pipeline import Annotated, AnyContext, AsyncEngine, Context, PenstockError, ResponseStream
-from pipeline.network import Workers, static_workers
+from pipeline.network import Added, EndpointId, EndpointWorkers, Instance, Removed, Workers, static_workers
+from pipeline.rx import Subject
 from pipeline.testing import ScriptedEngine, watch_streams
 
 NAME = "ns/comp/ep"
@@ -36,6 +37,49 @@ def answering(*instance_ids: int) -> dict[int, ScriptedEngine]:
 def pool(engines: Mapping[int, Engine]) -> Workers[Any, Any]:
     """A pool at NAME with these instances, which never changes."""
     return static_workers(engines, name=NAME)
+
+
+class Changing:
+    """The pool at NAME of these instances, which come and go; each is published under its id."""
+
+    def __init__(self, engines: Mapping[int, Engine]) -> None:
+        self._watch: Subject[Added[Instance] | Removed[Instance]] = Subject()
+        self.workers: EndpointWorkers[Any, Any] = EndpointWorkers(
+            EndpointId.parse(NAME), self._watch, lambda instance: engines[instance.instance_id]
+        )
+        for instance_id in engines:
+            self.add(instance_id)
+
+    def add(self, instance_id: int) -> None:
+        """Have the instance come."""
+        self._watch.on_next(Added(Instance.of(EndpointId.parse(NAME), instance_id)))
+
+    def remove(self, instance_id: int) -> None:
+        """Have the instance leave."""
+        self._watch.on_next(Removed(Instance.of(EndpointId.parse(NAME), instance_id)))
+
+    def complete(self) -> None:
+        """End the watch of the instances, and with it the pool."""
+        self._watch.on_completed()
+
+
+class Shrinking(Changing):
+    """The pool at NAME in which the instances that are `leaving` are gone by the time a request reaches them."""
+
+    def __init__(self, instance_ids: Sequence[int], leaving: Sequence[int]) -> None:
+        self.engines = answering(*instance_ids)
+        super().__init__({i: Leaving(self, i) if i in leaving else engine for i, engine in self.engines.items()})
+
+
+class Leaving(Engine):
+    """An instance that leaves its pool when a request is sent to it."""
+
+    def __init__(self, pool: Changing, instance_id: int) -> None:
+        self._pool, self._instance_id = pool, instance_id
+
+    async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
+        self._pool.remove(self._instance_id)
+        return await self._pool.workers.engine(self._instance_id).generate(request)
 
 
 def router(*instance_ids: int, mode: RouterMode = "round_robin", rng: Random | None = None) -> PushRouter[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import anyio
@@ -84,7 +85,7 @@ async def test_backpressure_asks_nobody_in_a_kv_pool() -> None:
 
 async def test_backpressure_asks_nobody_in_a_plain_pool() -> None:
     workers: Any = static_workers({1: (prefill := ScriptedEngine([prefilled()]))})
-    side = PushPrefill(PushRouter(workers, busy=lambda: {1}))
+    side = PushPrefill(PushRouter(workers, busy=BehaviorSubject[AbstractSet[int]]({1})))
     decode = ScriptedEngine(tokens(1))
     async with AnyIOScheduler() as scheduler, PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
         with pytest.raises(AllBusy, match=r"^router backpressure during prefill resolve: all workers are busy"):

@@ -1,0 +1,130 @@
+"""PoolView: the instances of a pool at one moment: which incarnation each is, which cool down, and which are busy.
+
+    present ──► admitted: ids ──► not cooling down: routable ──► not busy: free
+
+A view never changes. Each of its `with_...` methods returns the view after one change, with the next version; or the
+very same view if nothing changes. `InstanceHealth` reduces all changes of a pool with them and pushes the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+from typing import Any
+
+from attrs import Factory, evolve, field, frozen
+
+from pipeline.network import Ids, Members
+
+_NONE: Mapping[int, float] = MappingProxyType({})
+_NO_IDS: AbstractSet[int] = frozenset()
+
+
+def _routable(view: PoolView) -> Ids:
+    return tuple(i for i in view.ids if i not in view.cooling_down) if view.cooling_down else view.ids
+
+
+def _free(view: PoolView) -> Ids:
+    ids = view.routable if view.skips_cooling_down else view.ids
+    return tuple(i for i in ids if not view.is_busy(i)) if view.refused or view.busy else ids
+
+
+def _overloaded(view: PoolView) -> AbstractSet[int]:
+    return frozenset(filter(view.is_busy, view.ids)) if view.refused or view.busy else _NO_IDS
+
+
+def _valid_until_s(view: PoolView) -> float | None:
+    return min([*view.cooling_down.values(), *view.refused.values()], default=None)
+
+
+def _derived(of_view: Callable[[PoolView], Any]) -> Any:
+    return field(init=False, repr=False, default=Factory(of_view, takes_self=True))
+
+
+@frozen(eq=False)
+class PoolView:
+    """The instances of a pool at one moment.
+
+    A cooldown belongs to the incarnation that was at fault: an instance that has left and come back starts clean. The
+    collections are shared and must not be changed.
+    """
+
+    ids: Ids = ()
+    """The instances that are present and this router's, sorted."""
+    incarnations: Mapping[int, int] = MappingProxyType({})
+    """The number of the present stay of each of them, see `Workers.incarnation`."""
+    cooling_down: Mapping[int, float] = _NONE
+    """Those that cool down after a fault: when that ends, in seconds of the loop's clock."""
+    refused: Mapping[int, float] = _NONE
+    """Those that are busy because they refused a request: when that ends, in seconds of the loop's clock."""
+    busy: AbstractSet[int] = _NO_IDS
+    """The instances that are busy by their reports; also ids that are not present."""
+    skips_cooling_down: bool = True
+    """Whether instances that cool down are not free; False where requests name their instance."""
+    version: int = 0
+    """Greater in each later view of a pool."""
+    routable: Ids = _derived(_routable)
+    """Those that are not cooling down, in the order of `ids`."""
+    free: Ids = _derived(_free)
+    """Those that a request may be sent to, in the order of `ids`."""
+    overloaded: AbstractSet[int] = _derived(_overloaded)
+    """Those that are busy, by their reports or by a refusal."""
+    valid_until_s: float | None = _derived(_valid_until_s)
+    """When the next cooldown or refusal ends, in seconds of the loop's clock; None if time changes nothing."""
+
+    def is_busy(self, instance_id: int) -> bool:
+        """Whether that instance is busy, by its reports or by a refusal."""
+        return instance_id in self.busy or instance_id in self.refused
+
+    def with_members(self, members: Members, admits: Callable[[int], bool] | None = None) -> PoolView:
+        """Return the view with these instances, less those that are not admitted."""
+        ids = members.ids if admits is None else tuple(i for i in members.ids if admits(i))
+        incarnations = {instance_id: members.incarnations[instance_id] for instance_id in ids}
+        if incarnations == self.incarnations:
+            return self
+        kept = {i for i in ids if self.incarnations.get(i) == incarnations[i]}
+        return self._next(
+            ids=ids,
+            incarnations=incarnations,
+            cooling_down=_only(self.cooling_down, kept),
+            refused=_only(self.refused, kept),
+        )
+
+    def with_cooldown(self, instance_id: int, incarnation: int, until_s: float) -> PoolView:
+        """Return the view with that instance cooling down until then; unless it is another incarnation."""
+        if self.incarnations.get(instance_id) != incarnation:
+            return self
+        return self._next(cooling_down={**self.cooling_down, instance_id: until_s})
+
+    def with_refusal(self, instance_id: int, incarnation: int, until_s: float) -> PoolView:
+        """Return the view with that instance busy until then; unless it is another incarnation."""
+        if self.incarnations.get(instance_id) != incarnation:
+            return self
+        return self._next(refused={**self.refused, instance_id: until_s})
+
+    def without_refusal(self, instance_id: int) -> PoolView:
+        """Return the view in which a refusal of that instance no longer counts."""
+        if instance_id not in self.refused:
+            return self
+        return self._next(refused=_only(self.refused, self.refused.keys() - {instance_id}))
+
+    def with_busy(self, busy: AbstractSet[int]) -> PoolView:
+        """Return the view with these instances busy by their reports."""
+        return self if busy == self.busy else self._next(busy=frozenset(busy))
+
+    def at(self, now_s: float) -> PoolView:
+        """Return the view at that time, by which some cooldowns and refusals have ended."""
+        if self.valid_until_s is None or now_s < self.valid_until_s:
+            return self
+        return self._next(
+            cooling_down={i: until_s for i, until_s in self.cooling_down.items() if until_s > now_s},
+            refused={i: until_s for i, until_s in self.refused.items() if until_s > now_s},
+        )
+
+    def _next(self, **changes: Any) -> PoolView:
+        return evolve(self, version=self.version + 1, **changes)
+
+
+def _only(ends_s: Mapping[int, float], ids: AbstractSet[int]) -> Mapping[int, float]:
+    return {instance_id: end_s for instance_id, end_s in ends_s.items() if instance_id in ids}
