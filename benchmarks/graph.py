@@ -70,8 +70,7 @@ async def kv_routed(*, by_events: bool) -> AsyncIterator[Routed]:
             workers,
             KvRouterConfig(use_kv_events=by_events),
             block_size_tokens=BLOCK_TOKENS,
-            routable=lambda: push.health.view.routable,
-            overloaded=lambda: push.health.view.overloaded,
+            health=push.health,
             rng=Random(1),
         ) as kv:
             if kv.lookup.feed is not None:

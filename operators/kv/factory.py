@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from pipeline.network import Workers
 from pipeline.rx import Observable
 
+from ..pool import PoolViews
 from .config import KvRouterConfig, Problem, raise_problems
 from .eligibility import Adapters, Configs
 from .events import Counted, Recover
@@ -30,8 +30,7 @@ def kv_router(
     block_size_tokens: int,
     configs: Observable[Configs] | None = None,
     adapters: Observable[Adapters] | None = None,
-    routable: Callable[[], Sequence[int]] | None = None,
-    overloaded: Callable[[], AbstractSet[int]] | None = None,
+    health: PoolViews | None = None,
     recover: Recover | None = None,
     peers: ReplicaSync | None = None,
     rng: Random | None = None,
@@ -48,7 +47,7 @@ def kv_router(
     """Make a KvRouter of these workers; enter it with `async with`, which runs it and closes it.
 
     Pool: `configs` are the workers' own settings, `adapters` which worker has which adapter loaded (see `configs_of`
-    and `adapters_of`); `routable` returns the instances that are not cooling down, `overloaded` those that are busy.
+    and `adapters_of`); `health` has which instances cool down or are busy, as `PushRouter.health`, by default none.
     Lookup: `block_size_tokens` is the workers' KV block size, `is_eagle` whether blocks look a token ahead; `recover`
     requests lost KV events from a worker, `on_event` counts events.
     Load: `peers` shares the load with replicas of the router, as `router_replica_sync` needs; `prefill_duration` is the
@@ -62,7 +61,7 @@ def kv_router(
     """
     config = KvRouterConfig() if config is None else config
     check_router(config, block_size_tokens, prefill_duration=prefill_duration, profile=profile, peers=peers)
-    pool = RouterPool(workers, configs=configs, adapters=adapters, routable=routable, overloaded=overloaded)
+    pool = RouterPool(workers, configs=configs, adapters=adapters, health=health)
     loads = LoadBook(expiry_s=expiry_s, peers=peers)
     lookup = PrefixLookup(config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event)
     classes = profile or PolicyProfile.from_config(config)

@@ -1,10 +1,9 @@
-"""RouterPool: the workers of a router, joined from instances, their cards, and which are cooling down or overloaded."""
+"""RouterPool: the workers of a router, joined from the view of their pool and their cards."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pipeline import InvalidArgument
@@ -12,6 +11,7 @@ from pipeline.network import Added, Model, Removed, TaintsUpdated, Workers
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import CompositeDisposable, Observable, ops
 
+from ..pool import InstanceHealth, PoolView, PoolViews
 from .eligibility import Adapters, Candidates, Configs, WorkerPool, worker_ranks
 from .request import RouteRequest
 
@@ -36,25 +36,22 @@ class RouterPool:
         *,
         configs: Observable[Configs] | None = None,
         adapters: Observable[Adapters] | None = None,
-        routable: Callable[[], Sequence[int]] | None = None,
-        overloaded: Callable[[], AbstractSet[int]] | None = None,
+        health: PoolViews | None = None,
     ) -> None:
         """Follow the instances.
 
         `configs` are the workers' own settings by instance, `adapters` the workers that have an adapter loaded.
-        `routable` returns the instances that are not cooling down, default all; `overloaded` the busy ones, default
-        none.
+        `health` has the views of the pool; without it no instance cools down or is busy.
         """
         self._workers = workers
-        self._routable = workers.instance_ids if routable is None else routable
-        self._overloaded = overloaded
+        self._health: PoolViews = InstanceHealth(workers) if health is None else health
+        self._view = PoolView()
         self._configs: Configs | None = None if configs is None else {}
         self.adapters: Adapters = {}
         self._incarnations: dict[int, int] = {}
-        self._seen: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())
         self._pool = WorkerPool({}, frozenset())
         self._on_change: Changed | None = None
-        self._following = CompositeDisposable(workers.changes().subscribe(lambda _: self._update()))
+        self._following = CompositeDisposable(self._health.changes().subscribe(self._on_view))
         if configs is not None:
             self._following.add(configs.subscribe(self._on_configs))
         if adapters is not None:
@@ -67,11 +64,8 @@ class RouterPool:
 
     def current(self) -> WorkerPool:
         """The workers of this moment; the same object until something changes."""
-        routable = tuple(self._routable())
-        overloaded = frozenset[int]() if self._overloaded is None else frozenset(self._overloaded())
-        if (routable, overloaded) != self._seen:
-            self._seen = (routable, overloaded)
-            self._pool = WorkerPool(self._pool.configs, frozenset(routable), overloaded)
+        if (view := self._health.view) is not self._view:
+            self._on_view(view)
         return self._pool
 
     def candidates(self, request: RouteRequest) -> Candidates:
@@ -86,6 +80,14 @@ class RouterPool:
     def close(self) -> None:
         """Stop following the instances."""
         self._following.dispose()
+        self._on_change = None
+
+    def _on_view(self, view: PoolView) -> None:
+        before, self._view = self._view, view
+        if view.incarnations is not before.incarnations:
+            self._update()
+        elif view.routable != before.routable or view.overloaded != before.overloaded:
+            self._pool = WorkerPool(self._pool.configs, frozenset(view.routable), view.overloaded)
 
     def _on_configs(self, configs: Configs) -> None:
         self._configs = {
@@ -98,12 +100,12 @@ class RouterPool:
         self._update()
 
     def _update(self) -> None:
-        ids, configs = self._workers.instance_ids(), self._configs
-        known = {i: _PLAIN if configs is None else configs[i] for i in ids if configs is None or i in configs}
-        incarnations = {worker_id: self._workers.incarnation(worker_id) for worker_id in known}
+        view, configs = self._view, self._configs
+        known = {i: _PLAIN if configs is None else configs[i] for i in view.ids if configs is None or i in configs}
+        incarnations = {worker_id: view.incarnations[worker_id] for worker_id in known}
         gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
         self._incarnations = incarnations
-        self._pool = WorkerPool(known, frozenset(self._seen[0]), self._seen[1])
+        self._pool = WorkerPool(known, frozenset(view.routable), view.overloaded)
         if self._on_change is not None:
             self._on_change(gone, self._pool.ranks)
 

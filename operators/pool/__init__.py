@@ -18,7 +18,7 @@ from .pickers import (
 )
 from .push_router import PushRouter
 from .rejection import OVERLOAD_STATUS, Rejection, overload_status
-from .view import PoolView
+from .view import PoolView, PoolViews
 
 __all__ = [
     "COOLDOWN",
@@ -34,6 +34,7 @@ __all__ = [
     "Output",
     "Picker",
     "PoolView",
+    "PoolViews",
     "PushRouter",
     "Rejection",
     "RoundRobin",

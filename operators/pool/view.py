@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import Factory, evolve, field, frozen
 
 from pipeline.network import Ids, Members
+
+if TYPE_CHECKING:
+    from pipeline.rx import Observable
 
 _NONE: Mapping[int, float] = MappingProxyType({})
 _NO_IDS: AbstractSet[int] = frozenset()
@@ -124,6 +127,19 @@ class PoolView:
 
     def _next(self, **changes: Any) -> PoolView:
         return evolve(self, version=self.version + 1, **changes)
+
+
+class PoolViews(Protocol):
+    """The views of a pool, as `InstanceHealth` has them."""
+
+    @property
+    def view(self) -> PoolView:
+        """The pool now."""
+        ...
+
+    def changes(self) -> Observable[PoolView]:
+        """Return the view now and after every change; the end of a cooldown is seen at the next one, or in `view`."""
+        ...
 
 
 def _only(ends_s: Mapping[int, float], ids: AbstractSet[int]) -> Mapping[int, float]:

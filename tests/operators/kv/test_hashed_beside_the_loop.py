@@ -73,7 +73,7 @@ async def test_the_router_hashes_a_long_prompt_in_its_threads_and_nowhere_else(h
     engine: Any = ScriptedEngine([Annotated(LLMEngineOutput([1]))])
     workers = static_workers({1: engine, 2: engine})
     push: PushRouter[Any, Any] = PushRouter(workers)
-    with kv_router(workers, block_size_tokens=4, routable=lambda: push.health.view.routable, rng=Random(1)) as router:
+    with kv_router(workers, block_size_tokens=4, health=push.health, rng=Random(1)) as router:
         graph: Any = KvPushRouter(router) >> push
         request = Context(PreprocessedRequest(list(range(100))))
         offer_threads(request, PromptThreads())

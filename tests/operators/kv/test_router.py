@@ -10,8 +10,6 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
 from operators.kv.errors import DuplicateRequest
 from operators.kv.pool import with_model
 from operators.kv.types import WorkerRank
@@ -23,7 +21,7 @@ from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
 from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent, StoredBlock
 from pipeline.rx import BehaviorSubject, Subject
 
-from .worlds import BLOCK, prompt, reserved, router_of
+from .worlds import BLOCK, GivenHealth, prompt, reserved, router_of
 
 pytestmark = pytest.mark.anyio
 
@@ -142,17 +140,18 @@ async def test_a_named_worker_with_several_ranks_needs_the_rank_too() -> None:
 
 
 async def test_overloaded_and_excluded_workers_are_passed_over() -> None:
-    overloaded, routable = {2}, [1, 2, 3]
-    router = router_of(1, 2, 3, overloaded=lambda: overloaded, routable=lambda: routable)
+    health = GivenHealth(1, 2, 3)
+    router = router_of(1, 2, 3, health=health)
+    health.overloaded(2)
     assert {rank.worker_id for rank in router.advise(prompt()).ranks} == {1, 3}
     with pytest.raises(WorkerOverloaded):
         router.advise(prompt(worker_id=2))
-    routable.remove(3)
+    health.left_out(3)
     assert router.advise(prompt()).rank == WorkerRank(1)
-    overloaded.add(1)
+    health.overloaded(1, 2)
     with pytest.raises(ResourceExhausted):
         router.advise(prompt())
-    routable.clear()
+    health.left_out(1, 2, 3)
     with pytest.raises(Unavailable):
         router.advise(prompt())
 
@@ -206,38 +205,9 @@ async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:
 # -- workers that come and go
 
 
-class ChangingPool:
-    """A pool whose instances are set from outside."""
-
-    name = "changing"
-
-    def __init__(self, *worker_ids: int) -> None:
-        self._arrived = 0
-        self._incarnations: dict[int, int] = {}
-        self.said: BehaviorSubject[tuple[int, ...]] = BehaviorSubject(())
-        self.set(*worker_ids)
-
-    def set(self, *worker_ids: int) -> None:
-        for worker_id in worker_ids:
-            if worker_id not in self._incarnations:
-                self._arrived += 1
-                self._incarnations[worker_id] = self._arrived
-        self._incarnations = {worker_id: self._incarnations[worker_id] for worker_id in worker_ids}
-        self.said.on_next(worker_ids)
-
-    def instance_ids(self) -> tuple[int, ...]:
-        return self.said.value
-
-    def incarnation(self, instance_id: int) -> int:
-        return self._incarnations.get(instance_id, -1)
-
-    def changes(self) -> Any:
-        return self.said
-
-
 async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along() -> None:
-    workers: Any = ChangingPool(7, 8)
-    router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK)
+    workers = GivenHealth(7, 8)
+    router = router_of(7, 8, health=workers)
     lost = await reserved(router, prompt(worker_id=7), "a")
     await reserved(router, prompt(worker_id=8), "b")
     workers.set(8)
@@ -248,10 +218,10 @@ async def test_a_worker_that_leaves_takes_its_bookings_and_what_it_holds_along()
 
 
 async def test_a_closed_router_no_longer_follows_its_workers() -> None:
-    workers: Any = ChangingPool(1)
-    with kv_router(workers, block_size_tokens=BLOCK):
-        assert workers.said.observers
-    assert not workers.said.observers
+    workers = GivenHealth(1)
+    with router_of(1, health=workers):
+        assert workers.views.observers
+    assert not workers.views.observers
 
 
 async def test_a_router_that_follows_events_and_does_not_run_warns_once(caplog: pytest.LogCaptureFixture) -> None:

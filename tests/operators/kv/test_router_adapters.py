@@ -25,6 +25,8 @@ from pipeline.protocols.card import LoraInfo, ModelDeploymentCard, ModelRuntimeC
 from pipeline.rx import BehaviorSubject, Subject
 from pipeline.testing import ScriptedEngine
 
+from .worlds import GivenHealth
+
 pytestmark = pytest.mark.anyio
 
 BLOCK = 4
@@ -61,10 +63,10 @@ async def test_allowed_workers_are_narrowed_and_never_widened() -> None:
 
 
 async def test_workers_that_are_not_there_narrow_nothing() -> None:
-    routable = [1, 2, 3]
-    router = router_of({"french": {3, 9}}, routable=lambda: routable)
+    health = GivenHealth(1, 2, 3)
+    router = router_of({"french": {3, 9}}, health=health)
     assert asked(router, prompt()) == {3}
-    routable.remove(3)
+    health.left_out(3)
     assert asked(router, prompt()) == {1, 2}
 
 

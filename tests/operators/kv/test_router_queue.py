@@ -14,12 +14,13 @@ from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
 from operators.kv.reservation import Reservation
 from operators.kv.types import WorkerRank
+from operators.pool import PoolView
 from pipeline import Cancelled, Control, Unavailable
 from pipeline.protocols import RoutingConstraints
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
 
-from .worlds import prompt, reserved, router_of
+from .worlds import GivenHealth, prompt, reserved, router_of
 
 pytestmark = pytest.mark.anyio
 
@@ -262,12 +263,14 @@ async def test_a_request_that_was_stopped_before_does_not_wait() -> None:
 
 
 async def test_a_callback_that_fails_fails_the_request_and_leaves_none_waiting() -> None:
-    def overloaded() -> set[int]:
-        if len(router.queue):
-            raise OSError("nobody knows")
-        return set()
+    class Unreadable(GivenHealth):
+        @property
+        def view(self) -> PoolView:
+            if self.views.observers and len(router.queue):
+                raise OSError("nobody knows")
+            return super().view
 
-    router = router_of(1, profile=ONE_AT_A_TIME, overloaded=overloaded)
+    router = router_of(1, profile=ONE_AT_A_TIME, health=Unreadable(1))
     await reserved(router, prompt(), "a")
     with pytest.raises(OSError, match="nobody knows"):
         await reserved(router, prompt(first=100), "b")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 from typing import Any
 
+from attrs import evolve
+
 from operators.kv import KvRouter, KvRouterConfig, PromptBlocks, Reservation, RouteRequest, kv_router
-from pipeline.network import Workers, static_workers
+from operators.pool import PoolView
+from pipeline.network import Members, Workers, static_workers
+from pipeline.rx import BehaviorSubject, Observable
 from pipeline.testing import ScriptedEngine
 
 BLOCK = 4
@@ -16,6 +21,38 @@ BLOCK = 4
 def pool(*worker_ids: int) -> Workers[Any, Any]:
     """A fixed pool of workers whose answers are empty."""
     return static_workers({worker_id: ScriptedEngine([]) for worker_id in worker_ids})
+
+
+class GivenHealth:
+    """The views of a pool of these workers, as the test sets them."""
+
+    def __init__(self, *worker_ids: int) -> None:
+        self.views: BehaviorSubject[PoolView] = BehaviorSubject(PoolView())
+        self.set(*worker_ids)
+
+    @property
+    def view(self) -> PoolView:
+        return self.views.value
+
+    def changes(self) -> Observable[PoolView]:
+        return self.views
+
+    def set(self, *worker_ids: int) -> None:
+        """Make these the workers of the pool. One that has left before comes as another incarnation."""
+        now = self.view
+        stays = {i: now.incarnations.get(i, now.version) for i in worker_ids}
+        self.views.on_next(now.with_members(Members.of(stays)))
+
+    def left_out(self, *worker_ids: int) -> None:
+        """Make these the workers that cool down, for ever."""
+        self._evolve(cooling_down=dict.fromkeys(worker_ids, inf))
+
+    def overloaded(self, *worker_ids: int) -> None:
+        """Make these the workers that are busy."""
+        self._evolve(busy=frozenset(worker_ids))
+
+    def _evolve(self, **changes: Any) -> None:
+        self.views.on_next(evolve(self.view, version=self.view.version + 1, **changes))
 
 
 def router_of(*worker_ids: int, config: dict[str, Any] | None = None, **parts: Any) -> KvRouter:

@@ -205,9 +205,7 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
     workers: Any = static_workers(engines)
     push: PushRouter[Any, Any] = PushRouter(workers)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
-    with kv_router(
-        workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, routable=lambda: push.health.view.routable
-    ) as kv:
+    with kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, health=push.health) as kv:
         graph = link(Migration(3), KvPushRouter(kv), push)
         assert await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker)) == (12, None)
         assert len(kv.loads) == 0

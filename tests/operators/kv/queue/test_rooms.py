@@ -27,6 +27,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine
 
+from ..worlds import GivenHealth
+
 pytestmark = pytest.mark.anyio
 
 BLOCK = 4
@@ -57,7 +59,8 @@ class World:
     def __init__(self, plain: bool, seed: int) -> None:
         self.random = Random(seed)
         self.overloaded: set[int] = set()
-        self.routable = list(IDS)
+        self.left_out: set[int] = set()
+        self.health = GivenHealth(*IDS)
         configs = {i: ModelRuntimeConfig(max_num_batched_tokens=16 * i, data_parallel_size=1 + i % 2) for i in IDS}
         self.configs: BehaviorSubject[Configs] = BehaviorSubject(configs)
         self.adapters: BehaviorSubject[Adapters] = BehaviorSubject({"a": {1, 2}})
@@ -67,8 +70,7 @@ class World:
             block_size_tokens=BLOCK,
             configs=self.configs,
             adapters=self.adapters,
-            routable=lambda: list(self.routable),
-            overloaded=lambda: set(self.overloaded),
+            health=self.health,
             rng=Random(1),
             profile=PROFILE,
         )
@@ -129,12 +131,17 @@ class World:
             self.configs.on_next({**self.configs.value, worker_id: config})
 
         def come_or_go() -> None:
-            (self.routable.remove if (i := random.choice(IDS)) in self.routable else self.routable.append)(i)
+            self.left_out ^= {random.choice(IDS)}
+            self.health.left_out(*self.left_out)
+
+        def fill_or_empty() -> None:
+            self.overloaded ^= {random.choice(IDS)}
+            self.health.overloaded(*self.overloaded)
 
         changes: list[Callable[[], object]] = [
             reload,
             come_or_go,
-            lambda: self.overloaded.symmetric_difference_update({random.choice(IDS)}),
+            fill_or_empty,
             lambda: self.adapters.on_next({"a": {random.choice(IDS)}, "b": {random.choice(IDS)}}),
             lambda: random.choice(self.controls).stop() if self.controls else None,
         ]
