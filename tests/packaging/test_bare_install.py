@@ -27,7 +27,10 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 NEEDS: dict[str, str] = {
     "serving.cli": "serving.cli needs cyclopts: pip install 'penstock[serve]'",
-    "serving.http": "serving.http needs starlette: pip install 'penstock[serve]'",
+    **dict.fromkeys(
+        ("serving.http", *(f"serving.http.{part}" for part in ("generation", "metrics", "openapi", "request"))),
+        "serving.http needs starlette: pip install 'penstock[serve]'",
+    ),
     "serving.live": "serving.live needs httpx2: pip install 'penstock[serve]'",
     "serving.replay.page": "serving.replay.page needs plotly: pip install 'penstock[report]'",
     "serving.socket": "serving.socket needs httptools: pip install 'penstock[serve]'",
@@ -41,7 +44,7 @@ EXAMPLE_NEEDS: dict[str, str] = {
 }
 """The same for examples. Two of them show how to use penstock together with a foreign library."""
 
-WITH_EXTRAS = ("pipeline/test_prometheus_text.py",)
+WITH_EXTRAS = ("pipeline/telemetry/test_prometheus.py",)
 """Tests of the core that compare it with a library of an extra."""
 
 
