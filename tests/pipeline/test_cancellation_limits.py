@@ -14,6 +14,7 @@ from anyio.lowlevel import checkpoint
 from pipeline import Context, until_killed
 from pipeline.cancellation import PATIENCE_S
 from pipeline.errors import BackendCancelled
+from tests.pipeline.cancelled_sources import Source, assert_not_being_cancelled, kill_soon
 
 pytestmark = pytest.mark.anyio
 
@@ -24,40 +25,6 @@ def is_asyncio() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def assert_not_being_cancelled() -> None:
-    """The task that reads is as it was: no cancellation is pending or counted."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # trio has no such count
-        return
-    assert task is not None
-    assert task.cancelling() == 0
-
-
-class Source:
-    """Waits for ever behind its first item, and records how it was ended."""
-
-    def __init__(self) -> None:
-        self.ended: list[str] = []
-
-    async def items(self) -> AsyncIterator[int]:
-        try:
-            yield 0
-            await anyio.sleep_forever()
-            yield 1
-        except GeneratorExit:
-            self.ended.append("closed")
-            raise
-        except BaseException as error:
-            self.ended.append(type(error).__name__)
-            raise
-
-
-async def kill_soon(context: Context[Any], after_s: float = 1.0) -> None:
-    await anyio.sleep(after_s)
-    context.kill()
 
 
 # -- what a kill spares

@@ -142,3 +142,35 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     length = (b"content-length", str(len(answer)).encode())
     await send({"type": "http.response.start", "status": 200, "headers": [length]})
     await send({"type": "http.response.body", "body": answer})
+
+
+def post(body: bytes, *lines: str) -> bytes:
+    head = ["POST / HTTP/1.1", "Host: a", f"Content-Length: {len(body)}", *lines, "", ""]
+    return "\r\n".join(head).encode() + body
+
+
+class Counting:
+    """An app that answers when it is let, and counts what reached it."""
+
+    def __init__(self, *, held: bool = False) -> None:
+        self.requests = self.running = self.body_bytes = 0
+        self.may_answer = asyncio.Event()
+        if not held:
+            self.may_answer.set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.requests += 1
+        self.running += 1
+        try:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return
+                self.body_bytes += len(message["body"])
+                more = message["more_body"]
+            await self.may_answer.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+        finally:
+            self.running -= 1
