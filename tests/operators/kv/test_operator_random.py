@@ -22,6 +22,7 @@ from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Disconnecte
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RoutingHints
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time, watch_streams
+from tests.operators.endings import later, read
 
 ENDINGS = ("read", "read", "stop", "kill", "close", "drop", "cancel", "unread")
 BUSY_ABOVE_TOKENS = 30
@@ -73,29 +74,6 @@ async def one(graph: AsyncEngine[Any, Any], seed: int, ending: str) -> None:
         with anyio.move_on_after(rng.random() if ending == "cancel" else 60):
             with suppress(PenstockError):
                 await read(await graph.generate(request), ending, rng.randrange(4))
-
-
-async def later(act: Any, delay_s: float) -> None:
-    await anyio.sleep(delay_s)
-    act()
-
-
-async def read(stream: ResponseStream[Any], ending: str, after: int) -> None:
-    if ending == "drop":
-        with suppress(StopAsyncIteration):
-            for _ in range(after):
-                with anyio.move_on_after(1):
-                    await stream.__anext__()
-        return
-    async with stream:
-        if ending == "unread":
-            return
-        with anyio.move_on_after(30):  # and then it is closed
-            seen = 0
-            async for _ in stream:
-                seen += 1
-                if seen >= after and ending == "close":
-                    return
 
 
 @given(

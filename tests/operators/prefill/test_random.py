@@ -22,6 +22,7 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhas
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time, watch_streams
+from tests.operators.endings import later, read
 
 ENDINGS = ("read", "read", "read", "stop", "kill", "close", "drop", "cancel", "unread", "again")
 ERROR = Disconnected("lost")
@@ -71,29 +72,6 @@ async def one(graph: AsyncEngine[Any, Any], seed: int, ending: str, tracker: Req
             with anyio.move_on_after(rng.random() * 3 if ending == "cancel" else 60), suppress(PenstockError):
                 attempt = request.child(request.payload)
                 await read(await graph.generate(attempt), ending, rng.randrange(3))
-
-
-async def later(act: Any, delay_s: float) -> None:
-    await anyio.sleep(delay_s)
-    act()
-
-
-async def read(stream: ResponseStream[Any], ending: str, after: int) -> None:
-    if ending == "drop":
-        with suppress(StopAsyncIteration):
-            for _ in range(after):
-                with anyio.move_on_after(1):
-                    await stream.__anext__()
-        return
-    async with stream:
-        if ending == "unread":
-            return
-        with anyio.move_on_after(30):  # and then it is closed
-            seen = 0
-            async for _ in stream:
-                seen += 1
-                if seen >= after and ending in ("close", "again"):
-                    return
 
 
 def side_of(kv: bool, workers: Any) -> tuple[Any, KvRouter | None]:
