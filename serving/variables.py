@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from engines.worker import PAYLOAD, STARTING_HEALTH, IdleProbeSettings, ShutdownTimes
-from operators.kv import kv_router_variables
+from operators.kv import ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER, kv_router_variables
 from operators.pool import COOLDOWN, DEVICE_RATIO, OVERLOAD_STATUS
 from pipeline.settings import Problem, Variable, from_environment, settings_of
 
@@ -24,7 +24,7 @@ RECORDS: tuple[type[Any], ...] = (HttpOptions, ShutdownTimes, IdleProbeSettings)
 """Records of settings with variables and without options."""
 VARIABLES: tuple[Variable[Any], ...] = (
     *(GRACE, SILENCE, IGNORE_UNSUPPORTED, METRICS_PREFIX, OVERLOAD_STATUS, COOLDOWN, DEVICE_RATIO),
-    SESSION_TTL,
+    *(SESSION_TTL, ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER),
     *(STATUS_PORT, HEALTH_PATH, LIVE_PATH, STARTING_HEALTH, PAYLOAD),
 )
 """Variables that are no field of a record."""

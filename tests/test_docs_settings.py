@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from operators.kv import KvRouterConfig  # noqa: E402
 from pipeline.settings import Setting, settings_of  # noqa: E402
 from serving.cli import GROUPS, commands  # noqa: E402
 from serving.cli.sources import as_text  # noqa: E402
@@ -24,6 +25,13 @@ may be given, and which place comes first. The key in a settings file is the nam
 without the leading hyphens: `--max-tools` is `max_tools`.
 """
 COMMANDS = ("serve", "worker", "graph", "replay", "replay sweep", "replay compare", "key new")
+ROUTER = """
+## Router kv
+
+In the file of `--router-config`, or in the table `[router_config]` of a settings file.
+
+| setting | variable | default | meaning |
+|---|---|---|---|"""
 VARIABLES_ONLY = """
 ## Variables without an option
 
@@ -70,6 +78,10 @@ def page() -> Iterator[str]:
         yield f"\n## {group}\n\n| option | variable | default | of | meaning |\n|---|---|---|---|---|"
         for (names, variable, default, meaning), used in rows.items():
             yield f"| {names} | {variable} | {default} | {', '.join(used)} | {meaning} |"
+    yield ROUTER
+    for one in settings_of(KvRouterConfig).values():
+        variable = f"`{one.variable}`" if one.variable else ""
+        yield f"| `{one.name}` | {variable} | {default_of(one)} | {text_of(one.help)} |"
     yield VARIABLES_ONLY
     lines = {v.name: f"| `{v.name}` | {default_of_variable(v.default)} | {v.help} |" for v in VARIABLES}
     for record in RECORDS:

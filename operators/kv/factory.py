@@ -10,13 +10,13 @@ from pipeline.network import Workers
 from pipeline.rx import Observable
 
 from ..pool import PoolViews
-from .config import KvRouterConfig, Problem, raise_problems
+from .config import KvRouterConfig, holding, raise_problems
 from .eligibility import Adapters, Configs
 from .events import Counted, Recover
 from .load import EXPIRY_S, ReplicaSync
 from .lookup import PrefixLookup
 from .pool import RouterPool
-from .queue import REFRESH_AFTER_S, AdmissionController, DepthTier, PolicyProfile
+from .queue import OVERLAP_REFRESH_AFTER, AdmissionController, DepthTier, PolicyProfile
 from .reservation import LoadBook
 from .router import KvRouter, PrefillDuration
 from .selection import WorkerSelector, WorkerType
@@ -41,7 +41,7 @@ def kv_router(
     prefill_duration: PrefillDuration | None = None,
     on_event: Counted | None = None,
     expiry_s: float = EXPIRY_S,
-    refresh_after_s: float | None = REFRESH_AFTER_S,
+    refresh_after_s: float | None = OVERLAP_REFRESH_AFTER.default,
     session_ttl_s: float | None = None,
 ) -> KvRouter:
     """Make a KvRouter of these workers; enter it with `async with`, which runs it and closes it.
@@ -85,34 +85,14 @@ def check_router(
     The last three are what the router was given for `router_prefill_load_model`, `router_policy_config` and
     `router_replica_sync`, None for nothing. A setting that no router of this kind offers is refused, not ignored.
     """
-    raise_problems(
-        [*_missing(config, block_size_tokens, prefill_duration, profile, peers), *_not_offered(config)],
-    )
-
-
-def _missing(
-    config: KvRouterConfig, block_size_tokens: int, prefill_duration: object, profile: object, peers: object
-) -> list[Problem]:
+    lacks_duration = config.router_prefill_load_model != "none" and prefill_duration is None
+    lacks_profile = config.router_policy_config is not None and profile is None
     checks: list[tuple[bool, str, str]] = [
         (block_size_tokens < 1, "block_size_tokens", f"must be at least 1, got {block_size_tokens}"),
-        (
-            config.router_prefill_load_model != "none" and prefill_duration is None,
-            "prefill_duration",
-            "router_prefill_load_model needs it, and it can only be given in code",
-        ),
-        (
-            config.router_policy_config is not None and profile is None,
-            "profile",
-            "router_policy_config names a file whose profile is not given",
-        ),
+        (lacks_duration, "prefill_duration", "router_prefill_load_model needs it, and it can only be given in code"),
+        (lacks_profile, "profile", "router_policy_config names a file whose profile is not given"),
         (config.router_replica_sync and peers is None, "peers", "router_replica_sync needs them"),
         (peers is not None and not config.router_replica_sync, "router_replica_sync", "is off, but peers are given"),
-    ]
-    return [(name, message) for broken, name, message in checks if broken]
-
-
-def _not_offered(config: KvRouterConfig) -> list[Problem]:
-    checks: list[tuple[bool, str, str]] = [
         (config.use_remote_indexer, "use_remote_indexer", "a remote index is not offered"),
         (config.serve_indexer, "serve_indexer", "serving the index is not offered"),
         (config.shared_cache_type != "none", "shared_cache_type", "a shared cache is not offered"),
@@ -120,4 +100,4 @@ def _not_offered(config: KvRouterConfig) -> list[Problem]:
         (config.router_prefill_policy is not None, "router_prefill_policy", "named selections are not offered"),
         (config.router_decode_policy is not None, "router_decode_policy", "named selections are not offered"),
     ]
-    return [(name, message) for broken, name, message in checks if broken]
+    raise_problems(holding(checks))

@@ -18,6 +18,8 @@ from attrs import evolve, frozen
 
 from operators import KvPushRouter, PushRouter
 from operators.kv import (
+    ACTIVE_REQUEST_EXPIRY,
+    OVERLAP_REFRESH_AFTER,
     EventLog,
     KvRecovery,
     KvRouterConfig,
@@ -27,12 +29,10 @@ from operators.kv import (
     RouterMetrics,
     WorkerRank,
     WorkerType,
-    active_request_expiry_s,
     adapters_of,
     configs_of,
     kv_events,
     kv_router,
-    overlap_refresh_after_s,
     recovery_workers,
 )
 from pipeline import Unavailable
@@ -106,8 +106,8 @@ async def kv_stage(
             rng=None if config.seed is None else Random(config.seed),
             worker_type=pool.worker_type,
             on_event=counted.event_applied,
-            expiry_s=active_request_expiry_s(environment),
-            refresh_after_s=overlap_refresh_after_s(environment),
+            expiry_s=ACTIVE_REQUEST_EXPIRY.of(environment),
+            refresh_after_s=OVERLAP_REFRESH_AFTER.of(environment),
             session_ttl_s=SESSION_TTL.of(environment),
         )
         events = kv_events(runtime.events, pool.endpoint)

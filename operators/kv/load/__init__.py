@@ -15,9 +15,18 @@ from .replica_events import (
     apply_events,
 )
 from .replicas import BATCH_EVENTS, ReplicaSync, ReplicatedBooking
-from .sequences import EXPIRY_S, SWEEP_EVERY_S, ActiveRequest, ActiveSequences, SequenceLoad, tracking_hashes
+from .sequences import (
+    ACTIVE_REQUEST_EXPIRY,
+    EXPIRY_S,
+    SWEEP_EVERY_S,
+    ActiveRequest,
+    ActiveSequences,
+    SequenceLoad,
+    tracking_hashes,
+)
 
 __all__ = [
+    "ACTIVE_REQUEST_EXPIRY",
     "ACTIVE_SEQUENCES_TOPIC",
     "BATCH_EVENTS",
     "EXPIRY_S",

@@ -18,6 +18,7 @@ from random import Random
 from attrs import define, field, frozen
 
 from pipeline.llm import sequence_hashes
+from pipeline.settings import Variable, whole
 
 from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from ..types import RequestSettings, WorkerRank
@@ -25,6 +26,13 @@ from .blocks import ActivePrefixes, HeldBlocks
 from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot, Slots
 
 EXPIRY_S = 300.0
+ACTIVE_REQUEST_EXPIRY = Variable(
+    "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+    EXPIRY_S,
+    "Seconds without a sign of a request after which its worker counts it no longer.",
+    whole(1, unit=1.0),
+)
+"""Seconds after which a booked request counts as lost."""
 CHECK_EVERY_S = 30.0
 """How often booking looks for expired requests, at most."""
 SWEEP_EVERY_S = 60.0

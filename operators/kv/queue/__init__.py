@@ -1,13 +1,13 @@
 """Requests that wait for a worker: admission, order, and policy classes."""
 
-from .admission import REFRESH_AFTER_S, AdmissionController, QueuedRequest
+from .admission import OVERLAP_REFRESH_AFTER, AdmissionController, QueuedRequest
 from .policy import DepthTier, PolicyClass, PolicyProfile, PromptSize, QueueUsage
 from .profiles import PolicyDocument
 from .queue import AdmissionQueue, Waiting
 from .rooms import Room, Rooms
 
 __all__ = [
-    "REFRESH_AFTER_S",
+    "OVERLAP_REFRESH_AFTER",
     "AdmissionController",
     "AdmissionQueue",
     "DepthTier",

@@ -18,6 +18,7 @@ import anyio
 from attrs import define, field
 
 from pipeline import Cancelled, Control, PenstockError, Unavailable
+from pipeline.settings import Variable, number
 
 from ..eligibility import Candidates
 from ..index import Overlap
@@ -30,8 +31,12 @@ from .rooms import Blocked, Room, Rooms
 if TYPE_CHECKING:
     from ..reservation import LoadBook, Reservation
 
-REFRESH_AFTER_S = 10.0
-"""Default time after which the cached prefixes of a waiting request are looked up again."""
+OVERLAP_REFRESH_AFTER: Variable[float] = Variable(
+    "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
+    10.0,
+    "Seconds in the queue after which the overlap of a request is looked up again; 0: never.",
+    number(),
+)
 
 
 @define(eq=False)
@@ -61,7 +66,7 @@ class AdmissionController:
     """See the module. A request waits while all workers that may take it are busy, by the class it is of.
 
     `profile` holds the classes, `tiers` limits by depth. A request that waited longer than `refresh_after_s` has its
-    cached prefixes looked up again; None for never.
+    cached prefixes looked up again; None or 0 for never.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class AdmissionController:
         profile: PolicyProfile,
         tiers: Sequence[DepthTier] = (),
         *,
-        refresh_after_s: float | None = REFRESH_AFTER_S,
+        refresh_after_s: float | None = OVERLAP_REFRESH_AFTER.default,
     ) -> None:
         self._queue: AdmissionQueue[QueuedRequest] = AdmissionQueue(profile, tiers)
         self._pool, self._loads, self._profile = pool, loads, profile

@@ -21,8 +21,9 @@ from typing import Any, cast
 from attrs import fields, frozen
 
 from pipeline import InvalidArgument
+from pipeline.settings import is_finite
 
-from ..config import QueuePolicy, is_finite
+from ..config import QueuePolicy
 from .policy import PolicyClass, PolicyProfile
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -14,8 +14,7 @@ import pytest
 from attrs import evolve
 
 from operators import PushRouter
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.errors import DuplicateRequest
 from operators.kv.operator import ROUTER_DECISION, KvPushRouter
 from operators.kv.reservation import LoadBook, Reservation, output_weight

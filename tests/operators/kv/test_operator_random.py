@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators import PushRouter
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.operator import KvPushRouter
 from operators.kv.queue import PolicyClass, PolicyProfile
 from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Disconnected, PenstockError, ResponseStream

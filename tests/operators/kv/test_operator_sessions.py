@@ -10,8 +10,7 @@ import anyio
 import pytest
 
 from operators import PushRouter
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.operator import KvPushRouter
 from operators.kv.sessions import SESSION_HEADER
 from operators.kv.types import WorkerRank

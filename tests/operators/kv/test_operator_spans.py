@@ -15,8 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from operators import PushRouter
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.errors import QueueRejected
 from operators.kv.metrics import RouterMetrics
 from operators.kv.operator import KvPushRouter

@@ -10,8 +10,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from operators.kv import KvRouter, kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouter, KvRouterConfig, kv_router
 from operators.kv.eligibility import Adapters
 from operators.kv.pool import adapters_of
 from operators.kv.prompt import PromptBlocks

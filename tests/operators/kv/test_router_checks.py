@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators.kv import KvRouter, kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouter, KvRouterConfig, kv_router
 from operators.kv.queue import PolicyProfile
 from pipeline import InvalidArgument
 from pipeline.network import static_workers

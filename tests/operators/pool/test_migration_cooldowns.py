@@ -9,8 +9,7 @@ import anyio
 import pytest
 
 from operators import KvPushRouter, Migration, PushRouter
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.pool import AllBusy
 from operators.pool.health import note_failure, without_failed
 from operators.pool.push_router import RouterMode

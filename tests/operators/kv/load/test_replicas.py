@@ -12,8 +12,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators.kv import KvRouter, kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouter, KvRouterConfig, kv_router
 from operators.kv.load import ACTIVE_SEQUENCES_TOPIC, BATCH_EVENTS, ActiveSequenceEvent, Free, ReplicaSync, SequenceLoad
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile

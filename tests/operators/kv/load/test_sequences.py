@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig
 from operators.kv.errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from operators.kv.load import ActiveRequest, ActiveSequences, MissingDuration, SequenceLoad, tracking_hashes
 from operators.kv.types import WorkerRank

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.config import KvRouterConfig, QueuePolicy
+from operators.kv import KvRouterConfig
 from operators.kv.errors import QueueRejected
 from operators.kv.index import CandidateOverlap, Overlap
 from operators.kv.queue import AdmissionQueue, DepthTier, PolicyClass, PolicyProfile, PromptSize, Waiting
@@ -18,6 +18,7 @@ from pipeline import InvalidArgument, ResourceExhausted, Unavailable
 from pipeline.protocols.card import ModelRuntimeConfig
 
 UNIT = PromptSize(1)
+QueuePolicy = Literal["fcfs", "lcfs", "wspt"]
 
 
 def one_class(queue_policy: QueuePolicy = "fcfs", **settings: Any) -> AdmissionQueue[str]:

@@ -13,8 +13,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.eligibility import Adapters, Configs
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import AdmissionController, PolicyClass, PolicyProfile, QueuedRequest, Waiting

@@ -11,8 +11,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from operators.kv import KvRouter, kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouter, KvRouterConfig, kv_router
 from operators.kv.load import SequenceLoad
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile

@@ -10,8 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from operators.kv import kv_router
-from operators.kv.config import KvRouterConfig
+from operators.kv import KvRouterConfig, kv_router
 from operators.kv.errors import DuplicateRequest
 from operators.kv.queue import DepthTier, PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest

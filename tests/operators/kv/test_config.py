@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 from attrs import asdict, fields
 
-from operators.kv.config import (
+from operators.kv import (
+    ACTIVE_REQUEST_EXPIRY,
+    OVERLAP_REFRESH_AFTER,
     KvRouterConfig,
-    active_request_expiry_s,
     config_from_environment,
-    overlap_refresh_after_s,
-    variable_of,
 )
-from operators.kv.load import EXPIRY_S
 from pipeline import InvalidArgument
 from pipeline.protocols import RouterConfigOverride
+from pipeline.settings import settings_of
 
 DEFAULTS = {
     "overlap_score_credit": 1.0,
@@ -250,7 +249,7 @@ def test_an_override_changes_what_it_names_and_nothing_else() -> None:
     ],
 )
 def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: object) -> None:
-    assert variable_of(field) == variable
+    assert settings_of(KvRouterConfig)[field].variable == variable
     assert getattr(config_from_environment({variable: text}), field) == value
 
 
@@ -300,13 +299,12 @@ def test_of_two_older_weights_the_newer_name_wins() -> None:
 )
 def test_requests_expire_after_the_time_set_if_there_is_one(text: str | None, seconds: float) -> None:
     environment = {} if text is None else {"DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS": text}
-    assert active_request_expiry_s(environment) == seconds
-    assert EXPIRY_S == 300.0
+    assert ACTIVE_REQUEST_EXPIRY.of(environment) == seconds
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("0", None), ("", 10.0), ("-1", 10.0), ("inf", 10.0)])
-def test_waiting_requests_are_looked_up_again_after_the_time_set(text: str, seconds: float | None) -> None:
-    assert overlap_refresh_after_s({"DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS": text}) == seconds
+@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("0", 0.0), ("", 10.0), ("-1", 10.0), ("inf", 10.0)])
+def test_waiting_requests_are_looked_up_again_after_the_time_set(text: str, seconds: float) -> None:
+    assert OVERLAP_REFRESH_AFTER.of({"DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS": text}) == seconds
 
 
 def test_a_placement_rule_has_a_known_name_wherever_it_is_set() -> None:
