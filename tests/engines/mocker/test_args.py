@@ -72,6 +72,16 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(field: str, value: objec
     refused(field, **{field: value})
 
 
+def test_all_arguments_out_of_their_ranges_are_named_at_once() -> None:
+    text = refused("num_gpu_blocks", num_gpu_blocks=0, watermark=1.5, sglang=SglangArgs(page_size=0))
+    assert [part.partition(":")[0] for part in text.split("; ")] == ["num_gpu_blocks", "sglang.page_size", "watermark"]
+
+
+def test_all_arguments_that_do_not_go_together_are_named_at_once() -> None:
+    text = refused("zmq_replay_port", engine_type="trtllm", zmq_replay_port=5000, aic_nextn=2, block_size=1)
+    assert [part.partition(":")[0] for part in text.split("; ")] == ["zmq_replay_port", "block_size"]
+
+
 @pytest.mark.parametrize("engine_type", ["sglang", "trtllm"])
 def test_only_vllm_has_a_model_length(engine_type: str) -> None:
     refused("max_model_len", engine_type=engine_type, max_model_len=100)
