@@ -141,7 +141,7 @@ LOOPS_ALLOWED = {
     "pipeline/cancellation.py": {"asyncio"},
     "pipeline/loop.py": {"asyncio"},
     "pipeline/foreign.py": {"asyncio"},
-    "engines/worker/process_watch.py": {"time"},
+    "engines/worker/signals.py": {"time"},
     "engines/conformance/inspection.py": {"asyncio", "trio", "time"},
     "engines/conformance/bounded_calls.py": {"time"},
 }

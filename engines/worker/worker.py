@@ -38,10 +38,8 @@ from .config import ShutdownTimes, WorkerConfig, served_name
 from .health import SystemHealth, WorkerHealth
 from .lifecycle import Background, Lifecycle, WorkerState, engine_errors
 from .probe import IdleProbeSettings, choose_payload
-from .process_watch import Exit, ProcessWatch
-from .publishing import attach_kv_events, attach_snapshots, worker_labels
-from .registration import Registration
-from .signals import Signals, run_until_signalled, termination_signals
+from .registration import Registration, attach_kv_events, attach_snapshots, worker_labels
+from .signals import Exit, ProcessWatch, Signals, run_until_signalled, termination_signals
 
 if TYPE_CHECKING:
     from pipeline.network import Runtime, Served

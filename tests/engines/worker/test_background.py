@@ -7,7 +7,7 @@ from functools import partial
 import anyio
 import pytest
 
-from engines.worker import Background
+from engines.worker.lifecycle import Background
 from pipeline.rx import AnyIOScheduler
 
 pytestmark = pytest.mark.anyio

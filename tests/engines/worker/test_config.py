@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from engines import DisaggregationMode, EngineConfig, ShutdownTimes, WorkerConfig
-from engines.worker import parse_endpoint_types, served_name
+from engines.worker.config import parse_endpoint_types, served_name
 from pipeline import InvalidArgument
 from pipeline.protocols.card import ModelType
 

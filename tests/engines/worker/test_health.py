@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines import SystemHealth
-from engines.worker import is_healthy
+from engines.worker.health import is_healthy
 
 
 @pytest.mark.parametrize(

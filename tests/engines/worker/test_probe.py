@@ -12,7 +12,7 @@ import pytest
 from attrs import define, field
 
 from engines import EchoEngine
-from engines.worker import IdleProbe, IdleProbeSettings, TrafficObserver, choose_payload
+from engines.worker.probe import IdleProbe, IdleProbeSettings, TrafficObserver, choose_payload
 from pipeline import Annotated, Context, EngineShutdown, ResponseStream
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest
 from pipeline.telemetry import UNTRACED

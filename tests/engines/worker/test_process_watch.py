@@ -13,7 +13,8 @@ from typing import Any
 import anyio
 import pytest
 
-from engines.worker import OVERDUE, SIGNALS, ProcessWatch, process_watch, run_until_signalled
+from engines.worker import ProcessWatch, signals
+from engines.worker.signals import OVERDUE, SIGNALS, run_until_signalled
 from pipeline import Control
 
 
@@ -95,7 +96,7 @@ def test_a_second_signal_may_leave_time_for_an_end_in_order(received: list[int])
 def test_a_signal_counts_though_another_library_has_taken_the_wakeup(
     received: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_watch, "_COUNTED_S", 0.05)
+    monkeypatch.setattr(signals, "_COUNTED_S", 0.05)
     exits = Exits()
     with ProcessWatch(60, exit=exits) as watch, watch.listening(), wakeup_to_a_pipe():
         signal.raise_signal(signal.SIGTERM)

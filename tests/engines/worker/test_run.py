@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from engines import EchoEngine, EngineConfig, ShutdownTimes, Worker, WorkerState
-from engines.worker import OVERDUE
+from engines.worker.signals import OVERDUE
 from pipeline import Unknown
 from pipeline.errors import BackendUnknown
 

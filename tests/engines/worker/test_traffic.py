@@ -12,7 +12,7 @@ import pytest
 
 from engines import DisaggregationMode, EchoEngine, LLMEngine, as_engine
 from engines.adapter import RequestAdapter
-from engines.worker import ProbeEngine, bos_token_id, health_payload, is_probe, payload_from_text, stamp
+from engines.worker.probe import ProbeEngine, bos_token_id, health_payload, is_probe, payload_from_text, stamp
 from pipeline import Annotated, Context, InvalidArgument
 from pipeline.errors import BackendUnknown
 from pipeline.protocols import PreprocessedRequest

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from engines import EchoEngine, EngineConfig, MetricsBindings, MetricsContext, ShutdownTimes, SystemHealth, Worker
-from engines.worker import Signals
+from engines.worker.signals import Signals
 from pipeline import Annotated, Context, Disconnected, InvalidArgument, Unavailable
 from pipeline.errors import BackendCancelled, BackendUnknown
 from pipeline.network import Runtime

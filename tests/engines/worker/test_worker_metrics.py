@@ -14,7 +14,7 @@ from engines import (
     Worker,
     WorkerConfig,
 )
-from engines.worker import worker_labels
+from engines.worker.registration import worker_labels
 from pipeline.network import EndpointId
 from pipeline.telemetry import Metrics
 from tests.engines.worker.worlds import BROKEN, TIMES, ScriptedSteps, collect, hosted
