@@ -13,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from contextvars import copy_context
+from collections.abc import Callable
+from contextvars import Context, copy_context
 from enum import Enum
 from typing import Any
+
+from attrs import Factory, define, field
 
 from pipeline.errors import ExceededLimit
 
 from ..http import Problem, Refusal
-from .answer_head import answer_of, header_lines
-from .chunked import ChunkedBody
 from .connections import NEVER, Application, Connections
 from .cycle import Cycle, Waiters
+from .http1 import ChunkedBody, answer_of, header_lines
 
 try:
     from fcntl import ioctl
@@ -53,81 +55,60 @@ class State(Enum):
 _BODY, _HANDSHAKE, _LINGERING, _CLOSING = State.BODY, State.HANDSHAKE, State.LINGERING, State.CLOSING
 
 
+@define(eq=False)
 class AppHost:
     """What the connections of one server share: the app, its tasks, and the headers of every answer."""
 
-    def __init__(
-        self,
-        application: Application,
-        connections: Connections,
-        *,
-        tasks: set[asyncio.Task[None]],
-    ) -> None:
-        """`tasks` gets the task of each request while it runs."""
-        self.application = application
-        self.connections = connections
-        self.tasks = tasks
-        self.forget_task = tasks.discard
-        self.context = copy_context()
-        """The context of that callback. With the method bound once, it saves each task a context and a method."""
-        self.is_draining = False
-        """Whether every answer closes its connection."""
-        self.default_lines = b""
+    application: Application
+    connections: Connections
+    tasks: set[asyncio.Task[None]] = field(kw_only=True)
+    """Holds the task of each request while it runs."""
+    forget_task: Callable[[asyncio.Task[None]], None] = field(
+        init=False, default=Factory(lambda self: self.tasks.discard, takes_self=True)
+    )
+    context: Context = field(init=False, factory=copy_context)
+    """The context of that callback. With the method bound once, it saves each task a context and a method."""
+    is_draining: bool = field(init=False, default=False)
+    """Whether every answer closes its connection."""
+    default_lines: bytes = field(init=False, default=b"")
 
     def set_defaults(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Set the headers of every answer."""
         self.default_lines = header_lines(headers)
 
 
+@define(eq=False)
 class ClosingConnection(asyncio.Protocol):
     """The state of a connection and its end."""
 
-    __slots__ = (
-        "_at",
-        "_body_bytes",
-        "_chunked",
-        "_cycle",
-        "_flushed_bytes",
-        "_held",
-        "_host",
-        "_is_paused",
-        "_requests",
-        "_shared",
-        "_stalled_since_s",
-        "_state",
-        "_written_bytes",
-        "client",
-        "deadline_s",
-        "scheme",
-        "server",
-        "transport",
-        "writable",
-        "write_paused",
-    )
+    _host: AppHost
+    _shared: Connections = field(init=False)
+    _state: State = field(init=False, default=State.HEAD)
+    _held: bytes = field(init=False, default=b"")
+    _at: int = field(init=False, default=0)
+    _cycle: Cycle | None = field(init=False, default=None)
+    _chunked: ChunkedBody | None = field(init=False, default=None)
+    _requests: int = field(init=False, default=0)
+    _is_paused: bool = field(init=False, default=False)
+    _body_bytes: int = field(init=False, default=0)
+    _written_bytes: int = field(init=False, default=0)
+    _flushed_bytes: int = field(init=False, default=0)
+    _stalled_since_s: float = field(init=False, default=NEVER)
+    deadline_s: float = field(init=False, default=NEVER)
+    """When `overdue` is called, by the clock of the sweep."""
+    transport: Any = field(init=False, default=None)
+    client: tuple[str, int] | None = field(init=False, default=None)
+    """Address of the peer; None on a Unix socket."""
+    server: tuple[str, int | None] | None = field(init=False, default=None)
+    scheme: str = field(init=False, default="http")
+    write_paused: bool = field(init=False, default=False)
+    """Whether the transport has enough to write for now."""
+    writable: Waiters = field(init=False, factory=Waiters)
+    """Woken when `write_paused` is cleared, or the connection is lost."""
 
-    def __init__(self, host: AppHost, state: State) -> None:
-        self._host = host
-        self._shared = host.connections
-        self._state = state
-        self._held, self._at = b"", 0
-        self._cycle: Cycle | None = None
-        self._chunked: ChunkedBody | None = None
-        self._requests = 0
-        self._is_paused = False
-        self._body_bytes = 0
-        self._written_bytes = self._flushed_bytes = 0
-        self._stalled_since_s = NEVER
-        self.deadline_s = NEVER
-        """When `overdue` is called, by the clock of the sweep."""
-        self.transport: Any = None
-        self.client: tuple[str, int] | None = None
-        """Address of the peer; None on a Unix socket."""
-        self.server: tuple[str, int | None] | None = None
-        self.scheme = "http"
-        self.write_paused = False
-        """Whether the transport has enough to write for now."""
-        self.writable = Waiters()
-        """Woken when `write_paused` is cleared, or the connection is lost."""
+    @_shared.default
+    def _connections(self) -> Connections:
+        return self._host.connections
 
     def write(self, data: bytes) -> None:
         """Write a part of an answer."""

@@ -13,9 +13,11 @@ import asyncio
 from ssl import SSLContext
 from typing import Any
 
-from .closing import AppHost, State, too_slow
+from attrs import define
+
+from .closing import State, too_slow
 from .connections import NEVER
-from .head import TLS_HANDSHAKE, malformed
+from .http1 import TLS_HANDSHAKE, malformed
 from .receiving import ReceivingConnection
 
 _TURNS_UNTIL_READY = 2
@@ -25,14 +27,14 @@ _HANDSHAKE, _IDLE, _HEAD, _BODY = State.HANDSHAKE, State.IDLE, State.HEAD, State
 _ANSWERING, _LINGERING, _CLOSING = State.ANSWERING, State.LINGERING, State.CLOSING
 
 
+@define(eq=False)
 class Connection(ReceivingConnection):
     """The protocol of one connection; with `tls` it begins with a handshake."""
 
-    __slots__ = ("_tls",)
+    _tls: SSLContext | None = None
 
-    def __init__(self, host: AppHost, tls: SSLContext | None = None) -> None:
-        super().__init__(host, _HEAD if tls is None else _HANDSHAKE)
-        self._tls = tls
+    def __attrs_post_init__(self) -> None:
+        self._state = _HEAD if self._tls is None else _HANDSHAKE
 
     # -- called by the event loop
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..http import INTERNAL, ON_GONE
-from .answer_head import CLOSE, Headers, answer_head, answer_of
 from .connections import Application, Message
-from .head import Head
+from .http1 import CLOSE, Head, Headers, answer_head, answer_of
 
 _log = logging.getLogger("uvicorn.error")
 

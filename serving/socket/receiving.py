@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from attrs import define, field
+
 from ..http import Refusal
-from .chunked import ChunkedBody
-from .closing import AppHost, ClosingConnection, State, too_slow
+from .closing import ClosingConnection, State, too_slow
 from .cycle import Cycle
-from .head import END, check_start, parse_head
+from .http1 import END, ChunkedBody, check_start, parse_head
 
 HELD_BYTES = 16 * 1024
 """Bytes of later requests that are held without pausing: only a connection that is read shows that its client left."""
@@ -27,15 +28,14 @@ CHUNKED_BYTES_PER_TURN = 64 * 1024
 _IDLE, _HEAD, _BODY, _ANSWERING = State.IDLE, State.HEAD, State.BODY, State.ANSWERING
 
 
+@define(eq=False)
 class ReceivingConnection(ClosingConnection):
     """The reading half of a connection."""
 
-    __slots__ = ("_half_closed", "_left_bytes", "_searched", "_window_bytes")
-
-    def __init__(self, host: AppHost, state: State) -> None:
-        super().__init__(host, state)
-        self._searched = self._left_bytes = self._window_bytes = 0
-        self._half_closed = False
+    _searched: int = field(init=False, default=0)
+    _left_bytes: int = field(init=False, default=0)
+    _window_bytes: int = field(init=False, default=0)
+    _half_closed: bool = field(init=False, default=False)
 
     def _consume(self) -> None:
         """Process the held bytes, as far as the answers and the app allow."""

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from serving.http import Refusal
 from serving.limits import HttpLimits
-from serving.socket.answer_head import answer_head
-from serving.socket.chunked import ChunkedBody
 from serving.socket.cycle import Waiters
-from serving.socket.head import check_start, parse_head
+from serving.socket.http1 import ChunkedBody, answer_head, check_start, parse_head
 
 LIMITS = HttpLimits()
 BEHIND = b"GET /next HTTP/1.1\r\nHost: a\r\n\r\n"
