@@ -23,8 +23,6 @@ NEW = ("answer_limit", "count_down")
 """Parts of the names of files that a reader of the page makes."""
 PLACE = re.compile(r"`((?:pipeline|operators|engines|serving|tests|docs|examples|benchmarks)/[\w/.]*)`")
 
-pytestmark = pytest.mark.anyio
-
 
 def block(number: int) -> str:
     """A block of Python code of the page, from 0."""

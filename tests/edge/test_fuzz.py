@@ -23,8 +23,6 @@ from serving.http import app
 from tests.edge.fuzz import Case, cases
 from tests.serving.worlds import Exchange
 
-pytestmark = pytest.mark.anyio
-
 LEAVES_AFTER_S = 0.5
 """When the client goes away: some answers would have a million tokens."""
 TOKEN_S = 0.005

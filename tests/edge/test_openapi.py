@@ -41,7 +41,6 @@ def test_the_description_is_valid_openapi() -> None:
     assert list(OpenAPIV31SpecValidator(document).iter_errors()) == []
 
 
-@pytest.mark.anyio
 async def test_the_app_serves_its_description_at_a_path_of_choice() -> None:
     options = HttpOptions.from_environment(
         {"DYN_HTTP_SVC_OPENAPI_PATH": "/api.json", "DYN_HTTP_SVC_CHAT_PATH": "/chat"}
@@ -53,7 +52,6 @@ async def test_the_app_serves_its_description_at_a_path_of_choice() -> None:
     assert {"/chat", "/api.json"} <= answer.json["paths"].keys()
 
 
-@pytest.mark.anyio
 async def test_the_page_has_every_path_field_and_limit_and_needs_no_other_file() -> None:
     answer = await Exchange(app({"m": ScriptedEngine([])}), "/docs", method="GET").run()
     text, document = answer.content.decode(), describe(HttpOptions())

@@ -17,8 +17,6 @@ from engines.llm import FirstToken
 from pipeline import Context, Control
 from pipeline.protocols import LLMEngineOutput, PrefillResult, PreprocessedRequest
 
-pytestmark = pytest.mark.anyio
-
 Chunk = LLMEngineOutput
 DECODE = DisaggregationMode.DECODE
 

@@ -33,9 +33,6 @@ from pipeline.protocols import (
 )
 from tests.engines.worlds import Chunk, FunctionEngine, answer, failure, request, scripted
 
-pytestmark = pytest.mark.anyio
-
-
 # -- undisturbed
 
 

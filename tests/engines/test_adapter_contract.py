@@ -16,8 +16,6 @@ from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import check_engine
 from tests.engines.worlds import Chunk, EndsOnKill, FunctionEngine
 
-pytestmark = pytest.mark.anyio
-
 
 async def _counts(request: PreprocessedRequest, context: GenerateContext) -> AsyncGenerator[Chunk, None]:
     if not request.token_ids:

@@ -25,9 +25,6 @@ from pipeline.protocols import (
 )
 from tests.engines.worlds import Chunk, EndsOnKill, FunctionEngine, answer, failure, request, scripted
 
-pytestmark = pytest.mark.anyio
-
-
 # -- stop
 
 

@@ -16,8 +16,6 @@ from pipeline import Context, Disconnected, InvalidArgument
 from pipeline.protocols import PrefillResult, PreprocessedRequest, TraceLink
 from tests.engines.worlds import Chunk, FunctionEngine, scripted
 
-pytestmark = pytest.mark.anyio
-
 DECODE, PREFILL, ENCODE = DisaggregationMode.DECODE, DisaggregationMode.PREFILL, DisaggregationMode.ENCODE
 
 

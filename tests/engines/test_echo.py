@@ -22,8 +22,6 @@ from pipeline.protocols import (
 )
 from pipeline.testing import check_engine, run_in_virtual_time
 
-pytestmark = pytest.mark.anyio
-
 STOP, LENGTH, CANCELLED = FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED
 
 

@@ -29,8 +29,6 @@ from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import watch_streams
 
-pytestmark = pytest.mark.anyio
-
 TIMES = ShutdownTimes(grace_s=0.0, timeout_s=10.0)
 REQUEST = PreprocessedRequest([1, 2])
 Fails = Callable[[], None]

@@ -10,8 +10,6 @@ from engines.conformance import cancelling_context, mock_context
 from engines.llm import FirstToken
 from pipeline import Context
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_it_shows_and_moves_the_requests_own_life() -> None:
     request = Context("payload", id="mine")

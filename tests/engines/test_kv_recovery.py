@@ -38,8 +38,6 @@ from pipeline.protocols.kv import (
 )
 from pipeline.testing import ScriptedEngine, check_engine
 
-pytestmark = pytest.mark.anyio
-
 WHERE = EndpointId("dynamo", "backend", "generate")
 TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
 NAMES = ["worker_kv_indexer_query_dp0", "worker_kv_indexer_query_dp3"]

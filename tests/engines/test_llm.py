@@ -12,8 +12,6 @@ from engines.metrics import EngineMetrics
 from pipeline import InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
-pytestmark = pytest.mark.anyio
-
 
 def test_only_the_model_must_be_named_and_nothing_else_is_advertised() -> None:
     config = EngineConfig(model="m")

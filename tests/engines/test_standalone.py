@@ -14,8 +14,6 @@ from pipeline import Context, EngineShutdown, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import check_engine
 
-pytestmark = pytest.mark.anyio
-
 
 class Noted(LLMEngine):
     """Records its calls; raises where the test demands it."""

@@ -24,8 +24,6 @@ from pipeline.testing import OpenStreams, watch_streams
 from serving.deployment import StandardGraph
 from tests.graphs.worlds import open_fleet
 
-pytestmark = pytest.mark.anyio
-
 CLIENTS = 100
 PROMPT_TOKENS = 8_000
 LEAVES_AFTER_S = 0.01

@@ -15,8 +15,6 @@ from pipeline import AsyncEngine, Cancelled, Context, Operator, PenstockError, R
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from tests.graphs.worlds import Fleet, Half, Way, open_fleet
 
-pytestmark = pytest.mark.anyio
-
 TOKENS = 12
 
 

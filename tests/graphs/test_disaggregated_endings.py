@@ -29,8 +29,6 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import OpenStreams, watch_streams
 from tests.graphs.worlds import Fleet, Half, Host, open_fleet
 
-pytestmark = pytest.mark.anyio
-
 AT_ONCE = 60
 LIMIT = 3
 ACTIONS = ("none",) * 7 + ("stop", "kill", "close", "drop", "cancel")

@@ -16,8 +16,6 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import Faults, Probe, check_engine
 from serving.deployment import GraphConfig, standard_graph
 
-pytestmark = pytest.mark.anyio
-
 
 def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content="x" * 60)], **fields)

@@ -34,8 +34,6 @@ from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.kv import KvEvent, KvStored, RecoveryReply, RouterEvent, StoredBlock
 from pipeline.rx import Subject, ops
 
-pytestmark = pytest.mark.anyio
-
 WHERE = "dynamo/backend/generate"
 BLOCK = 4
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=BLOCK, max_num_seqs=8, max_num_batched_tokens=256)

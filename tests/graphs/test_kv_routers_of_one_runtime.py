@@ -23,8 +23,6 @@ from pipeline.network.inprocess import InProcessEventPlane
 from pipeline.protocols import PreprocessedRequest, StopConditions
 from serving.deployment import GraphConfig, RouterName, event_log, routing_to
 
-pytestmark = pytest.mark.anyio
-
 WHERE = EndpointId.parse("dynamo/backend/generate")
 BLOCK = 16
 PROMPTS = [[family * 1000 + i for i in range(8 * BLOCK + 1)] for family in range(6)]

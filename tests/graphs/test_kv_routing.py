@@ -17,8 +17,6 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, NvExt
 from serving.deployment import GraphConfig, HostOptions, StandardGraph, hosted_graph
 from serving.http import Telemetry
 
-pytestmark = pytest.mark.anyio
-
 SYSTEM = "You answer in few words, and in none where none will do. " * 20
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_workers_of_one_engine_share_the_families_of_its_metrics() -> None:

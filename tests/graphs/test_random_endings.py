@@ -21,7 +21,7 @@ from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import Ending, Fault, Faults, Probe, watch_streams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 REQUESTS = 10_000
 AT_ONCE = 100

@@ -22,8 +22,6 @@ from pipeline.protocols import CompletionUsage, LLMEngineOutput, PreprocessedReq
 from serving.replay import Schedule, parse_faults
 from serving.replay.driver import request_of
 
-pytestmark = pytest.mark.anyio
-
 LETTERS = range(97, 123)
 
 

@@ -27,8 +27,6 @@ from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from serving.deployment import GraphConfig, HostOptions, OpenGraph, RouterName, hosted_graph, routing_to
 from serving.deployment.routing import router_of
 
-pytestmark = pytest.mark.anyio
-
 SEED = 3
 
 

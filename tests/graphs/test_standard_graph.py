@@ -14,8 +14,6 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, Comple
 from pipeline.testing import Probe, ScriptedEngine, watch_streams
 from serving.deployment import GraphConfig, standard_graph
 
-pytestmark = pytest.mark.anyio
-
 
 def chat(text: str, **fields: Any) -> Context[ChatCompletionRequest | CompletionRequest]:
     message = ChatMessage(role="user", content=text)

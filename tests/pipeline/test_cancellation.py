@@ -11,8 +11,6 @@ from anyio.lowlevel import checkpoint
 from pipeline import Context, until_killed
 from tests.pipeline.cancelled_sources import Source, assert_not_being_cancelled, kill_soon
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_kill_ends_the_wait_and_the_reader_goes_on() -> None:
     context, source = Context(None), Source()

@@ -16,8 +16,6 @@ from pipeline.cancellation import PATIENCE_S
 from pipeline.errors import BackendCancelled
 from tests.pipeline.cancelled_sources import Source, assert_not_being_cancelled, kill_soon
 
-pytestmark = pytest.mark.anyio
-
 
 def is_asyncio() -> bool:
     try:

@@ -50,7 +50,6 @@ def test_the_installed_anyio_has_the_names() -> None:
 
 
 @ON_ASYNCIO
-@pytest.mark.anyio
 async def test_the_names_lead_from_a_task_to_all_its_scopes() -> None:
     task = asyncio.current_task()
     with anyio.CancelScope() as outer, anyio.CancelScope(shield=True) as inner:
@@ -62,7 +61,6 @@ async def test_the_names_lead_from_a_task_to_all_its_scopes() -> None:
 
 
 @ON_ASYNCIO
-@pytest.mark.anyio
 async def test_a_shield_in_another_task_is_seen() -> None:
     cut = racing._ReadCanceller(asyncio.get_running_loop())
     cut.task = asyncio.current_task()
@@ -116,7 +114,6 @@ async def kill_soon(context: Context[Any]) -> None:
     context.kill()
 
 
-@pytest.mark.anyio
 async def test_a_kill_still_ends_a_source_that_waits(without_names: None) -> None:
     context, ended = Context(None), list[str]()
 
@@ -135,7 +132,6 @@ async def test_a_kill_still_ends_a_source_that_waits(without_names: None) -> Non
     assert ended == ["released"]
 
 
-@pytest.mark.anyio
 async def test_what_a_source_shields_is_still_not_cut(without_names: None) -> None:
     context, done = Context(None), list[str]()
 
@@ -152,7 +148,6 @@ async def test_what_a_source_shields_is_still_not_cut(without_names: None) -> No
     assert done == ["shielded"]
 
 
-@pytest.mark.anyio
 async def test_the_cancellation_of_its_reader_still_goes_on_to_the_reader(without_names: None) -> None:
     context = Context(None)
 
@@ -167,7 +162,6 @@ async def test_the_cancellation_of_its_reader_still_goes_on_to_the_reader(withou
 
 
 @ON_ASYNCIO
-@pytest.mark.anyio
 async def test_something_of_the_source_that_is_cancelled_still_does_not_cancel_the_reader(without_names: None) -> None:
     work = asyncio.get_running_loop().create_future()
 

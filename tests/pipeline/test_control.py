@@ -180,7 +180,6 @@ def test_a_failing_callback_does_not_keep_others_from_hearing(caplog: pytest.Log
     assert "boom" in caplog.text
 
 
-@pytest.mark.anyio
 async def test_waiting_for_a_stop_that_happened_returns_at_once() -> None:
     control = Control()
     control.stop()
@@ -189,7 +188,6 @@ async def test_waiting_for_a_stop_that_happened_returns_at_once() -> None:
         await control.stopped()
 
 
-@pytest.mark.anyio
 async def test_stop_and_kill_wake_all_waiters_and_a_stop_does_not_end_a_wait_for_kill() -> None:
     control, woken = Control(), []
 
@@ -209,7 +207,6 @@ async def test_stop_and_kill_wake_all_waiters_and_a_stop_does_not_end_a_wait_for
     assert woken[-1] == "kill"
 
 
-@pytest.mark.anyio
 async def test_a_watched_control_is_freed_with_its_last_user_and_needs_no_collection() -> None:
     control = Control()
     forget, gone = control.on_stop(lambda: None), ref(control)
@@ -222,7 +219,6 @@ async def test_a_watched_control_is_freed_with_its_last_user_and_needs_no_collec
     forget()  # there is nothing to forget any more
 
 
-@pytest.mark.anyio
 async def test_what_takes_a_callback_back_takes_only_that_one_and_may_come_late() -> None:
     control, called = Control(), list[int]()
     takes_back = [control.on_stop(partial(called.append, number)) for number in range(3)]
@@ -233,7 +229,6 @@ async def test_what_takes_a_callback_back_takes_only_that_one_and_may_come_late(
     assert called == [0, 2]
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     control = Control()
     with anyio.move_on_after(1):
@@ -241,7 +236,6 @@ async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     assert not control._watchers
 
 
-@pytest.mark.anyio
 async def test_a_stop_from_another_thread_wakes_a_waiter_and_calls_back_in_the_loop() -> None:
     control, here, called_in = Control(), threading.get_ident(), []
     control.on_stop(lambda: called_in.append(threading.get_ident()))

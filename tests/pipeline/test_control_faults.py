@@ -48,7 +48,6 @@ def _expect_logged(caplog: pytest.LogCaptureFixture, error: BaseException, logge
 # -- what is brought home to the loop
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 async def test_a_stop_callback_that_raises_after_a_stop_in_another_thread_is_logged_and_ends_nothing(
     error: BaseException, caplog: pytest.LogCaptureFixture
@@ -63,7 +62,6 @@ async def test_a_stop_callback_that_raises_after_a_stop_in_another_thread_is_log
     _expect_logged(caplog, error, "pipeline.loop")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("read", [0, 1])
 async def test_a_release_that_raises_after_a_drop_is_logged_and_ends_nothing(
@@ -82,7 +80,6 @@ async def test_a_release_that_raises_after_a_drop_is_logged_and_ends_nothing(
     _expect_logged(caplog, error, "pipeline.loop")
 
 
-@pytest.mark.anyio
 async def test_a_release_that_raises_in_a_cycle_collected_by_another_thread_is_logged_and_ends_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -108,7 +105,6 @@ def here() -> int:
     return threading.get_ident()
 
 
-@pytest.mark.anyio
 async def test_a_finaliser_that_stops_a_request_in_another_thread_ends_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -53,7 +53,6 @@ async def wrecks() -> list[BaseException]:
 PLACES = ["before the first item", "in the middle", "instead of the end"]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("place", range(3), ids=PLACES)
 async def test_whatever_a_function_raises_loses_its_own_request_only(place: int) -> None:
     raised: dict[int, BaseException] = dict(enumerate(await wrecks()))
@@ -90,7 +89,6 @@ async def test_whatever_a_function_raises_loses_its_own_request_only(place: int)
         assert error.__cause__ is raised[number]
 
 
-@pytest.mark.anyio
 async def test_what_an_instance_raises_loses_its_own_request_only() -> None:
     """On the request plane, for an engine that holds no contract at all."""
 
@@ -118,7 +116,6 @@ async def test_what_an_instance_raises_loses_its_own_request_only() -> None:
                 await anext(stream)
 
 
-@pytest.mark.anyio
 async def test_a_cancellation_of_the_task_goes_on() -> None:
     async def caught() -> None:
         try:
@@ -132,7 +129,6 @@ async def test_a_cancellation_of_the_task_goes_on() -> None:
     assert scope.cancelled_caught
 
 
-@pytest.mark.anyio
 async def test_of_a_group_only_the_cancellation_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async def fails() -> None:
         try:
@@ -162,7 +158,6 @@ def raised_by_a_statement() -> GeneratorExit:
         return error
 
 
-@pytest.mark.anyio
 async def test_a_closed_generator_goes_on_and_a_raised_generator_exit_does_not() -> None:
     seen: list[str] = []
 

@@ -14,8 +14,6 @@ from anyio.lowlevel import checkpoint
 from pipeline.loop import LoopHandle, Timer, Wakeup, clock, time_held
 from pipeline.testing import run_in_virtual_time
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_each_wakeup_wakes_the_waiting_task() -> None:
     wakeup, woken = Wakeup(), 0

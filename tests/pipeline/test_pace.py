@@ -110,7 +110,6 @@ def source(request: pytest.FixtureRequest) -> AsyncEngine[int, int]:
     return SOURCES[request.param]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("stages", STAGES)
 async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     source: AsyncEngine[int, int], stages: str, open_streams: OpenStreams
@@ -133,7 +132,6 @@ async def test_a_source_that_is_always_ready_lets_other_tasks_run(
     assert turns >= ITEMS // BUDGET_ITEMS - 2
 
 
-@pytest.mark.anyio
 async def test_many_short_answers_in_a_row_let_other_tasks_run() -> None:
     turns = 0
 
@@ -151,7 +149,6 @@ async def test_many_short_answers_in_a_row_let_other_tasks_run() -> None:
     assert turns >= 8
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("stages", ["alone", "through operators"])
 async def test_a_cancellation_by_another_task_comes_in_time_and_releases_everything(
     source: AsyncEngine[int, int], stages: str, open_streams: OpenStreams
@@ -172,7 +169,6 @@ async def _after_a_turn(verb: Callable[[], object]) -> None:
     verb()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 async def test_a_stop_or_kill_by_another_task_comes_in_time_and_ends_the_stream(
     verb: str, open_streams: OpenStreams
@@ -196,7 +192,6 @@ async def test_a_stop_or_kill_by_another_task_comes_in_time_and_ends_the_stream(
         assert len(got) < 4 * BUDGET_ITEMS
 
 
-@pytest.mark.anyio
 async def test_a_kill_by_another_task_ends_a_function_engine_that_never_looks(open_streams: OpenStreams) -> None:
     request, got = Context(ITEMS), 0
     async with anyio.create_task_group() as tasks:
@@ -207,7 +202,6 @@ async def test_a_kill_by_another_task_ends_a_function_engine_that_never_looks(op
     assert got < 4 * BUDGET_ITEMS
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_turn_loses_no_item(source: AsyncEngine[int, int]) -> None:
     """The turn comes before the next item is taken, so the next read gets it."""
     got, cancelled = list[int](), 0
@@ -223,7 +217,6 @@ async def test_a_cancelled_turn_loses_no_item(source: AsyncEngine[int, int]) -> 
     assert cancelled > 3
 
 
-@pytest.mark.anyio
 async def test_during_the_turn_a_close_and_a_second_reader_are_refused() -> None:
     stream, refused = ResponseStream(_ready(ITEMS), Context(None)), list[str]()
 
@@ -240,7 +233,6 @@ async def test_during_the_turn_a_close_and_a_second_reader_are_refused() -> None
     assert refused == ["aclose", "__next__"]
 
 
-@pytest.mark.anyio
 async def test_a_source_that_waits_takes_no_turn_more(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = 0
 
@@ -266,7 +258,6 @@ async def test_a_source_that_waits_takes_no_turn_more(monkeypatch: pytest.Monkey
     assert 18 <= taken <= 22
 
 
-@pytest.mark.anyio
 async def test_items_that_take_long_to_make_let_other_tasks_run_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, turns_at = 0.0, list[int]()
 

@@ -15,8 +15,6 @@ from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream, StreamC
 from pipeline.errors import StreamBusy
 from pipeline.testing import OpenStreams
 
-pytestmark = pytest.mark.anyio
-
 
 class Source:
     """A generator that records when it began and ended."""

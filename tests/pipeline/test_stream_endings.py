@@ -15,8 +15,6 @@ from anyio.lowlevel import checkpoint
 from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream
 from pipeline.testing import OpenStreams
 
-pytestmark = pytest.mark.anyio
-
 
 class Rows:
     """An async iterator that is no generator, and counts its closes."""

@@ -13,8 +13,6 @@ from anyio.lowlevel import checkpoint
 from pipeline import Context, Disconnected, ReleaseOnce, ResponseStream
 from pipeline.testing import OpenStreams
 
-pytestmark = pytest.mark.anyio
-
 Shape = Callable[[ResponseStream[int]], ResponseStream[int]]
 
 SHAPES: dict[str, Shape] = {

@@ -5,11 +5,8 @@ from __future__ import annotations
 from threading import Event, get_ident
 
 import anyio
-import pytest
 
 from pipeline.threads import GiveUp, WorkThreads
-
-pytestmark = pytest.mark.anyio
 
 REAL_S = 20.0
 """Real seconds after which a thread that should have ended fails its test."""

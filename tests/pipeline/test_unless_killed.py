@@ -13,8 +13,6 @@ from pipeline import Cancelled, Context, ResponseStream, unless_killed
 from pipeline.errors import BackendCancelled
 from pipeline.testing import OpenStreams, virtual_time
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True, params=["with anyio's private names", "without them"])
 def _names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,6 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from pipeline.testing import OpenStreams
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
 
-pytestmark = pytest.mark.anyio
-
 TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
 
 

@@ -162,7 +162,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 ACCESS = HttpOptions(access_log=True)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_is_one_line_when_its_answer_has_ended(lines: Lines, stream: bool) -> None:
     engine = ScriptedEngine([Wait(2), token("a"), Wait(1), token("b"), last(FinishReason.LENGTH), Wait(1)])
@@ -191,7 +190,6 @@ async def test_a_request_is_one_line_when_its_answer_has_ended(lines: Lines, str
     }
 
 
-@pytest.mark.anyio
 async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(lines: Lines) -> None:
     service = app({"m": ScriptedEngine([])}, options=ACCESS)
     for path in ("/live", "/nope\nERROR x: forged caller=1"):
@@ -203,13 +201,11 @@ async def test_pages_and_refusals_are_in_the_access_log_without_their_queries(li
     assert lines()[1]["message"].startswith("GET /nope%0AERROR%20x%3A%20forged%20caller%3D1 404 ")
 
 
-@pytest.mark.anyio
 async def test_without_the_option_nothing_is_written(lines: Lines) -> None:
     await request_to(app({"m": ScriptedEngine([])}), "/live", method="GET").run()
     assert lines() == []
 
 
-@pytest.mark.anyio
 async def test_the_access_log_names_the_worker(lines: Lines) -> None:
     async with hosted_graph(GraphConfig(workers=2, model_name="m"), HostOptions()) as opened:
         await chat(app(opened.graph, options=ACCESS)).run()

@@ -17,8 +17,6 @@ from pipeline.wire import from_plain
 from serving.deployment import GraphConfig, standard_graph
 from serving.http.problems import explain
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_the_settings_of_a_graph_are_those_of_its_first_stage() -> None:
     work = PromptWork(inline_prompt_characters=3, tokenizer_threads=1, max_waiting_prompts=5)

@@ -19,8 +19,6 @@ from serving.http import Availability, app
 from serving.server import HttpServer, listen, url_of
 from tests.serving.worlds import last, token
 
-pytestmark = pytest.mark.anyio
-
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 

@@ -22,8 +22,6 @@ from tests.engines.conformance.worlds import (
     sevens,
 )
 
-pytestmark = pytest.mark.anyio
-
 BROKEN = BrokenEngines()
 breaks = BROKEN.breaks
 

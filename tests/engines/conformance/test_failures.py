@@ -30,8 +30,6 @@ from tests.engines.conformance.worlds import (
     sevens,
 )
 
-pytestmark = pytest.mark.anyio
-
 BROKEN = BrokenEngines()
 breaks = BROKEN.breaks
 

@@ -27,8 +27,6 @@ from tests.engines.conformance.worlds import (
     names_of,
 )
 
-pytestmark = pytest.mark.anyio
-
 BROKEN = BrokenEngines()
 breaks = BROKEN.breaks
 

@@ -25,8 +25,6 @@ from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, P
 from pipeline.wire import error_from_plain, error_to_plain
 from tests.engines.conformance.worlds import RECORDED, TOKEN_S, Chunks, Sevens, Unhurried, failures_of, names_of
 
-pytestmark = pytest.mark.anyio
-
 
 class GoesOn(Sevens):
     async def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Chunks:

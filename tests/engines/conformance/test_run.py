@@ -26,8 +26,6 @@ from pipeline import Disconnected, InvalidArgument
 from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedRequest, SamplingOptions
 from tests.engines.conformance.worlds import RECORDED, TOKEN_S, Chunks, Sevens, Unhurried, names_of, refuse_more
 
-pytestmark = pytest.mark.anyio
-
 # -- good engines
 
 

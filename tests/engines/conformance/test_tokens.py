@@ -20,8 +20,6 @@ from tests.engines.conformance.worlds import (
     expect_its_failures,
 )
 
-pytestmark = pytest.mark.anyio
-
 BROKEN = BrokenEngines()
 breaks = BROKEN.breaks
 

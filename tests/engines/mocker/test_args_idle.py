@@ -80,7 +80,6 @@ def test_a_model_of_time_that_was_given_replaces_a_profile() -> None:
     assert [name for name, _ in idle_arguments(args, has_timing=True)] == ["planner_profile_data"]
 
 
-@pytest.mark.anyio
 async def test_a_starting_engine_warns_of_each(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         await MockEngine(MockEngineArgs(watermark=0.5, aic_mtp_seed=7)).start(0)

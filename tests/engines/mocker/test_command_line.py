@@ -15,8 +15,6 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from serving.deployment import find_engine
 from serving.deployment.engines import Deployment
 
-pytestmark = pytest.mark.anyio
-
 PREFILL_MS, DECODE_MS = 50.0, 7.0
 
 

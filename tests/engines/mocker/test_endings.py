@@ -20,8 +20,6 @@ from pipeline.protocols import (
     StopConditions,
 )
 
-pytestmark = pytest.mark.anyio
-
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64)
 SLOW = evolve(ARGS, worker_type="prefill", kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=0.01)
 """A prefill worker that sends its last chunk a second after the one before it, for a prompt of ten tokens."""

@@ -29,8 +29,6 @@ from pipeline.protocols.kv import RouterEvent
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.testing import check_engine
 
-pytestmark = pytest.mark.anyio
-
 SMALL = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64, max_num_seqs=8)
 
 

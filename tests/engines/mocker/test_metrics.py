@@ -18,8 +18,6 @@ from engines.mocker.scheduling import Sequence, StepResult
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
 
-pytestmark = pytest.mark.anyio
-
 CONTEXT = MetricsContext("m", "backend", 0.0, EngineMetrics())
 FIRST, GAP, WHOLE = "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"
 

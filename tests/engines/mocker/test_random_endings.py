@@ -18,8 +18,6 @@ from pipeline import Context
 from pipeline.protocols import FinishReason, PreprocessedRequest, StopConditions
 from pipeline.protocols.kv import KvRemoved, KvStored, RouterEvent
 
-pytestmark = pytest.mark.anyio
-
 ARGS = MockEngineArgs(num_gpu_blocks=160, block_size=8, max_num_batched_tokens=256, max_num_seqs=64)
 CONVERSATIONS = 40
 AT_ONCE = 48

@@ -179,7 +179,6 @@ def test_a_prefill_worker_emits_the_first_recorded_token() -> None:
 # -- in an engine
 
 
-@pytest.mark.anyio
 async def test_an_engine_emits_recorded_outputs_and_makes_up_the_others(tmp_path: Path) -> None:
     path = written(tmp_path, row(5, 6, 7, session_id="s"), row(8, request_id="mine"))
     async with as_engine(MockEngine(MockEngineArgs(response_replay_trace_path=str(path)))) as served:
@@ -201,7 +200,6 @@ async def test_an_engine_emits_recorded_outputs_and_makes_up_the_others(tmp_path
             await outputs_of(request(name="t:0"))
 
 
-@pytest.mark.anyio
 async def test_an_engine_with_a_broken_trace_does_not_start(tmp_path: Path) -> None:
     engine = MockEngine(MockEngineArgs(response_replay_trace_path=str(written(tmp_path, row()))))
     with pytest.raises(InvalidArgument, match="at least one output token") as refused:

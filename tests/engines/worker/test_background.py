@@ -10,8 +10,6 @@ import pytest
 from engines.worker.lifecycle import Background
 from pipeline.rx import AnyIOScheduler
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_what_runs_can_be_waited_for() -> None:
     async with AnyIOScheduler() as scheduler:

@@ -23,8 +23,6 @@ from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import OpenStreams
 from tests.engines.worker.worlds import ALL_STEPS, BROKEN, HANG, TIMES, ScriptedSteps, collect, hosted
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize(("tokens", "whole"), [(1, True), (5, False)])
 async def test_a_request_may_end_within_the_grace_period_and_is_then_cut(

@@ -15,8 +15,6 @@ from engines.worker.lifecycle import TRANSITIONS, Lifecycle, LifecycleEvent, aft
 from pipeline import ContractViolation, EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendInvalidArgument, BackendUnknown
 
-pytestmark = pytest.mark.anyio
-
 INIT, RUNNING, START_FAILED, STOPPED = WorkerState
 
 

@@ -23,8 +23,6 @@ from pipeline.network import Runtime
 from pipeline.testing import OpenStreams
 from tests.engines.worker.worlds import ALL_STEPS, BROKEN, HANG, TIMES, ScriptedSteps, hosted
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("changes", [{"model_input": "Text"}, {"endpoint_types": ""}, {"namespace": "No Name"}])
 async def test_a_wrong_config_is_refused_before_anything_starts(changes: dict[str, Any]) -> None:

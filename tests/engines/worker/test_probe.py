@@ -18,8 +18,6 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.telemetry import UNTRACED
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_engine
 
-pytestmark = pytest.mark.anyio
-
 PAYLOAD = {"token_ids": [1], "_HEALTH_CHECK": True}
 REQUEST = PreprocessedRequest([1])
 GOOD: Annotated[LLMEngineOutput] = Annotated(LLMEngineOutput([1]))

@@ -150,7 +150,6 @@ def no_signals() -> Iterator[AsyncIterator[int]]:
     yield wait()
 
 
-@pytest.mark.anyio
 async def test_a_stop_after_a_run_that_was_cancelled_reaches_no_watch(deadlines: list[float]) -> None:
     """The worker's deadline must not end a program that continues after its worker."""
     control = Control()
@@ -163,7 +162,6 @@ async def test_a_stop_after_a_run_that_was_cancelled_reaches_no_watch(deadlines:
         assert deadlines == []
 
 
-@pytest.mark.anyio
 async def test_a_stop_during_a_run_gives_the_end_its_deadline(deadlines: list[float]) -> None:
     control = Control()
 

@@ -38,8 +38,6 @@ from pipeline.protocols.kv import (
 )
 from tests.engines.worker.worlds import BROKEN, ScriptedSteps, collect, hosted
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def changes() -> list[Any]:

@@ -15,8 +15,6 @@ from engines.worker.signals import OVERDUE
 from pipeline import Unknown
 from pipeline.errors import BackendUnknown
 
-pytestmark = pytest.mark.anyio
-
 TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
 TERM, INT = int(signal.SIGTERM), int(signal.SIGINT)
 

@@ -19,8 +19,6 @@ from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import check_engine
 from tests.engines.worlds import Chunk, scripted
 
-pytestmark = pytest.mark.anyio
-
 
 async def probed(engine: LLMEngine, payload: Any, **settings: Any) -> list[Annotated[Chunk]]:
     probe = ProbeEngine(RequestAdapter(engine, **settings))

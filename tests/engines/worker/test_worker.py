@@ -25,8 +25,6 @@ from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import OpenStreams
 from tests.engines.worker.worlds import ALL_STEPS, TIMES, WHERE, ScriptedSteps, collect, hosted
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_worker_serves_its_engine_and_ends_in_order(open_streams: OpenStreams) -> None:
     engine = ScriptedSteps(start=4.0)

@@ -17,8 +17,6 @@ from pipeline.network import Runtime
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import OpenStreams
 
-pytestmark = pytest.mark.anyio
-
 TIMES = ShutdownTimes(grace_s=2.0, timeout_s=10.0)
 PROBED = {"DYN_HEALTH_CHECK_ENABLED": "1", "DYN_CANARY_WAIT_TIME": "4"}
 BROKEN = LookupError("the scheduler broke")

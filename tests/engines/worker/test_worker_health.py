@@ -24,8 +24,6 @@ from pipeline.protocols import PreprocessedRequest
 from pipeline.testing import OpenStreams
 from tests.engines.worker.worlds import PROBED, TIMES, ScriptedSteps, collect, hosted
 
-pytestmark = pytest.mark.anyio
-
 
 class Sick(EchoEngine):
     """Answers every request but the canary's."""

@@ -19,8 +19,6 @@ from pipeline.network import EndpointId
 from pipeline.telemetry import Metrics
 from tests.engines.worker.worlds import BROKEN, TIMES, ScriptedSteps, collect, hosted
 
-pytestmark = pytest.mark.anyio
-
 
 def test_empty_labels_are_left_out_and_the_id_is_hexadecimal() -> None:
     assert worker_labels(EndpointId("n", "c", "e"), 0xAB, model="", model_name="s") == {

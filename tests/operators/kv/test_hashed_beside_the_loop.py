@@ -22,8 +22,6 @@ from pipeline.protocols.openai import CompletionRequest
 from pipeline.testing import ScriptedEngine
 from pipeline.wire import from_plain
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def hashing_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -46,8 +46,6 @@ from pipeline.rx import BehaviorSubject
 from pipeline.testing import Fail, ScriptedEngine, Stall, check_operator
 from pipeline.wire import to_plain
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 
 

@@ -19,8 +19,6 @@ from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestTracker, RoutingHints
 from pipeline.testing import ScriptedEngine, Stall
 
-pytestmark = pytest.mark.anyio
-
 ANSWER = [Annotated(LLMEngineOutput([1]))]
 
 

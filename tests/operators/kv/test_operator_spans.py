@@ -26,8 +26,6 @@ from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhas
 from pipeline.telemetry import traced
 from pipeline.testing import ScriptedEngine, Wait
 
-pytestmark = pytest.mark.anyio
-
 TWO_BLOCKS = [Annotated(LLMEngineOutput([1, 2])), Wait(4), Annotated(LLMEngineOutput([3, 4, 5]))]
 OWN = {"dynamo_namespace": "ns", "dynamo_component": "comp", "router_id": "r"}
 

@@ -23,8 +23,6 @@ from pipeline.rx import BehaviorSubject, Subject
 
 from .worlds import BLOCK, GivenHealth, prompt, reserved, router_of
 
-pytestmark = pytest.mark.anyio
-
 
 def stored(worker_id: int, count: int, event_id: int = 1) -> RouterEvent:
     """The worker holds the first so many tokens of every `prompt`."""

@@ -26,8 +26,6 @@ from pipeline.testing import ScriptedEngine
 
 from .worlds import GivenHealth
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 
 

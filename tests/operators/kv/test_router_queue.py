@@ -22,8 +22,6 @@ from pipeline.rx import BehaviorSubject
 
 from .worlds import GivenHealth, prompt, reserved, router_of
 
-pytestmark = pytest.mark.anyio
-
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 """A rank with any prompt in flight is busy."""
 

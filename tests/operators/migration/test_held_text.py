@@ -13,8 +13,6 @@ from pipeline.protocols import FinishReason, LLMEngineOutput, PreprocessedReques
 from pipeline.testing import Fail, Fault, Faults, ScriptedEngine, watch_streams
 from tests.operators.migration.worlds import GONE, REFUSED, Answer, receive
 
-pytestmark = pytest.mark.anyio
-
 
 def stopped_by(*stops: str) -> PreprocessedRequest:
     """A request for at most 20 tokens with these stop strings."""

@@ -22,8 +22,6 @@ from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.testing import Fail, ScriptedEngine
 
-pytestmark = pytest.mark.anyio
-
 GONE = Disconnected("gone")
 
 

@@ -34,8 +34,6 @@ from pipeline.protocols import (
 from pipeline.testing import Fail, Fault, ScriptedEngine
 from tests.operators.migration.worlds import ALL, GONE, REFUSED, World, broken, healthy, make_request, output, receive
 
-pytestmark = pytest.mark.anyio
-
 BUG = BackendUnknown("bug")
 
 

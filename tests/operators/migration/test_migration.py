@@ -38,8 +38,6 @@ from pipeline.telemetry import traced
 from pipeline.testing import Fail, Fault
 from tests.operators.migration.worlds import ALL, GONE, REFUSED, World, broken, healthy, make_request, receive
 
-pytestmark = pytest.mark.anyio
-
 LINK = TraceLink("1" * 32, "2" * 16)
 
 

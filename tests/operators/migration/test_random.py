@@ -266,17 +266,14 @@ def test_however_a_request_ends_nothing_stays_open_and_no_token_is_repeated(
 ITEMS: list[Any] = [Annotated(LLMEngineOutput([n])) for n in range(40)]
 
 
-@pytest.mark.anyio
 async def test_the_operator_contract_without_retries() -> None:
     await check_operator(lambda: Migration(0), request=PreprocessedRequest([1]), items=ITEMS)
 
 
-@pytest.mark.anyio
 async def test_the_operator_contract_with_retries() -> None:
     await check_operator(lambda: Migration(3), request=PreprocessedRequest([1]), items=ITEMS)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("how", ["disconnect_after", "error_after", "fail_to_connect"])
 async def test_the_engine_contract_holds_across_a_migration(how: str, after: int) -> None:

@@ -32,9 +32,6 @@ from pipeline.protocols import (
 from pipeline.testing import Fail, Fault, ScriptedEngine, Stall, watch_streams
 from tests.operators.migration.worlds import ALL, GONE, Answer, World, broken, healthy, make_request, output, receive
 
-pytestmark = pytest.mark.anyio
-
-
 # -- stop and kill
 
 

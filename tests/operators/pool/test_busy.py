@@ -21,8 +21,6 @@ from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.rx import BehaviorSubject, Subject
 from pipeline.testing import ScriptedEngine
 
-pytestmark = pytest.mark.anyio
-
 NAME = "ns/comp/ep"
 HUNDRED = Capacity(total_kv_blocks=100, max_num_batched_tokens=1000)
 

@@ -22,8 +22,6 @@ from pipeline.testing import ScriptedEngine
 
 from .worlds import Changing, send_to
 
-pytestmark = pytest.mark.anyio
-
 NAME = "ns/comp/ep"
 
 

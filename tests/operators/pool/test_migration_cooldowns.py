@@ -33,8 +33,6 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, watch_streams
 
 from .worlds import Shrinking
 
-pytestmark = pytest.mark.anyio
-
 MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 GONE = Disconnected("gone")
 

@@ -39,8 +39,6 @@ from .worlds import (
     send_to,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_round_robin_asks_one_after_the_other() -> None:
     engine = router(1, 2, 3)

@@ -37,8 +37,6 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 
 from .worlds import NAME, PICKING_MODES, answerer, answering, assigned, in_flight, lowest, meet, pool, send_to
 
-pytestmark = pytest.mark.anyio
-
 FAULTS: list[PenstockError] = [
     CannotConnect("a fault"),
     Disconnected("a fault"),

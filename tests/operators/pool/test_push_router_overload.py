@@ -19,8 +19,6 @@ from pipeline.testing import ScriptedEngine
 
 from .worlds import send_to
 
-pytestmark = pytest.mark.anyio
-
 HALF = BusyThresholds(active_decode_blocks_threshold=0.5)
 
 

@@ -16,8 +16,6 @@ from pipeline.testing import ScriptedEngine
 
 from .worlds import NAME, PICKING_MODES, answerer, answering, pool, send_to
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("mode", PICKING_MODES)
 async def test_without_an_instance_there_is_an_error_at_once(mode: RouterMode) -> None:

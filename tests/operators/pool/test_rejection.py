@@ -26,8 +26,6 @@ from pipeline.network import static_workers
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import Probe, ScriptedEngine, check_operator
 
-pytestmark = pytest.mark.anyio
-
 
 class Saying:
     """A gate that says what it is told."""

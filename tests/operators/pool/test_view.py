@@ -192,7 +192,6 @@ def test_a_duration_that_cannot_be_is_refused(duration_s: float) -> None:
     assert caught.value.field == "cooldown_s"
 
 
-@pytest.mark.anyio
 async def test_for_no_time_nothing_cools_down_or_is_refused() -> None:
     health = InstanceHealth(pool(answering(1)), cooldown_s=0)
     before = health.view
@@ -201,7 +200,6 @@ async def test_for_no_time_nothing_cools_down_or_is_refused() -> None:
     assert health.view is before
 
 
-@pytest.mark.anyio
 async def test_every_change_is_pushed_when_it_comes_and_the_end_of_a_cooldown_too() -> None:
     changing, reports = Changing(answering(1, 2)), Subject[ActiveLoad]()
     loads, busy = WorkerLoads(changing.workers), BehaviorSubject[AbstractSet[int]](frozenset())
@@ -240,7 +238,6 @@ async def test_every_change_is_pushed_when_it_comes_and_the_end_of_a_cooldown_to
     ]
 
 
-@pytest.mark.anyio
 async def test_a_reader_sees_the_end_of_a_cooldown_without_a_scheduler() -> None:
     health, seen = InstanceHealth(pool(answering(1, 2)), cooldown_s=5), list[PoolView]()
     health.changes().subscribe(seen.append)
@@ -251,7 +248,6 @@ async def test_a_reader_sees_the_end_of_a_cooldown_without_a_scheduler() -> None
     assert seen[-1] is health.view
 
 
-@pytest.mark.anyio
 async def test_a_subscriber_never_gets_an_older_view_after_a_newer_one() -> None:
     busy = BehaviorSubject[AbstractSet[int]](frozenset())
     health, seen = InstanceHealth(pool(answering(1, 2)), busy=busy), list[PoolView]()
@@ -266,7 +262,6 @@ async def test_a_subscriber_never_gets_an_older_view_after_a_newer_one() -> None
     assert [view.free for view in seen] == [(1, 2), ()]
 
 
-@pytest.mark.anyio
 async def test_a_router_does_not_keep_a_closed_pool_running_and_a_subscriber_does() -> None:
     changing = Changing(answering(1))
     health = InstanceHealth(changing.workers)

@@ -35,8 +35,6 @@ from pipeline.testing import ScriptedEngine, Wait
 
 from .worlds import meeting_at, prefill_world, prefilled, prompt
 
-pytestmark = pytest.mark.anyio
-
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
 

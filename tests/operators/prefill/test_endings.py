@@ -22,8 +22,6 @@ from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, che
 
 from .worlds import SlowToAnswer, everywhere, prefill_world, prefilled, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("meets", [False, True])
 async def test_the_operator_contract(meets: bool) -> None:

@@ -48,8 +48,6 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 
 from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
 

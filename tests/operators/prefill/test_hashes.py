@@ -21,8 +21,6 @@ from pipeline.testing import ScriptedEngine
 
 from .worlds import prefill_world, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 TOKENS = list(range(8))
 PLAIN = PromptBlocks(TOKENS, 4)
 MEDIA = [BlockExtraInfo([MmObject(9, [(0, 1)])]), None]

@@ -21,8 +21,6 @@ from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 
 from .worlds import PrefillWorld, SlowToSend, everywhere, prefill_world, prefilled, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 ENDINGS = pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 KINDS = pytest.mark.parametrize("meets", [False, True])
 

@@ -23,8 +23,6 @@ from pipeline.protocols import PreprocessedRequest, StopConditions
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 
-pytestmark = pytest.mark.anyio
-
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
 PROMPT = list(range(10))
 

@@ -19,8 +19,6 @@ from pipeline.testing import ScriptedEngine, Stall
 
 from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 UNREACHABLE = ModelRuntimeConfig(
     topology_domains={"zone": "a"}, kv_transfer_domain="zone", kv_transfer_enforcement="required"
 )

@@ -40,8 +40,6 @@ from pipeline.testing import Probe, ScriptedEngine, Stall, Wait
 
 from .worlds import PARAMS, everywhere, meeting_at, prefill_world, prefilled, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
 

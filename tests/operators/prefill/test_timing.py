@@ -17,8 +17,6 @@ from pipeline.testing import Wait
 
 from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
 
-pytestmark = pytest.mark.anyio
-
 
 def below_a_kv_router(decode: Any) -> Any:
     """Worker 9 decodes."""

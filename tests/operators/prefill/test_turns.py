@@ -10,8 +10,6 @@ from pipeline.protocols import RequestPhase, RoutingHints
 
 from .worlds import prefill_world, prompt
 
-pytestmark = pytest.mark.anyio
-
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
 

@@ -22,8 +22,6 @@ from pipeline.protocols import (
 )
 from pipeline.testing import Fail, ScriptedEngine, Stall, check_operator, watch_streams
 
-pytestmark = pytest.mark.anyio
-
 EOS = ByteTokenizer.eos_token_id
 Item = Annotated[Any]
 Below = ScriptedEngine

@@ -16,8 +16,6 @@ from pipeline.protocols.routing import RouterParams
 from pipeline.testing import ScriptedEngine, check_operator
 from pipeline.wire import from_plain
 
-pytestmark = pytest.mark.anyio
-
 EOS = ByteTokenizer.eos_token_id
 ITEMS: list[Annotated[Any]] = [Annotated(BackendOutput([i], ["x"], "x")) for i in range(40)]
 
@@ -239,7 +237,6 @@ async def test_the_operator_contract_holds(annotations: list[str]) -> None:
     )
 
 
-@pytest.mark.anyio
 async def test_the_length_of_the_prompt_is_left_for_whoever_counts() -> None:
     request = Context(CompletionRequest(model="echo", prompt="four"))
     await (await (Preprocess(Model.byte_level()) >> ScriptedEngine([])).generate(request)).collect()

@@ -23,8 +23,6 @@ from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
 from pipeline.wire import from_plain
 
-pytestmark = pytest.mark.anyio
-
 IN_A_THREAD, AT_ONCE = PromptWork(inline_prompt_characters=0), PromptWork(inline_prompt_characters=10**9)
 LIMITS = RequestLimits()
 PATIENCE_S = 20.0

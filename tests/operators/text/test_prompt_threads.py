@@ -18,8 +18,6 @@ from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import PromptWork
 from pipeline.threads import GiveUp
 
-pytestmark = pytest.mark.anyio
-
 PATIENCE_S = 20.0
 """Real seconds after which a thread that should have been ended fails its test."""
 

@@ -21,8 +21,6 @@ from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 from pipeline.testing import Fail, ScriptedEngine, Wait, check_operator
 from pipeline.wire import from_plain
 
-pytestmark = pytest.mark.anyio
-
 NOW_MS = 1_700_000_000_000
 BOTH = {"extra_fields": ["timing", "worker_id"]}
 MODEL = Model.byte_level("m")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +17,6 @@ from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.protocols.openai import ChatCompletionRequest
 from pipeline.testing import run_in_virtual_time, watch_streams
 from pipeline.wire import from_plain
-
-pytestmark = pytest.mark.anyio
 
 
 def chat(text: str, **fields: Any) -> ChatCompletionRequest:

@@ -30,8 +30,6 @@ from pipeline.graph import Chain, LateEngine, SegmentSink
 from pipeline.signatures import Signature
 from pipeline.testing import Faults, OpenStreams, Probe, ScriptedEngine, check_engine
 
-pytestmark = pytest.mark.anyio
-
 
 @function_engine
 async def characters(text: str) -> AsyncIterator[str]:

@@ -19,8 +19,6 @@ from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler
 from pipeline.wire import to_json
 
-pytestmark = pytest.mark.anyio
-
 TTL_S = 10.0
 WHERE = EndpointId("ns", "comp", "ep")
 

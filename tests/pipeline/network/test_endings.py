@@ -22,7 +22,7 @@ from pipeline.network.inprocess import InProcessEventPlane, InProcessRequestPlan
 from pipeline.telemetry import Metrics
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WHERE = "ns/comp/ep"
 INSTANCES = (1, 2, 3, 4)

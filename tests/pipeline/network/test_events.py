@@ -26,8 +26,6 @@ from pipeline.network.events import (
 from pipeline.network.inprocess import InProcessEventPlane
 from pipeline.rx import from_observable
 
-pytestmark = pytest.mark.anyio
-
 HERE = Scope("ns", "comp", "ep")
 
 

@@ -28,8 +28,6 @@ from pipeline.network import Runtime, Served
 from pipeline.telemetry import Metrics
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_engine, watch_streams
 
-pytestmark = pytest.mark.anyio
-
 WHERE = "ns/comp/ep"
 
 

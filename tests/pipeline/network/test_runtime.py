@@ -15,8 +15,6 @@ from pipeline.rx import AnyIOScheduler
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 from tests.pipeline.network.worlds import WHERE, card, engine_of, record_changes, watchers
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_an_engine_is_served_inside_the_runtimes_block_only() -> None:
     runtime = Runtime.in_process()

@@ -16,8 +16,6 @@ from pipeline.network.events import Fanout
 from pipeline.network.inprocess import InProcessStore
 from pipeline.rx import AnyIOScheduler, Subject
 
-pytestmark = pytest.mark.anyio
-
 TTL_S = 10.0
 
 

@@ -15,8 +15,6 @@ from pipeline.network.inprocess import InProcessRequestPlane
 from pipeline.rx import Subject, ops
 from tests.pipeline.network.worlds import WHERE, engine_of, record_changes, watchers
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_pool_follows_what_is_served() -> None:
     """A new instance is there at once."""

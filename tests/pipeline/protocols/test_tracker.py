@@ -299,7 +299,6 @@ def test_the_prefill_of_an_attempt_without_a_token_is_forgotten(decoded: bool) -
     assert tracker.kv_transfer_estimated_latency_s == (1 if decoded else 2)
 
 
-@pytest.mark.anyio
 async def test_a_tracker_is_found_where_a_stage_left_it() -> None:
     request, tracker = Context("payload"), track_request(lambda: 0)
     assert tracker_of(request) is None
@@ -307,7 +306,6 @@ async def test_a_tracker_is_found_where_a_stage_left_it() -> None:
     assert tracker_of(request.child("other")) is tracker
 
 
-@pytest.mark.anyio
 async def test_the_next_phase_waits_until_the_permit_is_released() -> None:
     tracker = track_request(lambda: 0)
     seen: list[RequestPhase] = []
@@ -329,7 +327,6 @@ async def test_the_next_phase_waits_until_the_permit_is_released() -> None:
     (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
 
 
-@pytest.mark.anyio
 async def test_a_permit_may_be_released_by_another_task_and_only_once() -> None:
     tracker = track_request(lambda: 0)
     permit = await tracker.set_phase(RequestPhase.PREFILL)
@@ -349,7 +346,6 @@ async def test_a_permit_may_be_released_by_another_task_and_only_once() -> None:
     (await tracker.set_phase(RequestPhase.AGGREGATED)).release()
 
 
-@pytest.mark.anyio
 async def test_a_tracker_runs_on_the_loops_own_clock() -> None:
     tracker = track_request(lambda: 1234)
     await anyio.sleep(2)

@@ -14,8 +14,6 @@ from pipeline import AsyncEngine, Context, Disconnected, Operator, ResponseStrea
 from pipeline.rx import Disposable, Observable, ops
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, check_operator
 
-pytestmark = pytest.mark.anyio
-
 
 async def answer(*script: Any) -> tuple[ScriptedEngine, ResponseStream[Any]]:
     engine: ScriptedEngine = ScriptedEngine(script)

@@ -25,8 +25,6 @@ from pipeline.rx import (
 )
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_engine, watch_streams
 
-pytestmark = pytest.mark.anyio
-
 
 async def answer(*script: Any) -> tuple[ScriptedEngine, ResponseStream[Any]]:
     engine: ScriptedEngine = ScriptedEngine(script)

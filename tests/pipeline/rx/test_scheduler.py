@@ -14,8 +14,6 @@ from anyio.lowlevel import checkpoint
 from pipeline import StreamClosed
 from pipeline.rx import AnyIOScheduler, BehaviorSubject, CatchScheduler, Subject, ops
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_actions_run_at_their_time_in_order() -> None:
     seen: list[tuple[str, float]] = []

@@ -35,8 +35,6 @@ from pipeline.protocols import TraceLink
 from pipeline.telemetry import UNTRACED, RequestSpan, annotate, extract, inject, link_to, spanned, trace_link, traced
 from pipeline.testing import Fail, OpenStreams, Probe, ScriptedEngine, Stall, Wait, check_engine, watch_streams
 
-pytestmark = pytest.mark.anyio
-
 
 class Spans:
     """A tracer and what it has finished."""

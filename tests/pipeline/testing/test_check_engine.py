@@ -29,8 +29,6 @@ from pipeline import (
 from pipeline.engine import FunctionEngine
 from pipeline.testing import ENGINE_RULES, Fail, ScriptedEngine, Stall, Wait, check_engine
 
-pytestmark = pytest.mark.anyio
-
 COUNT = 40
 BAD = -1
 

@@ -25,8 +25,6 @@ from pipeline import (
 )
 from pipeline.testing import OPERATOR_RULES, Faults, Probe, check_operator
 
-pytestmark = pytest.mark.anyio
-
 ITEMS = [Annotated.from_data(i) for i in range(40)]
 Next = AsyncEngine[Any, Any]
 

@@ -17,8 +17,6 @@ from anyio.lowlevel import checkpoint
 from pipeline import AsyncEngine, Context, ContractViolation, Operator, ResponseStream, function_engine
 from pipeline.testing import ScriptedEngine, check_engine, check_operator
 
-pytestmark = pytest.mark.anyio
-
 ITEMS = list(range(40))
 Next = AsyncEngine[Any, Any]
 Items = AsyncGenerator[Any, None]

@@ -50,7 +50,6 @@ def test_a_test_that_leaves_nothing_open_passes(outcomes: dict[str, set[str]]) -
     assert {name: seen for name, seen in clean.items() if seen != {"PASSED"}} == {}
 
 
-@pytest.mark.anyio
 async def test_an_unclosed_stream_is_named_with_what_became_of_it() -> None:
     engine = ScriptedEngine([1, 2, 3])
     with watch_streams() as streams, warnings.catch_warnings():
@@ -67,7 +66,6 @@ async def test_an_unclosed_stream_is_named_with_what_became_of_it() -> None:
         assert streams.open == []
 
 
-@pytest.mark.anyio
 async def test_a_stream_cut_off_with_its_reader_is_unclosed_until_it_is_closed() -> None:
     with watch_streams() as streams:
         stream = await ScriptedEngine([1, Wait(10), 2]).generate(Context(None, id="cut"))
@@ -79,7 +77,6 @@ async def test_a_stream_cut_off_with_its_reader_is_unclosed_until_it_is_closed()
         assert streams.unclosed == []
 
 
-@pytest.mark.anyio
 async def test_a_watched_stream_is_read_as_any_other() -> None:
     with watch_streams():
         async with await ScriptedEngine([1]).generate(Context(None)) as stream:

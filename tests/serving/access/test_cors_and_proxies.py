@@ -12,9 +12,6 @@ from serving.http.caller import caller_of
 from tests.serving.access.worlds import answered, bearer, hello, page, ring, watched
 from tests.serving.worlds import chat
 
-pytestmark = pytest.mark.anyio
-
-
 ORIGIN = "https://chat.example"
 PREFLIGHT = {
     "origin": ORIGIN,

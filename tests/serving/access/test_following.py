@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import pytest
 
 from serving.access import follow
-
-pytestmark = pytest.mark.anyio
 
 
 class Watched:

@@ -17,9 +17,6 @@ from serving.http.guard import sent_key
 from tests.serving.access.worlds import KEY, OTHER, answered, bearer, guarded, hello, page, ring, watched
 from tests.serving.worlds import chat, last, token
 
-pytestmark = pytest.mark.anyio
-
-
 # -- admission
 
 

@@ -12,9 +12,6 @@ from serving.http import HttpOptions
 from tests.serving.access.worlds import KEY, bearer, guarded, hello, ring
 from tests.serving.worlds import chat
 
-pytestmark = pytest.mark.anyio
-
-
 FIELDS: list[tuple[Privilege, str, dict[str, Any]]] = [
     *(
         ("pin", f"nvext.{name}", {"nvext": {name: 1}})

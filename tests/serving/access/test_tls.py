@@ -29,8 +29,6 @@ from serving.server import HttpServer, listen
 from tests.serving.access.worlds import Certificates
 from tests.serving.worlds import last, token
 
-pytestmark = pytest.mark.anyio
-
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 

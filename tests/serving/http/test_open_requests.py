@@ -16,8 +16,6 @@ from serving.http.open_requests import OpenRequests, TooManyOfClient, TooManyOpe
 from serving.limits import HttpLimits
 from tests.serving.worlds import chat, last, program, request_to, token
 
-pytestmark = pytest.mark.anyio
-
 
 def limited(engine: Any, availability: Availability | None = None, **limits: Any) -> Any:
     return app({"m": engine}, options=HttpOptions(limits=HttpLimits(**limits)), availability=availability)

@@ -18,8 +18,6 @@ from serving.deployment.routing import busy_thresholds
 from serving.http import HttpOptions, app
 from tests.serving.worlds import chat
 
-pytestmark = pytest.mark.anyio
-
 CACHE = {"num_gpu_blocks": "40", "block_size": "4", "enable_prefix_caching": "false"}
 QUARTER = {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "0.25"}
 

@@ -16,8 +16,6 @@ from pipeline.testing import ScriptedEngine
 from serving.http import HttpOptions, app
 from tests.serving.worlds import Exchange, last, request_to, token
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def service() -> Starlette:

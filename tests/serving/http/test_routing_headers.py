@@ -17,8 +17,6 @@ from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import HttpOptions, Telemetry, app
 from tests.serving.worlds import chat, complete, last
 
-pytestmark = pytest.mark.anyio
-
 WORKER, PREFILL, ROUTER = "x-penstock-worker", "x-penstock-prefill-worker", "x-penstock-router"
 ALL = (WORKER, PREFILL, ROUTER, "x-penstock-prefill-router", "x-penstock-attempts")
 EXTRA_FIELDS = {"extra_fields": ["worker_id", "router_decision"]}

@@ -12,8 +12,6 @@ from engines import SystemHealth
 from serving.http import Telemetry, status_app, status_port
 from tests.serving.worlds import request_to
 
-pytestmark = pytest.mark.anyio
-
 RequestTo = Callable[..., Any]
 
 

@@ -18,8 +18,6 @@ from serving.http.time_limits import RequestClock, TimeLimits
 from serving.limits import HttpLimits
 from tests.serving.worlds import Stubborn, chat, complete, last, token
 
-pytestmark = pytest.mark.anyio
-
 OFF: dict[str, Any] = {"write_timeout_s": 0.0, "silence_timeout_s": 0.0, "request_timeout_s": 0.0}
 
 

@@ -48,8 +48,6 @@ from serving.live import Address, LiveEngine
 from serving.live.engine import UNKNOWN_TOKEN
 from tests.serving.live.worlds import Line, Received, Server, plug, serve
 
-pytestmark = pytest.mark.anyio
-
 ADDRESS = Address.parse("http://far:8000/api/v1/")
 DONE = "[DONE]"
 

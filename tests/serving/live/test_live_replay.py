@@ -17,8 +17,6 @@ from serving.live.server import LiveServer
 from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
 from tests.serving.live.worlds import Line, Received, mount, serve
 
-pytestmark = pytest.mark.anyio
-
 URL = "http://far:8000"
 
 

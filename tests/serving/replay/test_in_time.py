@@ -10,8 +10,6 @@ import pytest
 from serving.replay import Report, Samples, Schedule, SyntheticLoad, make_report
 from serving.replay.schedule import DueRequest
 
-pytestmark = pytest.mark.anyio
-
 LOAD = SyntheticLoad(64, 5, 40, turns=2, inter_turn_delay_ms=35, request_rate=20)
 
 

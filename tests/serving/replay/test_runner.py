@@ -23,8 +23,6 @@ from pipeline.testing import run_in_virtual_time
 from serving.deployment import GraphConfig
 from serving.replay import Prompt, Report, Session, SyntheticLoad, Trace, Turn, parse_faults, run, run_config
 
-pytestmark = pytest.mark.anyio
-
 ROUTINGS: dict[str, dict[str, Any]] = {
     "round robin": {"router": "round-robin"},
     "random": {"router": "random"},

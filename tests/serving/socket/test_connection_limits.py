@@ -11,8 +11,6 @@ import pytest
 from serving.socket.connections import client_of
 from tests.serving.socket.worlds import Counting, post, serve
 
-pytestmark = pytest.mark.anyio
-
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 MB = 1024 * 1024

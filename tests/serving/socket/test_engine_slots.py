@@ -8,13 +8,10 @@ import socket
 from typing import Any
 
 import anyio
-import pytest
 
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
 from tests.serving.socket.worlds import serve
-
-pytestmark = pytest.mark.anyio
 
 
 def chat(**fields: Any) -> bytes:

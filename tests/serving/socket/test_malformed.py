@@ -10,8 +10,6 @@ import pytest
 
 from tests.serving.socket.worlds import serve
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:

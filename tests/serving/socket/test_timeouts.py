@@ -14,8 +14,6 @@ from tests.serving.socket.worlds import serve
 
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
 
-pytestmark = pytest.mark.anyio
-
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 QUICK: dict[str, Any] = {

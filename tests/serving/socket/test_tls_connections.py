@@ -13,8 +13,6 @@ import trustme
 
 from tests.serving.socket.worlds import serve
 
-pytestmark = pytest.mark.anyio
-
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
 
 

@@ -11,8 +11,6 @@ from pipeline import PenstockError
 from tests.serving.tracing.worlds import Node, Recorded, Serving, one_tree
 from tests.serving.worlds import chat
 
-pytestmark = pytest.mark.anyio
-
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pipeline import AsyncEngine, Context
 from pipeline.telemetry import inject
 from serving.http import app
 from tests.serving.tracing.worlds import Recorded, Serving
 from tests.serving.worlds import chat, complete
-
-pytestmark = pytest.mark.anyio
 
 ALONE = "POST /v1/chat/completions"
 SECRET = "xyzzyplugh"

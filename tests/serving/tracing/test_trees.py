@@ -20,8 +20,6 @@ from serving.limits import HttpLimits
 from tests.serving.tracing.worlds import Recorded, Serving, one_tree
 from tests.serving.worlds import chat, complete, request_to
 
-pytestmark = pytest.mark.anyio
-
 ALONE = "POST /v1/chat/completions"
 STAGES = """
   Preprocess

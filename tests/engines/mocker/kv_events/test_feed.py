@@ -24,8 +24,6 @@ from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
 from pipeline.protocols.kv import KvCleared
 from pipeline.wire import from_msgpack
 
-pytestmark = pytest.mark.anyio
-
 zmq = pytest.importorskip("zmq")
 
 WAIT_MS = 5000

@@ -18,8 +18,6 @@ from pipeline import Context, InvalidArgument
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from pipeline.protocols import BootstrapInfo, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
 
-pytestmark = pytest.mark.anyio
-
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
 PROMPT = list(range(10))
 

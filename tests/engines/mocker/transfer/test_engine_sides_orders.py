@@ -19,8 +19,6 @@ from pipeline import Context, EngineShutdown, InvalidArgument
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected
 from pipeline.protocols import BootstrapInfo, FinishReason, LLMEngineOutput, PreprocessedRequest, StopConditions
 
-pytestmark = pytest.mark.anyio
-
 Half = Literal["prefill", "decode"]
 HALVES: tuple[Half, ...] = get_args(Half)
 ARGS = MockEngineArgs(num_gpu_blocks=16, block_size=4, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)

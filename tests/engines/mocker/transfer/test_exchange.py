@@ -26,8 +26,6 @@ from tests.engines.mocker.transfer.worlds import (
     pair,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("late", ROLES)

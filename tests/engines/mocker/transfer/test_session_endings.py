@@ -29,8 +29,6 @@ from tests.engines.mocker.transfer.worlds import (
     pair,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_side_that_waits_alone_gives_up_after_the_rendezvous_limit(role: TransferRole) -> None:

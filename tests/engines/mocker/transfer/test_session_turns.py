@@ -17,8 +17,6 @@ from tests.engines.mocker.transfer.worlds import (
     turns,
 )
 
-pytestmark = pytest.mark.anyio
-
 WAIT_TURNS = 3
 ALL_TURNS = 32
 """There are more turns than a transfer takes; the last ones disturb nothing."""

@@ -33,8 +33,6 @@ from pipeline.protocols.kv import (
     TooNew,
 )
 
-pytestmark = pytest.mark.anyio
-
 RANK = WorkerRank(1)
 LIMITS = RepairLimits(timeout_s=5.0, first_delay_s=1.0, longest_delay_s=4.0, attempts=4)
 

@@ -17,8 +17,6 @@ from operators.kv import EventLog, KvIndex, WorkerRank
 from operators.kv.events import EventFeed, RepairLimits
 from pipeline.protocols.kv import DumpFailed, KvEventData, KvRemoved, KvStored, RecoveryReply, RouterEvent, StoredBlock
 
-pytestmark = pytest.mark.anyio
-
 RANK = WorkerRank(1)
 LIMITS = RepairLimits(timeout_s=5.0, first_delay_s=1.0, longest_delay_s=4.0, attempts=4)
 LONG_S = 300.0

@@ -27,8 +27,6 @@ from pipeline.protocols.kv import (
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall
 
-pytestmark = pytest.mark.anyio
-
 WHERE = "ns/backend/generate"
 RANK = WorkerRank(7, 3)
 TREE = RecoveredTree([], 5)

@@ -167,7 +167,6 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-@pytest.mark.anyio
 async def test_what_an_engine_publishes_decides_where_a_prompt_goes() -> None:
     workers = static_workers({worker_id: ScriptedEngine([]) for worker_id in (3, 7)})
     with publisher() as engine, kv_router(workers, block_size_tokens=BLOCK) as router:
@@ -185,7 +184,6 @@ async def test_what_an_engine_publishes_decides_where_a_prompt_goes() -> None:
     assert [event.event.event_id for event in heard] == list(range(1, len(heard) + 1))
 
 
-@pytest.mark.anyio
 async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_burst() -> None:
     with publisher() as first:
         made, heard = subscriber(first.endpoint)
@@ -206,7 +204,6 @@ async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_bur
     assert heard[count].event.data == KvCleared()
 
 
-@pytest.mark.anyio
 async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None:
     """ZeroMQ ends it for good."""
     with publisher() as engine:
@@ -223,7 +220,6 @@ async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None
     assert all(event.event.data in (KvRemoved([0]), KvCleared()) for event in heard)
 
 
-@pytest.mark.anyio
 async def test_it_runs_once_at_a_time_and_leaves_nothing_open() -> None:
     with publisher() as engine:
         made, heard = subscriber(engine.endpoint)
@@ -236,7 +232,6 @@ async def test_it_runs_once_at_a_time_and_leaves_nothing_open() -> None:
                 tasks.cancel_scope.cancel()
 
 
-@pytest.mark.anyio
 async def test_an_endpoint_that_is_none_is_refused() -> None:
     made, _ = subscriber("nowhere")
     with pytest.raises(InvalidArgument) as raised:
@@ -244,7 +239,6 @@ async def test_an_endpoint_that_is_none_is_refused() -> None:
     assert raised.value.field == "endpoint"
 
 
-@pytest.mark.anyio
 async def test_without_pyzmq_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(InvalidArgument, match=r"penstock\[zmq\]"):

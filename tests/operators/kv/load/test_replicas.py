@@ -26,8 +26,6 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 ENDPOINT = "ns/workers/generate"
 WORKERS = (1, 2, 3)

@@ -28,8 +28,6 @@ from pipeline.testing import ScriptedEngine
 
 from ..worlds import GivenHealth
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 IDS = (1, 2, 3, 4, 5)
 CLASSES = (

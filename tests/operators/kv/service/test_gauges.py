@@ -7,7 +7,6 @@ from threading import Thread
 from typing import Any
 
 import anyio
-import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -24,8 +23,6 @@ from pipeline.protocols import LLMEngineOutput
 from pipeline.protocols.kv import KvCleared, KvEvent, RouterEvent
 from pipeline.rx import Subject
 from pipeline.testing import ScriptedEngine
-
-pytestmark = pytest.mark.anyio
 
 BLOCK = 4
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass("small", prefill_busy_threshold=0))

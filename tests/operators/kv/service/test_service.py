@@ -46,8 +46,6 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 

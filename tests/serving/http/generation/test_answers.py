@@ -15,8 +15,6 @@ from serving.deployment import GraphConfig, standard_graph
 from serving.http import HttpOptions, app
 from tests.serving.worlds import chat, complete, last, token
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def hello() -> ScriptedEngine:

@@ -14,8 +14,6 @@ from serving.http.availability import Phase
 from serving.http.generation.generation import KILL_GRACE_S
 from tests.serving.worlds import Stubborn, chat, complete, last, request_to, token
 
-pytestmark = pytest.mark.anyio
-
 
 def engines() -> list[Any]:
     return [

@@ -24,8 +24,6 @@ from pipeline.testing import Fail, ScriptedEngine, Wait, watch_streams
 from serving.http import HttpOptions, app
 from tests.serving.worlds import chat, complete, last, request_to, token
 
-pytestmark = pytest.mark.anyio
-
 SECRET = "/etc/secret: KeyError at 0x7f"
 ANNOTATION = Annotated[Any].from_annotation("token_ids", [1])
 INTERNAL = {"message": "Internal server error", "type": "Internal Server Error", "code": 500}

@@ -16,8 +16,6 @@ from pipeline.testing import ScriptedEngine, Stall, watch_streams
 from serving.http import app
 from tests.serving.worlds import chat, complete, last, request_to, token
 
-pytestmark = pytest.mark.anyio
-
 TOKENS = 20_000
 
 

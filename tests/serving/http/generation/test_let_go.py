@@ -18,8 +18,6 @@ from serving.deployment import GraphConfig, standard_graph
 from serving.http import app
 from tests.serving.worlds import chat, complete, token
 
-pytestmark = pytest.mark.anyio
-
 HELD = (ChatCompletionRequest, CompletionRequest, PreprocessedRequest)
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from pipeline.protocols.output import TopLogprob
 from pipeline.testing import ScriptedEngine, watch_streams
 from serving.http import HttpOptions, Telemetry, app
 from serving.limits import HttpLimits
 from tests.serving.worlds import chat, last, token
-
-pytestmark = pytest.mark.anyio
 
 
 def limited(engine: Any, limit_bytes: int, telemetry: Telemetry | None = None) -> Any:

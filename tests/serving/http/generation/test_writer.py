@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from serving.http.generation.writer import BUFFER_BYTES, PIECE_BYTES, ReplyWriter
 from serving.http.side_task import task_starter
 
-pytestmark = pytest.mark.anyio
-
 
 class Client:
     """Takes what is sent; `breaks_after` writes it is gone."""

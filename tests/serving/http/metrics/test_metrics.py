@@ -19,8 +19,6 @@ from serving.http.metrics.telemetry import TokenGaps
 from serving.http.problems import Problem
 from tests.serving.worlds import chat, last, request_to, token
 
-pytestmark = pytest.mark.anyio
-
 Samples = dict[str, float]
 CHAT = 'endpoint="chat_completions",model="m"'
 

@@ -100,7 +100,6 @@ def test_names_of_limits_are_bounded(telemetry: Telemetry, written: Lines) -> No
     assert len(written()) == LIMITS_MAX + 1
 
 
-@pytest.mark.anyio
 async def test_a_refused_request_is_counted_and_logged_with_its_id(telemetry: Telemetry, written: Lines) -> None:
     tools = [{"type": "function", "function": {"name": f"f{n}"}} for n in range(3)]
     failing = ScriptedEngine([Fail(InvalidArgument("too many", exceeded=ExceededLimit("max_tools", 3, 2)))])
@@ -114,7 +113,6 @@ async def test_a_refused_request_is_counted_and_logged_with_its_id(telemetry: Te
     assert counted(telemetry) == {"max_tools": 1}
 
 
-@pytest.mark.anyio
 async def test_a_refusal_before_there_is_a_model_is_counted_too(telemetry: Telemetry, written: Lines) -> None:
     headers = {f"x-dynamo-meta-{n}": "a" for n in range(65)}
     answer = await chat(app({"m": ScriptedEngine([])}, telemetry=telemetry), headers=headers).run()
@@ -122,7 +120,6 @@ async def test_a_refusal_before_there_is_a_model_is_counted_too(telemetry: Telem
     assert len(written()) == 1
 
 
-@pytest.mark.anyio
 async def test_a_refusal_in_the_middle_of_a_stream_names_its_limit_in_the_frame(
     telemetry: Telemetry, written: Lines
 ) -> None:
@@ -135,7 +132,6 @@ async def test_a_refusal_in_the_middle_of_a_stream_names_its_limit_in_the_frame(
     assert len(written()) == 1
 
 
-@pytest.mark.anyio
 async def test_a_full_queue_of_the_router_is_a_limit_too(telemetry: Telemetry) -> None:
     error = QueueRejected(policy_class="default", limit_kind="cached_tokens", current=11, limit=10)
     engine = ScriptedEngine([], fails=error)

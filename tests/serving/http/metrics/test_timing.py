@@ -22,8 +22,6 @@ from serving.http import Telemetry, app
 from serving.http.metrics.gauges import WorkerGauges
 from tests.serving.worlds import chat, complete
 
-pytestmark = pytest.mark.anyio
-
 BOTH = {"extra_fields": ["timing", "worker_id"]}
 QUERY = {"annotations": ["query_instance_id:"]}
 

@@ -119,7 +119,6 @@ LONG = b'"' + b"x" * 20_000 + b'"'
         ("max_json_depth", b'{"a":' * 50 + b"1" + b"}" * 50, 50),
     ],
 )
-@pytest.mark.anyio
 async def test_what_the_json_holds_is_limited_while_it_arrives(limit: str, body: bytes, least: int) -> None:
     json.loads(body)
     assert (await read(body, HttpLimits(**{limit: least}))).content == body
@@ -373,7 +372,6 @@ def test_no_error_repeats_much_of_its_request(path: str, field: dict[str, Any]) 
     assert len(found.answer) < 1000
 
 
-@pytest.mark.anyio
 async def test_virtual_time_does_not_pass_while_a_long_body_is_parsed() -> None:
     began_s = anyio.current_time()
     with anyio.move_on_after(3600) as hour:

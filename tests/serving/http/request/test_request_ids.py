@@ -23,8 +23,6 @@ from serving.http.request.headers import RequestHeaders
 from serving.log_format import RequestFields
 from tests.serving.worlds import chat, complete, request_to
 
-pytestmark = pytest.mark.anyio
-
 ID, OWN_ID = "x-request-id", "x-penstock-request-id"
 ANSWER = [Annotated(BackendOutput([1], ["a"], "a", finish_reason=FinishReason.STOP))]
 

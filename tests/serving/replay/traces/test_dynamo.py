@@ -281,7 +281,6 @@ def test_only_a_dynamo_trace_has_several_files(tmp_path: Path, count: int, kind:
 # -- in a graph
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("prefill_workers", [0, 1])
 async def test_recorded_answers_are_complete_although_workers_die(
     read: Read, prefill_workers: int, monkeypatch: pytest.MonkeyPatch
