@@ -32,7 +32,7 @@ from pipeline.protocols import (
     PreprocessedRequest,
     TraceLink,
 )
-from pipeline.telemetry import AttributeValue, spanned
+from pipeline.telemetry import spanned
 
 from .metrics import MigrationMetrics, MigrationTimer, MigrationType, Outcome
 from .policy import (
@@ -176,7 +176,7 @@ class Attempts:
         await checkpoint()  # whatever the limit: refusals that wait for nothing must not keep the loop
         if self._attempt.trace is None:
             return await self._sent(self._attempt)
-        attributes: dict[str, AttributeValue] = {
+        attributes: dict[str, int | list[str]] = {
             "migration.attempt": self._count,
             "migration.delivered_tokens": len(self.delivered),
             "migration.excluded_worker_ids": [str(worker_id) for worker_id in self.state.excluded_worker_ids],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 from attrs import frozen
@@ -52,64 +52,17 @@ class Members:
         return before.gone_since(self)
 
 
-class Workers(Protocol[In_contra, Out_co]):
-    """The interface of a pool to its router; `runtime.workers(...)` and `static_workers(...)` return one."""
+class Workers(Generic[In_contra, Out_co]):
+    """A pool of instances as its router sees it; `runtime.workers(...)` and `static_workers(...)` return one.
 
-    @property
-    def name(self) -> str:
-        """Name of the pool, for messages and drawings."""
-        ...
-
-    def instance_ids(self) -> Ids:
-        """Return the ids of the present instances, sorted."""
-        ...
-
-    def members(self) -> Members:
-        """Return the present instances with their incarnations; the same record until they change."""
-        ...
-
-    def absence(self) -> Absence | None:
-        """Return why there is no instance now; None if there is one."""
-        ...
-
-    def incarnation(self, instance_id: int) -> int:
-        """Return the number of the instance's present stay in the pool; -1 if it is absent.
-
-        A number other than before means that the instance has left and come back: what was known of it is void.
-        """
-        ...
-
-    def device_type(self, instance_id: int) -> DeviceType | None:
-        """Return the instance's device type; None if unknown or if there is no such instance."""
-        ...
-
-    def changes(self) -> Observable[Ids]:
-        """`instance_ids` now and after every change; completes when the pool is closed."""
-        ...
-
-    def follow(self, on_members: Callable[[Members], None]) -> DisposableBase:
-        """Call `on_members` with `members` now, after every change and at the end of the pool, until disposed.
-
-        Other than a subscriber of `changes`, this does not keep a closed pool running.
-        """
-        ...
-
-    def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
-        """Return the instance as an engine. Calls raise CannotConnect while it is absent."""
-        ...
-
-    async def wait_for_instances(self, count: int = 1) -> Ids:
-        """Return the ids once there are at least so many. Raise Unavailable if the pool is closed before."""
-        ...
-
-
-class _Pool(Generic[In, Out]):
-    """Instances by id, with a subject for their changes."""
+    Calls of an engine raise CannotConnect while its instance is absent.
+    """
 
     def __init__(
-        self, name: str, engines: Mapping[int, AsyncEngine[In, Out]], device_types: Mapping[int, DeviceType]
+        self, name: str, engines: Mapping[int, AsyncEngine[In_contra, Out_co]], device_types: Mapping[int, DeviceType]
     ) -> None:
         self.name = name
+        """Name of the pool, for messages and drawings."""
         self._engines = dict(engines)
         self._members = Members.of({instance_id: number for number, instance_id in enumerate(sorted(engines))})
         self._arrived = len(engines)
@@ -118,12 +71,15 @@ class _Pool(Generic[In, Out]):
         self._listeners: Fanout[Ids] = Fanout()
 
     def instance_ids(self) -> Ids:
+        """Return the ids of the present instances, sorted."""
         return self._members.ids
 
     def members(self) -> Members:
+        """Return the present instances with their incarnations; the same record until they change."""
         return self._members
 
     def absence(self) -> Absence | None:
+        """Return why there is no instance now; None if there is one."""
         if self._members.ids:
             return None
         if self._is_closed:
@@ -131,32 +87,38 @@ class _Pool(Generic[In, Out]):
         return "all_left" if self._arrived else "none_yet"
 
     def incarnation(self, instance_id: int) -> int:
+        """Return the number of the instance's present stay in the pool; -1 if it is absent.
+
+        A number other than before means that the instance has left and come back: what was known of it is void.
+        """
         return self._members.incarnations.get(instance_id, -1)
 
     def device_type(self, instance_id: int) -> DeviceType | None:
+        """Return the instance's device type; None if unknown or if there is no such instance."""
         return self._device_types.get(instance_id)
 
     def changes(self) -> Observable[Ids]:
+        """`instance_ids` now and after every change; completes when the pool is closed."""
         return Observable(lambda observer, _: self._listen(observer))
 
-    def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
-        return self._listeners.add(observer, first=[self._members.ids])
-
     def follow(self, on_members: Callable[[Members], None]) -> DisposableBase:
+        """Call `on_members` with `members` now, after every change and at the end of the pool, until disposed.
+
+        Other than a subscriber of `changes`, this does not keep a closed pool running.
+        """
+
         def look(_: Ids = ()) -> None:
             on_members(self._members)
 
         return self._loosely().subscribe(look, on_completed=look)
 
-    def _loosely(self) -> Observable[Ids]:
-        """`changes` for a subscriber that does not keep a closed pool running."""
-        return Observable(lambda observer, _: _Pool._listen(self, observer))
-
-    def engine(self, instance_id: int) -> AsyncEngine[In, Out]:
+    def engine(self, instance_id: int) -> AsyncEngine[In_contra, Out_co]:
+        """Return the instance as an engine."""
         found = self._engines.get(instance_id)
         return _Missing(self.name, instance_id) if found is None else found
 
     async def wait_for_instances(self, count: int = 1) -> Ids:
+        """Return the ids once there are at least so many. Raise Unavailable if the pool is closed before."""
         known = anyio.Event()
 
         def look(ids: Ids) -> None:
@@ -176,11 +138,18 @@ class _Pool(Generic[In, Out]):
         finally:
             listening.dispose()
 
+    def _listen(self, observer: ObserverBase[Ids]) -> DisposableBase:
+        return self._listeners.add(observer, first=[self._members.ids])
+
+    def _loosely(self) -> Observable[Ids]:
+        """`changes` for a subscriber that does not keep a closed pool running."""
+        return Observable(lambda observer, _: Workers._listen(self, observer))
+
     def __str__(self) -> str:
         return self.name
 
 
-class EndpointWorkers(_Pool[In, Out]):
+class EndpointWorkers(Workers[In, Out]):
     """Follows discovery until it is closed and `changes` has no subscriber."""
 
     def __init__(
@@ -238,7 +207,7 @@ def static_workers(
     device_types: Mapping[int, DeviceType] = MappingProxyType({}),
 ) -> Workers[In, Out]:
     """Return a pool of these engines that never changes: for tests, and for programs of one file."""
-    return _Pool(name, engines, device_types)
+    return Workers(name, engines, device_types)
 
 
 class _Missing(AsyncEngine[Any, Any]):

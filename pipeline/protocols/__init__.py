@@ -6,27 +6,10 @@ The most used ones are here; further faces are `openai`, `nvext`, `timing`, `car
 from __future__ import annotations
 
 from .options import GuidedDecodingOptions, OutputOptions, SamplingOptions, StopConditions
-from .output import (
-    BackendOutput,
-    FinishReason,
-    LLMEngineOutput,
-    TopLogprob,
-)
-from .request import (
-    BlockExtraInfo,
-    BootstrapInfo,
-    MmObject,
-    PrefillResult,
-    PreprocessedRequest,
-)
+from .output import BackendOutput, FinishReason, LLMEngineOutput, TopLogprob
+from .request import BlockExtraInfo, BootstrapInfo, MmObject, PrefillResult, PreprocessedRequest
 from .routing import MigrationState, RouterConfigOverride, RoutingConstraints, RoutingHints
-from .timing import (
-    RequestPhase,
-    RouterChoice,
-    RoutingData,
-    worker_label,
-)
-from .trace_link import TraceLink
+from .timing import RequestPhase, RouterChoice, RoutingData, TraceLink, worker_label
 from .tracker import PhasePermit, RequestTracker, worker_gauges
 from .usage import CompletionTokensDetails, CompletionUsage, PromptTokensDetails
 

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from attrs import define, evolve, frozen
 
 from .field_rules import I64, U8, U32, InvalidRecord, null
-from .timing import RoutingData
-from .trace_link import TraceLink
+from .timing import RoutingData, TraceLink
 from .usage import CompletionUsage, ContentPart
 
 _ERROR_PREFIX = "error: "

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from .field_rules import U16, U32, U64, InvalidRecord, never, null, skip
 from .options import OutputOptions, SamplingOptions, StopConditions
 from .routing import MigrationState, RouterConfigOverride, RouterParams, RoutingHints
-from .trace_link import TraceLink
+from .timing import TraceLink
 from .tracker import RequestTracker
 from .usage import PromptTokensDetails
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 from attrs import define, field
 
 from .field_rules import I32, U32, U64, InvalidRecord, null, skip
-from .trace_link import TraceLink
+from .timing import TraceLink
 
 
 @define(slots=True)

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from attrs import define, frozen
+from attrs import define, fields, frozen
 
 from .field_rules import U32, U64, skip
+
+
+@define(slots=True)
+class TraceLink:
+    """The generate span of the worker before this one: 32 and 16 hex digits. Written by the framework only."""
+
+    trace_id: str
+    span_id: str
 
 
 class RequestPhase(StrEnum):
@@ -91,20 +99,9 @@ class TimingInfo:
 
     def fill_gaps(self, other: TimingInfo) -> None:
         """Take each duration this record lacks from `other`; the time of receipt stays."""
-        for name in _FILLABLE:
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(other, name))
-
-
-_FILLABLE = (
-    "prefill_wait_time_ms",
-    "prefill_time_ms",
-    "ttft_ms",
-    "total_time_ms",
-    "kv_hit_rate",
-    "router_queue_depth",
-    "kv_transfer_estimated_latency_ms",
-)
+        for each in fields(TimingInfo):
+            if getattr(self, each.name) is None:
+                setattr(self, each.name, getattr(other, each.name))
 
 
 @define(slots=True)

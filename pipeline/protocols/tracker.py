@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol, Self
 
 from attrs import Factory, define, field
 
-from .timing import (
-    RequestPhase,
-    RouterChoice,
-    RouterDecision,
-    RoutingData,
-    TimingInfo,
-    WorkerIdInfo,
-    worker_label,
-)
+from .timing import RequestPhase, RouterChoice, RouterDecision, RoutingData, TimingInfo, WorkerIdInfo, worker_label
 
 _log = logging.getLogger(__name__)
 _NANOSECONDS_MAX = 2**64 - 1
@@ -50,9 +41,7 @@ class PhasePermit:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -16,11 +16,9 @@ from typing import Any, Literal, TypeVar
 import anyio
 from anyio.lowlevel import checkpoint
 from reactivex import Observable
-from reactivex import operators as ops
 from reactivex.abc import DisposableBase, ObserverBase
-from reactivex.disposable import CompositeDisposable, Disposable, RefCountDisposable, SingleAssignmentDisposable
-from reactivex.scheduler import CatchScheduler
-from reactivex.subject import BehaviorSubject, Subject
+from reactivex.disposable import SingleAssignmentDisposable
+from reactivex.subject import Subject
 
 from ..context import Context
 from ..control import ReleaseOnce
@@ -28,24 +26,6 @@ from ..errors import BufferOverflow, StreamBusy
 from ..loop import LoopHandle
 from ..stream import ResponseStream
 from .scheduler import AnyIOScheduler
-
-__all__ = [
-    "AnyIOScheduler",
-    "BehaviorSubject",
-    "CatchScheduler",
-    "CompositeDisposable",
-    "Disposable",
-    "DisposableBase",
-    "Observable",
-    "ObserverBase",
-    "OverflowPolicy",
-    "RefCountDisposable",
-    "Subject",
-    "apply",
-    "from_observable",
-    "ops",
-    "to_observable",
-]
 
 T = TypeVar("T")
 Pipe = Callable[[Observable[Any]], Observable[Any]]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import attrs
@@ -90,21 +91,6 @@ class Setting:
         return next((get_args(kind) for kind in kinds_of(self.kind) if get_origin(kind) is Literal), ())
 
 
-@attrs.frozen
-class _Declared:
-    """The part of a Setting that is written at the field."""
-
-    help: str
-    check: Check | None
-    variable: str | None
-    option: str | Sequence[str] | None
-    metavar: str
-    has_negative: bool
-    is_read_below: bool
-    separator: str
-    read: Callable[[str], Any] | None
-
-
 def setting(
     default: T,
     help: str,
@@ -126,8 +112,17 @@ def setting(
     """
     if check is None and isinstance(default, int | float) and not isinstance(default, bool):
         check = at_least(0)
-    declared = _Declared(help, check, variable, option, metavar, has_negative, is_read_below, separator, read)
-    return attrs.field(default=default, metadata={_KEY: declared}, validator=_validate)
+    make = partial(
+        Setting,
+        help=help,
+        check=check,
+        metavar=metavar,
+        has_negative=has_negative,
+        is_read_below=is_read_below,
+        separator=separator,
+        read=read,
+    )
+    return attrs.field(default=default, metadata={_KEY: (make, variable, option)}, validator=_validate)
 
 
 def by_variable(default: T, help: str, variable: str, read: Callable[[str], Any], check: Check | None = None) -> T:
@@ -152,24 +147,16 @@ def settings_of(record: type[Any]) -> Mapping[str, Setting]:
     prefix = getattr(record, "variable_prefix", "PENSTOCK_")
     found = _SETTINGS[record] = {}
     for each in attrs.fields(record):
-        declared = each.metadata.get(_KEY)
-        if not isinstance(declared, _Declared):
+        if _KEY not in each.metadata:
             continue
-        variable, option = declared.variable, declared.option
-        found[each.name] = Setting(
-            each.name,
-            hints[each.name],
-            each.default,
-            declared.help,
-            declared.check,
-            (prefix and prefix + each.name.upper()) if variable is None else variable,
-            (option,) if isinstance(option, str) else (dashed(each.name),) if option is None else tuple(option),
-            declared.metavar,
-            group,
-            declared.has_negative,
-            declared.is_read_below,
-            declared.separator,
-            declared.read,
+        make, variable, option = each.metadata[_KEY]
+        found[each.name] = make(
+            name=each.name,
+            kind=hints[each.name],
+            default=each.default,
+            variable=(prefix and prefix + each.name.upper()) if variable is None else variable,
+            options=(option,) if isinstance(option, str) else (dashed(each.name),) if option is None else tuple(option),
+            group=group,
         )
     return found
 

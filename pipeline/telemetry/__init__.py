@@ -2,19 +2,16 @@
 
 from .metrics import Buckets, Instrument, Metrics
 from .prometheus import Sample, family, merged, with_labels
-from .propagation import linked
+from .propagation import extract, inject, linked
 from .tracing import (
     ENDING,
     REQUEST_ID,
     UNTRACED,
-    AttributeValue,
     OpenSpan,
     RequestSpan,
     TracedEngine,
     Tracer,
     annotate,
-    extract,
-    inject,
     link_to,
     spanned,
     trace_link,
@@ -25,7 +22,6 @@ __all__ = [
     "ENDING",
     "REQUEST_ID",
     "UNTRACED",
-    "AttributeValue",
     "Buckets",
     "Instrument",
     "Metrics",

@@ -32,25 +32,7 @@ from ..operator import Operator
 from ..signatures import Signature
 from ..stage import Stage
 from ..stream import ResponseStream
-from .propagation import extract, inject, linked
-
-__all__ = [
-    "ENDING",
-    "REQUEST_ID",
-    "UNTRACED",
-    "AttributeValue",
-    "OpenSpan",
-    "RequestSpan",
-    "TracedEngine",
-    "Tracer",
-    "annotate",
-    "extract",
-    "inject",
-    "link_to",
-    "spanned",
-    "trace_link",
-    "traced",
-]
+from .propagation import extract, linked
 
 Out = TypeVar("Out")
 

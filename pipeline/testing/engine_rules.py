@@ -13,7 +13,7 @@ from ..context import Context
 from ..engine import AsyncEngine
 from ..errors import Cancelled, ContractViolation, PenstockError
 from ..stream import ResponseStream
-from .subject import Subject, Watch, watched, within
+from .subject import Subject, watched, within
 
 Rule = Callable[[Subject], Awaitable[None]]
 
@@ -317,5 +317,3 @@ ENGINE_RULES: dict[str, Rule] = {
     "E12": e12_cancelling_the_reader_releases_everything,
     "E13": e13_ready_items_let_other_tasks_run,
 }
-
-__all__ = ["ENGINE_RULES", "Rule", "Subject", "Watch"]

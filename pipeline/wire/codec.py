@@ -4,14 +4,14 @@ The wire form of a record is declared on its fields (`protocols.field_rules`); t
 from there, once per type. Reading is strict about kinds (no text for a number, no boolean for an integer), tolerant
 of unknown keys, and answers bad input with one `InvalidArgument` that names the first offending place.
 
-The one door of cattrs, and with `frames` and `wire_decoders` of msgspec.
+The one door of cattrs, and with `frames` and `decoders` of msgspec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args
 from uuid import UUID
 
 import attrs
@@ -22,17 +22,20 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from ..annotated import Annotated
 from ..errors import CodecError, InvalidArgument, PenstockError
-from ..protocols.field_rules import WIRE_KEY, IntRange, InvalidRecord, Tagged, WireRule, shortened
+from ..protocols.field_rules import WIRE_KEY, IntRange, InvalidRecord, WireRule, shortened
 from .decoders import (
     Decode,
     HookFor,
-    below,
+    decode_at,
     decode_enum,
     decode_float,
     decode_uuid,
     dict_decoder,
+    has_own_form,
     int_decoder,
     int_range,
+    is_named_tuple,
+    is_plain,
     is_union,
     list_decoder,
     literal_decoder,
@@ -40,16 +43,18 @@ from .decoders import (
     named_tuple_decoder,
     records_decoder,
     set_decoder,
+    shape,
     strict,
     tuple_decoder,
     union_decoder,
 )
 from .errors import error_from_plain, error_to_plain
 from .json_pieces import decode_in_pieces
-from .predicates import has_own_form, is_error, is_named_tuple, is_plain, is_tagged, shape
 from .unions import tagged, tagged_decoder, tagged_encoder
 
 T = TypeVar("T")
+MakeDecoder: TypeAlias = Callable[[Any], Decode]
+MakeEncoder: TypeAlias = Callable[[Any], Callable[[Any], Any]]
 
 
 def _rule(attribute: attrs.Attribute[Any]) -> WireRule:
@@ -104,10 +109,7 @@ def _raise_first(fields: list[attrs.Attribute[Any]], value: dict[str, Any]) -> N
     for field in fields:
         name = _key(field)
         if name in value:
-            try:
-                _converter.get_structure_hook(field.type)(value[name], field.type)
-            except InvalidRecord as error:
-                raise below(name, error) from None
+            decode_at(name, _converter.get_structure_hook(field.type), value[name], field.type)
         elif field.default is attrs.NOTHING:
             raise InvalidRecord("is required", name)
 
@@ -172,12 +174,6 @@ def _integer_columns(cls: Any = None) -> dict[str, IntRange] | None:
     return ranges
 
 
-def _tagged(kind: Any) -> Tagged:
-    rule = tagged(kind)
-    assert rule is not None, "the predicate was true"
-    return rule
-
-
 def _annotated_to_plain(item: Annotated[Any]) -> dict[str, Any]:
     """Return the item's parts that are set; its data in the data's own form."""
     plain: dict[str, Any] = {} if item.data is None else {"data": _converter.unstructure(item.data)}
@@ -202,13 +198,9 @@ def _annotated_decoder(kind: Any) -> Decode:
             raise mismatch("an object", value)
         read: dict[str, Any] = {}
         for name, content in value.items():
-            if name not in parts or content is None:
-                continue
-            part, hook = parts[name]
-            try:
-                read[name] = hook(content, part)
-            except InvalidRecord as error:
-                raise below(name, error) from None
+            if name in parts and content is not None:
+                part, hook = parts[name]
+                read[name] = decode_at(name, hook, content, part)
         return Annotated(**read)
 
     return decode
@@ -216,12 +208,6 @@ def _annotated_decoder(kind: Any) -> Decode:
 
 def _make_converter() -> Converter:
     converter = Converter(detailed_validation=False)
-    _add_decoders(converter)
-    _add_encoders(converter)
-    return converter
-
-
-def _add_decoders(converter: Converter) -> None:
     hook_for: HookFor = converter.get_structure_hook
     for cls in (str, bool):
         converter.register_structure_hook(cls, strict(cls))
@@ -229,43 +215,44 @@ def _add_decoders(converter: Converter) -> None:
     converter.register_structure_hook(float, decode_float)
     converter.register_structure_hook(int, int_decoder(int))  # goes before any factory's
     converter.register_structure_hook(UUID, decode_uuid)
-    # The last one that claims a type has it.
-    decoders: list[tuple[Callable[[Any], bool], Callable[[Any], Decode]]] = [
-        (attrs.has, _record_decoder),
-        (lambda kind: int_range(kind) is not None, int_decoder),
-        (lambda kind: shape(kind) is list, _list_decoder),
-        (lambda kind: shape(kind) is set, lambda kind: set_decoder(kind, hook_for)),
-        (lambda kind: shape(kind) is tuple, lambda kind: tuple_decoder(kind, hook_for)),
-        (is_named_tuple, lambda kind: named_tuple_decoder(kind, hook_for)),
-        (lambda kind: shape(kind) is dict, lambda kind: dict_decoder(kind, hook_for)),
-        (is_union, lambda kind: union_decoder(kind, hook_for)),
-        (lambda kind: shape(kind) is Literal, literal_decoder),
-        (has_own_form, lambda kind: lambda value, _: kind.from_wire(value)),
-        (is_error, lambda _: lambda value, _: error_from_plain(value)),
-        (lambda kind: shape(kind) is Annotated, _annotated_decoder),
-        (is_tagged, lambda kind: tagged_decoder(_tagged(kind), _record_decoder)),
-    ]
-    for predicate, decoder in decoders:
-        converter.register_structure_hook_factory(predicate, decoder)
-
-
-def _add_encoders(converter: Converter) -> None:
     converter.register_unstructure_hook(UUID, str)
     converter.register_unstructure_hook(StrEnum, lambda member: member.value)
-    encoders: list[tuple[Callable[[Any], bool], Callable[[Any], Callable[[Any], Any]]]] = [
-        (attrs.has, _record_encoder),
+    # The last one that claims a type has it.
+    for predicate, decoder, encoder in _translators(hook_for):
+        if decoder is not None:
+            converter.register_structure_hook_factory(predicate, decoder)
+        if encoder is not None:
+            converter.register_unstructure_hook_factory(predicate, encoder)
+    return converter
+
+
+def _translators(hook_for: HookFor) -> list[tuple[Callable[[Any], bool], MakeDecoder | None, MakeEncoder | None]]:
+    """Return which types have which reader and writer, where they need one."""
+    return [
+        (attrs.has, _record_decoder, _record_encoder),
+        (lambda kind: int_range(kind) is not None, int_decoder, None),
+        (lambda kind: shape(kind) is list, _list_decoder, None),
         # Sets are written as sorted lists, so that equal records have equal bytes.
-        (lambda kind: shape(kind) is set, lambda _: sorted),
-        (lambda kind: shape(kind) is tuple, lambda _: list),
-        (is_named_tuple, lambda _: lambda value: value._asdict()),
-        (is_plain, lambda _: identity),
-        (has_own_form, lambda _: lambda value: value.to_wire()),
-        (is_error, lambda _: error_to_plain),
-        (lambda kind: shape(kind) is Annotated, lambda _: _annotated_to_plain),
-        (is_tagged, lambda kind: tagged_encoder(_tagged(kind), _record_encoder)),
+        (lambda kind: shape(kind) is set, lambda kind: set_decoder(kind, hook_for), lambda _: sorted),
+        (lambda kind: shape(kind) is tuple, lambda kind: tuple_decoder(kind, hook_for), lambda _: list),
+        (is_named_tuple, lambda kind: named_tuple_decoder(kind, hook_for), lambda _: lambda value: value._asdict()),
+        (lambda kind: shape(kind) is dict, lambda kind: dict_decoder(kind, hook_for), None),
+        (is_union, lambda kind: union_decoder(kind, hook_for), None),
+        (lambda kind: shape(kind) is Literal, literal_decoder, None),
+        (is_plain, None, lambda _: identity),
+        (has_own_form, lambda kind: lambda value, _: kind.from_wire(value), lambda _: lambda value: value.to_wire()),
+        (
+            lambda kind: isinstance(kind, type) and issubclass(kind, PenstockError),
+            lambda _: lambda value, _: error_from_plain(value),
+            lambda _: error_to_plain,
+        ),
+        (lambda kind: shape(kind) is Annotated, _annotated_decoder, lambda _: _annotated_to_plain),
+        (
+            lambda kind: tagged(kind) is not None,
+            lambda kind: tagged_decoder(kind, _record_decoder),
+            lambda kind: tagged_encoder(kind, _record_encoder),
+        ),
     ]
-    for predicate, encoder in encoders:
-        converter.register_unstructure_hook_factory(predicate, encoder)
 
 
 _converter = _make_converter()

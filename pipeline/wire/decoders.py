@@ -57,6 +57,14 @@ def below(place: str, error: InvalidRecord) -> InvalidRecord:
     return InvalidRecord(error.message, f"{place}{joint}{error.field}")
 
 
+def decode_at(place: str, decode: Decode, value: Any, kind: Any) -> Any:
+    """Return the value at this place of a record or list, decoded."""
+    try:
+        return decode(value, kind)
+    except InvalidRecord as error:
+        raise below(place, error) from None
+
+
 def strict(cls: type) -> Decode:
     """Exactly this JSON kind."""
 
@@ -173,13 +181,8 @@ def tuple_decoder(kind: Any, hook_for: HookFor) -> Decode:
     def decode(value: Any, _: Any) -> tuple[Any, ...]:
         if type(value) is not list or len(value) != len(kinds):
             raise mismatch(f"a list of {len(kinds)}", value)
-        items = []
-        for index, (item, hook) in enumerate(zip(value, hooks, strict=True)):
-            try:
-                items.append(hook(item, kinds[index]))
-            except InvalidRecord as error:
-                raise below(f"[{index}]", error) from None
-        return tuple(items)
+        parts = enumerate(zip(hooks, value, kinds, strict=True))
+        return tuple(decode_at(f"[{index}]", *part) for index, part in parts)
 
     return decode
 
@@ -195,10 +198,7 @@ def named_tuple_decoder(kind: Any, hook_for: HookFor) -> Decode:
         items = {}
         for name, hook in hooks.items():
             if name in value:
-                try:
-                    items[name] = hook(value[name], kinds[name])
-                except InvalidRecord as error:
-                    raise below(name, error) from None
+                items[name] = decode_at(name, hook, value[name], kinds[name])
             elif name not in kind._field_defaults:
                 raise InvalidRecord("is required", name)
         return kind(**items)
@@ -277,7 +277,33 @@ def decode_enum(value: Any, kind: type[StrEnum]) -> StrEnum:
 
 
 def is_union(kind: Any) -> bool:
+    """Return whether the type is one of several."""
     return get_origin(kind) in (Union, types.UnionType)
+
+
+def shape(kind: Any) -> Any:
+    """Return the type without its parameters."""
+    return get_origin(kind) or kind
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether values of this type are plain already, however deep."""
+    if kind in (Any, str, bool, float, type(None)) or int_range(kind) is not None:
+        return True
+    origin = get_origin(kind)
+    if origin is Literal:
+        return True
+    return (origin in (list, dict) or is_union(kind)) and all(is_plain(part) for part in get_args(kind))
+
+
+def has_own_form(kind: Any) -> bool:
+    """Return whether the type reads and writes its wire form by itself."""
+    return isinstance(kind, type) and hasattr(kind, "from_wire")
+
+
+def is_named_tuple(kind: Any) -> bool:
+    """Return whether the type is a named tuple."""
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def _json_types(kind: Any) -> tuple[type, ...]:

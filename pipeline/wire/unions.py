@@ -9,7 +9,7 @@ import attrs
 from attrs import evolve
 
 from ..protocols.field_rules import InvalidRecord, Tagged
-from .decoders import Decode, below, mismatch
+from .decoders import Decode, decode_at, mismatch
 
 RecordDecoder = Callable[[type], Decode]
 RecordEncoder = Callable[[type], Callable[[Any], Any]]
@@ -26,8 +26,10 @@ def tagged(kind: Any) -> Tagged | None:
     return evolve(rule, kinds={tag: record for tag, record in rule.kinds.items() if issubclass(record, kind)})
 
 
-def tagged_decoder(rule: Tagged, record_decoder: RecordDecoder) -> Decode:
+def tagged_decoder(kind: Any, record_decoder: RecordDecoder) -> Decode:
     """Return the reader of a union. It raises InvalidRecord for a value with no tag, or with another one."""
+    rule = tagged(kind)
+    assert rule is not None, "called for tagged types only"
     decoders = {tag: record_decoder(record) for tag, record in rule.kinds.items()}
     return _external_decoder(rule, decoders) if rule.key is None else _internal_decoder(rule.key, decoders)
 
@@ -58,10 +60,7 @@ def _external_decoder(rule: Tagged, decoders: Mapping[str, Decode]) -> Decode:
         if type(value) is dict and len(value) == 1:
             ((tag, content),) = value.items()
             if (decoder := with_fields.get(tag)) is not None:
-                try:
-                    return decoder(content, None)
-                except InvalidRecord as error:
-                    raise below(tag, error) from None
+                return decode_at(tag, decoder, content, None)
         elif type(value) is str and (record := without_fields.get(value)) is not None:
             return record()
         raise InvalidRecord(expected)
@@ -69,8 +68,10 @@ def _external_decoder(rule: Tagged, decoders: Mapping[str, Decode]) -> Decode:
     return decode
 
 
-def tagged_encoder(rule: Tagged, record_encoder: RecordEncoder) -> Callable[[Any], Any]:
+def tagged_encoder(kind: Any, record_encoder: RecordEncoder) -> Callable[[Any], Any]:
     """Return the writer of a union's records."""
+    rule = tagged(kind)
+    assert rule is not None, "called for tagged types only"
     key = rule.key
     encoders = {record: (tag, record_encoder(record)) for tag, record in rule.kinds.items()}
     without_fields = {record for record in encoders if not attrs.fields(record)} if key is None else set[type]()

@@ -1,18 +1,14 @@
 """Model cards: what a worker publishes about its model."""
 
-from .model import (
+from .files import (
     CheckedFile,
     GenerationConfigFile,
-    LoraInfo,
-    ModelDeploymentCard,
     ModelInfoFile,
-    ModelInput,
-    ModelType,
     PromptFormatterFile,
     TaggedFile,
     TokenizerFile,
-    WorkerType,
 )
+from .model import LoraInfo, ModelDeploymentCard, ModelInput, ModelType, WorkerType
 from .runtime_config import (
     STOPS_PREFILLS,
     TOPOLOGY_TAINT_PREFIX,

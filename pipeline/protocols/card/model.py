@@ -19,7 +19,7 @@ from typing import Any, Literal
 from attrs import define, evolve, field
 
 from ..field_rules import U32, InvalidRecord, never, null, skip
-from .files import CheckedFile, GenerationConfigFile, ModelInfoFile, PromptFormatterFile, TaggedFile, TokenizerFile
+from .files import CheckedFile, GenerationConfigFile, ModelInfoFile, PromptFormatterFile, TokenizerFile
 from .runtime_config import ModelRuntimeConfig
 
 
@@ -214,19 +214,3 @@ class ModelDeploymentCard:
 def slugify(name: str) -> str:
     """Return the name in lower-case letters, digits, `-` and `_`, as a key in discovery."""
     return re.sub(r"[^a-z0-9_-]", "_", name.lower()).lstrip("_")
-
-
-__all__ = [
-    "CheckedFile",
-    "GenerationConfigFile",
-    "LoraInfo",
-    "ModelDeploymentCard",
-    "ModelInfoFile",
-    "ModelInput",
-    "ModelType",
-    "PromptFormatterFile",
-    "TaggedFile",
-    "TokenizerFile",
-    "WorkerType",
-    "slugify",
-]
