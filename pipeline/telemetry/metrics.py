@@ -17,7 +17,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -94,6 +93,12 @@ class Instrument:
         if isinstance(self.buckets, Buckets):
             return self.buckets.overridden(self.name, environment).bounds()
         return self.buckets
+
+    def check_labels(self, labels: Mapping[str, str]) -> None:
+        """Raise ValueError for an unknown label, and if one is missing that may not be left out."""
+        known = frozenset(self.labels)
+        if not known.difference(self.optional) <= labels.keys() <= known:
+            raise ValueError(f"{self.name} has the labels {sorted(known)}, not {sorted(labels)}")
 
 
 _MODEL = ("model",)
@@ -202,7 +207,6 @@ class Metrics:
         self._prefix = sanitize_name(prefix) if prefix and prefix.strip() else PREFIXES[family]
         self._environment = environment or {}
         self._rows = {row.name: row for row in (TABLE[family] if rows is None else rows)}
-        self._labels = {row.name: _Labels.of(row) for row in self._rows.values()}
         self._made: dict[str, Any] = {}
         self._checked: dict[tuple[object, ...], Any] = {}
         """Instruments by each use that was checked: the kinds it allows, the name and the names of the labels."""
@@ -248,7 +252,7 @@ class Metrics:
             raise ValueError(f"{name} is a {row.kind}")
         observed = _observed.setdefault(self._meter, {})
         if (observers := observed.get(full_name)) is None:
-            observers = observed[full_name] = _Observers(full_name, self._labels[name])
+            observers = observed[full_name] = _Observers(full_name, row)
             is_counter = kind == "counter"
             make = self._meter.create_observable_counter if is_counter else self._meter.create_observable_gauge
             make(full_name, [observers], row.unit, row.description)
@@ -273,7 +277,7 @@ class Metrics:
             row = self._row(name)
             if row.kind not in kinds:
                 raise ValueError(f"{name} is a {row.kind}")
-            self._labels[name].check(name, labels)
+            row.check_labels(labels)
             if (made := self._made.get(name)) is None:
                 made = self._made[name] = self._make(row)
             self._checked[use] = made
@@ -291,29 +295,12 @@ class Metrics:
         return self._meter.create_histogram(name, unit, text, explicit_bucket_boundaries_advisory=bounds)
 
 
-@frozen
-class _Labels:
-    """The labels of an instrument; `needed` are those that may not be left out."""
-
-    known: AbstractSet[str]
-    needed: AbstractSet[str]
-
-    @classmethod
-    def of(cls, row: Instrument) -> _Labels:
-        return cls(frozenset(row.labels), frozenset(row.labels) - frozenset(row.optional))
-
-    def check(self, name: str, labels: Mapping[str, str]) -> None:
-        given = labels.keys()
-        if given != self.known and not self.needed <= given <= self.known:
-            raise ValueError(f"{name} has the labels {sorted(self.known)}, not {sorted(labels)}")
-
-
 @define(eq=False)
 class _Observers:
     """All callbacks of one instrument. A meter takes callbacks only with the instrument, and never removes them."""
 
     name: str
-    labels: _Labels
+    row: Instrument
     _looks: dict[object, Look] = field(factory=dict)
 
     def add(self, look: Look) -> Callable[[], None]:
@@ -329,14 +316,13 @@ class _Observers:
         seen: list[otel.Observation] = []
         for look in list(self._looks.values()):
             try:
-                seen += [self._observation(labels, value) for labels, value in look()]
+                values = list(look())
+                for labels, _ in values:
+                    self.row.check_labels(labels)
+                seen += [otel.Observation(value, dict(labels)) for labels, value in values]
             except Exception:
                 _log.exception("%s cannot be observed", self.name)
         return seen
-
-    def _observation(self, labels: Mapping[str, str], value: float) -> otel.Observation:
-        self.labels.check(self.name, labels)
-        return otel.Observation(value, dict(labels))
 
 
 _observed: WeakKeyDictionary[otel.Meter, dict[str, _Observers]] = WeakKeyDictionary()

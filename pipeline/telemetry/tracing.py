@@ -117,13 +117,7 @@ class TracedEngine(_Traced, AsyncEngine[Any, Any]):
         self.declares = (types.takes, types.gives)
 
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-        return await self.generate_by(request, self._engine.generate)
-
-    async def generate_by(
-        self, request: Context[Any], generate: Callable[[Context[Any]], Awaitable[ResponseStream[Any]]]
-    ) -> ResponseStream[Any]:
-        """Return the stream of `generate` in this engine's span, for callers of other methods of the engine."""
-        return await spanned(request, self.name, generate, tracer=self._tracer)
+        return await spanned(request, self.name, self._engine.generate, tracer=self._tracer)
 
 
 async def spanned(
@@ -251,13 +245,28 @@ def _record(span: Span, error: BaseException | str) -> None:
 # -- other spans
 
 
-class OpenSpan:
+class _OwnSpan:
+    """A span that its maker ends, once."""
+
+    __slots__ = ("_span",)
+    _span: Span
+
+    def fails(self, error: BaseException | str) -> None:
+        """Set the span's status to error."""
+        _record(self._span, error)
+
+    def end(self) -> None:
+        """End the span."""
+        self._span.end()
+
+
+class OpenSpan(_OwnSpan):
     """A span below the one of a request, for a stage that shows more of itself than `traced` does.
 
     `context`: the request below this span, for the next stage. The span ends with `end`, once.
     """
 
-    __slots__ = ("_span", "context")
+    __slots__ = ("context",)
 
     def __init__(
         self,
@@ -269,15 +278,8 @@ class OpenSpan:
     ) -> None:
         self.context, self._span = _below(request, name, tracer or trace.get_tracer("penstock"), attributes)
 
-    def fails(self, error: BaseException | str) -> None:
-        """Set the span's status to error."""
-        _record(self._span, error)
 
-    def end(self) -> None:
-        self._span.end()
-
-
-class RequestSpan:
+class RequestSpan(_OwnSpan):
     """The span of a whole request at a server, above all other spans of the request.
 
     Its parent is the current span of this task, if other instrumentation has made one, else the span in the headers.
@@ -305,13 +307,6 @@ class RequestSpan:
     def annotate(self, attributes: Attributes) -> None:
         """Set attributes."""
         self._span.set_attributes(dict(attributes))
-
-    def fails(self, error: BaseException | str) -> None:
-        """Set the status to error."""
-        _record(self._span, error)
-
-    def end(self) -> None:
-        self._span.end()
 
 
 # -- what a stage shows of itself
