@@ -6,16 +6,17 @@ workers answer at once: what is timed is the way to them and back, not their wor
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 
 from operators import Detokenize, KvPrefill, KvPushRouter, Migration, Model, PrefillRouter, PushPrefill, PushRouter
 from operators.kv import KvRouterConfig, kv_router
+from operators.pool import PoolCards, PoolView
 from operators.prefill import PrefillPool
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
-from pipeline.network import static_workers
+from pipeline.network import Members, static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
@@ -59,9 +60,9 @@ async def _prefill_router(
     """With `meets` its workers publish the endpoint where they wait for decode, so that decode begins at once."""
     endpoint = DisaggregatedEndpoint("127.0.0.1", 9000) if meets else None
     by_worker = {worker_id: ModelRuntimeConfig(disaggregated_endpoint=endpoint) for worker_id in PREFILL_IDS}
-    configs: BehaviorSubject[Mapping[int, ModelRuntimeConfig]] = BehaviorSubject(by_worker)
-    ids = BehaviorSubject(tuple(PREFILL_IDS))
-    async with PrefillRouter(pool, ids, scheduler=scheduler, configs=configs, rng=Random(2)) as router:
+    members = Members.of(dict.fromkeys(PREFILL_IDS, 0))
+    views = BehaviorSubject(PoolView(cards=PoolCards(by_worker)).with_members(members))
+    async with PrefillRouter(pool, views, scheduler=scheduler, rng=Random(2)) as router:
         yield router
 
 

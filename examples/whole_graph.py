@@ -38,8 +38,8 @@ router = kv_router(decode_workers, settings, block_size_tokens=64, worker_type="
 
 def declared(scheduler: AnyIOScheduler) -> StandardGraph:
     stage = KvPushRouter(prefill_router)
-    pool = KvPrefill(stage, stage >> PushRouter(prefill_workers))
-    prefill = PrefillRouter(pool, prefill_workers.changes(), scheduler=scheduler)
+    push = PushRouter(prefill_workers)
+    prefill = PrefillRouter(KvPrefill(stage, stage >> push), push.health.changes(), scheduler=scheduler)
     text = Preprocess(model) >> Migration(limit=3) >> Detokenize(model)
     return text >> prefill >> KvPushRouter(router) >> PushRouter(decode_workers)
 

@@ -16,7 +16,6 @@ from .load import ACTIVE_REQUEST_EXPIRY, ActiveSequences, ReplicaSync
 from .lookup import kv_events
 from .metrics import RouterMetrics
 from .operator import KvPushRouter
-from .pool import adapters_of, configs_of
 from .prompt import PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, PolicyClass, PolicyDocument, PolicyProfile
 from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shared_hashes
@@ -55,9 +54,7 @@ __all__ = [
     "WireLimits",
     "WorkerRank",
     "WorkerType",
-    "adapters_of",
     "config_from_environment",
-    "configs_of",
     "ends_badly",
     "hash_beside_the_loop",
     "kv_events",

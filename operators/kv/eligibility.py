@@ -18,10 +18,6 @@ from pipeline.protocols.card import ModelRuntimeConfig
 
 from .types import WorkerRank
 
-Configs = Mapping[int, ModelRuntimeConfig]
-Adapters = Mapping[str, AbstractSet[int]]
-"""The workers that have an adapter loaded, by its name."""
-
 Reason = Literal["not_allowed", "not_routable", "unknown_worker", "rank_unavailable", "taints", "overloaded"]
 
 

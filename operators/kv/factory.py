@@ -7,11 +7,9 @@ from random import Random
 from typing import Any
 
 from pipeline.network import Workers
-from pipeline.rx import Observable
 
 from ..pool import PoolViews
 from .config import KvRouterConfig, holding, raise_problems
-from .eligibility import Adapters, Configs
 from .events import Counted, Recover
 from .load import EXPIRY_S, ReplicaSync
 from .lookup import PrefixLookup
@@ -28,8 +26,6 @@ def kv_router(
     config: KvRouterConfig | None = None,
     *,
     block_size_tokens: int,
-    configs: Observable[Configs] | None = None,
-    adapters: Observable[Adapters] | None = None,
     health: PoolViews | None = None,
     recover: Recover | None = None,
     peers: ReplicaSync | None = None,
@@ -46,8 +42,8 @@ def kv_router(
 ) -> KvRouter:
     """Make a KvRouter of these workers; enter it with `async with`, which runs it and closes it.
 
-    Pool: `configs` are the workers' own settings, `adapters` which worker has which adapter loaded (see `configs_of`
-    and `adapters_of`); `health` has which instances cool down or are busy, as `PushRouter.health`, by default none.
+    Pool: `health` has the workers' cards, with their settings and adapters, and which cool down or are busy, as
+    `PushRouter.health`; by default there are no cards, and none cools down or is busy.
     Lookup: `block_size_tokens` is the workers' KV block size, `is_eagle` whether blocks look a token ahead; `recover`
     requests lost KV events from a worker, `on_event` counts events.
     Load: `peers` shares the load with replicas of the router, as `router_replica_sync` needs; `prefill_duration` is the
@@ -61,7 +57,7 @@ def kv_router(
     """
     config = KvRouterConfig() if config is None else config
     check_router(config, block_size_tokens, prefill_duration=prefill_duration, profile=profile, peers=peers)
-    pool = RouterPool(workers, configs=configs, adapters=adapters, health=health)
+    pool = RouterPool(workers, health)
     loads = LoadBook(expiry_s=expiry_s, peers=peers)
     lookup = PrefixLookup(config, block_size_tokens, is_eagle=is_eagle, recover=recover, on_event=on_event)
     classes = profile or PolicyProfile.from_config(config)

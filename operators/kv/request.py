@@ -21,8 +21,9 @@ from pipeline.protocols import PreprocessedRequest, RouterConfigOverride, Routin
 from pipeline.protocols.timing import RequestPhase
 from pipeline.threads import GiveUp
 
+from ..pool import Adapters
 from ..text import offered_threads
-from .eligibility import Adapters, RoutingRules, WorkerPool, narrowed_to_adapter
+from .eligibility import RoutingRules, WorkerPool, narrowed_to_adapter
 from .prompt import PromptBlocks
 from .selection import Prompt
 from .types import WorkerRank

@@ -1,7 +1,8 @@
 """A pool of workers: which are healthy, how loaded they are, and which one gets a request."""
 
 from .assigned import Next, Output, assign_worker
-from .busy import BusyWatch, capacities_of
+from .busy import BusyWatch
+from .cards import Adapters, Configs, PoolCards, cards_of
 from .errors import AllBusy, AllCoolingDown
 from .health import COOLDOWN, InstanceHealth, cooldown_s
 from .load import WorkerLoads, load_reports
@@ -24,15 +25,18 @@ __all__ = [
     "COOLDOWN",
     "DEVICE_RATIO",
     "OVERLOAD_STATUS",
+    "Adapters",
     "AllBusy",
     "AllCoolingDown",
     "BusyWatch",
+    "Configs",
     "DeviceAware",
     "InstanceHealth",
     "Loads",
     "Next",
     "Output",
     "Picker",
+    "PoolCards",
     "PoolView",
     "PoolViews",
     "PushRouter",
@@ -40,7 +44,7 @@ __all__ = [
     "RoundRobin",
     "WorkerLoads",
     "assign_worker",
-    "capacities_of",
+    "cards_of",
     "cooldown_s",
     "cuda_to_cpu_ratio",
     "least_loaded",

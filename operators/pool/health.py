@@ -1,6 +1,6 @@
 """InstanceHealth: which instances of a pool may take a request now, and why none may.
 
-    members, faults, refusals, reports, busy, time ──► view ──► routers
+    members, cards, faults, refusals, reports, busy, time ──► view ──► routers
 
 Cooldowns: instances that get no requests for a while after a fault, each until its own time. A request that migrates
 does not go back to an instance it has failed on, however long that is ago: see `without_failed`.
@@ -33,8 +33,9 @@ from pipeline.rx import (
 )
 from pipeline.settings import Variable, whole
 
+from .cards import PoolCards
 from .errors import AllBusy, all_busy, all_cooling_down, no_instance
-from .load import LoadChange, WorkerLoads, is_idle, log_errors
+from .load import LoadReport, WorkerLoads, is_idle, log_errors
 from .view import PoolView
 
 if TYPE_CHECKING:
@@ -58,14 +59,16 @@ def cooldown_s(environment: Mapping[str, str]) -> float:
 class InstanceHealth:
     """The health of each instance of a router's pool: cooldown after faults, load shedding, admission.
 
-    Every change of the pool makes a new `view` at once: an instance comes or leaves, a fault, a refusal, a report, the
-    busy ones change. The end of a cooldown is seen by the next reader, and by subscribers of `changes` when it comes.
+    Every change of the pool makes a new `view` at once: an instance comes or leaves, a card, a fault, a refusal, a
+    report, the busy ones change. The end of a cooldown is seen by the next reader, and by subscribers of `changes` when
+    it comes.
 
     An instance that refuses a request as overloaded is busy for `cooldown_s`, or until its next report in `loads`
     readmits it: by `busy` alone, if that is given, else by a report that it is idle. A report from before the refusal
     does not count. A healthy pool needs no clock.
 
     workers: the pool
+    cards: the model cards of the instances, now and after each change (see `cards_of`); by default there are none
     loads: what the instances report; by default nothing
     cooldown_s: how long an instance cools down, in seconds; 0 for not at all
     busy: the instances that are busy by another's judgement, now and after each change, as `BusyWatch.changes`
@@ -77,6 +80,7 @@ class InstanceHealth:
         self,
         workers: Workers[Any, Any],
         *,
+        cards: Observable[PoolCards] | None = None,
         loads: WorkerLoads | None = None,
         cooldown_s: float = COOLDOWN_S,
         busy: Observable[AbstractSet[int]] | None = None,
@@ -92,6 +96,8 @@ class InstanceHealth:
         self._view = PoolView(skips_cooling_down=skips_cooling_down)
         self._views: Subject[PoolView] = Subject()
         workers.follow(self._on_members)
+        if cards is not None:
+            cards.subscribe(self._on_cards)
         if loads is not None:
             loads.reports().subscribe(self._on_report)
         if busy is not None:
@@ -151,13 +157,16 @@ class InstanceHealth:
     def _on_members(self, members: Members) -> None:
         self._push(self._view.with_members(members, self._admits))
 
+    def _on_cards(self, cards: PoolCards) -> None:
+        self._push(self._view.with_cards(cards))
+
     def _on_busy(self, busy: AbstractSet[int]) -> None:
         self._push(self._view.with_busy(busy))
 
-    def _on_report(self, change: LoadChange) -> None:
+    def _on_report(self, report: LoadReport) -> None:
         """Judge an overloaded instance by what it reports."""
-        if change.load is not None and (ranks := change.load.ranks) and (self._has_busy or is_idle(ranks)):
-            self._push(self._view.without_refusal(change.instance_id))
+        if report.ranks and (self._has_busy or is_idle(report.ranks)):
+            self._push(self._view.without_refusal(report.instance_id))
 
     def _push(self, view: PoolView) -> None:
         if view is not self._view:

@@ -1,8 +1,8 @@
 """Worker load: what runs on each instance of a pool, by our own count and by its own reports.
 
     begin ──► +1 ──► release ──► -1  ┐
-    reports of the event plane       ├──► WorkerLoad of each instance ──► pickers, news(), changes()
-    instances that come and go       ┘
+    reports of the event plane       ├──► WorkerLoad of each instance ──► pickers
+    instances that come and go       ┘         └─ reports() ──► BusyWatch, InstanceHealth
 
 Source: dynamo lib/runtime/src/component/client.rs, the occupancy; lib/llm/src/discovery/worker_monitor.rs, the loads.
 """
@@ -10,17 +10,16 @@ Source: dynamo lib/runtime/src/component/client.rs, the occupancy; lib/llm/src/d
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from attrs import astuple, evolve, frozen
+from attrs import astuple, define, frozen
 
 from pipeline import ReleaseOnce
 from pipeline.network import EndpointId, Event, EventPlane, Members, Scope, Workers
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
-from pipeline.rx import CompositeDisposable, DisposableBase, Observable, ObserverBase, Subject, ops
+from pipeline.rx import DisposableBase, Observable, ObserverBase, Subject, ops
 
 T = TypeVar("T")
 
@@ -69,15 +68,19 @@ class RankLoad:
 _NO_RANKS: Mapping[int, RankLoad] = MappingProxyType({})
 
 
-@frozen
+@define
 class WorkerLoad:
-    """The load of one instance."""
+    """The load of one stay of an instance."""
 
     in_flight: int = 0
     """This router's requests that have not ended there."""
     device_type: DeviceType | None = None
     ranks: Mapping[int, RankLoad] = _NO_RANKS
     """What its ranks report."""
+
+    def end(self) -> None:
+        """Count one request less."""
+        self.in_flight -= 1
 
 
 def is_idle(ranks: Mapping[int, RankLoad]) -> bool:
@@ -87,14 +90,14 @@ def is_idle(ranks: Mapping[int, RankLoad]) -> bool:
 
 
 @frozen
-class LoadChange:
-    """An instance has another load now."""
+class LoadReport:
+    """What an instance reports after a report of one of its ranks."""
 
     instance_id: int
-    load: WorkerLoad | None
-    """None if the instance is gone."""
-    dp_rank: int | None = None
-    """The rank that reported, if a report was the cause."""
+    dp_rank: int
+    """The rank that reported."""
+    ranks: Mapping[int, RankLoad]
+    """All its ranks."""
 
 
 class WorkerLoads:
@@ -105,14 +108,11 @@ class WorkerLoads:
     """
 
     def __init__(self, workers: Workers[Any, Any]) -> None:
-        self._workers = workers
+        self.workers = workers
         self._members = Members()
         """The instances as `_loads` has them."""
         self._loads: dict[int, WorkerLoad] = {}
-        self._changes: Subject[LoadChange] = Subject()
-        self._reports: Subject[LoadChange] = Subject()
-        self._due: deque[Callable[[], None]] = deque()
-        self._is_publishing = False
+        self._reports: Subject[LoadReport] = Subject()
         workers.follow(self._on_members)
 
     def current(self) -> Mapping[int, WorkerLoad]:
@@ -121,12 +121,10 @@ class WorkerLoads:
 
     def begin(self, instance_id: int) -> ReleaseOnce:
         """Count one request in flight there, until the result is released."""
-        load = self._loads.get(instance_id)
-        if load is None:
+        if (load := self._loads.get(instance_id)) is None:
             return UNCOUNTED
-        incarnation = self._members.incarnations[instance_id]
-        self._set(instance_id, WorkerLoad(load.in_flight + 1, load.device_type, load.ranks))
-        return ReleaseOnce(self._ended, instance_id, incarnation)
+        load.in_flight += 1
+        return ReleaseOnce(load.end)
 
     def follow(self, reports: Observable[ActiveLoad], *, elsewhere: Sequence[Workers[Any, Any]] = ()) -> DisposableBase:
         """Apply the reports of instances, until disposed.
@@ -136,91 +134,28 @@ class WorkerLoads:
         """
         return reports.subscribe(lambda report: self._on_report(report, elsewhere))
 
-    def news(self) -> Observable[LoadChange]:
-        """Return every change from now on; completes when the pool is closed. A subscriber's exception is logged."""
-
-        def subscribe(observer: ObserverBase[LoadChange], _: Any = None) -> DisposableBase:
-            def complete() -> None:
-                self._in_turn(observer.on_completed)
-
-            changes = log_errors(self._changes).subscribe(observer.on_next)
-            # Keeps a closed pool running.
-            return CompositeDisposable(changes, self._workers.changes().subscribe(on_completed=complete))
-
-        return Observable(subscribe)
-
-    def reports(self) -> Observable[LoadChange]:
-        """Return the changes from now on that a report has caused; does not keep a closed pool running."""
+    def reports(self) -> Observable[LoadReport]:
+        """Return what instances report from now on. A subscriber's exception is logged."""
         return log_errors(self._reports)
 
-    def changes(self) -> Observable[Mapping[int, WorkerLoad]]:
-        """Return the loads of all instances now and after every change; completes when the pool is closed."""
-
-        def subscribe(observer: ObserverBase[Mapping[int, WorkerLoad]], scheduler: Any = None) -> DisposableBase:
-            now: Mapping[int, WorkerLoad] = dict(self.current())
-            snapshots = self.news().pipe(ops.scan(with_change, now), ops.start_with(now))
-            return snapshots.subscribe(observer, scheduler=scheduler)
-
-        return Observable(subscribe)
-
     def _on_report(self, report: ActiveLoad, elsewhere: Sequence[Workers[Any, Any]]) -> None:
-        instance_id = report.worker_id
+        instance_id, dp_rank = report.worker_id, report.dp_rank
         if (load := self._loads.get(instance_id)) is None:
             return
         if any(instance_id in other.instance_ids() for other in elsewhere):
-            if load.ranks:
-                self._set(instance_id, evolve(load, ranks=_NO_RANKS), report.dp_rank)
-            return
-        rank = load.ranks.get(report.dp_rank, RankLoad()).updated(report)
-        self._set(instance_id, evolve(load, ranks={**load.ranks, report.dp_rank: rank}), report.dp_rank)
-
-    def _ended(self, instance_id: int, incarnation: int) -> None:
-        if self._members.incarnations.get(instance_id) != incarnation:
-            return
-        load = self._loads[instance_id]
-        self._set(instance_id, WorkerLoad(load.in_flight - 1, load.device_type, load.ranks))
-
-    def _set(self, instance_id: int, load: WorkerLoad, dp_rank: int | None = None) -> None:
-        self._loads[instance_id] = load
-        if self._changes.observers or (dp_rank is not None and self._reports.observers):
-            self._publish(LoadChange(instance_id, load, dp_rank))
-
-    def _publish(self, change: LoadChange) -> None:
-        self._in_turn(lambda: self._deliver(change))
-
-    def _deliver(self, change: LoadChange) -> None:
-        if change.dp_rank is not None:
-            self._reports.on_next(change)
-        self._changes.on_next(change)
-
-    def _in_turn(self, step: Callable[[], None]) -> None:
-        """Take the step after those under way: a change that a subscriber causes is published after its cause."""
-        self._due.append(step)
-        if self._is_publishing:
-            return
-        self._is_publishing = True
-        try:
-            while self._due:
-                self._due.popleft()()
-        finally:
-            self._is_publishing = False
+            if not load.ranks:
+                return
+            load.ranks = _NO_RANKS
+        else:
+            load.ranks = {**load.ranks, dp_rank: load.ranks.get(dp_rank, RankLoad()).updated(report)}
+        self._reports.on_next(LoadReport(instance_id, dp_rank, load.ranks))
 
     def _on_members(self, members: Members) -> None:
         gone, new = members.gone_since(self._members), members.new_since(self._members)
         self._members = members
         for instance_id in gone:
             del self._loads[instance_id]
-        self._loads.update({i: WorkerLoad(device_type=self._workers.device_type(i)) for i in new})
-        if self._changes.observers:
-            changes = [LoadChange(i, None) for i in gone] + [LoadChange(i, self._loads[i]) for i in new]
-            for change in changes:
-                self._publish(change)
-
-
-def with_change(loads: Mapping[int, WorkerLoad], change: LoadChange) -> Mapping[int, WorkerLoad]:
-    """Return the loads after the change; the mapping given stays as it is."""
-    others = {instance_id: load for instance_id, load in loads.items() if instance_id != change.instance_id}
-    return others if change.load is None else {**others, change.instance_id: change.load}
+        self._loads.update({i: WorkerLoad(device_type=self.workers.device_type(i)) for i in new})
 
 
 def load_reports(events: EventPlane, endpoint: str | EndpointId) -> Observable[ActiveLoad]:

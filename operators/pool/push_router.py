@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from pipeline.network import Workers
     from pipeline.rx import Observable
 
+    from .cards import PoolCards
+
 
 T = TypeVar("T")
 
@@ -96,6 +98,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         `routing.backend_instance_id`
     rng: for what is left to chance; a seeded one repeats a run
     pick: a picker of one's own in place of a mode (see `operators.pool`)
+    cards: the model cards of the instances, for a stage that reads `health` (see `cards_of`)
     loads: counts what is in flight; routers of one pool may share it
     busy: the instances that are busy, now and after each change, as `BusyWatch.changes`
     admits: whether an instance is one of this router's; by default all are
@@ -110,6 +113,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         rng: Random | None = None,
         *,
         pick: Picker | None = None,
+        cards: Observable[PoolCards] | None = None,
         loads: WorkerLoads | None = None,
         busy: Observable[AbstractSet[int]] | None = None,
         admits: Callable[[int], bool] | None = None,
@@ -124,6 +128,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         self._choice = RouterChoice(_rule(mode, pick))
         self.health = InstanceHealth(
             workers,
+            cards=cards,
             loads=self.loads,
             cooldown_s=cooldown_s,
             busy=busy,

@@ -1,4 +1,4 @@
-"""PoolView: the instances of a pool at one moment: which incarnation each is, which cool down, and which are busy.
+"""PoolView: the instances of a pool at one moment: incarnations, cards, which cool down, and which are busy.
 
     present ──► admitted: ids ──► not cooling down: routable ──► not busy: free
 
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import Factory, evolve, field, frozen
 
 from pipeline.network import Ids, Members
+
+from .cards import PoolCards
 
 if TYPE_CHECKING:
     from pipeline.rx import Observable
@@ -57,6 +59,8 @@ class PoolView:
     """The instances that are present and this router's, sorted."""
     incarnations: Mapping[int, int] = MappingProxyType({})
     """The number of the present stay of each of them, see `Workers.incarnation`."""
+    cards: PoolCards = PoolCards()
+    """What their model cards publish."""
     cooling_down: Mapping[int, float] = _NONE
     """Those that cool down after a fault: when that ends, in seconds of the loop's clock."""
     refused: Mapping[int, float] = _NONE
@@ -93,6 +97,10 @@ class PoolView:
             cooling_down=_only(self.cooling_down, kept),
             refused=_only(self.refused, kept),
         )
+
+    def with_cards(self, cards: PoolCards) -> PoolView:
+        """Return the view with these cards."""
+        return self if cards is self.cards else self._next(cards=cards)
 
     def with_cooldown(self, instance_id: int, incarnation: int, until_s: float) -> PoolView:
         """Return the view with that instance cooling down until then; unless it is another incarnation."""

@@ -10,7 +10,6 @@ does not publish this number.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from attrs import evolve, frozen
 
@@ -20,8 +19,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 
 from ..kv import ConditionalPolicy, KvRouter, KvRouterConfig, WorkerRank, with_shared_hashes
+from ..pool import Configs
 from .pool import PrefillPool
-from .resolve import Configs
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +81,12 @@ class ConditionalDisaggregation:
     """Decides which requests are prefilled where they decode; none unless `conditional_disagg_enabled`.
 
     config: the rules
-    decode: the router of the decode pool, which knows what is cached where
-    configs: returns the settings of the decode workers; only the gate needs them
+    decode: the router of the decode pool, which knows what is cached where and, for the gate, the settings of workers
     """
 
-    def __init__(self, config: KvRouterConfig, decode: KvRouter, configs: Callable[[], Configs] = dict) -> None:
+    def __init__(self, config: KvRouterConfig, decode: KvRouter) -> None:
         self.config = config
-        self._decode, self._configs = decode, configs
+        self._decode = decode
         self.rules = ConditionalRules.of(config) if config.conditional_disagg_enabled else None
 
     def select_decode_worker(
@@ -118,7 +116,7 @@ class ConditionalDisaggregation:
         decode_busy = is_busy(
             decision.chosen.active_prefill_tokens,
             self.config.conditional_disagg_decode_busy_threshold,
-            self._configs().get(decision.rank.worker_id),
+            self._decode.pool.current().configs.get(decision.rank.worker_id),
         )
         is_local = skips_remote_prefill(
             rules,

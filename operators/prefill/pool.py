@@ -6,7 +6,6 @@
 PrefillSide: whether there is a pool to use, from the workers that come and go.
 
     workers ──► activated with the first, deactivated without any, reactivated with the next ──► pool
-    configs ──► the workers' own settings
 
 Source: dynamo lib/llm/src/kv_router/prefill_router/inner.rs, InnerPrefillRouter; activation.rs. Other than there a pool
 that could not be made is tried again with the next change of the workers, and the end of these changes deactivates.
@@ -22,14 +21,12 @@ from typing import Protocol
 from attrs import evolve, frozen
 
 from pipeline import AsyncEngine, Cancelled, Context, ReleaseOnce, ResponseStream, Unavailable
-from pipeline.network import Ids
 from pipeline.protocols import PreprocessedRequest, RequestPhase
-from pipeline.rx import CompositeDisposable, Observable
+from pipeline.rx import Disposable, DisposableBase, Observable
 
 from ..kv import KvPushRouter, KvRouter, RouteRequest, hash_beside_the_loop, with_shared_hashes
-from ..pool import Output, PushRouter, assign_worker
+from ..pool import Configs, Output, PoolView, PushRouter, assign_worker
 from ..text import offered_threads
-from .resolve import Configs
 from .worker import PrefillWorker, named_worker
 
 PrefillEngine = AsyncEngine[PreprocessedRequest, Output]
@@ -217,29 +214,29 @@ class PrefillSide:
     """
 
     def __init__(
-        self,
-        pool: PrefillPool | Callable[[], PrefillPool] | None,
-        workers: Observable[Ids] | None,
-        configs: Observable[Configs] | None,
+        self, pool: PrefillPool | Callable[[], PrefillPool] | None, views: Observable[PoolView] | None
     ) -> None:
         self.activation = Activation()
-        self.configs: Configs = {}
         self.pool: PrefillPool | None = None
         self._make: Callable[[], PrefillPool] | None = None
         if callable(pool):
             self._make = pool
         else:
             self.pool = pool
-        self._following = CompositeDisposable()
-        if configs is not None:  # before the workers, so that each is known with its settings
-            self._following.add(configs.subscribe(self._on_configs, _failed))
-        if workers is not None:
-            self._following.add(workers.subscribe(self._on_workers, self._on_lost, self.deactivate))
+        self._view = PoolView()
+        self._following: DisposableBase = Disposable()
+        if views is not None:
+            self._following = views.subscribe(self._on_view, self._on_lost, self.deactivate)
 
     @property
     def usable(self) -> PrefillPool | None:
         """The pool, while a request may go there."""
         return self.pool if self.activation.is_usable else None
+
+    @property
+    def configs(self) -> Configs:
+        """The settings of the workers, as far as they are known."""
+        return self._view.cards.configs or {}
 
     def deactivate(self) -> None:
         self.activation = self.activation.deactivated()
@@ -252,10 +249,13 @@ class PrefillSide:
         self._following.dispose()
         self.deactivate()
 
-    def _on_workers(self, ids: Ids) -> None:
+    def _on_view(self, view: PoolView) -> None:
+        before, self._view = self._view, view
+        if view.ids is before.ids:
+            return
         if self.activation.is_activated:
-            self.activation = self.activation.reactivated() if ids else self.activation.deactivated()
-        elif ids and self._has_pool():
+            self.activation = self.activation.reactivated() if view.ids else self.activation.deactivated()
+        elif view.ids and self._has_pool():
             self.activation = Activation(is_activated=True)
 
     def _has_pool(self) -> bool:
@@ -266,13 +266,6 @@ class PrefillSide:
                 _log.exception("the prefill pool could not be made; requests go without until the workers change")
         return self.pool is not None
 
-    def _on_configs(self, configs: Configs) -> None:
-        self.configs = configs
-
     def _on_lost(self, error: Exception) -> None:
-        _failed(error)
+        _log.error("changes of the prefill workers ended", exc_info=error)
         self.deactivate()
-
-
-def _failed(error: Exception) -> None:
-    _log.error("changes of the prefill workers ended", exc_info=error)

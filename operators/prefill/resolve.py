@@ -9,7 +9,6 @@ before, so that it is chosen once, and every refusal for lack of room is backpre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from random import Random
 from typing import Any
 from uuid import UUID
@@ -19,12 +18,10 @@ from attrs import frozen
 from pipeline.protocols import BootstrapInfo, PreprocessedRequest, RoutingConstraints
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig, topology_taint
 
+from ..pool import Configs
 from .errors import TopologyError
 from .requests import prefill_request
 from .worker import PrefillWorker
-
-Configs = Mapping[int, ModelRuntimeConfig]
-"""The settings of the prefill workers, by instance."""
 
 ROOM_BITS = 63
 ROOM_MAX = 2**ROOM_BITS - 1

@@ -33,14 +33,13 @@ from pipeline import (
     Stage,
 )
 from pipeline.llm import track_request
-from pipeline.network import Ids
 from pipeline.protocols import PhasePermit, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.rx import AnyIOScheduler, Observable
 from pipeline.telemetry import Tracer
 
 from ..kv import WorkerRank, share_hashes
-from ..pool import Output
+from ..pool import Output, PoolView
 from ..records import shallow_copy
 from .background import PrefillTasks
 from .conditional import ConditionalDisaggregation, without_claim
@@ -48,7 +47,7 @@ from .decode import announced, decode_in_span, decode_stream
 from .errors import PrefillNotActivated, backpressure
 from .pool import Activation, KvPrefill, PrefillPool, PrefillSide
 from .requests import decode_request
-from .resolve import Configs, Plan, resolve
+from .resolve import Plan, resolve
 from .task import PrefillTask
 from .worker import PrefillWorker, named_worker
 
@@ -109,9 +108,8 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
 
     prefill: the pool (`KvPrefill`, `PushPrefill`), or a function that makes it when the first worker is there; None for
         never
-    workers: the ids of the prefill workers, now and after each change
+    views: the views of the prefill workers, now and after each change, as `PushRouter.health.changes()`
     scheduler: runs the prefills as its tasks
-    configs: the settings of the prefill workers (see `operators.kv.configs_of`)
     conditional: decides which requests are prefilled where they decode; None for none of them
     rng: draws the rooms where decode and prefill meet
     tracer: makes the spans; None for the global one
@@ -120,17 +118,16 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     def __init__(
         self,
         prefill: PrefillPool | Callable[[], PrefillPool] | None,
-        workers: Observable[Ids] | None = None,
+        views: Observable[PoolView] | None = None,
         *,
         scheduler: AnyIOScheduler,
-        configs: Observable[Configs] | None = None,
         settings: PrefillSettings | None = None,
         conditional: ConditionalDisaggregation | None = None,
         rng: Random | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.settings = PrefillSettings() if settings is None else settings
-        self._side = PrefillSide(prefill, workers, configs)
+        self._side = PrefillSide(prefill, views)
         self._tasks = PrefillTasks(scheduler, self.settings.prefills_max)
         self._scheduler = scheduler
         self._conditional = conditional

@@ -29,8 +29,6 @@ from operators.kv import (
     RouterMetrics,
     WorkerRank,
     WorkerType,
-    adapters_of,
-    configs_of,
     kv_events,
     kv_router,
     recovery_workers,
@@ -78,7 +76,7 @@ async def kv_stage(
     Wait until as many workers are there as the configuration wants at the start. Raise Unavailable if no worker
     has published its card yet, InvalidArgument for a policy file that is wrong, and as KvRouter does.
     """
-    settings, models = _settings(config, pool.worker_type), runtime.discovery.watch_models(pool.endpoint.path)
+    settings = _settings(config, pool.worker_type)
     card = await _first_card(pool.endpoint, runtime)
     profile = _profile(config, card.display_name)
     meter = None if metrics is None else metrics.meter
@@ -92,13 +90,11 @@ async def kv_stage(
         policy_classes=[one.name for one in profile.classes],
         perf_s=perf_counter,
     )
-    with KvRecovery(recovery_workers(runtime, pool.endpoint), configs_of(models)) as recovery:
+    with KvRecovery(recovery_workers(runtime, pool.endpoint), pool.push.health) as recovery:
         router = kv_router(
             pool.workers,
             settings,
             block_size_tokens=card.kv_cache_block_size,
-            configs=configs_of(models),
-            adapters=adapters_of(models),
             health=pool.push.health,
             recover=recovery,
             peers=ReplicaSync(runtime.events, pool.endpoint) if settings.router_replica_sync else None,

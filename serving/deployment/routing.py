@@ -33,11 +33,12 @@ from operators import (
     PushRouter,
     Rejection,
 )
-from operators.kv import KvRouter, WorkerType, configs_of
+from operators.kv import KvRouter, WorkerType
 from operators.pool import (
     BusyWatch,
+    PoolCards,
     WorkerLoads,
-    capacities_of,
+    cards_of,
     cooldown_s,
     cuda_to_cpu_ratio,
     load_reports,
@@ -47,6 +48,7 @@ from operators.prefill import ConditionalDisaggregation, PrefillPool
 from pipeline import Annotated, AsyncEngine, link
 from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
+from pipeline.rx import BehaviorSubject
 from pipeline.settings import Variable, from_environment, whole
 from pipeline.telemetry import TracedEngine, Tracer, traced
 
@@ -139,12 +141,15 @@ def _pushing(
     Without a threshold there is no subscription to load reports: no mode of routing uses them.
     """
     thresholds = busy_thresholds(environment).updated(config.busy)
-    if thresholds == BusyThresholds():
-        yield router_of(workers, config, environment, worker_type), None
-        return
-    loads, capacities = WorkerLoads(workers), capacities_of(runtime.discovery.watch_models(endpoint.path))
-    with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, capacities) as watch:
-        yield router_of(workers, config, environment, worker_type, loads=loads, busy=watch.changes()), watch
+    cards = BehaviorSubject(PoolCards(configs={}))
+    with cards_of(runtime.discovery.watch_models(endpoint.path)).subscribe(cards):
+        if thresholds == BusyThresholds():
+            yield router_of(workers, config, environment, worker_type, cards=cards), None
+            return
+        loads = WorkerLoads(workers)
+        with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, cards) as watch:
+            busy = watch.changes()
+            yield router_of(workers, config, environment, worker_type, cards=cards, loads=loads, busy=busy), watch
 
 
 def busy_thresholds(environment: Mapping[str, str]) -> BusyThresholds:
@@ -159,7 +164,7 @@ def router_of(
     worker_type: WorkerType = "aggregated",
     **judging: Any,
 ) -> PushRouter[Any, Any]:
-    """Return the router as configured; `judging` are the arguments of PushRouter about busy workers."""
+    """Return the router as configured; `judging` are the arguments of PushRouter about cards and busy workers."""
     silence_timeout_s = SILENCE.of(environment)
     if silence_timeout_s is not None and worker_type == "decode":
         silence_timeout_s += _WAITS_FOR_BLOCKS_S
@@ -193,9 +198,8 @@ async def prefill_stage(
         pool = _pool(prefill, tracer)
         async with PrefillRouter(
             pool,
-            prefill.workers.changes(),
+            prefill.push.health.changes(),
             scheduler=runtime.scheduler,
-            configs=configs_of(runtime.discovery.watch_models(endpoint.path)),
             settings=PrefillSettings(enforce_disagg=True) if config.enforce_disagg else None,
             conditional=_conditional(decode, config),
             rng=None if config.seed is None else Random(config.seed),
@@ -221,4 +225,4 @@ def _conditional(decode: Routing, config: GraphConfig) -> ConditionalDisaggregat
     """Return the rule for prompts that are not worth a prefill; only the router `kv` knows what is cached."""
     if (router := decode.kv_router) is None or not config.kv_router.conditional_disagg_enabled:
         return None
-    return ConditionalDisaggregation(config.kv_router, router, lambda: router.pool.current().configs)
+    return ConditionalDisaggregation(config.kv_router, router)

@@ -22,12 +22,12 @@ from operators.kv import (
     PromptBlocks,
     RouteRequest,
     WorkerRank,
-    configs_of,
     kv_events,
     kv_router,
     recovery_workers,
 )
 from operators.kv.events import Recover
+from operators.pool import InstanceHealth, cards_of
 from pipeline import AsyncEngine, Context
 from pipeline.network import Event, Runtime
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
@@ -77,19 +77,19 @@ class Site:
 
         Its recovery is what `wrap` returns; events for which `lost` is true do not reach it.
         """
-        configs = configs_of(self.runtime.discovery.watch_models(WHERE))
         workers = self.runtime.workers(WHERE)
+        health = InstanceHealth(workers, cards=cards_of(self.runtime.discovery.watch_models(WHERE)))
 
         def arrives(event: Event[RouterEvent]) -> bool:
             return not lost(event)
 
         events = kv_events(self.runtime.events, WHERE).pipe(ops.filter(arrives))
-        with KvRecovery(recovery_workers(self.runtime, WHERE), configs) as recovery:
+        with KvRecovery(recovery_workers(self.runtime, WHERE), health) as recovery:
             router = kv_router(
                 workers,
                 KvRouterConfig(use_kv_events=True),
                 block_size_tokens=BLOCK,
-                configs=configs,
+                health=health,
                 recover=wrap(recovery),
                 rng=Random(1),
             )

@@ -43,9 +43,8 @@ from pipeline.protocols.kv import (
     TooNew,
     recovery_endpoint,
 )
-from pipeline.rx import Disposable, DisposableBase, Observable
 
-from ..eligibility import Configs
+from ...pool import PoolViews
 from ..index import KvIndex, KvIndexError
 from ..types import WorkerRank
 
@@ -129,16 +128,15 @@ WorkersOf = Callable[[int], EndpointWorkers[Any, RecoveryReply]]
 class KvRecovery:
     """The `recover` of a KvRouter, until it is closed; a context manager. In one loop and thread.
 
-    `configs` are the settings in the workers' cards, as for the router; without them every worker is queried. The
-    caller that makes it closes it, after the router's `run` has ended.
+    `health` has the workers' cards, as `PushRouter.health`; without cards every worker is queried. The caller that
+    makes it closes it, after the router's `run` has ended.
     """
 
-    def __init__(self, workers_of: WorkersOf, configs: Observable[Configs] | None = None) -> None:
+    def __init__(self, workers_of: WorkersOf, health: PoolViews | None = None) -> None:
         self._workers_of = workers_of
         self._pools: dict[int, EndpointWorkers[Any, RecoveryReply]] = {}
-        self._configs: Configs | None = None if configs is None else {}
+        self._health = health
         self._is_closed = False
-        self._following: DisposableBase = Disposable() if configs is None else configs.subscribe(self._on_configs)
 
     async def __call__(self, rank: WorkerRank, start_event_id: int | None) -> RecoveryReply | None:
         """Return the rank's events from the id on, without one everything; None for a worker that keeps nothing.
@@ -148,8 +146,9 @@ class KvRecovery:
         """
         if self._is_closed:
             raise StreamClosed("this recovery was closed")
-        if self._configs is not None:
-            if (config := self._configs.get(rank.worker_id)) is None:
+        configs = None if self._health is None else self._health.view.cards.configs
+        if configs is not None:
+            if (config := configs.get(rank.worker_id)) is None:
                 raise Unavailable(f"worker {rank.worker_id} has not published whether it keeps its events")
             if not config.enable_local_indexer:
                 return None
@@ -165,7 +164,6 @@ class KvRecovery:
     def close(self) -> None:
         """Follow nothing more. Idempotent."""
         self._is_closed = True
-        self._following.dispose()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
@@ -177,9 +175,6 @@ class KvRecovery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _on_configs(self, configs: Configs) -> None:
-        self._configs = configs
 
     def _pool(self, dp_rank: int) -> EndpointWorkers[Any, RecoveryReply]:
         if dp_rank not in self._pools:

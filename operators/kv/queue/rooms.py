@@ -17,7 +17,8 @@ from attrs import define, field, frozen
 
 from pipeline import PenstockError
 
-from ..eligibility import Adapters, WorkerPool
+from ...pool import Adapters
+from ..eligibility import WorkerPool
 from ..load import Column
 from ..request import RouteRequest
 from ..types import WorkerRank

@@ -42,9 +42,9 @@ from pipeline.protocols import (
     RoutingHints,
 )
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.rx import BehaviorSubject
 from pipeline.testing import Fail, ScriptedEngine, Stall, check_operator
 from pipeline.wire import to_plain
+from tests.operators.kv.worlds import published
 
 BLOCK = 4
 
@@ -309,8 +309,8 @@ async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
 async def test_a_rank_other_than_the_first_is_sent_too() -> None:
     engine = ScriptedEngine(tokens(1))
     workers: Workers[Any, Any] = static_workers({1: engine})
-    configs = BehaviorSubject({1: ModelRuntimeConfig(data_parallel_start_rank=3)})
-    router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK, configs=configs)
+    health = published({1: ModelRuntimeConfig(data_parallel_start_rank=3)})
+    router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=BLOCK, health=health)
     graph = KvPushRouter(router) >> PushRouter(workers)
     for hints in (None, RoutingHints(backend_instance_id=1), RoutingHints(backend_instance_id=1, dp_rank=3)):
         times = tracker()

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from attrs import evolve
 
 from operators.kv.errors import DuplicateRequest
-from operators.kv.pool import with_model
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
 from pipeline.llm import block_hashes, sequence_hashes
-from pipeline.network import Added, EndpointId, Model, Removed, TaintsUpdated
 from pipeline.protocols import RouterConfigOverride, RoutingConstraints
-from pipeline.protocols.card import ModelDeploymentCard, ModelRuntimeConfig
+from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.kv import KvEvent, KvStored, RouterEvent, StoredBlock
-from pipeline.rx import BehaviorSubject, Subject
+from pipeline.rx import Subject
 
-from .worlds import BLOCK, GivenHealth, prompt, reserved, router_of
+from .worlds import BLOCK, GivenHealth, prompt, published, reserved, router_of
 
 
 def stored(worker_id: int, count: int, event_id: int = 1) -> RouterEvent:
@@ -118,8 +114,8 @@ async def test_the_load_of_bookings_sends_others_elsewhere() -> None:
 
 
 async def test_allowed_workers_and_taints_narrow_the_choice() -> None:
-    configs = BehaviorSubject({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
-    router = router_of(1, 2, configs=configs)
+    health = published({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
+    router = router_of(1, 2, health=health)
     assert router.advise(prompt(constraints=RoutingConstraints({"b"}))).rank == WorkerRank(2)
     assert router.advise(prompt(allowed_worker_ids={1})).rank == WorkerRank(1)
     with pytest.raises(Unavailable):
@@ -127,8 +123,8 @@ async def test_allowed_workers_and_taints_narrow_the_choice() -> None:
 
 
 async def test_a_named_worker_with_several_ranks_needs_the_rank_too() -> None:
-    configs = BehaviorSubject({7: ModelRuntimeConfig(data_parallel_start_rank=2, data_parallel_size=3)})
-    router = router_of(7, configs=configs)
+    health = published({7: ModelRuntimeConfig(data_parallel_start_rank=2, data_parallel_size=3)})
+    router = router_of(7, health=health)
     assert router.advise(prompt(worker_id=7, dp_rank=4)).rank == WorkerRank(7, 4)
     assert {rank.dp_rank for rank in router.advise(prompt()).ranks} == {2, 3, 4}
     with pytest.raises(InvalidArgument, match="ranks 2 to 4"):
@@ -274,33 +270,10 @@ async def test_a_closed_router_follows_no_events_any_more() -> None:
 
 
 async def test_settings_that_make_no_sense_leave_their_worker_out(caplog: pytest.LogCaptureFixture) -> None:
-    configs: BehaviorSubject[dict[int, ModelRuntimeConfig]] = BehaviorSubject({})
-    router = router_of(1, 2, configs=configs)
+    health = published({}, 1, 2)
+    router = router_of(1, 2, health=health)
     with pytest.raises(Unavailable):
         router.advise(prompt())
-    configs.on_next({1: ModelRuntimeConfig(data_parallel_size=0), 2: ModelRuntimeConfig()})
+    health.publish({1: ModelRuntimeConfig(data_parallel_size=0), 2: ModelRuntimeConfig()})
     assert router.advise(prompt()).ranks == (WorkerRank(2),)
     assert "worker 1 is left out" in caplog.text
-
-
-def test_settings_follow_the_cards() -> None:
-    def model(instance_id: int, suffix: str | None = None, **settings: Any) -> Model:
-        card = evolve(
-            ModelDeploymentCard.named("m", kv_cache_block_size=BLOCK), runtime_config=ModelRuntimeConfig(**settings)
-        )
-        return Model(EndpointId.parse("ns/comp/ep"), instance_id, card, suffix)
-
-    known: Any = {}
-    steps: Sequence[Any] = [
-        Added(model(1)),
-        Added(model(2, data_parallel_size=2)),
-        Added(model(1, "adapter", data_parallel_size=9)),
-        TaintsUpdated(model(1, taints={"t"}), ("t",)),
-        Removed(model(2)),
-    ]
-    seen = []
-    for news in steps:
-        known = with_model(known, news)
-        seen.append({i: (config.data_parallel_size, config.taints) for i, config in known.items()})
-    assert seen[2] == seen[1] == {1: (1, set()), 2: (2, set())}
-    assert seen[3:] == [{2: (2, set()), 1: (1, {"t"})}, {1: (1, {"t"})}]

@@ -8,20 +8,17 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
-from attrs import evolve
 
 from operators.kv import KvRouter, KvRouterConfig, kv_router
-from operators.kv.eligibility import Adapters
-from operators.kv.pool import adapters_of
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
 from operators.kv.types import WorkerRank
+from operators.pool import Adapters, Configs
 from pipeline import Unavailable
-from pipeline.network import Added, EndpointId, Model, Removed, TaintsUpdated, static_workers
+from pipeline.network import static_workers
 from pipeline.protocols import RoutingConstraints
-from pipeline.protocols.card import LoraInfo, ModelDeploymentCard, ModelRuntimeConfig
-from pipeline.rx import BehaviorSubject, Subject
+from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.testing import ScriptedEngine
 
 from .worlds import GivenHealth
@@ -29,11 +26,17 @@ from .worlds import GivenHealth
 BLOCK = 4
 
 
-def router_of(adapters: Adapters | BehaviorSubject[Adapters] | None = None, **given: Any) -> KvRouter:
+def router_of(health: GivenHealth, **given: Any) -> KvRouter:
     pool = static_workers({worker_id: ScriptedEngine([]) for worker_id in (1, 2, 3)})
-    told = adapters if adapters is None or isinstance(adapters, BehaviorSubject) else BehaviorSubject(adapters)
     config = KvRouterConfig(use_kv_events=False)
-    return kv_router(pool, config, block_size_tokens=BLOCK, adapters=told, rng=Random(1), **given)
+    return kv_router(pool, config, block_size_tokens=BLOCK, health=health, rng=Random(1), **given)
+
+
+def loaded(adapters: Adapters, configs: Configs | None = None) -> GivenHealth:
+    """The views of a pool of workers 1, 2 and 3, which have these adapters loaded."""
+    health = GivenHealth(1, 2, 3)
+    health.publish(configs, adapters)
+    return health
 
 
 def prompt(adapter: str | None = "french", *, first: int = 0, **given: Any) -> RouteRequest:
@@ -47,41 +50,41 @@ def asked(router: KvRouter, request: RouteRequest) -> set[int]:
 
 
 async def test_a_request_goes_where_its_adapter_is_loaded() -> None:
-    router = router_of({"french": {2, 3}, "german": {1}})
+    router = router_of(loaded({"french": {2, 3}, "german": {1}}))
     assert asked(router, prompt("french")) == {2, 3}
     assert asked(router, prompt("german")) == {1}
     assert asked(router, prompt(None)) == asked(router, prompt("")) == asked(router, prompt("greek")) == {1, 2, 3}
 
 
 async def test_allowed_workers_are_narrowed_and_never_widened() -> None:
-    router = router_of({"french": {2, 3}})
+    router = router_of(loaded({"french": {2, 3}}))
     assert asked(router, prompt(allowed_worker_ids={1, 2})) == {2}
     assert asked(router, prompt(allowed_worker_ids={1})) == {1}
 
 
 async def test_workers_that_are_not_there_narrow_nothing() -> None:
-    health = GivenHealth(1, 2, 3)
-    router = router_of({"french": {3, 9}}, health=health)
+    health = loaded({"french": {3, 9}})
+    router = router_of(health)
     assert asked(router, prompt()) == {3}
     health.left_out(3)
     assert asked(router, prompt()) == {1, 2}
 
 
 async def test_a_named_worker_takes_the_request_without_the_adapter_too() -> None:
-    router = router_of({"french": {2}})
+    router = router_of(loaded({"french": {2}}))
     assert router.advise(prompt(worker_id=1)).rank == WorkerRank(1)
 
 
 async def test_required_taints_hold_beside_the_adapter() -> None:
-    configs = BehaviorSubject({i: ModelRuntimeConfig(taints={"a"} if i == 1 else {"b"}) for i in (1, 2, 3)})
-    router = router_of({"french": {1, 2}}, configs=configs)
+    configs = {i: ModelRuntimeConfig(taints={"a"} if i == 1 else {"b"}) for i in (1, 2, 3)}
+    router = router_of(loaded({"french": {1, 2}}, configs))
     assert asked(router, prompt(constraints=RoutingConstraints({"b"}))) == {2}
     with pytest.raises(Unavailable):
         router.advise(prompt(constraints=RoutingConstraints({"c"})))
 
 
 async def test_a_request_that_waits_for_its_adapter_holds_up_no_other() -> None:
-    router = router_of({"french": {2}}, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
+    router = router_of(loaded({"french": {2}}), profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
     placed: dict[str, int] = {}
 
     async def ask(name: str, request: RouteRequest) -> None:
@@ -97,8 +100,8 @@ async def test_a_request_that_waits_for_its_adapter_holds_up_no_other() -> None:
 
 
 async def test_a_change_of_adapters_moves_the_queue() -> None:
-    adapters: BehaviorSubject[Adapters] = BehaviorSubject({"french": {2}})
-    router = router_of(adapters, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
+    health = loaded({"french": {2}})
+    router = router_of(health, profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
     first = await router.reserve(prompt(), request_id="a")
     placed: list[int] = []
 
@@ -110,36 +113,5 @@ async def test_a_change_of_adapters_moves_the_queue() -> None:
         for _ in range(5):
             await checkpoint()
         assert (placed, first.is_live) == ([], True)
-        adapters.on_next({"french": {2, 3}})
+        health.publish(adapters={"french": {2, 3}})
     assert placed == [3]
-
-
-def test_adapters_follow_the_cards() -> None:
-    """The card names the adapter; one that does not has the name its key ends with."""
-
-    def model(instance_id: int, suffix: str | None = None, name: str | None = None) -> Model:
-        card = ModelDeploymentCard.named("m", kv_cache_block_size=BLOCK)
-        named = card if name is None else evolve(card, lora=LoraInfo(name))
-        return Model(EndpointId.parse("ns/comp/ep"), instance_id, named, suffix)
-
-    models: Subject[Any] = Subject()
-    seen: list[Adapters] = []
-    adapters_of(models).subscribe(seen.append)
-    models.on_next(Added(model(1)))
-    models.on_next(Added(model(1, "fr-1", "fr/1")))
-    models.on_next(Added(model(2, "fr-1", "fr/1")))
-    models.on_next(Added(model(2, "de")))
-    models.on_next(TaintsUpdated(model(2, "de"), ("t",)))
-    models.on_next(Removed(model(1, "fr-1", "fr/1")))
-    models.on_next(Removed(model(1)))
-    models.on_next(Removed(model(2, "de")))
-    models.on_next(Removed(model(2, "fr-1", "fr/1")))
-    assert seen == [
-        {},
-        {"fr/1": {1}},
-        {"fr/1": {1, 2}},
-        {"fr/1": {1, 2}, "de": {2}},
-        {"fr/1": {2}, "de": {2}},
-        {"fr/1": {2}},
-        {},
-    ]

@@ -18,9 +18,8 @@ from operators.pool import PoolView
 from pipeline import Cancelled, Control, Unavailable
 from pipeline.protocols import RoutingConstraints
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.rx import BehaviorSubject
 
-from .worlds import GivenHealth, prompt, reserved, router_of
+from .worlds import GivenHealth, prompt, published, reserved, router_of
 
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 """A rank with any prompt in flight is busy."""
@@ -225,27 +224,27 @@ async def test_advice_books_nothing_even_while_others_wait() -> None:
 
 
 async def test_a_worker_that_comes_takes_what_waits() -> None:
-    configs = BehaviorSubject({1: ModelRuntimeConfig()})
-    router = router_of(1, 2, profile=ONE_AT_A_TIME, configs=configs)
+    health = published({1: ModelRuntimeConfig()}, 2)
+    router = router_of(1, 2, profile=ONE_AT_A_TIME, health=health)
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
         await waiters.ask("a")
         await waiters.ask("b")
         assert list(waiters.placed) == ["a"]
-        configs.on_next({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
+        health.publish({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
         await settled()
         assert waiters.placed["b"].rank == WorkerRank(2)
 
 
 async def test_a_request_for_a_worker_that_leaves_fails_and_waits_no_more() -> None:
-    configs = BehaviorSubject({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
-    router = router_of(1, 2, profile=ONE_AT_A_TIME, configs=configs)
+    health = published({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
+    router = router_of(1, 2, profile=ONE_AT_A_TIME, health=health)
     async with anyio.create_task_group() as tasks:
         waiters = Waiters(router, tasks)
         await waiters.ask("a", prompt(worker_id=1))
         await waiters.ask("b", prompt(worker_id=1))
-        configs.on_next({2: ModelRuntimeConfig()})
+        health.publish({2: ModelRuntimeConfig()})
         await settled()
         assert (waiters.placed["a"].is_live, type(waiters.failed["b"])) == (False, Unavailable)
         assert (len(router.queue), len(router.loads)) == (0, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import evolve
 
 from operators.kv import KvRouter, KvRouterConfig, PromptBlocks, Reservation, RouteRequest, kv_router
-from operators.pool import PoolView
+from operators.pool import Adapters, Configs, PoolCards, PoolView
 from pipeline.network import Members, Workers, static_workers
 from pipeline.rx import BehaviorSubject, Observable
 from pipeline.testing import ScriptedEngine
@@ -43,6 +43,10 @@ class GivenHealth:
         stays = {i: now.incarnations.get(i, now.version) for i in worker_ids}
         self.views.on_next(now.with_members(Members.of(stays)))
 
+    def publish(self, configs: Configs | None = None, adapters: Adapters | None = None) -> None:
+        """Make these the settings in the workers' cards, and the workers that have adapters loaded."""
+        self.views.on_next(self.view.with_cards(PoolCards(configs, adapters or {})))
+
     def left_out(self, *worker_ids: int) -> None:
         """Make these the workers that cool down, for ever."""
         self._evolve(cooling_down=dict.fromkeys(worker_ids, inf))
@@ -53,6 +57,13 @@ class GivenHealth:
 
     def _evolve(self, **changes: Any) -> None:
         self.views.on_next(evolve(self.view, version=self.view.version + 1, **changes))
+
+
+def published(configs: Configs, *others: int) -> GivenHealth:
+    """The views of a pool of workers that have published these settings, and of others that have not."""
+    health = GivenHealth(*configs, *others)
+    health.publish(configs)
+    return health
 
 
 def router_of(*worker_ids: int, config: dict[str, Any] | None = None, **parts: Any) -> KvRouter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators import AllBusy, BusyThresholds, PushRouter
-from operators.pool import BusyWatch, WorkerLoads, capacities_of, load_reports
-from operators.pool.busy import Capacity, is_rank_busy, is_worker_busy, latch
+from operators.pool import BusyWatch, Configs, PoolCards, WorkerLoads, cards_of, load_reports
+from operators.pool.busy import is_rank_busy, is_worker_busy, latch
 from operators.pool.load import RankLoad
 from pipeline import InvalidArgument
 from pipeline.network import Runtime, Scope, Workers, static_workers
@@ -22,7 +22,7 @@ from pipeline.rx import BehaviorSubject, Subject
 from pipeline.testing import ScriptedEngine
 
 NAME = "ns/comp/ep"
-HUNDRED = Capacity(total_kv_blocks=100, max_num_batched_tokens=1000)
+HUNDRED = ModelRuntimeConfig(total_kv_blocks=100, max_num_batched_tokens=1000)
 
 
 def decode(fraction: float) -> BusyThresholds:
@@ -33,7 +33,7 @@ def prefill(tokens: int | None = None, fraction: float | None = None) -> BusyThr
     return BusyThresholds(active_prefill_tokens_threshold=tokens, active_prefill_tokens_threshold_frac=fraction)
 
 
-def is_busy(load: RankLoad, thresholds: BusyThresholds, capacity: Capacity = HUNDRED) -> bool:
+def is_busy(load: RankLoad, thresholds: BusyThresholds, capacity: ModelRuntimeConfig = HUNDRED) -> bool:
     return is_rank_busy(load, None, capacity, thresholds)
 
 
@@ -62,8 +62,8 @@ def test_either_number_of_blocks_above_the_fraction_is_busy(load: RankLoad, expe
 
 @pytest.mark.parametrize("total", [None, 0])
 def test_without_a_known_capacity_blocks_say_nothing(total: int | None) -> None:
-    assert not is_busy(RankLoad(10**6, 10**6), decode(0.0), Capacity(total))
-    assert latch(RankLoad(10**6), Capacity(total), decode(0.0)) is None
+    assert not is_busy(RankLoad(10**6, 10**6), decode(0.0), ModelRuntimeConfig(total_kv_blocks=total))
+    assert latch(RankLoad(10**6), ModelRuntimeConfig(total_kv_blocks=total), decode(0.0)) is None
 
 
 def test_each_test_looks_at_its_own_numbers_only() -> None:
@@ -78,15 +78,15 @@ def test_each_test_looks_at_its_own_numbers_only() -> None:
         (prefill(1000), HUNDRED, 1001, True),
         (prefill(fraction=1.5), HUNDRED, 1500, False),
         (prefill(fraction=1.5), HUNDRED, 1501, True),
-        (prefill(fraction=1.5), Capacity(), 15_000_000, False),
-        (prefill(fraction=1.5), Capacity(), 15_000_001, True),
-        (prefill(fraction=1.5), Capacity(max_num_batched_tokens=0), 1, True),
+        (prefill(fraction=1.5), ModelRuntimeConfig(), 15_000_000, False),
+        (prefill(fraction=1.5), ModelRuntimeConfig(), 15_000_001, True),
+        (prefill(fraction=1.5), ModelRuntimeConfig(max_num_batched_tokens=0), 1, True),
         (prefill(10, 100.0), HUNDRED, 11, True),
         (prefill(0), HUNDRED, 0, False),
     ],
 )
 def test_prefill_tokens_are_held_against_a_number_and_a_fraction(
-    thresholds: BusyThresholds, capacity: Capacity, tokens: int, expected: bool
+    thresholds: BusyThresholds, capacity: ModelRuntimeConfig, tokens: int, expected: bool
 ) -> None:
     assert is_busy(RankLoad(active_prefill_tokens=tokens), thresholds, capacity) is expected
 
@@ -164,14 +164,14 @@ def test_a_partial_change_keeps_the_others() -> None:
 class World:
     """A pool of two with a watch over it, and the means to report."""
 
-    def __init__(self, thresholds: BusyThresholds, capacities: Mapping[int, Capacity] | None = None) -> None:
+    def __init__(self, thresholds: BusyThresholds, configs: Configs | None = None) -> None:
         self.workers: Workers[Any, Any] = static_workers({i: ScriptedEngine([i]) for i in (1, 2)}, name=NAME)
         self.loads = WorkerLoads(self.workers)
         self.reports = Subject[ActiveLoad]()
         self.loads.follow(self.reports)
-        known: Mapping[int, Capacity] = {1: HUNDRED, 2: HUNDRED} if capacities is None else capacities
-        self.capacities = BehaviorSubject[Mapping[int, Capacity]](known)
-        self.watch = BusyWatch(self.loads, thresholds, self.capacities)
+        known: Configs = {1: HUNDRED, 2: HUNDRED} if configs is None else configs
+        self.cards = BehaviorSubject(PoolCards(known))
+        self.watch = BusyWatch(self.loads, thresholds, self.cards)
 
     def report(self, worker_id: int, dp_rank: int = 0, **numbers: int) -> None:
         self.reports.on_next(ActiveLoad(worker_id, dp_rank, **numbers))
@@ -221,7 +221,7 @@ def test_a_router_that_joins_late_sees_the_same_at_once(world: World) -> None:
 
 def test_a_watch_begins_with_what_was_reported_before_it(world: World) -> None:
     world.report(2, kv_used_blocks=95)
-    with BusyWatch(world.loads, decode(0.9), world.capacities) as late:
+    with BusyWatch(world.loads, decode(0.9), world.cards) as late:
         assert late.busy() == {2}
     assert late.busy() == set()
     world.report(1, active_prefill_tokens=9)
@@ -257,7 +257,7 @@ def test_capacities_count_as_soon_as_they_are_known() -> None:
     world = World(decode(0.9), {})
     world.report(1, kv_used_blocks=95)
     assert world.watch.busy() == set()
-    world.capacities.on_next({1: HUNDRED})
+    world.cards.on_next(PoolCards({1: HUNDRED}))
     assert world.watch.busy() == {1}
 
 
@@ -279,7 +279,7 @@ async def test_a_watch_over_discovery_and_the_event_plane() -> None:
         workers = runtime.workers(NAME)
         loads = WorkerLoads(workers)
         loads.follow(load_reports(runtime.events, NAME))
-        watch = BusyWatch(loads, decode(0.9), capacities_of(runtime.discovery.watch_models(NAME)))
+        watch = BusyWatch(loads, decode(0.9), cards_of(runtime.discovery.watch_models(NAME)))
         seen: list[frozenset[int]] = []
         watch.changes().subscribe(seen.append)
         report = runtime.events.publisher(Scope("ns", "comp"), KV_METRICS_TOPIC).publish

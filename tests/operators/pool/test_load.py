@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from operators import PushRouter
 from operators.pool import WorkerLoads, load_reports
-from operators.pool.load import LoadChange, RankLoad, WorkerLoad
+from operators.pool.load import LoadReport, RankLoad, WorkerLoad
 from operators.pool.pickers import Uncounted
-from pipeline import AnyContext, Context, ReleaseOnce
-from pipeline.network import Added, EndpointWorkers, Instance, Removed, Runtime, Scope, Workers, static_workers
+from pipeline import AnyContext, Context
+from pipeline.network import Instance, Runtime, Scope, Workers, static_workers
 from pipeline.network.names import EndpointId
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.rx import Subject
@@ -100,14 +97,14 @@ async def test_an_instance_that_comes_back_begins_with_nothing() -> None:
             await served.close()
 
 
-def test_leaving_and_coming_back_between_two_looks_is_news_too() -> None:
+def test_an_instance_that_leaves_and_comes_back_between_two_looks_begins_anew() -> None:
     changing = Changing({1: ScriptedEngine([])})
-    loads, heard = WorkerLoads(changing.workers), list[LoadChange]()
+    loads = WorkerLoads(changing.workers)
     loads.begin(1)
-    loads.news().subscribe(heard.append)
+    before = loads.current()[1]
     changing.remove(1)
     changing.add(1)
-    assert heard == [LoadChange(1, None), LoadChange(1, WorkerLoad())]
+    assert (before, loads.current()) == (WorkerLoad(1), {1: WorkerLoad()})
 
 
 async def test_loads_know_the_device() -> None:
@@ -152,85 +149,34 @@ def test_reports_of_strangers_are_dropped_and_of_those_that_may_be_two_forgotten
     assert {i: len(load.ranks) for i, load in loads.current().items()} == {1: 1, 2: 0}
 
 
-async def test_loads_follow_the_event_plane_and_forget_who_leaves() -> None:
+async def test_loads_follow_the_event_plane_and_forget_an_instance_that_leaves() -> None:
     async with Runtime.in_process() as runtime:
-        loads, snapshots = WorkerLoads(runtime.workers(NAME)), list[Any]()
+        loads, seen = WorkerLoads(runtime.workers(NAME)), list[LoadReport]()
         loads.follow(load_reports(runtime.events, NAME))
-        loads.changes().subscribe(snapshots.append, on_completed=lambda: snapshots.append("completed"))
+        loads.reports().subscribe(seen.append)
         served = await runtime.serve(NAME, ScriptedEngine([]), instance_id=1)
         publisher = runtime.events.publisher(Scope("ns", "comp"), KV_METRICS_TOPIC)
         publisher.publish(ActiveLoad(1, kv_used_blocks=4))
         publisher.publish(ActiveLoad(2, kv_used_blocks=4))
-        held = loads.begin(1)
-        held.release()
+        known = {0: RankLoad(None, 4)}
+        assert loads.current() == {1: WorkerLoad(ranks=known)}
+        loads.begin(1).release()
         await served.close()
         publisher.publish(ActiveLoad(1, kv_used_blocks=4))
-    known = {0: RankLoad(None, 4)}
-    assert snapshots == [
-        {},
-        {1: WorkerLoad()},
-        {1: WorkerLoad(ranks=known)},
-        {1: WorkerLoad(1, ranks=known)},
-        {1: WorkerLoad(ranks=known)},
-        {},
-        "completed",
-    ]
+        assert loads.current() == {}
+    assert seen == [LoadReport(1, 0, known)]
 
 
-def test_a_listeners_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    loads, heard = WorkerLoads(pool(1)), list[LoadChange]()
+def test_a_subscribers_error_stays_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    loads, reports, seen = WorkerLoads(pool(1)), Subject[ActiveLoad](), list[int]()
+    loads.follow(reports)
 
-    def fail(change: LoadChange) -> None:
+    def fail(report: LoadReport) -> None:
         raise LookupError("broken")
 
-    loads.news().subscribe(fail)
-    loads.news().subscribe(heard.append)
-    held = loads.begin(1)
-    held.release()
-    assert [change.load for change in heard] == [WorkerLoad(1), WorkerLoad(0)]
+    loads.reports().subscribe(fail)
+    loads.reports().subscribe(lambda report: seen.append(report.dp_rank))
+    for dp_rank in (0, 1):
+        reports.on_next(ActiveLoad(1, dp_rank, kv_used_blocks=4))
+    assert seen == [0, 1]
     assert [record.getMessage() for record in caplog.records] == ["a subscriber failed"] * 2
-
-
-def test_listeners_hear_what_another_listener_causes_after_what_caused_it() -> None:
-    """Else the last that one hears would not be what holds."""
-    loads, heard, held = WorkerLoads(pool(1)), list[int](), list[ReleaseOnce]()
-
-    def answer(change: LoadChange) -> None:
-        if not held:
-            held.append(loads.begin(1))
-
-    loads.news().subscribe(answer)
-    loads.changes().subscribe(lambda snapshot: heard.append(snapshot[1].in_flight))
-    loads.begin(1)
-    assert heard == [0, 1, 2]
-
-
-async def test_a_listener_that_ends_the_pool_keeps_no_other_from_hearing_who_left() -> None:
-    where, heard = EndpointId.parse(NAME), list[Any]()
-    watch = Subject[Added[Instance] | Removed[Instance]]()
-    workers: EndpointWorkers[Any, Any] = EndpointWorkers(where, watch, lambda _: ScriptedEngine([]))
-    watch.on_next(Added(Instance.of(where, 1)))
-    loads = WorkerLoads(workers)
-    loads.news().subscribe(lambda change: watch.on_completed() if change.load else None)
-    loads.news().subscribe(heard.append, on_completed=lambda: heard.append("completed"))
-    loads.begin(1)
-    assert heard == [LoadChange(1, WorkerLoad(1)), LoadChange(1, None), "completed"]
-
-
-@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "report"]), st.integers(1, 3)), max_size=25))
-def test_snapshots_and_the_loads_themselves_agree(steps: list[tuple[str, int]]) -> None:
-    """And no snapshot changes after it was given."""
-    loads, reports = WorkerLoads(pool(1, 2, 3)), Subject[ActiveLoad]()
-    loads.follow(reports)
-    snapshots, held = list[tuple[Mapping[int, WorkerLoad], dict[int, WorkerLoad]]](), list[tuple[int, ReleaseOnce]]()
-    loads.changes().subscribe(lambda snapshot: snapshots.append((snapshot, dict(snapshot))))
-    for number, (what, instance_id) in enumerate(steps):
-        if what == "begin":
-            held.append((instance_id, loads.begin(instance_id)))
-        elif what == "report":
-            reports.on_next(ActiveLoad(instance_id, active_prefill_tokens=number))
-        elif held:
-            held.pop(instance_id % len(held))[1].release()
-        assert snapshots[-1][0] == loads.current()
-    assert counts(loads) == {i: sum(held_by == i for held_by, _ in held) for i in (1, 2, 3)}
-    assert all(snapshot == copy for snapshot, copy in snapshots)

@@ -8,11 +8,11 @@ import anyio
 import pytest
 
 from operators import BusyThresholds, PushRouter
-from operators.pool import BusyWatch, WorkerLoads
-from operators.pool.busy import Capacity
+from operators.pool import BusyWatch, PoolCards, WorkerLoads
 from operators.pool.load import RankLoad, is_idle
 from pipeline import WorkerOverloaded
 from pipeline.network import Workers, static_workers
+from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.kv import ActiveLoad
 from pipeline.rx import BehaviorSubject, Subject
 from pipeline.testing import ScriptedEngine
@@ -33,8 +33,8 @@ class Pool:
         loads.follow(self.reports)
         self.busy = None
         if thresholds is not None:
-            capacities = BehaviorSubject({1: Capacity(total_kv_blocks=100), 2: Capacity(total_kv_blocks=100)})
-            self.busy = BusyWatch(loads, thresholds, capacities)
+            cards = BehaviorSubject(PoolCards(dict.fromkeys((1, 2), ModelRuntimeConfig(total_kv_blocks=100))))
+            self.busy = BusyWatch(loads, thresholds, cards)
         self.router: PushRouter[Any, Any] = PushRouter(
             workers, loads=loads, busy=None if self.busy is None else self.busy.changes(), cooldown_s=5
         )

@@ -17,10 +17,10 @@ from pipeline import (
 from pipeline.llm import track_request
 from pipeline.network import static_workers
 from pipeline.protocols import RequestPhase
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, Faults, ScriptedEngine, Stall, Wait
 
-from .worlds import SlowToAnswer, everywhere, meeting_at, prefill_world, prefilled, prompt, tokens
+from .worlds import SlowToAnswer, everywhere, meeting_at, prefill_world, prefilled, present_workers, prompt, tokens
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
@@ -68,10 +68,10 @@ async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_as
 async def test_a_prefill_that_does_not_hear_a_stop_is_killed() -> None:
     below: Any = ScriptedEngine([prefilled()])
     workers: Any = static_workers({1: Faults(stall_after=0) >> below})
-    configs: Any = BehaviorSubject({1: meeting_at()})
+    health = present_workers(1, configs={1: meeting_at()})
     side = PushPrefill(PushRouter(workers))
     async with AnyIOScheduler() as scheduler:
-        router = PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler, configs=configs)
+        router = PrefillRouter(side, health.views, scheduler=scheduler)
         graph, request = router >> ScriptedEngine(tokens(1)), Context(prompt())
         for expected_s in (0, 1):
             began_s = anyio.current_time()
@@ -116,7 +116,7 @@ async def test_its_end_waits_for_prefills_then_cuts_them() -> None:
         assert anyio.current_time() - began_s == pytest.approx(min(wait_s, 5))
         assert sum(engine.delivered for engine in it.engines.values()) == delivered
         it.assert_idle()
-        assert not it.ids.observers
+        assert not it.health.views.observers
 
 
 async def test_whoever_waits_at_its_end_is_told() -> None:
@@ -160,7 +160,7 @@ async def test_behind_its_end_nothing_begins() -> None:
     engine: Any = ScriptedEngine([prefilled()])
     async with AnyIOScheduler() as scheduler, anyio.create_task_group() as tasks:
         side = PushPrefill(PushRouter(static_workers({1: engine})))
-        async with PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
+        async with PrefillRouter(side, present_workers(1).views, scheduler=scheduler) as router:
             held = await tracker.set_phase(RequestPhase.AGGREGATED)
 
             async def refused() -> None:

@@ -33,7 +33,7 @@ from pipeline.protocols import (
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.testing import ScriptedEngine, Wait
 
-from .worlds import meeting_at, prefill_world, prefilled, prompt
+from .worlds import meeting_at, prefill_world, prefilled, present_workers, prompt
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
@@ -45,8 +45,9 @@ def decode_pool(**settings: Any) -> tuple[Any, ConditionalDisaggregation]:
     engine = ScriptedEngine([Annotated(LLMEngineOutput([1]))] * 2)
     workers: Any = static_workers({5: engine})
     config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True, **settings)
-    kv = kv_router(workers, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
-    rule = ConditionalDisaggregation(config, kv, lambda: {5: ModelRuntimeConfig(max_num_batched_tokens=16)})
+    health = present_workers(5, configs={5: ModelRuntimeConfig(max_num_batched_tokens=16)})
+    kv = kv_router(workers, config, block_size_tokens=4, rng=Random(1), worker_type="decode", health=health)
+    rule = ConditionalDisaggregation(config, kv)
     return (engine, lambda _: KvPushRouter(kv) >> PushRouter(workers)), rule
 
 
@@ -97,7 +98,8 @@ async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prom
         await it.collect()
         assert len(it.prefills) == 2
         rule._decode.loads.sequences.release(other, anyio.current_time())
-        rule._configs = dict
+        health: Any = rule._decode.pool._health
+        health.publish({5: ModelRuntimeConfig()})
         await it.collect()
         assert len(it.prefills) == 3
 

@@ -17,10 +17,10 @@ from pipeline import Annotated, Cancelled, Context, PenstockError
 from pipeline.llm import track_request
 from pipeline.network import static_workers
 from pipeline.protocols import PreprocessedRequest, RequestPhase, RoutingHints
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_operator
 
-from .worlds import SlowToAnswer, everywhere, prefill_world, prefilled, prompt, tokens
+from .worlds import SlowToAnswer, everywhere, prefill_world, prefilled, present_workers, prompt, tokens
 
 
 @pytest.mark.parametrize("meets", [False, True])
@@ -30,8 +30,8 @@ async def test_the_operator_contract(meets: bool) -> None:
         def router() -> PrefillRouter:
             workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
             side = PushPrefill(PushRouter(workers))
-            configs: Any = BehaviorSubject(everywhere() if meets else {})
-            return PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler, configs=configs)
+            health = present_workers(1, configs=everywhere() if meets else {})
+            return PrefillRouter(side, health.views, scheduler=scheduler)
 
         wrong = prompt(routing=RoutingHints(prefill_worker_id=9))
         await check_operator(router, request=prompt(), items=tokens(*[1] * 40), bad_request=wrong)
@@ -288,7 +288,7 @@ async def test_a_caller_that_has_gone_is_not_told_of_a_prefill_that_failed(verb:
 async def test_a_scheduler_that_does_not_run_is_an_error_and_holds_nothing() -> None:
     tracker = track_request(lambda: 0)
     workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
-    router = PrefillRouter(PushPrefill(PushRouter(workers)), BehaviorSubject((1,)), scheduler=AnyIOScheduler())
+    router = PrefillRouter(PushPrefill(PushRouter(workers)), present_workers(1).views, scheduler=AnyIOScheduler())
     request: Context[PreprocessedRequest] = Context(prompt(tracker=tracker))
     with pytest.raises(PenstockError):
         await (router >> ScriptedEngine([Annotated(None)])).generate(request)

@@ -46,7 +46,7 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler, BehaviorSubject
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 
-from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
+from .worlds import everywhere, prefill_world, prefilled, present_workers, prompt, tokens
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
@@ -67,7 +67,7 @@ async def test_backpressure_asks_nobody_in_a_kv_pool() -> None:
     async with AnyIOScheduler() as scheduler:
         stage = KvPushRouter(kv)
         side = KvPrefill(stage, stage >> PushRouter(workers))
-        async with PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
+        async with PrefillRouter(side, present_workers(1).views, scheduler=scheduler) as router:
             graph = router >> decode
             async with anyio.create_task_group() as tasks:
                 for _ in range(2):  # one runs, one waits
@@ -85,7 +85,10 @@ async def test_backpressure_asks_nobody_in_a_plain_pool() -> None:
     workers: Any = static_workers({1: (prefill := ScriptedEngine([prefilled()]))})
     side = PushPrefill(PushRouter(workers, busy=BehaviorSubject[AbstractSet[int]]({1})))
     decode = ScriptedEngine(tokens(1))
-    async with AnyIOScheduler() as scheduler, PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
+    async with (
+        AnyIOScheduler() as scheduler,
+        PrefillRouter(side, present_workers(1).views, scheduler=scheduler) as router,
+    ):
         with pytest.raises(AllBusy, match=r"^router backpressure during prefill resolve: all workers are busy"):
             await (router >> decode).generate(Context(prompt()))
         with pytest.raises(AllBusy, match="router backpressure"):
@@ -134,7 +137,7 @@ async def test_a_missing_topology_fails_before_any_work() -> None:
             with pytest.raises(TopologyError):
                 await it.collect()
         assert (it.prefills, it.decodes, it.router.prefills) == ([], [], 0)
-        it.configs.on_next({})
+        it.health.publish({})
         await it.collect()
         assert it.router.query_prefill_worker(Context(prompt())) == PrefillWorker(2)
 

@@ -21,7 +21,9 @@ from pipeline.llm import track_request
 from pipeline.network import static_workers
 from pipeline.protocols import PreprocessedRequest, StopConditions
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
+
+from .worlds import present_workers
 
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
 PROMPT = list(range(10))
@@ -71,9 +73,8 @@ async def disaggregated(
         scheduler = await stack.enter_async_context(AnyIOScheduler())
         router = PrefillRouter(
             side,
-            BehaviorSubject((1, 2)),
+            present_workers(1, 2, configs=told).views,
             scheduler=scheduler,
-            configs=BehaviorSubject(told),
             conditional=ConditionalDisaggregation(config, decides) if conditional else None,
             rng=Random(3),
         )

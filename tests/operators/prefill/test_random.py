@@ -20,9 +20,11 @@ from pipeline.llm import track_request
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time, watch_streams
 from tests.operators.endings import later, read
+
+from .worlds import present_workers
 
 ENDINGS = ("read", "read", "read", "stop", "kill", "close", "drop", "cancel", "unread", "again")
 ERROR = Disconnected("lost")
@@ -113,9 +115,8 @@ def test_nothing_is_left(
             async with AnyIOScheduler() as scheduler:
                 router = PrefillRouter(
                     side,
-                    BehaviorSubject((1, 2, 3)),
+                    present_workers(1, 2, 3, configs=dict.fromkeys((1, 2, 3), endpoint)).views,
                     scheduler=scheduler,
-                    configs=BehaviorSubject(dict.fromkeys((1, 2, 3), endpoint)),
                     settings=limits,
                     rng=Random(3),
                 )

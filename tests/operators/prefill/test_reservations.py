@@ -14,10 +14,10 @@ from operators.prefill.task import TRANSITIONS, PrefillEvent, PrefillState
 from pipeline import AsyncEngine, Cancelled, Context, Disconnected, Operator, ResponseStream
 from pipeline.network import static_workers
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
 from pipeline.testing import ScriptedEngine, Stall
 
-from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
+from .worlds import everywhere, prefill_world, prefilled, present_workers, prompt, tokens
 
 UNREACHABLE = ModelRuntimeConfig(
     topology_domains={"zone": "a"}, kv_transfer_domain="zone", kv_transfer_enforcement="required"
@@ -52,7 +52,7 @@ async def test_a_reservation_is_given_back_where_the_plan_fails(mode: str) -> No
         assert it.prefills == []
         if mode == "kv":
             assert len(it.pool.router.loads) == 0
-        it.configs.on_next({})
+        it.health.publish({})
         await it.collect()
         assert mode == "kv" or len(it.engines[1].requests) == 1, "the turn was given back"
 
@@ -76,7 +76,7 @@ async def test_a_reservation_that_no_stage_takes_is_given_back(waits: bool) -> N
     stage = KvPushRouter(router)
     pool = KvPrefill(stage, Refusing(waits) >> stage >> PushRouter(workers))
     async with AnyIOScheduler() as scheduler:
-        prefill = PrefillRouter(pool, BehaviorSubject((1,)), scheduler=scheduler)
+        prefill = PrefillRouter(pool, present_workers(1).views, scheduler=scheduler)
         async with prefill:
             graph = prefill >> ScriptedEngine(tokens(1))
             if waits:
@@ -100,7 +100,7 @@ async def test_a_prefill_that_waits_for_room_leaves_the_queue_with_its_client(ve
     pool = KvPrefill(stage, stage >> PushRouter(workers))
     decode = ScriptedEngine(tokens(1))
     async with AnyIOScheduler() as scheduler, anyio.create_task_group() as tasks:
-        prefill = PrefillRouter(pool, BehaviorSubject((1,)), scheduler=scheduler)
+        prefill = PrefillRouter(pool, present_workers(1).views, scheduler=scheduler)
         async with prefill:
             graph = prefill >> decode
             tasks.start_soon(graph.generate, Context(prompt()))

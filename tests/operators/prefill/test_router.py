@@ -35,10 +35,10 @@ from pipeline.protocols import (
     StopConditions,
     TraceLink,
 )
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Probe, ScriptedEngine, Stall, Wait
 
-from .worlds import PARAMS, everywhere, meeting_at, prefill_world, prefilled, prompt, tokens
+from .worlds import PARAMS, everywhere, meeting_at, prefill_world, prefilled, present_workers, prompt, tokens
 
 MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
@@ -61,7 +61,7 @@ async def test_who_enforces_prefill_gets_an_error_instead() -> None:
         with pytest.raises(PrefillNotActivated, match="Prefill router not yet activated"):
             await it.collect()
         assert not it.router.can_serve_requests
-        it.ids.on_next((1, 2, 3))
+        it.health.set(1, 2, 3)
         assert it.router.can_serve_requests
         await it.collect()
         assert (len(it.prefills), len(it.decodes)) == (1, 1)
@@ -70,10 +70,10 @@ async def test_who_enforces_prefill_gets_an_error_instead() -> None:
 async def test_workers_that_leave_and_return_switch_it_off_and_on() -> None:
     async with prefill_world("round_robin") as it:
         for ids, prefills in [((1, 2), 1), ((), 1), ((), 1), ((3,), 2), ((3, 1), 3)]:
-            it.ids.on_next(ids)
+            it.health.set(*ids)
             await it.collect()
             assert len(it.prefills) == prefills
-        it.ids.on_completed()
+        it.health.views.on_completed()
         await it.collect()
         assert len(it.prefills) == 3
 
@@ -87,7 +87,7 @@ async def test_a_disabled_router_never_prefills(enforced: bool) -> None:
             assert it.router.can_serve_requests is not enforced
     async with AnyIOScheduler() as scheduler:
         below: Any = ScriptedEngine([1])
-        never = PrefillRouter(None, BehaviorSubject((1,)), scheduler=scheduler)
+        never = PrefillRouter(None, present_workers(1).views, scheduler=scheduler)
         never.reactivate()
         assert await (await (never >> below).generate(Context(prompt()))).collect() == [1]
 
@@ -111,16 +111,16 @@ async def test_the_pool_is_made_with_the_first_worker_and_tried_again(caplog: py
             raise RuntimeError("not yet")
         return PushPrefill(PushRouter(static_workers(engines)))
 
-    ids: Any = BehaviorSubject(())
-    async with AnyIOScheduler() as scheduler, PrefillRouter(make, ids, scheduler=scheduler) as router:
+    health = present_workers()
+    async with AnyIOScheduler() as scheduler, PrefillRouter(make, health.views, scheduler=scheduler) as router:
         graph = router >> ScriptedEngine(tokens(1))
         assert (calls, router.branches()) == ([], {})
-        ids.on_next((1,))
+        health.set(1)
         await (await graph.generate(Context(prompt()))).collect()
         assert (len(calls), engines[1].requests) == (1, [])
         assert "could not be made" in caplog.text
-        for _ in range(3):
-            ids.on_next((1,))
+        for ids in ((1, 2), (1,), (1, 2)):
+            health.set(*ids)
         await (await graph.generate(Context(prompt()))).collect()
         assert (len(calls), len(engines[1].requests)) == (2, 1)
         assert list(router.branches()) == ["prefill"]
@@ -128,7 +128,7 @@ async def test_the_pool_is_made_with_the_first_worker_and_tried_again(caplog: py
 
 async def test_news_that_fail_switch_it_off() -> None:
     async with prefill_world() as it:
-        it.ids.on_error(RuntimeError("lost"))
+        it.health.views.on_error(RuntimeError("lost"))
         await it.collect()
         assert it.prefills == []
 
@@ -343,7 +343,10 @@ async def test_a_plain_pool_may_have_other_stages_above_its_router() -> None:
     workers: Any = static_workers(engines)
     push, probe = PushRouter(workers), Probe()
     side = PushPrefill(push, probe >> push)
-    async with AnyIOScheduler() as scheduler, PrefillRouter(side, BehaviorSubject((1,)), scheduler=scheduler) as router:
+    async with (
+        AnyIOScheduler() as scheduler,
+        PrefillRouter(side, present_workers(1).views, scheduler=scheduler) as router,
+    ):
         for _ in range(2):
             await (await (router >> ScriptedEngine(tokens(1))).generate(Context(prompt()))).collect()
     assert (probe.requests, [len(engine.requests) for engine in engines.values()]) == (2, [1, 1])

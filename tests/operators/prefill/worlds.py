@@ -16,8 +16,9 @@ from pipeline import Annotated, Context, ResponseStream, Segment
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
-from pipeline.rx import AnyIOScheduler, BehaviorSubject
+from pipeline.rx import AnyIOScheduler
 from pipeline.testing import ScriptedEngine
+from tests.operators.kv.worlds import GivenHealth
 
 PARAMS = {"handle": "h", "worker_id": {"prefill_worker_id": 2, "prefill_dp_rank": 0}}
 
@@ -41,6 +42,13 @@ def meeting_at(port: int | None = 9000, **fields: Any) -> ModelRuntimeConfig:
 def everywhere() -> dict[int, ModelRuntimeConfig]:
     """Settings with which workers 1, 2 and 3 all wait for decode somewhere."""
     return {worker_id: meeting_at() for worker_id in (1, 2, 3)}
+
+
+def present_workers(*worker_ids: int, configs: Mapping[int, ModelRuntimeConfig] | None = None) -> GivenHealth:
+    """The views of a pool of these prefill workers, with these settings in their cards."""
+    health = GivenHealth(*worker_ids)
+    health.publish(configs or {})
+    return health
 
 
 class Waited(ScriptedEngine):
@@ -67,10 +75,8 @@ class PrefillWorld:
     router: PrefillRouter
     pool: Any
     """A KvPrefill or a PushPrefill."""
-    ids: BehaviorSubject[tuple[int, ...]]
-    """The prefill workers the router knows; a test changes them by `on_next`."""
-    configs: BehaviorSubject[Mapping[int, ModelRuntimeConfig]]
-    """Their settings, changed the same way."""
+    health: GivenHealth
+    """The prefill workers the router knows, with their settings; a test changes them."""
     graph: Segment[Any, Any]
     """The router above the decode worker."""
 
@@ -140,14 +146,12 @@ async def prefill_world(
         side: Any = KvPrefill(stage, stage >> PushRouter(pool))
     else:
         side = PushPrefill(PushRouter(pool, mode, Random(1)))
-    ids = BehaviorSubject(tuple(workers if present is None else present))
-    settings_of: Any = BehaviorSubject(dict(configs or {}))
+    health = present_workers(*(workers if present is None else present), configs=configs)
     async with AnyIOScheduler() as scheduler:
         router = PrefillRouter(
             side,
-            ids,
+            health.views,
             scheduler=scheduler,
-            configs=settings_of,
             settings=PrefillSettings(**settings),
             conditional=conditional,
             rng=Random(2),
@@ -159,8 +163,7 @@ async def prefill_world(
                 goes_on,
                 router,
                 side,
-                ids,
-                settings_of,
+                health,
                 router >> (goes_on if below is None else below(goes_on)),
             )
 

@@ -10,7 +10,6 @@ import anyio
 import pytest
 
 from operators.kv import EventLog, KvIndex, KvRecovery, WorkerRank, recovery_workers
-from operators.kv.eligibility import Configs
 from operators.kv.events import EventFeed
 from pipeline import AsyncEngine, Disconnected, StreamClosed, Unavailable, Unknown, function_engine
 from pipeline.errors import StreamIncomplete
@@ -24,8 +23,8 @@ from pipeline.protocols.kv import (
     StoredBlock,
     recovery_endpoint,
 )
-from pipeline.rx import BehaviorSubject
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall
+from tests.operators.kv.worlds import GivenHealth, published
 
 WHERE = "ns/backend/generate"
 RANK = WorkerRank(7, 3)
@@ -35,13 +34,12 @@ REPLY = RecoveryReply.of(TREE, 71)
 
 @asynccontextmanager
 async def asking(
-    engine: AsyncEngine[Any, Any], configs: Configs | None = None
+    engine: AsyncEngine[Any, Any], health: GivenHealth | None = None
 ) -> AsyncIterator[tuple[KvRecovery, Runtime]]:
     """The engine answers for the rank."""
     async with Runtime.in_process() as runtime:
         await runtime.serve(f"ns/backend/{recovery_endpoint(RANK.dp_rank)}", engine, instance_id=RANK.worker_id)
-        subject = None if configs is None else BehaviorSubject(configs)
-        with KvRecovery(recovery_workers(runtime, WHERE), subject) as recovery:
+        with KvRecovery(recovery_workers(runtime, WHERE), health) as recovery:
             yield recovery, runtime
 
 
@@ -63,8 +61,8 @@ async def test_a_worker_that_is_not_known_yet_is_unavailable() -> None:
 
 async def test_a_worker_that_keeps_nothing_by_its_card_is_not_queried() -> None:
     engine = ScriptedEngine([REPLY])
-    configs = {7: ModelRuntimeConfig(enable_local_indexer=False), 8: ModelRuntimeConfig()}
-    async with asking(engine, configs) as (recovery, _):
+    health = published({7: ModelRuntimeConfig(enable_local_indexer=False), 8: ModelRuntimeConfig()})
+    async with asking(engine, health) as (recovery, _):
         assert await recovery(RANK, None) is None
         with pytest.raises(Unavailable, match="at dyn"):
             await recovery(WorkerRank(8, 3), None)
@@ -74,13 +72,13 @@ async def test_a_worker_that_keeps_nothing_by_its_card_is_not_queried() -> None:
 
 
 async def test_a_card_that_comes_later_counts() -> None:
-    configs: BehaviorSubject[Configs] = BehaviorSubject({})
+    health = published({})
     async with Runtime.in_process() as runtime:
         await runtime.serve(f"ns/backend/{recovery_endpoint(3)}", ScriptedEngine([REPLY]), instance_id=7)
-        with KvRecovery(recovery_workers(runtime, WHERE), configs) as recovery:
+        with KvRecovery(recovery_workers(runtime, WHERE), health) as recovery:
             with pytest.raises(Unavailable):
                 await recovery(RANK, None)
-            configs.on_next({7: ModelRuntimeConfig()})
+            health.publish({7: ModelRuntimeConfig()})
             assert await recovery(RANK, None) == REPLY
 
 
@@ -127,17 +125,14 @@ async def test_each_rank_has_one_view_and_close_ends_all() -> None:
             made.append(workers_of(dp_rank))
             return made[-1]
 
-        configs: BehaviorSubject[Configs] = BehaviorSubject({7: ModelRuntimeConfig()})
-        with KvRecovery(counted, configs) as recovery:
+        with KvRecovery(counted, published({7: ModelRuntimeConfig()})) as recovery:
             for dp_rank in (0, 1, 0):
                 with pytest.raises(Unavailable):
                     await recovery(WorkerRank(7, dp_rank), None)
             assert [str(workers) for workers in made] == [
                 f"dyn://ns.backend.worker_kv_indexer_query_dp{dp_rank}" for dp_rank in (0, 1)
             ]
-            assert configs.observers
         assert [workers.absence() for workers in made] == ["closed", "closed"]
-        assert not configs.observers
         recovery.close()
         with pytest.raises(StreamClosed):
             await recovery(RANK, None)

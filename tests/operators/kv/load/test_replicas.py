@@ -23,8 +23,8 @@ from pipeline import InvalidArgument
 from pipeline.network import Event, EventPlane, Runtime, Scope, static_workers
 from pipeline.network.events import Publisher
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine
+from tests.operators.kv.worlds import published
 
 BLOCK = 4
 ENDPOINT = "ns/workers/generate"
@@ -180,12 +180,12 @@ async def test_events_of_routers_of_another_component_are_ignored() -> None:
 
 async def test_the_load_of_a_worker_seen_by_one_router_first_is_there_when_the_other_sees_it() -> None:
     async with Runtime.in_process() as runtime:
-        configs = BehaviorSubject({1: ModelRuntimeConfig()})
+        health = published({1: ModelRuntimeConfig()}, 2, 3)
         here = router_of(ReplicaSync(runtime.events, ENDPOINT))
-        there = router_of(ReplicaSync(runtime.events, ENDPOINT), configs=configs)
+        there = router_of(ReplicaSync(runtime.events, ENDPOINT), health=health)
         booked = await placed(here, prompt(worker_id=3), "r")
         assert [load[0] for load in view(there)] == [1]
-        configs.on_next({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
+        health.publish({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
         assert view(there) == view(here)
         booked.release()
         assert view(there) == view(here)
@@ -193,9 +193,9 @@ async def test_the_load_of_a_worker_seen_by_one_router_first_is_there_when_the_o
 
 async def test_with_registration_required_a_booking_on_an_unknown_worker_is_dropped() -> None:
     async with Runtime.in_process() as runtime:
-        configs = BehaviorSubject({1: ModelRuntimeConfig()})
+        health = published({1: ModelRuntimeConfig()}, 2, 3)
         here = router_of(ReplicaSync(runtime.events, ENDPOINT))
-        there = router_of(ReplicaSync(runtime.events, ENDPOINT, registered_only=True), configs=configs)
+        there = router_of(ReplicaSync(runtime.events, ENDPOINT, registered_only=True), health=health)
         for worker_id in (1, 3):
             await placed(here, prompt(worker_id=worker_id), str(worker_id))
         view(there)
@@ -221,11 +221,11 @@ async def test_the_bookings_of_a_router_that_dies_expire() -> None:
 async def test_an_end_is_published_though_the_worker_has_left_here() -> None:
     """The other router did not learn yet, or will not, that the worker is gone."""
     async with Runtime.in_process() as runtime:
-        configs = BehaviorSubject({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
-        here = router_of(ReplicaSync(runtime.events, ENDPOINT), configs=configs)
+        health = published({worker_id: ModelRuntimeConfig() for worker_id in WORKERS})
+        here = router_of(ReplicaSync(runtime.events, ENDPOINT), health=health)
         there = router_of(ReplicaSync(runtime.events, ENDPOINT))
         booked = await placed(here, prompt(worker_id=3), "r")
-        configs.on_next({1: ModelRuntimeConfig()})
+        health.publish({1: ModelRuntimeConfig()})
         assert not booked.release()
         view(there)
         assert len(there.loads) == 0

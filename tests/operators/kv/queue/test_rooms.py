@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators.kv import KvRouterConfig, kv_router
-from operators.kv.eligibility import Adapters, Configs
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import AdmissionController, PolicyClass, PolicyProfile, QueuedRequest, Waiting
 from operators.kv.request import RouteRequest
@@ -23,7 +22,6 @@ from pipeline import Control
 from pipeline.network import static_workers
 from pipeline.protocols import RoutingConstraints
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine
 
 from ..worlds import GivenHealth
@@ -59,14 +57,11 @@ class World:
         self.left_out: set[int] = set()
         self.health = GivenHealth(*IDS)
         configs = {i: ModelRuntimeConfig(max_num_batched_tokens=16 * i, data_parallel_size=1 + i % 2) for i in IDS}
-        self.configs: BehaviorSubject[Configs] = BehaviorSubject(configs)
-        self.adapters: BehaviorSubject[Adapters] = BehaviorSubject({"a": {1, 2}})
+        self.health.publish(configs, {"a": {1, 2}})
         self.router = kv_router(
             static_workers({worker_id: ScriptedEngine([]) for worker_id in IDS}),
             KvRouterConfig(use_kv_events=False),
             block_size_tokens=BLOCK,
-            configs=self.configs,
-            adapters=self.adapters,
             health=self.health,
             rng=Random(1),
             profile=PROFILE,
@@ -124,8 +119,10 @@ class World:
         def reload() -> None:
             worker_id = random.choice(IDS)
             taints = random.choice([set[str](), {"fast"}])
-            config = evolve(self.configs.value[worker_id], taints=taints, max_num_batched_tokens=random.choice([8, 64]))
-            self.configs.on_next({**self.configs.value, worker_id: config})
+            cards = self.health.view.cards
+            assert cards.configs is not None
+            config = evolve(cards.configs[worker_id], taints=taints, max_num_batched_tokens=random.choice([8, 64]))
+            self.health.publish({**cards.configs, worker_id: config}, cards.adapters)
 
         def come_or_go() -> None:
             self.left_out ^= {random.choice(IDS)}
@@ -139,7 +136,9 @@ class World:
             reload,
             come_or_go,
             fill_or_empty,
-            lambda: self.adapters.on_next({"a": {random.choice(IDS)}, "b": {random.choice(IDS)}}),
+            lambda: self.health.publish(
+                self.health.view.cards.configs, {"a": {random.choice(IDS)}, "b": {random.choice(IDS)}}
+            ),
             lambda: random.choice(self.controls).stop() if self.controls else None,
         ]
         ends: list[Callable[[], object]] = []

@@ -43,8 +43,8 @@ from pipeline.protocols import (
     RoutingHints,
 )
 from pipeline.protocols.card import ModelRuntimeConfig
-from pipeline.rx import BehaviorSubject
 from pipeline.testing import ScriptedEngine
+from tests.operators.kv.worlds import published
 
 BLOCK = 4
 ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
@@ -111,8 +111,8 @@ async def test_the_fields_of_new_reach_the_choice(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_taints_narrow_the_choice() -> None:
-    configs = BehaviorSubject({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
-    router = service(1, 2, configs=configs)
+    health = published({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
+    router = service(1, 2, health=health)
     assert await ask(router, new(routing_constraints=RoutingConstraints({"b"}))) == NewResponse(2)
     with pytest.raises(Unavailable):
         await ask(router, new(routing_constraints=RoutingConstraints({"c"})), "other")
