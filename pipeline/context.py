@@ -55,7 +55,8 @@ class Registry:
 
     def get_optional(self, key: str, kind: type[V]) -> V | None:
         """Return the shared value, or None if it is missing. Raise RegistryError if it is of another type."""
-        return _checked(self._shared, key, kind) if self._shared and key in self._shared else None
+        value = self._shared.get(key) if self._shared else None
+        return value if value is None or isinstance(value, kind) else _checked(self._shared, key, kind)
 
     def take_unique(self, key: str, kind: type[V]) -> V:
         """Remove and return the unique value. Raise RegistryError as `get` does; the entry then stays."""

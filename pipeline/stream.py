@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from contextlib import suppress
 from inspect import isasyncgen
 from traceback import format_exception
-from types import AsyncGeneratorType, TracebackType
+from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, cast, overload
 
 from .context import Context
@@ -104,8 +104,8 @@ class ResponseStream(Generic[T_co]):
         # An unstarted or suspended generator has a frame; one that ended or failed has none.
         return not self._closed and self._items.ag_frame is not None
 
-    async def aclose(self) -> None:
-        """Close the generator of the items, then everything the stream owns.
+    async def aclose(self, *_: object) -> None:
+        """Close the generator of the items, then everything the stream owns; arguments, as of `__aexit__`, are ignored.
 
         An exception raised by one of them is raised after all are closed. Of several the first is raised, with the
         others as notes; a cancellation, or another BaseException that is not an Exception, takes precedence.
@@ -125,10 +125,7 @@ class ResponseStream(Generic[T_co]):
     async def __aenter__(self) -> Self:
         return self
 
-    def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Awaitable[None]:
-        return self.aclose()
+    __aexit__ = aclose
 
     def __del__(self) -> None:
         if getattr(self, "_closed", True):  # closed, or its __init__ failed

@@ -142,9 +142,9 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
 
     async def generate(self, request: Context[In]) -> ResponseStream[Out]:
         if (assigned := take_assigned_worker(request)) is not None:
-            return await self._send_to(request, assigned.worker_id, is_accounted=assigned.is_accounted)
+            return await self._send(request, self._present(assigned.worker_id), is_accounted=assigned.is_accounted)
         if self._pick is None:
-            return await self._send_to(request, _named_instance(request.payload))
+            return await self._send(request, self._present(_named_instance(request.payload)))
         chosen = self._choose(request)
         try:
             return await self._send(request, chosen)
@@ -156,19 +156,17 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             raise self.health.vanished(chosen)
         return await self._send(request, self._picked(others, request))
 
-    async def _send_to(
-        self, request: Context[In], instance_id: int, *, is_accounted: bool = False
-    ) -> ResponseStream[Out]:
-        """Return the stream of that instance, also while it cools down.
+    def _present(self, instance_id: int) -> int:
+        """Return that instance, also while it cools down.
 
         Raise CannotConnect if it is not there, WorkerOverloaded if it is busy.
         """
         name, view = self._workers.name, self.health.view
         if instance_id not in view.incarnations:
             raise CannotConnect(f"instance_id={instance_id} not found for endpoint {name}")
-        if view.is_busy(instance_id):
+        if instance_id in view.overloaded:
             raise WorkerOverloaded(f"the selected worker {instance_id} of endpoint {name} is busy")
-        return await self._send(request, instance_id, is_accounted=is_accounted)
+        return instance_id
 
     # -- choosing
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, frozen
 
 from pipeline.network import Ids, Members
 
@@ -24,27 +25,6 @@ if TYPE_CHECKING:
 
 _NONE: Mapping[int, float] = MappingProxyType({})
 _NO_IDS: AbstractSet[int] = frozenset()
-
-
-def _routable(view: PoolView) -> Ids:
-    return tuple(i for i in view.ids if i not in view.cooling_down) if view.cooling_down else view.ids
-
-
-def _free(view: PoolView) -> Ids:
-    ids = view.routable if view.skips_cooling_down else view.ids
-    return tuple(i for i in ids if not view.is_busy(i)) if view.refused or view.busy else ids
-
-
-def _overloaded(view: PoolView) -> AbstractSet[int]:
-    return frozenset(filter(view.is_busy, view.ids)) if view.refused or view.busy else _NO_IDS
-
-
-def _valid_until_s(view: PoolView) -> float | None:
-    return min([*view.cooling_down.values(), *view.refused.values()], default=None)
-
-
-def _derived(of_view: Callable[[PoolView], Any]) -> Any:
-    return field(init=False, repr=False, default=Factory(of_view, takes_self=True))
 
 
 @frozen(eq=False)
@@ -71,18 +51,29 @@ class PoolView:
     """Whether instances that cool down are not free; False where requests name their instance."""
     version: int = 0
     """Greater in each later view of a pool."""
-    routable: Ids = _derived(_routable)
-    """Those that are not cooling down, in the order of `ids`."""
-    free: Ids = _derived(_free)
-    """Those that a request may be sent to, in the order of `ids`."""
-    overloaded: AbstractSet[int] = _derived(_overloaded)
-    """Those that are busy, by their reports or by a refusal."""
-    valid_until_s: float | None = _derived(_valid_until_s)
-    """When the next cooldown or refusal ends, in seconds of the loop's clock; None if time changes nothing."""
 
-    def is_busy(self, instance_id: int) -> bool:
-        """Whether that instance is busy, by its reports or by a refusal."""
-        return instance_id in self.busy or instance_id in self.refused
+    @cached_property
+    def routable(self) -> Ids:
+        """Those that are not cooling down, in the order of `ids`."""
+        return tuple(i for i in self.ids if i not in self.cooling_down) if self.cooling_down else self.ids
+
+    @cached_property
+    def overloaded(self) -> AbstractSet[int]:
+        """Those that are busy, by their reports or by a refusal."""
+        if not self.refused and not self.busy:
+            return _NO_IDS
+        return frozenset(i for i in self.ids if i in self.busy or i in self.refused)
+
+    @cached_property
+    def free(self) -> Ids:
+        """Those that a request may be sent to, in the order of `ids`."""
+        ids = self.routable if self.skips_cooling_down else self.ids
+        return tuple(i for i in ids if i not in self.overloaded) if self.overloaded else ids
+
+    @cached_property
+    def valid_until_s(self) -> float | None:
+        """When the next cooldown or refusal ends, in seconds of the loop's clock; None if time changes nothing."""
+        return min([*self.cooling_down.values(), *self.refused.values()], default=None)
 
     def with_members(self, members: Members, admits: Callable[[int], bool] | None = None) -> PoolView:
         """Return the view with these instances, less those that are not admitted."""

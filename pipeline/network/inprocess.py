@@ -178,12 +178,13 @@ class _InstanceEngine(AsyncEngine[Any, Any]):
     def __init__(self, plane: InProcessRequestPlane, instance: Instance) -> None:
         self._plane = plane
         self._instance = instance
+        self._key = instance.key
 
     def __str__(self) -> str:
         return str(self._instance)
 
     async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
-        serving = self._plane.serving.get(self._instance.key)
+        serving = self._plane.serving.get(self._key)
         if serving is None:
             raise not_found(str(self._instance.endpoint_id), self._instance.instance_id)
         return await serving.take(request)
