@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,44 +17,34 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds
 from pipeline.settings import settings_of
 
-from .loads import interrupted
+from .loads import load_of
 from .options import MockerOptions, ReplayPool, RoutingOptions
-from .replay_options import LiveOptions, RunOptions
+from .replay_options import LiveOptions, LoadOptions, ReportOptions, RunOptions
 
 if TYPE_CHECKING:
     from ..replay import Report, RequestReport, Role, Trace
 
-OF_THE_GRAPH = (
-    *(
-        name
-        for record in (ReplayPool, MockerOptions, RoutingOptions, BusyThresholds, RunOptions)
-        for name in settings_of(record)
-        if name != "seed"
-    ),
-    *("real_time", "wall_time"),
-)
+OF_THE_GRAPH = {
+    name
+    for record in (ReplayPool, MockerOptions, RoutingOptions, BusyThresholds, RunOptions)
+    for name in settings_of(record)
+} - {"seed"} | {"real_time", "wall_time"}
 """Settings of a graph, or of its time, that a server decides for itself."""
-
-OF_A_SERVER = ("model", "live_ids", "live_timeout")
+OF_A_SERVER = {"model", "live_ids", "live_timeout"}
 """Settings that need a server."""
 
 _IDS = re.compile(r"(\d{1,10})-(\d{1,10})")
 _REQUESTS_SUFFIX = ".requests.jsonl"
 
 
-def check_options(given: set[str], live: str | None, *, per_request: bool, has_json: bool) -> None:
+def check_options(given: set[str], live: str | None, report: ReportOptions) -> None:
     """Raise InvalidArgument for an option that has no meaning with a server, without one, or without a file."""
-    for name in OF_A_SERVER if live is None else OF_THE_GRAPH:
-        if name in given:
-            what = "is for --live only" if live is None else "cannot go with --live: that server is there, as it is"
-            raise InvalidArgument(what, field=name)
-    if per_request and not has_json:
-        what = (
-            "needs --json FILE, which has them"
-            if live is None
-            else "with --live needs --json FILE, beside which it writes"
-        )
-        raise InvalidArgument(what, field="per_request")
+    if wrong := sorted(given & (OF_A_SERVER if live is None else OF_THE_GRAPH)):
+        what = "is for --live only" if live is None else "cannot go with --live: that server is there, as it is"
+        raise InvalidArgument(what, field=wrong[0])
+    if report.per_request and report.json is None:
+        which = "FILE, which has them" if live is None else "FILE, beside which it writes"
+        raise InvalidArgument(f"{'' if live is None else 'with --live '}needs --json {which}", field="per_request")
 
 
 def ids_of(text: str) -> range:
@@ -64,24 +55,32 @@ def ids_of(text: str) -> range:
     return range(int(found[1]), int(found[2]) + 1)
 
 
-def replayed_live(
-    server: LiveOptions, trace: Trace, json: Path | None, settings: Mapping[str, Any], **how: Any
-) -> Report:
-    """Return the report of a replay to the server, with a progress bar meanwhile.
+def replayed_live(server: LiveOptions, options: LoadOptions, seed: int, report: ReportOptions, **how: Any) -> Report:
+    """Return the report of the load sent to the server, with a progress bar meanwhile.
 
-    With `json` each request is written to a file beside it when it ends, as a line. An interrupt ends the load; the
-    report covers the requests until then. Raise as `find_server` before anything is sent.
+    With single requests each is written to a file beside that of the report when it ends, as a line. An interrupt ends
+    the load; the report covers the requests until then. Raise as `find_server` before anything is sent.
     """
     import anyio
 
+    from ..replay import LoadFacts
     from .progress import progress
 
-    vocabulary = ids_of(server.live_ids)
+    load, vocabulary = load_of(options, seed), ids_of(server.live_ids)
+    settings = {
+        "live_ids": f"{vocabulary[0]}-{vocabulary[-1]}",
+        "trace": options.trace_name,
+        "format": load.format.value,
+        "seed": seed,
+        "speed_up": options.speed_up,
+        "concurrency": options.concurrency,
+        "load_digest": LoadFacts.of(load).digest,
+    }
     _raise_limit_of_files()
-    load = trace.with_vocabulary(vocabulary)
-    settings = {"live_ids": f"{vocabulary[0]}-{vocabulary[-1]}", **settings}
-    with progress(trace.requests, sys.stderr) as on_progress:
-        main = partial(_replay, server, load, json, settings, on_progress=on_progress, **how)
+    lines = report.json if report.per_request else None
+    with progress(load.requests, sys.stderr) as on_progress:
+        sent = load.with_vocabulary(vocabulary)
+        main = partial(_replay, server, sent, lines, settings, on_progress=on_progress, **how)
         return anyio.run(main, backend_options=_fastest_loop())
 
 
@@ -94,32 +93,27 @@ async def _replay(
     key = os.environ.get("OPENAI_API_KEY") or None
     server = await find_server(options.live or "", model=options.model, api_key=key)
     graph = live_graph(server, api_key=key, silence_s=options.live_timeout)
-    numbers = Numbers()
-    of_server = {"live": str(server.address), "model": server.model}
+    ids: dict[Role, list[int]] = {"decode": [], "prefill": []}
+
+    def number_of(worker_id: int, role: Role) -> int:
+        """Return the place of a worker in the order of their first appearance."""
+        if worker_id not in ids[role]:
+            ids[role].append(worker_id)
+        return ids[role].index(worker_id)
+
+    settings = {"live": str(server.address), "model": server.model, **settings, "worker_ids": ids}
     with _lines(json) as on_request:
         return await run(
-            graph,
-            trace,
-            settings=of_server | dict(settings) | {"worker_ids": numbers.ids},
-            stop_when=interrupted,
-            number_of=numbers.number_of,
-            on_request=on_request,
-            **how,
+            graph, trace, settings=settings, stop_when=interrupted, number_of=number_of, on_request=on_request, **how
         )
 
 
-class Numbers:
-    """Numbers of the workers of each role, in the order of their first appearance; `ids` are the server's own."""
+async def interrupted() -> None:
+    """Wait for an interrupt of the program. A second one has its usual effect."""
+    import anyio
 
-    def __init__(self) -> None:
-        self.ids: dict[Role, list[int]] = {"decode": [], "prefill": []}
-
-    def number_of(self, worker_id: int, role: Role) -> int:
-        """Return the number of a worker; a new one gets the next."""
-        known = self.ids[role]
-        if worker_id not in known:
-            known.append(worker_id)
-        return known.index(worker_id)
+    with anyio.open_signal_receiver(signal.SIGINT) as signals:
+        await anext(aiter(signals))
 
 
 def _fastest_loop() -> dict[str, Any]:

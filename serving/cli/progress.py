@@ -4,56 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from functools import partial
+from itertools import count
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 
 @contextmanager
-def progress(total: int, file: TextIO) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal until the block ends; give the function that reports how many requests have ended.
+def progress(total: int, file: TextIO) -> Iterator[Callable[[int], object]]:
+    """Show a bar until the block ends; give the function that reports how many requests have ended.
 
     There is no bar in a file that is not a terminal.
     """
-    if not file.isatty():
-        yield lambda ended: None
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=file), transient=True) as bar:
-        task = bar.add_task("", total=total)
-
-        def on_progress(ended: int) -> None:
-            bar.update(task, completed=ended)
-
-        yield on_progress
+    with _bar(file, total=total) as update:
+        yield lambda ended: update(completed=ended)
 
 
 @contextmanager
-def sweep_progress(runs: int, file: TextIO) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
+def sweep_progress(runs: int, file: TextIO) -> Iterator[tuple[Callable[[int, int], object], Callable[[], object]]]:
     """Show a bar as `progress` does; give the functions that report ended requests of a total, and an ended run."""
+    done = count(1)
+    with _bar(file, TextColumn("{task.fields[done]}/{task.fields[runs]} runs"), done=0, runs=runs) as update:
+        yield lambda ended, of: update(completed=ended, total=of), lambda: update(done=next(done))
+
+
+@contextmanager
+def _bar(
+    file: TextIO, *first: ProgressColumn, total: int | None = None, **fields: Any
+) -> Iterator[Callable[..., object]]:
     if not file.isatty():
-        yield lambda ended, of: None, lambda: None
+        yield lambda **changed: None
         return
-    columns = (_Runs(), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    columns = (*first, BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=file), transient=True) as bar:
-        task = bar.add_task("", total=None, done=0, runs=runs)
-
-        def on_progress(ended: int, of: int) -> None:
-            bar.update(task, completed=ended, total=of)
-
-        def run_ended() -> None:
-            bar.update(task, done=bar.tasks[0].fields["done"] + 1)
-
-        yield on_progress, run_ended
-
-
-class _Runs(ProgressColumn):
-    """Shows how many runs have ended."""
-
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.fields['done']}/{task.fields['runs']} runs")
+        yield partial(bar.update, bar.add_task("", total=total, **fields))
 
 
 class _Rate(ProgressColumn):

@@ -10,7 +10,10 @@ The first is the command `run`, whose name may be left out.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from attrs import evolve
@@ -20,21 +23,8 @@ from pipeline.protocols.limits import BusyThresholds
 
 from ..terminal import echo, table_width
 from .commands import command
-from .live import check_options, replayed_live
-from .loads import (
-    INTERRUPTED_EXIT,
-    check_page,
-    check_place,
-    limits_of,
-    load_of,
-    load_settings,
-    named_reports,
-    replayed,
-    script_of,
-    trace_name,
-    write_page,
-    write_pareto,
-)
+from .live import check_options, interrupted, replayed_live
+from .loads import INTERRUPTED_EXIT, check_files, load_of, named_reports
 from .options import MockerOptions, QuietLogOption, ReplayPool, RoutingOptions, engine_args_named, graph_config
 from .replay_options import CompareOptions, GoodputOptions, LiveOptions, LoadOptions, ReportOptions, RunOptions
 from .sources import Settled
@@ -61,7 +51,7 @@ def run(
     engine: MockerOptions,
     routing: RoutingOptions,
     busy: BusyThresholds,
-    faults: RunOptions,
+    workers: RunOptions,
     goodput: GoodputOptions,
     report: ReportOptions,
     server: LiveOptions,
@@ -69,71 +59,75 @@ def run(
     settled: Settled,
 ) -> int:
     """Replay a trace, or made up load, through the graph that `serve` would run or to a server; report what it cost."""
-    check_options(settled.options, server.live, per_request=report.per_request, has_json=report.json is not None)
-    check_place(report.json, "json")
-    check_page(report.html, "html")
-    how = {"speed_up": load.speed_up, "sessions_at_a_time": load.concurrency, "limits": limits_of(goodput)}
-    if server.live is None:
-        routed = routing.graph_fields(pool.router, busy, settled.environment)
-        config = graph_config(None, engine, settled.environment, workers=pool.workers, seed=pool.seed, **routed)
+    check_options(settled.options, server.live, report)
+    check_files(json=report.json, html=report.html)
+    how = {"speed_up": load.speed_up, "sessions_at_a_time": load.concurrency, "limits": goodput.limits()}
+    if server.live is not None:
+        made = replayed_live(server, load, pool.seed, report, **how)
+    else:
         from ..variables import of_graphs
 
+        routed = routing.graph_fields(pool.router, busy, settled.environment)
+        config = graph_config(None, engine, settled.environment, workers=pool.workers, seed=pool.seed, **routed)
+        environment = of_graphs(settled.environment)
         with engine_args_named(config):
-            made = _of_graph(config, load, faults, report, server.real_time, of_graphs(settled.environment), how)
-    else:
-        made = _of_server(server, load, pool.seed, report, how)
+            made = _replayed(config, load, workers, report, server.real_time, environment=environment, **how)
     from ..replay import report_text
 
-    if not report.wall_time:
-        made = evolve(made, wall_time_ms=None)  # all else has the same bytes every time
     if report.json is not None:
         report.json.write_bytes(made.to_json())
     if report.html is not None:
-        write_page(report.html, {"live" if server.live else pool.router: made})
+        from ..replay.page import report_page
+
+        report.html.write_text(report_page({"live" if server.live else pool.router: made}), encoding="utf-8")
     echo(report_text(made, table_width()), nl=False)
     return INTERRUPTED_EXIT if made.is_interrupted else 0
 
 
-def _of_graph(
+def _replayed(
     config: GraphConfig,
     load: LoadOptions,
-    faults: RunOptions,
+    workers: RunOptions,
     report: ReportOptions,
-    real_time: bool,
+    is_real_time: bool,
+    *,
     environment: Mapping[str, str],
-    how: dict[str, Any],
+    limits: Any,
+    **how: Any,
 ) -> Report:
-    """Return the report of the load through the graph, with the settings that the same run of a sweep has."""
-    from ..replay import SweepRun
+    """Return the report of the load through the graph, with the settings that the same run of a sweep has.
 
-    script, trace = script_of(faults.fault, config), load_of(load, config.seed or 0)
+    A progress bar is shown meanwhile. In real time an interrupt ends the load; the report covers the requests until
+    then. Only a report with `wall_time` differs from run to run.
+    """
+    import anyio
+
+    from pipeline.virtual_time import run_in_virtual_time
+
+    from ..replay import SweepRun, parse_faults, plan_faults, run_config
+    from .progress import progress
+
+    script = parse_faults(list(workers.fault))
+    plan_faults(script, workers=config.workers, prefill_workers=config.prefill_workers)  # before a long trace is read
+    trace = load_of(load, config.seed or 0)
     settings = SweepRun(config.router, {}, config, load.speed_up, load.concurrency).settings(
         trace,
-        trace=trace_name(load.trace),
-        faults=list(faults.fault),
-        limits=how["limits"],
-        gpus=(faults.gpus_per_worker, faults.gpus_per_prefill_worker),
+        trace=load.trace_name,
+        faults=list(workers.fault),
+        limits=limits,
+        gpus=(workers.gpus_per_worker, workers.gpus_per_prefill_worker),
         environment=environment,
     )
-    return replayed(
-        config,
-        trace,
-        real_time,
-        faults=script,
-        per_request=report.per_request,
-        settings=settings,
-        environment=environment,
-        gpus_per_worker=faults.gpus_per_worker,
-        gpus_per_prefill_worker=faults.gpus_per_prefill_worker,
-        **how,
-    )
-
-
-def _of_server(server: LiveOptions, load: LoadOptions, seed: int, report: ReportOptions, how: dict[str, Any]) -> Report:
-    """Return the report of the load sent to the server."""
-    trace = load_of(load, seed)
-    lines = report.json if report.per_request else None
-    return replayed_live(server, trace, lines, load_settings(load, trace, seed), **how)
+    how |= {"environment": environment, "limits": limits, "faults": script, "per_request": report.per_request}
+    how |= {name: getattr(workers, name) for name in ("gpus_per_worker", "gpus_per_prefill_worker")}
+    began_s = perf_counter()
+    with progress(trace.requests, sys.stderr) as on_progress:
+        main = partial(run_config, config, trace, settings=settings, on_progress=on_progress, **how)
+        if is_real_time:
+            made = anyio.run(partial(main, stop_when=interrupted))
+        else:
+            made = run_in_virtual_time(main, backend="asyncio")
+    return evolve(made, wall_time_ms=round(1000 * (perf_counter() - began_s), 3)) if report.wall_time else made
 
 
 @command(replay)
@@ -141,14 +135,17 @@ def compare(options: CompareOptions) -> None:
     """Show the figures of two or more reports side by side, and by how much each differs from the first."""
     from ..replay import comparison_text
 
-    check_page(options.html, "html")
-    check_page(options.pareto, "pareto")
+    check_files(html=options.html, pareto=options.pareto)
     named = named_reports(options.reports)
     echo(comparison_text(list(named.items())), nl=False)
     if options.html is not None:
-        write_page(options.html, named)
+        from ..replay.page import report_page
+
+        options.html.write_text(report_page(named), encoding="utf-8")
     if options.pareto is not None:
-        write_pareto(options.pareto, named)
+        from ..replay.page import pareto_page
+
+        options.pareto.write_text(pareto_page(named), encoding="utf-8")
 
 
 command(replay, help_epilogue=SWEEP_EXAMPLE)(sweep)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from attrs import frozen
 
 from pipeline.settings import ANY, above, at_least, setting
+
+if TYPE_CHECKING:
+    from ..replay import Limits
 
 _MADE_UP = "Synthetic load: "
 
@@ -63,20 +66,25 @@ class LoadOptions:
     num_prefix_groups: int | None = setting(None, "Groups that share prefixes. [default: 0]", metavar="N")
 
     @property
+    def trace_name(self) -> str | None:
+        """What a report calls the files of the trace; None for load that was made up."""
+        return ", ".join(path.name for path in self.trace) or None
+
+    @property
     def synthetic(self) -> dict[str, Any]:
-        """What shapes synthetic load only, by name."""
-        return {name: getattr(self, name) for name in _OF_SYNTHETIC_LOAD}
+        """What is given that shapes synthetic load only, by name."""
+        return self._given(
+            *("input_tokens", "output_tokens", "turns"),
+            *("arrival_interval_ms", "request_rate", "inter_turn_delay_ms"),
+        )
 
     @property
     def prefixes(self) -> dict[str, Any]:
-        """What shapes synthetic load, and the prompts of a trace that has none of its own."""
-        return {name: getattr(self, name) for name in ("shared_prefix_ratio", "num_prefix_groups")}
+        """What is given that shapes synthetic load, and the prompts of a trace that has none of its own."""
+        return self._given("shared_prefix_ratio", "num_prefix_groups")
 
-
-_OF_SYNTHETIC_LOAD = (
-    *("input_tokens", "output_tokens", "turns"),
-    *("arrival_interval_ms", "request_rate", "inter_turn_delay_ms"),
-)
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @frozen
@@ -105,6 +113,12 @@ class GoodputOptions:
     sla_ttft_ms: float | None = setting(None, "A good request has its first token by then.", metavar="MS")
     sla_itl_ms: float | None = setting(None, "A good request takes no longer for a token.", metavar="MS")
     sla_e2e_ms: float | None = setting(None, "A good request has ended by then.", metavar="MS")
+
+    def limits(self) -> Limits:
+        """Return them as a report has them."""
+        from ..replay import Limits
+
+        return Limits(ttft_ms=self.sla_ttft_ms, itl_ms=self.sla_itl_ms, e2e_ms=self.sla_e2e_ms)
 
 
 def _file(help: str) -> Any:

@@ -10,28 +10,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+import attrs
 
 from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds
 
 from ..terminal import echo
-from .loads import (
-    INTERRUPTED_EXIT,
-    check_no_trace,
-    check_page,
-    check_place,
-    limits_of,
-    read_load,
-    synthetic_load,
-    trace_name,
-)
+from .loads import INTERRUPTED_EXIT, check_files, synthetic_of, trace_of
 from .options import MockerOptions, QuietLogOption, RoutingOptions, SweepPool
 from .replay_options import GoodputOptions, LoadOptions, RunOptions, SweepReportOptions
 from .sources import Settled
 
 if TYPE_CHECKING:
-    from ..replay import Sweep, SyntheticLoad, Trace
+    from ..replay import SyntheticLoad
 
 SWEEP_EXAMPLE = (
     "Example: penstock replay sweep TRACE --router kv --workers 4 --workers 8 --vary router_temperature=0,0.5"
@@ -48,56 +39,59 @@ def sweep(
     engine: MockerOptions,
     routing: RoutingOptions,
     busy: BusyThresholds,
-    run: RunOptions,
+    workers: RunOptions,
     goodput: GoodputOptions,
     report: SweepReportOptions,
     log: QuietLogOption,
     settled: Settled,
 ) -> int:
     """Replay a trace in every combination of routers, worker counts and what else varies; show which no other beats."""
+    from ..replay import Sweep, sweep_runs, sweep_text
+    from ..replay import sweep as run_all
     from ..variables import of_graphs
+    from .progress import sweep_progress
 
     _check_files(report)
-    axes = _axes_of(pool.router, pool.workers, pool.vary)
-    main = "kv" if "kv" in axes["router"] else "round-robin"
-    base = routing.graph_fields(main, busy, settled.environment)
-    base |= {
-        "router": axes["router"][0],
-        "workers": 1,
-        "seed": pool.seed,
-        "engine": engine.engine,
-        "engine_args": engine.engine_args,
-    }
-    return _run_sweep(
-        base,
-        axes,
-        _load_of(load, pool.seed, axes),
-        {"speed_up": load.speed_up, "concurrency": load.concurrency},
-        report,
-        jobs=pool.jobs,
-        environment=of_graphs(settled.environment),
-        faults=list(run.fault),
-        limits=limits_of(goodput),
-        per_request=report.per_request,
-        gpus_per_worker=run.gpus_per_worker,
-        gpus_per_prefill_worker=run.gpus_per_prefill_worker,
-    )
+    axes = _axes_of(pool)
+    base = routing.graph_fields("kv" if "kv" in axes["router"] else "round-robin", busy, settled.environment)
+    base |= {"router": axes["router"][0], "workers": 1, "seed": pool.seed}
+    base |= {"engine": engine.engine, "engine_args": engine.engine_args}
+    trace = trace_of(load)
+    synthetic = _synthetic(load, pool.seed, axes) if trace is None else None
+    runs = sweep_runs(base, axes, speed_up=load.speed_up, concurrency=load.concurrency, load=synthetic)
+    results: list[Any] = []
+    code = 0
+    with sweep_progress(len(runs), sys.stderr) as (on_progress, run_ended):
 
+        def on_result(result: Any) -> None:
+            results.append(result)
+            run_ended()
+            if result.problem is not None:
+                echo(f"Error: {result.run.name}: {result.problem}", err=True)
 
-def _check_files(report: SweepReportOptions) -> None:
-    """Raise InvalidArgument for a place where nothing can be written, and for single requests without a folder."""
-    folder = report.reports
-    if report.per_request and folder is None:
-        raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
-    check_place(report.json, "json")
-    check_page(report.html, "html")
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise InvalidArgument(f"{folder} is no folder", field="reports")
-    if folder is not None and not folder.absolute().parent.is_dir():
-        raise InvalidArgument(f"{folder} is in no folder that is there", field="reports")
-
-
-def _write_files(report: SweepReportOptions, done: Sweep) -> None:
+        try:
+            run_all(
+                runs,
+                trace,
+                trace_name=load.trace_name,
+                environment=of_graphs(settled.environment),
+                faults=list(workers.fault),
+                limits=goodput.limits(),
+                per_request=report.per_request,
+                gpus_per_worker=workers.gpus_per_worker,
+                gpus_per_prefill_worker=workers.gpus_per_prefill_worker,
+                jobs=pool.jobs,
+                folder=report.reports,
+                on_progress=on_progress,
+                on_result=on_result,
+            )
+        except KeyboardInterrupt:  # has ended the runs under way
+            code = INTERRUPTED_EXIT
+            echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
+    if found := sum(result.is_found for result in results):
+        echo(f"{found} of {len(runs)} runs were in {report.reports}", err=True)
+    done = Sweep.of(runs, results)
+    echo(sweep_text(done), nl=False)
     if report.json is not None:
         from ..replay import sweep_json
 
@@ -106,25 +100,29 @@ def _write_files(report: SweepReportOptions, done: Sweep) -> None:
         from ..replay.page import sweep_page
 
         report.html.write_text(sweep_page(done), encoding="utf-8")
+    return code or int(any(result.problem is not None for result in results))
 
 
-@frozen
-class SweepLoad:
-    """The load of a sweep: a trace with the name of its file, or synthetic load that each run makes."""
+def _check_files(report: SweepReportOptions) -> None:
+    """Raise InvalidArgument for a place where nothing can be written, and for single requests without a folder."""
+    folder = report.reports
+    if report.per_request and folder is None:
+        raise InvalidArgument("needs --reports DIR, whose reports have them", field="per_request")
+    check_files(json=report.json, html=report.html)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise InvalidArgument(f"{folder} is no folder", field="reports")
+    if folder is not None and not folder.absolute().parent.is_dir():
+        raise InvalidArgument(f"{folder} is in no folder that is there", field="reports")
 
-    trace: Trace | None = None
-    name: str | None = None
-    synthetic: SyntheticLoad | None = None
 
-
-def _axes_of(routers: Sequence[str], workers: Sequence[int], vary: Sequence[str]) -> dict[str, Sequence[Any]]:
+def _axes_of(pool: SweepPool) -> dict[str, Sequence[Any]]:
     """Return the values that vary, by name: routers first, then workers, then the others in the order of the options.
 
     Raise InvalidArgument for a text that is not NAME=VALUE,VALUE and for a name that is given twice.
     """
     axes: dict[str, Sequence[Any]] = {}
-    given: dict[str, Sequence[Any]] = {"router": list(routers), "workers": list(workers)}
-    for text in vary:
+    given: dict[str, Sequence[Any]] = {"router": list(pool.router), "workers": list(pool.workers)}
+    for text in pool.vary:
         name, equals, values = text.partition("=")
         name = name.strip().replace("-", "_")
         name = _CALLED.get(name, name)
@@ -140,67 +138,14 @@ def _axes_of(routers: Sequence[str], workers: Sequence[int], vary: Sequence[str]
     }
 
 
-def _load_of(options: LoadOptions, seed: int, axes: Mapping[str, Sequence[Any]]) -> SweepLoad:
-    """Return the trace, or the synthetic load; its size may be among the axes. Raise InvalidArgument."""
-    if options.trace:
-        return SweepLoad(read_load(options), trace_name(options.trace))
-    check_no_trace(options)
+def _synthetic(options: LoadOptions, seed: int, axes: Mapping[str, Sequence[Any]]) -> SyntheticLoad:
+    """Return the synthetic load with the first value of each of its axes. Raise InvalidArgument."""
     from ..deployment import converted
     from ..replay import SyntheticLoad
 
-    given = options.synthetic | options.prefixes
-    texts = {name: values[0] for name, values in axes.items() if name in (*given, "request_count")}
-    return SweepLoad(synthetic=synthetic_load(given | _placed(converted, SyntheticLoad, texts), options, seed))
-
-
-def _placed(converted: Any, make: Any, texts: Mapping[str, str]) -> dict[str, Any]:
+    names = {one.name for one in attrs.fields(SyntheticLoad)} - {"seed"}
     try:
-        return dict(converted(make, texts))
+        varied = converted(SyntheticLoad, {name: values[0] for name, values in axes.items() if name in names})
     except InvalidArgument as error:
         raise InvalidArgument(str(error), field=f"vary.{error.field}") from error
-
-
-def _run_sweep(
-    base: Mapping[str, Any],
-    axes: Mapping[str, Sequence[Any]],
-    load: SweepLoad,
-    how: Mapping[str, Any],
-    report: SweepReportOptions,
-    *,
-    jobs: int | None,
-    **given: Any,
-) -> int:
-    """Run all with a progress bar, print the table, write the files, and return the exit code.
-
-    `given` are arguments of `serving.replay.sweep`. The code is 1 if a run failed; its error is printed at once. An
-    interrupt ends the runs under way, and the table has the others.
-    """
-    from ..replay import Sweep, sweep_runs
-    from ..replay import sweep as run_all
-    from .progress import sweep_progress
-
-    runs = sweep_runs(base, axes, load=load.synthetic, **how)
-    results: list[Any] = []
-    code = 0
-    with sweep_progress(len(runs), sys.stderr) as (on_progress, run_ended):
-
-        def on_result(result: Any) -> None:
-            results.append(result)
-            run_ended()
-            if result.problem is not None:
-                echo(f"Error: {result.run.name}: {result.problem}", err=True)
-
-        hooks: dict[str, Any] = {"on_progress": on_progress, "on_result": on_result, "trace_name": load.name}
-        try:
-            run_all(runs, load.trace, jobs=jobs, folder=report.reports, **given, **hooks)
-        except KeyboardInterrupt:
-            code = INTERRUPTED_EXIT
-            echo(f"Interrupted: {len(results)} of {len(runs)} runs have ended", err=True)
-    done = Sweep.of(runs, results)
-    if found := sum(result.is_found for result in results):
-        echo(f"{found} of {len(runs)} runs were in {report.reports}", err=True)
-    from ..replay import sweep_text
-
-    echo(sweep_text(done), nl=False)
-    _write_files(report, done)
-    return code or int(any(result.problem is not None for result in results))
+    return synthetic_of(options, seed, **varied)
