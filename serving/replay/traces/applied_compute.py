@@ -9,15 +9,12 @@ group of sessions shares have ids that no token id cuts short.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 from attrs import define, field
 
-from pipeline import InvalidArgument
-
-from .fields import Fields, shown
+from .fields import Fields
 from .trace import BadLine, Prompt, Session, SharedPrefixes, Turn
 
 _LISTS = ("assistant_response_length", "tool_call_output_length", "tool_call_latency")
@@ -60,13 +57,11 @@ class SessionLines:
 
 def _lengths(value: Any) -> Iterator[tuple[int, int, float]]:
     """Yield the tokens of each prompt and its answer, and the delay before it in ms. Raise InvalidArgument."""
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"it is {shown(value)}, not an object")
-    fields = Fields(value)
-    turns = _required(fields, "num_turns", 0)
-    prompt = _required(fields, "input_prompt_length", 1)
-    last_answer = _required(fields, "final_assistant_response_length", 0)
-    answers, outputs = _tokens(fields, _LISTS[0]), _tokens(fields, _LISTS[1])
+    fields = Fields.of(value)
+    turns = fields.needed("num_turns")
+    prompt = fields.needed("input_prompt_length", low=1)
+    last_answer = fields.needed("final_assistant_response_length")
+    answers, outputs = (fields.ids(name, is_needed=True) or () for name in _LISTS[:2])
     seconds = fields.numbers(_LISTS[2])
     for name in _LISTS:
         if isinstance(value.get(name), list) and len(value[name]) != turns:
@@ -77,15 +72,3 @@ def _lengths(value: Any) -> Iterator[tuple[int, int, float]]:
         prompts.append(prompts[-1] + answer + output)
     delays = [0.0, *(1000.0 * one for one in seconds)]
     yield from zip(prompts, [*answers, last_answer], delays, strict=True)
-
-
-def _required(fields: Fields, name: str, low: int) -> int:
-    if fields.values.get(name) is None:
-        fields.problem(f"{name} is missing")
-    return fields.whole(name, low=low) or low
-
-
-def _tokens(fields: Fields, name: str) -> array[int]:
-    if fields.values.get(name) is None:
-        fields.problem(f"{name} is missing")
-    return fields.ids(name) or array("I")

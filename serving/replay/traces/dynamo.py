@@ -28,7 +28,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from math import floor
 from typing import Any
 
@@ -36,8 +36,8 @@ from attrs import define, field, frozen
 
 from pipeline import InvalidArgument
 
-from .fields import U32_MAX, Fields, shown
-from .mooncake import never_begin, unnamed_session
+from .fields import Fields, shown
+from .mooncake import never_begin, session_of
 from .trace import BadLine, Prompt, Session, Turn
 
 SCHEMA = "dynamo.request.trace.v1"
@@ -45,7 +45,6 @@ _TOOL_ENDS = ("tool_end", "tool_error")
 _EVENTS = ("request_end", "tool_start", *_TOOL_ENDS)
 _MODES = ("blocking", "background")
 _MS_MAX = 10**15
-_U64_MAX = 2**64 - 1
 
 
 @frozen
@@ -89,10 +88,7 @@ class ToolEnd:
 
 def read_record(value: Any, index: int) -> RequestEnd | ToolEnd | None:
     """Return the record of a JSON value; None for a kind that a replay ignores. Raise InvalidArgument if invalid."""
-    fields = Fields(value if isinstance(value, dict) else {})
-    if not isinstance(value, dict):
-        fields.problem(f"it is {shown(value)}, not an object")
-        fields.check()
+    fields = Fields.of(value)
     if (event := fields.values.get("event")) is not None:  # some sinks wrap the record
         if not isinstance(event, dict):
             return None
@@ -111,21 +107,21 @@ def read_record(value: Any, index: int) -> RequestEnd | ToolEnd | None:
 
 
 def _request(fields: Fields, index: int) -> RequestEnd:
-    request = _part(fields, "request")
-    replay = _part(request, "replay")
-    start_ms = _needed(request, "request_received_ms", high=_MS_MAX)
-    event_ms, total_ms = _needed(fields, "event_time_unix_ms", high=_MS_MAX), request.number("total_time_ms")
+    request = fields.part("request")
+    replay = request.part("replay")
+    start_ms = request.needed("request_received_ms", high=_MS_MAX)
+    event_ms, total_ms = fields.needed("event_time_unix_ms", high=_MS_MAX), request.number("total_time_ms")
     session_id, parent_id = _session(fields)
     found = RequestEnd(
         index=index,
-        request_id=_name(request, "request_id"),
+        request_id=request.name("request_id"),
         start_ms=start_ms,
         end_ms=max(start_ms, event_ms) if total_ms is None else start_ms + floor(total_ms + 0.5),
-        input_tokens=_needed(replay, "input_length", low=1),
-        output_tokens=_needed(request, "output_tokens"),
-        block_size_tokens=_needed(replay, "trace_block_size", low=1),
-        hashes=_hashes(replay, "input_sequence_hashes") or array("Q"),
-        completion=_hashes(replay, "completion_sequence_hashes", is_needed=False),
+        input_tokens=replay.needed("input_length", low=1),
+        output_tokens=request.needed("output_tokens"),
+        block_size_tokens=replay.needed("trace_block_size", low=1),
+        hashes=replay.hashes("input_sequence_hashes", is_needed=True) or array("Q"),
+        completion=replay.hashes("completion_sequence_hashes"),
         session_id=session_id,
         parent_session_id=parent_id,
     )
@@ -163,13 +159,13 @@ def _tool(fields: Fields, index: int) -> ToolEnd | None:
     if session_id is None or claude is None:
         fields.check()
         return None
-    known = _part(Fields({"claude": claude}, fields.problems), "claude")
+    known = Fields({"claude": claude}, fields.problems).part("claude")
     if (mode := known.values.get("execution_mode")) not in _MODES:
         fields.problem(f"execution_mode is {shown(mode)}, not one of {', '.join(_MODES)}")
     found = ToolEnd(
         index,
         session_id,
-        _name(known, "source_request_id"),
+        known.name("source_request_id"),
         known.text("consumer_request_id"),
         known.text("child_session_id"),
     )
@@ -181,42 +177,8 @@ def _session(fields: Fields) -> tuple[str | None, str | None]:
     """Return the session of the agent, and the session that called it."""
     if fields.values.get("agent_context") is None:
         return None, None
-    context = _part(fields, "agent_context")
-    return _name(context, "session_id"), context.text("parent_session_id")
-
-
-def _part(fields: Fields, name: str) -> Fields:
-    """Return the fields of an object inside; it shares the list of problems."""
-    value = fields.values.get(name)
-    if not isinstance(value, dict):
-        fields.problem(f"{name} is missing" if value is None else f"{name} is {shown(value)}, not an object")
-    return Fields(value if isinstance(value, dict) else {}, fields.problems)
-
-
-def _needed(fields: Fields, name: str, *, low: int = 0, high: int = U32_MAX) -> int:
-    value = fields.whole(name, low=low, high=high)
-    if fields.values.get(name) is None:
-        fields.problem(f"{name} is missing")
-    return low if value is None else value
-
-
-def _name(fields: Fields, name: str) -> str:
-    value = fields.text(name)
-    if value is None and not fields.is_given(name):
-        fields.problem(f"{name} is missing")
-    return value or ""
-
-
-def _hashes(fields: Fields, name: str, *, is_needed: bool = True) -> array[int] | None:
-    """Return a list of u64 numbers; None with a problem noted if it is invalid."""
-    value = fields.values.get(name)
-    if isinstance(value, list) and all(type(one) is int and 0 <= one <= _U64_MAX for one in value):
-        return array("Q", value)
-    if value is not None:
-        fields.problem(f"{name} is not a list of whole numbers of 64 bits")
-    elif is_needed:
-        fields.problem(f"{name} is missing")
-    return None
+    context = fields.part("agent_context")
+    return context.name("session_id"), context.text("parent_session_id")
 
 
 _BySession = Mapping[str, Sequence[RequestEnd]]
@@ -331,56 +293,44 @@ class DynamoRecords:
         requests = sorted(self._requests.values(), key=lambda one: (one.start_ms, one.end_ms, one.request_id))
         waits, bad = dependencies(requests, self._tools, self._parents)
         ends_ms = {one.request_id: one.end_ms for one in requests}
-        ids = _SmallIds(requests)
+        ids: defaultdict[int, int] = defaultdict(count().__next__)
+        for one in requests:  # first those of prompts in the order of requests, then those of answers on demand
+            _small(one.hashes, ids)
         turns = [_turn(one, ids, waits.get(one.request_id, ()), ends_ms) for one in requests]
         stuck = {one.line for one in never_begin(turns)}
         first_ms = requests[0].start_ms if requests else 0
         return [
-            Session(
-                unnamed_session(turn.line, set()) if one.session_id is None else one.session_id,
-                (turn,),
-                None if turn.wait_for else float(one.start_ms - first_ms),
-                one.session_id is not None,
-            )
+            session_of(one.session_id, (turn,), None if turn.wait_for else float(one.start_ms - first_ms))
             for one, turn in zip(requests, turns, strict=True)
             if turn.line not in stuck
         ], [*bad, *(BadLine(line, "it waits in a circle, or for one that does") for line in stuck)]
 
 
-class _SmallIds:
-    """Small ids for hashes: first those of prompts in the order of requests, then those of answers on demand."""
-
-    def __init__(self, requests: Iterable[RequestEnd]) -> None:
-        self._known: dict[int, int] = {}
-        for one in requests:
-            self.of(one.hashes)
-
-    def of(self, hashes: Iterable[int]) -> array[int]:
-        known = self._known
-        return array("I", [known.setdefault(one, len(known)) for one in hashes])
+def _small(hashes: Iterable[int], ids: Mapping[int, int]) -> array[int]:
+    """Return small ids for hashes: the same for the same hash."""
+    return array("I", map(ids.__getitem__, hashes))
 
 
-def _turn(one: RequestEnd, ids: _SmallIds, wait_for: Iterable[str], ends_ms: dict[str, int]) -> Turn:
-    wait_for = tuple(wait_for)
+def _turn(one: RequestEnd, ids: Mapping[int, int], wait_for: tuple[str, ...], ends_ms: Mapping[str, int]) -> Turn:
     prompt, recorded = _tokens(one, ids)
     delay_ms = max(0, one.start_ms - max(ends_ms[name] for name in wait_for)) if wait_for else 0
     return Turn(
-        name=one.request_id,
-        line=one.index + 1,
-        prompt=prompt,
-        output_tokens=one.output_tokens,
-        delay_ms=float(delay_ms),
+        one.request_id,
+        one.index + 1,
+        prompt,
+        one.output_tokens,
+        float(delay_ms),
         recorded=recorded,
         wait_for=wait_for,
     )
 
 
-def _tokens(one: RequestEnd, ids: _SmallIds) -> tuple[Prompt, array[int] | None]:
+def _tokens(one: RequestEnd, ids: Mapping[int, int]) -> tuple[Prompt, array[int] | None]:
     """Return the prompt, and the answer if recorded: then the block that both share gets the id from the answer."""
-    size, blocks = one.block_size_tokens, ids.of(one.hashes)
+    size, blocks = one.block_size_tokens, _small(one.hashes, ids)
     if one.completion is None or not one.output_tokens:
         return Prompt.of(blocks, size, one.input_tokens), None
-    all_blocks, whole = ids.of(one.completion), one.input_tokens // size
+    all_blocks, whole = _small(one.completion, ids), one.input_tokens // size
     blocks[whole:] = all_blocks[whole : len(blocks)]
     positions = range(one.input_tokens, one.input_tokens + one.output_tokens)
     return Prompt.of(blocks, size, one.input_tokens), array("I", [all_blocks[at // size] for at in positions])

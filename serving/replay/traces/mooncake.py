@@ -16,11 +16,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from attrs import define, field, frozen
 
-from .fields import Fields, shown
+from pipeline import InvalidArgument
+
+from .fields import Fields
 from .trace import BadLine, Prompt, Session, Turn
 
 AGENTIC_FIELDS = ("wait_for", "branches", "tool_wait_ms", "prefix_reset")
@@ -47,23 +52,19 @@ class TraceRow:
     output_token_ids: array[int] | None = None
     wait_for: tuple[str, ...] = ()
     """Ids of the requests that end before this one begins."""
-    branches: tuple[str, ...] = ()
-    """Not used by a replay: the hash ids contain it."""
     tool_wait_ms: float | None = None
     """Time of tools after the last request it waits for."""
-    prefix_reset: bool = False
-    """Not used by a replay: the hash ids contain it."""
 
 
 def read_row(value: Any, *, agentic: bool = False) -> TraceRow:
     """Return the row of a JSON value. Raise InvalidArgument with all problems."""
-    fields = Fields(value if isinstance(value, dict) else {})
-    if not isinstance(value, dict):
-        fields.problem(f"it is {shown(value)}, not an object")
-        fields.check()
-    hash_ids, output_tokens = _required(fields)
+    fields = Fields.of(value)
+    hash_ids = fields.ids("hash_ids", is_needed=True)
+    if hash_ids is not None and not hash_ids:
+        fields.problem("hash_ids is empty")
+    output_tokens = fields.whole("output_length", "output_tokens", is_needed=True)
     row = TraceRow(
-        hash_ids=hash_ids,
+        hash_ids=hash_ids or array("I"),
         output_tokens=output_tokens or 0,
         input_tokens=fields.whole("input_length", "input_tokens", low=1),
         timestamp_ms=fields.number("timestamp", "created_time"),
@@ -75,26 +76,11 @@ def read_row(value: Any, *, agentic: bool = False) -> TraceRow:
         policy_class=fields.text("policy_class"),
         output_token_ids=_recorded(fields, output_tokens),
         wait_for=fields.texts("wait_for") if agentic else (),
-        branches=fields.texts("branches") if agentic else (),
         tool_wait_ms=fields.number("tool_wait_ms") if agentic else None,
-        prefix_reset=bool(fields.flag("prefix_reset")) if agentic else False,
     )
     _check_kind(fields, row, agentic)
     fields.check()
     return row
-
-
-def _required(fields: Fields) -> tuple[array[int], int | None]:
-    """Return the fields of every row: its hash ids and the length of its answer."""
-    hash_ids = fields.ids("hash_ids")
-    if fields.raw("hash_ids") is None:
-        fields.problem("hash_ids is missing")
-    elif hash_ids is not None and not hash_ids:
-        fields.problem("hash_ids is empty")
-    output_tokens = fields.whole("output_length", "output_tokens")
-    if fields.values.get("output_length") is None and fields.values.get("output_tokens") is None:
-        fields.problem("output_length is missing")
-    return hash_ids or array("I"), output_tokens
 
 
 def _recorded(fields: Fields, output_tokens: int | None) -> array[int] | None:
@@ -112,10 +98,11 @@ def _recorded(fields: Fields, output_tokens: int | None) -> array[int] | None:
 def _check_kind(fields: Fields, row: TraceRow, agentic: bool) -> None:
     """Note problems with fields that the format requires or forbids."""
     if not agentic:
-        for name in AGENTIC_FIELDS:
-            if fields.is_given(name):
-                fields.problem(f"{name} is of the format agentic_mooncake")
+        for name in filter(fields.is_given, AGENTIC_FIELDS):
+            fields.problem(f"{name} is of the format agentic_mooncake")
         return
+    fields.texts("branches")  # a replay does not use these two: the hash ids contain what they mean
+    fields.flag("prefix_reset")
     if row.request_id is None:
         fields.problem("request_id is missing")
     elif row.request_id in row.wait_for:
@@ -142,24 +129,28 @@ class TurnNames:
         self._turns[session.strip()] += 1
         return self._turns[session.strip()] - 1
 
-    def name_of(self, row: TraceRow, index: int, turn: int, problems: Fields) -> str:
-        """Return the name of a row; a name that is in use is a problem."""
+    def take(self, row: TraceRow, index: int, turn: int = 0, problems: Sequence[str] = ()) -> str:
+        """Return the name of a row, which is in use from here on.
+
+        Raise InvalidArgument with the other problems of the row, and if an earlier line has that name.
+        """
         name = row.request_id or (f"{row.session_id}:{turn}" if row.session_id else f"line:{index}")
         if name in self._lines:
-            problems.problem(f"{name!r} is the name of line {self._lines[name]} already")
+            problems = [*problems, f"{name!r} is the name of line {self._lines[name]} already"]
+        if problems:
+            raise InvalidArgument("; ".join(problems))
+        self._lines[name] = index + 1
         return name
 
-    def reserve(self, name: str, index: int) -> None:
-        """Mark a name as in use by the line with that index."""
-        self._lines[name] = index + 1
 
-
-def unnamed_session(line: int, taken: set[str]) -> str:
-    """Return a name for the session of a line without one, other than those in `taken`."""
-    name = f"request_{line}"
-    while name in taken:
+def session_of(
+    session_id: str | None, turns: Sequence[Turn], arrival_ms: float | None, taken: Collection[str] = ()
+) -> Session:
+    """Return a session; one without an id gets an id that is not in `taken`."""
+    name = f"request_{turns[0].line}" if session_id is None else session_id
+    while session_id is None and name in taken:
         name += "_"
-    return name
+    return Session(name, tuple(turns), arrival_ms, session_id is not None)
 
 
 @define
@@ -167,28 +158,26 @@ class _SessionBuilder:
     """A session while its lines are read."""
 
     session_id: str | None
-    line: int
-    """The first one, from 1."""
     arrival_ms: float | None
     last_timestamp_ms: float | None
     """Of its last line with a timestamp."""
     turns: list[Turn] = field(factory=list)
 
-    def think_ms(self, row: TraceRow, problems: Fields) -> float:
-        """Return the time between the turn before and this row."""
+    def think_ms(self, row: TraceRow, problems: list[str]) -> float:
+        """Return the time between the turn before and this row; add what is wrong with it to `problems`."""
         if not self.turns:
             if row.delay_ms:
-                problems.problem("delay is not allowed on the first turn of a session")
+                problems.append("delay is not allowed on the first turn of a session")
             return 0.0
         if row.delay_ms is not None:
             return row.delay_ms
         if row.timestamp_ms is None:
             return 0.0
         if self.last_timestamp_ms is None:
-            problems.problem("no turn before it has a timestamp, so its delay is not known")
+            problems.append("no turn before it has a timestamp, so its delay is not known")
             return 0.0
         if row.timestamp_ms < self.last_timestamp_ms:
-            problems.problem(f"timestamp {row.timestamp_ms:g} is before that of the turn before it")
+            problems.append(f"timestamp {row.timestamp_ms:g} is before that of the turn before it")
         return row.timestamp_ms - self.last_timestamp_ms
 
 
@@ -206,12 +195,10 @@ class SessionRows:
         turn_index = self._names.count_turn(value)
         row = read_row(value)
         known = None if row.session_id is None else self._named.get(row.session_id)
-        session = known or _SessionBuilder(row.session_id, index + 1, row.timestamp_ms, row.timestamp_ms)
-        problems = Fields({})
+        session = known or _SessionBuilder(row.session_id, row.timestamp_ms, row.timestamp_ms)
+        problems: list[str] = []
         delay_ms = session.think_ms(row, problems)
-        name = self._names.name_of(row, index, turn_index, problems)
-        problems.check()
-        self._names.reserve(name, index)
+        name = self._names.take(row, index, turn_index, problems)
         session.turns.append(make_turn(row, name, index, self.block_size_tokens, delay_ms))
         if row.timestamp_ms is not None:
             session.last_timestamp_ms = row.timestamp_ms
@@ -221,16 +208,7 @@ class SessionRows:
                 self._named[row.session_id] = session
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
-        taken = set(self._named)
-        return [
-            Session(
-                unnamed_session(one.line, taken) if one.session_id is None else one.session_id,
-                tuple(one.turns),
-                one.arrival_ms,
-                one.session_id is not None,
-            )
-            for one in self._all
-        ], []
+        return [session_of(one.session_id, one.turns, one.arrival_ms, self._named) for one in self._all], []
 
 
 def make_turn(row: TraceRow, name: str, index: int, block_size_tokens: int, delay_ms: float) -> Turn:
@@ -263,10 +241,7 @@ class AgenticRows:
     def add(self, value: Any, index: int) -> None:
         row = read_row(value, agentic=True)
         delay_ms = (row.delay_ms or 0.0) + (row.tool_wait_ms or 0.0)
-        problems = Fields({})
-        name = self._names.name_of(row, index, 0, problems)
-        problems.check()
-        self._names.reserve(name, index)
+        name = self._names.take(row, index)
         self._rows.append((row, make_turn(row, name, index, self.block_size_tokens, delay_ms)))
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
@@ -274,32 +249,22 @@ class AgenticRows:
         taken = {row.session_id for row, _ in self._rows if row.session_id is not None}
         bad = {one.line: one for one in never_begin([turn for _, turn in self._rows])}
         return [
-            Session(
-                row.session_id or unnamed_session(turn.line, taken),
-                (turn,),
-                None if turn.wait_for else row.timestamp_ms or 0.0,
-                row.session_id is not None,
-            )
+            session_of(row.session_id, (turn,), None if turn.wait_for else row.timestamp_ms or 0.0, taken)
             for row, turn in self._rows
             if turn.line not in bad
         ], list(bad.values())
 
 
-def never_begin(turns: list[Turn]) -> list[BadLine]:
+def never_begin(turns: Sequence[Turn]) -> list[BadLine]:
     """Return the turns that wait for an unknown turn, for each other, or for one that does."""
-    by_name = {turn.name: turn for turn in turns}
-    left = {turn.name: len(turn.wait_for) for turn in turns}
-    waiting: dict[str, list[str]] = {}
-    for turn in turns:
-        for name in turn.wait_for:
-            waiting.setdefault(name, []).append(turn.name)
-    ended = [name for name, count in left.items() if count == 0]
-    for name in ended:  # the loop appends to it
-        for other in waiting.get(name, ()):
-            left[other] -= 1
-            if left[other] == 0:
-                ended.append(other)
-    stuck = left.keys() - set(ended)
+    by_name, ended = {turn.name: turn for turn in turns}, set[str]()
+    order = TopologicalSorter({turn.name: turn.wait_for for turn in turns})
+    with suppress(CycleError):  # those in no circle have an order still
+        order.prepare()
+    while ready := [name for name in order.get_ready() if name in by_name]:
+        ended.update(ready)
+        order.done(*ready)
+    stuck = by_name.keys() - ended
     return [BadLine(turn.line, _why(turn, by_name, stuck)) for turn in turns if turn.name in stuck]
 
 
