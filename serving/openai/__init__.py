@@ -2,8 +2,7 @@
 
 from .answers import Answer, ChatAnswer, CompletionAnswer
 from .chunks import ChatChunks, Chunks, CompletionChunks
-from .form import AnswerForm, UsageCount, encode, event
-from .prompts import OpenAIRequest, has_prompts, one_per_prompt
+from .form import AnswerForm, OpenAIRequest, UsageCount, encode, event, has_prompts, one_per_prompt
 
 __all__ = [
     "Answer",

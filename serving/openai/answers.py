@@ -9,7 +9,10 @@ Source: dynamo lib/llm/src/protocols/openai/{chat_completions,completions}/aggre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from attrs import define, field
 
 from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.protocols.openai import (
@@ -25,7 +28,33 @@ from pipeline.protocols.openai import (
 from pipeline.wire import to_json
 
 from .form import AnswerForm, LogprobForm, UsageCount
-from .json_parts import JsonList, JsonParts, JsonText, filled
+
+Part = bytes | bytearray
+
+
+@define
+class _JsonList:
+    """A JSON list that grows, without its brackets."""
+
+    json: bytearray = field(factory=bytearray)
+
+    def add(self, entries: Sequence[Any]) -> None:
+        """Append entries. Raise CodecError if one has no JSON form."""
+        if entries:
+            self.json += b"," * bool(self.json) + to_json(entries)[1:-1]
+
+
+def _filled(frame: bytes, places: Iterable[tuple[bytes, bytes, Iterable[Part]]]) -> list[Part]:
+    """Return the JSON with parts inserted at places, in order. A place is the texts around it, and the parts.
+
+    Each place is the first match behind the former one. The quotes in these texts keep them from matching in a string.
+    """
+    whole: list[Part] = []
+    for before, behind, parts in places:
+        head, _, rest = frame.partition(before + behind)
+        whole += [head + before, *filter(None, parts)]
+        frame = behind + rest
+    return [*whole, frame]
 
 
 class _Choice(ABC):
@@ -33,7 +62,8 @@ class _Choice(ABC):
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._text = JsonText()
+        self._text = bytearray()
+        """Its text as JSON, without the quotes."""
         self._length = 0
         self._finish_reason: FinishReason | None = None
 
@@ -44,11 +74,15 @@ class _Choice(ABC):
         if logprobs is not None:
             self._add_logprobs(output, logprobs)
         if output.text:
-            self._text.add(output.text)
+            self._text += to_json(output.text)[1:-1]
             self._length += len(output.text)
 
+    @property
+    def _reason(self) -> str | None:
+        return None if self._finish_reason is None else self._finish_reason.openai_completion
+
     @abstractmethod
-    def json_parts(self) -> list[bytes]:
+    def json_parts(self) -> list[Part]:
         """Return the choice as JSON, in parts."""
 
     @abstractmethod
@@ -59,16 +93,15 @@ class _Choice(ABC):
 class _ChatChoice(_Choice):
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self._logprobs = JsonList()
+        self._logprobs = _JsonList()
 
-    def json_parts(self) -> list[bytes]:
-        reason = None if self._finish_reason is None else self._finish_reason.openai_completion
-        frame = ChatChoice(self._index, ResponseMessage(content=""), reason)
-        places = [(b'"content":"', b'"', self._text.all())]
-        if not self._logprobs.is_empty:
+    def json_parts(self) -> list[Part]:
+        frame = ChatChoice(self._index, ResponseMessage(content=""), self._reason)
+        places = [(b'"content":"', b'"', [self._text])]
+        if self._logprobs.json:
             frame.logprobs = ChatLogprobs([])
-            places.append((b'"content":[', b"]", self._logprobs.all()))
-        return filled(to_json(frame), places)
+            places.append((b'"content":[', b"]", [self._logprobs.json]))
+        return _filled(to_json(frame), places)
 
     def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
         found = form.chat(output)
@@ -80,30 +113,21 @@ class _CompletionChoice(_Choice):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self._has_logprobs = False
-        self._tokens, self._token_logprobs, self._top_logprobs, self._text_offset = (JsonList() for _ in range(4))
+        self._logprobs = {name: _JsonList() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
-    def json_parts(self) -> list[bytes]:
-        reason = None if self._finish_reason is None else self._finish_reason.openai_completion
-        frame = CompletionChoice("", self._index, None, reason)
-        places = [(b'"text":"', b'"', self._text.all())]
+    def json_parts(self) -> list[Part]:
+        frame = CompletionChoice("", self._index, None, self._reason)
+        places = [(b'"text":"', b'"', [self._text])]
         if self._has_logprobs:
             frame.logprobs = CompletionLogprobs()
-            places += [
-                (b'"tokens":[', b"]", self._tokens.all()),
-                (b'"token_logprobs":[', b"]", self._token_logprobs.all()),
-                (b'"top_logprobs":[', b"]", self._top_logprobs.all()),
-                (b'"text_offset":[', b"]", self._text_offset.all()),
-            ]
-        return filled(to_json(frame), places)
+            places += [(b'"%b":[' % name.encode(), b"]", [known.json]) for name, known in self._logprobs.items()]
+        return _filled(to_json(frame), places)
 
     def _add_logprobs(self, output: BackendOutput, form: LogprobForm) -> None:
-        if (found := form.completion(output, self._length)) is None:
-            return
-        self._has_logprobs = True
-        self._tokens.add(found.tokens)
-        self._token_logprobs.add(found.token_logprobs)
-        self._top_logprobs.add(found.top_logprobs)
-        self._text_offset.add(found.text_offset)
+        if (found := form.completion(output, self._length)) is not None:
+            self._has_logprobs = True
+            for name, known in self._logprobs.items():
+                known.add(getattr(found, name))
 
 
 class Answer(ABC):
@@ -133,18 +157,16 @@ class Answer(ABC):
         nvext.completion_token_ids = None
         self._nvext = nvext if self._nvext is None else self._nvext.merge(nvext)
 
-    def json_parts(self) -> list[bytes]:
-        """Return the whole answer in parts, choices by index. Raise CodecError for a text that has no JSON form."""
-        choices = JsonParts()
-        for at, (_, choice) in enumerate(sorted(self._choices.items())):
-            if at:
-                choices.add(b",")
-            choices.extend(choice.json_parts())
+    def json_parts(self) -> list[Part]:
+        """Return the whole answer in parts, choices by index."""
+        choices: list[Part] = []
+        for _, choice in sorted(self._choices.items()):
+            choices += [b",", *choice.json_parts()]
         answer = self._frame()
         answer.usage, answer.nvext = self._usage.total(), self._nvext
         if answer.nvext is not None:
             answer.nvext.completion_token_ids = self._token_ids or None
-        return filled(to_json(answer), [(b'"choices":[', b"]", choices.all())])
+        return _filled(to_json(answer), [(b'"choices":[', b"]", choices[1:])])
 
     @abstractmethod
     def _frame(self) -> ChatCompletion | Completion:

@@ -1,20 +1,14 @@
-"""What whole answers and chunks have in common: the form that a request wants, log probabilities, usage, and events.
-
-AnswerForm       ids, choices, usage and extension fields that a request wants
-LogprobForm      log probabilities in the forms of chats and completions
-UsageCount       tokens, counted while items pass
-event, around    a server-sent event; its bytes around the one text that changes from token to token
-"""
+"""What whole answers and chunks have in common: prompts, the form that a request wants, usage, and events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard, cast
 
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from msgspec.json import Encoder
 
-from pipeline.protocols import BackendOutput, CompletionUsage, PromptTokensDetails, TopLogprob
+from pipeline.protocols import BackendOutput, CompletionUsage, PromptTokensDetails, RoutingData, TopLogprob
 from pipeline.protocols.openai import (
     ChatCompletionRequest,
     ChatLogprobs,
@@ -25,8 +19,27 @@ from pipeline.protocols.openai import (
     TokenLogprob,
 )
 
+OpenAIRequest: TypeAlias = ChatCompletionRequest | CompletionRequest
 
-@define(slots=True)
+
+def one_per_prompt(request: OpenAIRequest) -> list[OpenAIRequest]:
+    """Return one request for each prompt of the request; an engine answers them one by one.
+
+    A chat, a text and a list of token ids are one prompt; a list of texts or of token lists is as many as it holds. An
+    empty list stays for validation to refuse. Each prompt costs a copy of the request: count them before.
+    """
+    if not has_prompts(request):
+        return [request]
+    return [evolve(request, prompt=each) for each in cast("list[str | list[int]]", request.prompt)]
+
+
+def has_prompts(request: OpenAIRequest) -> TypeGuard[CompletionRequest]:
+    """Return whether the request has a list of prompts, even if the list has only one."""
+    prompt = request.prompt if isinstance(request, CompletionRequest) else None
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+
+
+@define
 class _Position:
     """One token of an answer: its text, id and log probability, and the likeliest tokens at its place."""
 
@@ -39,13 +52,11 @@ class _Position:
 def _positions(output: BackendOutput) -> Iterator[_Position]:
     """Yield the tokens with a log probability."""
     tops = output.top_logprobs or [[] for _ in output.token_ids]
-    for text, token_id, logprob, top in zip(
-        output.tokens, output.token_ids, output.log_probs or [], tops, strict=False
-    ):
-        yield _Position(text or "", token_id, logprob, top)
+    known = zip(output.tokens, output.token_ids, output.log_probs or [], tops, strict=False)
+    return (_Position(text or "", token_id, logprob, top) for text, token_id, logprob, top in known)
 
 
-@define(slots=True)
+@define
 class LogprobForm:
     """The log probabilities that a client wants."""
 
@@ -94,6 +105,7 @@ class LogprobForm:
         return f"token_id:{token_id}" if self.as_token_ids else text
 
 
+_NO_ROUTING = RoutingData()
 _NO_FIELDS: frozenset[str] = frozenset()
 """Shared: an empty set takes 216 bytes, for as long as the answer lasts."""
 
@@ -120,28 +132,20 @@ class AnswerForm:
 
     @classmethod
     def of(
-        cls,
-        request: ChatCompletionRequest | CompletionRequest,
-        *,
-        id: str,
-        created: int,
-        prompts: int = 1,
-        force_usage: bool = False,
+        cls, request: OpenAIRequest, *, id: str, created: int, prompts: int = 1, force_usage: bool = False
     ) -> AnswerForm:
         """Return the form that the request wants; `force_usage` adds usage to every stream."""
-        options = request.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
+        options, top = request.stream_options, request.wanted_logprobs()
+        wants_usage = force_usage or (options is not None and bool(options.include_usage))
         return cls(
             id=id,
             created=created,
             model=request.model,
             prompts=prompts,
             choices_per_prompt=request.n or 1,
-            include_usage=wants_usage or force_usage,
-            continuous_usage=options is not None
-            and bool(options.continuous_usage_stats)
-            and (wants_usage or force_usage),
-            logprobs=_logprobs(request),
+            include_usage=wants_usage,
+            continuous_usage=wants_usage and options is not None and bool(options.continuous_usage_stats),
+            logprobs=None if top is None else LogprobForm(top, bool(request.return_tokens_as_token_ids)),
             extra_fields=_NO_FIELDS if request.nvext is None else request.nvext.wanted_response_fields(),
         )
 
@@ -158,23 +162,17 @@ class AnswerForm:
         """Return the wanted extension fields that the item has, None without any."""
         if not self.extra_fields:
             return None
-        routing = output.routing_data
+        routing = output.routing_data or _NO_ROUTING
         known = NvExtResponse(
-            worker_id=None if routing is None else routing.worker_id,
-            timing=None if routing is None else routing.timing,
-            token_ids=None if routing is None else routing.token_ids,
-            router_decision=None if routing is None else routing.decision,
+            worker_id=routing.worker_id,
+            timing=routing.timing,
+            token_ids=routing.token_ids,
+            router_decision=routing.decision,
             engine_data=output.engine_data,
             stop_reason=output.stop_reason,
             completion_token_ids=output.token_ids or None,
         )
         return known.select(self.extra_fields, finished=output.finish_reason is not None, choices=self.choices)
-
-
-def _logprobs(request: ChatCompletionRequest | CompletionRequest) -> LogprobForm | None:
-    """Return the wanted log probabilities."""
-    top = request.wanted_logprobs()
-    return None if top is None else LogprobForm(top, bool(request.return_tokens_as_token_ids))
 
 
 encode = Encoder().encode

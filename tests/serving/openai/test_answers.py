@@ -126,9 +126,8 @@ def test_the_ids_of_all_tokens_are_joined() -> None:
 
 def test_half_a_character_is_no_json() -> None:
     answer = ChatAnswer(form(None), UsageCount(1))
-    answer.add(BackendOutput([1], ["\ud800"], "\ud800"))
     with pytest.raises(CodecError):
-        answer.json_parts()
+        answer.add(BackendOutput([1], ["\ud800"], "\ud800"))
 
 
 @pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
