@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import suppress
 from random import Random
 from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,13 +14,12 @@ from operators import PushRouter
 from operators.kv import KvRouterConfig, kv_router
 from operators.kv.operator import KvPushRouter
 from operators.kv.queue import PolicyClass, PolicyProfile
-from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Disconnected, PenstockError, ResponseStream
+from pipeline import Annotated, AsyncEngine, CannotConnect, Context, Disconnected, ResponseStream
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, RoutingHints
-from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time, watch_streams
-from tests.operators.endings import later, read
+from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time
+from tests.operators.endings import BACKENDS, all_closed, ended, read, seeds
 
-ENDINGS = ("read", "read", "stop", "kill", "close", "drop", "cancel", "unread")
 BUSY_ABOVE_TOKENS = 30
 
 
@@ -67,24 +63,20 @@ async def one(graph: AsyncEngine[Any, Any], seed: int, ending: str) -> None:
     metadata = {"x-dynamo-session-id": str(seed % 3)} if rng.random() < 0.3 else {}
     request = Context(asked(seed), metadata=metadata)
     await anyio.sleep(rng.random() * 10)
-    async with anyio.create_task_group() as tasks:
-        if ending in ("stop", "kill"):
-            tasks.start_soon(later, getattr(request, ending), rng.random() * 2)
-        with anyio.move_on_after(rng.random() if ending == "cancel" else 60):
-            with suppress(PenstockError):
-                await read(await graph.generate(request), ending, rng.randrange(4))
+    async with ended(request, ending, rng.random() * 2, rng.random()):
+        await read(await graph.generate(request), ending, rng.randrange(4))
 
 
 @given(
-    seeds=st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(ENDINGS)), min_size=1, max_size=40),
-    backend=st.sampled_from(["asyncio", "trio"]),
+    requests=seeds(40),
+    backend=BACKENDS,
     queues=st.booleans(),
     session_ttl_s=st.sampled_from([None, 5.0]),
 )
 @settings(max_examples=40)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose
 def test_no_booking_and_no_place_in_the_queue_is_left(
-    seeds: list[tuple[int, str]], backend: Any, queues: bool, session_ttl_s: float | None
+    requests: list[tuple[int, str]], backend: Any, queues: bool, session_ttl_s: float | None
 ) -> None:
     async def run() -> None:
         workers: Any = static_workers({i: Flaky(script) for i in (1, 2, 3)})
@@ -99,14 +91,9 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
             expiry_s=1e9,  # nothing is healed by time
         )
         graph = KvPushRouter(router) >> PushRouter(workers, cooldown_s=0)
-        with watch_streams() as streams:
-            async with anyio.create_task_group() as tasks:
-                for seed, ending in seeds:
-                    tasks.start_soon(one, graph, seed, ending)
-            gc.collect(0)
-            for _ in range(20):
-                await checkpoint()
-            assert streams.open == []
+        async with all_closed() as tasks:
+            for seed, ending in requests:
+                tasks.start_soon(one, graph, seed, ending)
         assert (len(router.loads), len(router.queue)) == (0, 0)
         ranks = router.loads.sequences.ranks()
         loads = router.loads.sequences.project((), ranks, anyio.current_time())

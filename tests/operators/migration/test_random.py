@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import accumulate
 from random import Random
 from typing import Any
 
-import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,9 +36,9 @@ from pipeline.testing import (
     run_in_virtual_time,
     watch_streams,
 )
+from tests.operators.endings import BACKENDS, ENDINGS, all_closed, ended, read
 
 PROMPT = [65, 66, 67]
-BACKENDS = st.sampled_from(["asyncio", "trio"])
 
 
 class RandomWorker(ScriptedEngine):
@@ -206,31 +202,17 @@ def test_the_text_up_to_a_stop_string_is_that_of_an_undisturbed_run(
     assert text(seen) == text(expected)
 
 
-ENDINGS = ("read", "stop", "kill", "close", "drop", "cancel", "unread")
-
-
-async def one(engine: Any, answer: Sequence[int], ending: str, seed: int) -> list[int]:
-    """Send one request, end it in that way at a random point, and return the tokens that were delivered."""
-    request, rng, delivered = Context(request_for(answer)), Random(seed), list[int]()
-    after = rng.randrange(6)
-    with anyio.move_on_after(rng.random() * 3 if ending == "cancel" else 60), suppress(PenstockError):
+async def one(engine: Any, answer: Sequence[int], ending: str, seed: int, delivered: list[int]) -> None:
+    """Send one request, end it in that way at a random point, and note the tokens that were delivered."""
+    request, rng = Context(request_for(answer)), Random(seed)
+    by_reader = ending in ("stop", "kill")
+    async with ended(request, "read" if by_reader else ending, 0, rng.random() * 3):
         stream = await engine.generate(request)
-        if ending == "drop":
-            if after:
-                with suppress(StopAsyncIteration):
-                    await stream.__anext__()
-            return delivered
-        async with stream:
-            if ending == "unread":
-                return delivered
-            async for item in stream:
-                assert not request.is_killed
-                delivered += item.data.token_ids if item.data is not None else []
-                if len(delivered) >= after and ending == "close":
-                    break
-                if len(delivered) >= after and ending in ("stop", "kill"):
-                    getattr(request, ending)()
-    return delivered
+        await read(stream, ending, rng.randrange(6), request, lambda item: delivered.extend(tokens_of(item)))
+
+
+def tokens_of(item: Annotated[LLMEngineOutput]) -> list[int]:
+    return [] if item.data is None else item.data.token_ids
 
 
 @given(
@@ -249,12 +231,10 @@ def test_however_a_request_ends_nothing_stays_open_and_no_token_is_repeated(
 ) -> None:
     async def run() -> list[int]:
         engine = RandomWorker(answer, seed, plan)
-        with watch_streams() as streams:
-            delivered = await one(Migration(3) >> engine, answer, ending, seed)
-            gc.collect(0)
-            for _ in range(20):
-                await checkpoint()
-            assert (streams.open, engine.open) == ([], 0)
+        delivered: list[int] = []
+        async with all_closed() as tasks:
+            tasks.start_soon(one, Migration(3) >> engine, answer, ending, seed, delivered)
+        assert engine.open == 0
         return delivered
 
     delivered = run_in_virtual_time(run, backend=backend)

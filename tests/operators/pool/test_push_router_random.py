@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import suppress
 from random import Random
 from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,14 +18,13 @@ from pipeline import (
     Context,
     Disconnected,
     InvalidArgument,
-    PenstockError,
     ResponseStream,
     WorkerOverloaded,
 )
 from pipeline.network import static_workers
-from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time, watch_streams
+from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, run_in_virtual_time
+from tests.operators.endings import BACKENDS, all_closed, ended, read, seeds
 
-ENDINGS = ("read", "read", "stop", "kill", "close", "drop", "cancel", "unread")
 COOLDOWN_S = 5.0
 MODES: list[RouterMode] = ["round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
 
@@ -56,52 +52,24 @@ async def one(router: PushRouter[Any, Any], seed: int, ending: str) -> None:
     """One request that ends in that way, whatever it meets."""
     request, rng = Context(seed), Random(seed)
     await anyio.sleep(rng.random() * 10)
-    with anyio.move_on_after(rng.random() if ending == "cancel" else None):
-        with suppress(PenstockError):
-            await read(await router.generate(request), request, ending, rng.randrange(4))
+    by_reader = ending in ("stop", "kill")
+    async with ended(request, "read" if by_reader else ending, 0, rng.random()):
+        await read(await router.generate(request), ending, rng.randrange(4), request)
 
 
-async def read(stream: ResponseStream[Any], request: Context[Any], ending: str, after: int) -> None:
-    if ending == "drop":
-        if after:
-            await anext(stream, None)
-        return
-    async with stream:
-        if ending == "unread":
-            return
-        with anyio.move_on_after(30):  # and then it is closed
-            seen = 0
-            async for _ in stream:
-                seen += 1
-                if seen >= after and ending == "close":
-                    return
-                if seen >= after and ending in ("stop", "kill"):
-                    getattr(request, ending)()
-
-
-@given(
-    seeds=st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(ENDINGS)), min_size=1, max_size=40),
-    mode=st.sampled_from(MODES),
-    backend=st.sampled_from(["asyncio", "trio"]),
-    has_limit=st.booleans(),
-)
+@given(requests=seeds(40), mode=st.sampled_from(MODES), backend=BACKENDS, has_limit=st.booleans())
 @settings(max_examples=40)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # streams are dropped on purpose
 def test_nothing_stays_in_flight_and_every_exclusion_ends(
-    seeds: list[tuple[int, str]], mode: RouterMode, backend: Any, has_limit: bool
+    requests: list[tuple[int, str]], mode: RouterMode, backend: Any, has_limit: bool
 ) -> None:
     async def run() -> None:
         engines = {i: Flaky(script) for i in (1, 2, 3)}
         limit_s = 2.0 if has_limit else None
         router = PushRouter(static_workers(engines), mode, Random(1), cooldown_s=COOLDOWN_S, silence_timeout_s=limit_s)
-        with watch_streams() as streams:
-            async with anyio.create_task_group() as tasks:
-                for seed, ending in seeds:
-                    tasks.start_soon(one, router, seed, ending)
-            gc.collect(0)
-            for _ in range(20):
-                await checkpoint()
-            assert streams.open == []
+        async with all_closed() as tasks:
+            for seed, ending in requests:
+                tasks.start_soon(one, router, seed, ending)
         assert {i: load.in_flight for i, load in router.loads.current().items()} == {1: 0, 2: 0, 3: 0}
         assert sum(engine.open for engine in engines.values()) == 0
         await anyio.sleep(COOLDOWN_S)
