@@ -40,7 +40,7 @@ from .request import RouteRequest, hash_beside_the_loop, with_shared_hashes
 from .reservation import Reservation, ends_badly
 from .router import KvRouter
 from .selection import Decision
-from .sessions import SESSION_HEADER, Claimed, Entered, Sessions, check_explicit, may_retry_unpinned, session_id_of
+from .sessions import Claimed, Entered, Sessions, check_explicit, session_id_of
 from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             return await self._send(request, reservation, next)
         payload = request.payload
         route = await self._route(request)
-        session_id = None if self.router.sessions is None else session_id_of(_session(request.metadata))
+        session_id = None if self.router.sessions is None else session_id_of(request.metadata)
         if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self._answer(request, route, session_id)
         if session_id is None:
@@ -128,7 +128,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     async def _reserved(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Reservation:
         """Reserve a worker, and record how many requests waited before this one."""
         waiting = len(self.router.queue)
-        with self._metrics.steps(self.router.loads.clock.now_s, request, self._tracer) as steps:
+        with self._metrics.steps(self.router.loads.clock, request, self._tracer) as steps:
             reservation = await self.router.reserve(route, request_id=request.id, control=request.control, steps=steps)
         if (tracker := request.payload.tracker) is not None:
             tracker.record_router_queue_depth(waiting)
@@ -242,10 +242,10 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
                 sessions.leave(entry)
                 if not _shows_a_lost_worker(error):
                     raise
-                cancelled, explicit = request.is_stopped, route.worker_id is not None
-                if not cancelled:
-                    sessions.invalidate(entry)
-                if not may_retry_unpinned(cancelled=cancelled, explicit=explicit, retried=retried):
+                if request.is_stopped:
+                    raise
+                sessions.invalidate(entry)
+                if retried or route.worker_id is not None:
                     raise
                 retried = True
 
@@ -362,9 +362,3 @@ def _in_session_of(rank: WorkerRank, route: RouteRequest) -> RouteRequest:
     elif rank.worker_id in route.failed_worker_ids:
         raise Unavailable(f"worker {rank.worker_id} of this session has failed this request")
     return evolve(route, worker_id=rank.worker_id, dp_rank=rank.dp_rank)
-
-
-def _session(metadata: Mapping[str, str]) -> str | None:
-    """The session in the request's metadata; header names know no case."""
-    wanted = SESSION_HEADER.lower()
-    return next((text for name, text in metadata.items() if name.lower() == wanted), None)

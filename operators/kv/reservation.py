@@ -16,17 +16,20 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import define, field
 
 from pipeline import Annotated
+from pipeline.loop import clock
 from pipeline.protocols import LLMEngineOutput
 
-from .clock import LoopClock
 from .load import (
     EXPIRY_S,
     ActiveRequest,
     ActiveSequences,
+    AddRequest,
     Column,
+    Free,
+    MarkPrefillCompleted,
     RankLoad,
     ReplicaSync,
-    ReplicatedBooking,
+    SequenceEventData,
     SequenceLoad,
 )
 from .metrics import RequestMeter
@@ -50,6 +53,7 @@ class Reservation(ActiveRequest):
     prompt_tokens: int = 0
     expected_output_tokens: int | None = None
     """Length of the answer that the client expects; output blocks then weigh less the nearer it is."""
+    lora_name: str | None = None
     tracks_output_blocks: bool = False
     """Whether output blocks count as load."""
     meter: RequestMeter | None = None
@@ -58,8 +62,6 @@ class Reservation(ActiveRequest):
     """Tokens of the answer so far. The reader of the stream adds them, and calls `advance` at `next_step_tokens`."""
     next_step_tokens: int = field(default=1, init=False)
     """At this many output tokens the load changes: at the first, then at each that needs a new block."""
-    replicated: ReplicatedBooking | None = field(default=None, init=False, repr=False)
-    """The booking as the other routers know it."""
     _decision: Decision | None = field(default=None, init=False)
     _is_released: bool = field(default=False, init=False)
 
@@ -141,7 +143,7 @@ class LoadBook:
 
     def __init__(self, *, expiry_s: float = EXPIRY_S, peers: ReplicaSync | None = None) -> None:
         self.sequences = ActiveSequences(expiry_s)
-        self.clock = LoopClock()
+        self.clock = loop_clock()
         self.peers = peers
         self.on_room: Callable[[], object] = _no_one_waits
         if peers is not None:
@@ -155,23 +157,20 @@ class LoadBook:
         """The time of a decision or a change of load, once the events of replicas until then are applied."""
         if self.peers is not None:
             self.peers.take_in()
-        return self.clock.now_s()
+        return self.clock()
 
     # -- reservations
 
-    def enter(
-        self, reservation: Reservation, decision: Decision, load: SequenceLoad, lora_name: str | None, now_s: float
-    ) -> None:
+    def enter(self, reservation: Reservation, decision: Decision, load: SequenceLoad, now_s: float) -> None:
         """Book the reservation on the chosen rank. Raises what `ActiveSequences.add` raises; nothing is booked then."""
         self.sequences.add(reservation, decision.rank, load, now_s, registered_only=True)
         reservation._decision = decision
         if self.peers is not None:
-            reservation.replicated = self.peers.booked(reservation.request_id, decision.rank, load, lora_name)
+            self._publish(reservation, AddRequest.of(load))
 
     def finish_prefill(self, reservation: Reservation) -> bool:
         if marked := self.sequences.finish_prefill(reservation, self.now_s()):
-            if reservation.replicated is not None:
-                reservation.replicated.prefill_completed()
+            self._publish(reservation, MarkPrefillCompleted())
             self.on_room()
         return marked
 
@@ -183,11 +182,14 @@ class LoadBook:
     def release(self, reservation: Reservation) -> bool:
         """Take it off its rank, and off the replicas' books, also where it had expired or lost its worker here."""
         released = self.sequences.release(reservation, self.now_s())
-        if reservation.replicated is not None:
-            reservation.replicated.over()
+        self._publish(reservation, Free())
         if released:
             self.on_room()
         return released
+
+    def _publish(self, reservation: Reservation, step: SequenceEventData) -> None:
+        if self.peers is not None:
+            self.peers.publish(reservation, step, reservation.lora_name)
 
     # -- loads
 
@@ -197,7 +199,7 @@ class LoadBook:
 
     def by_rank(self) -> Sequence[RankLoad]:
         """What is in flight on every rank. May be called in any thread."""
-        return self.sequences.loads(self.clock.now_s())
+        return self.sequences.loads(self.clock())
 
     def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         """Drop the bookings of workers that are gone, and keep an account for exactly these ranks."""
@@ -217,6 +219,28 @@ class LoadBook:
 
 def _no_one_waits() -> None:
     pass
+
+
+def loop_clock() -> Callable[[], float]:
+    """Return a clock with the seconds of the loop that runs at its first call; it does not go back.
+
+    Without any loop, or before there is one, it is the time last returned.
+    """
+    read: Callable[[], float] | None = None
+    last_s = 0.0
+
+    def now_s() -> float:
+        nonlocal read, last_s
+        try:
+            if read is None:
+                read = clock()
+            if (seconds := read()) > last_s:
+                last_s = seconds
+        except RuntimeError:  # both backends: no loop runs here
+            pass
+        return last_s
+
+    return now_s
 
 
 def output_weight(output_tokens: int, expected_output_tokens: int | None) -> float | None:

@@ -183,7 +183,7 @@ class KvRouter:
             while True:
                 await anyio.sleep(every_s)
                 self.loads.expire()
-                self.lookup.expire(self.loads.clock.now_s())
+                self.lookup.expire(self.loads.clock())
                 self.queue.drain()
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class KvRouter:
         self.queue.drain()
 
     def _find(self, blocks: PromptBlocks) -> Overlap:
-        return self.lookup.find(blocks, self.loads.clock.now_s())
+        return self.lookup.find(blocks, self.loads.clock())
 
     def _look_up(self, request: RouteRequest, steps: RoutingSteps) -> Overlap:
         """Look up the cached prefixes. The hashes are computed here, where they are timed; later steps find them."""
@@ -267,10 +267,11 @@ class KvRouter:
             block_size_tokens=self.lookup.block_size_tokens,
             prompt_tokens=request.prompt_tokens,
             expected_output_tokens=request.expected_output_tokens,
+            lora_name=request.blocks.lora_name,
             tracks_output_blocks=self.config.router_track_output_blocks,
         )
         load = self._load(decision, settings, hashes)
-        self.loads.enter(reservation, decision, load, request.blocks.lora_name, now_s)
+        self.loads.enter(reservation, decision, load, now_s)
         self.lookup.record(decision.rank, request.blocks, now_s)
         return reservation
 

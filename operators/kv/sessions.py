@@ -1,18 +1,16 @@
-"""SessionAffinity: requests of one session go where its first one went.
+"""Sessions: requests of one session go where its first one went.
 
     enter ──► Bound: go there, holding a lease
           ──► Claimed: route freely, then `bind` or `give_up`
-          ──► Pending: another request has claimed it; try again when it is bound
+          another request has claimed it: wait until it is decided
 
-Source: dynamo lib/llm/src/kv_router, session affinity. Other than there a state machine: the time is passed in, and the
-owner wakes waiting requests and expires sessions.
-
-Sessions: SessionAffinity with the waiting: a second request of a session waits until the first is placed.
+Source: dynamo lib/llm/src/kv_router, session affinity. Other than there only `enter` waits, and the time is read from a
+clock that is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -21,7 +19,6 @@ from attrs import define, field, frozen
 
 from pipeline import Cancelled, Control, InvalidArgument, ResourceExhausted
 
-from .clock import LoopClock
 from .types import WorkerRank
 
 SESSION_HEADER = "X-Dynamo-Session-ID"
@@ -38,6 +35,8 @@ class _Session:
     rank: WorkerRank | None = None
     leases: int = 0
     idle_since_s: float = 0.0
+    waiting: list[anyio.Event] = field(factory=list)
+    """One for each request that waits for the claim to be decided."""
 
 
 @define(eq=False)
@@ -58,19 +57,18 @@ class Claimed:
     _session: _Session
 
 
-@frozen
-class Pending:
-    """Another request has claimed the session: try again when that has ended."""
-
-    session_id: str
+Entered: TypeAlias = Bound | Claimed
+"""A request inside its session: bound to a worker, or the one that selects it."""
 
 
-Entry: TypeAlias = Bound | Claimed | Pending
+def session_id_of(metadata: Mapping[str, str]) -> str | None:
+    """Return the session in a request's metadata, whose names know no case; None if it is absent or empty.
 
-
-def session_id_of(text: str | None) -> str | None:
-    """Return the session of a header; None if it is absent or empty. Raises InvalidArgument if it is too long."""
-    if text is not None and len(text.encode("utf-8", "surrogatepass")) > SESSION_ID_BYTES_MAX:
+    Raises InvalidArgument if it is too long.
+    """
+    wanted = SESSION_HEADER.lower()
+    text = next((text for name, text in metadata.items() if name.lower() == wanted), "")
+    if len(text.encode("utf-8", "surrogatepass")) > SESSION_ID_BYTES_MAX:
         raise InvalidArgument(f"must be at most {SESSION_ID_BYTES_MAX} bytes", field=SESSION_HEADER)
     return text or None
 
@@ -83,13 +81,16 @@ def check_explicit(bound: WorkerRank, worker_id: int, dp_rank: int | None = None
 
 
 @define(eq=False)
-class SessionAffinity:
-    """Bindings of sessions to ranks; one that no request holds is dropped after `ttl_s` seconds.
+class Sessions:
+    """The sessions of one router, used in one loop; one that no request holds is dropped after `ttl_s` seconds.
 
-    Raises InvalidArgument for a time outside 1 second to 365 days.
+    Without `run` in a task idle sessions are kept until they are entered. Raises InvalidArgument for a time outside 1
+    second to 365 days.
     """
 
     ttl_s: float
+    now_s: Callable[[], float]
+    """The time in seconds; does not go back."""
     bindings_max: int = BINDINGS_MAX
     _sessions: dict[str, _Session] = field(factory=dict, init=False)
 
@@ -106,26 +107,45 @@ class SessionAffinity:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def peek(self, session_id: str, now_s: float) -> WorkerRank | None:
+    def peek(self, session_id: str) -> WorkerRank | None:
         """Return the rank the session is bound to; changes nothing."""
         session = self._sessions.get(session_id)
-        return None if session is None or self._is_over(session, now_s) else session.rank
+        return None if session is None or self._is_over(session) else session.rank
 
-    def enter(self, session_id: str, now_s: float) -> Entry:
-        """Begin a request of the session. Raises ResourceExhausted for a new session when there is no room."""
-        session = self._live(session_id, now_s)
+    async def enter(self, session_id: str, request_id: str, control: Control) -> Entered:
+        """Begin a request of the session, once no other request claims it. A claim must end with `bind` or `give_up`.
+
+        Raises ResourceExhausted when there is no room for a new session, Cancelled on a stop while it waits.
+        """
+        while (entered := self.enter_nowait(session_id)) is None:
+            if control.is_stopped:
+                raise Cancelled(f"Request {request_id} was cancelled")
+            decided, waiting = anyio.Event(), self._sessions[session_id].waiting
+            waiting.append(decided)
+            forget = control.on_stop(decided.set)
+            try:
+                await decided.wait()
+            finally:
+                forget()
+                with suppress(ValueError):  # woken: it is off the list
+                    waiting.remove(decided)
+        return entered
+
+    def enter_nowait(self, session_id: str) -> Entered | None:
+        """`enter`, or None while another request claims the session."""
+        session = self._live(session_id)
         if session is None:
             if len(self._sessions) >= self.bindings_max:
                 raise ResourceExhausted(f"{self.bindings_max} sessions are bound already")
             session = self._sessions[session_id] = _Session()
             return Claimed(session_id, session)
         if session.rank is None:
-            return Pending(session_id)
+            return None
         session.leases += 1
         return Bound(session_id, session.rank, session)
 
     def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
-        """Bind the session to the rank of the request that claimed it, which holds a lease now.
+        """Bind the session to the rank to which the request that claimed it was sent; it holds a lease now.
 
         If a replica bound the session meanwhile, that binding stays and this request has no lease.
         """
@@ -133,19 +153,24 @@ class SessionAffinity:
         holds = self._sessions.get(claimed.session_id) is session and session.rank is None
         if holds:
             session.rank, session.leases = rank, 1
+            _wake(session)
         return Bound(claimed.session_id, rank, session, holds)
 
     def give_up(self, claimed: Claimed) -> None:
         """Drop a claim whose request was not sent; the next request claims the session."""
         if self._sessions.get(claimed.session_id) is claimed._session and claimed._session.rank is None:
             del self._sessions[claimed.session_id]
+            _wake(claimed._session)
 
-    def leave(self, bound: Bound, now_s: float) -> None:
-        """End a request's lease, once; the session is idle from the end of the last lease on."""
+    def leave(self, bound: Bound) -> None:
+        """End a request's lease, once; the session is idle from the end of the last lease on.
+
+        May be called in a plain callback.
+        """
         if bound._holds:
             bound._holds = False
             bound._session.leases -= 1
-            bound._session.idle_since_s = now_s
+            bound._session.idle_since_s = self.now_s()
 
     def invalidate(self, bound: Bound) -> bool:
         """Unbind the session after its worker left or failed the request. Return False if it was bound anew.
@@ -157,7 +182,7 @@ class SessionAffinity:
         del self._sessions[bound.session_id]
         return True
 
-    def observe(self, session_id: str, rank: WorkerRank, now_s: float, is_known: Callable[[WorkerRank], bool]) -> bool:
+    def observe(self, session_id: str, rank: WorkerRank, is_known: Callable[[WorkerRank], bool]) -> bool:
         """Take in that a replica bound the session; return whether it is bound there now.
 
         The first live binding stays, and the same one again is refreshed. An unknown rank is ignored, and so is a new
@@ -165,115 +190,44 @@ class SessionAffinity:
         """
         if not is_known(rank):
             return False
-        session = self._live(session_id, now_s)
+        session = self._live(session_id)
         if session is not None and session.rank is not None:
             if session.rank == rank:
-                session.idle_since_s = max(session.idle_since_s, now_s)
+                session.idle_since_s = max(session.idle_since_s, self.now_s())
             return session.rank == rank
         if session is None and len(self._sessions) >= self.bindings_max:
             return False
-        self._sessions[session_id] = _Session(rank, 0, now_s)
+        self._sessions[session_id] = _Session(rank, 0, self.now_s())
+        if session is not None:
+            _wake(session)
         return True
 
-    def expire(self, now_s: float) -> list[str]:
+    def expire(self) -> list[str]:
         """Drop the bindings that were idle for `ttl_s`; return their sessions."""
-        over = [session_id for session_id, session in self._sessions.items() if self._is_over(session, now_s)]
+        over = [session_id for session_id, session in self._sessions.items() if self._is_over(session)]
         for session_id in over:
             del self._sessions[session_id]
         return over
 
-    def _is_over(self, session: _Session, now_s: float) -> bool:
-        return session.rank is not None and session.leases == 0 and now_s - session.idle_since_s >= self.ttl_s
+    async def run(self) -> None:
+        """Drop idle sessions, until cancelled."""
+        while True:
+            await anyio.sleep(self.reap_every_s)
+            self.expire()
 
-    def _live(self, session_id: str, now_s: float) -> _Session | None:
+    def _is_over(self, session: _Session) -> bool:
+        return session.rank is not None and not session.leases and self.now_s() - session.idle_since_s >= self.ttl_s
+
+    def _live(self, session_id: str) -> _Session | None:
         """Return the session's binding or claim; drop one that has expired."""
         session = self._sessions.get(session_id)
-        if session is not None and self._is_over(session, now_s):
+        if session is not None and self._is_over(session):
             del self._sessions[session_id]
             return None
         return session
 
 
-def may_retry_unpinned(*, cancelled: bool, explicit: bool, retried: bool) -> bool:
-    """Whether a bound request that failed is sent once more, to any worker.
-
-    Not if it was cancelled, names its worker itself, or was retried before.
-    """
-    return not (cancelled or explicit or retried)
-
-
-Entered: TypeAlias = Bound | Claimed
-"""A request inside its session: bound to a worker, or the one that selects it."""
-
-
-class Sessions:
-    """The sessions of one router, used in one loop. Without `run` in a task, idle sessions are kept."""
-
-    def __init__(self, ttl_s: float, clock: LoopClock) -> None:
-        self._affinity = SessionAffinity(ttl_s)
-        self._clock = clock
-        self._waiting: dict[str, list[anyio.Event]] = {}
-
-    def peek(self, session_id: str) -> WorkerRank | None:
-        """Return the rank the session is bound to; changes nothing."""
-        return self._affinity.peek(session_id, self._clock.now_s())
-
-    async def enter(self, session_id: str, request_id: str, control: Control) -> Entered:
-        """Begin a request: bound, or with a claim, which must end with `bind` or `give_up`.
-
-        Raises ResourceExhausted when there is no room for a new session, Cancelled on a stop while it waits.
-        """
-        while isinstance(entry := self._affinity.enter(session_id, self._clock.now_s()), Pending):
-            if control.is_stopped:
-                raise Cancelled(f"Request {request_id} was cancelled")
-            await self._decided(session_id, control)
-        return entry
-
-    def bind(self, claimed: Claimed, rank: WorkerRank) -> Bound:
-        """Bind a claimed session to the rank its request was sent to."""
-        bound = self._affinity.bind(claimed, rank)
-        self._wake(claimed.session_id)
-        return bound
-
-    def give_up(self, claimed: Claimed) -> None:
-        """Drop a claim whose request was not sent."""
-        self._affinity.give_up(claimed)
-        self._wake(claimed.session_id)
-
-    def leave(self, bound: Bound) -> None:
-        """End the request's lease. May be called in a plain callback."""
-        self._affinity.leave(bound, self._clock.now_s())
-
-    def invalidate(self, bound: Bound) -> None:
-        """Unbind the session after its worker left or failed the request."""
-        self._affinity.invalidate(bound)
-
-    def __len__(self) -> int:
-        return len(self._affinity)
-
-    async def run(self) -> None:
-        """Drop idle sessions, until cancelled."""
-        while True:
-            await anyio.sleep(self._affinity.reap_every_s)
-            self._affinity.expire(self._clock.now_s())
-
-    async def _decided(self, session_id: str, control: Control) -> None:
-        """Returns when the session was decided, or on a stop."""
-        event = anyio.Event()
-        waiting = self._waiting.setdefault(session_id, [])
-        waiting.append(event)
-        forget = control.on_stop(event.set)
-        try:
-            await event.wait()
-        finally:
-            forget()
-            with suppress(ValueError):  # woken: it is off the list
-                waiting.remove(event)
-            if not waiting and self._waiting.get(session_id) is waiting:
-                del self._waiting[session_id]
-
-    def _wake(self, session_id: str) -> None:
-        waiting = self._waiting.pop(session_id, [])
-        for event in waiting:
-            event.set()
-        waiting.clear()
+def _wake(session: _Session) -> None:
+    for decided in session.waiting:
+        decided.set()
+    session.waiting.clear()

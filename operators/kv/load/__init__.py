@@ -14,7 +14,7 @@ from .replica_events import (
     SequenceEventData,
     apply_events,
 )
-from .replicas import BATCH_EVENTS, ReplicaSync, ReplicatedBooking
+from .replicas import BATCH_EVENTS, ReplicaSync
 from .sequences import (
     ACTIVE_REQUEST_EXPIRY,
     EXPIRY_S,
@@ -50,7 +50,6 @@ __all__ = [
     "RankLoad",
     "RankLoads",
     "ReplicaSync",
-    "ReplicatedBooking",
     "SequenceEventData",
     "SequenceLoad",
     "apply_events",

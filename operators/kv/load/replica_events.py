@@ -70,6 +70,15 @@ class AddRequest:
     prefill_load_hint: PrefillLoadHint | None = null()
     """None if the prompt does not count."""
 
+    @classmethod
+    def of(cls, load: SequenceLoad) -> Self:
+        """Return the step in which a request with this load is booked."""
+        hint = None
+        if load.prefill_tokens:
+            duration_s = load.prefill_duration_s
+            hint = PrefillLoadHint(load.prefill_tokens, None if duration_s is None else Duration.of(duration_s))
+        return cls(list(load.hashes) or None, load.prefill_tokens > 0, prefill_load_hint=hint)
+
 
 @frozen
 class MarkPrefillCompleted:
@@ -96,22 +105,6 @@ class ActiveSequenceEvent:
     data: SequenceEventData
     router_id: U64
     lora_name: str | None = null()
-
-    @classmethod
-    def added(
-        cls, request_id: str, worker: WorkerRank, load: SequenceLoad, router_id: int, lora_name: str | None = None
-    ) -> ActiveSequenceEvent:
-        """Return the event of a booking."""
-        hint = None
-        if load.prefill_tokens:
-            duration_s = load.prefill_duration_s
-            hint = PrefillLoadHint(load.prefill_tokens, None if duration_s is None else Duration.of(duration_s))
-        data = AddRequest(
-            token_sequence=list(load.hashes) or None,
-            track_prefill_tokens=load.prefill_tokens > 0,
-            prefill_load_hint=hint,
-        )
-        return cls(request_id, worker, data, router_id, lora_name)
 
 
 ReceivedEvent: TypeAlias = tuple[float, ActiveSequenceEvent]

@@ -13,24 +13,20 @@ import logging
 from collections.abc import Callable
 
 import anyio
-from attrs import define
 
 from pipeline import InvalidArgument
 from pipeline.network import EndpointId, Event, EventPlane, Scope
 from pipeline.rx import DisposableBase
 
-from ..clock import LoopClock
-from ..types import WorkerRank
 from .replica_events import (
     ACTIVE_SEQUENCES_TOPIC,
     ActiveSequenceEvent,
     Free,
-    MarkPrefillCompleted,
     ReceivedEvent,
     SequenceEventData,
     apply_events,
 )
-from .sequences import ActiveSequences, SequenceLoad
+from .sequences import ActiveRequest, ActiveSequences
 
 BATCH_EVENTS = 256
 BATCH_S = 0.001
@@ -57,7 +53,7 @@ class ReplicaSync:
         self._events = events.subscribe(scope, ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
         self._registered_only = registered_only
         self._sequences: ActiveSequences | None = None
-        self._clock = LoopClock()
+        self._now_s: Callable[[], float] = anyio.current_time
         self._following: DisposableBase | None = None
         self._received: list[ReceivedEvent] = []
         self._made_room = False
@@ -72,11 +68,14 @@ class ReplicaSync:
 
     # -- for the router
 
-    def join(self, sequences: ActiveSequences, clock: LoopClock) -> None:
-        """Receive the other routers' events from now on. Raises InvalidArgument if a router has joined it already."""
+    def join(self, sequences: ActiveSequences, now_s: Callable[[], float]) -> None:
+        """Receive the other routers' events from now on, each as of its time by this clock.
+
+        Raises InvalidArgument if a router has joined it already.
+        """
         if self._sequences is not None:
             raise InvalidArgument("belongs to another router", field="peers")
-        self._sequences, self._clock = sequences, clock
+        self._sequences, self._now_s = sequences, now_s
         self._following = self._events.subscribe(self._receive)
 
     def take_in(self) -> None:
@@ -105,10 +104,23 @@ class ReplicaSync:
             if self.made_room():
                 wake()
 
-    def booked(self, request_id: str, rank: WorkerRank, load: SequenceLoad, lora_name: str | None) -> ReplicatedBooking:
-        """Publish a booking; the result publishes its later steps."""
-        self._notify(ActiveSequenceEvent.added(request_id, rank, load, self.router_id, lora_name))
-        return ReplicatedBooking(self, request_id, rank, lora_name)
+    def publish(self, request: ActiveRequest, data: SequenceEventData, lora_name: str | None) -> None:
+        """Publish a step of a request that is or was booked here; also long after it expired or its worker left.
+
+        A failure is logged, with the number since the last report: routing goes on without.
+        """
+        if isinstance(data, Free) and self._sequences is not None and self._sequences.get(request.request_id):
+            return  # the id was booked again meanwhile, which has ended this booking at the other routers already
+        try:
+            self._publisher.publish(
+                ActiveSequenceEvent(request.request_id, request.rank, data, self.router_id, lora_name)
+            )
+        except Exception as error:
+            self._unsent += 1
+            now_s = self._now_s()
+            if self._reported_s is None or now_s - self._reported_s >= REPORT_EVERY_S:
+                _log.warning("%d events were not sent to the other routers: %s", self._unsent, error)
+                self._unsent, self._reported_s = 0, now_s
 
     def close(self) -> None:
         """Receive nothing more. The ends of bookings that exist are still published."""
@@ -120,52 +132,8 @@ class ReplicaSync:
     def _receive(self, event: Event[ActiveSequenceEvent]) -> None:
         if event.payload.router_id == self.router_id:
             return
-        self._received.append((self._clock.now_s(), event.payload))
+        self._received.append((self._now_s(), event.payload))
         if len(self._received) >= BATCH_EVENTS:
             self.take_in()
         if self._news is not None:
             self._news.set()
-
-    def _notify(self, event: ActiveSequenceEvent) -> None:
-        """Publish the event. A failure is logged, with the number since the last report: routing goes on without."""
-        try:
-            self._publisher.publish(event)
-        except Exception as error:
-            self._unsent += 1
-            now_s = self._clock.now_s()
-            if self._reported_s is None or now_s - self._reported_s >= REPORT_EVERY_S:
-                _log.warning("%d events were not sent to the other routers: %s", self._unsent, error)
-                self._unsent, self._reported_s = 0, now_s
-
-    def _is_booked(self, request_id: str) -> bool:
-        return self._sequences is not None and self._sequences.get(request_id) is not None
-
-
-@define(eq=False)
-class ReplicatedBooking:
-    """One booking of this router, as the other routers know it."""
-
-    peers: ReplicaSync
-    _request_id: str
-    _rank: WorkerRank
-    _lora_name: str | None
-    _is_over: bool = False
-
-    def prefill_completed(self) -> None:
-        """Publish that the prompt is computed."""
-        self._notify(MarkPrefillCompleted())
-
-    def over(self) -> None:
-        """Publish its end, once; also long after it expired here or its worker left.
-
-        If the same id was booked again meanwhile, that has ended it at the other routers already.
-        """
-        if not self._is_over:
-            self._is_over = True
-            if not self.peers._is_booked(self._request_id):
-                self._notify(Free())
-
-    def _notify(self, data: SequenceEventData) -> None:
-        self.peers._notify(
-            ActiveSequenceEvent(self._request_id, self._rank, data, self.peers.router_id, self._lora_name)
-        )

@@ -127,7 +127,7 @@ class AdmissionController:
             size,
             class_index=class_index,
             workers=len(self._pool.current().ranks),
-            arrival_s=self._loads.clock.now_s(),
+            arrival_s=self._loads.clock(),
             priority_jump_s=request.priority_jump_s,
             strict_priority=request.strict_priority,
             partition=request.partition,
@@ -193,7 +193,7 @@ class AdmissionController:
         """Place one that waited, or keep the error, and wake its task."""
         queued = waiting.item
         try:
-            is_old = waiting.is_due_for_refresh(self._loads.clock.now_s(), self._refresh_after_s)
+            is_old = waiting.is_due_for_refresh(self._loads.clock(), self._refresh_after_s)
             queued.placed = queued.place(queued, is_old)
         except Exception as error:
             queued.error = error

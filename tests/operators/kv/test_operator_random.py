@@ -100,7 +100,7 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
         assert (sum(loads.prefill_tokens), sum(loads.decode_blocks), sum(loads.requests)) == (0, 0, 0)
         if router.sessions is not None:
             await anyio.sleep(6)
-            router.sessions._affinity.expire(anyio.current_time())
+            router.sessions.expire()
             assert len(router.sessions) == 0
 
     run_in_virtual_time(run, backend=backend)

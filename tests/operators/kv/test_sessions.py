@@ -1,34 +1,40 @@
-"""SessionAffinity: who is first, who is bound, what ends a binding."""
+"""Sessions: which request is first, which are bound, what ends a binding."""
 
 from __future__ import annotations
+
+from typing import Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.sessions import (
-    Bound,
-    Claimed,
-    Pending,
-    SessionAffinity,
-    check_explicit,
-    may_retry_unpinned,
-    session_id_of,
-)
+from operators.kv.sessions import BINDINGS_MAX, SESSION_HEADER, Bound, Claimed, Sessions, check_explicit, session_id_of
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted
 
 A, B = WorkerRank(1), WorkerRank(2, 3)
 
 
-def first(affinity: SessionAffinity, session_id: str = "s", now_s: float = 0.0) -> Claimed:
-    entry = affinity.enter(session_id, now_s)
+class TimedSessions(Sessions):
+    """Sessions with the time of each step in the call."""
+
+    def __init__(self, ttl_s: float, bindings_max: int = BINDINGS_MAX) -> None:
+        self.time_s = 0.0
+        super().__init__(ttl_s, lambda: self.time_s, bindings_max)
+
+    def at(self, time_s: float) -> Self:
+        self.time_s = time_s
+        return self
+
+
+def first(sessions: TimedSessions, session_id: str = "s", now_s: float = 0.0) -> Claimed:
+    entry = sessions.at(now_s).enter_nowait(session_id)
     assert isinstance(entry, Claimed)
     return entry
 
 
-def bound(affinity: SessionAffinity, session_id: str = "s", now_s: float = 0.0) -> Bound:
-    entry = affinity.enter(session_id, now_s)
+def bound(sessions: TimedSessions, session_id: str = "s", now_s: float = 0.0) -> Bound:
+    entry = sessions.at(now_s).enter_nowait(session_id)
     assert isinstance(entry, Bound)
     return entry
 
@@ -40,74 +46,68 @@ def everyone(_: WorkerRank) -> bool:
 @pytest.mark.parametrize("ttl_s", [0, -1, 31_536_001, float("nan"), float("inf")])
 def test_the_time_is_between_a_second_and_a_year(ttl_s: float) -> None:
     with pytest.raises(InvalidArgument):
-        SessionAffinity(ttl_s)
-    assert [SessionAffinity(good).ttl_s for good in (1, 31_536_000)] == [1, 31_536_000]
+        TimedSessions(ttl_s)
+    assert [TimedSessions(good).ttl_s for good in (1, 31_536_000)] == [1, 31_536_000]
 
 
 def test_a_session_id_is_at_most_256_bytes() -> None:
-    assert [session_id_of(text) for text in (None, "", "a" * 256, "é" * 128)] == [None, None, "a" * 256, "é" * 128]
+    assert session_id_of({}) is None
+    for text in ("", "a" * 256, "é" * 128):
+        assert session_id_of({SESSION_HEADER.upper(): text}) == (text or None)
     with pytest.raises(InvalidArgument):
-        session_id_of("é" * 129)
+        session_id_of({SESSION_HEADER: "é" * 129})
 
 
 def test_the_first_dispatch_binds_and_others_wait_for_it() -> None:
-    affinity = SessionAffinity(60)
-    claim = first(affinity)
-    assert affinity.enter("s", 0.0) == Pending("s")
-    affinity.bind(claim, A)
-    assert (bound(affinity).rank, affinity.peek("s", 0.0)) == (A, A)
+    sessions = TimedSessions(60)
+    claim = first(sessions)
+    assert sessions.at(0.0).enter_nowait("s") is None
+    sessions.bind(claim, A)
+    assert (bound(sessions).rank, sessions.at(0.0).peek("s")) == (A, A)
 
 
 def test_when_the_first_is_not_dispatched_the_next_is_first() -> None:
-    affinity = SessionAffinity(60)
-    affinity.give_up(first(affinity))
-    assert len(affinity) == 0
-    again = first(affinity)
-    affinity.bind(again, B)
-    affinity.give_up(again)
-    assert bound(affinity).rank == B, "giving up after binding changes nothing"
+    sessions = TimedSessions(60)
+    sessions.give_up(first(sessions))
+    assert len(sessions) == 0
+    again = first(sessions)
+    sessions.bind(again, B)
+    sessions.give_up(again)
+    assert bound(sessions).rank == B, "giving up after binding changes nothing"
 
 
 def test_a_binding_idles_only_without_a_lease() -> None:
-    affinity = SessionAffinity(10)
-    held = affinity.bind(first(affinity), A)
-    other = bound(affinity, now_s=1.0)
-    assert affinity.expire(1000.0) == []
-    affinity.leave(held, 1000.0)
-    affinity.leave(held, 1000.0)
-    assert affinity.peek("s", 2000.0) == A, "the other one still holds it"
-    affinity.leave(other, 2000.0)
-    assert (affinity.peek("s", 2009.0), affinity.expire(2009.0)) == (A, [])
-    assert (affinity.peek("s", 2010.0), affinity.expire(2010.0)) == (None, ["s"])
+    sessions = TimedSessions(10)
+    held = sessions.bind(first(sessions), A)
+    other = bound(sessions, now_s=1.0)
+    assert sessions.at(1000.0).expire() == []
+    sessions.at(1000.0).leave(held)
+    sessions.at(1000.0).leave(held)
+    assert sessions.at(2000.0).peek("s") == A, "the other one still holds it"
+    sessions.at(2000.0).leave(other)
+    assert (sessions.at(2009.0).peek("s"), sessions.at(2009.0).expire()) == (A, [])
+    assert (sessions.at(2010.0).peek("s"), sessions.at(2010.0).expire()) == (None, ["s"])
 
 
 def test_a_binding_that_is_over_does_not_wait_for_the_reaper() -> None:
-    affinity = SessionAffinity(10)
-    affinity.leave(affinity.bind(first(affinity), A), 0.0)
-    assert isinstance(affinity.enter("s", 10.0), Claimed)
+    sessions = TimedSessions(10)
+    sessions.at(0.0).leave(sessions.bind(first(sessions), A))
+    assert isinstance(sessions.at(10.0).enter_nowait("s"), Claimed)
 
 
 @pytest.mark.parametrize(("ttl_s", "every_s"), [(5.0, 5.0), (600.0, 30.0)])
 def test_the_reaper_comes_every_half_minute_or_sooner(ttl_s: float, every_s: float) -> None:
-    assert SessionAffinity(ttl_s).reap_every_s == every_s
+    assert TimedSessions(ttl_s).reap_every_s == every_s
 
 
 def test_a_failed_worker_loses_the_session_and_old_leases_do_no_harm() -> None:
-    affinity = SessionAffinity(10)
-    old = affinity.bind(first(affinity), A)
-    assert affinity.invalidate(old)
-    affinity.bind(first(affinity, now_s=1.0), B)
-    assert not affinity.invalidate(old), "it is bound anew"
-    affinity.leave(old, 5.0)
-    assert (affinity.peek("s", 100.0), affinity.expire(100.0)) == (B, [])
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("retried", [False, True])
-def test_a_failed_bound_request_goes_once_more_without_its_pin(cancelled: bool, explicit: bool, retried: bool) -> None:
-    again = may_retry_unpinned(cancelled=cancelled, explicit=explicit, retried=retried)
-    assert again == (True not in (cancelled, explicit, retried))
+    sessions = TimedSessions(10)
+    old = sessions.bind(first(sessions), A)
+    assert sessions.invalidate(old)
+    sessions.bind(first(sessions, now_s=1.0), B)
+    assert not sessions.invalidate(old), "it is bound anew"
+    sessions.at(5.0).leave(old)
+    assert (sessions.at(100.0).peek("s"), sessions.at(100.0).expire()) == (B, [])
 
 
 def test_an_explicit_worker_must_be_that_of_the_session() -> None:
@@ -119,64 +119,64 @@ def test_an_explicit_worker_must_be_that_of_the_session() -> None:
 
 
 def test_peeking_reserves_nothing() -> None:
-    affinity = SessionAffinity(10)
-    assert (affinity.peek("s", 0.0), len(affinity)) == (None, 0)
-    claim = first(affinity)
-    assert affinity.peek("s", 0.0) is None
-    affinity.leave(affinity.bind(claim, A), 0.0)
-    assert affinity.peek("s", 9.0) == A
-    assert affinity.expire(10.0) == ["s"], "peeking did not refresh it"
+    sessions = TimedSessions(10)
+    assert (sessions.at(0.0).peek("s"), len(sessions)) == (None, 0)
+    claim = first(sessions)
+    assert sessions.at(0.0).peek("s") is None
+    sessions.at(0.0).leave(sessions.bind(claim, A))
+    assert sessions.at(9.0).peek("s") == A
+    assert sessions.at(10.0).expire() == ["s"], "peeking did not refresh it"
 
 
 def test_there_is_room_for_so_many_sessions() -> None:
-    affinity = SessionAffinity(10, bindings_max=1)
-    affinity.leave(affinity.bind(first(affinity, "a"), A), 0.0)
+    sessions = TimedSessions(10, bindings_max=1)
+    sessions.at(0.0).leave(sessions.bind(first(sessions, "a"), A))
     with pytest.raises(ResourceExhausted):
-        affinity.enter("b", 1.0)
-    assert not affinity.observe("b", A, 1.0, everyone)
-    assert bound(affinity, "a", 1.0).rank == A
-    assert SessionAffinity(10).bindings_max == 65_536
+        sessions.at(1.0).enter_nowait("b")
+    assert not sessions.at(1.0).observe("b", A, everyone)
+    assert bound(sessions, "a", 1.0).rank == A
+    assert TimedSessions(10).bindings_max == 65_536
 
 
 def test_of_two_replicas_the_first_live_binding_stays() -> None:
-    affinity = SessionAffinity(10)
-    assert affinity.observe("s", A, 0.0, everyone)
-    assert not affinity.observe("s", B, 5.0, everyone)
-    assert affinity.peek("s", 9.0) == A
-    assert affinity.observe("s", A, 5.0, everyone), "the same again refreshes it"
-    assert affinity.peek("s", 14.0) == A
-    assert affinity.observe("s", B, 15.0, everyone), "the first is over"
-    assert affinity.peek("s", 15.0) == B
+    sessions = TimedSessions(10)
+    assert sessions.at(0.0).observe("s", A, everyone)
+    assert not sessions.at(5.0).observe("s", B, everyone)
+    assert sessions.at(9.0).peek("s") == A
+    assert sessions.at(5.0).observe("s", A, everyone), "the same again refreshes it"
+    assert sessions.at(14.0).peek("s") == A
+    assert sessions.at(15.0).observe("s", B, everyone), "the first is over"
+    assert sessions.at(15.0).peek("s") == B
 
 
 def test_news_of_an_unknown_rank_is_passed_over() -> None:
-    affinity = SessionAffinity(10)
-    assert not affinity.observe("s", A, 0.0, lambda rank: rank != A)
-    assert len(affinity) == 0
+    sessions = TimedSessions(10)
+    assert not sessions.at(0.0).observe("s", A, lambda rank: rank != A)
+    assert len(sessions) == 0
 
 
 def test_a_replica_that_binds_while_a_request_is_deciding_wins() -> None:
-    affinity = SessionAffinity(10)
-    claim = first(affinity)
-    assert affinity.observe("s", B, 0.0, everyone)
-    late = affinity.bind(claim, A)
-    assert (late.rank, affinity.peek("s", 0.0)) == (A, B)
-    assert not affinity.invalidate(late)
-    affinity.leave(late, 1.0)
-    affinity.give_up(claim)
-    assert affinity.peek("s", 9.0) == B
+    sessions = TimedSessions(10)
+    claim = first(sessions)
+    assert sessions.at(0.0).observe("s", B, everyone)
+    late = sessions.bind(claim, A)
+    assert (late.rank, sessions.at(0.0).peek("s")) == (A, B)
+    assert not sessions.invalidate(late)
+    sessions.at(1.0).leave(late)
+    sessions.give_up(claim)
+    assert sessions.at(9.0).peek("s") == B
 
 
 class Users:
     """Requests that enter a session, and end what they began in one way or another."""
 
     def __init__(self) -> None:
-        self.affinity = SessionAffinity(5)
+        self.sessions = TimedSessions(5)
         self.claims: list[Claimed] = []
         self.holding: list[Bound] = []
 
     def enter(self, session: int, _: int, now_s: float) -> None:
-        entry = self.affinity.enter(str(session), now_s)
+        entry = self.sessions.at(now_s).enter_nowait(str(session))
         if isinstance(entry, Claimed):
             self.claims.append(entry)
         elif isinstance(entry, Bound):
@@ -185,28 +185,28 @@ class Users:
     def bind(self, session: int, pick: int, _: float) -> None:
         if self.claims:
             claim = self.claims.pop(pick % len(self.claims))
-            self.holding.append(self.affinity.bind(claim, WorkerRank(session)))
+            self.holding.append(self.sessions.bind(claim, WorkerRank(session)))
 
     def give_up(self, _: int, pick: int, __: float) -> None:
         if self.claims:
-            self.affinity.give_up(self.claims.pop(pick % len(self.claims)))
+            self.sessions.give_up(self.claims.pop(pick % len(self.claims)))
 
     def leave(self, _: int, pick: int, now_s: float) -> None:
         if self.holding:
-            self.affinity.leave(self.holding[pick % len(self.holding)], now_s)
+            self.sessions.at(now_s).leave(self.holding[pick % len(self.holding)])
 
     def invalidate(self, _: int, pick: int, __: float) -> None:
         if self.holding:
-            self.affinity.invalidate(self.holding[pick % len(self.holding)])
+            self.sessions.invalidate(self.holding[pick % len(self.holding)])
 
     def expire(self, _: int, __: int, now_s: float) -> None:
-        self.affinity.expire(now_s)
+        self.sessions.at(now_s).expire()
 
     def finish(self, now_s: float) -> None:
         for claim in self.claims:
-            self.affinity.give_up(claim)
+            self.sessions.give_up(claim)
         for one in self.holding:
-            self.affinity.leave(one, now_s)
+            self.sessions.at(now_s).leave(one)
 
 
 actions = st.sampled_from(["enter", "bind", "give_up", "leave", "invalidate", "expire"])
@@ -218,5 +218,5 @@ def test_after_all_have_left_every_binding_expires(steps: list[tuple[int, str, i
     for now, (session, action, pick) in enumerate(steps):
         getattr(users, action)(session, pick, float(now))
     users.finish(100.0)
-    users.affinity.expire(200.0)
-    assert len(users.affinity) == 0
+    users.sessions.at(200.0).expire()
+    assert len(users.sessions) == 0

@@ -32,7 +32,7 @@ def event(data: SequenceEventData, request_id: str = "r1", worker: WorkerRank = 
 
 
 def added(request_id: str = "r1", tokens: int = 4) -> ActiveSequenceEvent:
-    return ActiveSequenceEvent.added(request_id, WORKER, SequenceLoad([1, 2], tokens), ELSEWHERE)
+    return ActiveSequenceEvent(request_id, WORKER, AddRequest.of(SequenceLoad([1, 2], tokens)), ELSEWHERE)
 
 
 def take(
@@ -96,7 +96,7 @@ def test_marks_alone_wake_the_queue_and_publish_nothing() -> None:
 
 def test_a_modelled_prompt_begins_when_its_event_is_received() -> None:
     sequences = ActiveSequences()
-    told = [ActiveSequenceEvent.added(name, WORKER, SequenceLoad([], 100, 10.0), ELSEWHERE) for name in "ab"]
+    told = [ActiveSequenceEvent(name, WORKER, AddRequest.of(SequenceLoad([], 100, 10.0)), ELSEWHERE) for name in "ab"]
     apply_events(sequences, [(3.0, told[0]), (5.0, told[1])])
     assert sequences.project([], [WORKER], 8.0).prefill_tokens[0] == 150
     take(sequences, event(MarkPrefillCompleted(), "a"), at_s=8.0)
@@ -126,7 +126,7 @@ def test_events_travel_and_come_back_equal(data: SequenceEventData) -> None:
 
 
 def test_the_wire_form_is_that_of_other_routers() -> None:
-    told = ActiveSequenceEvent.added("r1", WORKER, SequenceLoad([1], 5, 1.5), 3)
+    told = ActiveSequenceEvent("r1", WORKER, AddRequest.of(SequenceLoad([1], 5, 1.5)), 3)
     assert to_plain(told) == {
         "request_id": "r1",
         "worker": {"worker_id": 7, "dp_rank": 1},

@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from operators.kv import KvRouter, KvRouterConfig, kv_router
-from operators.kv.load import ACTIVE_SEQUENCES_TOPIC, BATCH_EVENTS, ActiveSequenceEvent, Free, ReplicaSync, SequenceLoad
+from operators.kv.load import (
+    ACTIVE_SEQUENCES_TOPIC,
+    BATCH_EVENTS,
+    ActiveSequenceEvent,
+    AddRequest,
+    Free,
+    ReplicaSync,
+    SequenceLoad,
+)
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
@@ -360,7 +368,7 @@ async def test_a_listener_that_releases_while_others_are_placed_places_more_and_
 
 
 def added(number: int, router_id: int = 5) -> ActiveSequenceEvent:
-    return ActiveSequenceEvent.added(f"r{number}", WorkerRank(1), SequenceLoad([number], 4), router_id)
+    return ActiveSequenceEvent(f"r{number}", WorkerRank(1), AddRequest.of(SequenceLoad([number], 4)), router_id)
 
 
 async def test_300_bookings_are_taken_in_as_256_and_44() -> None:
