@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from attrs import define
 
-from ..field_rules import U16, U32, U64, InvalidRecord, null, skip
+from .field_rules import U16, U32, U64, InvalidRecord, null, skip
 
 TOPOLOGY_TAINT_PREFIX = "dynamo.topology/"
 STOPS_PREFILLS = "stops_prefills"

@@ -22,8 +22,8 @@ from pipeline.protocols.card import (
     PromptFormatterFile,
     TokenizerFile,
     WorkerType,
+    slugify,
 )
-from pipeline.protocols.card.model import slugify
 from pipeline.protocols.field_rules import InvalidRecord
 from pipeline.wire import from_json, from_plain, to_json, to_plain
 
