@@ -1,6 +1,6 @@
 """RouterMetrics: what a KV router counts of the requests it routes and refuses, and of KV events.
 
-What is in flight and waits in it is in `router_gauges`, how long its steps take in `router_steps`.
+What is in flight and waits in it is in `service.gauges`.
 
 Source: dynamo lib/llm/src/kv_router/metrics.rs. Other than there queries are not counted as traffic, the time between
 tokens is measured whether or not output blocks are tracked, and prefixes given up are counted of all types of workers.
@@ -30,7 +30,7 @@ from .types import DEFAULT_CLASS
 
 Step = Literal["block_hashing", "seq_hashing", "indexer_find_matches", "scheduling"]
 Recorders = Mapping[str, Callable[[float], object]]
-"""By step, and `total`."""
+"""By name of the step or figure."""
 
 SPANS: Mapping[Step, str] = {
     "block_hashing": "kv_router.compute_block_hashes",
@@ -56,13 +56,6 @@ OVERHEAD_INSTRUMENTS = (
 )
 
 
-def overhead_recorders(meter: Any, router_id: str) -> Recorders:
-    """What to give a router's RoutingSteps."""
-    metrics = Metrics(meter, prefix=OVERHEAD_PREFIX, rows=OVERHEAD_INSTRUMENTS)
-    steps = [row.name.removesuffix("_ms") for row in OVERHEAD_INSTRUMENTS]
-    return {step: metrics.recorder(f"{step}_ms", router_id=router_id) for step in steps}
-
-
 class RoutingSteps:
     """The steps of one search, timed and traced; a context manager around the search.
 
@@ -73,7 +66,10 @@ class RoutingSteps:
     A step that fails is not timed, nor is the search then. A request that is not traced has no spans.
     """
 
-    __slots__ = ("_began_s", "_last_s", "_now_s", "_record_ms", "_refused", "_request", "_search", "_step", "_tracer")
+    __slots__ = (
+        *("_began_s", "_last_s", "_now_s", "_record_ms", "_refused", "_request"),
+        *("_search", "_span", "_step", "_tracer"),
+    )
 
     def __init__(
         self,
@@ -87,7 +83,8 @@ class RoutingSteps:
         self._now_s, self._record_ms, self._refused = now_s, record_ms, refused
         self._request = None if request is None or request.trace is None else request
         self._tracer = tracer
-        self._step: tuple[Step, OpenSpan | None] | None = None
+        self._step: Step | None = None
+        self._span: OpenSpan | None = None
         self._search: OpenSpan | None = None
         self._began_s = self._last_s = 0.0 if record_ms is None else now_s()
 
@@ -95,20 +92,17 @@ class RoutingSteps:
         """End the step before, and begin this one."""
         if self._record_ms is None and self._request is None:
             return
-        if (before := self._step) is not None:
-            self._step = None
-            self._end_step(*before)
-        span = None
+        if self._step is not None:
+            self._end_step(self._step)
+        self._step = step
         if self._request is not None and step in SPANS:
             above = self._request if self._search is None else self._search.context
-            span = OpenSpan(above, SPANS[step], tracer=self._tracer)
-        self._step = step, span
+            self._span = OpenSpan(above, SPANS[step], tracer=self._tracer)
 
     def end(self) -> None:
         """End the last step, and the search."""
-        if (last := self._step) is not None:
-            self._step = None
-            self._end_step(*last)
+        if self._step is not None:
+            self._end_step(self._step)
         if self._record_ms is not None:
             self._record_ms["total"](1000 * (self._last_s - self._began_s))
 
@@ -122,14 +116,16 @@ class RoutingSteps:
     ) -> None:
         if error is not None and self._refused is not None and isinstance(error, QueueRejected):
             self._refused(error)
-        for span in () if self._request is None else (self._step and self._step[1], self._search):
+        for span in (self._span, self._search):
             if span is not None:
                 if error is not None:
                     span.fails(error)
                 span.end()
 
-    def _end_step(self, step: Step, span: OpenSpan | None) -> None:
-        if span is not None:
+    def _end_step(self, step: Step) -> None:
+        self._step = None
+        if (span := self._span) is not None:
+            self._span = None
             span.end()
         if self._record_ms is not None:
             before_s, self._last_s = self._last_s, self._now_s()
@@ -160,12 +156,7 @@ ROUTER_INSTRUMENTS = (
     ),
     _histogram("input_sequence_tokens", "", "Tokens of a routed prompt", Buckets(50, 128_000, 12)),
     _histogram("output_sequence_tokens", "", "Tokens of an answer", Buckets(50, 32_000, 10)),
-    _histogram(
-        "kv_hit_rate",
-        "",
-        "Share of a prompt's blocks that its worker had, 0 to 1",
-        _SHARES,
-    ),
+    _histogram("kv_hit_rate", "", "Share of a prompt's blocks that its worker had, 0 to 1", _SHARES),
     _histogram(
         "best_available_overlap",
         "",
@@ -247,22 +238,27 @@ class RouterMetrics:
         place = {"dynamo_namespace": namespace, "dynamo_component": component}
         own, typed = {**place, "router_id": router_id}, {"worker_type": shown_type(worker_type)}
         router = Metrics(meter, prefix=PREFIX, rows=ROUTER_INSTRUMENTS)
-        self._started = router.recorder("requests_started_total", **own)
-        self._ended = router.recorder("requests_total", **own)
-        self._input_tokens = router.recorder("input_sequence_tokens", **own)
-        self._output_tokens = router.recorder("output_sequence_tokens", **own)
-        self._hit_rate = router.recorder("kv_hit_rate", **own)
-        self._best_hit_rate = router.recorder("best_available_overlap", **own)
-        self._ttft_s = router.recorder("time_to_first_token_seconds", **own)
-        self._itl_s = router.recorder("inter_token_latency_seconds", **own)
-        self._transfer_s = router.recorder("kv_transfer_estimated_latency_seconds", **own)
-        self._passed_over = router.recorder("non_max_overlap_selections_total", **own, **typed)
-        self._blocks_lost = router.recorder("overlap_blocks_lost", **own, **typed)
-        self._overhead_ms, self._perf_s = overhead_recorders(meter, router_id), perf_s
+        overhead = Metrics(meter, prefix=OVERHEAD_PREFIX, rows=OVERHEAD_INSTRUMENTS)
+        self.record: Recorders = {
+            row.name: router.recorder(row.name, **own, **(typed if row.labels is _OF_TYPE else {}))
+            for row in ROUTER_INSTRUMENTS
+        }
+        self._overhead_ms: Recorders = {
+            row.name.removesuffix("_ms"): overhead.recorder(row.name, router_id=router_id)
+            for row in OVERHEAD_INSTRUMENTS
+        }
+        self._perf_s = perf_s
         self._queue, self._queue_labels = Metrics(meter, rows=QUEUE_INSTRUMENTS), {"model": model, **typed}
         self._events, self._place = Metrics(meter, family="component", rows=EVENT_INSTRUMENTS), place
         self._applied: dict[tuple[str, str], Callable[[float], object]] = {}
-        self._begin(policy_classes)
+        for row in ROUTER_INSTRUMENTS:
+            if row.kind == "counter":
+                self.record[row.name](0)
+        for event_type in EVENT_TYPES:
+            self._event_recorder(event_type, "ok")(0)
+        for policy_class in policy_classes:
+            for reason in REASONS.values():
+                self._add_refused(policy_class, reason, 0)
 
     def steps(self, now_s: Callable[[], float], request: Context[Any], tracer: Any = None) -> RoutingSteps:
         """Time a search for a worker; its spans hang below the request's."""
@@ -271,53 +267,23 @@ class RouterMetrics:
 
     def routed(self, input_tokens: int, tracker: RequestTracker | None, decision: Decision) -> None:
         """A request was booked."""
-        self._started(1)
-        self._input_tokens(input_tokens)
+        record, best = self.record, decision.best_available_overlap_blocks
+        record["requests_started_total"](1)
+        record["input_sequence_tokens"](input_tokens)
         if tracker is not None and (rate := tracker.kv_hit_rate) is not None:
-            self._hit_rate(rate)
-            self._best_hit_rate(decision.best_available_overlap_blocks / decision.prompt.blocks)
-        if (lost := decision.best_available_overlap_blocks - decision.overlap_blocks) > 0:
-            self._passed_over(1)
-            self._blocks_lost(lost)
+            record["kv_hit_rate"](rate)
+            record["best_available_overlap"](best / decision.prompt.blocks)
+        if best > decision.overlap_blocks:
+            record["non_max_overlap_selections_total"](1)
+            record["overlap_blocks_lost"](best - decision.overlap_blocks)
 
     def refused(self, error: QueueRejected) -> None:
         """A request may not even wait."""
         self._add_refused(error.policy_class, REASONS[error.limit_kind], 1)
 
-    def first_token(self, tracker: RequestTracker) -> None:
-        """Its first token is there."""
-        if (ttft_ms := tracker.ttft_ms) is not None:
-            self._ttft_s(ttft_ms / 1000)
-
-    def blocks_arrived(self, tracker: RequestTracker) -> None:
-        """Decode has its first token: the prefill's blocks are there, if another worker prefilled."""
-        if (transfer_s := tracker.kv_transfer_estimated_latency_s) is not None:
-            self._transfer_s(transfer_s)
-
-    def block_of_output(self, tracker: RequestTracker) -> None:
-        """Its output filled another block."""
-        if (itl_ms := tracker.avg_itl_ms) is not None:
-            self._itl_s(itl_ms / 1000)
-
-    def ended(self, output_tokens: int) -> None:
-        """Its stream is over, however."""
-        self._output_tokens(output_tokens)
-        self._ended(1)
-
     def event_applied(self, event_type: str, status: str) -> None:
         """A KV event was taken into the index, or not: give this to the KvRouter as `counted`."""
         self._event_recorder(event_type, status)(1)
-
-    # -- inside
-
-    def _begin(self, policy_classes: Iterable[str]) -> None:
-        for counter in (self._started, self._ended, self._passed_over):
-            counter(0)
-        for event_type in EVENT_TYPES:
-            self._event_recorder(event_type, "ok")(0)
-        for policy_class in policy_classes:
-            for reason in REASONS.values():
-                self._add_refused(policy_class, reason, 0)
 
     def _add_refused(self, policy_class: str, reason: str, count: int) -> None:
         labels = {**self._queue_labels, "policy_class": policy_class, "reason": reason}
@@ -344,26 +310,32 @@ class RequestMeter:
     phase: RequestPhase
 
     def first_token(self) -> None:
-        """The first token arrived."""
+        """The first token arrived. To a decode it shows that the prefill's blocks are there."""
         if (tracker := self.tracker) is None:
             return
+        record = self.metrics.record
         tracker.record_first_token()
-        self.metrics.first_token(tracker)
+        if (ttft_ms := tracker.ttft_ms) is not None:
+            record["time_to_first_token_seconds"](ttft_ms / 1000)
         if self.phase is RequestPhase.PREFILL:
             tracker.record_prefill_complete()
         elif self.phase is RequestPhase.DECODE and tracker.record_decode_first_token():
-            self.metrics.blocks_arrived(tracker)
+            transfer_s = tracker.kv_transfer_estimated_latency_s
+            if transfer_s is not None:  # another worker prefilled
+                record["kv_transfer_estimated_latency_seconds"](transfer_s)
 
     def block_filled(self, output_tokens: int) -> None:
         """The output filled another block."""
         if (tracker := self.tracker) is not None and self.phase is not RequestPhase.PREFILL:
             tracker.record_osl(output_tokens)
             tracker.record_finish()
-            self.metrics.block_of_output(tracker)
+            if (itl_ms := tracker.avg_itl_ms) is not None:
+                self.metrics.record["inter_token_latency_seconds"](itl_ms / 1000)
 
     def ended(self, output_tokens: int) -> None:
         """The stream ended, in any way. May be called in a plain callback of the loop."""
-        self.metrics.ended(output_tokens)
+        self.metrics.record["output_sequence_tokens"](output_tokens)
+        self.metrics.record["requests_total"](1)
 
     def finished(self, output_tokens: int) -> None:
         """The stream ended; record when, by the loop's clock."""
