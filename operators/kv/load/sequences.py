@@ -2,6 +2,8 @@
 
 Source: dynamo lib/kv-router/src/sequences/multi_worker.rs, ActiveSequencesMultiWorker. Other than there a request
 is released by its object, which never releases a later one of the same id; freeing by id is for callers with only that.
+The figures of ranks are kept in one column per number: a selection reads them for hundreds of ranks, and a column is
+taken in one step.
 
 tracking_hashes: the names by which the blocks of a prompt are counted as active.
 
@@ -12,7 +14,9 @@ numbers come from outside, and keyed hashes are not offered.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from random import Random
 
 from attrs import define, field, frozen
@@ -23,7 +27,7 @@ from pipeline.settings import Variable, whole
 from ..errors import BookingError, DuplicateRequest, RequestNotFound, WorkerNotFound
 from ..types import RequestSettings, WorkerRank
 from .blocks import ActivePrefixes, HeldBlocks
-from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot, Slots
+from .ranks import Column, PotentialLoad, RankLoad, RankLoads, Slot
 
 EXPIRY_S = 300.0
 ACTIVE_REQUEST_EXPIRY = Variable(
@@ -77,7 +81,18 @@ class ActiveSequences:
     """
 
     expiry_s: float = EXPIRY_S
-    _slots: Slots = field(factory=Slots, init=False)
+    _slots: dict[WorkerRank, Slot] = field(factory=dict, init=False)
+    _prefill_tokens: list[int] = field(factory=lambda: [0], init=False)
+    """Columns by a slot's number. Number 0 stays idle and stands for ranks without an account."""
+    _decode_blocks: list[int] = field(factory=lambda: [0], init=False)
+    _requests: list[int] = field(factory=lambda: [0], init=False)
+    _timed: dict[int, Slot] = field(factory=dict, init=False)
+    """Those whose prompt tokens change by time alone."""
+    _free: list[int] = field(factory=list, init=False)
+    _prepared: Sequence[WorkerRank] | None = field(default=None, init=False)
+    """The ranks that `_take` takes out of a column, and at which `_positions`."""
+    _positions: dict[int, int] = field(factory=dict, init=False)
+    _take: Callable[[Sequence[int]], Sequence[int]] = field(default=list, init=False)
     _prefixes: ActivePrefixes = field(factory=ActivePrefixes, init=False)
     _bookings: dict[str, ActiveRequest] = field(factory=dict, init=False)
     _checked_s: float | None = field(default=None, init=False)
@@ -89,18 +104,18 @@ class ActiveSequences:
         """
         wanted = {WorkerRank(worker_id, rank) for worker_id, ranks in workers.items() for rank in ranks}
         lost = []
-        for slot in list(self._slots.by_rank.values()):
+        for slot in list(self._slots.values()):
             if slot.rank in wanted:
                 slot.lazy = False
             elif not slot.lazy:
                 lost += self._close(slot)
-        for rank in sorted(wanted - self._slots.by_rank.keys()):
-            self._slots.open(rank, lazy=False)
+        for rank in sorted(wanted - self._slots.keys()):
+            self._open(rank, lazy=False)
         return lost
 
     def remove_worker(self, worker_id: int) -> list[str]:
         """Forgets all ranks of a worker, lazy ones included; returns the ids of the requests that were on it."""
-        slots = [slot for rank, slot in self._slots.by_rank.items() if rank.worker_id == worker_id]
+        slots = [slot for rank, slot in self._slots.items() if rank.worker_id == worker_id]
         return [request_id for slot in slots for request_id in self._close(slot)]
 
     def book(
@@ -126,16 +141,16 @@ class ActiveSequences:
             raise DuplicateRequest(f"request {request_id} is booked already, on worker {other.rank.worker_id}")
         if duration_s is not None and not 0 <= duration_s < math.inf:
             raise BookingError(f"prefill_duration_s must be finite and not below 0, got {duration_s}")
-        slot = self._slots.by_rank.get(rank)
+        slot = self._slots.get(rank)
         if slot is None:
             if registered_only:
                 raise WorkerNotFound(f"worker {rank.worker_id} has no rank {rank.dp_rank} here")
-            slot = self._slots.open(rank, lazy=True)
+            slot = self._open(rank, lazy=True)
         self._prefixes.add(slot.number, slot.blocks.acquire(request, load.hashes))
         if load.prefill_tokens > 0:
             slot.prompts.add(request_id, load.prefill_tokens, duration_s, now_s)
         slot.request_ids[request_id] = None
-        self._slots.refresh(slot, now_s)
+        self._refresh(slot, now_s)
         request.slot, request.booked_s = slot, now_s
         self._bookings[request_id] = request
 
@@ -149,38 +164,32 @@ class ActiveSequences:
 
     def finish_prefill(self, request: ActiveRequest, now_s: float) -> bool:
         """Stop counting the prompt; return False if that was done before, or the request is not live."""
-        if not self.is_live(request):
+        if (slot := self._slot_of(request)) is None:
             return False
-        slot = request.slot
-        assert slot is not None, "a live request is on a rank"
         removed = slot.prompts.remove(request.request_id, now_s)
-        self._slots.refresh(slot, now_s)
+        self._refresh(slot, now_s)
         return removed
 
     def grow(self, request: ActiveRequest, weight: float | None, now_s: float) -> bool:
         """Count another output block; `weight` decays what only this request holds. False if it is not live."""
-        if not self.is_live(request):
+        if (slot := self._slot_of(request)) is None:
             return False
-        slot = request.slot
-        assert slot is not None, "a live request is on a rank"
         slot.blocks.add_output_block(request, weight)
-        self._slots.refresh(slot, now_s)
+        self._refresh(slot, now_s)
         return True
 
     def release(self, request: ActiveRequest, now_s: float) -> bool:
         """Take the request off its rank; return False if it is not live, which makes a second release harmless."""
-        if self._bookings.get(request.request_id) is not request:
+        if (slot := self._slot_of(request)) is None:
             return False
-        slot = request.slot
-        assert slot is not None, "a live request is on a rank"
         del self._bookings[request.request_id]
         del slot.request_ids[request.request_id]
         slot.prompts.remove(request.request_id, now_s)
         self._prefixes.drop(slot.number, slot.blocks.release(request))
         if slot.lazy and not slot.request_ids:
-            self._slots.close(slot)
+            self._give_up(slot)
         else:
-            self._slots.refresh(slot, now_s)
+            self._refresh(slot, now_s)
         return True
 
     def mark_prefill_completed(self, request_id: str, now_s: float) -> None:
@@ -218,15 +227,33 @@ class ActiveSequences:
         An unknown rank counts as idle. Fastest for the same tuple of ranks as last time. The columns are the state of
         this moment: later bookings do not change them.
         """
-        return self._slots.loads(ranks, now_s, len(hashes), self._prefixes.shared_blocks(hashes))
+        prefill_tokens = self.prefill_tokens(ranks, now_s)
+        additional = [len(hashes)] * len(ranks)
+        for depth, numbers in self._prefixes.shared_blocks(hashes):
+            for number in numbers:
+                if (position := self._positions.get(number)) is not None:
+                    additional[position] -= depth
+        return RankLoads(prefill_tokens, self._take(self._decode_blocks), self._take(self._requests), additional)
 
     def prefill_tokens(self, ranks: Sequence[WorkerRank], now_s: float) -> Column:
         """That column of `project` alone."""
-        return self._slots.prefill_tokens(ranks, now_s)
+        if ranks is not self._prepared or not isinstance(ranks, tuple):
+            self._prepare(ranks)
+        for number, slot in self._timed.items():
+            self._prefill_tokens[number] = slot.prompts.tokens_at(now_s)
+        return self._take(self._prefill_tokens)
 
     def loads(self, now_s: float) -> list[RankLoad]:
-        """What is in flight on every rank of `set_workers`. May be called in any thread."""
-        return self._slots.all_loads(now_s)
+        """What is in flight on every rank of `set_workers`. Changes nothing and may be called in any thread."""
+        return [
+            RankLoad(
+                slot.rank,
+                slot.prompts.tokens_at(now_s) if slot.number in self._timed else self._prefill_tokens[slot.number],
+                self._decode_blocks[slot.number],
+            )
+            for slot in list(self._slots.values())
+            if not slot.lazy
+        ]
 
     def potential_loads(
         self, hashes: Sequence[int], new_tokens: Sequence[int], ranks: Sequence[WorkerRank], now_s: float
@@ -244,12 +271,12 @@ class ActiveSequences:
 
     def remaining_prefill_ms(self, rank: WorkerRank, now_s: float) -> int:
         """The modelled time until the rank has computed all its prompts. Raises MissingDuration."""
-        slot = self._slots.by_rank.get(rank)
+        slot = self._slots.get(rank)
         return 0 if slot is None else slot.prompts.remaining_ms_at(now_s)
 
     def ranks(self) -> list[WorkerRank]:
         """Every rank with an account, sorted."""
-        return sorted(self._slots.by_rank)
+        return sorted(self._slots)
 
     def __len__(self) -> int:
         return len(self._bookings)
@@ -259,13 +286,61 @@ class ActiveSequences:
             raise RequestNotFound(f"request {request_id} is not booked")
         return request
 
+    def _slot_of(self, request: ActiveRequest) -> Slot | None:
+        """The account that counts the request; None if it is not live."""
+        return request.slot if self._bookings.get(request.request_id) is request else None
+
+    def _open(self, rank: WorkerRank, *, lazy: bool) -> Slot:
+        """Open an empty account for a rank that has none."""
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = len(self._requests)
+            for column in (self._prefill_tokens, self._decode_blocks, self._requests):
+                column.append(0)
+        self._prepared = None
+        slot = self._slots[rank] = Slot(rank, number, lazy)
+        return slot
+
     def _close(self, slot: Slot) -> list[str]:
-        """Forgets a rank and its requests, whose ids are returned."""
+        """Give up an account and its requests, whose ids are returned."""
         lost = list(slot.request_ids)
         for request_id in lost:
             self._prefixes.drop(slot.number, slot.blocks.release(self._bookings.pop(request_id)))
-        self._slots.close(slot)
+        self._give_up(slot)
         return lost
+
+    def _give_up(self, slot: Slot) -> None:
+        number = slot.number
+        self._prefill_tokens[number] = self._decode_blocks[number] = self._requests[number] = 0
+        self._timed.pop(number, None)
+        self._free.append(number)
+        self._prepared = None
+        del self._slots[slot.rank]
+
+    def _refresh(self, slot: Slot, now_s: float) -> None:
+        """Write the figures of a changed account into the columns."""
+        number, prompts = slot.number, slot.prompts
+        self._decode_blocks[number] = slot.blocks.active_blocks
+        self._requests[number] = len(slot.request_ids)
+        if prompts.is_timed:
+            self._prefill_tokens[number] = prompts.tokens_at(now_s)
+            self._timed[number] = slot
+        else:
+            self._prefill_tokens[number] = prompts.tokens
+            self._timed.pop(number, None)
+
+    def _prepare(self, ranks: Sequence[WorkerRank]) -> None:
+        """Prepare taking these ranks out of a column. A pool gives the same tuple again and again."""
+        slots = [self._slots.get(rank) for rank in ranks]
+        numbers = [0 if slot is None else slot.number for slot in slots]
+        self._prepared = ranks
+        self._positions = {number: position for position, number in enumerate(numbers) if number}
+        self._take = itemgetter(*numbers) if len(numbers) > 1 else partial(_taken, numbers)
+
+
+def _taken(numbers: Sequence[int], column: Sequence[int]) -> Sequence[int]:
+    return [column[number] for number in numbers]
 
 
 def tracking_hashes(local_hashes: Sequence[int], settings: RequestSettings, rng: Random) -> list[int]:

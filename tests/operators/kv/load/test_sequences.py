@@ -183,7 +183,7 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
     sequences.remove_worker(1)
     sequences.free("r4", 0.0)
     assert (len(sequences), sequences._prefixes._masks) == (0, {})
-    (slot,) = sequences._slots.by_rank.values()
+    (slot,) = sequences._slots.values()
     assert (slot.request_ids, slot.blocks._parents, slot.prompts._prompts) == ({}, {}, {})
 
 
