@@ -33,13 +33,13 @@ from ..worker import health_payload
 from .answer import Answer, empty_answer
 from .args import MockEngineArgs
 from .build import check_timing, idle_arguments, make_timing
-from .kv_events import EventFeed
 from .metrics import NativeMetrics
 from .rank import Rank
 from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
 from .scheduling import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
 from .transfer import TransferExchange, TransferKey, TransferTiming, receive_blocks, send_blocks, transfer_delay_ms
+from .zmq_events import EventFeed
 
 _log = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from ..kv_events import KvEventPublisher
 from ..metrics import ComponentSnapshot, SnapshotPublisher
 from .args import MockEngineArgs
 from .build import make_scheduler
-from .kv_events import EventFeed
 from .scheduling import Sequence, SequenceState, StepResult
 from .timing import TimingModel
+from .zmq_events import EventFeed
 
 
 class Channel:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import anyio
 import pytest
 
-from engines.mocker.kv_events import EngineEvent, ZmqPublisher
+from engines.mocker.zmq_events import EngineEvent, ZmqPublisher
 from operators.kv import kv_router
 from operators.kv.events import EngineSubscriber, WireLimits
 from operators.kv.prompt import PromptBlocks
@@ -42,7 +43,7 @@ def stored(first: int, parent: int | None = None) -> EngineEvent:
     """A block of four tokens from the first on, under the name of the first."""
     tokens = list(range(first, first + BLOCK))
     local = block_hashes(tokens, BLOCK)
-    return EngineEvent(KvStored(parent, [StoredBlock(first, local[0])]), [tokens])
+    return EngineEvent(KvStored(parent, [StoredBlock(first, local[0])]), tokens)
 
 
 # -- messages
@@ -147,8 +148,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return backend
 
 
-def publisher(port: int = 0) -> ZmqPublisher:
-    return ZmqPublisher(port, block_size_tokens=BLOCK, clock=lambda: 12.5)
+def publisher(port: int = 0) -> closing[ZmqPublisher]:
+    return closing(ZmqPublisher(port, block_size_tokens=BLOCK, clock=lambda: 12.5))
 
 
 async def until_heard(made: ZmqPublisher, heard: list[RouterEvent], count: int = 1) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from engines.mocker.kv_events import EngineEvent, ZmqPublisher
+from engines.mocker.zmq_events import EngineEvent, ZmqPublisher
 from pipeline import InvalidArgument, StreamClosed, Unavailable
 from pipeline.protocols.kv import KvRemoved
 from pipeline.wire import from_msgpack
@@ -28,8 +29,8 @@ def context() -> Iterator[Any]:
         yield context
 
 
-def publisher(port: int = 0, replay_port: int | None = None, dp_rank: int = 0) -> ZmqPublisher:
-    return ZmqPublisher(port, replay_port, dp_rank=dp_rank, block_size_tokens=4, clock=lambda: 12.5)
+def publisher(port: int = 0, replay_port: int | None = None, dp_rank: int = 0) -> closing[ZmqPublisher]:
+    return closing(ZmqPublisher(port, replay_port, dp_rank=dp_rank, block_size_tokens=4, clock=lambda: 12.5))
 
 
 def removed(number: int) -> list[EngineEvent]:
@@ -118,7 +119,7 @@ def test_without_a_replay_port_there_is_neither_a_socket_nor_a_thread() -> None:
 
 def test_closing_ends_the_thread_and_frees_both_ports(context: Any) -> None:
     before = threading.active_count()
-    events = publisher(replay_port=0)
+    events = publisher(replay_port=0).thing
     assert threading.active_count() == before + 1
     assert not any(thread.daemon for thread in threading.enumerate() if thread.name == "zmq-replay")
     ports = [int(str(end).rpartition(":")[2]) for end in (events.endpoint, events.replay_endpoint)]

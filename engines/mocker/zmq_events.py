@@ -1,44 +1,128 @@
-"""ZmqPublisher: one rank's KV events over ZeroMQ, as vLLM sends them, with a replay of the last ones.
+"""KV events over ZeroMQ, as vLLM publishes them: one batch per step, and a replay of the last ones.
 
-    publish ─► PUB socket ─► subscribers
-    ring ◄──── ROUTER socket ◄─► replays, from a sequence on
+    block pool ──change, tokens──► EventFeed ──flush──► ZmqPublisher ─► PUB socket ─► subscribers
+                                                            ring ◄──── ROUTER socket ◄─► replays, from a sequence on
 
-The one door of pyzmq (extra `zmq`), imported when a publisher is made. Source: dynamo lib/mocker/src/services/
-zmq_events.rs, ZmqKvEventSink. Other than there, sending needs no task, and only the replay socket has a thread.
+    published    topic (empty) │ sequence, u64 big-endian │ MessagePack of [timestamp_s, [event, ...], dp_rank]
+    requested    identity │ empty │ first sequence wanted
+    replayed     identity │ empty │ topic (empty) │ sequence │ batch, for each kept; then the same with sequence -1
 
-EventFeed: the changes of a rank's cache over ZeroMQ, one batch per step.
-
-    block pool ──change, tokens──► feed ──flush──► ZmqPublisher ──► subscribers
-
-Source: dynamo lib/mocker/src/services/zmq_events.rs, the raw event sink of a scheduler. Other than there, events come
-out in the order of the changes: there is only one thread.
+Source: dynamo lib/mocker/src/services/zmq_events.rs. Other than there, a cleared cache is an event too, tokens that do
+not fit their blocks are an error instead of a panic, a malformed request for a replay is not answered, sending needs no
+task, and only the replay socket has a thread. The one door of pyzmq (extra `zmq`), imported when a publisher is made.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock, Thread
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
 
 from pipeline import InvalidArgument, StreamClosed, Unavailable
-from pipeline.protocols.kv import KvEventData
+from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, StorageTier
+from pipeline.wire import to_msgpack
 
-from ..args import MockEngineArgs
-from ..scheduling import BlockPool
-from .events import REPLAY_BATCHES, EngineEvent, ReplayRing, encode_batch, published, replay_answer
+from .args import MockEngineArgs
+from .scheduling import BlockPool
 
 if TYPE_CHECKING:
     import zmq
 
-
 _log = logging.getLogger(__name__)
 
+REPLAY_BATCHES = 10_000
+"""How many of the last batches can be replayed."""
+_TOPIC = b""
+_SEQUENCE_BYTES = 8
+_REQUEST_FRAMES = 3
+_END_OF_REPLAY = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
+"""In the place of a sequence: nothing follows."""
+_MEDIUM: dict[StorageTier, dict[str, Any]] = {
+    "device": {},
+    "host_pinned": {"medium": "CPU_PINNED"},
+    "disk": {"medium": "DISK"},
+    "external": {"medium": "EXTERNAL"},
+}
+"""The field for the tier of blocks."""
+_GROUP = {"group_idx": 0}
+"""The attention group of every block: a mock worker has one."""
 _PORT_END = 2**16
 _SUBSCRIBER_QUEUE_MESSAGES = 1000
 """A subscriber further behind than this misses batches (ZeroMQ's own default)."""
 _STOP = "inproc://stop"
+
+Frames = list[bytes]
+
+
+@frozen
+class EngineEvent:
+    """A change of the cache as an engine publishes it: with all tokens of the stored blocks, and their tier."""
+
+    data: KvEventData
+    token_ids: Sequence[int] = ()
+    tier: StorageTier = "device"
+
+    def to_plain(self, block_size_tokens: int) -> dict[str, Any]:
+        """Return the event in vLLM's form. Raises InvalidArgument if a stored event lacks tokens of a block."""
+        data, place = self.data, _MEDIUM[self.tier] | _GROUP
+        if isinstance(data, KvCleared):
+            return {"type": "AllBlocksCleared"}
+        if isinstance(data, KvRemoved):
+            return {"type": "BlockRemoved", "block_hashes": data.block_hashes} | place
+        if len(self.token_ids) != len(data.blocks) * block_size_tokens:
+            expected = f"{len(data.blocks)} blocks of {block_size_tokens} tokens"
+            raise InvalidArgument(f"expected {expected}, got {len(self.token_ids)} tokens", field="token_ids")
+        return {
+            "type": "BlockStored",
+            "block_hashes": [block.block_hash for block in data.blocks],
+            "parent_block_hash": data.parent_hash,
+            "token_ids": list(self.token_ids),
+            "block_size": block_size_tokens,
+        } | place
+
+
+def encode_batch(timestamp_s: float, events: Sequence[EngineEvent], block_size_tokens: int, dp_rank: int = 0) -> bytes:
+    """Return one batch as MessagePack. Raises as `EngineEvent.to_plain`."""
+    return to_msgpack([timestamp_s, [event.to_plain(block_size_tokens) for event in events], dp_rank])
+
+
+def published(sequence: int, batch: bytes) -> Frames:
+    """Return the message of a batch."""
+    return [_TOPIC, _bytes_of(sequence), batch]
+
+
+def _bytes_of(sequence: int) -> bytes:
+    return sequence.to_bytes(_SEQUENCE_BYTES, "big")
+
+
+class ReplayRing:
+    """The last batches with their sequences, which count up from 0; the oldest make room for new ones."""
+
+    def __init__(self, batches_max: int = REPLAY_BATCHES) -> None:
+        self._next_sequence = 0
+        self._batches: deque[bytes] = deque(maxlen=batches_max)
+
+    def append(self, batch: bytes) -> int:
+        """Keep the batch and return its sequence."""
+        self._batches.append(batch)
+        self._next_sequence += 1
+        return self._next_sequence - 1
+
+    def answer(self, request: Sequence[bytes]) -> list[Frames]:
+        """Return the messages that answer a request for a replay; none if it is malformed.
+
+        Batches that are not kept any more are left out: the reader sees it by the first sequence.
+        """
+        if len(request) != _REQUEST_FRAMES or len(request[-1]) != _SEQUENCE_BYTES:
+            return []
+        to, first = [request[0], b"", _TOPIC], int.from_bytes(request[-1], "big")
+        kept = enumerate(self._batches, self._next_sequence - len(self._batches))
+        batches = [[*to, _bytes_of(sequence), batch] for sequence, batch in kept if sequence >= first]
+        return [*batches, [*to, _END_OF_REPLAY, b""]]
 
 
 class ZmqPublisher:
@@ -46,7 +130,7 @@ class ZmqPublisher:
 
     A port of 0 is any free one; `endpoint` and `replay_endpoint` are the addresses. `clock` returns the time of day in
     seconds, for the batches. Raises InvalidArgument without pyzmq and for an invalid port, Unavailable for a port that
-    is taken. Its owner closes it: `with` or `close`, which waits for the replay that is being sent.
+    is taken. Its owner calls `close`, which waits for the replay that is being sent.
     """
 
     def __init__(
@@ -84,8 +168,8 @@ class ZmqPublisher:
     def publish(self, events: Sequence[EngineEvent]) -> None:
         """Send the events as one batch, if there are any; never waits, from one thread.
 
-        A subscriber that does not keep up misses batches, which shows by the sequence. Raises InvalidArgument as
-        `encode_batch`, and StreamClosed after the close.
+        A subscriber that does not keep up misses batches, which shows by the sequence. Raises as
+        `EngineEvent.to_plain`, and StreamClosed after the close.
         """
         if self._context.closed:
             raise StreamClosed("the publisher is closed")
@@ -107,17 +191,9 @@ class ZmqPublisher:
             self._replay.stop()
         self._context.destroy(linger=0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _answer(self, request: list[bytes]) -> list[list[bytes]]:
+    def _answer(self, request: Frames) -> list[Frames]:
         with self._lock:
-            return replay_answer(request, self._ring)
+            return self._ring.answer(request)
 
 
 class _ReplayThread:
@@ -127,11 +203,10 @@ class _ReplayThread:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         router: zmq.Socket[bytes],
-        answer: Callable[[list[bytes]], list[list[bytes]]],
+        answer: Callable[[Frames], list[Frames]],
     ) -> None:
-        zmq = _zmq()
         # A socket belongs to one thread; the two ends of a pair wake one thread from another.
-        self._stop, self._stopped = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._stop, self._stopped = context.socket(_zmq().PAIR), context.socket(_zmq().PAIR)
         self._stop.bind(_STOP)
         self._stopped.connect(_STOP)
         self._router, self._answer = router, answer
@@ -197,14 +272,16 @@ def _endpoint(socket: zmq.Socket[bytes]) -> str:
 
 
 class EventFeed:
-    """Collects the changes of a pool from now on and publishes them when it is flushed. Its owner closes it."""
+    """Collects the changes of a pool from now on and publishes them when it is flushed. Its owner closes it.
 
-    def __init__(self, pool: BlockPool, publisher: ZmqPublisher, block_size_tokens: int) -> None:
+    Events come out in the order of the changes: there is only one thread.
+    """
+
+    def __init__(self, pool: BlockPool, publisher: ZmqPublisher) -> None:
         self.publisher = publisher
         self._pool = pool
-        self._block_size_tokens = block_size_tokens
         self._events: list[EngineEvent] = []
-        pool.on_event_with_tokens = self._add
+        pool.on_event_with_tokens = lambda change, tokens: self._events.append(EngineEvent(change, tokens))
 
     @classmethod
     def bound(cls, pool: BlockPool, args: MockEngineArgs, dp_rank: int, clock: Callable[[], float]) -> EventFeed | None:
@@ -212,16 +289,11 @@ class EventFeed:
 
         Raises as `ZmqPublisher`: InvalidArgument without pyzmq, Unavailable for a port that is taken.
         """
-        if args.zmq_kv_events_port is None or not args.publishes_kv_events:
+        port, replay_port = args.zmq_kv_events_port, args.zmq_replay_port
+        if port is None or not args.publishes_kv_events:
             return None
-        publisher = ZmqPublisher(
-            args.zmq_kv_events_port,
-            args.zmq_replay_port,
-            dp_rank=dp_rank,
-            block_size_tokens=args.block_size,
-            clock=clock,
-        )
-        return cls(pool, publisher, args.block_size)
+        publisher = ZmqPublisher(port, replay_port, dp_rank=dp_rank, block_size_tokens=args.block_size, clock=clock)
+        return cls(pool, publisher)
 
     def flush(self) -> None:
         """Publish the collected changes as one batch, if there are any."""
@@ -234,8 +306,3 @@ class EventFeed:
         self._pool.on_event_with_tokens = None
         self._events = []
         self.publisher.close()
-
-    def _add(self, change: KvEventData, tokens: Sequence[int]) -> None:
-        size = self._block_size_tokens
-        blocks = [tokens[at : at + size] for at in range(0, len(tokens), size)]
-        self._events.append(EngineEvent(change, blocks))

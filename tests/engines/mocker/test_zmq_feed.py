@@ -16,8 +16,8 @@ from attrs import evolve
 
 from engines import as_engine
 from engines.mocker import MockEngine, MockEngineArgs
-from engines.mocker.kv_events import EventFeed
 from engines.mocker.scheduling import BlockPool, Sequence
+from engines.mocker.zmq_events import EventFeed
 from pipeline import Context, InvalidArgument, Unavailable
 from pipeline.llm import block_hashes, sequence_hashes
 from pipeline.protocols import PreprocessedRequest, RoutingHints, StopConditions
