@@ -59,7 +59,7 @@ FACES = {
         "serving",
         *(f"serving.{part}" for part in ("access", "cli", "deployment", "http", "live", "openai", "replay", "socket")),
         "serving.replay.page",
-        *(f"serving.http.{part}" for part in ("generation", "metrics", "openapi", "request")),
+        *(f"serving.http.{part}" for part in ("generation", "metrics")),
     ),
 }
 """The modules that other packages import from."""
@@ -108,17 +108,7 @@ DOORS = {
     "rich": {f"serving/{name}.py" for name in ("cli/help", "cli/progress", "replay/report/tables")},
     "starlette": {
         f"serving/http/{name}.py"
-        for name in (
-            "application",
-            "caller",
-            "direct",
-            "edge",
-            "generation/*",
-            "guard",
-            "reply",
-            "request/*",
-            "status",
-        )
+        for name in ("application", "body", "caller", "edge", "generation/*", "guard", "request", "status")
     },
     "tokenizers": {"operators/text/tokenizer.py"},
     "transformers": {"engines/transformers.py"},

@@ -24,7 +24,7 @@ from pipeline.wire import to_json
 from ..openai import encode
 from .availability import Availability, Phase
 from .caller import caller_of
-from .edge import DirectRoutes, Edge, Handlers
+from .edge import DirectRoutes, Edge, Handlers, TracedEndpoint
 from .generation import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .guard import Access
 from .metrics import Telemetry
@@ -32,7 +32,6 @@ from .openapi import describe, page
 from .options import HttpOptions
 from .problems import Problem, Refusal
 from .request import RequestRecord
-from .server_span import TracedEndpoint
 from .service import Graph, Service, served
 
 

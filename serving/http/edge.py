@@ -14,13 +14,16 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipeline.telemetry import Tracer
 
 from ..log_format import current_fields
 from .metrics import Refusals
 from .options import HttpOptions
 from .problems import INTERNAL
 from .request import KEY, RequestRecord
+from .server_span import STATUS_CODE, ServerSpan
 
 _access = logging.getLogger("serving.access")
 
@@ -100,3 +103,27 @@ class DirectRoutes:
         if scope["type"] == "http" and scope["method"] == "POST" and not scope.get("root_path"):
             app = self._paths.get(scope["path"], app)
         return app(scope, receive, send)
+
+
+class TracedEndpoint:
+    """An endpoint with a span around each request; `route` is its path."""
+
+    def __init__(self, endpoint: ASGIApp, route: str, tracer: Tracer) -> None:
+        self._endpoint, self._route, self._tracer = endpoint, route, tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI. The span ends after the endpoint has closed everything it opened."""
+        record = RequestRecord.of(scope)
+        span = record.span = ServerSpan.begin(scope, record.headers.values, self._route, record.id, self._tracer)
+
+        async def recording(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                span.annotate({STATUS_CODE: message["status"]})
+            await send(message)
+
+        try:
+            await self._endpoint(scope, receive, recording if span.is_recording else send)
+        except BaseException as error:
+            span.end(error)
+            raise
+        span.end(None)

@@ -1,18 +1,13 @@
-"""The span of a request at the server, from its first header to the last byte of its answer, and its attributes.
+"""ServerSpan: the span of a request at the server, from its first header to the last byte of its answer.
 
-    TracedEndpoint ── ServerSpan in the scope ──► GenerationEndpoint: request, answer, result
-                   ◄── status of the answer
-
-An app without a tracer has no TracedEndpoint; its endpoints find a `NoSpan`.
-
-Attributes follow OpenTelemetry's semantic conventions, with ours (`penstock.*`) beside them. Those of HTTP are stable.
-Those of generative AI (`gen_ai.*`) are not: the names here are of revision 1.41.1, the last that has them beside the
-others. No attribute holds a part of a prompt or an answer, and stop sequences count as such.
+Its attributes follow OpenTelemetry's semantic conventions, with ours (`penstock.*`) beside them. Those of HTTP are
+stable. Those of generative AI (`gen_ai.*`) are not: the names here are of revision 1.41.1, the last that has them
+beside the others. No attribute holds a part of a prompt or an answer, and stop sequences count as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline import Context
@@ -20,13 +15,8 @@ from pipeline.telemetry import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
 
 from ..openai import OpenAIRequest, UsageCount
 from .problems import CLIENT_GONE, Problem
-from .request import RequestRecord
 
 Attributes = dict[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
 """The revision of the semantic conventions that spans follow."""
@@ -39,114 +29,63 @@ PROBLEM = "penstock.problem"
 PROMPTS = "penstock.prompts"
 LIMIT = "penstock.limit"
 
-_SPAN = "penstock.span"
-"""Where the span is in the scope."""
 _TEXT_MAX = 256
 """Characters kept of a text that the client wrote."""
 _OPERATIONS = {"chat_completions": "chat", "completions": "text_completion"}
 _REQUEST_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
 
 
-class NoSpan:
-    """The span of an app that traces nothing: it only passes a client's `traceparent` on."""
+class ServerSpan:
+    """The span of one request. Without a tracer it records nothing, and only passes a client's `traceparent` on."""
 
-    is_recording = False
+    __slots__ = ("_span", "is_recording", "trace_id")
+
+    def __init__(self, span: RequestSpan | None = None) -> None:
+        self._span = span
+        self.is_recording = span is not None and span.is_recording
+        self.trace_id = None if span is None else span.trace_id
+
+    @classmethod
+    def begin(
+        cls, scope: Mapping[str, Any], headers: Mapping[str, str], route: str, request_id: str, tracer: Tracer
+    ) -> ServerSpan:
+        """Return the span of the request with this scope; `route` is the path of its endpoint. The caller ends it."""
+        attributes = connection_attributes(scope, headers, route) | {REQUEST_ID: request_id}
+        return cls(RequestSpan(f"{scope['method']} {route}", headers, tracer, attributes))
 
     def attach(self, context: Context[Any], headers: Mapping[str, str]) -> None:
         """Make the span the parent of everything that is done for the context."""
-        if "traceparent" in headers:
+        if self._span is not None:
+            context.trace = self._span.trace
+        elif "traceparent" in headers:
             context.trace = extract(headers)
 
-    def set_request(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
-        """Record the fields of the request."""
-
-    def set_answer(self, attributes: Mapping[str, Any]) -> None:
-        """Record the answer: the attributes are those of `answer_attributes`."""
+    def annotate(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes, if the span is recording."""
+        if self._span is not None:
+            self._span.annotate(attributes)
 
     def set_result(self, problem: Problem | None) -> None:
         """Record the problem that the request ended with, None for a complete answer."""
-
-
-_NO_SPAN = NoSpan()
-
-
-class ServerSpan(NoSpan):
-    """The span of one request. The caller ends it, once."""
-
-    def __init__(self, span: RequestSpan) -> None:
-        self._span = span
-
-    @property
-    def is_recording(self) -> bool:  # type: ignore[override]
-        return self._span.is_recording
-
-    def attach(self, context: Context[Any], headers: Mapping[str, str]) -> None:
-        context.trace = self._span.trace
-
-    def set_request(self, request: OpenAIRequest, endpoint: str, prompts: int) -> None:
-        if self.is_recording:
-            self._span.annotate(request_attributes(request, endpoint, prompts))
-
-    def set_answer(self, attributes: Mapping[str, Any]) -> None:
-        self._span.annotate(attributes)
-
-    def set_result(self, problem: Problem | None) -> None:
+        if self._span is None:
+            return
         if problem is None:
             self._span.annotate({ENDING: "ended"})
             return
-        self._span.annotate({ENDING: "closed" if problem is CLIENT_GONE else "failed"})
-        self._span.annotate(problem_attributes(problem))
+        self._span.annotate({ENDING: "closed" if problem is CLIENT_GONE else "failed"} | problem_attributes(problem))
         if problem.status >= 500:
             self._span.fails(problem.message)
 
-    def with_status(self, send: Send) -> Send:
-        """Return `send` that also records the status of the answer."""
-
-        async def recording(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                self._span.annotate({STATUS_CODE: message["status"]})
-            await send(message)
-
-        return recording
-
-    def fail(self, error: BaseException) -> None:
-        """Record that the endpoint raised: the request was cancelled, or met a fault of ours."""
-        self._span.annotate({ENDING: "failed" if isinstance(error, Exception) else "closed"})
+    def end(self, error: BaseException | None) -> None:
+        """End the span; `error` is what the endpoint raised: the request was cancelled, or met a fault of ours."""
+        if self._span is None:
+            return
         if isinstance(error, Exception):
-            self._span.annotate({ERROR_TYPE: type(error).__qualname__})
+            self._span.annotate({ENDING: "failed", ERROR_TYPE: type(error).__qualname__})
             self._span.fails(error)
-
-    def end(self) -> None:
+        elif error is not None:
+            self._span.annotate({ENDING: "closed"})
         self._span.end()
-
-
-class TracedEndpoint:
-    """An endpoint with a span around each request; `route` is its path."""
-
-    def __init__(self, endpoint: Application, route: str, tracer: Tracer) -> None:
-        self._endpoint, self._route, self._tracer = endpoint, route, tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. The span ends after the endpoint has closed everything it opened."""
-        record = RequestRecord.of(scope)
-        headers = record.headers.values
-        attributes = connection_attributes(scope, headers, self._route) | {REQUEST_ID: record.id}
-        inner = RequestSpan(f"{scope['method']} {self._route}", headers, self._tracer, attributes)
-        record.span_trace_id = inner.trace_id
-        span = scope[_SPAN] = ServerSpan(inner)
-        try:
-            await self._endpoint(scope, receive, span.with_status(send) if span.is_recording else send)
-        except BaseException as error:
-            span.fail(error)
-            raise
-        finally:
-            span.end()
-
-
-def span_of(scope: Mapping[str, Any]) -> NoSpan:
-    """Return the span of the request with this scope."""
-    found = scope.get(_SPAN)
-    return found if isinstance(found, NoSpan) else _NO_SPAN
 
 
 # -- attributes

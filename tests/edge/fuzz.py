@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.protocols.field_rules import WIRE_KEY, IntRange
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
-from tests.serving.http.request.test_request_fields import SAMPLES
+from tests.serving.http.test_request_fields import SAMPLES
 
 _ODD_TEXTS = ("", " ", "\x00", "a" * 5000, "\u202e", "\U0001f9d1\u200d\U0001f680", "${jndi:x}", "{{ 1/0 }}", "../..")
 _ODD_INTEGERS = (0, -1, 20, 21, 128, 129, 2**20, 2**20 + 1, 2**31, 2**32, 2**63, 2**64, -(2**63) - 1, 10**30)

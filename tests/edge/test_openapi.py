@@ -29,8 +29,8 @@ from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.testing import ScriptedEngine
 from serving.http import HttpOptions, app
-from serving.http.openapi.description import describe
-from serving.http.openapi.json_schema import Schemas
+from serving.http.json_schema import Schemas
+from serving.http.openapi import describe
 from tests.serving.worlds import Exchange
 
 KINDS = (ChatCompletionRequest, CompletionRequest)

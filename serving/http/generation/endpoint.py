@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from math import inf
 
 import anyio
-from attrs import define, field, frozen
+from attrs import frozen
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -35,18 +35,19 @@ from ...openai import (
     has_prompts,
     one_per_prompt,
 )
-from ..caller import Caller, apply_key, caller_of
+from ..body import parse_body, read_body
+from ..caller import apply_key
 from ..metrics import RequestMeter
 from ..open_requests import OpenRequest
 from ..problems import CLIENT_GONE, Problem, Refusal, explain
-from ..request import RequestRecord, parse_body, read_body
+from ..request import JSON_HEADERS, RequestRecord
 from ..routing_headers import without_routing
-from ..server_span import NoSpan, answer_attributes, span_of
+from ..server_span import answer_attributes, request_attributes
 from ..service import ServedModel, Service
 from ..side_task import task_starter
 from ..time_limits import RequestClock
-from .generation import Generation, on_gone_of
-from .replies import Reply, StreamedReply, WholeReply
+from .generation import ON_GONE, Generation
+from .reply import STREAM_HEADERS, Reply, StreamedReply, WholeReply
 
 _log = logging.getLogger(__name__)
 
@@ -71,19 +72,13 @@ NOT_IMPLEMENTED = ("functions", "function_call")
 """Fields of a chat that are refused with 501."""
 
 
-@define(eq=False)
+@frozen(eq=False)
 class _Incoming:
-    """A request as it came: ASGI's three arguments, and what the middlewares put into the scope."""
+    """A request as it came: its record, and two arguments of ASGI."""
 
-    scope: Scope
+    record: RequestRecord
     receive: Receive
     send: Send
-    caller: Caller = field(init=False)
-    record: RequestRecord = field(init=False)
-    span: NoSpan = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.caller, self.record, self.span = caller_of(self.scope), RequestRecord.of(self.scope), span_of(self.scope)
 
 
 class GenerationEndpoint:
@@ -95,9 +90,10 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Every error becomes an answer, unless the client is gone."""
-        incoming = _Incoming(scope, receive, send)
+        record = RequestRecord.of(scope)
+        incoming = _Incoming(record, receive, send)
         try:
-            open_request = self._service.open_requests.admit(incoming.caller.identity)
+            open_request = self._service.open_requests.admit(record.caller.identity)
         except PenstockError as error:
             await self._refuse(incoming, error)
             return
@@ -105,16 +101,17 @@ class GenerationEndpoint:
             try:
                 request = await self._read(incoming)
             except ClientDisconnect:
-                incoming.span.set_result(CLIENT_GONE)
+                record.span.set_result(CLIENT_GONE)
                 return
             except Exception as error:
                 await self._refuse(incoming, error)
                 return
-            incoming.record.model = request.model
-            with self._meter(request) as meter:
-                incoming.record.meter = meter
+            record.model = request.model
+            known = request.model if request.model in self._service.models else None
+            with RequestMeter(self._service.telemetry, known, self._api.endpoint, bool(request.stream)) as meter:
+                record.meter = meter
                 problem = await self._answer(request, incoming, meter, open_request)
-                incoming.span.set_result(problem)
+                record.span.set_result(problem)
                 meter.finish(problem)
 
     # -- reading the request
@@ -131,13 +128,8 @@ class GenerationEndpoint:
         request.nvext = apply_headers(request.nvext, headers.values) if options.nvext else None
         if not options.shows_workers:
             request.nvext = without_routing(request.nvext)
-        apply_key(incoming.caller, request, headers.values, nvext=options.nvext)
+        apply_key(incoming.record.caller, request, headers.values, nvext=options.nvext)
         return request
-
-    def _meter(self, request: OpenAIRequest) -> RequestMeter:
-        known = request.model in self._service.models
-        telemetry = self._service.telemetry
-        return RequestMeter(telemetry, request.model if known else None, self._api.endpoint, bool(request.stream))
 
     def _find_model(self, request: OpenAIRequest) -> ServedModel:
         """Return the model of the request.
@@ -154,12 +146,6 @@ class GenerationEndpoint:
             raise Refusal(404, "Model not found")
         return model
 
-    def _prompts(self, request: OpenAIRequest) -> list[OpenAIRequest]:
-        """Return one request for each prompt. A list is validated here: the graph sees its prompts one by one."""
-        if has_prompts(request):
-            self._validate(request)
-        return one_per_prompt(request)
-
     def _validate(self, request: OpenAIRequest) -> None:
         validate(request, ignore_unsupported=True, limits=self._service.options.request_limits)
 
@@ -169,6 +155,7 @@ class GenerationEndpoint:
         self, request: OpenAIRequest, incoming: _Incoming, meter: RequestMeter, open_request: OpenRequest
     ) -> Problem | None:
         """Answer the request. Return the problem in the answer, None for a whole one."""
+        record, is_answered = incoming.record, True
         try:
             generation = self._generation(request, incoming, meter)
             open_request.watched = generation
@@ -176,34 +163,41 @@ class GenerationEndpoint:
                 try:
                     failure = await generation.run(self._reply(generation, incoming))
                 finally:
-                    meter.add_prompts(generation.usage)
-                    incoming.caller.spend(generation.usage.prompt_tokens + generation.usage.completion_tokens)
-                    if incoming.span.is_recording:
-                        incoming.span.set_answer(self._outcome(generation))
+                    usage = generation.usage
+                    meter.add_prompts(usage)
+                    record.caller.spend(usage.prompt_tokens + usage.completion_tokens)
+                    if record.span.is_recording:
+                        answer_id, reasons = self._api.id_prefix + record.id, meter.finish_reasons
+                        record.span.annotate(
+                            answer_attributes(answer_id, request.model, usage, reasons, meter.first_tokens_s)
+                        )
         except ClientDisconnect:
             return CLIENT_GONE
         except Exception as failed:
-            problem = self._explain(failed)
-            _drop_tracebacks(failed)
-            await self._reply_problem(incoming, problem)
-            return problem
+            failure, is_answered = failed, False
         if failure is None:
             return None
         problem = self._explain(failure)
         _drop_tracebacks(failure)
-        incoming.record.report(problem)
+        if is_answered:
+            record.report(problem)
+        else:
+            await self._reply_problem(incoming, problem)
         return problem
 
     def _generation(self, request: OpenAIRequest, incoming: _Incoming, meter: RequestMeter) -> Generation:
         """Return the generation of a valid request. Raise what refuses it."""
-        record, span, service = incoming.record, incoming.span, self._service
+        record, service = incoming.record, self._service
         model = self._find_model(request)
         metadata = record.headers.metadata(service.options.limits)
         record.context = context = Context(request, id=record.id, metadata=metadata)
-        span.attach(context, record.headers.values)
+        record.span.attach(context, record.headers.values)
         record.drop_headers()
-        prompts = self._prompts(request)
-        span.set_request(request, self._api.endpoint, len(prompts))
+        if has_prompts(request):  # validated here: the graph sees the prompts one by one
+            self._validate(request)
+        prompts = one_per_prompt(request)
+        if record.span.is_recording:
+            record.span.annotate(request_attributes(request, self._api.endpoint, len(prompts)))
         return Generation(
             model.graph,
             context,
@@ -213,39 +207,35 @@ class GenerationEndpoint:
             service.availability,
             RequestClock(service.time_limits, meter.started_s),
             incoming.receive,
-            on_gone_of(incoming.scope),
+            record.scope.get(ON_GONE),
             task_starter(),
         )
 
     def _reply(self, generation: Generation, incoming: _Incoming) -> Reply:
         """Return the reply in the form that the request wants."""
-        api, options, usage = self._api, self._service.options, generation.usage
-        form, on_gone, start = self._form(generation), generation.lose_client, generation.start
-        if generation.context.payload.stream:
-            return StreamedReply(incoming.send, on_gone, start, api.chunks(form, usage), options)
-        return WholeReply(incoming.send, on_gone, start, api.answer(form, usage), options)
-
-    def _form(self, generation: Generation) -> AnswerForm:
-        return AnswerForm.of(
-            generation.context.payload,
-            id=self._api.id_prefix + generation.context.id,
+        api, options, request = self._api, self._service.options, generation.context.payload
+        form = AnswerForm.of(
+            request,
+            id=api.id_prefix + generation.context.id,
             created=int(time.time()),
             prompts=len(generation.prompts),
-            force_usage=self._service.options.force_usage,
+            force_usage=options.force_usage,
         )
-
-    def _outcome(self, generation: Generation) -> dict[str, Any]:
-        """Return the attributes of the answer for the request's span."""
-        answer_id = self._api.id_prefix + generation.context.id
-        model, meter = generation.context.payload.model, generation.meter
-        return answer_attributes(answer_id, model, generation.usage, meter.finish_reasons, meter.first_tokens_s)
+        send, on_gone, start, usage = incoming.send, generation.lose_client, generation.start, generation.usage
+        if request.stream:
+            chunks = api.chunks(form, usage)
+            return StreamedReply(
+                send, STREAM_HEADERS, on_gone, start, options.keep_alive_s, chunks, options.overload_status
+            )
+        most_bytes = options.limits.max_whole_answer_bytes or inf
+        return WholeReply(send, JSON_HEADERS, on_gone, start, None, api.answer(form, usage), most_bytes)
 
     # -- errors
 
     async def _refuse(self, incoming: _Incoming, error: Exception) -> None:
         """Answer a request that has not begun."""
         problem = self._explain(error)
-        incoming.span.set_result(problem)
+        incoming.record.span.set_result(problem)
         await self._reply_problem(incoming, problem)
 
     async def _reply_problem(self, incoming: _Incoming, problem: Problem) -> None:

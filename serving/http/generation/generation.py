@@ -9,8 +9,8 @@ that cannot call back has one more task, which waits for the client to leave.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -45,7 +45,7 @@ from ..request import log_as_part
 from ..service import Graph
 from ..side_task import SideTask, Work, call_later, end
 from ..time_limits import RequestClock
-from .replies import Reply
+from .reply import Reply
 
 ON_GONE = "penstock.on_gone"
 """Where a server that calls back, as ours does, puts an `OnGone` into the scope. With any other server the app waits in
@@ -63,12 +63,6 @@ _PARTS_AT_ONCE = 8
 
 KILL_GRACE_S = 2.0
 """How long a killed graph may take to end before its task is cancelled."""
-
-
-def on_gone_of(scope: MutableMapping[str, Any]) -> OnGone | None:
-    """Return the server's `OnGone`; None if it has none."""
-    found: OnGone | None = scope.get(ON_GONE)
-    return found
 
 
 @define(eq=False)

@@ -13,7 +13,7 @@ from pipeline import InvalidArgument
 from pipeline.protocols import BackendOutput, CompletionTokensDetails, CompletionUsage, PromptTokensDetails
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from serving.http import HttpOptions
-from serving.http.request.parsing import parse, repair
+from serving.http.body import parse, repair
 from serving.openai import one_per_prompt
 from serving.openai.form import PLACE, UsageCount, around, encode, event
 
@@ -131,7 +131,7 @@ def test_repair_takes_a_time_that_grows_with_the_body_only() -> None:
 
 
 def test_json_that_is_correct_is_not_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.http.request.parsing.repair", lambda body: pytest.fail("repaired"))
+    monkeypatch.setattr("serving.http.body.repair", lambda body: pytest.fail("repaired"))
     with pytest.raises(InvalidArgument):
         parse(b'{"model": 3}', CompletionRequest)
 

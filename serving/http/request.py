@@ -1,34 +1,126 @@
 """RequestRecord: what the app knows of one request while it is open, for answers, log messages and the access log.
 
-It is made before anything can fail, so every answer has an id and every message of the request's tasks names it.
+RequestHeaders: its id, its metadata, and the kind of its body.
+
+Source: dynamo lib/llm/src/http/service/openai.rs and metadata.rs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+import re
+from collections.abc import Awaitable, Sequence
 from urllib.parse import quote
+from uuid import UUID, uuid4
 
 import anyio
-from attrs import define, field
+from attrs import define, field, frozen
+from starlette.types import Message, Scope, Send
 
 from pipeline import AnyContext
-from pipeline.errors import CLIENT_CLOSED_REQUEST
+from pipeline.errors import CLIENT_CLOSED_REQUEST, ExceededLimit
 from pipeline.llm import tracker_of
 from pipeline.protocols import RequestTracker
 from pipeline.telemetry import trace_link
 
-from ...log_format import current_fields, with_fields
-from ..caller import caller_of
-from ..metrics import Refusals, RequestMeter
-from ..problems import Problem
-from ..routing_headers import decision_headers, workers_of
-from .headers import REQUEST_ID, RequestHeaders, uuid_of
+from ..limits import HttpLimits
+from ..log_format import current_fields, with_fields
+from .caller import Caller, caller_of
+from .metrics import Refusals, RequestMeter
+from .problems import Problem, Refusal
+from .routing_headers import decision_headers, workers_of
+from .server_span import ServerSpan
+
+REQUEST_ID = "x-request-id"
+_OLDER_REQUEST_ID = "x-dynamo-request-id"
+METADATA_PREFIX = "x-dynamo-meta-"
+SESSION_ID = "x-dynamo-session-id"
+
+_CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "set-cookie", "x-api-key", "api-key"})
+"""Names that never become metadata, whatever the prefix."""
+
+_JSON_TYPE = re.compile(r"application/(?:[\w.+-]+\+)?json", re.IGNORECASE)
+_PRINTABLE_ID = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
+_UUID_TEXT_MAX = 64
+"""Characters; a little more than the longest form of a UUID."""
+
+
+@frozen
+class RequestHeaders:
+    """The headers of one request."""
+
+    values: dict[str, str]
+    """Value by name in lower case; of a repeated header, the first one."""
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestHeaders:
+        """Return the headers in an ASGI scope."""
+        values: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            values.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+        return cls(values)
+
+    @property
+    def echo(self) -> str | None:
+        """The client's own id of the request, which every answer repeats; None if it sent no valid one.
+
+        A valid id has up to 256 printable ASCII characters, with blanks only inside.
+        """
+        text = self.values.get(REQUEST_ID)
+        return None if text is None or _PRINTABLE_ID.fullmatch(text) is None else text
+
+    def request_id(self) -> str:
+        """Return the client's id if it is a UUID, otherwise a new one: ids stay unique and safe to print."""
+        for name in (REQUEST_ID, _OLDER_REQUEST_ID):
+            if (known := uuid_of(self.values.get(name))) is not None:
+                return known
+        return str(uuid4())
+
+    def metadata(self, limits: HttpLimits) -> dict[str, str]:
+        """Return the entries that travel with the request, including its session.
+
+        Raise Refusal (431) if they are too many or too long.
+        """
+        kept: dict[str, str] = {}
+        for name, value in self.values.items():
+            if name.startswith(METADATA_PREFIX):
+                key = name.removeprefix(METADATA_PREFIX)
+                if key and key not in _CREDENTIALS:
+                    kept[key] = value
+        if SESSION_ID in self.values:
+            kept[SESSION_ID] = self.values[SESSION_ID]
+        if not kept:
+            return kept
+        size_bytes = sum(len(name) + len(value) for name, value in kept.items())
+        _check_metadata("max_metadata_entries", len(kept), limits.max_metadata_entries)
+        _check_metadata("max_metadata_bytes", size_bytes, limits.max_metadata_bytes)
+        return kept
+
+    def require_json(self) -> None:
+        """Raise Refusal (415) unless the content type is JSON."""
+        media_type = self.values.get("content-type", "").partition(";")[0].strip()
+        if _JSON_TYPE.fullmatch(media_type) is None:
+            raise Refusal(415, "Expected request with `Content-Type: application/json`")
+
+
+def uuid_of(text: str | None) -> str | None:
+    """Return the UUID in the text in its canonical form, None if the text is not a UUID."""
+    if text is None or len(text) > _UUID_TEXT_MAX:
+        return None
+    try:
+        return str(UUID(text))
+    except ValueError:
+        return None
+
+
+def _check_metadata(name: str, value: int, threshold: int) -> None:
+    if 0 < threshold < value:
+        raise Refusal(431, "Request metadata is too large", exceeded=ExceededLimit(name, value, threshold))
+
+
+# -- the record
 
 Headers = Sequence[tuple[bytes, bytes]]
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 
 KEY = "penstock.request"
 """Where the record is in an ASGI scope."""
@@ -36,7 +128,6 @@ OWN_REQUEST_ID = b"x-penstock-request-id"
 """Header with our id of a request whose client sent another one in `x-request-id`."""
 JSON_HEADERS: Headers = ((b"content-type", b"application/json"),)
 
-_REQUEST_ID = REQUEST_ID.encode()
 _NO_HEADERS = RequestHeaders({})
 _PATH_MAX = 512
 _UNNAMED = ("method", "path", "status")
@@ -47,9 +138,12 @@ _access = logging.getLogger("serving.access")
 
 @define(eq=False, slots=True)
 class RequestRecord:
-    """One request while it is open."""
+    """One request while it is open.
 
-    scope: Message
+    It is made before anything can fail, so every answer has an id and every message of the request's tasks names it.
+    """
+
+    scope: Scope
     """Its ASGI scope."""
     _raw_send: Send
     """The server's `send`."""
@@ -67,8 +161,7 @@ class RequestRecord:
     """Status of the answer; 0 before it begins."""
     model: str | None = field(init=False, default=None)
     """Model in the request. Made by the client: escape it before printing."""
-    span_trace_id: str | None = field(init=False, default=None)
-    """Trace of the request's server span, used until there is a context."""
+    span: ServerSpan = field(init=False, factory=ServerSpan)
     context: AnyContext | None = field(init=False, default=None)
     """Context of the request, set when it is sent to a model."""
     meter: RequestMeter | None = field(init=False, default=None)
@@ -84,11 +177,15 @@ class RequestRecord:
             self.client_id = echo
 
     @classmethod
-    def of(cls, scope: MutableMapping[str, Any]) -> RequestRecord:
+    def of(cls, scope: Scope) -> RequestRecord:
         """Return the record of the request with this scope."""
         record = scope[KEY]
         assert isinstance(record, cls)
         return record
+
+    @property
+    def caller(self) -> Caller:
+        return caller_of(self.scope)
 
     def drop_headers(self) -> None:
         """Drop the headers of the request once it is read: they would stay for as long as its answer lasts."""
@@ -103,7 +200,7 @@ class RequestRecord:
 
     def _answer_headers(self) -> list[tuple[bytes, bytes]]:
         echo = self._echo
-        headers = [(_REQUEST_ID, (self.id if echo is None else echo).encode("ascii"))]
+        headers = [(REQUEST_ID.encode(), (self.id if echo is None else echo).encode("ascii"))]
         if self.client_id is not None:
             headers.append((OWN_REQUEST_ID, self.id.encode()))
         return headers + decision_headers(self.trackers) if self.shows_workers else headers
@@ -125,7 +222,7 @@ class RequestRecord:
     def report(self, problem: Problem) -> None:
         """Count and log the problem if a limit refused the request."""
         if problem.exceeded is not None:
-            self._refusals.report(problem, self.id, caller_of(self.scope).identity)
+            self._refusals.report(problem, self.id, self.caller.identity)
 
     @property
     def trackers(self) -> list[RequestTracker]:
@@ -139,7 +236,7 @@ class RequestRecord:
     def trace_id(self) -> str | None:
         """Trace of the span that the request is in, its own or its client's; None without one."""
         link = None if self.context is None else trace_link(self.context)
-        return self.span_trace_id if link is None else link.trace_id
+        return self.span.trace_id if link is None else link.trace_id
 
     def close(self) -> None:
         """Release the context and the meter. Later messages of the request's tasks still have its id and model."""
@@ -166,7 +263,7 @@ class RequestRecord:
             "path": path,
             "status": status,
             "duration_ms": _ms(self.started_s, now_s),
-            "caller": caller_of(self.scope).identity,
+            "caller": self.caller.identity,
         }
         if meter is not None:
             known |= {

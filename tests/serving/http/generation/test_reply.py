@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.generation.writer import BUFFER_BYTES, PIECE_BYTES, ReplyWriter
+from serving.http.generation.reply import BUFFER_BYTES, PIECE_BYTES, ReplyWriter
 from serving.http.side_task import task_starter
 
 
@@ -129,7 +129,7 @@ async def test_an_answer_that_waits_has_no_task_of_its_own() -> None:
         started += 1
         return start(work)
 
-    writer = ReplyWriter(client.send, [], lambda: None, counted)
+    writer = ReplyWriter(client.send, [], lambda: None, counted, None)
     writer.commit()
     await anyio.sleep(1)
     assert started == 0
@@ -150,7 +150,7 @@ async def test_closing_ends_a_write_that_is_under_way() -> None:
         finally:
             cancelled = True
 
-    writer = ReplyWriter(send, [], lambda: None, task_starter())
+    writer = ReplyWriter(send, [], lambda: None, task_starter(), None)
     writer.commit()
     writer.put(b"x")
     await anyio.wait_all_tasks_blocked()
@@ -172,7 +172,7 @@ async def test_a_failure_of_the_server_is_kept_and_ends_the_sending() -> None:
         nonlocal gone
         gone += 1
 
-    writer = ReplyWriter(send, [], lose, task_starter())
+    writer = ReplyWriter(send, [], lose, task_starter(), None)
     writer.commit()
     writer.put(b"x" * BUFFER_BYTES)
     with anyio.fail_after(1):

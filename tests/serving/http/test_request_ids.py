@@ -19,7 +19,7 @@ from pipeline import Annotated, Context, InvalidArgument, ResponseStream
 from pipeline.protocols import BackendOutput, FinishReason
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import Availability, HttpOptions, Telemetry, app, status_app
-from serving.http.request.headers import RequestHeaders
+from serving.http.request import RequestHeaders
 from serving.log_format import RequestFields
 from tests.serving.worlds import chat, complete, request_to
 

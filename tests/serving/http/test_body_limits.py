@@ -21,8 +21,7 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from serving.http import HttpOptions
-from serving.http.request.body import ArrivingBody, Body
-from serving.http.request.parsing import TooMuchToParse, parse, parse_body
+from serving.http.body import ArrivingBody, Body, TooMuchToParse, parse, parse_body
 from serving.limits import HttpLimits
 
 PIECE_S = 0.05
@@ -241,7 +240,7 @@ def test_broken_json_is_repaired_up_to_its_limit_only(monkeypatch: pytest.Monkey
     body = b'{"model":"m","prompt":"a\n"}'
     assert parse(body, CompletionRequest, HttpLimits(max_repaired_bytes=len(body))).prompt == "a\n"
     assert parse(body, CompletionRequest, HttpLimits(max_repaired_bytes=0)).prompt == "a\n"
-    monkeypatch.setattr("serving.http.request.parsing.repair", lambda _: pytest.fail("repaired"))
+    monkeypatch.setattr("serving.http.body.repair", lambda _: pytest.fail("repaired"))
     with pytest.raises(InvalidArgument, match="invalid character"):
         parse(body, CompletionRequest, HttpLimits(max_repaired_bytes=len(body) - 1))
 
@@ -272,7 +271,7 @@ def test_a_long_body_is_parsed_in_another_thread_and_a_short_one_is_not(monkeypa
         threads.append(threading.get_ident())
         return parse(*given, **named)
 
-    monkeypatch.setattr("serving.http.request.parsing.parse", parsing)
+    monkeypatch.setattr("serving.http.body.parse", parsing)
 
     async def run() -> None:
         await parse_body(LONG_BODY, CompletionRequest, HttpOptions())
@@ -309,7 +308,7 @@ def test_a_request_that_is_cancelled_does_not_wait_for_its_parsing_which_ends_so
             monkeypatch.undo()
             assert len((await parse_body(LONG_BODY, CompletionRequest, HttpOptions())).prompt) == 300_001  # type: ignore[arg-type]
 
-    monkeypatch.setattr("serving.http.request.parsing.parse", endless)
+    monkeypatch.setattr("serving.http.body.parse", endless)
     anyio.run(run)
 
 
@@ -321,7 +320,7 @@ def test_bodies_that_wait_to_be_parsed_are_bounded_also_when_their_clients_have_
     def parsing(*_: Any, **__: Any) -> Any:
         may_end.wait(10)
 
-    monkeypatch.setattr("serving.http.request.parsing.parse", parsing)
+    monkeypatch.setattr("serving.http.body.parse", parsing)
     options = HttpOptions(limits=HttpLimits(max_body_bytes_in_flight=5 * len(LONG_BODY.content)))
 
     async def run() -> None:
