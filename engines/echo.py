@@ -86,7 +86,7 @@ class _Pauses:
 
     def next(self) -> Awaitable[None]:
         """Await the delay, which a stop or kill ends. The caller checks for an earlier one."""
-        return self._timer.wait(self._now() + self._delay_s)
+        return self._timer.wait_until(self._now() + self._delay_s)
 
 
 @frozen

@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from anyio import CancelScope, Event, NoEventLoopError, get_current_task, sleep_until
+from anyio import CancelScope, Event, NoEventLoopError, get_current_task
 from anyio.abc import AsyncBackend
 from anyio.lowlevel import current_token
 
@@ -177,8 +177,8 @@ class Wakeup:
             return
         if self._loop is None:
             waiting.set()
-        elif not waiting.done():  # a cancelled wait has left it behind
-            waiting.set_result(None)
+        else:
+            _wake(waiting)
 
     async def wait(self) -> None:
         """Return at the next `wake`."""
@@ -190,51 +190,36 @@ class Wakeup:
             await future
 
 
-class Timer:
+class Timer(Wakeup):
     """Wakes the one task that waits for a time. All calls are made in one loop and thread.
 
     It replaces `anyio.sleep_until`, on asyncio at half the cost, for tasks that sleep again and again. `wake` ends a
     wait early; without a waiting task it does nothing.
     """
 
-    __slots__ = ("_loop", "_rest", "_timer", "_waiting")
+    __slots__ = ("_rest",)
 
     def __init__(self) -> None:
-        loop = current_token().native_token
-        self._loop: Any = loop if hasattr(loop, "call_at") else None
-        self._rest: Any = getattr(loop, "call_at_rest", None)
-        self._timer: Any = None
-        self._waiting: Any = None
+        super().__init__()
+        self._rest: Any = getattr(self._loop, "call_at_rest", None)
 
     @property
     def is_exact(self) -> bool:
         """Whether time is virtual: waits end at their exact time and cost nothing, and `settle` has an effect."""
         return self._rest is not None
 
-    async def wait(self, deadline_s: float) -> None:
+    async def wait_until(self, deadline_s: float) -> None:
         """Return at that time of the loop's clock, now if it is past, or earlier at a `wake`."""
         if self._loop is None:
-            with CancelScope() as self._waiting:
-                await sleep_until(deadline_s)
+            with CancelScope(deadline=deadline_s):
+                await self.wait()
             return
         self._waiting = future = self._loop.create_future()
-        self._timer = timer = self._loop.call_at(deadline_s, _wake, future)
+        timer = self._loop.call_at(deadline_s, _wake, future)
         try:
             await future
-        except BaseException:
+        finally:
             timer.cancel()
-            raise
-
-    def wake(self) -> None:
-        """Wake the waiting task, if there is one."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        if self._loop is None:
-            waiting.cancel()
-        else:
-            self._timer.cancel()
-            _wake(waiting)
 
     async def settle(self) -> None:
         """Return once every other task due at this virtual moment has run; immediately in real time."""

@@ -267,7 +267,7 @@ class Rank:
             now_s = now()
             due_s = max(due_s, now_s) + done.duration_ms / 1000
             if due_s - now_s >= least_s:
-                await timer.wait(due_s)
+                await timer.wait_until(due_s)
             else:
                 await checkpoint()
             self._deliver(done, now())

@@ -2,7 +2,7 @@
 
     publisher(scope, topic).publish(fact)  ──►  subscribe(scope, topic, type) ──► Observable[Event]
 
-Source: dynamo lib/runtime/src/transports/event_plane. Loss shows: each publisher numbers its events, see `Sequences`.
+Source: dynamo lib/runtime/src/transports/event_plane. Each publisher numbers its events: a gap shows loss.
 
 Events as bytes: an envelope in MessagePack inside a frame of version and length.
 
@@ -86,26 +86,6 @@ class EventPlane(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Complete all subscriptions."""
-
-
-class Sequences:
-    """Detects lost events by the next number expected of each publisher."""
-
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}
-
-    def missed(self, event: Event[Any]) -> range:
-        """Return the numbers lost before this event: empty in order, and for one seen before.
-
-        A publisher starts at 0, so a late subscriber knows how many events it missed.
-        """
-        expected = self._next.get(event.publisher_id, 0)
-        self._next[event.publisher_id] = max(expected, event.sequence + 1)
-        return range(expected, event.sequence)
-
-    def forget(self, publisher_id: int) -> None:
-        """Forget a publisher that is gone."""
-        self._next.pop(publisher_id, None)
 
 
 FRAME_VERSION = 1

@@ -6,7 +6,7 @@ Source: dynamo lib/llm/src/protocols/common/preprocessor.rs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 from uuid import UUID
 
@@ -139,8 +139,24 @@ class AgentContext:
     """The kind of input that led to this request."""
 
 
+class _HasAnnotations:
+    """The methods of a request with annotations."""
+
+    __slots__ = ()
+    annotations: list[str]
+
+    def has_annotation(self, annotation: str) -> bool:
+        """Return whether the request has exactly this annotation."""
+        return annotation in self.annotations
+
+    def get_annotation_value(self, key: str) -> str | None:
+        """Return the text after `key:` of the first annotation that starts so, colons included."""
+        prefix = f"{key}:"
+        return next((text[len(prefix) :] for text in self.annotations if text.startswith(prefix)), None)
+
+
 @define(slots=True)
-class PreprocessedRequest:
+class PreprocessedRequest(_HasAnnotations):
     """A request in tokens."""
 
     token_ids: list[U32]
@@ -193,14 +209,6 @@ class PreprocessedRequest:
     migration_state: MigrationState | None = never()
     """Failed workers of this request; stays in this process."""
 
-    def has_annotation(self, annotation: str) -> bool:
-        """Return whether the request has exactly this annotation."""
-        return annotation in self.annotations
-
-    def get_annotation_value(self, key: str) -> str | None:
-        """Return the text after `key:` of the first annotation that starts so, colons included."""
-        return annotation_value(self.annotations, key)
-
     def ensure_routing(self) -> RoutingHints:
         """Return the routing hints, made empty if there were none."""
         if self.routing is None:
@@ -229,7 +237,7 @@ class PreprocessedRequest:
 
 
 @define(slots=True)
-class PreprocessedEmbeddingRequest:
+class PreprocessedEmbeddingRequest(_HasAnnotations):
     """Texts to embed, each as its token ids."""
 
     token_ids: list[list[U32]]
@@ -238,17 +246,3 @@ class PreprocessedEmbeddingRequest:
     dimensions: U32 | None = null()
     mdc_sum: str | None = null()
     annotations: list[str] = field(factory=list)
-
-    def has_annotation(self, annotation: str) -> bool:
-        """Return whether the request has exactly this annotation."""
-        return annotation in self.annotations
-
-    def get_annotation_value(self, key: str) -> str | None:
-        """Return the text after `key:` of the first annotation that starts so, colons included."""
-        return annotation_value(self.annotations, key)
-
-
-def annotation_value(annotations: Sequence[str], key: str) -> str | None:
-    """Return the text after `key:` in the first annotation that starts so; None if there is none."""
-    prefix = f"{key}:"
-    return next((text[len(prefix) :] for text in annotations if text.startswith(prefix)), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .checks import ANY, PORT, Check, above, at_least, finite, is_finite, one_of, share
-from .kinds import TRUE, expected, from_plain, from_text, kinds_of
 from .records import (
     Setting,
     by_variable,
@@ -14,6 +12,22 @@ from .records import (
     required,
     setting,
     settings_of,
+)
+from .values import (
+    ANY,
+    PORT,
+    TRUE,
+    Check,
+    above,
+    at_least,
+    expected,
+    finite,
+    from_plain,
+    from_text,
+    is_finite,
+    kinds_of,
+    one_of,
+    share,
 )
 from .variables import Problem, Variable, choice, decimal, number, switch, url_path, whole
 

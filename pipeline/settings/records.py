@@ -21,8 +21,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import attrs
 
 from ..errors import InvalidArgument
-from .checks import Check, at_least
-from .kinds import from_plain, from_text, kinds_of, shown
+from .values import Check, at_least, from_plain, from_text, kinds_of, shown
 from .variables import Problem
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import attrs
 
-from .kinds import from_text
+from .values import from_text
 
 T = TypeVar("T")
 

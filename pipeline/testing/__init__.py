@@ -9,8 +9,7 @@ from .engine_rules import ENGINE_RULES
 from .faults import Fault, Faults, Malformed
 from .open_streams import OpenStreams, watch_streams
 from .operator_rules import OPERATOR_RULES
-from .probe import Ending, Probe
-from .scripted import Fail, ScriptedEngine, Stall, Wait
+from .stages import Ending, Fail, Probe, ScriptedEngine, Stall, Wait
 
 __all__ = [
     "ENGINE_RULES",

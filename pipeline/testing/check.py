@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
+
+import anyio
 
 from ..engine import AsyncEngine
 from ..errors import ContractViolation, ungrouped
 from ..operator import Operator
+from ..stream import ResponseStream
 from .engine_rules import ENGINE_RULES
 from .operator_rules import OPERATOR_RULES, OperatorSubject
-from .shape import expect_shape
 from .subject import Subject, no_warnings
 
 EngineFactory = Callable[[], AsyncEngine[Any, Any] | AbstractAsyncContextManager[AsyncEngine[Any, Any]]]
@@ -97,9 +100,9 @@ async def _check(
     violations: list[Exception] = []
     with no_warnings():
         try:
-            await expect_shape(subject)
+            await _expect_shape(subject)
         except Exception as failure:  # every rule would meet the same
-            raise ExceptionGroup(f"the {what} cannot be checked", [_violation("", expect_shape, failure)]) from None
+            raise ExceptionGroup(f"the {what} cannot be checked", [_violation("", _expect_shape, failure)]) from None
         for name in checks if rules is None else rules:
             check, checked = checks[name]
             try:
@@ -112,9 +115,48 @@ async def _check(
 
 def _violation(rule: str, check: Any, failure: BaseException) -> ContractViolation:
     """Return the error of a rule's check as a violation of the rule; `rule` is empty before the first rule."""
-    title = check.__name__.partition("_")[2].replace("_", " ")
+    title = check.__name__.strip("_").partition("_")[2].replace("_", " ")
     failure = ungrouped(failure)
     text = str(failure) if isinstance(failure, ContractViolation) else f"the check met {failure!r}"
     violation = ContractViolation(f"{rule} ({title}): {text}" if rule else text, rule=rule)
     violation.__cause__ = failure
     return violation
+
+
+_INSTEAD = (
+    "write `async def generate(...)` that returns `ResponseStream(self.items(...), request, ...)`, "
+    "and yield in `items`, a method of its own"
+)
+
+
+async def _expect_shape(subject: Subject) -> None:
+    """Raise ContractViolation, with what to write instead, if `generate` is no coroutine that returns a stream.
+
+    It is called once, and its stream is closed unread. What it raises is left to the rules. What making the stage
+    raises is raised.
+    """
+    async with subject.engine() as engine:
+        for stage in getattr(engine, "stages", (engine,)):
+            if inspect.isasyncgenfunction(stage.generate) or inspect.isgeneratorfunction(stage.generate):
+                raise ContractViolation(f"{type(stage).__name__}.generate is a generator, since it yields: {_INSTEAD}")
+        problem = None
+        with anyio.move_on_after(subject.answer_within_s), suppress(Exception):
+            problem = await _problem(engine, subject)
+        if problem is not None:
+            raise ContractViolation(f"{type(engine).__name__}.generate {problem}: {_INSTEAD}")
+
+
+async def _problem(engine: Any, subject: Subject) -> str | None:
+    """Return what is wrong with the answer to one request, None if nothing is."""
+    answer = engine.generate(subject.new_request())
+    if isinstance(answer, ResponseStream):
+        await answer.aclose()
+        return "returns its stream without being awaited"
+    if inspect.isawaitable(answer):
+        answer = await answer
+    if isinstance(answer, ResponseStream):
+        await answer.aclose()
+        return None
+    if inspect.iscoroutine(answer):
+        answer.close()
+    return f"returns `{type(answer).__name__}` and not `ResponseStream`"

@@ -17,7 +17,7 @@ from ..errors import BackendUnknown, ContractViolation, Disconnected, PenstockEr
 from ..graph import Segment
 from .engine_rules import ENGINE_RULES
 from .open_streams import OpenStreams, watch_streams
-from .scripted import Fail, ScriptedEngine
+from .stages import Fail, ScriptedEngine
 from .subject import Subject, watched, within
 
 

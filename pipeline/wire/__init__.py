@@ -12,7 +12,7 @@ from .codec import (
     to_plain,
 )
 from .errors import error_from_plain, error_to_plain
-from .json_size import WINDOW, JsonSize
+from .long_json import WINDOW, JsonSize
 from .sse import DONE, SSEDecoder, SSEMessage, encode
 
 __all__ = [

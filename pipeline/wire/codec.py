@@ -49,7 +49,7 @@ from .decoders import (
     union_decoder,
 )
 from .errors import error_from_plain, error_to_plain
-from .json_pieces import decode_in_pieces
+from .long_json import decode_in_pieces
 from .unions import tagged, tagged_decoder, tagged_encoder
 
 T = TypeVar("T")

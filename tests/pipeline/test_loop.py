@@ -89,23 +89,23 @@ async def test_a_thread_without_a_loop_calls_back_at_once_while_a_loop_runs_else
 async def test_an_alarm_wakes_at_its_time_again_and_again() -> None:
     timer, now = Timer(), clock()
     for deadline_s in (now() + 1.5, now() + 4.0):
-        await timer.wait(deadline_s)
+        await timer.wait_until(deadline_s)
         assert now() == pytest.approx(deadline_s)
 
 
 async def test_an_alarm_for_a_time_that_is_past_wakes_at_once() -> None:
     began_s = clock()()
-    await Timer().wait(began_s - 1.0)
+    await Timer().wait_until(began_s - 1.0)
     assert clock()() == began_s
 
 
 async def test_a_cancelled_alarm_can_be_set_again() -> None:
     timer, now = Timer(), clock()
     with anyio.move_on_after(1.0) as scope:
-        await timer.wait(now() + 3600.0)
+        await timer.wait_until(now() + 3600.0)
     assert scope.cancelled_caught
     began_s = now()
-    await timer.wait(began_s + 2.0)
+    await timer.wait_until(began_s + 2.0)
     assert now() == pytest.approx(began_s + 2.0)
 
 
@@ -113,7 +113,7 @@ async def test_a_timer_and_a_cancellation_at_once_do_not_fail() -> None:
     now = clock()
     deadline_s = now() + 1.0
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(Timer().wait, deadline_s)
+        tasks.start_soon(Timer().wait_until, deadline_s)
         await anyio.sleep_until(deadline_s)
         tasks.cancel_scope.cancel()
 
@@ -123,7 +123,7 @@ def test_settle_returns_after_all_else_of_the_moment_and_before_time_passes() ->
 
     async def settles(at_s: float) -> None:
         timer = Timer()
-        await timer.wait(at_s)
+        await timer.wait_until(at_s)
         await timer.settle()
         order.append(f"settled at {clock()():g}")
 
@@ -140,7 +140,7 @@ def test_settle_returns_after_all_else_of_the_moment_and_before_time_passes() ->
             tasks.start_soon(takes_its_turns, 1.0, 20)
             tasks.start_soon(takes_its_turns, 1.5, 0)
             with anyio.CancelScope(deadline=0.5):
-                await Timer().wait(9.0)
+                await Timer().wait_until(9.0)
             with anyio.CancelScope() as scope:
                 scope.cancel()
                 await Timer().settle()
@@ -226,11 +226,11 @@ async def test_a_wakeup_ends_a_timer_early_and_leaves_its_next_wait_alone() -> N
     timer, began_s = Timer(), anyio.current_time()
     timer.wake()  # no task waits
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(timer.wait, began_s + 10)
+        tasks.start_soon(timer.wait_until, began_s + 10)
         await anyio.wait_all_tasks_blocked()
         timer.wake()
     assert anyio.current_time() == began_s
-    await timer.wait(began_s + 10)
+    await timer.wait_until(began_s + 10)
     assert anyio.current_time() == pytest.approx(began_s + 10)
 
 

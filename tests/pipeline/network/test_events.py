@@ -16,7 +16,6 @@ from pipeline.errors import InvalidMessage
 from pipeline.network import EndpointId, Event, Scope
 from pipeline.network.events import (
     EventIdentity,
-    Sequences,
     decode_event,
     decode_frame,
     decode_identity,
@@ -126,27 +125,6 @@ async def test_another_threads_events_arrive_in_their_order() -> None:
 
 def event(publisher_id: int, sequence: int) -> Event[object]:
     return Event(publisher_id, sequence, 0, "t", None)
-
-
-def test_a_gap_is_seen_for_each_publisher() -> None:
-    check = Sequences()
-    assert not check.missed(event(1, 0))
-    assert not check.missed(event(2, 0))
-    assert list(check.missed(event(1, 3))) == [1, 2]
-    assert not check.missed(event(1, 2))
-    assert not check.missed(event(1, 4))
-    assert not check.missed(event(2, 1))
-    assert list(check.missed(event(3, 2))) == [0, 1]
-    check.forget(1)
-    assert list(check.missed(event(1, 1))) == [0]
-
-
-@given(st.lists(st.booleans(), max_size=40))
-def test_what_was_lost_is_what_is_missed(kept: list[bool]) -> None:
-    check = Sequences()
-    missed = [n for number, keep in enumerate(kept) if keep for n in check.missed(event(1, number))]
-    last = max((number for number, keep in enumerate(kept) if keep), default=-1)
-    assert missed == [number for number in range(last) if not kept[number]]
 
 
 # -- bytes

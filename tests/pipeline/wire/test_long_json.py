@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline import InvalidArgument
 from pipeline.wire import JsonSize, is_json_object, plain_from_json, plain_from_long_json
-from pipeline.wire.json_pieces import decode_in_pieces
+from pipeline.wire.long_json import decode_in_pieces
 
 TEXTS = st.text(max_size=20) | st.text('"\\/\n\0é中😀ab,:[]{}', max_size=150)
 VALUES = st.recursive(
