@@ -83,9 +83,11 @@ class PenstockError(Exception):
             raise TypeError(f"{cls.type_name} is the name of an error of the project; on the wire it would be that one")
         PenstockError._by_name[cls.type_name] = cls
 
-    def __init__(self, message: str = "", *, cause: Cause = None) -> None:
+    def __init__(self, message: str = "", *, exceeded: ExceededLimit | None = None, cause: Cause = None) -> None:
         super().__init__(message)
         self.message = message
+        if exceeded is not None:
+            self.exceeded = exceeded
         if cause is not None:
             self.__cause__ = cause
 
@@ -112,8 +114,8 @@ class InvalidArgument(PenstockError):
     def __init__(
         self, message: str = "", *, field: str = "", exceeded: ExceededLimit | None = None, cause: Cause = None
     ) -> None:
-        super().__init__(message, cause=cause)
-        self.field, self.exceeded = field, exceeded
+        super().__init__(message, exceeded=exceeded, cause=cause)
+        self.field = field
 
 
 class Cancelled(PenstockError):
@@ -150,10 +152,6 @@ class ResponseTimeout(TransportError):
 
 class Refused(PenstockError):
     """The other side is reachable and refuses the request."""
-
-    def __init__(self, message: str = "", *, exceeded: ExceededLimit | None = None, cause: Cause = None) -> None:
-        super().__init__(message, cause=cause)
-        self.exceeded = exceeded
 
 
 class ResourceExhausted(Refused):

@@ -164,13 +164,11 @@ class ResponseStream(Generic[T_co]):
         is closed.
         """
 
-        async def observed() -> AsyncGenerator[T_co, None]:
-            async with self:
-                async for item in self:
-                    on_item(item)
-                    yield item
+        def observed(item: Any) -> Any:
+            on_item(item)
+            return item
 
-        return ResponseStream(observed(), self.context, self)
+        return self.map(observed)
 
     def prepend(self, *items: U) -> ResponseStream[T_co | U]:
         """Return these items, then those of this stream, which is first read after the last of them.

@@ -10,10 +10,9 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from inspect import Parameter, isclass, isroutine, signature
+from itertools import chain, repeat
 from os import PathLike
 from typing import Any, Literal, get_args, get_origin
-
-from attrs import frozen
 
 ELIDED = "..."
 _PLAIN = (int, float, complex, bool, type(None))
@@ -21,6 +20,8 @@ _COLLECTIONS = (list, tuple, set, frozenset, dict)
 _SHORT_TEXT = 3
 """A text of so many characters is printed: it is too short for a secret."""
 _LONGEST_ARGUMENT = 40
+
+_BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 IsShown = Callable[[str], bool]
 """Whether a text may be printed."""
@@ -33,59 +34,39 @@ def argument_texts(
 
     `shown` names the parameters whose texts may be printed. An instance of `stages` prints as it prints itself.
     """
-    parameters = _Parameters(made)
-    given = [(value, parameters.at(place)) for place, value in enumerate(args)]
+    parameters = list(signature(made.__init__).parameters.values())[1:]
+    by_name, by_kind = {one.name: one for one in parameters}, {one.kind: one for one in parameters}
+    by_place = [one for one in parameters if one.kind in _BY_PLACE]
+    given = list(zip(args, chain(by_place, repeat(by_kind.get(Parameter.VAR_POSITIONAL))), strict=False))
     while given and (_is_default(*given[-1]) or _is_source(given[-1][0])):
         given.pop()
     for value, parameter in given:
-        yield ELIDED if _is_source(value) else _text(value, parameters.shows(parameter, shown), stages)
+        yield ELIDED if _is_source(value) else _text(value, _shows(made, parameter, shown), stages)
     for name, value in kwargs.items():
-        parameter = parameters.named(name)
+        parameter = by_name.get(name, by_kind.get(Parameter.VAR_KEYWORD))
         if not (_is_default(value, parameter) or _is_source(value) or isroutine(value)):
-            yield f"{name}={_text(value, parameters.shows(parameter, shown, name), stages)}"
+            yield f"{name}={_text(value, _shows(made, parameter, shown, name), stages)}"
 
 
-@frozen
-class _Parameters:
-    """The parameters of a class's `__init__`."""
+def _shows(made: type[Any], parameter: Parameter | None, shown: Sequence[str], name: str | None = None) -> IsShown:
+    """Return which texts of the parameter may be printed. `name`: the keyword of the argument, if it has one."""
+    if parameter is not None and (parameter.name in shown or name in shown):
+        return lambda text: True
+    literals = set() if parameter is None else set(_literals(_hint(made, parameter)))
+    return lambda text: len(text) <= _SHORT_TEXT or text in literals
 
-    made: type[Any]
 
-    @property
-    def _all(self) -> list[Parameter]:
-        return list(signature(self.made.__init__).parameters.values())[1:]
+def _hint(made: type[Any], parameter: Parameter) -> Any:
+    """Return the parameter's type; None where it is meant for type checkers only, or there is none."""
+    owner = next(cls for cls in made.__mro__ if "__init__" in cls.__dict__)
 
-    def at(self, place: int) -> Parameter | None:
-        """Return the parameter of the positional argument at this place."""
-        by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-        found = [one for one in self._all if one.kind in by_place]
-        return found[place] if place < len(found) else self._of_kind(Parameter.VAR_POSITIONAL)
+    def alone() -> None: ...
 
-    def named(self, name: str) -> Parameter | None:
-        """Return the parameter of the keyword argument of this name."""
-        return next((one for one in self._all if one.name == name), self._of_kind(Parameter.VAR_KEYWORD))
-
-    def shows(self, parameter: Parameter | None, shown: Sequence[str], name: str | None = None) -> IsShown:
-        """Return which texts of the parameter may be printed. `name`: the keyword of the argument, if it has one."""
-        if parameter is not None and (parameter.name in shown or name in shown):
-            return lambda text: True
-        literals = set() if parameter is None else set(_literals(self._hint(parameter)))
-        return lambda text: len(text) <= _SHORT_TEXT or text in literals
-
-    def _of_kind(self, kind: object) -> Parameter | None:
-        return next((one for one in self._all if one.kind == kind), None)
-
-    def _hint(self, parameter: Parameter) -> Any:
-        """Return the parameter's type; None where it is meant for type checkers only, or there is none."""
-        owner = next(cls for cls in self.made.__mro__ if "__init__" in cls.__dict__)
-
-        def alone() -> None: ...
-
-        alone.__annotations__ = {"one": parameter.annotation}
-        try:
-            return typing.get_type_hints(alone, vars(sys.modules[owner.__module__]))["one"]
-        except Exception:  # whatever evaluating a foreign annotation raises
-            return None
+    alone.__annotations__ = {"one": parameter.annotation}
+    try:
+        return typing.get_type_hints(alone, vars(sys.modules[owner.__module__]))["one"]
+    except Exception:  # whatever evaluating a foreign annotation raises
+        return None
 
 
 def _literals(hint: Any) -> Iterator[str]:
