@@ -16,6 +16,7 @@ from pipeline import InvalidArgument, PenstockError, ResourceExhausted, Unavaila
 from pipeline.protocols import RoutingConstraints
 from pipeline.protocols.card import ModelRuntimeConfig
 
+from ..pool import Adapters
 from .types import WorkerRank
 
 Reason = Literal["not_allowed", "not_routable", "unknown_worker", "rank_unavailable", "taints", "overloaded"]
@@ -79,6 +80,8 @@ class WorkerPool:
     """The workers that can be reached; None if that is not known."""
     overloaded: AbstractSet[int] = frozenset()
     """The workers that get no requests for now."""
+    adapters: Adapters = field(factory=dict)
+    """The workers that have each adapter loaded."""
     ranks: Mapping[int, range] = field(
         init=False,
         default=Factory(lambda self: {w: worker_ranks(c) for w, c in sorted(self.configs.items())}, takes_self=True),

@@ -10,7 +10,7 @@ from pipeline import InvalidArgument
 from pipeline.network import Workers
 from pipeline.protocols.card import ModelRuntimeConfig
 
-from ..pool import Adapters, Configs, InstanceHealth, PoolView, PoolViews
+from ..pool import Configs, InstanceHealth, PoolView, PoolViews
 from .eligibility import Candidates, WorkerPool, worker_ranks
 from .request import RouteRequest
 
@@ -40,11 +40,6 @@ class RouterPool:
         self._on_change: Changed | None = None
         self._following = self._health.changes().subscribe(self._on_view)
 
-    @property
-    def adapters(self) -> Adapters:
-        """The workers that have each adapter loaded."""
-        return self._view.cards.adapters
-
     def follow(self, on_change: Changed) -> None:
         """Call `on_change` now and whenever workers or ranks change. One router follows a pool."""
         self._on_change = on_change
@@ -59,7 +54,7 @@ class RouterPool:
     def candidates(self, request: RouteRequest) -> Candidates:
         """The ranks that may take the request now. Raises what `WorkerPool.candidates` raises."""
         pool = self.current()
-        return pool.candidates(request.rules(pool, self.adapters))
+        return pool.candidates(request.rules(pool))
 
     async def ready(self, workers: int) -> None:
         """Return when there are so many instances."""
@@ -78,7 +73,7 @@ class RouterPool:
         elif view.incarnations is not before.incarnations:
             self._update()
         elif view.routable != before.routable or view.overloaded != before.overloaded:
-            self._pool = WorkerPool(self._pool.configs, frozenset(view.routable), view.overloaded)
+            self._pool = self._of_view(self._pool.configs)
 
     def _update(self) -> None:
         view, configs = self._view, self._configs
@@ -86,9 +81,13 @@ class RouterPool:
         incarnations = {worker_id: view.incarnations[worker_id] for worker_id in known}
         gone = [i for i, incarnation in self._incarnations.items() if incarnations.get(i) != incarnation]
         self._incarnations = incarnations
-        self._pool = WorkerPool(known, frozenset(view.routable), view.overloaded)
+        self._pool = self._of_view(known)
         if self._on_change is not None:
             self._on_change(gone, self._pool.ranks)
+
+    def _of_view(self, configs: Configs) -> WorkerPool:
+        view = self._view
+        return WorkerPool(configs, frozenset(view.routable), view.overloaded, view.cards.adapters)
 
 
 def _valid(configs: Configs | None) -> Configs | None:

@@ -21,7 +21,6 @@ from pipeline.protocols import PreprocessedRequest, RouterConfigOverride, Routin
 from pipeline.protocols.timing import RequestPhase
 from pipeline.threads import GiveUp
 
-from ..pool import Adapters
 from ..text import offered_threads
 from .eligibility import RoutingRules, WorkerPool, narrowed_to_adapter
 from .prompt import PromptBlocks
@@ -109,14 +108,14 @@ class RouteRequest:
         allowed = None if self.allowed_worker_ids is None else frozenset(self.allowed_worker_ids)
         return self.worker_id, self.dp_rank, allowed, frozenset(required), adapter, failed
 
-    def rules(self, pool: WorkerPool, adapters: Adapters) -> RoutingRules:
+    def rules(self, pool: WorkerPool) -> RoutingRules:
         """The rules for these workers. Raises InvalidArgument if the named worker has several ranks and none is named.
 
         A worker that is not there keeps its first rank, so that the pool can name what is wrong with it. A request with
         an adapter and without a named worker goes to the workers that have it loaded, if an allowed one has.
         """
         pin, allowed, adapter = self._pin(pool), self.allowed_worker_ids, self.blocks.lora_name
-        if pin is None and adapter and (holders := adapters.get(adapter)):
+        if pin is None and adapter and (holders := pool.adapters.get(adapter)):
             there = pool.configs.keys() if pool.available is None else pool.configs.keys() & pool.available
             allowed = narrowed_to_adapter(allowed, holders, there)
         return RoutingRules(pin, allowed, self.constraints, self.failed_worker_ids, self.is_overload)

@@ -26,7 +26,7 @@ from ..pool import RouterPool
 from ..request import RouteRequest
 from .policy import DepthTier, PolicyProfile, PromptSize, QueueUsage
 from .queue import AdmissionQueue, Waiting
-from .rooms import Blocked, Room, Rooms
+from .rooms import Blocked, Rooms
 
 if TYPE_CHECKING:
     from ..reservation import LoadBook, Reservation
@@ -114,7 +114,7 @@ class AdmissionController:
         """Whether every rank that may take the request is busy; where none may, waiting would not help."""
         pool = self._pool.current()
         try:
-            queued.candidates = pool.candidates(queued.request.rules(pool, self._pool.adapters))
+            queued.candidates = pool.candidates(queued.request.rules(pool))
         except PenstockError:
             return False  # placing it raises the same error
         ranks = queued.candidates.ranks
@@ -151,10 +151,14 @@ class AdmissionController:
 
     def _next(self) -> Waiting[QueuedRequest] | None:
         """Take out the next that may go, None if none may."""
-        room = self._room_now()
-        if self._blocked is not None and self._blocked.lasts(room, self._queue.version):
+        pool, queue = self._pool.current(), self._queue
+        if (rooms := self._rooms) is None or rooms.pool is not pool:
+            rooms = self._rooms = Rooms(pool, self._profile.classes)
+        tokens = self._loads.prefill_tokens(rooms.ranks)
+        free = {index: rooms.free(index, tokens) for index in queue.waiting_classes()}
+        if self._blocked is not None and self._blocked.lasts(rooms, free, queue.version):
             return None
-        rooms, free, blocked = room.rooms, room.free, Blocked(room.rooms, self._queue.version)
+        blocked = Blocked(rooms, queue.version)
 
         def may_go(waiting: Waiting[QueuedRequest]) -> bool:
             queued, index = waiting.item, waiting.class_index
@@ -163,18 +167,9 @@ class AdmissionController:
             blocked.add(index, queued.wanted)
             return queued.wanted & free[index] != 0
 
-        waiting = self._queue.pop(may_go)
+        waiting = queue.pop(may_go)
         self._blocked = blocked if waiting is None else None
         return waiting
-
-    def _room_now(self) -> Room:
-        """The room there is now for the classes that wait."""
-        pool, adapters = self._pool.current(), self._pool.adapters
-        if self._rooms is None or not self._rooms.is_of(pool, adapters):
-            self._rooms = Rooms(pool, adapters, self._profile.classes)
-        rooms = self._rooms
-        tokens = self._loads.prefill_tokens(rooms.ranks)
-        return Room(rooms, {index: rooms.free(index, tokens) for index in self._queue.waiting_classes()})
 
     def _count_queued(self, waiting: Waiting[QueuedRequest]) -> None:
         """Keep what is known of a blocked queue: one more waits, and no other has become able to go."""

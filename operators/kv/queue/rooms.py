@@ -1,6 +1,6 @@
 """Rooms: which ranks each waiting request may use and which are free, as bits, so that one look compares two numbers.
 
-    pool, adapters ──► Rooms: a bit for each rank ──► wanted(request)          once for each request and pool
+    pool ──► Rooms: a bit for each rank ──────────► wanted(request)            once for each request and pool
     prompt tokens in flight ──────────────────────► free(class)                once for each look at the queue
 
 A request may go where `wanted & free` is not 0: exactly where `PolicyClass.all_busy` is False for its ranks. A queue of
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from pipeline import PenstockError
 
-from ...pool import Adapters
 from ..eligibility import WorkerPool
 from ..load import Column
 from ..request import RouteRequest
@@ -29,24 +28,20 @@ REFUSED = 1
 
 
 class Rooms:
-    """The ranks of one pool of workers. Make another one when the pool or the adapters are others."""
+    """The ranks of one pool of workers. Make another one for another pool."""
 
-    def __init__(self, pool: WorkerPool, adapters: Adapters, classes: Sequence[PolicyClass]) -> None:
+    def __init__(self, pool: WorkerPool, classes: Sequence[PolicyClass]) -> None:
         self.ranks = tuple(WorkerRank(worker_id, rank) for worker_id, ranks in pool.ranks.items() for rank in ranks)
-        self._pool, self._adapters = pool, adapters
+        self.pool = pool
         self._bits = {rank: 2 << position for position, rank in enumerate(self.ranks)}
         batched = [pool.configs[rank.worker_id].max_num_batched_tokens for rank in self.ranks]
         self._busy_above = [[one.busy_above(tokens) for tokens in batched] for one in classes]
         self._last: tuple[Sequence[WorkerRank], int] = (), 0
 
-    def is_of(self, pool: WorkerPool, adapters: Adapters) -> bool:
-        """Whether it was made for these."""
-        return self._pool is pool and self._adapters is adapters
-
     def wanted(self, request: RouteRequest) -> int:
         """The ranks that may take the request; REFUSED if none may."""
         try:
-            ranks = self._pool.candidates(request.rules(self._pool, self._adapters)).ranks
+            ranks = self.pool.candidates(request.rules(self.pool)).ranks
         except PenstockError:
             return REFUSED
         if ranks is not self._last[0]:  # those without rules of their own share one tuple
@@ -64,14 +59,6 @@ class Rooms:
         return free
 
 
-@frozen
-class Room:
-    """The ranks that are free at one moment, for each class of interest."""
-
-    rooms: Rooms
-    free: Mapping[int, int]
-
-
 @define
 class Blocked:
     """No request could go at the last look: the ranks wanted by all that wait, by class, and the queue's version then.
@@ -87,8 +74,8 @@ class Blocked:
         """Add a request that waits."""
         self.wanted[class_index] = self.wanted.get(class_index, 0) | wanted
 
-    def lasts(self, room: Room, version: int) -> bool:
-        """Whether this is still so."""
-        if self.rooms is not room.rooms or self.version != version:
+    def lasts(self, rooms: Rooms, free: Mapping[int, int], version: int) -> bool:
+        """Whether this is still so; `free` are the ranks that are free now for each class in which something waits."""
+        if self.rooms is not rooms or self.version != version:
             return False
-        return not any(self.wanted.get(class_index, 0) & free for class_index, free in room.free.items())
+        return not any(self.wanted.get(class_index, 0) & ranks for class_index, ranks in free.items())
