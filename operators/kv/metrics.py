@@ -266,13 +266,15 @@ class RouterMetrics:
         return RoutingSteps(clock, self._overhead_ms, request=request, tracer=tracer, refused=self.refused)
 
     def routed(self, input_tokens: int, tracker: RequestTracker | None, decision: Decision) -> None:
-        """A request was booked."""
+        """A booked request is about to be sent."""
         record, best = self.record, decision.best_available_overlap_blocks
         record["requests_started_total"](1)
         record["input_sequence_tokens"](input_tokens)
-        if tracker is not None and (rate := tracker.kv_hit_rate) is not None:
-            record["kv_hit_rate"](rate)
-            record["best_available_overlap"](best / decision.prompt.blocks)
+        if tracker is not None:
+            tracker.record_prefill_start()
+            if (rate := tracker.kv_hit_rate) is not None:
+                record["kv_hit_rate"](rate)
+                record["best_available_overlap"](best / decision.prompt.blocks)
         if best > decision.overlap_blocks:
             record["non_max_overlap_selections_total"](1)
             record["overlap_blocks_lost"](best - decision.overlap_blocks)

@@ -89,16 +89,17 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
     async def generate(
         self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
     ) -> ResponseStream[Output]:
-        if self.router.sessions is None and (reservation := _RESERVED.take(request)) is not None:
+        has_sessions = self.router.sessions is not None
+        if not has_sessions and (reservation := _RESERVED.take(request)) is not None:
             return await self._send(request, reservation, next)
-        payload = request.payload
         route = await self._route(request)
-        session_id = None if self.router.sessions is None else session_id_of(request.metadata)
-        if payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
+        session_id = session_id_of(request.metadata) if has_sessions else None
+        if request.payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self._answer(request, route, session_id)
-        if session_id is None:
-            return await self._serve(request, route, next)
-        return await self._in_session(request, route, session_id, next)
+        if session_id is not None:
+            return await self._in_session(request, route, session_id, next)
+        reservation = _RESERVED.take(request) if has_sessions else None
+        return await self._send(request, reservation or await self._reserved(request, route), next)
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> WorkerRank:
         """Reserve a worker for a request, in its turn if all are busy; `generate` then sends it there.
@@ -133,28 +134,24 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         if (tracker := request.payload.tracker) is not None:
             tracker.record_router_queue_depth(waiting)
         if route.worker_id is None:
-            _log_choice(reservation.decision)
+            # Tools parse this line; its shape is that of the original.
+            (worker_id, dp_rank), decision = reservation.rank, reservation.decision
+            blocks, text = decision.prompt.blocks, "[ROUTING] Best: worker_%d dp_rank=%d with %d/%d blocks overlap"
+            _log.debug(text, worker_id, dp_rank, decision.overlap_blocks, blocks)
         return reservation
 
     # -- 2 and 3: reserved and sent
 
-    async def _serve(
-        self, request: Context[PreprocessedRequest], route: RouteRequest, next: Next, entry: Entered | None = None
-    ) -> ResponseStream[Output]:
-        """Reserve a worker, unless that was done, and send the request there; `entry` is its place in a session."""
-        if (reservation := _RESERVED.take(request)) is None:
-            reservation = await self._reserved(request, route)
-        return await self._send(request, reservation, next, entry)
-
     async def _send(
         self, request: Context[PreprocessedRequest], reservation: Reservation, next: Next, entry: Entered | None = None
     ) -> ResponseStream[Output]:
-        """Send the request to the reserved worker, and account for its stream."""
+        """Send the request to the reserved worker, and account for its stream; `entry` is its place in a session."""
         payload, phase, decision = request.payload, _phase(request.payload.tracker), reservation.decision
         try:
             if request.is_stopped and phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
                 raise Cancelled("stopped before its prefill was sent")
-            self._record(request, decision)
+            self._note(request, decision)
+            self._metrics.routed(len(payload.token_ids), payload.tracker, decision)
             reasons = _reasons(decision) if payload.has_annotation(ROUTER_DECISION) else None
             sent = request.with_payload(_with_rank(payload, decision.rank, phase))
             assign_worker(sent, decision.rank.worker_id, is_accounted=True)
@@ -175,13 +172,6 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             held.append(self._lease(entry, decision.rank))
         return ResponseStream(_counted(stream, reservation, reasons, held), request, stream, *held)
 
-    def _record(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
-        """Record a request that is about to be sent."""
-        self._note(request, decision)
-        if (tracker := request.payload.tracker) is not None:
-            tracker.record_prefill_start()
-        self._metrics.routed(len(request.payload.token_ids), tracker, decision)
-
     def _note(self, request: Context[PreprocessedRequest], decision: Decision) -> None:
         """Write the choice into the tracker and the span."""
         prompt, blocks = decision.prompt, decision.overlap_blocks
@@ -189,7 +179,10 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             tracker.record_kv_hit(blocks, prompt.blocks)
             tracker.record_isl(prompt.isl_tokens, int(blocks * prompt.block_size_tokens))
             tracker.record_worker(decision.rank.worker_id, decision.rank.dp_rank, self.router.worker_type)
-            tracker.record_choice(_choice(decision))
+            cost = decision.cost if isfinite(decision.cost) else None
+            best = decision.best_available_overlap_blocks
+            choice = RouterChoice(decision.placement, len(decision.ranks), blocks, best, prompt.blocks, cost)
+            tracker.record_choice(choice)
         if request.trace is not None:
             annotate(request, {f"kv_router.{name}": value for name, value in decision.attributes().items()})
 
@@ -234,7 +227,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             entry = await sessions.enter(session_id, request.id, request.control)
             try:
                 pinned = route if isinstance(entry, Claimed) else _in_session_of(entry.rank, route)
-                return await self._serve(request, pinned, next, entry)
+                reservation = _RESERVED.take(request) or await self._reserved(request, pinned)
+                return await self._send(request, reservation, next, entry)
             except BaseException as error:
                 if isinstance(entry, Claimed):
                     sessions.give_up(entry)
@@ -288,17 +282,6 @@ async def _counted(
         reservation.finish()
 
 
-def _choice(decision: Decision) -> RouterChoice:
-    return RouterChoice(
-        decision.placement,
-        len(decision.ranks),
-        decision.overlap_blocks,
-        decision.best_available_overlap_blocks,
-        decision.prompt.blocks,
-        decision.cost if isfinite(decision.cost) else None,
-    )
-
-
 def _reasons(decision: Decision) -> Output:
     """The event with the reasons of the choice."""
     candidates = [{**_finite(asdict(one)), "rank": list(one.rank)} for one in decision.report()]
@@ -317,13 +300,6 @@ def _dispatch_attributes(
         "best_available_overlap_blocks": decision.best_available_overlap_blocks,
         "phase": phase.value,
     }
-
-
-def _log_choice(decision: Decision) -> None:
-    """Write the line that tools parse for the chosen worker; its shape is that of the original."""
-    rank, blocks = decision.rank, decision.prompt.blocks
-    text = "[ROUTING] Best: worker_%d dp_rank=%d with %d/%d blocks overlap"
-    _log.debug(text, rank.worker_id, rank.dp_rank, decision.overlap_blocks, blocks)
 
 
 def _shows_a_lost_worker(error: BaseException) -> bool:

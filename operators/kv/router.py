@@ -12,7 +12,6 @@ that names its worker goes the same way as all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -37,7 +36,7 @@ from .prompt import LazySequenceHashes, PromptBlocks
 from .queue import AdmissionController, PromptSize, QueuedRequest
 from .request import RouteRequest
 from .reservation import LoadBook, Reservation
-from .selection import Decision, Prompt, WorkerSelector, WorkerType
+from .selection import Decision, Prompt, WorkerSelector, WorkerType, select_worker
 from .sessions import Sessions
 from .types import RequestSettings, WorkerRank
 
@@ -117,11 +116,12 @@ class KvRouter:
         QueueRejected where no more may wait; DuplicateRequest for an id that is booked; Cancelled on a stop or kill of
         `control` while it waits. Nothing is booked then, nor if the task is cancelled. `steps` times what is done.
         """
-        overlap = self._look_up(request, steps)
+        settings = self.selector.settings(request.override)
+        overlap = self._look_up(request.blocks, settings, steps)
         steps.begin("scheduling")
         if self.loads.peers is not None and self.loads.peers.made_room():
             self.queue.drain()  # requests that wait already go first
-        queued = QueuedRequest(request_id, request, partial(self._size, request, overlap), overlap, self._place)
+        queued = QueuedRequest(request_id, request, settings, overlap, self._size, self._place)
         reservation = await self.queue.admit(queued, control)
         try:
             steps.end()
@@ -140,7 +140,8 @@ class KvRouter:
         """The load of every rank with this prompt added."""
         settings = self.selector.settings(override)
         ranks, overlap = self.pool.current().candidates(RoutingRules()).ranks, self._find(blocks)
-        new = [_uncached(len(blocks.token_ids), overlap, rank, settings, self.block_size_tokens) for rank in ranks]
+        isl, size = len(blocks.token_ids), self.block_size_tokens
+        new = [max(0, isl - overlap.cached_tokens(rank, settings, size)) for rank in ranks]
         hashes = self._hashes(blocks, settings, whole=False)
         return self.loads.sequences.potential_loads(hashes, new, ranks, self.loads.now_s())
 
@@ -197,9 +198,7 @@ class KvRouter:
         """Close it at the end of the block, without running it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
@@ -229,9 +228,8 @@ class KvRouter:
     def _find(self, blocks: PromptBlocks) -> Overlap:
         return self.lookup.find(blocks, self.loads.clock())
 
-    def _look_up(self, request: RouteRequest, steps: RoutingSteps) -> Overlap:
+    def _look_up(self, blocks: PromptBlocks, settings: RequestSettings, steps: RoutingSteps) -> Overlap:
         """Look up the cached prefixes. The hashes are computed here, where they are timed; later steps find them."""
-        blocks, settings = request.blocks, self.selector.settings(request.override)
         if self.lookup.has_index or settings.track_active_blocks:
             steps.begin("block_hashing")
             _ = blocks.local_hashes
@@ -251,13 +249,13 @@ class KvRouter:
         now_s: float,
     ) -> Decision:
         loads = self.loads.sequences.project(hashes, candidates.ranks, now_s)
-        return self.selector.select(request.prompt, candidates, overlap, loads, settings)
+        rng, worker_type = self.selector.rng, self.selector.worker_type
+        return select_worker(request.prompt, candidates, overlap, loads, settings, rng, worker_type)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
         """Select a worker and book the request there."""
-        request, now_s = queued.request, self.loads.now_s()
+        request, settings, now_s = queued.request, queued.settings, self.loads.now_s()
         candidates = self.pool.candidates(request) if queued.candidates is None else queued.candidates
-        settings = self.selector.settings(request.override)
         overlap = self.lookup.find(request.blocks, now_s) if must_refresh else queued.overlap
         hashes = self._hashes(request.blocks, settings, whole=True)
         decision = self._select(request, candidates, overlap, settings, hashes, now_s)
@@ -282,20 +280,16 @@ class KvRouter:
         duration_s = None if self._duration is None else self._duration(decision.prompt, min(cached, isl_tokens))
         return SequenceLoad(hashes, max(0, isl_tokens - cached), duration_s)
 
-    def _size(self, request: RouteRequest, overlap: Overlap) -> PromptSize:
+    def _size(self, queued: QueuedRequest) -> PromptSize:
         """The prompt, and how much of it the best of its workers has cached."""
-        settings, candidates, cached = self.selector.settings(request.override), self.pool.candidates(request), 0
-        if overlap.device:
-            seen = CandidateOverlap(overlap, candidates.zero_by_rank)
-            cached = seen.best_cached_tokens(settings, self.block_size_tokens)
-        return PromptSize(len(request.blocks.token_ids), cached)
+        candidates, cached = self.pool.candidates(queued.request), 0
+        if queued.overlap.device:
+            seen = CandidateOverlap(queued.overlap, candidates.zero_by_rank)
+            cached = seen.best_cached_tokens(queued.settings, self.block_size_tokens)
+        return PromptSize(len(queued.request.blocks.token_ids), cached)
 
     def _hashes(self, blocks: PromptBlocks, settings: RequestSettings, *, whole: bool) -> Sequence[int]:
         """The names by which the prompt's blocks are counted. Without `whole` they are chained as they are read."""
         if settings.track_active_blocks and settings.assume_kv_reuse:
             return blocks.sequence_hashes if whole else LazySequenceHashes(blocks.local_hashes)
         return tracking_hashes(blocks.local_hashes, settings, self.selector.rng)
-
-
-def _uncached(isl_tokens: int, overlap: Overlap, rank: WorkerRank, settings: RequestSettings, block_size: int) -> int:
-    return max(0, isl_tokens - overlap.cached_tokens(rank, settings, block_size))

@@ -11,7 +11,6 @@ Source: dynamo lib/llm/src/discovery/worker_monitor.rs, WorkerLoadState and KvWo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from pipeline.network import Ids
@@ -127,9 +126,7 @@ class BusyWatch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _on_members(self, _: Ids = ()) -> None:

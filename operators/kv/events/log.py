@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 from pipeline import Context, InvalidArgument, StreamClosed, Unavailable
@@ -171,9 +170,7 @@ class KvRecovery:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _pool(self, dp_rank: int) -> EndpointWorkers[Any, RecoveryReply]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import floor
 
-from attrs import Factory, field, frozen
+from attrs import define, field, frozen
 
 from ..types import RequestSettings, WorkerRank
 
@@ -66,19 +66,21 @@ class Overlap:
         return sum(max(0, hits.stop - max(hits.start, start)) for hits in self.shared)
 
 
-@frozen(eq=False)
+@define(eq=False)
 class CandidateOverlap:
-    """An overlap as the candidates see it, in columns; `nothing` has a 0 for each of them, in their order.
+    """An overlap as the candidates see it, in columns; `zero_by_rank` has a 0 for each of them, in their order.
 
-    `device` is that column, and `best_device` the most in it: read out of the ranks once for all who need it.
+    `device` is that column, and `best_device` the most in it: read out of the ranks once for all uses.
     """
 
     overlap: Overlap
     zero_by_rank: Mapping[WorkerRank, float]
-    device: Sequence[float] = field(
-        init=False, default=Factory(lambda self: self.column(self.overlap.device), takes_self=True)
-    )
-    best_device: float = field(init=False, default=Factory(lambda self: max(self.device, default=0), takes_self=True))
+    device: Sequence[float] = field(init=False)
+    best_device: float = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.device = self.column(self.overlap.device)
+        self.best_device = max(self.device, default=0)
 
     def column(self, tier: Blocks) -> list[float]:
         """The blocks of a tier."""

@@ -24,6 +24,7 @@ from ..eligibility import Candidates
 from ..index import Overlap
 from ..pool import RouterPool
 from ..request import RouteRequest
+from ..types import RequestSettings
 from .policy import DepthTier, PolicyProfile, PromptSize, QueueUsage
 from .queue import AdmissionQueue, Waiting
 from .rooms import Blocked, Rooms
@@ -45,10 +46,11 @@ class QueuedRequest:
 
     request_id: str
     request: RouteRequest
-    size: Callable[[], PromptSize]
-    """Computes how large it is, only where a limit or an order needs it. Raises if no worker may take the request."""
+    settings: RequestSettings
     overlap: Overlap
     """The cached prefixes when it came."""
+    size: Callable[[QueuedRequest], PromptSize]
+    """Computes how large it is, only where a limit or an order needs it. Raises if no worker may take the request."""
     place: Callable[[QueuedRequest, bool], Reservation]
     """Books it on a worker; the flag is set if its cached prefixes must be looked up again."""
     placed: Reservation | None = field(default=None, init=False)
@@ -103,7 +105,7 @@ class AdmissionController:
         if self._is_closed:
             raise _closing()
         request, profile = queued.request, self._profile
-        uncached_tokens = queued.size().uncached_tokens if len(profile.floors) > 1 else 0
+        uncached_tokens = queued.size(queued).uncached_tokens if len(profile.floors) > 1 else 0
         class_index = profile.class_of(request.policy_class, uncached_tokens)
         if self._queue.must_queue(class_index, partial(self._is_full, class_index, queued)):
             queued.candidates = None
@@ -121,7 +123,7 @@ class AdmissionController:
         return self._profile.classes[class_index].all_busy(ranks, self._loads.prefill_tokens(ranks), pool.configs)
 
     async def _wait(self, queued: QueuedRequest, class_index: int, control: Control | None) -> Reservation:
-        request, size, queued.settled = queued.request, queued.size(), anyio.Event()
+        request, size, queued.settled = queued.request, queued.size(queued), anyio.Event()
         waiting = self._queue.push(
             queued,
             size,

@@ -166,12 +166,6 @@ class WorkerSelector:
         """The router's settings, with what a request overrides."""
         return self._settings if override is None else self.config.settings(override)
 
-    def select(
-        self, prompt: Prompt, candidates: Candidates, overlap: Overlap, loads: RankLoads, settings: RequestSettings
-    ) -> Decision:
-        """`select_worker`, with the random numbers of this router."""
-        return select_worker(prompt, candidates, overlap, loads, settings, self.rng, self.worker_type)
-
 
 def pick(costs: Sequence[float], temperature: float, rng: Random) -> int:
     """The position of the chosen cost; equal lowest ones are equally likely. Draws only where there is a choice."""

@@ -9,7 +9,6 @@ written at every change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from pipeline.protocols import worker_label
@@ -63,9 +62,7 @@ class RouterGauges:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ranks(self, figure: Callable[[RankLoad], int]) -> Seen:
