@@ -11,63 +11,39 @@ from __future__ import annotations
 
 import logging
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RequestPhase
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 
-from ..kv import ConditionalPolicy, KvRouter, KvRouterConfig, WorkerRank, with_shared_hashes
+from ..kv import KvRouter, KvRouterConfig, WorkerRank, with_shared_hashes
 from ..pool import Configs
-from .pool import PrefillPool
+from .pool import KvPrefill, PrefillPool
 
 _log = logging.getLogger(__name__)
 
 
-@frozen
-class ConditionalRules:
-    """When a request goes without remote prefill."""
-
-    policy: ConditionalPolicy = "isl_bounding"
-    """What counts: the length that is left to compute, the load of the prefill worker, or either."""
-    isl_threshold_tokens: int = 2048
-    """A prompt with fewer tokens left to compute is short."""
-    isl_ratio_threshold: float = 0.7
-    """And only if these are a smaller share of the prompt."""
-    decode_gate: bool = False
-    """Whether it goes only to a decode worker that is known to have room."""
-
-    @classmethod
-    def of(cls, config: KvRouterConfig) -> ConditionalRules:
-        """Return the rules of a configuration in which it is enabled."""
-        return cls(
-            config.conditional_disagg_policy,
-            config.conditional_disagg_eff_isl_threshold,
-            config.conditional_disagg_eff_isl_ratio_threshold,
-            config.conditional_disagg_decode_busy_threshold is not None,
-        )
-
-    @property
-    def goes_by_load(self) -> bool:
-        return self.policy != "isl_bounding"
-
-
 def skips_remote_prefill(
-    rules: ConditionalRules | None,
+    config: KvRouterConfig,
     *,
     isl_tokens: int,
     cached_tokens: int,
     prefill_busy: bool | None = None,
     decode_busy: bool | None = None,
 ) -> bool:
-    """Whether remote prefill is not worth it; never without rules. None for a load that is not known."""
-    if rules is None:
+    """Whether remote prefill is not worth it; never unless that is enabled. None for a load that is not known."""
+    if not config.conditional_disagg_enabled:
         return False
     net_tokens = isl_tokens - min(cached_tokens, isl_tokens)
-    is_short = net_tokens < rules.isl_threshold_tokens and net_tokens / max(1, isl_tokens) < rules.isl_ratio_threshold
-    wanted = (rules.policy != "prefill_load" and is_short) or (rules.goes_by_load and prefill_busy is True)
-    return wanted and (not rules.decode_gate or decode_busy is False)
+    is_short = (
+        net_tokens < config.conditional_disagg_eff_isl_threshold
+        and net_tokens / max(1, isl_tokens) < config.conditional_disagg_eff_isl_ratio_threshold
+    )
+    policy = config.conditional_disagg_policy
+    wanted = (policy != "prefill_load" and is_short) or (policy != "isl_bounding" and prefill_busy is True)
+    return wanted and (config.conditional_disagg_decode_busy_threshold is None or decode_busy is False)
 
 
 def is_busy(active_prefill_tokens: int, threshold: float | None, config: ModelRuntimeConfig | None) -> bool | None:
@@ -87,53 +63,43 @@ class ConditionalDisaggregation:
     def __init__(self, config: KvRouterConfig, decode: KvRouter) -> None:
         self.config = config
         self._decode = decode
-        self.rules = ConditionalRules.of(config) if config.conditional_disagg_enabled else None
 
     def select_decode_worker(
         self, request: Context[PreprocessedRequest], prefill: PrefillPool, configs: Configs
     ) -> WorkerRank | None:
         """Return the decode worker that prefills it too; None if it is prefilled remotely, as after any error."""
         payload = request.payload
-        if self.rules is None or (payload.routing is not None and payload.routing.prefill_worker_id is not None):
-            return None
-        if not payload.block_mm_routing_info()[0]:
+        is_pinned = payload.routing is not None and payload.routing.prefill_worker_id is not None
+        if not self.config.conditional_disagg_enabled or is_pinned or not payload.block_mm_routing_info()[0]:
             return None
         try:
-            return self._select(self.rules, request, prefill, configs)
+            return self._select(request, prefill, configs)
         except Exception as error:
             _log.warning("request %r is prefilled remotely: %s", request.id, error)
             return None
 
     def _select(
-        self,
-        rules: ConditionalRules,
-        request: Context[PreprocessedRequest],
-        prefill: PrefillPool,
-        configs: Configs,
+        self, request: Context[PreprocessedRequest], prefill: PrefillPool, configs: Configs
     ) -> WorkerRank | None:
+        config = self.config
         route = self._decode.route_request(request.payload, RequestPhase.DECODE, request.metadata)
         decision = self._decode.advise(with_shared_hashes(route, request))
-        decode_busy = is_busy(
-            decision.chosen.active_prefill_tokens,
-            self.config.conditional_disagg_decode_busy_threshold,
-            self._decode.pool.current().configs.get(decision.rank.worker_id),
-        )
+        prefill_busy = None
+        if config.conditional_disagg_policy != "isl_bounding" and isinstance(prefill, KvPrefill):
+            there, tokens = prefill.advise(request)
+            prefill_busy = is_busy(tokens, config.conditional_prefill_busy_threshold, configs.get(there.worker_id))
         is_local = skips_remote_prefill(
-            rules,
+            config,
             isl_tokens=decision.prompt.isl_tokens,
             cached_tokens=decision.cached_tokens,
-            prefill_busy=self._prefill_busy(request, prefill, configs) if rules.goes_by_load else None,
-            decode_busy=decode_busy,
+            prefill_busy=prefill_busy,
+            decode_busy=is_busy(
+                decision.chosen.active_prefill_tokens,
+                config.conditional_disagg_decode_busy_threshold,
+                self._decode.pool.current().configs.get(decision.rank.worker_id),
+            ),
         )
         return decision.rank if is_local else None
-
-    def _prefill_busy(
-        self, request: Context[PreprocessedRequest], prefill: PrefillPool, configs: Configs
-    ) -> bool | None:
-        if (known := prefill.prompt_tokens_of(request)) is None:
-            return None
-        worker, tokens = known
-        return is_busy(tokens, self.config.conditional_prefill_busy_threshold, configs.get(worker.worker_id))
 
 
 def without_claim(payload: PreprocessedRequest) -> PreprocessedRequest:

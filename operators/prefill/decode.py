@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pipeline import Annotated, AsyncEngine, Cancelled, Context, PenstockError, ReleaseOnce, ResponseStream
+from pipeline import AsyncEngine, Cancelled, Context, PenstockError, ReleaseOnce, ResponseStream
 from pipeline.errors import Refused, chain, may_migrate
 from pipeline.protocols import PreprocessedRequest
-from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.telemetry import spanned
 
 from ..pool import Output
@@ -103,16 +102,3 @@ def _is_final(error: Exception) -> bool:
 
 def _is_shown(link: BaseException) -> bool:
     return isinstance(link, PenstockError) and link.facts.shown
-
-
-def announced(request: Context[Any], stream: ResponseStream[Output]) -> ResponseStream[Output]:
-    """Return the stream behind an event that there is no remote prefill."""
-    return ResponseStream(_announced(stream), request, stream)
-
-
-async def _announced(stream: ResponseStream[Output]) -> AsyncGenerator[Output, None]:
-    async with stream:
-        if not stream.context.is_stopped:
-            yield Annotated[Any].from_annotation(BYPASS_REMOTE_PREFILL, True)
-        async for item in stream:
-            yield item

@@ -44,11 +44,13 @@ async def read_prefill(
     PrefillError if there is none, and for an error, raised or an item; NoDisaggregatedParams, after the end, if the
     first item has no parameters for decode.
     """
-    first = await _first(stream)
+    while (first := await _next(stream)) is not None and first.data is None and first.event is not None:
+        pass
+    if first is None:
+        raise PrefillError("prefill worker gave no output (stream ended)")
     on_first(first.data)
     details = _details(first.data)
     while (item := await _next(stream)) is not None:
-        _check(item)
         details = details or _details(item.data)
     return evolve(handed_over(first.data), details=details)
 
@@ -71,32 +73,18 @@ def cached_tokens(data: LLMEngineOutput | None) -> int | None:
     return None if details is None else details.cached_tokens
 
 
-async def _first(stream: ResponseStream[Output]) -> Output:
-    while (item := await _next(stream)) is not None:
-        _check(item)
-        if item.data is not None or item.event is None:
-            return item
-    raise PrefillError("prefill worker gave no output (stream ended)")
-
-
 async def _next(stream: ResponseStream[Output]) -> Output | None:
-    """Return the next item, None at the end. What the read raises becomes a PrefillError."""
+    """Return the next item, None at the end. Raise PrefillError for what the read raises and for a bad end."""
     try:
-        return await stream.__anext__()
-    except StopAsyncIteration:
-        return None
+        item = await anext(stream, None)
     except Exception as error:
         raise PrefillError(f"prefill worker's stream broke: {error}", cause=error) from error
-
-
-def _check(item: Output) -> None:
-    """Raise PrefillError for an item by which the prefill failed or was given up."""
-    if not ends_badly(item):
-        return
-    error = item.extract_error()
-    reason = None if item.data is None else item.data.finish_reason
-    text = f"prefill worker reported an error in output: {error or reason}"
-    raise PrefillError(text, cause=error) if isinstance(error, PenstockError) else PrefillError(text)
+    if item is not None and ends_badly(item):
+        found = item.extract_error()
+        reason = None if item.data is None else item.data.finish_reason
+        cause = found if isinstance(found, PenstockError) else None
+        raise PrefillError(f"prefill worker reported an error in output: {found or reason}", cause=cause)
+    return item
 
 
 def _details(data: LLMEngineOutput | None) -> PromptTokensDetails | None:

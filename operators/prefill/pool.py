@@ -15,21 +15,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from pipeline import AsyncEngine, Cancelled, Context, ReleaseOnce, ResponseStream, Unavailable
-from pipeline.protocols import PreprocessedRequest, RequestPhase
+from pipeline.protocols import PreprocessedRequest, RequestPhase, RoutingHints
 from pipeline.rx import Disposable, DisposableBase, Observable
 
-from ..kv import KvPushRouter, KvRouter, RouteRequest, hash_beside_the_loop, with_shared_hashes
+from ..kv import KvPushRouter, KvRouter, RouteRequest, WorkerRank, hash_beside_the_loop, with_shared_hashes
 from ..pool import Configs, Output, PoolView, PushRouter, assign_worker
 from ..text import offered_threads
-from .worker import PrefillWorker, named_worker
 
 PrefillEngine = AsyncEngine[PreprocessedRequest, Output]
+
+
+@frozen
+class PrefillWorker:
+    """A prefill worker and its rank."""
+
+    worker_id: int
+    dp_rank: int | None = None
+    """None where the worker itself decides."""
+
+
+def named_worker(hints: RoutingHints | None) -> PrefillWorker | None:
+    """Return the worker a request names for its prefill, with the rank it names for that, else for all phases."""
+    if hints is None or hints.prefill_worker_id is None:
+        return None
+    rank = hints.dp_rank if hints.prefill_dp_rank is None else hints.prefill_dp_rank
+    return PrefillWorker(hints.prefill_worker_id, rank)
 
 
 @frozen
@@ -79,10 +94,6 @@ class PrefillPool(Protocol):
         """
         ...
 
-    def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
-        """Return the worker a request would go to and the prompt tokens in flight there; None if not known."""
-        ...
-
 
 @frozen
 class KvPrefill:
@@ -108,9 +119,7 @@ class KvPrefill:
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
         rank = await self.stage.reserve(request)
-        return PrefillReservation(
-            PrefillWorker(rank.worker_id, rank.dp_rank), ReleaseOnce(partial(self.stage.give_back, request))
-        )
+        return PrefillReservation(_worker(rank), ReleaseOnce(self.stage.give_back, request))
 
     async def send(
         self, request: Context[PreprocessedRequest], reservation: PrefillReservation
@@ -118,17 +127,20 @@ class KvPrefill:
         return await self.engine.generate(request)
 
     def find(self, request: Context[PreprocessedRequest], *, takes_turn: bool = False) -> PrefillWorker:
-        rank = self.router.advise(self._route(request)).rank
-        return PrefillWorker(rank.worker_id, rank.dp_rank)
+        return _worker(self.advise(request)[0])
 
-    def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
+    def advise(self, request: Context[PreprocessedRequest]) -> tuple[WorkerRank, int]:
+        """Return the rank a request would go to now, and the prompt tokens in flight there. Raise as `find`."""
         decision = self.router.advise(self._route(request))
-        worker = PrefillWorker(decision.rank.worker_id, decision.rank.dp_rank)
-        return worker, decision.chosen.active_prefill_tokens
+        return decision.rank, decision.chosen.active_prefill_tokens
 
     def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
         route = self.router.route_request(request.payload, RequestPhase.PREFILL, request.metadata)
         return with_shared_hashes(route, request)
+
+
+def _worker(rank: WorkerRank) -> PrefillWorker:
+    return PrefillWorker(rank.worker_id, rank.dp_rank)
 
 
 @frozen
@@ -170,9 +182,6 @@ class PushPrefill:
             raise Unavailable("it cannot be said beforehand who prefills this request")
         return PrefillWorker(self.router.select_worker(request, advances=takes_turn))
 
-    def prompt_tokens_of(self, request: Context[PreprocessedRequest]) -> tuple[PrefillWorker, int] | None:
-        return None
-
 
 def _nothing() -> None:
     """What is given back of a worker that the request names: its router chose nothing."""
@@ -181,42 +190,17 @@ def _nothing() -> None:
 _log = logging.getLogger(__name__)
 
 
-@frozen
-class Activation:
-    """Whether a prefill router can be used. Once activated it stays so, and may be deactivated and reactivated."""
-
-    is_activated: bool = False
-    """Whether there has been a worker."""
-    is_deactivated: bool = False
-    """Whether all have left since, or the router was switched off."""
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether a request may go to a prefill worker."""
-        return self.is_activated and not self.is_deactivated
-
-    def can_serve(self, enforce_disagg: bool) -> bool:
-        """Whether a request can be served at all, with a prefill or without one."""
-        return not enforce_disagg or self.is_usable
-
-    def deactivated(self) -> Activation:
-        return evolve(self, is_deactivated=True)
-
-    def reactivated(self) -> Activation:
-        return evolve(self, is_deactivated=False)
-
-
 class PrefillSide:
     """Follows the prefill workers until it is closed; a side without workers is never activated.
 
     If `pool` is a function, it is called with the first workers. The pool is kept when they leave: it finds workers
-    that come back by itself.
+    that come back by itself. Once activated the side stays so, and may be deactivated and reactivated.
     """
 
     def __init__(
         self, pool: PrefillPool | Callable[[], PrefillPool] | None, views: Observable[PoolView] | None
     ) -> None:
-        self.activation = Activation()
+        self.is_activated, self.is_deactivated = False, False
         self.pool: PrefillPool | None = None
         self._make: Callable[[], PrefillPool] | None = None
         if callable(pool):
@@ -231,7 +215,7 @@ class PrefillSide:
     @property
     def usable(self) -> PrefillPool | None:
         """The pool, while a request may go there."""
-        return self.pool if self.activation.is_usable else None
+        return self.pool if self.is_activated and not self.is_deactivated else None
 
     @property
     def configs(self) -> Configs:
@@ -239,10 +223,10 @@ class PrefillSide:
         return self._view.cards.configs or {}
 
     def deactivate(self) -> None:
-        self.activation = self.activation.deactivated()
+        self.is_deactivated = True
 
     def reactivate(self) -> None:
-        self.activation = self.activation.reactivated()
+        self.is_deactivated = False
 
     def close(self) -> None:
         """Stop following the workers; the pool is not used any more."""
@@ -253,10 +237,10 @@ class PrefillSide:
         before, self._view = self._view, view
         if view.ids is before.ids:
             return
-        if self.activation.is_activated:
-            self.activation = self.activation.reactivated() if view.ids else self.activation.deactivated()
+        if self.is_activated:
+            self.is_deactivated = not view.ids
         elif view.ids and self._has_pool():
-            self.activation = Activation(is_activated=True)
+            self.is_activated, self.is_deactivated = True, False
 
     def _has_pool(self) -> bool:
         if self.pool is None and self._make is not None:

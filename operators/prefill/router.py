@@ -23,6 +23,7 @@ import anyio
 from attrs import evolve, frozen
 
 from pipeline import (
+    Annotated,
     AsyncEngine,
     Cancelled,
     Context,
@@ -33,7 +34,14 @@ from pipeline import (
     Stage,
 )
 from pipeline.llm import track_request
-from pipeline.protocols import PhasePermit, PreprocessedRequest, RequestPhase, RequestTracker, RoutingHints
+from pipeline.protocols import (
+    LLMEngineOutput,
+    PhasePermit,
+    PreprocessedRequest,
+    RequestPhase,
+    RequestTracker,
+    RoutingHints,
+)
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.rx import AnyIOScheduler, Observable
 from pipeline.telemetry import Tracer
@@ -43,13 +51,11 @@ from ..pool import Output, PoolView
 from ..records import shallow_copy
 from .background import PrefillTasks
 from .conditional import ConditionalDisaggregation, without_claim
-from .decode import announced, decode_in_span, decode_stream
+from .decode import decode_in_span, decode_stream
 from .errors import PrefillNotActivated, backpressure
-from .pool import Activation, KvPrefill, PrefillPool, PrefillSide
-from .requests import decode_request
-from .resolve import Plan, resolve
+from .plan import Plan, decode_request, resolve
+from .pool import KvPrefill, PrefillPool, PrefillSide, PrefillWorker, named_worker
 from .task import PrefillTask
-from .worker import PrefillWorker, named_worker
 
 
 @frozen(kw_only=True)
@@ -230,7 +236,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             plan.worker.worker_id,
             handed,
             plan.constraints,
-            keeps_overlap=self._conditional is not None and self._conditional.rules is not None,
+            keeps_overlap=self._conditional is not None and self._conditional.config.conditional_disagg_enabled,
         )
 
     async def _fetched(self, request: Context[PreprocessedRequest], prefill: PrefillTask, next: Next) -> None:
@@ -251,7 +257,8 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         payload = request.payload
         hints = evolve(payload.routing or RoutingHints(), decode_worker_id=rank.worker_id, dp_rank=rank.dp_rank)
         marked = evolve(payload, routing=hints, annotations=[*payload.annotations, BYPASS_REMOTE_PREFILL])
-        return announced(request, await next.generate(request.with_payload(marked)))
+        stream = await next.generate(request.with_payload(marked))
+        return stream.prepend(Annotated[LLMEngineOutput].from_annotation(BYPASS_REMOTE_PREFILL, True))
 
     def _decode_worker(self, request: Context[PreprocessedRequest], pool: PrefillPool) -> WorkerRank | None:
         """Return the decode worker that prefills the request too; None if it is prefilled remotely."""
@@ -262,13 +269,9 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     # -- its state
 
     @property
-    def activation(self) -> Activation:
-        return self._side.activation
-
-    @property
     def can_serve_requests(self) -> bool:
         """Whether a request could be served now, be it without prefill."""
-        return self._side.activation.can_serve(self.settings.enforce_disagg)
+        return self._side.usable is not None or not self.settings.enforce_disagg
 
     @property
     def prefills(self) -> int:

@@ -53,9 +53,8 @@ from pipeline.telemetry import Tracer, spanned, trace_link
 from ..pool import Output
 from .errors import PrefillError, TopologyError, reservation_error, routing_error
 from .output import PrefillOutput, cached_tokens, handed_over, read_prefill
-from .pool import PrefillPool
-from .resolve import Plan, bootstrap_from_params
-from .worker import PrefillWorker
+from .plan import Plan, bootstrap_from_params
+from .pool import PrefillPool, PrefillWorker
 
 _log = logging.getLogger(__name__)
 

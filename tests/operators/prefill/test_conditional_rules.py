@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from operators.kv import KvRouterConfig
-from operators.prefill.conditional import ConditionalRules, is_busy, skips_remote_prefill, without_claim
+from operators.prefill.conditional import is_busy, skips_remote_prefill, without_claim
 from pipeline.protocols import (
     PreprocessedRequest,
 )
@@ -16,12 +16,17 @@ from pipeline.protocols.card import ModelRuntimeConfig
 # -- conditional disaggregation
 
 
-def by_length(tokens: int = 2048, ratio: float = 0.7) -> ConditionalRules:
-    return ConditionalRules(isl_threshold_tokens=tokens, isl_ratio_threshold=ratio)
+def rules(**settings: Any) -> KvRouterConfig:
+    """A configuration in which conditional disaggregation is enabled."""
+    return KvRouterConfig(conditional_disagg_enabled=True, **settings)
+
+
+def by_length(ratio: float = 0.7) -> KvRouterConfig:
+    return rules(conditional_disagg_eff_isl_ratio_threshold=ratio)
 
 
 @pytest.mark.parametrize(
-    ("rules", "isl", "cached", "expected"),
+    ("config", "isl", "cached", "expected"),
     [
         (by_length(), 1000, 896, True),
         (by_length(), 200, 0, False),
@@ -32,13 +37,13 @@ def by_length(tokens: int = 2048, ratio: float = 0.7) -> ConditionalRules:
         (by_length(ratio=0.99), 100_000, 64_000, False),
         (by_length(ratio=0.99), 4095, 2048, True),
         (by_length(ratio=0.7), 1000, 300, False),
-        (None, 0, 0, False),
+        (KvRouterConfig(), 0, 0, False),
     ],
 )
 def test_a_short_and_mostly_cached_prompt_is_not_worth_a_transfer(
-    rules: Any, isl: int, cached: int, expected: bool
+    config: KvRouterConfig, isl: int, cached: int, expected: bool
 ) -> None:
-    assert skips_remote_prefill(rules, isl_tokens=isl, cached_tokens=cached) is expected
+    assert skips_remote_prefill(config, isl_tokens=isl, cached_tokens=cached) is expected
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,8 @@ def test_a_short_and_mostly_cached_prompt_is_not_worth_a_transfer(
 )
 def test_the_policy_says_what_counts(policy: Any, short: bool, busy: bool | None, expected: bool) -> None:
     isl, cached = (1000, 900) if short else (1000, 0)
-    got = skips_remote_prefill(ConditionalRules(policy), isl_tokens=isl, cached_tokens=cached, prefill_busy=busy)
+    config = rules(conditional_disagg_policy=policy)
+    got = skips_remote_prefill(config, isl_tokens=isl, cached_tokens=cached, prefill_busy=busy)
     assert got is expected
 
 
@@ -65,19 +71,18 @@ def test_the_policy_says_what_counts(policy: Any, short: bool, busy: bool | None
     [(True, False, True), (True, True, False), (True, None, False), (False, True, True), (False, None, True)],
 )
 def test_the_gate_lets_only_a_calm_decode_worker_pass(gate: bool, busy: bool | None, expected: bool) -> None:
-    rules = ConditionalRules(decode_gate=gate)
-    assert skips_remote_prefill(rules, isl_tokens=0, cached_tokens=0, decode_busy=busy) is expected
+    config = rules(conditional_disagg_decode_busy_threshold=1.0 if gate else None)
+    assert skips_remote_prefill(config, isl_tokens=0, cached_tokens=0, decode_busy=busy) is expected
 
 
-def test_the_rules_are_those_of_the_configuration() -> None:
-    config = KvRouterConfig(
-        conditional_disagg_enabled=True,
-        conditional_disagg_policy="isl_or_load",
-        conditional_disagg_eff_isl_threshold=10,
-        conditional_disagg_eff_isl_ratio_threshold=0.5,
-        conditional_disagg_decode_busy_threshold=1.0,
-    )
-    assert ConditionalRules.of(config) == ConditionalRules("isl_or_load", 10, 0.5, True)
+def test_the_limits_are_those_of_the_configuration() -> None:
+    config = rules(conditional_disagg_eff_isl_threshold=10, conditional_disagg_eff_isl_ratio_threshold=0.5)
+    assert [skips_remote_prefill(config, isl_tokens=18, cached_tokens=cached) for cached in (8, 9, 10)] == [
+        False,
+        False,
+        True,
+    ]
+    assert not skips_remote_prefill(config, isl_tokens=40, cached_tokens=30)
 
 
 @pytest.mark.parametrize(

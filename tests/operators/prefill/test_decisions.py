@@ -14,15 +14,14 @@ from operators import AllBusy
 from operators.kv import QueueRejected
 from operators.prefill import PrefillError, PrefillNotActivated, PrefillSettings
 from operators.prefill.errors import backpressure, reservation_error, routing_error
-from operators.prefill.pool import Activation
-from operators.prefill.resolve import (
+from operators.prefill.plan import (
     ROOM_MAX,
     bootstrap_endpoint,
     bootstrap_from_params,
     bootstrap_room,
     resolve,
 )
-from operators.prefill.worker import PrefillWorker, named_worker
+from operators.prefill.pool import PrefillWorker, named_worker
 from pipeline import CannotConnect, InvalidArgument, ResourceExhausted
 from pipeline import Unavailable as NobodyThere
 from pipeline.errors import may_migrate
@@ -77,16 +76,6 @@ def test_decode_meets_a_worker_whose_settings_name_the_whole_meeting_point(confi
 )
 def test_a_named_worker_has_the_rank_named_for_prefill_else_for_all(hints: Any, expected: Any) -> None:
     assert named_worker(hints) == expected
-
-
-@pytest.mark.parametrize("activated", [False, True])
-@pytest.mark.parametrize("deactivated", [False, True])
-@pytest.mark.parametrize("enforced", [False, True])
-def test_only_who_insists_on_prefill_cannot_serve_without(activated: bool, deactivated: bool, enforced: bool) -> None:
-    state = Activation(activated, deactivated)
-    assert state.can_serve(enforced) == (not enforced or (activated and not deactivated))
-    assert state.deactivated() == state.deactivated().deactivated() == Activation(activated, True)
-    assert state.reactivated() == Activation(activated, False)
 
 
 # -- where they meet

@@ -19,7 +19,7 @@ from operators.kv import (
 )
 from operators.kv.queue import DepthTier
 from operators.prefill import NoDisaggregatedParams, TopologyError
-from operators.prefill.worker import PrefillWorker
+from operators.prefill.pool import PrefillWorker
 from pipeline import (
     Annotated,
     BackendError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -52,7 +52,7 @@ async def disaggregated(
     *, meets: bool = True, kv: bool = True, conditional: bool = False
 ) -> AsyncIterator[Disaggregated]:
     exchange = TransferExchange()
-    halves = {1: "prefill", 2: "prefill", 11: "decode", 12: "decode"}
+    halves: dict[int, Literal["prefill", "decode"]] = {1: "prefill", 2: "prefill", 11: "decode", 12: "decode"}
     async with AsyncExitStack() as stack:
         workers: dict[int, Any] = {}
         for worker_id, half in halves.items():

@@ -8,9 +8,8 @@ import pytest
 
 from operators.prefill import NoDisaggregatedParams, TopologyError
 from operators.prefill.output import PrefillOutput, handed_over
-from operators.prefill.requests import decode_request, merged, prefill_request
-from operators.prefill.resolve import transfer_constraints
-from operators.prefill.worker import PrefillWorker
+from operators.prefill.plan import decode_request, merged, prefill_request, transfer_constraints
+from operators.prefill.pool import PrefillWorker
 from pipeline.protocols import (
     BootstrapInfo,
     LLMEngineOutput,

@@ -14,7 +14,7 @@ from operators.kv import (
     kv_router,
 )
 from operators.prefill import PrefillNotActivated
-from operators.prefill.worker import PrefillWorker
+from operators.prefill.pool import PrefillWorker
 from pipeline import (
     Annotated,
     Context,
@@ -76,6 +76,20 @@ async def test_workers_that_leave_and_return_switch_it_off_and_on() -> None:
         it.health.views.on_completed()
         await it.collect()
         assert len(it.prefills) == 3
+
+
+@pytest.mark.parametrize("activated", [False, True])
+@pytest.mark.parametrize("deactivated", [False, True])
+@pytest.mark.parametrize("enforced", [False, True])
+async def test_only_a_router_that_enforces_prefill_cannot_serve_without_it(
+    activated: bool, deactivated: bool, enforced: bool
+) -> None:
+    async with prefill_world(present=(1,) if activated else (), enforce_disagg=enforced) as it:
+        for _ in range(2 if deactivated else 0):
+            it.router.deactivate()
+        assert it.router.can_serve_requests == (not enforced or (activated and not deactivated))
+        it.router.reactivate()
+        assert it.router.can_serve_requests == (not enforced or activated)
 
 
 @pytest.mark.parametrize("enforced", [False, True])
@@ -353,8 +367,8 @@ async def test_a_plain_pool_may_have_other_stages_above_its_router() -> None:
 
 
 async def test_a_copy_under_another_name_shares_its_state() -> None:
-    async with prefill_world() as it:
+    async with prefill_world(enforce_disagg=True) as it:
         other = it.router.named("second")
         it.router.deactivate()
-        assert not other.activation.is_usable
+        assert not other.can_serve_requests
         await checkpoint()

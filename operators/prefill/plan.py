@@ -1,10 +1,14 @@
-"""How the KV blocks of a prefill get to decode, decided once the prefill worker is known and before it is sent to.
+"""Plan: how the KV blocks of a prefill get to decode, and the two requests that one becomes.
 
     worker, its settings ──► topology: which decode workers its blocks can reach ──► bootstrap: where decode meets it
+                         ──► prefill_request ──► its output or meeting point ──► decode_request
+
+Decided once the prefill worker is reserved and before the prefill is sent.
 
 Source: dynamo lib/llm/src/kv_router/prefill_router.rs, resolve_prefill_worker; execution.rs, generate_bootstrap_room;
 lib/llm/src/discovery/model_manager.rs, get_kv_transfer_routing_constraints. Other than there the worker is reserved
-before, so that it is chosen once, and every refusal for lack of room is backpressure, also that of a plain pool.
+before, so that it is chosen once, every refusal for lack of room is backpressure, also that of a plain pool, the rank
+of the prefill is also set under its own name, and the request that came in is left as it was.
 """
 
 from __future__ import annotations
@@ -13,15 +17,22 @@ from random import Random
 from typing import Any
 from uuid import UUID
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from pipeline.protocols import BootstrapInfo, PreprocessedRequest, RoutingConstraints
+from pipeline.protocols import (
+    BootstrapInfo,
+    PreprocessedRequest,
+    RouterConfigOverride,
+    RoutingConstraints,
+    RoutingHints,
+)
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig, topology_taint
 
 from ..pool import Configs
+from ..records import shallow_copy
 from .errors import TopologyError
-from .requests import prefill_request
-from .worker import PrefillWorker
+from .output import PrefillOutput
+from .pool import PrefillWorker
 
 ROOM_BITS = 63
 ROOM_MAX = 2**ROOM_BITS - 1
@@ -131,3 +142,73 @@ def _of_worker(config: ModelRuntimeConfig) -> RoutingConstraints | None:
     if weight is None:
         raise TopologyError(f"KV transfer domain {domain!r} is preferred, by no weight")
     return RoutingConstraints(preferred_taints={taint: weight})
+
+
+# -- the requests of both halves
+
+
+def prefill_request(
+    request: PreprocessedRequest, worker: PrefillWorker, bootstrap: BootstrapInfo | None = None
+) -> PreprocessedRequest:
+    """Return the request for its first token only, to that worker; `bootstrap` is where decode meets it."""
+    prefill = shallow_copy(request)
+    prefill.stop_conditions = shallow_copy(request.stop_conditions)
+    prefill.stop_conditions.max_tokens = 1
+    if bootstrap is not None:
+        prefill.bootstrap_info = bootstrap
+    # Of the two names of its rank the second is the one a worker reads.
+    named = {"prefill_worker_id": worker.worker_id, "prefill_dp_rank": worker.dp_rank, "dp_rank": worker.dp_rank}
+    prefill.routing = _with(request.routing, named)
+    return prefill
+
+
+def decode_request(
+    request: PreprocessedRequest,
+    worker_id: int,
+    handed: BootstrapInfo | PrefillOutput,
+    constraints: RoutingConstraints | None,
+    *,
+    keeps_overlap: bool = False,
+) -> PreprocessedRequest:
+    """Return the request with what the prefill worker hands over: where decode meets it, or its output.
+
+    The decode router goes neither by cached prefixes (unless `keeps_overlap`) nor by prompt work, and counts the blocks
+    as new: they come by transfer.
+    """
+    decode = shallow_copy(request)
+    decode.router_config_override = _override(request.router_config_override, keeps_overlap)
+    if isinstance(handed, BootstrapInfo):
+        decode.bootstrap_info = handed
+    else:
+        decode.prefill_result, decode.migration_link = handed.result, handed.link
+    known: dict[str, Any] = {"prefill_worker_id": worker_id}
+    if constraints is not None and not constraints.is_empty:
+        own = None if request.routing is None else request.routing.routing_constraints
+        known["routing_constraints"] = merged(own, constraints)
+    decode.routing = _with(request.routing, known)
+    return decode
+
+
+def merged(own: RoutingConstraints | None, topology: RoutingConstraints) -> RoutingConstraints:
+    """Return both together; the topology's weight counts where both have one for the same taint."""
+    own = own or RoutingConstraints()
+    return RoutingConstraints(
+        own.required_taints | topology.required_taints, {**own.preferred_taints, **topology.preferred_taints}
+    )
+
+
+def _with(own: RoutingHints | None, known: dict[str, Any]) -> RoutingHints:
+    if own is None:
+        return RoutingHints(**known)
+    hints = shallow_copy(own)
+    for name, value in known.items():
+        setattr(hints, name, value)
+    return hints
+
+
+def _override(own: RouterConfigOverride | None, keeps_overlap: bool) -> RouterConfigOverride:
+    """Return the request's own settings for the router, with those that a transfer of blocks needs."""
+    needed: dict[str, Any] = {"assume_kv_reuse": False, "track_prefill_tokens": False}
+    if not keeps_overlap:
+        needed["overlap_score_credit"] = 0.0
+    return RouterConfigOverride(**needed) if own is None else evolve(own, **needed)
