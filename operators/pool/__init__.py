@@ -4,7 +4,7 @@ from .assigned import Next, Output, assign_worker
 from .busy import BusyWatch
 from .cards import Adapters, Configs, PoolCards, cards_of
 from .errors import AllBusy, AllCoolingDown
-from .health import COOLDOWN, InstanceHealth, cooldown_s
+from .health import COOLDOWN, InstanceHealth
 from .load import WorkerLoads, load_reports
 from .pickers import (
     DEVICE_RATIO,
@@ -12,13 +12,12 @@ from .pickers import (
     Loads,
     Picker,
     RoundRobin,
-    cuda_to_cpu_ratio,
     least_loaded,
     power_of_two,
     random_pick,
 )
 from .push_router import PushRouter
-from .rejection import OVERLOAD_STATUS, Rejection, overload_status
+from .rejection import OVERLOAD_STATUS, Rejection
 from .view import PoolView, PoolViews
 
 __all__ = [
@@ -45,11 +44,8 @@ __all__ = [
     "WorkerLoads",
     "assign_worker",
     "cards_of",
-    "cooldown_s",
-    "cuda_to_cpu_ratio",
     "least_loaded",
     "load_reports",
-    "overload_status",
     "power_of_two",
     "random_pick",
 ]

@@ -11,7 +11,6 @@ Source: dynamo lib/llm/src/discovery/worker_monitor.rs, WorkerLoadState and KvWo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Self
 
 from pipeline.network import Ids
 from pipeline.protocols.card import ModelRuntimeConfig
@@ -69,7 +68,7 @@ _UNKNOWN = ModelRuntimeConfig()
 
 
 class BusyWatch:
-    """The workers that are busy. Begins when it is made, ends with `close` or as a context manager; then none is.
+    """The workers that are busy. Begins when it is made, ends with `close`; then none is.
 
     Routers are given its `busy` and see the same set from their first request on. Without a threshold no worker is ever
     busy.
@@ -86,10 +85,11 @@ class BusyWatch:
         cards: Observable[PoolCards] | None = None,
     ) -> None:
         self._loads = loads
-        self._thresholds = BusyThresholds() if thresholds is None else thresholds
+        self.thresholds = BusyThresholds() if thresholds is None else thresholds
+        """May be changed: that takes effect with the next report, or change of the cards."""
         self._configs: Configs = {}
         self._latches: dict[int, dict[int, bool | None]] = {}
-        self._judged_by = self._thresholds
+        self._judged_by = self.thresholds
         self._changes: BehaviorSubject[frozenset[int]] = BehaviorSubject(frozenset())
         self._judge(loads.current())
         self._watching = CompositeDisposable(
@@ -98,15 +98,6 @@ class BusyWatch:
         )
         if cards is not None:
             self._watching.add(cards.subscribe(self._on_cards))
-
-    @property
-    def thresholds(self) -> BusyThresholds:
-        return self._thresholds
-
-    @thresholds.setter
-    def thresholds(self, thresholds: BusyThresholds) -> None:
-        """Take effect with the next report, or change of a capacity."""
-        self._thresholds = thresholds
 
     def busy(self) -> frozenset[int]:
         """Return the workers that are busy now."""
@@ -123,12 +114,6 @@ class BusyWatch:
             self._changes.on_next(frozenset())
             self._changes.on_completed()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _on_members(self, _: Ids = ()) -> None:
         """Forget the instances that are gone, or have come back since."""
         known = {instance_id for instance_id, load in self._loads.current().items() if load.ranks}
@@ -138,10 +123,10 @@ class BusyWatch:
     def _on_report(self, report: LoadReport) -> None:
         instance_id, rank = report.instance_id, report.ranks.get(report.dp_rank)
         if rank is not None:  # else the reports of the worker were dropped
-            latched = latch(rank, self._config(instance_id), self._thresholds)
+            latched = latch(rank, self._config(instance_id), self.thresholds)
             self._latches.setdefault(instance_id, {})[report.dp_rank] = latched
         # After a change of the thresholds the first report decides about all workers anew.
-        all_anew, loads = self._judged_by is not self._thresholds, self._loads.current()
+        all_anew, loads = self._judged_by is not self.thresholds, self._loads.current()
         self._judge(loads if all_anew else {instance_id: loads[instance_id]})
 
     def _on_cards(self, cards: PoolCards) -> None:
@@ -150,12 +135,12 @@ class BusyWatch:
 
     def _judge(self, loads: Mapping[int, WorkerLoad]) -> None:
         """Decide anew about these workers; what was decided about others stays."""
-        self._judged_by = self._thresholds
+        self._judged_by = self.thresholds
         found = frozenset(
             instance_id
             for instance_id, load in loads.items()
             if is_worker_busy(
-                load.ranks, self._latches.get(instance_id, {}), self._config(instance_id), self._thresholds
+                load.ranks, self._latches.get(instance_id, {}), self._config(instance_id), self.thresholds
             )
         )
         self._publish((self._changes.value - loads.keys()) | found)

@@ -12,11 +12,9 @@ For an instance that the request names: CannotConnect if it is not there, Worker
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from attrs import evolve
 
-from pipeline import PenstockError, ResourceExhausted, Unavailable
+from pipeline import ResourceExhausted, Unavailable
 from pipeline.errors import OVERLOADED, Facts
 
 
@@ -53,38 +51,3 @@ class AllCoolingDown(Unavailable):
     ) -> None:
         super().__init__(message, cause=cause)
         self.retry_after_s = retry_after_s
-
-
-class Gate(Protocol):
-    """A pool of workers that may refuse a request before any work is done for it."""
-
-    def refusal(self) -> PenstockError | None:
-        """Return the error a request would meet now; None if it would be sent."""
-        ...
-
-
-ABSENCES = {
-    "none_yet": "none has appeared yet",
-    "all_left": "all there were have left",
-    "closed": "its discovery was closed",
-    None: "none of those that are there is admitted",
-}
-
-
-def no_instance(name: str, absence: str | None) -> Unavailable:
-    """Return the error for a pool without an instance."""
-    return Unavailable(f"no instances found for endpoint {name}: {ABSENCES[absence]}")
-
-
-def all_cooling_down(name: str, count: int, retry_after_s: float | None) -> AllCoolingDown:
-    """Return the error for a pool in which every instance is cooling down."""
-    return AllCoolingDown(
-        f"no instances found for endpoint {name} that may be asked: all {count} failed a moment ago",
-        retry_after_s=retry_after_s,
-    )
-
-
-def all_busy(name: str, busy: int, cooling_down: int, retry_after_s: float | None) -> AllBusy:
-    """Return the error for a pool in which every instance that is not cooling down is busy."""
-    others = f", {cooling_down} more failed a moment ago" if cooling_down else ""
-    return AllBusy(f"all workers are busy: {busy} of endpoint {name}{others}", retry_after_s=retry_after_s)

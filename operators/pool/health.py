@@ -11,7 +11,7 @@ deadline, which no change of another one shortens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from pipeline.rx import (
 from pipeline.settings import Variable, whole
 
 from .cards import PoolCards
-from .errors import AllBusy, all_busy, all_cooling_down, no_instance
+from .errors import AllBusy, AllCoolingDown
 from .load import LoadReport, WorkerLoads, is_idle, log_errors
 from .view import PoolView
 
@@ -49,11 +49,6 @@ COOLDOWN = Variable(
     "Seconds that a worker gets no requests after a fault; 0: none at all.",
     whole(unit=1.0),
 )
-
-
-def cooldown_s(environment: Mapping[str, str]) -> float:
-    """Return the duration that the environment sets, or the default."""
-    return COOLDOWN.of(environment)
 
 
 class InstanceHealth:
@@ -181,18 +176,27 @@ class InstanceHealth:
         """Return the error for a request that no instance can take."""
         name, view = self._workers.name, self.view
         if not view.ids:
-            return no_instance(name, self._workers.absence())
+            return Unavailable(f"no instances found for endpoint {name}: {_ABSENCES[self._workers.absence()]}")
         routable = view.routable if view.skips_cooling_down else view.ids
         if not routable:
-            return all_cooling_down(name, len(view.ids), _time_to(view.cooling_down.values()))
+            message = (
+                f"no instances found for endpoint {name} that may be asked: all {len(view.ids)} failed a moment ago"
+            )
+            return AllCoolingDown(message, retry_after_s=_time_to(view.cooling_down.values()))
         # When `busy` will no longer name an instance is not known.
         refused = [view.refused[i] for i in routable if i in view.refused and i not in view.busy]
-        return all_busy(name, len(routable), len(view.ids) - len(routable), _time_to(refused))
+        message = f"all workers are busy: {len(routable)} of endpoint {name}"
+        if cooling_down := len(view.ids) - len(routable):
+            message += f", {cooling_down} more failed a moment ago"
+        return AllBusy(message, retry_after_s=_time_to(refused))
 
-    def vanished(self, instance_id: int) -> Unavailable:
-        """Return the error for an instance that is gone when no other can take its place."""
-        name = self._workers.name
-        return Unavailable(f"instance_id={instance_id} not found for endpoint {name}, no other instances available")
+
+_ABSENCES = {
+    "none_yet": "none has appeared yet",
+    "all_left": "all there were have left",
+    "closed": "its discovery was closed",
+    None: "none of those that are there is admitted",
+}
 
 
 def _time_to(ends_s: Collection[float]) -> float | None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from attrs import astuple, define, frozen
 
 from pipeline import ReleaseOnce
-from pipeline.network import EndpointId, Event, EventPlane, Members, Scope, Workers
+from pipeline.network import EndpointId, EventPlane, Members, Scope, Workers
 from pipeline.protocols.kv import KV_METRICS_TOPIC, ActiveLoad
 from pipeline.rx import DisposableBase, Observable, ObserverBase, Subject, ops
 
@@ -58,11 +59,9 @@ class RankLoad:
 
     def updated(self, report: ActiveLoad) -> RankLoad:
         """Return the load after the report; what it leaves out stays."""
-        return RankLoad(
-            _newer(report.active_decode_blocks, self.active_decode_blocks),
-            _newer(report.kv_used_blocks, self.kv_used_blocks),
-            _newer(report.active_prefill_tokens, self.active_prefill_tokens),
-        )
+        reported = (report.active_decode_blocks, report.kv_used_blocks, report.active_prefill_tokens)
+        known = astuple(self)
+        return RankLoad(*(old if new is None else new for old, new in zip(known, reported, strict=True)))
 
 
 _NO_RANKS: Mapping[int, RankLoad] = MappingProxyType({})
@@ -162,12 +161,4 @@ def load_reports(events: EventPlane, endpoint: str | EndpointId) -> Observable[A
     """Return the reports of the workers of the endpoint's component, from the event plane."""
     where = EndpointId.parse(endpoint)
     reports = events.subscribe(Scope(where.namespace, where.component), KV_METRICS_TOPIC, ActiveLoad)
-    return reports.pipe(ops.map(_payload))
-
-
-def _newer(reported: int | None, known: int | None) -> int | None:
-    return known if reported is None else reported
-
-
-def _payload(event: Event[ActiveLoad]) -> ActiveLoad:
-    return event.payload
+    return reports.pipe(ops.map(attrgetter("payload")))

@@ -27,7 +27,7 @@ DEVICE_RATIO = Variable(
     "DYN_ENCODER_CUDA_TO_CPU_RATIO",
     CUDA_TO_CPU_RATIO,
     "CPUs that an accelerator counts for under the router device-aware.",
-    whole(),
+    lambda text: max(1, whole()(text)),
 )
 
 
@@ -125,11 +125,6 @@ def by_device(candidates: Sequence[int], loads: Loads) -> tuple[list[int], list[
         load = loads.get(instance_id)
         (cpus if load is not None and load.device_type == "cpu" else others).append(instance_id)
     return cpus, others
-
-
-def cuda_to_cpu_ratio(environment: Mapping[str, str]) -> int:
-    """Return the ratio that the environment sets, at least 1, or the default."""
-    return max(1, DEVICE_RATIO.of(environment))
 
 
 def _in_flight(loads: Loads, instance_id: int) -> int:

@@ -29,6 +29,7 @@ from pipeline import (
     ReleaseOnce,
     ResponseStream,
     ResponseTimeout,
+    Unavailable,
     WorkerOverloaded,
 )
 from pipeline.errors import Refused
@@ -153,7 +154,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
                 raise  # it is still there: what it could not reach is something else
         others = [instance_id for instance_id in self._free(request) if instance_id != chosen]
         if not others:
-            raise self.health.vanished(chosen)
+            name = self._workers.name
+            raise Unavailable(f"instance_id={chosen} not found for endpoint {name}, no other instances available")
         return await self._send(request, self._picked(others, request))
 
     def _present(self, instance_id: int) -> int:

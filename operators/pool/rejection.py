@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from math import isfinite
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from pipeline import AsyncEngine, Context, InvalidArgument, Operator, ResourceExhausted, ResponseStream
+from pipeline import AsyncEngine, Context, InvalidArgument, Operator, PenstockError, ResourceExhausted, ResponseStream
 from pipeline.errors import OVERLOADED
 from pipeline.settings import Variable, whole
 
-from .errors import AllBusy, Gate
+from .errors import AllBusy
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -20,6 +19,14 @@ OVERLOAD_STATUS = Variable(
     "DYN_HTTP_OVERLOAD_STATUS_CODE", OVERLOADED, "HTTP status of a refusal because of overload.", whole(200, 999)
 )
 RETRY_AFTER_S = 1.0
+
+
+class Gate(Protocol):
+    """A pool of workers that may refuse a request before any work is done for it."""
+
+    def refusal(self) -> PenstockError | None:
+        """Return the error a request would meet now; None if it would be sent."""
+        ...
 
 
 class Rejection(Operator[Any, Any, Any, Any]):
@@ -52,7 +59,7 @@ class Rejection(Operator[Any, Any, Any, Any]):
             raise InvalidArgument(f"must be an HTTP status from 200 to 999, got {status}", field="status")
         self._gates = gates
         self._retry_after_s = retry_after_s
-        self._status = overload_status(os.environ) if status is None else status
+        self._status = OVERLOAD_STATUS.of(os.environ) if status is None else status
 
     async def generate(self, request: Context[Any], next: AsyncEngine[Any, Any]) -> ResponseStream[Any]:
         if not request.is_stopped:
@@ -66,8 +73,3 @@ class Rejection(Operator[Any, Any, Any, Any]):
         known_s = getattr(refused, "retry_after_s", None)
         retry_after_s = self._retry_after_s if known_s is None else known_s
         return AllBusy(refused.message, retry_after_s=retry_after_s, status=self._status)
-
-
-def overload_status(environment: Mapping[str, str]) -> int:
-    """Return the HTTP status of overload that the environment sets, or 529."""
-    return OVERLOAD_STATUS.of(environment)

@@ -35,14 +35,14 @@ from operators import (
 )
 from operators.kv import KvRouter, WorkerType
 from operators.pool import (
+    COOLDOWN,
+    DEVICE_RATIO,
+    OVERLOAD_STATUS,
     BusyWatch,
     PoolCards,
     WorkerLoads,
     cards_of,
-    cooldown_s,
-    cuda_to_cpu_ratio,
     load_reports,
-    overload_status,
 )
 from operators.prefill import ConditionalDisaggregation, PrefillPool
 from pipeline import Annotated, AsyncEngine, link
@@ -118,7 +118,7 @@ async def routing_to(
         closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
         _pushing(endpoint, config, environment, runtime, workers, worker_type) as (push, watch),
     ):
-        rejection = None if watch is None else Rejection(push, status=overload_status(environment))
+        rejection = None if watch is None else Rejection(push, status=OVERLOAD_STATUS.of(environment))
         if config.router != "kv":
             yield Routing(endpoint, workers, push, push, None, rejection)
             return
@@ -147,7 +147,10 @@ def _pushing(
             yield router_of(workers, config, environment, worker_type, cards=cards), None
             return
         loads = WorkerLoads(workers)
-        with loads.follow(load_reports(runtime.events, endpoint)), BusyWatch(loads, thresholds, cards) as watch:
+        with (
+            loads.follow(load_reports(runtime.events, endpoint)),
+            closing(BusyWatch(loads, thresholds, cards)) as watch,
+        ):
             busy = watch.changes()
             yield router_of(workers, config, environment, worker_type, cards=cards, loads=loads, busy=busy), watch
 
@@ -172,8 +175,8 @@ def router_of(
         workers,
         _MODES.get(config.router),
         rng=None if config.seed is None else Random(config.seed),
-        pick=DeviceAware(cuda_to_cpu_ratio(environment)) if config.router == "device-aware" else None,
-        cooldown_s=cooldown_s(environment),
+        pick=DeviceAware(DEVICE_RATIO.of(environment)) if config.router == "device-aware" else None,
+        cooldown_s=COOLDOWN.of(environment),
         silence_timeout_s=silence_timeout_s,
         **judging,
     )

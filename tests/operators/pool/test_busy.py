@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import anyio
@@ -221,7 +222,7 @@ def test_a_router_that_joins_late_sees_the_same_at_once(world: World) -> None:
 
 def test_a_watch_begins_with_what_was_reported_before_it(world: World) -> None:
     world.report(2, kv_used_blocks=95)
-    with BusyWatch(world.loads, decode(0.9), world.cards) as late:
+    with closing(BusyWatch(world.loads, decode(0.9), world.cards)) as late:
         assert late.busy() == {2}
     assert late.busy() == set()
     world.report(1, active_prefill_tokens=9)

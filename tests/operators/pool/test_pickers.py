@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from operators import DeviceAware, RoundRobin, least_loaded, power_of_two
 from operators import random_pick as draw
-from operators.pool import Picker, cuda_to_cpu_ratio
+from operators.pool import DEVICE_RATIO, Picker
 from operators.pool.load import DeviceType, WorkerLoad
 from operators.pool.pickers import Uncounted
 from pipeline import Context, InvalidArgument
@@ -171,4 +171,4 @@ def test_a_ratio_below_one_is_refused() -> None:
 
 @pytest.mark.parametrize(("text", "ratio"), [(None, 8), ("", 8), ("four", 8), ("-3", 8), (" 4 ", 4), ("0", 1)])
 def test_the_environment_may_set_the_ratio(text: str | None, ratio: int) -> None:
-    assert cuda_to_cpu_ratio({} if text is None else {"DYN_ENCODER_CUDA_TO_CPU_RATIO": text}) == ratio
+    assert DEVICE_RATIO.of({} if text is None else {"DYN_ENCODER_CUDA_TO_CPU_RATIO": text}) == ratio

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from operators import AllBusy, PushRouter, Rejection
-from operators.pool import overload_status
+from operators.pool import OVERLOAD_STATUS
 from pipeline import (
     Annotated,
     Context,
@@ -102,7 +102,7 @@ async def test_the_status_is_configured_or_the_environments(monkeypatch: pytest.
     [(None, 529), ("abc", 529), ("99", 529), ("150", 529), (" 503 ", 503), ("200", 200), ("999", 999), ("1000", 529)],
 )
 def test_the_environment_may_set_the_status(text: str | None, status: int) -> None:
-    assert overload_status({} if text is None else {"DYN_HTTP_OVERLOAD_STATUS_CODE": text}) == status
+    assert OVERLOAD_STATUS.of({} if text is None else {"DYN_HTTP_OVERLOAD_STATUS_CODE": text}) == status
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.pool import InstanceHealth, PoolView, WorkerLoads, cooldown_s
+from operators.pool import COOLDOWN, InstanceHealth, PoolView, WorkerLoads
 from pipeline import Disconnected, InvalidArgument, WorkerOverloaded
 from pipeline.network import Members
 from pipeline.protocols.kv import ActiveLoad
@@ -26,7 +26,7 @@ THREE = PoolView().with_members(Members.of({1: 0, 2: 1, 3: 2}))
     ("text", "duration_s"), [(None, 5), ("17", 17), ("0", 0), ("invalid", 5), ("-1", 5), ("1.5", 5), (" 7 ", 7)]
 )
 def test_the_environment_may_set_how_long(text: str | None, duration_s: float) -> None:
-    assert cooldown_s({} if text is None else {"DYN_RUNTIME_INHIBITED_DURATION_SECS": text}) == duration_s
+    assert COOLDOWN.of({} if text is None else {"DYN_RUNTIME_INHIBITED_DURATION_SECS": text}) == duration_s
 
 
 # -- the record
