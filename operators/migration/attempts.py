@@ -34,7 +34,7 @@ from pipeline.protocols import (
 )
 from pipeline.telemetry import spanned
 
-from .metrics import MigrationMetrics, MigrationTimer, MigrationType, Outcome
+from .metrics import MigrationMetrics, MigrationType, Outcome
 from .policy import (
     Failure,
     Item,
@@ -79,7 +79,8 @@ class Attempts:
     state: MigrationState = field(factory=MigrationState)
     """What the stages below share about the attempts: the workers that failed, and text that was held back."""
     _count: int = field(default=0, init=False)
-    _timer: MigrationTimer | None = field(default=None, init=False)
+    _search: tuple[MigrationType, float] | None = field(default=None, init=False)
+    """What another worker is looked for, and since when by the loop's clock."""
     _workers: tuple[Any, Any] | None = field(default=None, init=False)
     """Those the tracker named for prefill and decode before another worker was looked for."""
     _is_finished: bool = field(default=False, init=False)
@@ -221,8 +222,10 @@ class Attempts:
 
     def check_length(self) -> None:
         """Count, once, a request that could migrate if it were not too long."""
-        payload, may_migrate = self.request.payload, self.attempts_left and not self._is_too_long
-        if may_migrate and is_too_long(payload, len(self.delivered), self.max_seq_len_tokens):
+        if self.max_seq_len_tokens is None or self._is_too_long or not self.attempts_left:
+            return
+        payload = self.request.payload
+        if is_too_long(payload, len(self.delivered), self.max_seq_len_tokens):
             self._is_too_long = True
             self.metrics.too_long(payload.model)
 
@@ -246,20 +249,19 @@ class Attempts:
 
     def _search_begins(self, kind: MigrationType, began_s: float | None = None) -> None:
         """Count a failure after which another worker is looked for, or would be if there were an attempt left."""
-        model = self.request.payload.model
-        self.metrics.count(model, kind)
-        if self._timer is None:
-            self._timer = self.metrics.begins(model, kind, began_s)
+        self.metrics.count(self.request.payload.model, kind)
+        if self._search is None:
+            self._search = kind, anyio.current_time() if began_s is None else began_s
 
     def _search_ends(self, outcome: Outcome) -> None:
         """The search is over, if there was one. After one in vain the tracker names the workers from before."""
-        timer, self._timer = self._timer, None
+        search, self._search = self._search, None
         workers, self._workers = self._workers, None
         tracker = self.request.payload.tracker
         if tracker is not None and workers is not None and outcome != "success":
             tracker.prefill_worker, tracker.decode_worker = workers
-        if timer is not None:
-            timer.ends(outcome)
+        if search is not None:
+            self.metrics.searched(self.request.payload.model, *search, outcome)
 
 
 def _with_error(broke: Item | Exception, shown: Exception) -> Item | Exception:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import anyio
-from attrs import frozen
 
 from pipeline.telemetry import Metrics
 
@@ -37,26 +36,13 @@ class MigrationMetrics:
         """Count a request that grew past the length up to which requests migrate."""
         self._metrics.add("model_migration_max_seq_len_exceeded_total", model=self._model or model)
 
-    def begins(self, model: str, kind: MigrationType, began_s: float | None = None) -> MigrationTimer:
-        """Time the search for another worker, from `began_s` by the loop's clock, by default from now."""
-        return MigrationTimer(
-            self._metrics, self._model or model, kind, anyio.current_time() if began_s is None else began_s
-        )
-
-
-@frozen
-class MigrationTimer:
-    """One search for another worker, from the failure on."""
-
-    metrics: Metrics
-    model: str
-    kind: MigrationType
-    began_s: float
-    """When the failure was seen, by the loop's clock."""
-
-    def ends(self, outcome: Outcome) -> None:
-        """Record that there is another worker, or that there will be none."""
-        took_s = anyio.current_time() - self.began_s
-        self.metrics.record(
-            "model_migration_duration_seconds", took_s, model=self.model, migration_type=self.kind, outcome=outcome
+    def searched(self, model: str, kind: MigrationType, began_s: float, outcome: Outcome) -> None:
+        """Record the time of a search for another worker, since the failure at `began_s` by the loop's clock."""
+        took_s = anyio.current_time() - began_s
+        self._metrics.record(
+            "model_migration_duration_seconds",
+            took_s,
+            model=self._model or model,
+            migration_type=kind,
+            outcome=outcome,
         )

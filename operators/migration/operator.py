@@ -6,6 +6,8 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
+import anyio
+
 from pipeline import Cancelled, Context, InvalidArgument, Operator, ResponseStream
 from pipeline.protocols import PreprocessedRequest
 from pipeline.telemetry import annotate
@@ -101,7 +103,7 @@ class Migration(Operator[PreprocessedRequest, Item, PreprocessedRequest, Item]):
         except Exception as error:
             if is_migratable(request.payload, error):
                 self._metrics.count(request.payload.model, "new_request")
-                self._metrics.begins(request.payload.model, "new_request").ends("failure")
+                self._metrics.searched(request.payload.model, "new_request", anyio.current_time(), "failure")
             raise
 
 

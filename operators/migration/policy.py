@@ -25,7 +25,6 @@ from pipeline.protocols import (
     MigrationState,
     PreprocessedRequest,
     RequestPhase,
-    RoutingHints,
     StopConditions,
     TraceLink,
 )
@@ -87,17 +86,9 @@ def is_pinned(request: PreprocessedRequest) -> bool:
     if hints.backend_instance_id is not None:
         return True
     phase = None if request.tracker is None else request.tracker.phase
-    return _is_pinned_for_prefill(hints, phase) or _is_pinned_for_decode(hints, phase)
-
-
-def _is_pinned_for_prefill(hints: RoutingHints, phase: RequestPhase | None) -> bool:
-    named = hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None
-    return named and phase in (None, RequestPhase.PREFILL)
-
-
-def _is_pinned_for_decode(hints: RoutingHints, phase: RequestPhase | None) -> bool:
-    named = hints.decode_worker_id is not None or hints.dp_rank is not None
-    return named and phase is not RequestPhase.PREFILL
+    for_prefill = hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None
+    for_decode = hints.decode_worker_id is not None or hints.dp_rank is not None
+    return (for_prefill and phase in (None, RequestPhase.PREFILL)) or (for_decode and phase is not RequestPhase.PREFILL)
 
 
 def is_migratable(request: PreprocessedRequest, error: Exception) -> bool:
