@@ -11,7 +11,7 @@ from pipeline.protocols import PreprocessedRequest
 from pipeline.telemetry import spanned
 
 from ..pool import Output
-from .task import PrefillTask
+from .task import DecodeState, PrefillTask
 
 
 async def decode_stream(
@@ -63,11 +63,11 @@ async def _watched(
                 if not prefill.is_settled and (item.data is not None or item.is_error):
                     if (reason := await _prefill_error(request, prefill, item.extract_error())) is not None:
                         break
-                    prefill.decode_settled()
+                    prefill.decode_moves(DecodeState.SETTLED)
                 has_failed = item.is_error
                 yield item
         if reason is None and not has_failed:
-            prefill.decode_ended()
+            prefill.decode_moves(DecodeState.ENDED)
     except Exception as error:
         reason = await _prefill_error(request, prefill, error)
         if reason is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
 from random import Random
 from types import TracebackType
 from typing import Self
@@ -36,7 +35,6 @@ from pipeline import (
 from pipeline.llm import track_request
 from pipeline.protocols import (
     LLMEngineOutput,
-    PhasePermit,
     PreprocessedRequest,
     RequestPhase,
     RequestTracker,
@@ -44,6 +42,7 @@ from pipeline.protocols import (
 )
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.rx import AnyIOScheduler, Observable
+from pipeline.settings import at_least, finite, setting
 from pipeline.telemetry import Tracer
 
 from ..kv import WorkerRank, share_hashes
@@ -62,24 +61,13 @@ from .task import PrefillTask
 class PrefillSettings:
     """What a deployment decides about prefilling elsewhere. Raises InvalidArgument, naming the field."""
 
-    enforce_disagg: bool = False
-    """Whether requests are refused, not decoded alone, while there is no prefill worker."""
-    prefills_max: int = 4096
-    """How many prefills may run at once, those that wait in a router's queue included."""
-    prefill_timeout_s: float = 600.0
-    """Seconds a prefill may take, the wait in the queue included."""
-    decode_patience_s: float = 30.0
-    """Seconds decode has to give an item if its prefill fails when decode may wait for blocks already."""
-    drain_timeout_s: float = 5.0
-    """Seconds the end of the operator waits for prefills under way."""
-
-    def __attrs_post_init__(self) -> None:
-        if self.prefills_max < 1:
-            raise InvalidArgument(f"must be at least 1, got {self.prefills_max}", field="prefills_max")
-        for name in ("prefill_timeout_s", "decode_patience_s", "drain_timeout_s"):
-            value: float = getattr(self, name)
-            if not isfinite(value) or value < 0:
-                raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)
+    enforce_disagg: bool = setting(False, "Refuse requests, and decode none alone, while there is no prefill worker.")
+    prefills_max: int = setting(4096, "Prefills at once, those that wait in a router's queue included.", at_least(1))
+    prefill_timeout_s: float = setting(600.0, "Seconds a prefill may take, the wait in the queue included.", finite(0))
+    decode_patience_s: float = setting(
+        30.0, "Seconds decode has to give an item if its prefill fails when decode may wait for blocks.", finite(0)
+    )
+    drain_timeout_s: float = setting(5.0, "Seconds the end of the operator waits for prefills under way.", finite(0))
 
 
 _log = logging.getLogger(__name__)
@@ -153,14 +141,16 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             raise Cancelled("stopped before its prefill")
         if payload.tracker is None:
             payload = shallow_copy(payload)
-            payload.tracker = track_request(self._wall_ms)
+            payload.tracker = track_request(lambda: round(self._scheduler.now.timestamp() * 1000))
             request = request.with_payload(payload)
         share_hashes(request)
         if isinstance(pool, KvPrefill):
             await pool.prepare(request)
         await self._tasks.replace(request.registry)
-        if (rank := self._decode_worker(request, pool)) is not None:
-            return await self._decoded_alone(request, rank, next)
+        if self._conditional is not None:
+            rank = self._conditional.select_decode_worker(request, pool, self._side.configs)
+            if rank is not None:
+                return await self._decoded_alone(request, rank, next)
         return await self._decoded(request, await self._started(request, pool), next)
 
     # -- prefill
@@ -169,32 +159,29 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         """Return the prefill, under way in its own task."""
         permit = await _tracker(request).set_phase(RequestPhase.PREFILL)
         try:
-            return self._start(request, pool, permit)
+            if request.is_stopped:
+                raise Cancelled("stopped before its prefill")
+            if pool.is_direct and named_worker(request.payload.routing) is None:
+                raise InvalidArgument(
+                    "in direct mode a request names its prefill worker: the router in front sets prefill_worker_id "
+                    "(header x-dynamo-prefill-instance-id, formerly x-prefill-instance-id), and this request has none",
+                    field="routing.prefill_worker_id",
+                )
+            self._tasks.check_room()
+            prefill = PrefillTask(
+                request.child(request.payload, linked=False),
+                pool,
+                partial(self._resolved, request.payload),
+                permit,
+                self.settings.prefill_timeout_s,
+                self.settings.decode_patience_s,
+                self._stops_prefills,
+                self._tracer,
+            )
+            self._tasks.start(prefill, request)
         except BaseException:
             permit.release()
             raise
-
-    def _start(self, request: Context[PreprocessedRequest], pool: PrefillPool, permit: PhasePermit) -> PrefillTask:
-        if request.is_stopped:
-            raise Cancelled("stopped before its prefill")
-        if pool.is_direct and named_worker(request.payload.routing) is None:
-            raise InvalidArgument(
-                "in direct mode a request names its prefill worker: the router in front sets prefill_worker_id "
-                "(header x-dynamo-prefill-instance-id, formerly x-prefill-instance-id), and this request has none",
-                field="routing.prefill_worker_id",
-            )
-        self._tasks.check_room()
-        prefill = PrefillTask(
-            request.child(request.payload, linked=False),
-            pool,
-            partial(self._resolved, request.payload),
-            permit,
-            self.settings.prefill_timeout_s,
-            self.settings.decode_patience_s,
-            self._stops_prefills,
-            self._tracer,
-        )
-        self._tasks.start(prefill, request)
         return prefill
 
     def _resolved(self, payload: PreprocessedRequest, worker: PrefillWorker) -> Plan:
@@ -260,12 +247,6 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
         stream = await next.generate(request.with_payload(marked))
         return stream.prepend(Annotated[LLMEngineOutput].from_annotation(BYPASS_REMOTE_PREFILL, True))
 
-    def _decode_worker(self, request: Context[PreprocessedRequest], pool: PrefillPool) -> WorkerRank | None:
-        """Return the decode worker that prefills the request too; None if it is prefilled remotely."""
-        if self._conditional is None:
-            return None
-        return self._conditional.select_decode_worker(request, pool, self._side.configs)
-
     # -- its state
 
     @property
@@ -323,9 +304,6 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
             self._tasks.cut()
             with anyio.CancelScope(shield=True):
                 await self._tasks.drained()
-
-    def _wall_ms(self) -> int:
-        return round(self._scheduler.now.timestamp() * 1000)
 
 
 def _tracker(request: Context[PreprocessedRequest]) -> RequestTracker:

@@ -160,6 +160,7 @@ class PrefillTask:
     """Whether the prefill was stopped, because its client left in time."""
     _client_left: bool = field(default=False, init=False)
     _has_ended: bool = field(default=False, init=False)
+    _tracker: RequestTracker = field(init=False)
     _sent_before: int = field(init=False)
     """How many prefills of the request were sent when this one began: they go one after the other."""
     _handed: BootstrapInfo | PrefillOutput | None = field(default=None, init=False)
@@ -167,7 +168,9 @@ class PrefillTask:
     _changed: anyio.Event | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._sent_before = self._tracker.prefills_sent
+        tracker = self.request.payload.tracker
+        assert tracker is not None
+        self._tracker, self._sent_before = tracker, tracker.prefills_sent
 
     # -- for the owner
 
@@ -234,17 +237,15 @@ class PrefillTask:
         if self.starved_decode:
             decode.kill()
 
-    def decode_settled(self) -> None:
-        """Decode has given an item."""
-        self._decode_moves(DecodeState.SETTLED)
-
-    def decode_ended(self) -> None:
-        """Decode has ended by itself."""
-        self._decode_moves(DecodeState.ENDED)
+    def decode_moves(self, state: DecodeState) -> None:
+        """Decode has come so far; nothing happens if it is over."""
+        if not self.decode_is_over:
+            self.decode_state = state
+            self._wake()
 
     def abandon(self) -> None:
         """Decode is over; unless it has ended by itself, there is no use for its blocks."""
-        self._decode_moves(DecodeState.ABANDONED)
+        self.decode_moves(DecodeState.ABANDONED)
         self._withdraw()
 
     def client_left(self) -> None:
@@ -256,11 +257,6 @@ class PrefillTask:
         """Return when the prefill has failed or is done, or neither for as long as decode's patience."""
         with anyio.move_on_after(self.patience_s):
             await self._until(lambda: self.state in _OVER)
-
-    def _decode_moves(self, state: DecodeState) -> None:
-        if not self.decode_is_over:
-            self.decode_state = state
-            self._wake()
 
     def _withdraw(self) -> None:
         is_unwanted = self._client_left or self.decode_state is DecodeState.ABANDONED
@@ -382,9 +378,3 @@ class PrefillTask:
             if self._changed is None:
                 self._changed = anyio.Event()
             await self._changed.wait()
-
-    @property
-    def _tracker(self) -> RequestTracker:
-        tracker = self.request.payload.tracker
-        assert tracker is not None
-        return tracker
