@@ -38,7 +38,15 @@ from .rank import Rank
 from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
 from .scheduling import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
-from .transfer import TransferExchange, TransferKey, TransferTiming, receive_blocks, send_blocks, transfer_delay_ms
+from .transfer import (
+    Receiver,
+    Sender,
+    TransferExchange,
+    TransferKey,
+    TransferTiming,
+    transfer_delay_ms,
+    transferred,
+)
 from .zmq_events import EventFeed
 
 _log = logging.getLogger(__name__)
@@ -221,8 +229,9 @@ class MockEngine(LLMEngine):
             raise InvalidArgument("this worker shares no exchange with others", field="bootstrap_info")
         key = TransferKey.of(info, request_id)
         if self.args.worker_type == "decode":
-            return receive_blocks(answer, self.exchange, key)
-        return send_blocks(answer, self.exchange, key, self._transfer(len(request.token_ids)))
+            return transferred(answer, self.exchange.destination(key, Receiver(answer), answer.control))
+        sender = Sender(answer, self._transfer(len(request.token_ids)))
+        return transferred(answer, self.exchange.source(key, sender, answer.control))
 
     def _rank_for(self, request: PreprocessedRequest) -> int:
         """Return the rank named in the request, else the next one in turn."""

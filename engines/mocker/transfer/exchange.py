@@ -7,20 +7,38 @@
 Source: dynamo lib/mocker/src/services/bootstrap.rs, BootstrapServer. Other than there, both sides are in one process,
 so there is no socket and no frame; the limits and the rule about identities are the same. A side that comes after the
 other gave up fails at once instead of waiting.
+
+The sides of the mock engine's requests, on their ranks, are `Sender` and `Receiver`:
+
+    prefill worker   queue ─ compute ─ hold ──── chunk with the token ──── blocks fetched ─ release ─ last chunk
+    decode worker    reserve room ─────────────── blocks on their way ──── activate ─ tokens
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 from uuid import UUID
 
 import anyio
 from attrs import frozen
 
-from pipeline import Control, InvalidArgument, WorkerOverloaded
+from pipeline import Cancelled, Control, InvalidArgument, WorkerOverloaded
+from pipeline.protocols import LLMEngineOutput
 
-from .protocol import Transfer, TransferOrder
-from .session import DestinationEndpoint, Ending, SessionEndpoint, SourceEndpoint, TransferRole, TransferSession
-from .sides import DestinationSide, SourceSide, TransferKey
+from ..answer import REJECTED, Answer
+from .protocol import Transfer, TransferKey, TransferOrder, TransferTiming
+from .session import (
+    DestinationEndpoint,
+    DestinationSide,
+    Ending,
+    SessionEndpoint,
+    SourceEndpoint,
+    SourceSide,
+    TransferRole,
+    TransferSession,
+)
 
 Place = tuple[str, int, int] | UUID
 
@@ -84,15 +102,15 @@ class TransferExchange:
         another identity, unless it is ending and only waits for its sides to leave; and WorkerOverloaded if too many
         wait. The sides already there are not affected.
         """
-        return SourceEndpoint(lambda endpoint: self._join(key, endpoint), side, control)
+        return SourceEndpoint(side, lambda endpoint: self._join(key, endpoint), control)
 
     def destination(
         self, key: TransferKey, side: DestinationSide, control: Control | None = None
     ) -> DestinationEndpoint:
         """Return the decode worker's endpoint; the rest as `source`."""
-        return DestinationEndpoint(lambda endpoint: self._join(key, endpoint), side, control)
+        return DestinationEndpoint(side, lambda endpoint: self._join(key, endpoint), control)
 
-    def _join(self, key: TransferKey, endpoint: SessionEndpoint) -> TransferSession:
+    def _join(self, key: TransferKey, endpoint: SessionEndpoint[Any]) -> TransferSession:
         session = self._find(key, endpoint.role)
         if session is not None:
             self._waiting.discard(session)
@@ -150,3 +168,69 @@ class TransferExchange:
         if len(self._missed) < self._waiting_max:
             absent: TransferRole = "destination" if "source" in session.endpoints else "source"
             self._missed[session.key] = _Missed(session.ending, absent, session.deadline_s)
+
+
+class Sender:
+    """The prefill worker's side of one request; see `SourceSide`."""
+
+    def __init__(self, answer: Answer, timing: TransferTiming) -> None:
+        self._answer, self._timing = answer, timing
+
+    def submit(self) -> None:
+        self._answer.begin(holds_blocks=True)
+
+    async def hold(self) -> TransferTiming:
+        await self._answer.finished()
+        return self._timing
+
+    def release(self) -> None:
+        self._answer.release()
+
+    def cancel(self) -> None:
+        self._answer.close()
+
+
+class Receiver:
+    """The decode worker's side of one request; see `DestinationSide`."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    async def reserve(self) -> int:
+        answer, (sequence, *others) = self._answer, self._answer.sequences
+        if others:
+            raise InvalidArgument("transferred blocks serve one choice", field="n")
+        if answer.rank.scheduler.rejects(sequence):
+            raise InvalidArgument(REJECTED)
+        await answer.rank.reserve(sequence)
+        return sequence.prompt_tokens - (sequence.cached_tokens or 0)
+
+    def activate(self) -> None:
+        (sequence,) = self._answer.sequences
+        self._answer.rank.activate(sequence, self._answer.channel)
+
+    def cancel(self) -> None:
+        self._answer.close()
+
+
+async def transferred(
+    answer: Answer, endpoint: SourceEndpoint | DestinationEndpoint
+) -> AsyncGenerator[LLMEngineOutput, None]:
+    """Yield an answer by its side of a transfer.
+
+    A prefill's chunk comes as soon as its blocks are held, and its last one when the decode worker has them; an answer
+    of a decode worker begins when the blocks have arrived.
+    """
+    try:
+        async with endpoint, aclosing(answer.chunks()) as chunks:
+            if isinstance(endpoint, SourceEndpoint):
+                await endpoint.held()
+                yield await anext(chunks)
+            await endpoint.done()
+            async for chunk in chunks:
+                yield chunk
+    except Cancelled:
+        if not answer.control.is_stopped:
+            raise
+        if not answer.control.is_killed:
+            yield answer.cancelled()

@@ -8,9 +8,12 @@ Each side waits in its own task only (`hold`; `reserve` and the time on the way)
 Calls that do not wait run at once, in the task of their cause. A side that has to be cancelled while it waits is
 interrupted and cancels itself on its way out.
 
-SessionEndpoint: one worker's end of a session.
+The session decides; a `SessionEndpoint` waits for its own side, in its own task, and reports the outcome.
 
-The session decides; an endpoint waits for its own side, in its own task, and reports the outcome.
+One call releases the blocks of a side: the source's `release` or `cancel`, the destination's `cancel`, unless
+`activate` made them the request's own. `cancel` follows one of these only where it, or the source's `release`, raised.
+None of the three waits or needs the loop: they may run in the other side's task, or in a plain callback when a request
+is stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import anyio
 from anyio import CancelScope
@@ -28,8 +31,17 @@ from attrs import frozen
 from pipeline import Cancelled, Control
 from pipeline.errors import BackendConnectionTimeout, BackendDisconnected, BackendResponseTimeout
 
-from .protocol import ActionKind, ActionOutcome, EndReason, Transfer, TransferAction, TransferFact, TransferOrder
-from .sides import DestinationSide, SourceSide, TransferKey
+from .protocol import (
+    ActionKind,
+    ActionOutcome,
+    EndReason,
+    Transfer,
+    TransferAction,
+    TransferFact,
+    TransferKey,
+    TransferOrder,
+    TransferTiming,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +59,40 @@ _TO_CANCEL: dict[ActionKind, TransferRole] = {
 }
 _FIRST: dict[TransferOrder, TransferRole] = {"source_first": "source", "destination_first": "destination"}
 _OTHER: dict[TransferRole, TransferRole] = {"source": "destination", "destination": "source"}
+
+
+class SourceSide(Protocol):
+    """The prefill worker's part, for one request. `cancel` comes only after `submit`, and never while `hold` waits."""
+
+    def submit(self) -> None:
+        """Queue the prefill, whose blocks are kept when it is done. What it raises ends the transfer."""
+
+    async def hold(self) -> TransferTiming:
+        """Return when the prompt is computed and its blocks are held. May be cancelled; an error ends the transfer."""
+        ...
+
+    def release(self) -> None:
+        """Release the blocks, which have arrived at the decode worker."""
+
+    def cancel(self) -> None:
+        """Release everything: a queued, running or held prefill, or nothing."""
+
+
+class DestinationSide(Protocol):
+    """The decode worker's part, for one request. `cancel` comes only after `reserve` was called and has ended."""
+
+    async def reserve(self) -> int:
+        """Wait for room for the prompt; return the number of its tokens that have to be transferred.
+
+        May be cancelled; what it raises ends the transfer.
+        """
+        ...
+
+    def activate(self) -> None:
+        """Let the request decode: its blocks have arrived."""
+
+    def cancel(self) -> None:
+        """Release everything, an activated request included."""
 
 
 @frozen
@@ -89,7 +135,7 @@ class TransferSession:
     ) -> None:
         self.key = key
         self.transfer = Transfer(order)
-        self.endpoints: dict[TransferRole, SessionEndpoint] = {}
+        self.endpoints: dict[TransferRole, SessionEndpoint[Any]] = {}
         self.ending: Ending | None = None
         self.deadline_s = min(rendezvous_s, session_s)
         self._session_s = session_s
@@ -97,7 +143,7 @@ class TransferSession:
         self._turns: dict[TransferRole, TransferAction] = {}
         self._owed: dict[TransferRole, ActionKind] = {}
 
-    def endpoint(self, endpoint: SessionEndpoint) -> None:
+    def endpoint(self, endpoint: SessionEndpoint[Any]) -> None:
         """Add a side. An action that is already its turn starts when its task next waits here."""
         self.endpoints[endpoint.role] = endpoint
         if len(self.endpoints) > 1:
@@ -130,7 +176,7 @@ class TransferSession:
         if kind is None:
             return
         try:
-            self.endpoints[role].cancel()
+            self.endpoints[role].side.cancel()
         except Exception:  # nothing more can be done, and the other side must not be kept
             _log.exception("the %s of the transfer of request %r could not be cancelled", role, self.key.request_id)
         self.acknowledge(kind, ActionOutcome.APPLIED)
@@ -186,7 +232,10 @@ class TransferSession:
 _MS_PER_S = 1000.0
 
 
-class SessionEndpoint:
+SideT = TypeVar("SideT", bound=SourceSide | DestinationSide)
+
+
+class SessionEndpoint(Generic[SideT]):
     """One side's end of a session: entered and left by `async with`; leaving before the end gives the transfer up.
 
     In between nothing is held open, so a generator may yield while it is joined. One task at a time waits here.
@@ -196,15 +245,15 @@ class SessionEndpoint:
     role: TransferRole
 
     def __init__(
-        self, join: Callable[[SessionEndpoint], TransferSession], cancel: Callable[[], None], control: Control | None
+        self, side: SideT, join: Callable[[SessionEndpoint[SideT]], TransferSession], control: Control | None
     ) -> None:
-        self.cancel = cancel
+        self.side = side
         self.is_busy = False
         """True while its side waits for something of its own, in its own task."""
         self.has_begun = False
         """True once its side was called in a way that may have given it blocks."""
         self._join = join
-        self._control = control
+        self._control = Control() if control is None else control
         self._session: TransferSession | None = None
         self._scope: CancelScope | None = None
         self._news: anyio.Event | None = None
@@ -212,7 +261,7 @@ class SessionEndpoint:
     async def __aenter__(self) -> Self:
         """Raises as described at the exchange's `source`; then nothing was taken."""
         self._session = self._join(self)
-        self._forget = self._control.on_stop(self._leave) if self._control is not None else _nothing
+        self._forget = self._control.on_stop(self._leave)
         return self
 
     async def __aexit__(
@@ -284,55 +333,39 @@ class SessionEndpoint:
             session.settle(self.role)
 
 
-class SourceEndpoint(SessionEndpoint):
+class SourceEndpoint(SessionEndpoint[SourceSide]):
     """The prefill worker's endpoint."""
 
     role = "source"
-
-    def __init__(
-        self, join: Callable[[SessionEndpoint], TransferSession], side: SourceSide, control: Control | None
-    ) -> None:
-        super().__init__(join, side.cancel, control)
-        self._side = side
 
     async def held(self) -> None:
         """Return when the prefill is done and its blocks are held. Raises as `done`."""
         await self._until(lambda session: session.transfer.has(TransferFact.SOURCE_HELD))
 
     def apply(self) -> None:
-        self._side.release()
+        self.side.release()
 
     async def _act(self, session: TransferSession, turn: TransferAction) -> None:
-        self._side.submit()
+        self.side.submit()
         session.acknowledge(turn.kind, ActionOutcome.SUBMITTED)
-        timing = await self._side.hold()
+        timing = await self.side.hold()
         session.perform(session.transfer.source_held(timing))
 
 
-class DestinationEndpoint(SessionEndpoint):
+class DestinationEndpoint(SessionEndpoint[DestinationSide]):
     """The decode worker's endpoint."""
 
     role = "destination"
 
-    def __init__(
-        self, join: Callable[[SessionEndpoint], TransferSession], side: DestinationSide, control: Control | None
-    ) -> None:
-        super().__init__(join, side.cancel, control)
-        self._side = side
-
     def apply(self) -> None:
-        self._side.activate()
+        self.side.activate()
 
     async def _act(self, session: TransferSession, turn: TransferAction) -> None:
         if turn.kind is ActionKind.RESERVE_DESTINATION:
             session.acknowledge(turn.kind, ActionOutcome.ACCEPTED)
-            missing_tokens = await self._side.reserve()
+            missing_tokens = await self.side.reserve()
             session.perform(session.transfer.destination_reserved(missing_tokens))
         else:
             session.acknowledge(turn.kind, ActionOutcome.SCHEDULED)
             await anyio.sleep((turn.delay_ms or 0.0) / _MS_PER_S)
             session.perform(session.transfer.transfer_completed())
-
-
-def _nothing() -> None:
-    pass

@@ -119,7 +119,7 @@ def test_without_a_replay_port_there_is_neither_a_socket_nor_a_thread() -> None:
 
 def test_closing_ends_the_thread_and_frees_both_ports(context: Any) -> None:
     before = threading.active_count()
-    events = publisher(replay_port=0).thing
+    events = ZmqPublisher(0, 0, block_size_tokens=4, clock=lambda: 12.5)
     assert threading.active_count() == before + 1
     assert not any(thread.daemon for thread in threading.enumerate() if thread.name == "zmq-replay")
     ports = [int(str(end).rpartition(":")[2]) for end in (events.endpoint, events.replay_endpoint)]

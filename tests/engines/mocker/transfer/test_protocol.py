@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.mocker.args import WorkerType
-from engines.mocker.transfer import (
+from engines.mocker.transfer.protocol import (
     ActionKind,
     ActionOutcome,
     EndReason,

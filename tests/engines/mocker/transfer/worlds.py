@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 from uuid import UUID
 
 import anyio
@@ -124,7 +124,7 @@ def endpoint(
     side: ScriptedSide,
     key: TransferKey = KEY,
     control: Control | None = None,
-) -> SessionEndpoint:
+) -> SessionEndpoint[Any]:
     """Return the endpoint of that role, to be entered."""
     return (exchange.source if role == "source" else exchange.destination)(key, side, control)
 
