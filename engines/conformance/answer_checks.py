@@ -162,9 +162,8 @@ def _concurrent_failure(
             return failure
         if failure.name == "PromptTokensMismatch":
             return failed("StreamsShareState", str(failure), cause=failure)
-    failure = failed(name, f"{len(news)} of {requests}, one of them {news[0]}", cause=news[0])
-    failure.after_s = news[0].after_s and within_s
-    return failure
+    detail = f"{len(news)} of {requests}, one of them {news[0]}"
+    return failed(name, detail, cause=news[0], after_s=news[0].after_s and within_s)
 
 
 async def check_nothing_left_over(trial: Trial, known: Baseline, after: str) -> None:
@@ -212,9 +211,7 @@ async def check_paused_reader(trial: Trial, alone: ConformanceFailure | None) ->
     if found is None or (alone is not None and found.name == alone.name):
         return
     name = CONCURRENTLY if found.after_s is None else "HeldUpByPausedReader"
-    held_up = failed(name, f"beside one that is not read on: {found}", cause=found)
-    held_up.after_s = found.after_s
-    raise held_up
+    raise failed(name, f"beside one that is not read on: {found}", cause=found, after_s=found.after_s)
 
 
 async def failure_of(check: Awaitable[object]) -> ConformanceFailure | None:

@@ -29,7 +29,7 @@ from pipeline.wire import from_msgpack, to_msgpack
 from ..chunks import ChunkContract
 from ..llm import Chunks, EngineConfig, GenerateContext, LLMEngine
 from .bounded_calls import bounded
-from .failures import ConformanceFailure, failed, miscounted
+from .failures import ConformanceFailure, failed
 from .inspection import Turns, failure_in, held_by
 
 LONG_MAX_TOKENS = 10_000
@@ -267,7 +267,9 @@ class Answer:
             raise failed("ChunkChanged", f"{self.generated} came, and are {now} now")
         usage = None if self.last is None else self.last.completion_usage
         if usage is not None and usage.completion_tokens != self.tokens:
-            raise miscounted(name, self.tokens, usage.completion_tokens)
+            miscounted = failed(name, f"{self.tokens} came, {usage.completion_tokens} are reported")
+            miscounted.counted_tokens, miscounted.reported_tokens = self.tokens, usage.completion_tokens
+            raise miscounted
         for chunk in self.chunks:
             if chunk.completion_usage is not None:
                 self._expect_prompt_counted(chunk.completion_usage)

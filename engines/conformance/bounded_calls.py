@@ -31,7 +31,7 @@ from attrs import define
 
 from pipeline.loop import LoopHandle
 
-from .failures import ConformanceFailure, failed, overdue
+from .failures import ConformanceFailure, failed
 from .inspection import failure_in
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ async def bounded(name: str, what: str, act: Callable[[], Awaitable[T]], within_
     call: Call[T] = Call(act)
     await run_beside(call, lambda: call.waited_for(what, within_s), shield=shield)
     if call.is_cancelled and not call.stood_still:
-        raise overdue(name, what, within_s)
+        raise failed(name, f"{what} took more than {within_s:g} s", after_s=within_s)
     return call.result(name, what)
 
 

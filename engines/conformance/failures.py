@@ -66,10 +66,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     # stop, kill and close
     "CancellationNotObserved": ("L2", "the stream did not end in time after a stop"),
     "CancellationIgnored": ("L2", "the stream ended after a stop with something else than a cancelled chunk"),
-    "StopInWaitIgnored": (
-        "L2",
-        "the stream ended after a stop during a wait, but not with a cancelled chunk",
-    ),
+    "StopInWaitIgnored": ("L2", "the stream ended after a stop during a wait, but not with a cancelled chunk"),
     "StopInWaitUnanswered": ("L2", "the stream ended after a stop during a wait without any terminal chunk"),
     "StopUsageMismatch": ("L4", "after a stop the usage does not count the tokens of the stream"),
     "TokenRepeatedAfterStop": ("L8", "after a stop came tokens that do not continue the answer"),
@@ -94,60 +91,34 @@ Those of the source are `StartFailed` to `ComponentMetricsNotIdempotent` but for
 
 
 class ConformanceFailure(ContractViolation):
-    """One failed check; `name` is a key of `MEANINGS`.
+    """One failed check; see `failed`, which makes one."""
 
-    `counted_tokens` and `reported_tokens` are set where they differ, `after_s` where the engine took longer than that.
-    """
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        name: str = "",
-        rule: str = "",
-        counted_tokens: int | None = None,
-        reported_tokens: int | None = None,
-        after_s: float | None = None,
-        cause: BaseException | None = None,
-    ) -> None:
-        super().__init__(message, rule=rule, cause=cause)
-        self.name = name
-        self.counted_tokens = counted_tokens
-        self.reported_tokens = reported_tokens
-        self.after_s = after_s
-        self.is_refusal = False
-        """Whether the engine refused the request as one that it cannot serve."""
+    name = ""
+    """A key of `MEANINGS`."""
+    counted_tokens: int | None = None
+    """Tokens of the stream, where they differ from the reported ones."""
+    reported_tokens: int | None = None
+    """Tokens of the usage, likewise."""
+    after_s: float | None = None
+    """Set where the engine took longer than that."""
+    is_refusal = False
+    """Whether the engine refused the request as one that it cannot serve."""
 
 
-def failed(name: str, detail: str = "", *, cause: BaseException | None = None) -> ConformanceFailure:
+def failed(
+    name: str, detail: str = "", *, cause: BaseException | None = None, after_s: float | None = None
+) -> ConformanceFailure:
     """The failure of that name, with its meaning as message."""
     rule, meaning = MEANINGS[name]
-    return ConformanceFailure(_message(name, meaning, detail), name=name, rule=rule, cause=cause)
-
-
-def overdue(name: str, what: str, after_s: float) -> ConformanceFailure:
-    """The failure of that name for something that took too long."""
-    failure = failed(name, f"{what} took more than {after_s:g} s")
-    failure.after_s = after_s
+    message = f"{name}: {meaning}" + (f" ({detail})" if detail else "")
+    failure = ConformanceFailure(message, rule=rule, cause=cause)
+    failure.name, failure.after_s = name, after_s
     return failure
-
-
-def miscounted(name: str, counted_tokens: int, reported_tokens: int) -> ConformanceFailure:
-    """The failure of a usage that disagrees with the stream."""
-    failure = failed(name, f"{counted_tokens} came, {reported_tokens} are reported")
-    failure.counted_tokens, failure.reported_tokens = counted_tokens, reported_tokens
-    return failure
-
-
-def _message(name: str, meaning: str, detail: str) -> str:
-    return f"{name}: {meaning}" + (f" ({detail})" if detail else "")
 
 
 def not_served(after: str, failure: ConformanceFailure) -> ConformanceFailure:
     """The failure of a request behind others, though alone it had been served."""
-    afterwards = failed(AFTERWARDS, f"{after}: {failure}", cause=failure)
-    afterwards.after_s = failure.after_s
-    return afterwards
+    return failed(AFTERWARDS, f"{after}: {failure}", cause=failure, after_s=failure.after_s)
 
 
 @define

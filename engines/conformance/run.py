@@ -24,49 +24,11 @@ from attrs import evolve, frozen
 from pipeline.protocols import PreprocessedRequest
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
-from .answer_checks import (
-    CONCURRENT,
-    check_alone,
-    check_bad,
-    check_concurrent,
-    check_nothing_left_over,
-    check_paused_reader,
-    check_same,
-    learn_beginning,
-    learn_others,
-    shortened,
-)
+from . import answer_checks, lifecycle_checks, limit_checks, resource_checks, stop_checks
 from .answers import Baseline, Trial, mock_context
 from .bounded_calls import Call, Watchdog, watchdog
 from .failures import AFTERWARDS, ConformanceFailure, FailureLog
 from .inspection import CANCEL_SCOPE, LOCK, TASK_GROUP, Running, Turns, watch_turns
-from .lifecycle_checks import (
-    check_hosted,
-    check_kv_event_sources,
-    check_model,
-    check_setup_metrics,
-    clean_up,
-    drain,
-    start,
-)
-from .limit_checks import check_choices, check_ignore_eos, check_max_tokens, check_min_tokens
-from .resource_checks import (
-    Rest,
-    check_left_by_cleanup,
-    check_left_by_close,
-    check_left_by_stop,
-    check_loop,
-    check_loop_since,
-)
-from .stop_checks import (
-    check_cancelled_reader,
-    check_close,
-    check_kill,
-    check_neighbours,
-    check_stop_before,
-    check_stop_between,
-    check_stop_in_wait,
-)
 
 EngineFactory = Callable[[], LLMEngine | Awaitable[LLMEngine]]
 
@@ -101,8 +63,8 @@ async def run_conformance(
 
         await _live(engine, found, check)
         if "CleanupFailed" not in found:
-            await found.note(check_left_by_cleanup(before, deadline_s))
-        await found.note(clean_up("CleanupWithoutStartFailed", await _made(factory), within_s))
+            await found.note(resource_checks.check_left_by_cleanup(before, deadline_s))
+        await found.note(lifecycle_checks.clean_up("CleanupWithoutStartFailed", await _made(factory), within_s))
     if failures := list(found.failures.values()):
         raise ExceptionGroup(f"{type(engine).__name__} fails {len(failures)} checks of the engine contract", failures)
 
@@ -125,17 +87,17 @@ async def _live(engine: LLMEngine, found: FailureLog, check: Callable[[EngineCon
     background = Call(engine.background)
     async with anyio.create_task_group() as tasks:
         try:
-            if (config := await found.note(start(engine, found.within_s))) is not None:
+            if (config := await found.note(lifecycle_checks.start(engine, found.within_s))) is not None:
                 with anyio.CancelScope() as checks:
                     tasks.start_soon(_watch, background, found, checks)
                     await check(config)
                 if not checks.cancelled_caught:
-                    await found.note(drain(engine, found.within_s))
+                    await found.note(lifecycle_checks.drain(engine, found.within_s))
         finally:
-            await found.note(clean_up("CleanupFailed", engine, found.within_s))
+            await found.note(lifecycle_checks.clean_up("CleanupFailed", engine, found.within_s))
             background.is_cancelled = True
         if "CleanupFailed" not in found:
-            await found.note(clean_up("SecondCleanupFailed", engine, found.within_s))
+            await found.note(lifecycle_checks.clean_up("SecondCleanupFailed", engine, found.within_s))
         tasks.cancel_scope.cancel()
 
 
@@ -192,13 +154,13 @@ async def check_started(
 ) -> None:
     """Check a started engine. With `varies` it also gets other prompts than that of the trial."""
     await found.note_each(
-        partial(check_model, trial.config),
-        partial(check_kv_event_sources, trial.engine, trial.within_s),
-        partial(check_setup_metrics, trial.engine, trial.within_s),
+        partial(lifecycle_checks.check_model, trial.config),
+        partial(lifecycle_checks.check_kv_event_sources, trial.engine, trial.within_s),
+        partial(lifecycle_checks.check_setup_metrics, trial.engine, trial.within_s),
     )
     if bad_request is not None:
-        await found.note(check_bad(trial, bad_request))
-    rest = await Rest.of(trial)
+        await found.note(answer_checks.check_bad(trial, bad_request))
+    rest = await resource_checks.Rest.of(trial)
     trial.turns.clear()
     known, alone = await _alone(trial, found)
     if not found.failures.keys().isdisjoint(_LAST):
@@ -207,28 +169,30 @@ async def check_started(
     if alone is None:
         trial = await course.again(trial, varies=varies)
     together = "TokensLeftOver" not in found and await found.note_each(  # they would be in these, too
-        partial(check_concurrent, trial, known, alone),
-        partial(check_paused_reader, trial, alone),
+        partial(answer_checks.check_concurrent, trial, known, alone),
+        partial(answer_checks.check_paused_reader, trial, alone),
     )
     if alone is None:
         trial = await course.limit(trial)
-    await found.note_each(partial(check_loop_since, trial))
+    await found.note_each(partial(resource_checks.check_loop_since, trial))
     await course.disturb(trial, together=together)
     if found.failures.keys() <= _OF_THE_CONFIG:
-        for failure in await check_hosted(trial, known, None if "BadRequestServed" in found else bad_request):
+        for failure in await lifecycle_checks.check_hosted(
+            trial, known, None if "BadRequestServed" in found else bad_request
+        ):
             found.add(failure)
-    await found.note_each(partial(check_loop_since, trial))
+    await found.note_each(partial(resource_checks.check_loop_since, trial))
 
 
 async def _alone(trial: Trial, found: FailureLog) -> tuple[Baseline, ConformanceFailure | None]:
     """One request; returns what is known then, and what it failed with."""
     try:
-        known, alone = await check_alone(trial), None
+        known, alone = await answer_checks.check_alone(trial), None
     except ConformanceFailure as failure:
         known, alone = Baseline.nothing(), failure
         found.add(failure)
     if alone is None or alone.name not in _LAST:
-        await found.note_each(partial(check_loop, trial, known.natural.length or 1), but=alone)
+        await found.note_each(partial(resource_checks.check_loop, trial, known.natural.length or 1), but=alone)
     return known, alone
 
 
@@ -239,74 +203,79 @@ class _Course:
     found: FailureLog
     known: Baseline
     alone: ConformanceFailure | None
-    rest: Rest
+    rest: resource_checks.Rest
 
     async def again(self, trial: Trial, *, varies: bool) -> Trial:
         """Check the same and other requests, one at a time; return the trial for the checks that follow."""
-        trial = await self.found.note(shortened(trial, self.known)) or trial
-        await self.found.note_each(partial(check_same, trial, self.known))
-        await learn_others(trial, self.known, varies=varies)
-        await self.found.note_each(partial(check_nothing_left_over, trial, self.known, "behind a short one"))
+        trial = await self.found.note(answer_checks.shortened(trial, self.known)) or trial
+        await self.found.note_each(partial(answer_checks.check_same, trial, self.known))
+        await answer_checks.learn_others(trial, self.known, varies=varies)
+        await self.found.note_each(
+            partial(answer_checks.check_nothing_left_over, trial, self.known, "behind a short one")
+        )
         return trial
 
     async def limit(self, trial: Trial) -> Trial:
         """Check requests with limits; return the trial for the checks that follow."""
         found, known = self.found, self.known
         await found.note_each(
-            partial(check_max_tokens, trial, known),
-            partial(check_nothing_left_over, trial, known, "behind a limited one"),
+            partial(limit_checks.check_max_tokens, trial, known),
+            partial(answer_checks.check_nothing_left_over, trial, known, "behind a limited one"),
         )
         if "TokensLeftOver" in found:
             return trial  # they would be in all that follow
         await found.note_each(
-            partial(check_min_tokens, trial, known),
-            partial(check_ignore_eos, trial, known),
-            partial(check_choices, trial, known),
-            partial(check_nothing_left_over, trial, known, "behind others with limits"),
+            partial(limit_checks.check_min_tokens, trial, known),
+            partial(limit_checks.check_ignore_eos, trial, known),
+            partial(limit_checks.check_choices, trial, known),
+            partial(answer_checks.check_nothing_left_over, trial, known, "behind others with limits"),
         )
         trial = evolve(trial, goes_on=known.goes_on)
-        await found.note_each(partial(learn_beginning, trial, known))
+        await found.note_each(partial(answer_checks.learn_beginning, trial, known))
         return trial
 
     async def disturb(self, trial: Trial, *, together: bool) -> None:
         """Requests that are closed, stopped or killed, and others behind and beside them."""
         found, known, alone = self.found, self.known, self.alone
-        left_by_close = partial(check_left_by_close, trial, self.rest, known.gap_s)
-        left_by_stop = partial(check_left_by_stop, trial, self.rest, known.gap_s)
+        left_by_close = partial(resource_checks.check_left_by_close, trial, self.rest, known.gap_s)
+        left_by_stop = partial(resource_checks.check_left_by_stop, trial, self.rest, known.gap_s)
         leaves_nothing = await found.note_behind(left_by_close)
         went_well = await self._stop(trial) and leaves_nothing
-        await found.note_each(partial(check_loop_since, trial))
+        await found.note_each(partial(resource_checks.check_loop_since, trial))
         went_well &= await found.note_behind(
             partial(self._nothing_left_over, trial, "behind stopped ones"),
-            partial(check_close, trial, CONCURRENT if together else 1),
-            partial(check_loop_since, trial),
+            partial(stop_checks.check_close, trial, answer_checks.CONCURRENT if together else 1),
+            partial(resource_checks.check_loop_since, trial),
         )
         if "CloseFailed" not in found:  # what is killed is closed, too
             went_well &= await found.note_behind(
                 partial(self._nothing_left_over, trial, "behind closed ones"),
-                partial(check_kill, trial),
+                partial(stop_checks.check_kill, trial),
                 partial(self._nothing_left_over, trial, "behind killed ones"),
-                partial(check_cancelled_reader, trial),
+                partial(stop_checks.check_cancelled_reader, trial),
                 *([left_by_stop] if leaves_nothing else []),
             )
         if (
             went_well
             and together
-            and await found.note_each(partial(check_concurrent, trial, known, alone, name=AFTERWARDS))
+            and await found.note_each(partial(answer_checks.check_concurrent, trial, known, alone, name=AFTERWARDS))
         ):
-            await found.note_each(partial(check_neighbours, trial, known, alone))
+            await found.note_each(partial(stop_checks.check_neighbours, trial, known, alone))
 
     async def _nothing_left_over(self, trial: Trial, after: str) -> None:
         if self.alone is None:  # else the request fails behind others, too
-            await check_nothing_left_over(trial, self.known, after)
+            await answer_checks.check_nothing_left_over(trial, self.known, after)
 
     async def _stop(self, trial: Trial) -> bool:
         """Whether stops at all moments go well. What fails without a wait is not tried in one."""
         return await self.found.note_behind(
-            partial(check_stop_before, trial, self.known),
-            partial(check_stop_between, trial, self.known),
+            partial(stop_checks.check_stop_before, trial, self.known),
+            partial(stop_checks.check_stop_between, trial, self.known),
             but=self.alone,
         ) and await self.found.note_behind(
-            *(partial(check_stop_in_wait, trial, self.known, behind, timed=timed) for behind, timed in _WAITS),
+            *(
+                partial(stop_checks.check_stop_in_wait, trial, self.known, behind, timed=timed)
+                for behind, timed in _WAITS
+            ),
             but=self.alone,
         )
