@@ -1,23 +1,18 @@
-"""Policy: the decisions in which the simulated engines differ, made for the scheduler.
+"""The decisions in which the simulated engines differ, made for the scheduler: a `Policy` for each engine.
 
-SglangPolicy: prompts before outputs, admission by an estimate of what outputs will need.
-
-NoEvictPolicy: admission that keeps room to the end of everything admitted.
-
-VllmPolicy: optimistic admission, paid for by preemption.
-
-Speculative decoding: how many tokens one decode step yields.
+`Burst` decides how many tokens a decode step with speculative decoding yields.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from math import isfinite
 from random import Random
 from sys import maxsize
-from typing import Literal, Protocol
+from typing import Literal
 
 from attrs import frozen
 
@@ -40,37 +35,37 @@ class Load:
     """Not running, yet with blocks for a prompt of a prefill worker: in transfer or about to run."""
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """The decisions of one flavour of engine. They change nothing but the order of the queue."""
 
-    prefill_first: bool
+    prefill_first: bool = False
     """Whether a step that computes prompts makes the sequences in their output wait."""
-    prefill_tokens: int
+    prefill_tokens: int = UNBOUNDED
     """Most prompt tokens of a step, besides its limit of all tokens."""
 
     def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
         """Return the length at which the sequence ends for lack of room; None if its prompt does not fit."""
-        ...
+        if sequence.prompt_tokens > capacity_tokens:
+            return None
+        return min(sequence.end, capacity_tokens + 1)  # the last token is never computed, so it needs no room
 
     def part(self, remaining_tokens: int, left_tokens: int) -> int:
         """Return how much of a prompt this step may compute, with `left_tokens` left of `prefill_tokens`."""
-        ...
+        return remaining_tokens
 
-    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
+    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:  # noqa: B027  (optional)
         """Order the queue by admission."""
-        ...
 
+    @abstractmethod
     def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
         """Return whether it may be admitted now; other sequences hold `shared_blocks` of its prefix already."""
-        ...
 
     def victim(self, running: Items[Sequence]) -> Sequence | None:
         """Return the sequence to preempt when no blocks are left; None if this policy never preempts."""
-        ...
+        return None
 
-    def after_step(self, preempted: bool) -> None:
+    def after_step(self, preempted: bool) -> None:  # noqa: B027  (optional)
         """Called after each step."""
-        ...
 
 
 INITIAL_RATIO = 0.7
@@ -82,7 +77,7 @@ LONGEST_PREFIX_WAITING = 128
 """With more waiting than this, looking up all their prefixes costs more than it gains."""
 
 
-class SglangPolicy:
+class SglangPolicy(Policy):
     """A step computes prompts, if there are any to compute; else each running sequence gets its next token.
 
     A prompt is split only if it is longer than a chunk, at page boundaries. It is admitted if what is left of the cache
@@ -114,11 +109,6 @@ class SglangPolicy:
         self._first_ratio = INITIAL_RATIO * schedule_conservativeness
         self.ratio = self._first_ratio
         """Part of the outputs of running sequences that is kept free now."""
-
-    def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
-        if sequence.prompt_tokens > capacity_tokens:
-            return None
-        return min(sequence.end, capacity_tokens + 1)
 
     def part(self, remaining_tokens: int, left_tokens: int) -> int:
         if remaining_tokens > self.prefill_tokens:
@@ -152,38 +142,23 @@ class SglangPolicy:
         return min(sequence.end - sequence.length, self._clip_tokens)
 
 
-class NoEvictPolicy:
+class NoEvictPolicy(Policy):
     """TensorRT-LLM's guaranteed_no_evict: admits what fits to its end, beside all others to their ends.
 
     So nothing is ever preempted. Prompt and output are cut to the cache; a prompt that fills it is rejected.
     Source: dynamo lib/mocker/src/scheduler/vllm/policy.rs, TrtllmGuaranteedNoEvict.
     """
 
-    prefill_first = False
-    prefill_tokens = UNBOUNDED
-
     def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
         return None if sequence.prompt_tokens >= capacity_tokens else min(sequence.end, capacity_tokens)
-
-    def part(self, remaining_tokens: int, left_tokens: int) -> int:
-        return remaining_tokens
-
-    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
-        pass
 
     def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
         spoken_for = sum(other.missing_blocks(other.end) for other in load.running)
         spoken_for += sum(other.missing_blocks(other.end) for other in load.promised)
         return sequence.missing_blocks(sequence.end) - shared_blocks <= load.pool.available - spoken_for
 
-    def victim(self, running: Items[Sequence]) -> Sequence | None:
-        return None
 
-    def after_step(self, preempted: bool) -> None:
-        pass
-
-
-class VllmPolicy:
+class VllmPolicy(Policy):
     """Admits what fits now, and preempts when outputs outgrow the cache.
 
     `lifo` preempts the sequence admitted last, `fifo` the first. A sequence whose whole output exceeds the cache ends
@@ -195,23 +170,8 @@ class VllmPolicy:
     far fit (there it starts over and over, as long as others have reserved the missing blocks).
     """
 
-    prefill_first = False
-    prefill_tokens = UNBOUNDED
-
     def __init__(self, preemption_mode: Literal["lifo", "fifo"] = "lifo") -> None:
         self._newest = preemption_mode == "lifo"
-
-    def output_end(self, sequence: Sequence, capacity_tokens: int) -> int | None:
-        if sequence.prompt_tokens > capacity_tokens:
-            return None
-        # The last token is never computed, so it needs no room.
-        return min(sequence.end, capacity_tokens + 1)
-
-    def part(self, remaining_tokens: int, left_tokens: int) -> int:
-        return remaining_tokens
-
-    def order(self, waiting: deque[Sequence], pool: BlockPool) -> None:
-        pass
 
     def fits(self, sequence: Sequence, shared_blocks: int, load: Load) -> bool:
         if sequence.preemptions and not self._newest:
@@ -223,9 +183,6 @@ class VllmPolicy:
 
     def victim(self, running: Items[Sequence]) -> Sequence | None:
         return running[-1 if self._newest else 0] if running else None
-
-    def after_step(self, preempted: bool) -> None:
-        pass
 
 
 DRAFTS_MAX = 5

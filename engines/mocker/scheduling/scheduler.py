@@ -14,8 +14,6 @@ from .policies import UNBOUNDED, Burst, Policy, VllmPolicy
 from .sequence import NEVER, Sequence, SequenceState
 from .step import Queue, StepPlan, StepResult
 
-__all__ = ["Scheduler", "StepResult"]
-
 
 @frozen
 class Role:

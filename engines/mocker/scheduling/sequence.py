@@ -141,16 +141,6 @@ class Sequence:
         """Tokens emitted."""
         return self.emitted_length - self.prompt_tokens
 
-    @property
-    def max_output_tokens(self) -> int:
-        """Tokens of the whole output, unless the sequence is rejected or cancelled."""
-        return self.end - self.prompt_tokens
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all its tokens are generated."""
-        return self.length == self.end
-
     def output_tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the tokens at these output indexes, emitted or not; `stop` is the number emitted by default."""
         stop = self.emitted if stop is None else stop
@@ -165,11 +155,6 @@ class Sequence:
             outputs.append(token)
             return [token]
         return self.output_tokens(self.emitted - self.new_tokens)
-
-    @property
-    def last_token(self) -> int:
-        """The last emitted token, or the last one of the prompt before any."""
-        return self.output_tokens(self.emitted - 1)[0] if self.emitted else self._prompt[-1]
 
     def names(self, blocks: int) -> list[int]:
         """Return the sequence hashes of that many leading blocks, which must be full."""
@@ -192,7 +177,7 @@ class Sequence:
 
         Without a token left to generate, all full blocks may.
         """
-        return (self.length if self.is_complete else self.length - 1) // self.block_size
+        return (self.length if self.length == self.end else self.length - 1) // self.block_size
 
     def missing_blocks(self, tokens: int) -> int:
         """Return how many blocks are missing to hold that many tokens."""
@@ -232,12 +217,11 @@ class Sequence:
     def generate(self, count: int = 1) -> int:
         """Sample that many tokens; return how many of them were not emitted before.
 
-        Raises ContractViolation beyond `max_output_tokens`.
+        Raises ContractViolation beyond the end.
         """
         if self.length + count > self.end:
-            raise ContractViolation(
-                f"a sequence of at most {self.max_output_tokens} output tokens cannot generate more"
-            )
+            most = self.end - self.prompt_tokens
+            raise ContractViolation(f"a sequence of at most {most} output tokens cannot generate more")
         self.length += count
         fresh = self.length - self.emitted_length
         if fresh <= 0:
@@ -262,18 +246,15 @@ class Sequence:
     def free(self, pool: BlockPool) -> None:
         """Release all blocks, the last one first."""
         pool.release(self.blocks)
-        self._forget_blocks()
+        self.blocks = []
+        self.computed = self.room = self.published = 0
+        self.next_full = self.block_size
 
     def reset(self, pool: BlockPool) -> None:
         """Release all blocks and go back to the prompt; emitted tokens stay emitted."""
         self.free(pool)
         self.length = self.prompt_tokens
         self.preemptions += 1
-
-    def _forget_blocks(self) -> None:
-        self.blocks = []
-        self.computed = self.room = self.published = 0
-        self.next_full = self.block_size
 
     def _tokens(self, start: int, stop: int) -> list[int]:
         if stop <= self.prompt_tokens:

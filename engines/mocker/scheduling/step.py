@@ -46,15 +46,8 @@ class StepResult:
     @property
     def did_nothing(self) -> bool:
         """Whether the next step would do nothing either, unless the scheduler is called in between."""
-        return not (
-            self.scheduled_tokens
-            or self.emitted
-            or self.admitted
-            or self.preempted
-            or self.rejected
-            or self.finished
-            or self.completed_empty
-        )
+        has_ended = self.rejected or self.finished or self.completed_empty
+        return not (self.scheduled_tokens or self.emitted or self.admitted or self.preempted or has_ended)
 
 
 class StepPlan:

@@ -189,7 +189,7 @@ def test_the_tokens_of_a_burst_share_the_time_since_the_one_before() -> None:
     latencies.begin([sequence], 1.0)
     for now_s, count in ((2.0, 2), (5.0, 3), (6.0, 4)):
         sequence.generate(count)
-        finished = [sequence] if sequence.is_complete else []
+        finished = [sequence] if sequence.length == sequence.end else []
         latencies.observe_step(StepResult(emitted=[sequence], finished=finished), {sequence}, now_s)
     assert (latencies.first_token.sum, latencies.first_token.counts) == (1.0, [1, 0])
     assert latencies.token_gap.sum == pytest.approx(4.0)
@@ -201,7 +201,7 @@ def test_a_request_from_before_the_measuring_has_only_its_gaps() -> None:
     latencies, sequence = Latencies((1.0,), (1.0,), (1.0,)), Sequence([1], 2, block_size=4)
     for now_s in (2.0, 5.0):
         sequence.generate()
-        finished = [sequence] if sequence.is_complete else []
+        finished = [sequence] if sequence.length == sequence.end else []
         latencies.observe_step(StepResult(emitted=[sequence], finished=finished), {sequence}, now_s)
     assert sum(latencies.first_token.counts) == sum(latencies.whole.counts) == 0
     assert latencies.token_gap.sum == 3.0

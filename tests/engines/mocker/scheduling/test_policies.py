@@ -9,9 +9,7 @@ import pytest
 from engines.mocker import MockEngineArgs, SglangArgs
 from engines.mocker.build import make_scheduler
 from engines.mocker.scheduling import (
-    LONGEST_PREFIX_WAITING,
     BlockPool,
-    Load,
     NoEvictPolicy,
     Policy,
     Scheduler,
@@ -19,6 +17,7 @@ from engines.mocker.scheduling import (
     SglangPolicy,
     VllmPolicy,
 )
+from engines.mocker.scheduling.policies import LONGEST_PREFIX_WAITING, Load
 from pipeline import ContractViolation
 from tests.engines.mocker.scheduling.worlds import BLOCK, scheduler, sequence_of, submitted
 

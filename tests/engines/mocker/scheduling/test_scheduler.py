@@ -151,13 +151,13 @@ def test_an_output_ends_at_the_length_of_the_model() -> None:
     core = scheduler(max_model_len=10)
     (sequence,) = submitted(core, sequence_of(6, 99))
     assert len(run(core)) == 4
-    assert sequence.max_output_tokens == 4
+    assert sequence.end - sequence.prompt_tokens == 4
 
 
 def test_an_output_ends_where_the_cache_could_not_hold_it() -> None:
     core = scheduler(3)
     (sequence,) = submitted(core, sequence_of(6, 99))
-    assert len(run(core)) == sequence.max_output_tokens == 7, "the last token needs no room"
+    assert len(run(core)) == sequence.end - sequence.prompt_tokens == 7, "the last token needs no room"
     assert core.preemptions == 0
 
 

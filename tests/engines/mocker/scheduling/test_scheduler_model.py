@@ -357,7 +357,7 @@ class Both:
             self.sent[number] += self.sequences[number].new_token_ids()
             assert self.sent[number] == self.outputs[number][: len(self.sent[number])]
         for number in got.finished:
-            assert len(self.sent[number]) == self.sequences[number].max_output_tokens
+            assert len(self.sent[number]) == self.sequences[number].end - self.sequences[number].prompt_tokens
         pool, cache = self.fast.pool, self.slow.cache
         assert (pool.available, pool.inactive) == (cache.available, len(cache.idle))
         assert len(pool.names()) == len({block.name for block in cache.used if block.name is not None})

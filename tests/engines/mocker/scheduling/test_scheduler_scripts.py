@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.mocker.scheduling import (
-    UNBOUNDED,
     BlockPool,
     Burst,
     NoEvictPolicy,
@@ -22,6 +21,7 @@ from engines.mocker.scheduling import (
     SglangPolicy,
     VllmPolicy,
 )
+from engines.mocker.scheduling.policies import UNBOUNDED
 from pipeline.protocols.kv import KvEventData, KvRemoved, KvStored
 
 BLOCK = 4

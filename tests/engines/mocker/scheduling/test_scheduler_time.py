@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from engines.mocker.scheduling import ROLES, Burst, StepPlan, VllmPolicy
+from engines.mocker.scheduling import ROLES, Burst, VllmPolicy
+from engines.mocker.scheduling.step import StepPlan
 from engines.mocker.timing import StepTime
 from tests.engines.mocker.scheduling.worlds import BLOCK, MODEL, RecordingModel, run, scheduler, sequence_of, submitted
 

@@ -71,7 +71,7 @@ def test_a_reservation_is_refused_while_there_is_no_room() -> None:
     first, second = sequence_of(8, 3, of=1), sequence_of(12, 3, of=2)
     assert core.reserve(first)
     assert not core.reserve(second)
-    assert (second.stage, second.max_output_tokens, core.pool.active) == (SequenceState.NEW, 3, 2)
+    assert (second.stage, second.end - second.prompt_tokens, core.pool.active) == (SequenceState.NEW, 3, 2)
     core.cancel(first)
     assert core.pool.active == 0
     assert core.reserve(second)

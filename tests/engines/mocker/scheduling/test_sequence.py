@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.mocker.scheduling import BlockPool, Sequence, SequenceState
+from engines.mocker.scheduling import BlockPool, Sequence
 from engines.mocker.tokens import Output
 from pipeline import ContractViolation, InvalidArgument
 from pipeline.llm import block_hashes, sequence_hashes
@@ -129,7 +129,7 @@ def test_of_a_burst_over_the_border_only_the_new_tokens_are_handed_on() -> None:
 def test_more_tokens_than_allowed_are_an_error_of_the_program() -> None:
     sequence, _, _ = setting(10, 2)
     sequence.generate(2)
-    assert sequence.is_complete
+    assert sequence.length == sequence.end
     with pytest.raises(ContractViolation):
         sequence.generate()
 
@@ -162,13 +162,6 @@ def test_too_few_blocks_change_nothing() -> None:
     pool = BlockPool(2)
     assert not sequence.allocate(pool, 40)
     assert (sequence.blocks, pool.active) == ([], 0)
-
-
-def test_the_last_token_is_the_prompts_until_one_is_generated() -> None:
-    sequence, _, _ = setting(5)
-    assert (sequence.last_token, sequence.stage) == (4, SequenceState.NEW)
-    sequence.generate()
-    assert sequence.last_token == sequence.new_token_ids()[0]
 
 
 @pytest.mark.parametrize(("prompt", "max_output_tokens"), [([], 1), ([1], -1)])
