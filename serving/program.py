@@ -156,9 +156,7 @@ async def host_worker(
             )
             front.telemetry.add_text(worker.native_metrics)
             front.telemetry.models.add(lambda: [worker.card], config.migration_limit)
-            routing = await opened.enter_async_context(
-                routing_to(worker.endpoint, config, environment, runtime, tracer=options.tracer)
-            )
+            routing = await opened.enter_async_context(routing_to(worker.endpoint, config, front.hosting(), runtime))
             graph = line(model, routing, config, front.hosting())
             server, beside = front.server(graph, listener), front.admin_servers(graph, admin)
             states = [] if status is None else [front.plain(status_app(health, front.telemetry, environment), status)]
@@ -168,7 +166,7 @@ async def host_worker(
                 health.set_process_ready(True)
                 _settle()
                 where = f"{worker.endpoint.path}; serving {front.models} at {server.url}"
-                show(f"HostOptions {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
+                show(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
 
             async def refuse() -> None:
                 await worker.wait()

@@ -17,10 +17,11 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds
 from pipeline.settings import ANY, PORT, at_least, required, setting
 
+from ..routers import RouterName
+
 if TYPE_CHECKING:
     from ..deployment import GraphConfig
 
-Router = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -127,7 +128,7 @@ class PoolOptions:
     group: ClassVar[str] = "Graph"
 
     workers: int = setting(1, "Number of engine instances.", at_least(1))
-    router: Router = setting("round-robin", "How a worker is chosen for a request.")
+    router: RouterName = setting("round-robin", "How a worker is chosen for a request.")
     seed: int | None = setting(None, "Makes repeatable what a router leaves to chance.")
 
 
@@ -145,7 +146,7 @@ class SweepPool:
     group: ClassVar[str] = "Sweep"
     variable_prefix: ClassVar[str] = ""
 
-    router: tuple[Router, ...] = setting((), "How a worker is chosen; repeatable. [default: round-robin]")
+    router: tuple[RouterName, ...] = setting((), "How a worker is chosen; repeatable. [default: round-robin]")
     workers: tuple[int, ...] = setting((), "Number of engine instances; repeatable. [default: 1]", metavar="N")
     vary: tuple[str, ...] = setting(
         (),

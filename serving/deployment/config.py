@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from attrs import Factory, evolve, field, frozen
 
@@ -19,6 +19,7 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import Variable, at_least, one_of, setting, switch
 
+from ..routers import RouterName as RouterName
 from .engines import Deployment, find_engine
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-RouterName = Literal["round-robin", "random", "p2c", "least-loaded", "device-aware", "direct", "kv"]
 
 METRICS_PREFIX: Variable[str | None] = Variable(
     "DYN_METRICS_PREFIX", None, "Prefix of all metrics, dynamo_frontend by default.", str

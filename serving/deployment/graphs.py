@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from time import perf_counter, time_ns
+from typing import Any
 
 from attrs import frozen
 
@@ -19,7 +20,7 @@ from engines import Worker
 from operators import Detokenize, Migration, Model, PrefillRouter, Preprocess
 from operators.kv import WorkerType
 from operators.migration import MigrationMetrics
-from pipeline import Annotated, AsyncEngine, PenstockError, Segment
+from pipeline import Annotated, AsyncEngine, PenstockError, Segment, link
 from pipeline.network import Runtime
 from pipeline.protocols import BackendOutput, LLMEngineOutput, PreprocessedRequest
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
@@ -84,17 +85,15 @@ async def hosted_graph(config: GraphConfig, hosting: HostOptions) -> AsyncIterat
     async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, AsyncExitStack() as stages:
         fleet = Fleet(config, hosting, model, runtime)
         await stages.enter_async_context(fleet.running())
-        parts = (config, hosting.environment, runtime, hosting.metrics)
         worker_type: WorkerType = "decode" if config.prefill_workers else "aggregated"
-        endpoint, tracer = fleet.workers[0].endpoint, hosting.tracer
-        routing = await stages.enter_async_context(routing_to(endpoint, *parts, worker_type, tracer))
+        where = fleet.workers[0].endpoint
+        routing = await stages.enter_async_context(routing_to(where, config, hosting, runtime, worker_type))
         await routing.workers.wait_for_instances(config.workers)
         prefill = None
         if config.prefill_workers:
-            prefill = await stages.enter_async_context(prefill_stage(routing, *parts, tracer))
-        yield OpenGraph(
-            line(model, routing, config, hosting, prefill), token_line(routing, config, hosting, prefill), fleet
-        )
+            prefill = await stages.enter_async_context(prefill_stage(routing, config, hosting, runtime))
+        parts = (routing, config, hosting, prefill)
+        yield OpenGraph(line(model, *parts), _linked(*parts), fleet)
         await fleet.finish(runtime.graceful_timeout_s)
 
 
@@ -104,50 +103,38 @@ def wall_ms() -> int:
 
 
 def line(
-    model: Model,
-    routing: Routing,
-    config: GraphConfig,
-    hosting: HostOptions,
-    prefill: PrefillRouter | None = None,
+    model: Model, routing: Routing, config: GraphConfig, hosting: HostOptions, prefill: PrefillRouter | None = None
 ) -> StandardGraph:
     """Return the stages in order; with a tracer each one that takes time has a span."""
-    lenient = config.ignore_unsupported
-    limits = config.request_limits
     preprocess = Preprocess(
         model,
-        ignore_unsupported=lenient,
-        limits=limits,
+        ignore_unsupported=config.ignore_unsupported,
+        limits=config.request_limits,
         work=config.prompt_work,
         wall_ms=wall_ms,
         perf_s=perf_counter,
     )
-    routed = routing.router if prefill is None else prefill >> routing.router
-    detokenized = Detokenize(model) >> routed
-    if config.migration_limit:
-        graph: StandardGraph = preprocess >> _migration(config, hosting) >> detokenized
-    else:
-        graph = preprocess >> detokenized
-    graph = graph if routing.rejection is None else routing.rejection >> graph
+    graph: StandardGraph = _linked(routing, config, hosting, prefill, preprocess, Detokenize(model))
     return graph if hosting.tracer is None else traced(graph, tracer=hosting.tracer)
 
 
-def token_line(
-    routing: Routing, config: GraphConfig, hosting: HostOptions, prefill: PrefillRouter | None = None
-) -> TokenGraph:
-    """Return the stages in order for requests in tokens."""
-    routed = routing.router if prefill is None else prefill >> routing.router
-    tokens = _migration(config, hosting) >> routed if config.migration_limit else routed
-    return tokens if routing.rejection is None else routing.rejection >> tokens
-
-
-def _migration(config: GraphConfig, hosting: HostOptions) -> Migration:
-    """Return the stage as configured; it counts if there are metrics."""
-    metrics = None
-    if hosting.metrics is not None:
-        metrics = MigrationMetrics(hosting.metrics.meter, prefix=METRICS_PREFIX.of(hosting.environment))
-    return Migration(
-        config.migration_limit,
-        max_seq_len_tokens=config.migration_max_seq_len_tokens,
-        metrics=metrics,
-        tracer=hosting.tracer,
-    )
+def _linked(
+    routing: Routing,
+    config: GraphConfig,
+    hosting: HostOptions,
+    prefill: PrefillRouter | None,
+    preprocess: Preprocess | None = None,
+    detokenize: Detokenize | None = None,
+) -> Segment[Any, Any]:
+    """Return the stages that there are; without those of text, the graph of requests in tokens."""
+    migration = None
+    if config.migration_limit:
+        meter = None if hosting.metrics is None else hosting.metrics.meter
+        migration = Migration(
+            config.migration_limit,
+            max_seq_len_tokens=config.migration_max_seq_len_tokens,
+            metrics=None if meter is None else MigrationMetrics(meter, prefix=METRICS_PREFIX.of(hosting.environment)),
+            tracer=hosting.tracer,
+        )
+    stages = (routing.rejection, preprocess, migration, detokenize, prefill, routing.router)
+    return link(*(stage for stage in stages if stage is not None))

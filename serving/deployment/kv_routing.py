@@ -8,11 +8,11 @@ Source: dynamo lib/llm/src/discovery/model_manager.rs, create_kv_router.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -38,11 +38,8 @@ from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.settings import Variable, whole
 
-from .config import GraphConfig
+from .config import GraphConfig, HostOptions
 from .settings import policy_profile
-
-if TYPE_CHECKING:
-    from pipeline.telemetry import Metrics, Tracer
 
 SESSION_TTL: Variable[float | None] = Variable(
     "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
@@ -64,12 +61,7 @@ class KvPool:
 
 @asynccontextmanager
 async def kv_stage(
-    pool: KvPool,
-    config: GraphConfig,
-    environment: Mapping[str, str],
-    runtime: Runtime,
-    metrics: Metrics | None,
-    tracer: Tracer | None = None,
+    pool: KvPool, config: GraphConfig, hosting: HostOptions, runtime: Runtime
 ) -> AsyncIterator[KvPushRouter]:
     """Give the stage above the PushRouter of the pool; its router follows the pool until the block ends.
 
@@ -79,7 +71,7 @@ async def kv_stage(
     settings = _settings(config, pool.worker_type)
     card = await _first_card(pool.endpoint, runtime)
     profile = _profile(config, card.display_name)
-    meter = None if metrics is None else metrics.meter
+    meter = None if hosting.metrics is None else hosting.metrics.meter
     counted = RouterMetrics(
         meter,
         namespace=pool.endpoint.namespace,
@@ -102,15 +94,15 @@ async def kv_stage(
             rng=None if config.seed is None else Random(config.seed),
             worker_type=pool.worker_type,
             on_event=counted.event_applied,
-            expiry_s=ACTIVE_REQUEST_EXPIRY.of(environment),
-            refresh_after_s=OVERLAP_REFRESH_AFTER.of(environment),
-            session_ttl_s=SESSION_TTL.of(environment),
+            expiry_s=ACTIVE_REQUEST_EXPIRY.of(hosting.environment),
+            refresh_after_s=OVERLAP_REFRESH_AFTER.of(hosting.environment),
+            session_ttl_s=SESSION_TTL.of(hosting.environment),
         )
         events = kv_events(runtime.events, pool.endpoint)
         async with router:
             with RouterGauges(router, meter, model=card.display_name), router.follow(events):
                 await router.ready()
-                yield KvPushRouter(router, metrics=counted, tracer=tracer)
+                yield KvPushRouter(router, metrics=counted, tracer=hosting.tracer)
 
 
 def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:

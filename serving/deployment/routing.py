@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, closing, contextmanager
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
@@ -50,23 +50,15 @@ from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 from pipeline.rx import BehaviorSubject
 from pipeline.settings import Variable, from_environment, whole
-from pipeline.telemetry import TracedEngine, Tracer, traced
+from pipeline.telemetry import TracedEngine, traced
 
-from .config import GraphConfig, RouterName
+from ..routers import MODES
+from .config import GraphConfig, HostOptions
 from .kv_routing import KvPool, kv_stage
 
 if TYPE_CHECKING:
-    from pipeline.telemetry import Metrics, Tracer
+    from pipeline.telemetry import Tracer
 
-
-_MODES: Mapping[RouterName, Literal["round_robin", "random", "power_of_two_choices", "least_loaded", "direct"]] = {
-    "round-robin": "round_robin",
-    "random": "random",
-    "p2c": "power_of_two_choices",
-    "least-loaded": "least_loaded",
-    "direct": "direct",
-    "kv": "direct",  # the stage above names the worker
-}
 
 SILENCE: Variable[float | None] = Variable(
     "DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS",
@@ -103,27 +95,23 @@ class Routing:
 async def routing_to(
     endpoint: EndpointId,
     config: GraphConfig,
-    environment: Mapping[str, str],
+    hosting: HostOptions,
     runtime: Runtime,
-    metrics: Metrics | None = None,
     worker_type: WorkerType = "aggregated",
-    tracer: Tracer | None = None,
 ) -> AsyncIterator[Routing]:
     """Give the routing to the workers at an endpoint of the runtime; its subscriptions end with the block.
 
-    The KV router counts with the meter of `metrics` and makes spans with `tracer`; `worker_type` is the role of the
-    workers. Raise as `kv_stage` with that router, which needs a worker at the start.
+    `worker_type` is the role of the workers. Raise as `kv_stage` with that router, which needs a worker at the start.
     """
     with (
         closing(runtime.workers(endpoint, Annotated[LLMEngineOutput])) as workers,
-        _pushing(endpoint, config, environment, runtime, workers, worker_type) as (push, watch),
+        _pushing(endpoint, config, hosting.environment, runtime, workers, worker_type) as (push, watch),
     ):
-        rejection = None if watch is None else Rejection(push, status=OVERLOAD_STATUS.of(environment))
+        rejection = None if watch is None else Rejection(push, status=OVERLOAD_STATUS.of(hosting.environment))
         if config.router != "kv":
             yield Routing(endpoint, workers, push, push, None, rejection)
             return
-        pool = KvPool(endpoint, workers, push, worker_type)
-        async with kv_stage(pool, config, environment, runtime, metrics, tracer) as stage:
+        async with kv_stage(KvPool(endpoint, workers, push, worker_type), config, hosting, runtime) as stage:
             yield Routing(endpoint, workers, push, stage >> push, stage, rejection)
 
 
@@ -173,7 +161,7 @@ def router_of(
         silence_timeout_s += _WAITS_FOR_BLOCKS_S
     return PushRouter(
         workers,
-        _MODES.get(config.router),
+        MODES.get(config.router),
         rng=None if config.seed is None else Random(config.seed),
         pick=DeviceAware(DEVICE_RATIO.of(environment)) if config.router == "device-aware" else None,
         cooldown_s=COOLDOWN.of(environment),
@@ -184,29 +172,23 @@ def router_of(
 
 @asynccontextmanager
 async def prefill_stage(
-    decode: Routing,
-    config: GraphConfig,
-    environment: Mapping[str, str],
-    runtime: Runtime,
-    metrics: Metrics | None,
-    tracer: Tracer | None = None,
+    decode: Routing, config: GraphConfig, hosting: HostOptions, runtime: Runtime
 ) -> AsyncIterator[PrefillRouter]:
     """Give the stage above the decode router once all prefill workers are known; both pools have the same router.
 
     The end of the block waits for prefills under way. Raise as `routing_to`.
     """
     endpoint = prefill_endpoint(decode.endpoint)
-    async with routing_to(endpoint, config, environment, runtime, metrics, "prefill", tracer) as prefill:
+    async with routing_to(endpoint, config, hosting, runtime, "prefill") as prefill:
         await prefill.workers.wait_for_instances(config.prefill_workers)
-        pool = _pool(prefill, tracer)
         async with PrefillRouter(
-            pool,
+            _pool(prefill, hosting.tracer),
             prefill.push.health.changes(),
             scheduler=runtime.scheduler,
             settings=PrefillSettings(enforce_disagg=True) if config.enforce_disagg else None,
             conditional=_conditional(decode, config),
             rng=None if config.seed is None else Random(config.seed),
-            tracer=tracer,
+            tracer=hosting.tracer,
         ) as stage:
             yield stage
 

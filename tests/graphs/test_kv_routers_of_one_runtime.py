@@ -21,7 +21,7 @@ from pipeline import AsyncEngine, Context, Unavailable
 from pipeline.network import EndpointId, Runtime
 from pipeline.network.inprocess import InProcessEventPlane
 from pipeline.protocols import PreprocessedRequest, StopConditions
-from serving.deployment import GraphConfig, RouterName, event_log, routing_to
+from serving.deployment import GraphConfig, HostOptions, RouterName, event_log, routing_to
 
 WHERE = EndpointId.parse("dynamo/backend/generate")
 BLOCK = 16
@@ -52,7 +52,7 @@ async def site() -> AsyncIterator[Runtime]:
 async def routed(runtime: Runtime, **settings: Any) -> AsyncIterator[Router]:
     """A router over these workers with these settings, until the block ends."""
     config = GraphConfig(engine="mocker", workers=3, router="kv", seed=3, kv_router=KvRouterConfig(**settings))
-    async with routing_to(WHERE, config, {}, runtime) as routing:
+    async with routing_to(WHERE, config, HostOptions(), runtime) as routing:
         yield routing.router
 
 
@@ -177,7 +177,7 @@ async def test_a_routing_that_ended_no_longer_follows_its_workers(router: Router
         engine="mocker", workers=3, router=router, busy=BusyThresholds(active_decode_blocks_threshold=threshold)
     )
     async with site() as runtime:
-        async with routing_to(WHERE, config, {}, runtime) as routing:
+        async with routing_to(WHERE, config, HostOptions(), runtime) as routing:
             await routing.workers.wait_for_instances(3)
         with pytest.raises(Unavailable, match="was closed"):
             await routing.workers.wait_for_instances(1)

@@ -248,7 +248,7 @@ async def test_with_thresholds_a_worker_that_refused_is_used_again_when_it_repor
         endpoint = "ns/backend/generate"
         full: Any = ScriptedEngine([], fails=WorkerOverloaded("full"))
         served = await runtime.serve(endpoint, full, instance_id=1)
-        async with routing_to(served.instance.endpoint_id, config, {}, runtime) as routing:
+        async with routing_to(served.instance.endpoint_id, config, HostOptions(), runtime) as routing:
             await routing.workers.wait_for_instances(1)
             with pytest.raises(WorkerOverloaded):
                 await routing.push.generate(Context(None))  # type: ignore[arg-type]

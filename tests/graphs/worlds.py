@@ -243,7 +243,7 @@ async def _build(fleet: Fleet, stages: AsyncExitStack) -> None:
     config, hosting = fleet.config, fleet.hosting
     endpoint = fleet.of("decode")[0].worker.endpoint
     assert fleet.of("prefill")[0].worker.endpoint == prefill_endpoint(endpoint)
-    parts = (config, hosting.environment, fleet.runtime, None)
+    parts = (config, hosting, fleet.runtime)
     routing = await stages.enter_async_context(routing_to(endpoint, *parts, "decode"))
     await routing.workers.wait_for_instances(config.workers)
     fleet.prefill = await stages.enter_async_context(prefill_stage(routing, *parts))

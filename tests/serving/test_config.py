@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import anyio
 import pytest
@@ -13,8 +13,7 @@ from engines.mocker import MockEngine
 from operators import Model
 from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
-from serving.cli.options import Router
-from serving.deployment import GraphConfig, RouterName
+from serving.deployment import GraphConfig
 
 
 @pytest.mark.parametrize(
@@ -37,10 +36,6 @@ def test_what_cannot_be_served_is_refused_at_once(fields: dict[str, Any], place:
     with pytest.raises(InvalidArgument) as failure:
         GraphConfig(**fields)
     assert failure.value.field == place
-
-
-def test_the_program_takes_every_router_a_config_may_name() -> None:
-    assert get_args(Router) == get_args(RouterName)
 
 
 def test_each_worker_gets_an_engine_of_its_own() -> None:
