@@ -122,6 +122,8 @@ def expected(kinds: Iterable[Any]) -> str:
 def _in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
+    if attrs.has(kind):
+        return "a JSON object"
     return _WORDS.get(kind, "something that no text can set")
 
 

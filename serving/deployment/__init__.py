@@ -4,9 +4,8 @@ from .config import IGNORE_UNSUPPORTED, METRICS_PREFIX, GraphConfig, RouterName
 from .engines import converted, find_engine, hint_of
 from .fleet import Fleet
 from .graphs import HostOptions, OpenGraph, StandardGraph, TokenGraph, hosted_graph, line, standard_graph
-from .kv_routing import SESSION_TTL, event_log
+from .kv_routing import SESSION_TTL, event_log, kv_router_config
 from .routing import SILENCE, routing_to
-from .settings import kv_router_config
 
 __all__ = [
     "IGNORE_UNSUPPORTED",

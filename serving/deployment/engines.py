@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 from attrs import define, evolve, frozen
@@ -27,6 +27,7 @@ from engines import DisaggregationMode, EchoEngine, LLMEngine
 from engines.mocker import MODEL, MockEngine, MockEngineArgs, RecordedOutputs, TransferExchange, transfer_order
 from pipeline import InvalidArgument, PenstockError, to_error
 from pipeline.foreign import raise_if_ours
+from pipeline.settings import expected
 from pipeline.wire import from_json
 
 
@@ -70,36 +71,22 @@ def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
 
 
 def _converted(text: str, hint: Any, name: str) -> Any:
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    kinds = [_plain(kind) for kind in (get_args(hint) if is_union else (hint,))]
+    is_union = isinstance(hint, types.UnionType) or get_origin(hint) is typing.Union
+    kinds = [str if get_origin(kind) is Literal else kind for kind in (get_args(hint) if is_union else (hint,))]
     # The narrowest first: any text is a text, and `none` is not a number.
     for kind in sorted(kinds, key=lambda kind: kind is str):
         if attrs.has(kind):
             if text.lstrip().startswith("{"):
-                return _record(text, kind, name)
+                try:
+                    return from_json(text, kind)
+                except InvalidArgument as error:
+                    raise InvalidArgument(str(error), field=name) from None
         elif kind in _READERS:
             try:
                 return _READERS[kind](text)
             except (ValueError, KeyError):
                 continue
-    expected = " or ".join(_name(kind) for kind in kinds)
-    raise InvalidArgument(f"must be {expected}, got {text!r}", field=name)
-
-
-def _record(text: str, kind: type[Any], name: str) -> Any:
-    try:
-        return from_json(text, kind)
-    except InvalidArgument as error:
-        raise InvalidArgument(str(error), field=name) from None
-
-
-def _plain(kind: Any) -> Any:
-    """Return the type, `str` for a choice of texts."""
-    return str if typing.get_origin(kind) is typing.Literal else kind
-
-
-def _name(kind: Any) -> str:
-    return "a JSON object" if attrs.has(kind) else _NAMES.get(kind, "something not settable as text")
+    raise InvalidArgument(f"must be {expected(kinds)}, got {text!r}", field=name)
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -111,17 +98,6 @@ _READERS: dict[Any, Callable[[str], Any]] = {
     Path: Path,
     type(None): lambda text: {"none": None}[text.lower()],
 }
-_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    Path: "a path",
-    type(None): "none",
-}
-
-
-_PLACE = "engine_args"
 
 
 @define
@@ -174,7 +150,7 @@ def _placed() -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        place = f"{_PLACE}.{error.field}" if error.field else "engine"
+        place = f"engine_args.{error.field}" if error.field else "engine"
         raise InvalidArgument(str(error), field=place) from error.__cause__
 
 

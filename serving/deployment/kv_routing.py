@@ -3,18 +3,23 @@
     instances, cards, busy, cooldown ────┐
     KV events, recovery from the workers ┴► KvRouter ◄── KvPushRouter, right above the PushRouter of the same pool
 
-Source: dynamo lib/llm/src/discovery/model_manager.rs, create_kv_router.
+Its settings: those of the environment, a file over it, and an option over both; `router_policy_config` names the file
+of policies.
+
+Source: dynamo lib/llm/src/discovery/model_manager.rs, create_kv_router; lib/kv-router/src/scheduling/policy_config.rs,
+RouterPolicyConfig. Other than there a file of policies whose name ends in `.toml` is read as TOML; all others are YAML.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from random import Random
 from time import perf_counter
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
 from operators import KvPushRouter, PushRouter
 from operators.kv import (
@@ -23,23 +28,25 @@ from operators.kv import (
     EventLog,
     KvRecovery,
     KvRouterConfig,
+    PolicyDocument,
     PolicyProfile,
     ReplicaSync,
     RouterGauges,
     RouterMetrics,
     WorkerRank,
     WorkerType,
+    config_from_environment,
     kv_events,
     kv_router,
     recovery_workers,
 )
-from pipeline import Unavailable
+from pipeline import InvalidArgument, Unavailable
 from pipeline.network import EndpointId, Runtime, Workers
 from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.settings import Variable, whole
 
+from ..settings_file import read_toml, read_yaml, wrong
 from .config import GraphConfig, HostOptions
-from .settings import policy_profile
 
 SESSION_TTL: Variable[float | None] = Variable(
     "DYN_ROUTER_SESSION_AFFINITY_TTL_SECS",
@@ -47,6 +54,9 @@ SESSION_TTL: Variable[float | None] = Variable(
     "Seconds that an idle session keeps its worker under the router kv.",
     whole(1, 10**9, unit=1.0),
 )
+_POLICIES = "router_policy_config"
+"""The setting that names the file of policies."""
+_DEFAULT = KvRouterConfig()
 
 
 @frozen
@@ -70,7 +80,7 @@ async def kv_stage(
     """
     settings = _settings(config, pool.worker_type)
     card = await _first_card(pool.endpoint, runtime)
-    profile = _profile(config, card.display_name)
+    profile = policy_profile(config.kv_router.router_policy_config, card.display_name, config.kv_router)
     meter = None if hosting.metrics is None else hosting.metrics.meter
     counted = RouterMetrics(
         meter,
@@ -121,16 +131,59 @@ def event_log(worker_id: int, dp_rank: int) -> EventLog:
     return EventLog(WorkerRank(worker_id, dp_rank))
 
 
-def _profile(config: GraphConfig, model_name: str) -> PolicyProfile:
-    settings = config.kv_router
-    if settings.router_policy_config is None:
-        return PolicyProfile.from_config(settings)
-    return policy_profile(settings.router_policy_config, model_name, settings)
-
-
 async def _first_card(endpoint: EndpointId, runtime: Runtime) -> ModelDeploymentCard:
     """Return the card of the first worker: workers of one endpoint are alike in what counts here."""
     models = await runtime.discovery.models(endpoint.path)
     if not models:
         raise Unavailable(f"no worker at {endpoint} has published its card")
     return models[0].card
+
+
+def kv_router_config(
+    written: Path | Mapping[str, Any] | None, environment: Mapping[str, str], use_kv_events: bool | None = None
+) -> KvRouterConfig:
+    """Return the settings of the router from a file and the environment.
+
+    Those of a TOML file at a path come before the environment's, those of a table of the program's own settings file
+    after them; `use_kv_events`, where given, comes before both. The environment must make sense on its own. Raise
+    InvalidArgument for a file that cannot be read or is not TOML, with `router_config` as the field; and for settings
+    that are unknown, of the wrong kind, out of range or contradictory, all of them in one text that begins with the
+    path, with the first one as the field.
+    """
+    if isinstance(written, Path):
+        values: dict[str, Any] = asdict(config_from_environment(environment)) | read_toml(written, "router_config")
+    else:
+        values = asdict(config_from_environment(environment, written))
+    if use_kv_events is not None:
+        values["use_kv_events"] = use_kv_events
+    try:
+        return KvRouterConfig.from_plain(values)
+    except InvalidArgument as error:
+        if not isinstance(written, Path):
+            raise
+        raise wrong(written, str(error), error.field, error) from error
+
+
+def policy_document(path: str | Path) -> PolicyDocument:
+    """Return all profiles of a file.
+
+    Raise InvalidArgument, with `router_policy_config` as the field and the path, the place and what is wrong there in
+    its text, for a file that cannot be read, is malformed, or has values that cannot be.
+    """
+    file = Path(path)
+    read = read_toml if file.suffix.lower() == ".toml" else read_yaml
+    plain = read(file, _POLICIES)
+    try:
+        return PolicyDocument.from_plain(plain)
+    except InvalidArgument as error:
+        place = f"{error.field}: " if error.field else ""
+        raise wrong(file, f"{place}{error}", _POLICIES, error) from error
+
+
+def policy_profile(path: str | Path | None, model_name: str | None, config: KvRouterConfig = _DEFAULT) -> PolicyProfile:
+    """Return the profile for a model: its own in the file, else the file's for all, else that of the plain settings.
+
+    They are never merged. Raise as `policy_document`.
+    """
+    otherwise = PolicyProfile.from_config(config)
+    return otherwise if path is None else policy_document(path).profile_for(model_name, otherwise)

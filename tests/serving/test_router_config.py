@@ -12,7 +12,7 @@ import pytest
 from operators.kv import KvRouterConfig, PolicyProfile
 from pipeline import InvalidArgument
 from serving.deployment import kv_router_config
-from serving.deployment.settings import policy_document, policy_profile
+from serving.deployment.kv_routing import policy_document, policy_profile
 
 
 def written(folder: Path, text: str, name: str = "router.toml") -> Path:
