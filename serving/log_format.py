@@ -15,9 +15,12 @@ import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-from .printable import one_line, printable
+from .terminal import one_line, printable
+
+ACCESS_LOG = "serving.access"
+"""Logger of the access log."""
 
 FIELDS: Mapping[str, str] = {
     "time": "When it was written: RFC 3339, UTC, milliseconds.",
@@ -160,3 +163,15 @@ def _word(value: Any) -> str:
     """Return the value as one word, quoted if it is not one."""
     text = one_line(str(value)[:_TEXT_MAX])
     return text if re.fullmatch(r"[^\s\"\[\]=]+", text) else json.dumps(text)
+
+
+def log_to_stderr(level: str | int, form: Literal["text", "json"] = "text", *, access_log: bool = False) -> None:
+    """Write messages of this level and above to standard error, and those of the access log if it is on.
+
+    As text a line each with its trace below it, or one JSON object a line.
+    """
+    handler = logging.StreamHandler()
+    handler.addFilter(RequestFields())
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger(ACCESS_LOG).setLevel(logging.INFO if access_log else logging.WARNING)

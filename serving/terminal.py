@@ -1,19 +1,25 @@
-"""Output to the terminal: printable texts, tables that fit, log messages."""
+"""Output to the terminal: texts without characters that could control it, and tables that fit."""
 
 from __future__ import annotations
 
-import logging
+import re
 import sys
 from shutil import get_terminal_size
-from typing import Literal
 
-from .log_format import JsonLines, RequestFields, TextLines
-from .printable import printable as printable
-
-ACCESS_LOG = "serving.access"
-"""Logger of the access log."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tabs and line feeds, marks of text direction, and halves of surrogate pairs."""
 _WIDEST = 120
 """Columns of a table on a wider terminal, and without a terminal."""
+
+
+def printable(text: str) -> str:
+    """Return the text with every character that could control a terminal, or not be written to it, as `\\x1b`."""
+    return _CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(text: str) -> str:
+    """Return the printable text with line feeds as `\\n`."""
+    return printable(text).replace("\n", "\\n")
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -31,15 +37,3 @@ def rendered(text: str) -> str:
 def table_width() -> int:
     """Return the columns of a table: those of the terminal, at most 120."""
     return min(get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
-
-
-def log_to_stderr(level: str | int, form: Literal["text", "json"] = "text", *, access_log: bool = False) -> None:
-    """Write messages of this level and above to standard error, and those of the access log if it is on.
-
-    As text a line each with its trace below it, or one JSON object a line: see `log_format`.
-    """
-    handler = logging.StreamHandler()
-    handler.addFilter(RequestFields())
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=level, handlers=[handler])
-    logging.getLogger(ACCESS_LOG).setLevel(logging.INFO if access_log else logging.WARNING)

@@ -112,7 +112,7 @@ DOORS = {
     },
     "tokenizers": {"operators/text/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
-    "uvicorn": {"serving/access/proxies.py", "serving/server.py"},
+    "uvicorn": {"serving/access/gate.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_events.py", "operators/kv/events/zmq.py"},
     "xxhash": {"pipeline/llm/block_hash.py", "pipeline/wire/frames.py"},
     "yaml": {"serving/settings_file.py"},

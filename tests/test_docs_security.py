@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.settings import Setting, settings_of
 from serving.access import ALL_PRIVILEGES, ApiKey
-from serving.access_options import AccessOptions
 from serving.cli import commands
+from serving.server_options import AccessOptions
 
 PAGE = (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

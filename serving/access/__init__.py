@@ -1,10 +1,8 @@
 """Who may use a server: keys and their rates, certificates, trusted proxies. Independent of the HTTP application."""
 
-from .gate import Gate, is_loopback
-from .key_file import all_keys
+from .gate import Gate, TrustedProxies, is_loopback
 from .key_ring import HeldKey, KeyRing, TooFast
-from .keys import ALL_PRIVILEGES, LONGEST_KEY, SHORTEST_KEY, ApiKey, Privilege, hash_of, new_key
-from .proxies import TrustedProxies
+from .keys import ALL_PRIVILEGES, LONGEST_KEY, SHORTEST_KEY, ApiKey, Privilege, all_keys, hash_of, new_key
 from .tls import Tls, tls_of
 from .watched_file import WatchedFiles, follow
 

@@ -1,4 +1,17 @@
-"""API keys: random, stored as hashes, each with its models, rates and privileges.
+"""API keys: random, stored as hashes, each with its models, rates and privileges; from a file, a variable, or both.
+
+    [[key]]
+    name = "search"
+    hash = "sha256:..."                # as `penstock key new` prints it
+    models = ["llama"]                 # all, if left out
+    requests_per_minute = 600
+    tokens_per_minute = 200000
+    priority = 5
+    tenant = "search"
+    privileges = ["pin", "priority", "tenant", "admin"]
+
+`PENSTOCK_API_KEY` holds plain keys with commas between them, for the simple case: such a key may use all models, at any
+rate, without privileges.
 
 A key is 256 random bits, so one round of SHA-256 hides it: guessing the key from its hash takes 2^255 tries. The slow
 hashes that passwords need would only cost every request milliseconds. That holds for random keys only, so a key that is
@@ -10,14 +23,18 @@ from __future__ import annotations
 import re
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
 from attrs import field, frozen
 
 from pipeline import InvalidArgument
 from pipeline.protocols.field_rules import I32, InvalidRecord
+from pipeline.wire import from_plain
+
+from ..settings_file import read_toml, wrong
 
 Privilege = Literal["pin", "priority", "tenant", "admin"]
 """A right that a request needs a key for.
@@ -32,6 +49,10 @@ SHORTEST_KEY = 32
 """Characters: 128 bits in hexadecimal."""
 LONGEST_KEY = 512
 
+FIELD = "api_keys"
+"""The option that names the file."""
+VARIABLE = "PENSTOCK_API_KEY"
+_MISTAKEN = "PENSTOCK_API_KEYS"
 _SCHEME = "sha256:"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -97,9 +118,53 @@ def digest_of(key: bytes) -> bytes:
     return sha256(key).digest()
 
 
-def check_distinct(keys: Sequence[ApiKey]) -> None:
-    """Raise InvalidArgument for two keys with the same name or hash."""
+@frozen
+class _KeyFile:
+    wire_closed: ClassVar[bool] = True
+
+    key: list[ApiKey]
+
+
+def all_keys(path: Path | None, environment: Mapping[str, str]) -> list[ApiKey]:
+    """Return the keys of the file and of the variable; empty if neither is set.
+
+    Raise InvalidArgument for a file that cannot be read or holds no keys, for a key that is too short, and for two keys
+    of one name or hash. No error shows a key.
+    """
+    if environment.get(_MISTAKEN, "").strip():
+        text = f"{_MISTAKEN} is not read: plain keys are set in {VARIABLE}, the file in PENSTOCK_API_KEYS_FILE"
+        raise InvalidArgument(text)
+    keys = keys_of_variable(environment) + ([] if path is None else keys_of_file(path))
+    _check_distinct(keys, path)
+    return keys
+
+
+def keys_of_file(path: Path) -> list[ApiKey]:
+    """Return the keys of a file, at least one: an emptied file must not switch keys off."""
+    plain = read_toml(path, FIELD)
+    try:
+        keys = from_plain(plain, _KeyFile).key
+    except InvalidArgument as error:
+        raise wrong(path, str(error), FIELD, error) from error
+    if not keys:
+        raise wrong(path, "holds no key", FIELD)
+    _check_distinct(keys, path)
+    return keys
+
+
+def keys_of_variable(environment: Mapping[str, str]) -> list[ApiKey]:
+    """Return the plain keys of the variable, named after it."""
+    texts = [text.strip() for text in environment.get(VARIABLE, "").split(",") if text.strip()]
+    try:
+        hashes = [hash_of(text) for text in texts]
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{VARIABLE}: {error}") from None
+    return [ApiKey(name=f"{VARIABLE}.{number}", hash=each) for number, each in enumerate(hashes, 1)]
+
+
+def _check_distinct(keys: Sequence[ApiKey], path: Path | None) -> None:
     for what in ("name", "hash"):
         counts = Counter(getattr(key, what) for key in keys)
         if twice := [key.name for key in keys if counts[getattr(key, what)] > 1]:
-            raise InvalidArgument(f"two keys have the {what} of {twice[0]!r}")
+            text = f"{path or VARIABLE}: two keys have the {what} of {twice[0]!r}"
+            raise InvalidArgument(text, field=FIELD if path else "")

@@ -16,9 +16,8 @@ from cyclopts import App
 
 from pipeline.protocols.limits import BusyThresholds, PromptWork, RequestLimits
 
-from ..access_options import AccessOptions
 from ..limits import HttpLimits
-from ..server_options import ServerOptions
+from ..server_options import AccessOptions, ServerOptions
 from ..terminal import echo
 from .commands import command, run_program
 from .effective import config_app

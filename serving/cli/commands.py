@@ -27,7 +27,8 @@ from pipeline import InvalidArgument, PenstockError
 from pipeline.settings import Setting, kinds_of, setting, settings_of
 
 from ..failure_report import report
-from ..terminal import echo, log_to_stderr
+from ..log_format import log_to_stderr
+from ..terminal import echo
 from .sources import Settled, Sources, WrongSettings, as_text, settle
 
 Function = TypeVar("Function", bound=Callable[..., "int | None"])

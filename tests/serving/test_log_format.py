@@ -21,8 +21,15 @@ from pipeline.protocols import FinishReason
 from pipeline.testing import ScriptedEngine, Wait
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import HttpOptions, app
-from serving.log_format import FIELDS, JsonLines, RequestFields, TextLines, current_fields, with_fields
-from serving.terminal import log_to_stderr
+from serving.log_format import (
+    FIELDS,
+    JsonLines,
+    RequestFields,
+    TextLines,
+    current_fields,
+    log_to_stderr,
+    with_fields,
+)
 from tests.serving.worlds import chat, last, program, request_to, token
 
 Lines = Callable[[], list[dict[str, Any]]]

@@ -11,9 +11,10 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.log_format import log_to_stderr
 from serving.replay import Report, Samples, comparison_text, make_report, report_text
 from serving.replay.report import ErrorReport
-from serving.terminal import echo, log_to_stderr, printable, table_width
+from serving.terminal import echo, printable, table_width
 
 RED = "\x1b[31m"
 HOSTILE = st.sampled_from("\x00\x07\x08\r\x1b\x7f\x85\x9b\u2028\u202e\u2066\u200f\ud800\udfff")

@@ -22,7 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from pipeline import BackendError
 
-from ...terminal import log_to_stderr
+from ...log_format import log_to_stderr
 
 Work = Callable[[Any, Any, Callable[[int], object]], Any]
 """A function of a module: from what all tasks share, a task, and a callback for its progress, to the task's result."""

@@ -12,8 +12,8 @@ import pytest
 
 from pipeline import InvalidArgument
 from serving.access import Gate, TrustedProxies, is_loopback, new_key
-from serving.access_options import AccessOptions
 from serving.server import listen
+from serving.server_options import AccessOptions
 from tests.serving.access.worlds import Certificates
 
 PUBLIC = ("0.0.0.0", "::")
