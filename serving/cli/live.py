@@ -63,7 +63,6 @@ def replayed_live(server: LiveOptions, options: LoadOptions, seed: int, report: 
     """
     import anyio
 
-    from ..replay import LoadFacts
     from .progress import progress
 
     load, vocabulary = load_of(options, seed), ids_of(server.live_ids)
@@ -74,7 +73,7 @@ def replayed_live(server: LiveOptions, options: LoadOptions, seed: int, report: 
         "seed": seed,
         "speed_up": options.speed_up,
         "concurrency": options.concurrency,
-        "load_digest": LoadFacts.of(load).digest,
+        "load_digest": load.digest,
     }
     _raise_limit_of_files()
     lines = report.json if report.per_request else None

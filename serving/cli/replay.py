@@ -104,22 +104,24 @@ def _replayed(
 
     from pipeline.virtual_time import run_in_virtual_time
 
-    from ..replay import SweepRun, parse_faults, plan_faults, run_config
+    from ..replay import parse_faults, plan_faults, replay_settings, run_config
     from .progress import progress
 
     script = parse_faults(list(workers.fault))
     plan_faults(script, workers=config.workers, prefill_workers=config.prefill_workers)  # before a long trace is read
     trace = load_of(load, config.seed or 0)
-    settings = SweepRun(config.router, {}, config, load.speed_up, load.concurrency).settings(
+    common: dict[str, Any] = {"environment": environment, "limits": limits}
+    common |= {name: getattr(workers, name) for name in ("gpus_per_worker", "gpus_per_prefill_worker")}
+    settings = replay_settings(
+        config,
         trace,
         trace=load.trace_name,
         faults=list(workers.fault),
-        limits=limits,
-        gpus=(workers.gpus_per_worker, workers.gpus_per_prefill_worker),
-        environment=environment,
+        speed_up=load.speed_up,
+        concurrency=load.concurrency,
+        **common,
     )
-    how |= {"environment": environment, "limits": limits, "faults": script, "per_request": report.per_request}
-    how |= {name: getattr(workers, name) for name in ("gpus_per_worker", "gpus_per_prefill_worker")}
+    how |= {"faults": script, "per_request": report.per_request, **common}
     began_s = perf_counter()
     with progress(trace.requests, sys.stderr) as on_progress:
         main = partial(run_config, config, trace, settings=settings, on_progress=on_progress, **how)

@@ -9,11 +9,11 @@ independent of graphs: `read_trace` and `SyntheticLoad` make the requests, `Sche
 from .faults import Action, Fault, RollingRestart, parse_faults, plan_faults
 from .report import (
     Limits,
-    LoadFacts,
     Report,
     RequestReport,
     comparison_text,
     make_report,
+    replay_settings,
     report_text,
 )
 from .runner import run, run_config
@@ -26,7 +26,6 @@ __all__ = [
     "Action",
     "Fault",
     "Limits",
-    "LoadFacts",
     "Prompt",
     "Report",
     "RequestReport",
@@ -46,6 +45,7 @@ __all__ = [
     "parse_faults",
     "plan_faults",
     "read_trace",
+    "replay_settings",
     "report_text",
     "run",
     "run_config",

@@ -80,11 +80,11 @@ class SampleTracker(RequestTracker):
         sample, transfer_s = self.sample, self.kv_transfer_estimated_latency_s
         sample.queue_depth = self.router_queue_depth
         sample.prefill_cached_tokens = self.prefill_cached_tokens
-        sample.prefill_wait_ms, sample.prefill_ms = _to_ns(self.prefill_wait_time_ms), _to_ns(self.prefill_time_ms)
+        sample.prefill_wait_ms, sample.prefill_time_ms = _to_ns(self.prefill_wait_time_ms), _to_ns(self.prefill_time_ms)
         sample.kv_transfer_ms = None if transfer_s is None else _to_ns(1000.0 * transfer_s)
         if (reported := self._reported) is not None:
             sample.queue_depth = reported.router_queue_depth
-            sample.prefill_wait_ms, sample.prefill_ms = reported.prefill_wait_time_ms, reported.prefill_time_ms
+            sample.prefill_wait_ms, sample.prefill_time_ms = reported.prefill_wait_time_ms, reported.prefill_time_ms
             sample.kv_transfer_ms = reported.kv_transfer_estimated_latency_ms
 
 

@@ -111,6 +111,10 @@ def elapsed_ms(begin_ms: float, end_ms: float) -> float:
     return round(end_ms - begin_ms, 9)
 
 
+def _since(begin_ms: float | None, end_ms: float | None) -> float | None:
+    return None if begin_ms is None or end_ms is None else elapsed_ms(begin_ms, end_ms)
+
+
 @define(eq=False)
 class RequestSample:
     """One request. The driver sets the fields as the request proceeds; None is not known yet."""
@@ -139,7 +143,7 @@ class RequestSample:
     queue_depth: int | None = None
     """Requests that waited in the router when it arrived."""
     prefill_wait_ms: float | None = None
-    prefill_ms: float | None = None
+    prefill_time_ms: float | None = None
     kv_transfer_ms: float | None = None
     places: list[tuple[Role, int, float]] = field(factory=list)
     """Role, number and time of each worker it was sent to."""
@@ -186,6 +190,27 @@ class RequestSample:
         if not self.places or self.is_placed_by_answer:
             return None
         return max(0.0, to_nanosecond(self.places[0][2] - self.arrival_ms))
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Time from its arrival to its first token."""
+        return _since(self.arrival_ms, self.first_token_ms)
+
+    @property
+    def ttst_ms(self) -> float | None:
+        """Time from its first token to its second."""
+        return _since(self.first_token_ms, self.second_token_ms)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean gap between its tokens; None for fewer than two."""
+        whole_ms = _since(self.first_token_ms, self.last_token_ms)
+        return None if whole_ms is None or self.output_tokens < 2 else whole_ms / (self.output_tokens - 1)
+
+    @property
+    def e2e_latency_ms(self) -> float | None:
+        """Time from its arrival to its last token."""
+        return _since(self.arrival_ms, self.last_token_ms)
 
     def close(self, now_ms: float, status: Status) -> array[float]:
         """Record the end. Return the times of its tokens, and drop them."""

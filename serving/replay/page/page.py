@@ -16,21 +16,22 @@ from ..report import (
     DISTRIBUTIONS,
     GOODPUT,
     STATISTICS,
+    WORKERS,
     Distribution,
     Report,
-    WorkerReport,
     best,
     compared,
     difference,
+    differing_settings,
     figure_named,
     number,
-    plain_figures,
     titled,
+    worker_name,
 )
 from .charts import grid, latency_charts, library, time_charts
 from .html import document, escaped, folded, section, setting_text, table, value_cell
 from .run_charts import comparison_chart
-from .worker_charts import worker_maps, worker_name, worker_totals
+from .worker_charts import worker_maps, worker_totals
 
 _HEADLINES = (
     *("completed_requests", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "mean_e2e_latency_ms"),
@@ -41,10 +42,6 @@ _MORE = (*GOODPUT, *COSTS)
 """Figures of a comparison that only the page has."""
 _OPEN_RUNS = 4
 """The workers of more runs are folded."""
-_WORKER_COLUMNS = (
-    *("requests", "input tokens", "cached", "output tokens"),
-    *("hit rate", "running", "preempted", "seconds"),
-)
 
 
 def report_page(reports: Mapping[str, Report] | Sequence[Report]) -> str:
@@ -108,9 +105,8 @@ def _change(first: float | None, value: float | None, better: int) -> str:
 
 def _headlines(report: Report) -> str:
     """Return the figures to look at first, as cards."""
-    plain = plain_figures(report)
     cards = "".join(
-        f"<div><dt>{escaped(figure.title)}</dt><dd>{number(figure.value(report, plain))}</dd></div>\n"
+        f"<div><dt>{escaped(figure.title)}</dt><dd>{number(figure.value(report))}</dd></div>\n"
         for figure in map(figure_named, _HEADLINES)
     )
     return f'<dl class="cards">\n{cards}</dl>\n'
@@ -148,8 +144,8 @@ def _workers(reports: Mapping[str, Report]) -> str:
     maps, totals = worker_maps(reports), worker_totals(reports)
     parts = []
     for run, report in reports.items():
-        rows = [(worker_name(one.worker, one.role), _numbers(one)) for one in report.workers]
-        numbers = table(["worker", *_WORKER_COLUMNS], rows) if rows else ""
+        rows = [(worker_name(one), [number(getattr(one, figure.name)) for figure in WORKERS]) for one in report.workers]
+        numbers = table(["worker", *(figure.label for figure in WORKERS)], rows) if rows else ""
         body = grid(maps.get(run, [])) + grid(totals.get(run, []), "four")
         body += folded(f"{len(rows):,} workers as numbers", numbers)
         if body and len(reports) > 1:
@@ -158,17 +154,12 @@ def _workers(reports: Mapping[str, Report]) -> str:
     return "".join(parts)
 
 
-def _numbers(one: WorkerReport) -> list[str]:
-    counts = (one.requests, one.input_tokens, one.cached_tokens, one.output_tokens)
-    return [number(value) for value in (*counts, one.hit_rate, one.mean_running, one.preemptions, one.worker_seconds)]
-
-
 def _settings_table(reports: Mapping[str, Report]) -> str:
     """Return what was replayed; where the reports differ is marked."""
-    rows = []
+    rows, differing = [], differing_settings(reports.values())
     for name in dict.fromkeys(name for report in reports.values() for name in report.settings):
         cells = [setting_text(one.settings[name]) if name in one.settings else "" for one in reports.values()]
-        differ = len(set(cells)) > 1
-        shown = [f"<mark>{value_cell(cell)}</mark>" if differ and cell else value_cell(cell) for cell in cells]
+        is_marked = name in differing
+        shown = [f"<mark>{value_cell(cell)}</mark>" if is_marked and cell else value_cell(cell) for cell in cells]
         rows.append((name, shown))
     return table(["setting", *reports], rows) if rows else ""

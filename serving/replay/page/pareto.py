@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from pipeline import InvalidArgument
 
-from ..report import HIGHER, WORKER_COUNT, Report, figure_named, plain_figures
+from ..report import HIGHER, WORKER_COUNT, Report, differing_settings, figure_named
 from ..sweeping import unbeaten
 from .charts import Chart, axis, colour, count_axis, drawn, plain
 from .html import setting_text
@@ -44,33 +44,23 @@ def points_of(
     `parameters` of each run default to its settings, as far as runs differ in them. Raises InvalidArgument for a figure
     that no run has.
     """
-    plains = {
-        label: plain_figures(report) | {WORKER_COUNT: len(report.workers) or None} for label, report in runs.items()
-    }
     for name in (x, y):
-        if runs and not any(name in one for one in plains.values()):
+        if runs and name != WORKER_COUNT and not any(name in one.figures for one in runs.values()):
             raise InvalidArgument(f"no run has a figure {name!r}", field=name)
-    given = _differing_settings(runs) if parameters is None else parameters
-    points = []
+    differing, points = differing_settings(runs.values()), []
     for label, report in runs.items():
-        across, up = (figure_named(name).value(report, plains[label]) for name in (x, y))
+        settings, across, up = report.settings, _value(report, x), _value(report, y)
+        given = {name: settings[name] for name in differing if name in settings}
         if across is not None and up is not None:
-            named = setting_text(report.settings[group]) if group in report.settings else ""
-            points.append(Point(label, across, up, named, given[label], report.completed_requests))
+            named = setting_text(settings[group]) if group in settings else ""
+            points.append(
+                Point(label, across, up, named, (parameters or {}).get(label, given), report.completed_requests)
+            )
     return points
 
 
-def _differing_settings(runs: Mapping[str, Report]) -> dict[str, dict[str, Any]]:
-    names = dict.fromkeys(name for report in runs.values() for name in report.settings)
-    texts = {
-        name: {setting_text(one.settings[name]) if name in one.settings else None for one in runs.values()}
-        for name in names
-    }
-    differing = [name for name in names if len(texts[name]) > 1]
-    return {
-        label: {name: report.settings[name] for name in differing if name in report.settings}
-        for label, report in runs.items()
-    }
+def _value(report: Report, name: str) -> float | None:
+    return len(report.workers) or None if name == WORKER_COUNT else figure_named(name).value(report)
 
 
 def front_of(points: Sequence[Point], x: str, y: str) -> list[int]:

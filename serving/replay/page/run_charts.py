@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from ..report import Figure, Report, best, figure_named, number, plain_figures
+from ..report import Figure, Report, best, figure_named, number
 from ..sweeping import SweepRun, label_of, text_of
 from .charts import Chart, axis, colour, count_axis, drawn, line, plain, value_axis
 from .html import setting_text
@@ -115,7 +115,7 @@ def _lines(
     for run, report in reports.items():
         given = runs[run].parameters
         label = label_of({one: given[one] for one in others if one in given}) or "all runs"
-        y = figure.value(report, plain_figures(report))
+        y = figure.value(report)
         at = [text_of(given[name])] if name in given else values
         lines.setdefault(label, []).extend((plain(x), y) for x in at)
     order = {plain(value): place for place, value in enumerate(values)}

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from ..report import Report, WorkerReport
+from ..report import Report, WorkerReport, worker_name
 from .charts import Chart, axis, drawn, interval_seconds, time_axis
 
 _LOAD, _PREFILL, _HIT_RATE = "#3182ce", "#b7891a", "#38a169"
@@ -22,10 +22,6 @@ _TOTALS: tuple[tuple[str, Callable[[WorkerReport], float | None]], ...] = (
     ("Hit rate by worker", lambda one: one.hit_rate),
     ("Running by worker, mean", lambda one: one.mean_running),
 )
-
-
-def worker_name(worker: int, role: str) -> str:
-    return f"prefill {worker}" if role == "prefill" else str(worker)
 
 
 def worker_maps(reports: Mapping[str, Report]) -> dict[str, list[Chart]]:
@@ -48,12 +44,12 @@ def worker_maps(reports: Mapping[str, Report]) -> dict[str, list[Chart]]:
 
 def _loads(report: Report) -> Rows:
     assert report.series is not None
-    return _gathered([(worker_name(one.worker, one.role), one.load) for one in report.series.workers], report)
+    return _gathered([(worker_name(one), one.load) for one in report.series.workers], report)
 
 
 def _hit_rates(report: Report) -> Rows:
     assert report.series is not None
-    return _gathered([(worker_name(one.worker, one.role), one.hit_rate) for one in report.series.workers])
+    return _gathered([(worker_name(one), one.hit_rate) for one in report.series.workers])
 
 
 def _gathered(rows: Rows, by_length_of: Report | None = None) -> Rows:
@@ -131,7 +127,7 @@ def _bars(
         if some:
             traces.append(
                 go.Bar(
-                    x=[worker_name(one.worker, role) for one in some],
+                    x=[worker_name(one) for one in some],
                     y=[value(one) for one in some],
                     name=role,
                     marker={"color": fill},

@@ -9,19 +9,21 @@ from .figures import (
     HIGHER,
     SWEEP_COLUMNS,
     WORKER_COUNT,
+    WORKERS,
     Figure,
     best,
     compared,
     difference,
+    differing_settings,
     figure_named,
     number,
-    plain_figures,
     sweep_cells,
     titled,
+    worker_name,
 )
 from .report import INTERRUPTED, Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
 from .series import Series, WorkerSeries
-from .settings import GPUS, LoadFacts, settings_of
+from .settings import replay_settings
 from .summary import Limits, make_report, request_report
 from .tables import comparison_text, console_to, new_table, report_text
 
@@ -30,11 +32,11 @@ __all__ = [
     "COUNTS",
     "DISTRIBUTIONS",
     "GOODPUT",
-    "GPUS",
     "HIGHER",
     "INTERRUPTED",
     "STATISTICS",
     "SWEEP_COLUMNS",
+    "WORKERS",
     "WORKER_COUNT",
     "Balance",
     "Distribution",
@@ -42,7 +44,6 @@ __all__ = [
     "Figure",
     "Goodput",
     "Limits",
-    "LoadFacts",
     "Report",
     "RequestReport",
     "Series",
@@ -53,16 +54,17 @@ __all__ = [
     "comparison_text",
     "console_to",
     "difference",
+    "differing_settings",
     "figure_named",
     "gaps_and_rates",
     "make_report",
     "new_table",
     "number",
-    "plain_figures",
     "rank",
+    "replay_settings",
     "report_text",
     "request_report",
-    "settings_of",
     "sweep_cells",
     "titled",
+    "worker_name",
 ]

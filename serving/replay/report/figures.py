@@ -5,14 +5,14 @@ A view picks figures from here by their names: the tables of the terminal, the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
-from typing import Any
 
 from attrs import frozen
 
 from .distribution import Distribution
-from .report import Report
+from .report import Report, WorkerReport
+from .series import WorkerSeries
 
 LOWER, HIGHER, NEITHER = -1, 1, 0
 NOT_KNOWN = "N/A"
@@ -45,10 +45,10 @@ class Figure:
         """The label with unit and statistic."""
         return titled(self.label, self.unit) + (f", {self.statistic}" if self.statistic else "")
 
-    def value(self, report: Report, plain: Mapping[str, Any]) -> float | None:
-        """Return the figure of a report and its `plain_figures`; None if it has no sample, or no such figure."""
+    def value(self, report: Report) -> float | None:
+        """Return the figure of a report; None if it has no sample, or no such figure."""
         samples: Distribution | None = getattr(report, self.distribution) if self.distribution else None
-        value = plain.get(self.name)
+        value = report.figures.get(self.name)
         if (samples is not None and not samples.samples) or not isinstance(value, int | float):
             return None
         return value / self.scale if self.scale != 1 else value
@@ -120,6 +120,17 @@ COSTS = (
     Figure("gpu_hours", "GPU hours", "", LOWER),
     Figure("wall_time_ms", "Time of the machine", "s", LOWER, scale=1000),
 )
+WORKERS = (
+    Figure("requests", "requests", short="requests"),
+    Figure("input_tokens", "input tokens", short="input"),
+    Figure("cached_tokens", "cached"),
+    Figure("output_tokens", "output tokens", short="output"),
+    Figure("hit_rate", "hit rate", short="hit rate"),
+    Figure("mean_running", "running", short="running"),
+    Figure("preemptions", "preempted", short="preempted"),
+    Figure("worker_seconds", "seconds", short="seconds"),
+)
+"""The figures of a worker; the table of the terminal has those with a short heading."""
 STATISTICS_COMPARED = ("mean", "median", "p99")
 
 _TTFT, _TPOT = DISTRIBUTIONS[0], DISTRIBUTIONS[3]
@@ -152,44 +163,39 @@ def titled(label: str, unit: str) -> str:
     return f"{label} ({unit})" if unit else label
 
 
+def worker_name(worker: WorkerReport | WorkerSeries) -> str:
+    """Return what tables and charts call a worker."""
+    return f"prefill {worker.worker}" if worker.role == "prefill" else str(worker.worker)
+
+
 def figure_named(name: str) -> Figure:
     """Return the figure of that name; of one that is not listed, a time is better low and anything else high."""
     return _BY_NAME.get(name) or Figure(name, name, "", LOWER if name.endswith("_ms") else HIGHER)
 
 
-def plain_figures(report: Report) -> dict[str, Any]:
-    """Return the figures by their names in JSON, without series, workers, requests and percentiles."""
-    left_out = ("series", "workers", "per_request")
-    plain = report.to_plain()
-    return {name: one for name, one in plain.items() if name not in left_out and not name.endswith("_percentiles")}
-
-
 def compared(reports: Sequence[Report], more: Sequence[Figure] = ()) -> Iterator[tuple[Figure, list[float | None]]]:
     """Yield the figures of a comparison, each with its value in every report; `more` stand before the duration."""
-    plains = [plain_figures(report) for report in reports]
-    for one in DISTRIBUTIONS:
-        if any(getattr(report, one.name).samples for report in reports):
-            for name in STATISTICS_COMPARED:
-                yield one.statistic(name), _values(one.statistic(name), reports, plains)
-    for figure in (*RATES, *BALANCES):
-        yield figure, _values(figure, reports, plains)
-    for figure in (*COUNTS, *more):
-        values = _values(figure, reports, plains)
-        if any(values):
+    distributions = [one for one in DISTRIBUTIONS if any(getattr(report, one.name).samples for report in reports)]
+    statistics = (one.statistic(name) for one in distributions for name in STATISTICS_COMPARED)
+    for figure in (*statistics, *RATES, *BALANCES, *COUNTS, *more, DURATION):
+        values = [figure.value(report) for report in reports]
+        if any(values) or figure not in (*COUNTS, *more):
             yield figure, values
-    yield DURATION, _values(DURATION, reports, plains)
 
 
-def _values(figure: Figure, reports: Sequence[Report], plains: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    return [figure.value(report, plain) for report, plain in zip(reports, plains, strict=True)]
+def differing_settings(reports: Iterable[Report]) -> list[str]:
+    """Return the names of the settings that are not equal in all reports."""
+    settings = [report.settings for report in reports]
+    names = dict.fromkeys(name for one in settings for name in one)
+    return [name for name in names if any(one.get(name) != settings[0].get(name) for one in settings)]
 
 
 def sweep_cells(report: Report) -> list[str]:
     """Return the cells of a run in the table of a sweep: completed requests, then SWEEP_COLUMNS."""
-    done, total, plain = report.completed_requests, report.num_requests, plain_figures(report)
+    done, total = report.completed_requests, report.num_requests
     return [
         f"{done:,}" if done == total else f"{done:,} of {total:,}",
-        *(number(figure.value(report, plain), digits) for figure, digits in SWEEP_COLUMNS),
+        *(number(figure.value(report), digits) for figure, digits in SWEEP_COLUMNS),
     ]
 
 

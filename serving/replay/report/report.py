@@ -9,6 +9,8 @@ migrations and a time series are part of it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any, cast
 
 import attrs
@@ -185,20 +187,22 @@ class Report:
         """Whether the replay was ended before its load; the figures cover the requests until then."""
         return bool(self.settings.get(INTERRUPTED))
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the figures by their names in JSON."""
+    def to_plain(self, left_out: Collection[str] = ()) -> dict[str, Any]:
+        """Return the figures by their names in JSON, without those of the fields in `left_out`."""
         plain: dict[str, Any] = {}
-        for attribute in attrs.fields(Report):
-            value = getattr(self, attribute.name)
-            if isinstance(value, Distribution):
-                unit = attribute.metadata[_UNIT]
-                plain |= {f"{figure}_{attribute.name}{unit}": getattr(value, figure) for figure in STATISTICS}
-                plain |= {f"{attribute.name}_{part}": getattr(value, part) for part in _NOT_FIGURES}
-            elif isinstance(value, Balance | Goodput):
-                plain |= {f"{attribute.name}_{name}": part for name, part in wire.to_plain(value).items()}
-            elif value is not None or attribute.name not in ("wall_time_ms", "goodput"):
-                plain[attribute.name] = _written_out(value)
+        for name in (one for one in _KINDS if one not in left_out):
+            value, keys = getattr(self, name), _KEYS[name]
+            if keys and value is not None:
+                plain |= {key: getattr(value, part) for part, key in keys.items()}
+            elif value is not None or name not in ("wall_time_ms", "goodput"):
+                plain[name] = _written_out(value)
         return plain
+
+    @cached_property
+    def figures(self) -> Mapping[str, Any]:
+        """The figures by their names in JSON, without series, workers, requests and percentiles."""
+        plain = self.to_plain(("series", "workers", "per_request"))
+        return {name: one for name, one in plain.items() if not name.endswith("_percentiles")}
 
     def value(self, name: str) -> Any:
         """Return one figure by its name in JSON, such as `p99_ttft_ms`. Raise InvalidArgument for an unknown one."""
@@ -209,7 +213,9 @@ class Report:
 
     def to_json(self) -> bytes:
         """Return JSON with a line for each figure, so that two reports can be compared line by line."""
-        lines = [f"{wire.to_json(key).decode()}: {wire.to_json(value).decode()}" for key, value in self._named()]
+        lines = [
+            f"{wire.to_json(key).decode()}: {wire.to_json(value).decode()}" for key, value in self.to_plain().items()
+        ]
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
     @classmethod
@@ -219,10 +225,7 @@ class Report:
         Raise InvalidArgument unless it is a JSON object, and for a figure that is missing or of the wrong type.
         """
         plain = wire.from_json(data, dict[str, Any])
-        return cls(**{attribute.name: _read(attribute, plain) for attribute in attrs.fields(cls)})
-
-    def _named(self) -> list[tuple[str, Any]]:
-        return list(self.to_plain().items())
+        return cls(**{name: _read(name, plain) for name in _KINDS})
 
 
 def _written_out(value: Any) -> Any:
@@ -234,22 +237,23 @@ def _written_out(value: Any) -> Any:
     return value
 
 
-def _read(attribute: attrs.Attribute[Any], plain: dict[str, Any]) -> Any:
-    name = attribute.name
-    kind = _KINDS[name]
+def _keys(field: attrs.Attribute[Any], kind: Any) -> dict[str, str]:
+    """Return the keys in JSON of the parts of a field that has some."""
     if kind is Distribution:
-        unit = attribute.metadata[_UNIT]
-        parts = {figure: _need(plain, f"{figure}_{name}{unit}") for figure in STATISTICS}
-        parts |= {part: _need(plain, f"{name}_{part}") for part in _NOT_FIGURES}
-        return _structured(parts, kind, name)
-    if kind is Balance:
-        return _structured({part.name: _need(plain, f"{name}_{part.name}") for part in attrs.fields(kind)}, kind, name)
-    if kind == Goodput | None:
-        parts = {part.name: plain.get(f"{name}_{part.name}") for part in attrs.fields(Goodput)}
-        return None if set(parts.values()) == {None} else _structured(parts, Goodput, name)
-    if name in _NEWER:
-        return _structured(plain.get(name, _NEWER[name]), kind, name)
-    return _structured(_need(plain, name), kind, name)
+        unit = field.metadata[_UNIT]
+        keys = {figure: f"{figure}_{field.name}{unit}" for figure in STATISTICS}
+        return keys | {part: f"{field.name}_{part}" for part in _NOT_FIGURES}
+    parts = {Balance: Balance, Goodput | None: Goodput}.get(kind)
+    return {part.name: f"{field.name}_{part.name}" for part in attrs.fields(parts)} if parts else {}
+
+
+def _read(name: str, plain: dict[str, Any]) -> Any:
+    keys = _KEYS[name]
+    if name == "goodput" and not any(key in plain for key in keys.values()):
+        return None
+    if keys:
+        return _structured({part: _need(plain, key) for part, key in keys.items()}, _KINDS[name], name)
+    return _structured(plain.get(name, _NEWER[name]) if name in _NEWER else _need(plain, name), _KINDS[name], name)
 
 
 def _need(plain: dict[str, Any], key: str) -> Any:
@@ -268,3 +272,5 @@ def _structured(value: Any, kind: Any, name: str) -> Any:
 
 
 _KINDS = cast(dict[str, Any], {one.name: one.type for one in attrs.fields(attrs.resolve_types(Report))})
+_KEYS = {one.name: _keys(one, _KINDS[one.name]) for one in attrs.fields(Report)}
+"""By field: the keys in JSON of its parts."""

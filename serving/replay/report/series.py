@@ -10,7 +10,7 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from ..samples import IntervalMeans, IntervalSums, RequestSample, Role, Samples, Status, elapsed_ms
+from ..samples import IntervalMeans, IntervalSums, RequestSample, Role, Samples, Status
 from .distribution import rank
 
 
@@ -58,8 +58,8 @@ def make_series(samples: Samples, end_ms: float) -> Series:
         running.add(sample.arrival_ms, _end(sample, latest_ms))
         if sample.status is Status.COMPLETED and sample.end_ms is not None:
             completions.add(sample.end_ms)
-            if sample.first_token_ms is not None:
-                ttfts[arrivals.interval(sample.arrival_ms)].append(elapsed_ms(sample.arrival_ms, sample.first_token_ms))
+            if sample.ttft_ms is not None:
+                ttfts[arrivals.interval(sample.arrival_ms)].append(sample.ttft_ms)
     ordered = [sorted(ttfts.get(interval, ())) for interval in range(intervals)]
     tokens = samples.tokens_over_time.values(intervals)
     lasted_s = [(min(width, latest_ms - interval * width) or width) / 1000 for interval in range(intervals)]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from math import fsum, inf
 from typing import Any
 
-from attrs import define, frozen
+from attrs import fields, frozen
 
 from pipeline import InvalidArgument
 
@@ -43,15 +43,11 @@ class Limits:
 
     def hold(self, sample: RequestSample) -> bool:
         """Return whether a completed request is within the limits. One without tokens has only its end-to-end time."""
-        if sample.first_token_ms is None or sample.last_token_ms is None:
+        if sample.first_token_ms is None:
             whole_ms = elapsed_ms(sample.arrival_ms, sample.end_ms or 0.0)
             return self.ttft_ms is None and self.itl_ms is None and _within(whole_ms, self.e2e_ms)
-        if not _within(elapsed_ms(sample.arrival_ms, sample.last_token_ms), self.e2e_ms):
-            return False
-        if not _within(elapsed_ms(sample.arrival_ms, sample.first_token_ms), self.ttft_ms):
-            return False
-        tpot_ms = time_per_token_ms(sample)
-        return tpot_ms is None or _within(tpot_ms, self.itl_ms)
+        figures = ((sample.e2e_latency_ms, self.e2e_ms), (sample.ttft_ms, self.ttft_ms), (sample.tpot_ms, self.itl_ms))
+        return all(_within(value, limit) for value, limit in figures)
 
 
 def make_report(
@@ -98,23 +94,8 @@ def make_report(
     )
 
 
-def time_per_token_ms(sample: RequestSample) -> float | None:
-    """Return the mean gap between its tokens; None for fewer than two."""
-    if sample.first_token_ms is None or sample.last_token_ms is None or sample.output_tokens < 2:
-        return None
-    return elapsed_ms(sample.first_token_ms, sample.last_token_ms) / (sample.output_tokens - 1)
-
-
-def _within(value: float, limit: float | None) -> bool:
-    return limit is None or value <= limit
-
-
-def _since(later: float | None, earlier: float | None) -> float | None:
-    return None if later is None or earlier is None else elapsed_ms(earlier, later)
-
-
-def _known(values: Iterable[float | None]) -> Distribution:
-    return Distribution.of([value for value in values if value is not None])
+def _within(value: float | None, limit: float | None) -> bool:
+    return value is None or limit is None or value <= limit
 
 
 def _counts(requests: list[RequestSample]) -> dict[str, Any]:
@@ -149,17 +130,12 @@ def _per_second(amount: float, lasted_ms: float) -> float:
     return amount / (lasted_ms / 1000) if lasted_ms > 0 else 0.0
 
 
+_LATENCIES = ("ttft", "ttst", "tpot", "e2e_latency", "queue_wait", "prefill_wait", "prefill_time", "kv_transfer")
+
+
 def _latencies(done: list[RequestSample]) -> dict[str, Any]:
-    return {
-        "ttft": _known(_since(one.first_token_ms, one.arrival_ms) for one in done),
-        "ttst": _known(_since(one.second_token_ms, one.first_token_ms) for one in done),
-        "tpot": _known(map(time_per_token_ms, done)),
-        "e2e_latency": _known(_since(one.last_token_ms, one.arrival_ms) for one in done),
-        "queue_wait": _known(one.queue_wait_ms for one in done),
-        "prefill_wait": _known(one.prefill_wait_ms for one in done),
-        "prefill_time": _known(one.prefill_ms for one in done),
-        "kv_transfer": _known(one.kv_transfer_ms for one in done),
-    }
+    figures = {name: [getattr(one, f"{name}_ms") for one in done] for name in _LATENCIES}
+    return {name: Distribution.of([value for value in values if value is not None]) for name, values in figures.items()}
 
 
 def _router_figures(requests: list[RequestSample], workers: Iterable[WorkerSample]) -> dict[str, Any]:
@@ -198,86 +174,59 @@ def _balances(workers: list[WorkerReport]) -> dict[str, Any]:
     }
 
 
-@define
-class _Work:
-    """Sums over the requests of one worker."""
-
-    requests: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    busy_ms: float = 0.0
-
-
 def _worker_reports(samples: Samples, end_ms: float) -> list[WorkerReport]:
     """Return the reports of all workers, decode first, by number."""
-    work: defaultdict[tuple[Role, int], _Work] = defaultdict(_Work)
+    busy_ms: defaultdict[tuple[Role, int], float] = defaultdict(float)
+    work: defaultdict[tuple[Role, int], Counter[str]] = defaultdict(Counter)
     for sample in samples.requests:
         for place, begin_ms, over_ms in stays(sample, end_ms):
-            work[place].busy_ms += over_ms - begin_ms
-        _add_result(work, sample)
-    reports = []
-    for role, worker in sorted(samples.workers.keys() | work.keys()):
-        known = samples.workers.get((role, worker)) or WorkerSample(worker, role)
-        reports.append(_worker_report(known, work[role, worker], known.seconds(end_ms), end_ms))
-    return reports
+            busy_ms[place] += over_ms - begin_ms
+        if sample.status is Status.COMPLETED:
+            _count_completed(work, sample)
+    return [
+        _worker_report(
+            samples.workers.get(place) or WorkerSample(place[1], place[0]), work[place], busy_ms[place], end_ms
+        )
+        for place in sorted(samples.workers.keys() | busy_ms.keys())
+    ]
 
 
-def _add_result(work: defaultdict[tuple[Role, int], _Work], sample: RequestSample) -> None:
+def _count_completed(work: Mapping[tuple[Role, int], Counter[str]], sample: RequestSample) -> None:
     """Count a completed request at its last worker of each role, and its prompt where it was computed."""
-    if sample.status is not Status.COMPLETED:
-        return
     prompt_at, answer_at = computed_at(sample), sample.worker()
     if prompt_at is not None:
-        work[prompt_at].input_tokens += sample.input_tokens
-        work[prompt_at].cached_tokens += sample.hit_tokens
-    if prompt_at is not None and prompt_at[0] == "prefill":
-        work[prompt_at].requests += 1
+        work[prompt_at].update(input_tokens=sample.input_tokens, cached_tokens=sample.hit_tokens)
+        work[prompt_at]["requests"] += prompt_at[0] == "prefill"
     if answer_at is not None:
-        work["decode", answer_at].requests += 1
-        work["decode", answer_at].output_tokens += sample.output_tokens
+        work["decode", answer_at].update(requests=1, output_tokens=sample.output_tokens)
 
 
-def _worker_report(known: WorkerSample, work: _Work, there_s: float, end_ms: float) -> WorkerReport:
+def _worker_report(known: WorkerSample, work: Mapping[str, int], busy_ms: float, end_ms: float) -> WorkerReport:
     return WorkerReport(
         worker=known.worker,
         role=known.role,
-        requests=work.requests,
-        input_tokens=work.input_tokens,
-        cached_tokens=work.cached_tokens,
-        output_tokens=work.output_tokens,
-        hit_rate=work.cached_tokens / work.input_tokens if work.input_tokens else None,
-        mean_running=work.busy_ms / end_ms if end_ms > 0 else 0.0,
+        requests=work["requests"],
+        input_tokens=work["input_tokens"],
+        cached_tokens=work["cached_tokens"],
+        output_tokens=work["output_tokens"],
+        hit_rate=work["cached_tokens"] / work["input_tokens"] if work["input_tokens"] else None,
+        mean_running=busy_ms / end_ms if end_ms > 0 else 0.0,
         preemptions=known.preemptions,
-        worker_seconds=there_s,
+        worker_seconds=known.seconds(end_ms),
     )
 
 
 def request_report(sample: RequestSample) -> RequestReport:
     """Return the figures of one request."""
-    return RequestReport(
-        name=sample.name,
-        session_id=sample.session_id,
-        turn_index=sample.turn_index,
-        status=sample.status,
-        arrival_time_ms=sample.arrival_ms,
-        first_token_ms=sample.first_token_ms,
-        last_token_ms=sample.last_token_ms,
-        terminal_time_ms=sample.end_ms,
-        ttft_ms=_since(sample.first_token_ms, sample.arrival_ms),
-        ttst_ms=_since(sample.second_token_ms, sample.first_token_ms),
-        tpot_ms=time_per_token_ms(sample),
-        e2e_latency_ms=_since(sample.last_token_ms, sample.arrival_ms),
-        queue_wait_ms=sample.queue_wait_ms,
-        prefill_wait_ms=sample.prefill_wait_ms,
-        prefill_time_ms=sample.prefill_ms,
-        kv_transfer_ms=sample.kv_transfer_ms,
-        input_length=sample.input_tokens,
-        requested_output_length=sample.wanted_output_tokens,
-        output_length=sample.output_tokens,
-        reused_input_tokens=sample.reused_tokens,
-        worker=sample.worker(),
-        prefill_worker=sample.worker("prefill"),
-        migrations=sample.migrations,
-        error=sample.error,
-    )
+    named: dict[str, Any] = {
+        "arrival_time_ms": sample.arrival_ms,
+        "terminal_time_ms": sample.end_ms,
+        "input_length": sample.input_tokens,
+        "requested_output_length": sample.wanted_output_tokens,
+        "output_length": sample.output_tokens,
+        "reused_input_tokens": sample.reused_tokens,
+        "worker": sample.worker(),
+        "prefill_worker": sample.worker("prefill"),
+    }
+    others = {one.name: getattr(sample, one.name) for one in fields(RequestReport) if one.name not in named}
+    return RequestReport(**named, **others)

@@ -18,11 +18,13 @@ from .figures import (
     GOODPUT,
     NOT_KNOWN,
     RATES,
+    WORKERS,
     compared,
     difference,
+    differing_settings,
     number,
-    plain_figures,
     titled,
+    worker_name,
 )
 from .report import Report, WorkerReport
 
@@ -36,7 +38,7 @@ _STATISTICS = {"avg": "mean", "p50": "median"}
 """The statistics of a distribution that have another name in the heading."""
 _DROPPED = ("p75", "std", "min", "p90", "max", "p99")
 """The columns that a narrow terminal goes without, in this order."""
-_WORKER_COLUMNS: Sequence[str] = ("requests", "input", "output", "hit rate", "running", "preempted", "seconds")
+_WORKER_COLUMNS = {figure.short: figure.name for figure in WORKERS if figure.short}
 _DROPPED_OF_WORKERS = ("preempted", "running", "seconds")
 _ANY_WIDTH = 10_000
 _ALWAYS = 2
@@ -55,7 +57,7 @@ def report_text(report: Report, width: int = 120) -> str:
     for one in report.errors:
         console.print(f" {one.requests:,} {one.type}, first: {one.example}", soft_wrap=True, markup=False)
     if report.workers:
-        console.print(_fitting(console, _WORKER_COLUMNS, _DROPPED_OF_WORKERS, partial(_workers, report)))
+        console.print(_fitting(console, list(_WORKER_COLUMNS), _DROPPED_OF_WORKERS, partial(_workers, report)))
     return rendered(out.getvalue())
 
 
@@ -117,9 +119,8 @@ def _figures(report: Report, columns: Sequence[str]) -> Table:
         found: Distribution = getattr(report, one.name)
         if found.samples or not one.is_optional:
             table.add_row(titled(one.label, one.unit), *_statistics(found, columns))
-    plain = plain_figures(report)
     for figure in (*RATES, *(GOODPUT if report.goodput is not None else ())):
-        table.add_row(figure.title, number(figure.value(report, plain), 2), *[NOT_KNOWN] * (len(columns) - 1))
+        table.add_row(figure.title, number(figure.value(report), 2), *[NOT_KNOWN] * (len(columns) - 1))
     return table
 
 
@@ -142,9 +143,7 @@ def _counts(report: Report) -> str:
 def _workers(report: Report, columns: Sequence[str]) -> Table:
     table = new_table("Workers", ("worker", *columns))
     for one in report.workers:
-        cells: dict[str, str] = dict(zip(_WORKER_COLUMNS, _worker_cells(one), strict=True))
-        name = f"prefill {one.worker}" if one.role == "prefill" else str(one.worker)
-        table.add_row(name, *(cells[column] for column in columns))
+        table.add_row(worker_name(one), *(_worker_cell(one, _WORKER_COLUMNS[column]) for column in columns))
     table.caption = (
         f"greatest over mean: requests {number(report.request_balance.max_over_mean, 2)}, "
         f"computed tokens {number(report.token_balance.max_over_mean, 2)}, "
@@ -153,25 +152,17 @@ def _workers(report: Report, columns: Sequence[str]) -> Table:
     return table
 
 
-def _worker_cells(one: WorkerReport) -> list[str]:
-    is_observed = one.worker_seconds > 0  # else it is known from answers only
-    return [
-        f"{one.requests:,}",
-        f"{one.input_tokens:,}",
-        f"{one.output_tokens:,}",
-        number(one.hit_rate, 2),
-        number(one.mean_running, 2),
-        f"{one.preemptions:,}" if is_observed else NOT_KNOWN,
-        number(one.worker_seconds, 2) if is_observed else NOT_KNOWN,
-    ]
+def _worker_cell(one: WorkerReport, name: str) -> str:
+    if name in ("preemptions", "worker_seconds") and not one.worker_seconds:  # it is known from answers only
+        return NOT_KNOWN
+    value = getattr(one, name)
+    return number(value, None if isinstance(value, int) else 2)
 
 
 def _differing_settings(reports: Sequence[tuple[str, Report]]) -> Iterator[list[str]]:
-    for name in dict.fromkeys(name for _, report in reports for name in report.settings):
-        values = [report.settings.get(name) for _, report in reports]
-        if any(value != values[0] for value in values):
-            texts = [_setting(value) for value in values]
-            yield [name, texts[0], *(cell for text in texts[1:] for cell in (text, ""))]
+    for name in differing_settings(report for _, report in reports):
+        texts = [_setting(report.settings.get(name)) for _, report in reports]
+        yield [name, texts[0], *(cell for text in texts[1:] for cell in (text, ""))]
 
 
 def _setting(value: Any) -> str:

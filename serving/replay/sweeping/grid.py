@@ -25,9 +25,7 @@ from operators.kv import KvRouterConfig
 from pipeline import InvalidArgument
 
 from ...deployment import GraphConfig, converted, find_engine
-from ..report import GPUS, Limits, LoadFacts, settings_of
-from ..samples import INTERVAL_MS
-from ..traces import SyntheticLoad, Trace
+from ..traces import SyntheticLoad
 
 FIELD = "vary"
 """First part of the field of an error: `vary.workers`."""
@@ -90,32 +88,6 @@ class SweepRun:
     def workers(self) -> int:
         """Of both roles: what the run costs."""
         return self.config.workers + self.config.prefill_workers
-
-    def settings(
-        self,
-        load: LoadFacts | Trace,
-        *,
-        trace: str | None = None,
-        faults: Sequence[str] = (),
-        limits: Limits | None = None,
-        interval_ms: float = INTERVAL_MS,
-        gpus: tuple[int, int | None] = GPUS,
-        environment: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
-        """Return the settings of its report. `trace` is the name of the file of its load, None for synthetic load."""
-        facts = LoadFacts.of(load) if isinstance(load, Trace) else load
-        return settings_of(
-            self.config,
-            facts,
-            trace=trace,
-            faults=faults,
-            speed_up=self.speed_up,
-            concurrency=self.concurrency,
-            limits=limits,
-            interval_ms=interval_ms,
-            gpus=gpus,
-            environment=environment,
-        )
 
 
 def sweep_runs(

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline import wire
 
 from ...terminal import rendered
-from ..report import SWEEP_COLUMNS, console_to, new_table, plain_figures, sweep_cells
+from ..report import SWEEP_COLUMNS, console_to, new_table, sweep_cells
 from .fronts import FRONTS, unbeaten_in
 from .grid import SweepRun
 from .run import Sweep, SweepResult
@@ -58,5 +58,5 @@ def _plain(result: SweepResult, marks: Sequence[str]) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": run.name, "parameters": dict(run.parameters), "error": result.problem}
     if report is None:
         return plain
-    figures = plain_figures(report)
-    return plain | {"unbeaten_in": [FRONTS[mark] for mark in marks], "worker_count": run.workers} | figures
+    unbeaten = [FRONTS[mark] for mark in marks]
+    return plain | {"unbeaten_in": unbeaten, "worker_count": run.workers, **report.figures}

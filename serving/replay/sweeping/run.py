@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipeline.testing import run_in_virtual_time
 
 from ...secrets import NOT_SHOWN
 from ..faults import Fault, RollingRestart, parse_faults, plan_faults
-from ..report import Limits, LoadFacts, Report
+from ..report import Limits, Report, replay_settings
 from ..runner import check_load, run_config
 from ..samples import INTERVAL_MS
 from ..traces import SyntheticLoad, Trace
@@ -98,20 +98,6 @@ class Sweep:
 
 
 @frozen
-class _Shared:
-    """What all runs have in common; each process gets it once."""
-
-    trace: Trace | None
-    script: tuple[Fault | RollingRestart, ...]
-    limits: Limits | None
-    interval_ms: float
-    per_request: bool
-    gpus: tuple[int, int | None]
-    """Of a worker, and of a prefill worker."""
-    environment: Mapping[str, str]
-
-
-@frozen
 class _Task:
     """A run to replay."""
 
@@ -154,11 +140,16 @@ def sweep(
     program, call it in a thread.
     """
     _check(runs, jobs)
-    gpus = (gpus_per_worker, gpus_per_prefill_worker)
-    shared = _Shared(
-        trace, tuple(parse_faults(faults)), limits, interval_ms, per_request, gpus, dict(environment or {})
-    )
-    tasks = _tasks(runs, shared, faults, trace_name)
+    script = parse_faults(faults)
+    how: dict[str, Any] = {
+        "environment": dict(environment or {}),
+        "limits": limits,
+        "interval_ms": interval_ms,
+        "gpus_per_worker": gpus_per_worker,
+        "gpus_per_prefill_worker": gpus_per_prefill_worker,
+    }
+    tasks = _tasks(runs, trace, script, partial(replay_settings, trace=trace_name, faults=faults, **how))
+    shared = trace, partial(run_config, faults=script, per_request=per_request, **how)
     collector = _Collector(tasks, None if folder is None else ReportsFolder(folder), on_progress, on_result)
     collector.find_reports(per_request)
     missing, jobs = [tasks[at] for at in collector.missing], jobs or cores()
@@ -184,41 +175,35 @@ def _check(runs: Sequence[SweepRun], jobs: int | None) -> None:
             raise InvalidArgument(f"two runs are called {twice[0]}", field="runs")
 
 
-def _tasks(runs: Sequence[SweepRun], shared: _Shared, faults: Sequence[str], trace_name: str | None) -> list[_Task]:
+def _tasks(
+    runs: Sequence[SweepRun],
+    trace: Trace | None,
+    script: Sequence[Fault | RollingRestart],
+    settings: Callable[..., dict[str, Any]],
+) -> list[_Task]:
     """Return the tasks. Raise InvalidArgument if one of them cannot be run."""
-    facts: dict[SyntheticLoad | None, LoadFacts] = {}
     checked: set[tuple[SyntheticLoad | None, float, int | None]] = set()
     tasks = []
     for run in runs:
-        load, key, config = _load(run, shared), (run.load, run.speed_up, run.concurrency), run.config
+        load, key, config = _load(run, trace), (run.load, run.speed_up, run.concurrency), run.config
         try:
-            plan_faults(shared.script, workers=config.workers, prefill_workers=config.prefill_workers)
+            plan_faults(script, workers=config.workers, prefill_workers=config.prefill_workers)
             if key not in checked:
                 check_load(load, run.speed_up, run.concurrency)
                 checked.add(key)
         except InvalidArgument as error:
             raise InvalidArgument(f"{run.name}: {error}", field=error.field) from error
-        if run.load not in facts:
-            facts[run.load] = LoadFacts.of(load)
-        settings = run.settings(
-            facts[run.load],
-            trace=trace_name,
-            faults=faults,
-            limits=shared.limits,
-            interval_ms=shared.interval_ms,
-            gpus=shared.gpus,
-            environment=shared.environment,
-        )
-        tasks.append(_Task(run, load.requests, settings))
+        of_run = settings(config, load, speed_up=run.speed_up, concurrency=run.concurrency)
+        tasks.append(_Task(run, load.requests, of_run))
     return tasks
 
 
-def _load(run: SweepRun, shared: _Shared) -> Trace:
+def _load(run: SweepRun, trace: Trace | None) -> Trace:
     if run.load is not None:
         return _made(run.load)
-    if shared.trace is None:
+    if trace is None:
         raise InvalidArgument("is needed by runs that have no load of their own", field="trace")
-    return shared.trace
+    return trace
 
 
 @lru_cache(maxsize=8)
@@ -234,26 +219,16 @@ def error_text(error: BaseException) -> str:
     return text if own and text else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _replay(shared: _Shared, task: _Task, on_progress: Callable[[int], object]) -> bytes | str:
+def _replay(
+    shared: tuple[Trace | None, Callable[..., Coroutine[Any, Any, Report]]],
+    task: _Task,
+    on_progress: Callable[[int], object],
+) -> bytes | str:
     """Return the report of one run as JSON, or its error as text. Runs in any process."""
-    run = task.run
+    (trace, replay), run = shared, task.run
     try:
-        main = partial(
-            run_config,
-            run.config,
-            _load(run, shared),
-            environment=shared.environment,
-            faults=shared.script,
-            speed_up=run.speed_up,
-            sessions_at_a_time=run.concurrency,
-            limits=shared.limits,
-            interval_ms=shared.interval_ms,
-            per_request=shared.per_request,
-            gpus_per_worker=shared.gpus[0],
-            gpus_per_prefill_worker=shared.gpus[1],
-            settings=task.settings,
-            on_progress=on_progress,
-        )
+        load, drive = _load(run, trace), {"speed_up": run.speed_up, "sessions_at_a_time": run.concurrency}
+        main = partial(replay, run.config, load, settings=task.settings, on_progress=on_progress, **drive)
         return run_in_virtual_time(main, backend="asyncio").to_json()
     except KeyboardInterrupt:
         raise

@@ -6,11 +6,14 @@ Source: dynamo lib/mocker/src/loadgen/trace.rs, synthesize_tokens.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from itertools import count
 from math import floor
 from random import Random
+from typing import Any
 
 from attrs import define, evolve, field, frozen
 
@@ -161,6 +164,15 @@ class Trace:
     skipped: tuple[BadLine, ...] = ()
     """Invalid lines that were left out."""
 
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal requests and different for others, wherever they were read from."""
+        digest = blake2b(digest_size=8)
+        for session in self.sessions:
+            for part in _parts(session):
+                digest.update(part)
+        return digest.hexdigest()
+
     @property
     def requests(self) -> int:
         return sum(len(session.turns) for session in self.sessions)
@@ -188,6 +200,25 @@ class Trace:
 def _with_vocabulary(session: Session, vocabulary: range) -> Session:
     turns = (evolve(turn, prompt=evolve(turn.prompt, vocabulary=vocabulary)) for turn in session.turns)
     return evolve(session, turns=tuple(turns))
+
+
+def _parts(session: Session) -> Iterator[bytes]:
+    """Yield what identifies a session."""
+    yield repr((session.session_id, session.arrival_ms, session.is_named, len(session.turns))).encode()
+    for turn in session.turns:
+        yield repr(_plain(turn)).encode()
+        yield turn.prompt.hash_ids.tobytes()
+        if turn.recorded is not None:
+            yield turn.recorded.tobytes()
+
+
+def _plain(turn: Turn) -> tuple[Any, ...]:
+    """Return the fields that identify a turn: without its line, and with the lengths of its arrays."""
+    prompt, recorded = turn.prompt, None if turn.recorded is None else len(turn.recorded)
+    return (
+        *(turn.name, len(prompt.hash_ids), prompt.tokens, prompt.block_size_tokens, prompt.vocabulary, recorded),
+        *(turn.output_tokens, turn.delay_ms, turn.priority, turn.strict_priority, turn.policy_class, turn.wait_for),
+    )
 
 
 @define

@@ -170,7 +170,7 @@ def test_workers_that_share_evenly_are_in_balance() -> None:
 
 def test_phases_are_those_that_the_workers_report() -> None:
     samples = Samples()
-    request(samples, 1, prefill_wait_ms=4.0, prefill_ms=8.0, kv_transfer_ms=2.0, queue_depth=7)
+    request(samples, 1, prefill_wait_ms=4.0, prefill_time_ms=8.0, kv_transfer_ms=2.0, queue_depth=7)
     request(samples, 1, prefill_wait_ms=6.0)
     report = make_report(samples)
     assert (report.prefill_wait.mean, report.prefill_time.samples, report.kv_transfer.mean) == (5, 1, 2)
@@ -228,7 +228,7 @@ def test_each_request_is_reported_on_request() -> None:
         turn_index=1,
         cached_tokens=64,
         prefill_wait_ms=5.0,
-        prefill_ms=7.0,
+        prefill_time_ms=7.0,
     )
     assert make_report(samples).per_request is None
     (one,) = make_report(samples, per_request=True).per_request or []

@@ -6,7 +6,7 @@ import pytest
 
 from serving.replay import Report
 from serving.replay.report import Distribution
-from serving.replay.report.figures import HIGHER, LOWER, NEITHER, best, difference, figure_named, number, plain_figures
+from serving.replay.report.figures import HIGHER, LOWER, NEITHER, best, difference, figure_named, number
 
 
 def test_a_figure_has_its_label_unit_and_better_way_by_its_name_in_json() -> None:
@@ -19,16 +19,16 @@ def test_a_figure_has_its_label_unit_and_better_way_by_its_name_in_json() -> Non
 def test_every_listed_figure_is_in_the_json_of_a_report() -> None:
     from serving.replay.report import figures
 
-    plain = plain_figures(Report())
+    plain = Report().figures
     absent = {"worker_count", "wall_time_ms", *(one.name for one in figures.GOODPUT)}
     assert {name for name in figures._BY_NAME if name not in plain} == absent
 
 
 def test_a_figure_of_no_sample_is_not_known() -> None:
     empty, some = Report(), Report(ttft=Distribution.of([2.0]), duration_ms=1500.0)
-    assert figure_named("mean_ttft_ms").value(empty, plain_figures(empty)) is None
-    assert figure_named("mean_ttft_ms").value(some, plain_figures(some)) == 2.0
-    assert figure_named("duration_ms").value(some, plain_figures(some)) == 1.5
+    assert figure_named("mean_ttft_ms").value(empty) is None
+    assert figure_named("mean_ttft_ms").value(some) == 2.0
+    assert figure_named("duration_ms").value(some) == 1.5
 
 
 @pytest.mark.parametrize(
