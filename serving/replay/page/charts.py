@@ -6,9 +6,9 @@ Every series is a trace with a name, so that a click in the legend hides it. No 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, isfinite, log10
-from typing import Any, TypeAlias
+from typing import Any
 
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 import plotly.io  # type: ignore[import-untyped]
@@ -37,9 +37,6 @@ _LOGARITHMIC_FROM = 50.0
 """An axis is logarithmic if the greatest value is at least this multiple of the least."""
 _TIMES = (("h", 3.6e6, 7.2e6), ("min", 6e4, 3e5), ("s", 1e3, 2e3), ("ms", 1.0, 0.0))
 """Units of time, their milliseconds, and the shortest replay in milliseconds that uses them."""
-
-Values: TypeAlias = Callable[[Series, Sequence[float]], Sequence[float | None]]
-"""The values of a series, given the seconds of each interval."""
 
 
 @frozen
@@ -238,23 +235,15 @@ def _percentile_chart(title: str, curves: Mapping[str, tuple[str, list[tuple[flo
     return Chart(title, drawn(traces, x, y), f"drawn from {' and '.join(sources)}")
 
 
-_OVER_TIME: tuple[tuple[str, str, tuple[tuple[str, Values], ...]], ...] = (
-    (
-        "Requests",
-        "requests/s",
-        (
-            ("arrivals", lambda series, lasted: _rates(series.arrivals, lasted)),
-            ("completions", lambda series, lasted: _rates(series.completions, lasted)),
-        ),
-    ),
-    ("In flight", "requests", (("running", lambda series, _: series.running),)),
-    (
-        "Time to first token, by arrival",
-        "ms",
-        (("mean", lambda series, _: series.mean_ttft_ms), ("p99", lambda series, _: series.p99_ttft_ms)),
-    ),
-    ("Output", "tokens/s", (("output", lambda series, _: series.output_tok_s),)),
+_OVER_TIME = (
+    ("Requests", "requests/s", {"arrivals": "arrivals", "completions": "completions"}),
+    ("In flight", "requests", {"running": "running"}),
+    ("Time to first token, by arrival", "ms", {"mean": "mean_ttft_ms", "p99": "p99_ttft_ms"}),
+    ("Output", "tokens/s", {"output": "output_tok_s"}),
 )
+"""Title and unit of each chart, and its lines by the fields of the series."""
+_COUNTS = ("arrivals", "completions")
+"""Fields that are shown a second."""
 
 
 def time_charts(reports: Mapping[str, Report]) -> list[Chart]:
@@ -268,11 +257,11 @@ def time_charts(reports: Mapping[str, Report]) -> list[Chart]:
     charts = []
     for title, unit, parts in _OVER_TIME if known else ():
         lines = {
-            (run, name): _points(series, lasted[run], values, unit_ms)
-            for name, values in parts
+            (run, name): _points(series, field, lasted[run], unit_ms)
+            for name, field in parts.items()
             for run, series in known.items()
         }
-        for only in (None,) if len(reports) == 1 else [name for name, _ in parts]:
+        for only in (None,) if len(reports) == 1 else parts:
             shown = {(name if only is None else run): one for (run, name), one in lines.items() if only in (None, name)}
             full = title if only is None or len(parts) == 1 else f"{title}: {only}"
             traces = [line(at, name, one, "%{y:,.4~g} " + unit) for at, (name, one) in enumerate(shown.items())]
@@ -295,14 +284,14 @@ def time_axis(end_ms: float) -> tuple[dict[str, Any], float]:
     return axis(f"time of the replay, {unit}", range=[0, end_ms / unit_ms or 1.0], unifiedhovertitle=hover), unit_ms
 
 
-def _points(
-    series: Series, lasted: Sequence[float], values: Values, unit_ms: float
-) -> list[tuple[float, float | None]]:
+def _points(series: Series, field: str, lasted: Sequence[float], unit_ms: float) -> list[tuple[float, float | None]]:
     """Return values at the middle of their intervals; of very many, the greatest of some stands for them.
 
     A last interval of less than half the length is left out: a rate over a moment towers over all others.
     """
-    width, found = series.interval_ms, list(values(series, lasted))
+    width, found = series.interval_ms, list(getattr(series, field))
+    if field in _COUNTS:
+        found = [count / seconds for count, seconds in zip(found, lasted, strict=True)]
     if len(lasted) > 2 and lasted[-1] < lasted[0] / 2:
         found.pop()
     of = max(1, ceil(len(series.arrivals) / _MOST_POINTS))
@@ -312,7 +301,3 @@ def _points(
         greatest = max((value for value in found[first : first + of] if value is not None), default=None)
         points.append(((first * width + length / 2) / unit_ms, greatest))
     return points
-
-
-def _rates(counts: Sequence[int], lasted: Sequence[float]) -> list[float]:
-    return [count / seconds for count, seconds in zip(counts, lasted, strict=True)]

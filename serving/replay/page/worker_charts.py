@@ -30,32 +30,24 @@ def worker_maps(reports: Mapping[str, Report]) -> dict[str, list[Chart]]:
     The same value has the same shade in all of them.
     """
     known = {run: report for run, report in reports.items() if report.series is not None and report.series.workers}
-    loads = {run: _loads(report) for run, report in known.items()}
+    loads = {run: _gathered(report, "load", interval_seconds(report)) for run, report in known.items()}
     most = max((cell for rows in loads.values() for _, cells in rows for cell in cells if cell is not None), default=0)
     x, unit_ms = time_axis(max((1000 * sum(interval_seconds(report)) for report in known.values()), default=0.0))
     return {
         run: [
             _map("Load: requests running", _LOAD, loads[run], most or 1.0, report, x, unit_ms),
-            _map("Hit rate", _HIT_RATE, _hit_rates(report), 1.0, report, x, unit_ms),
+            _map("Hit rate", _HIT_RATE, _gathered(report, "hit_rate"), 1.0, report, x, unit_ms),
         ]
         for run, report in known.items()
     }
 
 
-def _loads(report: Report) -> Rows:
+def _gathered(report: Report, field: str, weights: Sequence[float] = ()) -> Rows:
+    """Return at most so many rows and columns of a field of the workers' series, each cell the mean of neighbours."""
     assert report.series is not None
-    return _gathered([(worker_name(one), one.load) for one in report.series.workers], report)
-
-
-def _hit_rates(report: Report) -> Rows:
-    assert report.series is not None
-    return _gathered([(worker_name(one), one.hit_rate) for one in report.series.workers])
-
-
-def _gathered(rows: Rows, by_length_of: Report | None = None) -> Rows:
-    """Return at most so many rows and columns, each cell the mean of neighbours."""
-    intervals = max((len(cells) for _, cells in rows), default=0)
-    weights = [1.0] * intervals if by_length_of is None else interval_seconds(by_length_of)
+    rows: Rows = [(worker_name(one), getattr(one, field)) for one in report.series.workers]
+    intervals = len(report.series.arrivals)
+    weights = weights or [1.0] * intervals
     of = max(1, ceil(intervals / _MOST_COLUMNS))
     steps = range(0, intervals, of)
     short: Rows = [(name, [_mean(cells[at : at + of], weights[at : at + of]) for at in steps]) for name, cells in rows]
