@@ -4,10 +4,10 @@ from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     from .application import admin_app, app
-    from .availability import Availability
     from .generation import ON_GONE
     from .guard import Access
     from .metrics import Telemetry
+    from .open_requests import Availability
     from .options import HttpOptions
     from .problems import INTERNAL, Problem, Refusal
     from .request import REQUEST_ID

@@ -9,6 +9,7 @@ Source: dynamo lib/llm/src/http/service/{service_v2,openai,health,metrics}.rs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from attrs import evolve
 from starlette.exceptions import HTTPException
@@ -22,12 +23,12 @@ from pipeline.telemetry import Tracer
 from pipeline.wire import to_json
 
 from ..openai import encode
-from .availability import Availability, Phase
 from .caller import caller_of
 from .edge import DirectRoutes, Edge, Handlers, TracedEndpoint
 from .generation import CHAT, COMPLETIONS, Api, GenerationEndpoint
 from .guard import Access
 from .metrics import Telemetry
+from .open_requests import Availability, Phase
 from .openapi import describe, page
 from .options import HttpOptions
 from .problems import Problem, Refusal
@@ -106,20 +107,21 @@ class _Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._description: bytes | None = None
-        self._docs: bytes | None = None
+
+    @cached_property
+    def _description(self) -> bytes:
+        return encode(describe(self._service.options))
+
+    @cached_property
+    def _docs(self) -> bytes:
+        return page(describe(self._service.options), self._service.options.openapi_path)
 
     async def openapi(self, request: Request) -> Response:
         """The description of the app, made for the first request."""
-        if self._description is None:
-            self._description = encode(describe(self._service.options))
         return _json(self._description)
 
     async def docs(self, request: Request) -> Response:
         """The description as a page."""
-        options = self._service.options
-        if self._docs is None:
-            self._docs = page(describe(options), options.openapi_path)
         return Response(self._docs, media_type="text/html")
 
     async def models(self, request: Request) -> Response:

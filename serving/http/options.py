@@ -29,17 +29,14 @@ class HttpOptions:
     body_limit_mb: int = by_variable(
         45, "Megabytes of a body; a larger one gets 413.", "DYN_HTTP_BODY_LIMIT_MB", whole(1, 2**20)
     )
-    """Megabytes of a body at most; a longer one is refused with 413."""
     nvext: bool = by_variable(
         True, "1 drops the field `nvext` of requests and answers.", "DYN_DISABLE_FRONTEND_NVEXT", _off
     )
     """Whether the request extension `nvext` and its headers are read; without it they are ignored."""
     force_usage: bool = by_variable(False, "1 puts usage into every stream.", "DYN_ENABLE_FORCE_INCLUDE_USAGE", switch)
-    """Whether every stream ends with its usage, as if the client had wanted it."""
     overload_status: int = by_variable(
         OVERLOADED, "HTTP status of a refusal because of overload.", "DYN_HTTP_OVERLOAD_STATUS_CODE", whole(200, 599)
     )
-    """Status of a refusal by overload."""
     silence_timeout_s: float | None = by_variable(
         None,
         "Half the seconds without an item after which a request fails.",
@@ -56,18 +53,15 @@ class HttpOptions:
         "DYN_HTTP_SSE_KEEP_ALIVE_INTERVAL_MS",
         whole(1, 10**9, unit=0.001),
     )
-    """Seconds between comments to a waiting client, which then has its 200 before the first item; None: no comments."""
     context_window_tokens: int | None = by_variable(
         None, "Context window in `/v1/models`; by default the model's.", "DYN_CONTEXT_WINDOW", whole(1, 2**32 - 1)
     )
-    """Overrides the context length of every model in the list of models."""
     max_output_tokens: int | None = by_variable(
         None,
         "Most output tokens in `/v1/models`; by default the model's.",
         "DYN_MAX_OUTPUT_TOKENS",
         whole(1, 2**32 - 1),
     )
-    """Tokens of an answer at most, in the list of models."""
     chat_path: str = _path("/v1/chat/completions", "CHAT")
     completions_path: str = _path("/v1/completions", "CMP")
     models_path: str = _path("/v1/models", "MODELS")

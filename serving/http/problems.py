@@ -62,9 +62,8 @@ def bounded(message: str) -> str:
     shown = message[:_MESSAGE_BYTES_MAX]
     if not shown.isascii():
         shown = shown.encode("utf-8", "replace").decode()
-    while (
-        len(shown) * 6 > _MESSAGE_BYTES_MAX and len(encode(shown)) > _MESSAGE_BYTES_MAX
-    ):  # "\u0000" is the longest form
+    # The longest form of a character is "\\u0000".
+    while len(shown) * 6 > _MESSAGE_BYTES_MAX and len(encode(shown)) > _MESSAGE_BYTES_MAX:
         shown = shown[: len(shown) * 7 // 8]
     return shown + "..." if len(shown) < len(message) else shown
 

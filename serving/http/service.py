@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from attrs import Factory, field, frozen
+from attrs import field, frozen
 
 from operators import Preprocess
 from pipeline import Annotated, AsyncEngine
@@ -13,11 +13,9 @@ from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
 
 from ..openai import OpenAIRequest
-from .availability import Availability
 from .metrics import Telemetry
-from .open_requests import OpenRequests
+from .open_requests import Availability, OpenRequests, TimeLimits
 from .options import HttpOptions
-from .time_limits import TimeLimits
 
 Graph = AsyncEngine[OpenAIRequest, Annotated[BackendOutput]]
 """A graph that serves a model: OpenAI requests in, detokenized items out."""
@@ -44,14 +42,6 @@ class ServedModel:
         )
 
 
-def _time_limits(service: Service) -> TimeLimits:
-    return TimeLimits.of(service.options)
-
-
-def _open_requests(service: Service) -> OpenRequests:
-    return OpenRequests(service.options.limits, service.time_limits.period_s)
-
-
 @frozen
 class Service:
     """The shared objects of one app."""
@@ -61,8 +51,16 @@ class Service:
     options: HttpOptions
     availability: Availability
     telemetry: Telemetry
-    time_limits: TimeLimits = field(init=False, default=Factory(_time_limits, takes_self=True))
-    open_requests: OpenRequests = field(init=False, default=Factory(_open_requests, takes_self=True))
+    time_limits: TimeLimits = field(init=False)
+    open_requests: OpenRequests = field(init=False)
+
+    @time_limits.default
+    def _limits(self) -> TimeLimits:
+        return TimeLimits.of(self.options)
+
+    @open_requests.default
+    def _requests(self) -> OpenRequests:
+        return OpenRequests(self.options.limits, self.time_limits.period_s)
 
     def instances(self) -> list[str]:
         """Return the present instances of the graphs' worker pools, each once."""

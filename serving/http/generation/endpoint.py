@@ -38,14 +38,13 @@ from ...openai import (
 from ..body import parse_body, read_body
 from ..caller import apply_key
 from ..metrics import RequestMeter
-from ..open_requests import OpenRequest
+from ..open_requests import OpenRequest, RequestClock
 from ..problems import CLIENT_GONE, Problem, Refusal, explain
 from ..request import JSON_HEADERS, RequestRecord
 from ..routing_headers import without_routing
 from ..server_span import answer_attributes, request_attributes
 from ..service import ServedModel, Service
 from ..side_task import task_starter
-from ..time_limits import RequestClock
 from .generation import ON_GONE, Generation
 from .reply import STREAM_HEADERS, Reply, StreamedReply, WholeReply
 
@@ -108,7 +107,7 @@ class GenerationEndpoint:
                 return
             record.model = request.model
             known = request.model if request.model in self._service.models else None
-            with RequestMeter(self._service.telemetry, known, self._api.endpoint, bool(request.stream)) as meter:
+            with RequestMeter.of(self._service.telemetry, known, self._api.endpoint, bool(request.stream)) as meter:
                 record.meter = meter
                 problem = await self._answer(request, incoming, meter, open_request)
                 record.span.set_result(problem)
@@ -158,19 +157,20 @@ class GenerationEndpoint:
         record, is_answered = incoming.record, True
         try:
             generation = self._generation(request, incoming, meter)
-            open_request.watched = generation
-            with self._service.availability.admit(generation.context):
-                try:
-                    failure = await generation.run(self._reply(generation, incoming))
-                finally:
-                    usage = generation.usage
-                    meter.add_prompts(usage)
-                    record.caller.spend(usage.prompt_tokens + usage.completion_tokens)
-                    if record.span.is_recording:
-                        answer_id, reasons = self._api.id_prefix + record.id, meter.finish_reasons
-                        record.span.annotate(
-                            answer_attributes(answer_id, request.model, usage, reasons, meter.first_tokens_s)
-                        )
+            open_request.check_time = generation.check_time
+            self._service.availability.admit(generation.context)
+            try:
+                failure = await generation.run(self._reply(generation, incoming))
+            finally:
+                self._service.availability.leave(generation.context)
+                usage = generation.usage
+                meter.add_prompts(usage)
+                record.caller.spend(usage.prompt_tokens + usage.completion_tokens)
+                if record.span.is_recording:
+                    answer_id, reasons = self._api.id_prefix + record.id, meter.finish_reasons
+                    record.span.annotate(
+                        answer_attributes(answer_id, request.model, usage, reasons, meter.first_tokens_s)
+                    )
         except ClientDisconnect:
             return CLIENT_GONE
         except Exception as failed:

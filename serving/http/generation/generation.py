@@ -38,13 +38,12 @@ from pipeline.llm import tracker_of
 from pipeline.protocols import BackendOutput
 
 from ...openai import OpenAIRequest, UsageCount
-from ..availability import Availability, Phase
 from ..metrics import RequestMeter
+from ..open_requests import Availability, Phase, RequestClock
 from ..problems import Refusal, error_of
 from ..request import log_as_part
 from ..service import Graph
 from ..side_task import SideTask, Work, call_later, end
-from ..time_limits import RequestClock
 from .reply import Reply
 
 ON_GONE = "penstock.on_gone"

@@ -15,7 +15,6 @@ from threading import Lock
 
 from attrs import define
 
-from pipeline.errors import ExceededLimit
 from pipeline.telemetry import Metrics
 
 from ...log_format import with_fields
@@ -65,8 +64,21 @@ class Refusals:
             name = name if name in self._logged or self._is_new_name(name) else OTHER
             left_out = self._next_message(self._logged.setdefault(name, _Logged()))
         self._metrics.add("refused_requests_total", 1, limit=name)
-        if left_out is not None:
-            _write(problem, exceeded, left_out, request_id, caller)
+        if left_out is None:
+            return
+        fields = with_fields(
+            request=request_id,
+            caller=caller,
+            status=problem.status,
+            limit=exceeded.name,
+            value=exceeded.value,
+            threshold=exceeded.threshold,
+            left_out=left_out or None,
+        )
+        more = f"; {left_out} more since the last message" if left_out else ""
+        text = "refused with %d by %s: %g, at most %g, from %s%s"
+        place = (problem.status, exceeded.name, exceeded.value, exceeded.threshold, caller or "an unknown client", more)
+        _log.warning(text, *place, extra=fields)
 
     def report_connection(self, problem: Problem, client: str) -> None:
         """Report the problem of a connection without a request; `client` is its address, empty if unknown."""
@@ -83,21 +95,3 @@ class Refusals:
             return None
         left_out, logged.left_out, logged.at_s = logged.left_out, 0, now_s
         return left_out
-
-
-def _write(
-    problem: Problem, exceeded: ExceededLimit, left_out: int, request_id: str | None, caller: str | None
-) -> None:
-    fields = with_fields(
-        request=request_id,
-        caller=caller,
-        status=problem.status,
-        limit=exceeded.name,
-        value=exceeded.value,
-        threshold=exceeded.threshold,
-        left_out=left_out or None,
-    )
-    more = f"; {left_out} more since the last message" if left_out else ""
-    text = "refused with %d by %s: %g, at most %g, from %s%s"
-    place = (problem.status, exceeded.name, exceeded.value, exceeded.threshold, caller or "an unknown client", more)
-    _log.warning(text, *place, extra=fields)

@@ -5,56 +5,49 @@ Source: dynamo lib/llm/src/http/service/metrics.rs, InflightGuard and ResponseMe
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
 from typing import Self
+
+from attrs import Factory, define, field
 
 from pipeline.loop import clock
 from pipeline.protocols import FinishReason, RequestTracker
 
 from ...openai import UsageCount
 from ..problems import CLIENT_GONE, Problem
-from .telemetry import Telemetry
+from .telemetry import RequestSeries, Telemetry
 
 UNKNOWN_MODEL = "unknown_model"
 """Label of requests for models that are not served: a client must not be able to make labels."""
 
 
+@define(eq=False)
 class RequestMeter:
     """Counts one request while its block runs. A request that leaves without `finish` is an internal error."""
 
-    __slots__ = (
-        "_error_type",
-        "_has_begun",
-        "_last",
-        "_metrics",
-        "_now",
-        "_series",
-        "_started",
-        "_status",
-        "_workers",
-        "finish_reasons",
-        "first_tokens_s",
-        "input_tokens",
-        "output_tokens",
-        "trackers",
-    )
+    _telemetry: Telemetry
+    _series: RequestSeries
+    """What requests with its labels are counted in."""
+    trackers: list[RequestTracker] = field(init=False, factory=list)
+    """The trackers of its prompts."""
+    finish_reasons: list[str] = field(init=False, factory=list)
+    """Why each choice ended, in that order."""
+    input_tokens: int = field(init=False, default=0)
+    output_tokens: int = field(init=False, default=0)
+    first_tokens_s: float | None = field(init=False, default=None)
+    """Time to the first tokens; None before them."""
+    _status: str = field(init=False, default="error")
+    _error_type: str = field(init=False, default="internal")
+    _has_begun: bool = field(init=False, default=False)
+    _now: Callable[[], float] = field(init=False, factory=clock)
+    started_s: float = field(init=False, default=Factory(lambda self: self._now(), takes_self=True))
+    """When the request began, by the loop's clock."""
+    _last: float = field(init=False, default=Factory(lambda self: self.started_s, takes_self=True))
 
-    def __init__(self, telemetry: Telemetry, model: str | None, endpoint: str, streams: bool) -> None:
-        """`model` is None if it is not served; `endpoint` is the API's name in the metrics."""
-        self._metrics = telemetry.metrics
-        self._series = telemetry.series_of(model or UNKNOWN_MODEL, endpoint, "stream" if streams else "unary")
-        self._workers = telemetry.workers
-        self.trackers: list[RequestTracker] = []
-        """The trackers of its prompts."""
-        self.finish_reasons: list[str] = []
-        """Why each choice ended, in that order."""
-        self.input_tokens = self.output_tokens = 0
-        self._status, self._error_type = "error", "internal"
-        self._now = clock()
-        self._started = self._last = self._now()
-        self._has_begun = False
-        self.first_tokens_s: float | None = None
-        """Time to the first tokens; None before them."""
+    @classmethod
+    def of(cls, telemetry: Telemetry, model: str | None, endpoint: str, streams: bool) -> RequestMeter:
+        """Return the meter of a request; `model` is None if it is not served, `endpoint` the API's name in metrics."""
+        return cls(telemetry, telemetry.series_of(model or UNKNOWN_MODEL, endpoint, "stream" if streams else "unary"))
 
     def __enter__(self) -> Self:
         self._series.started(1)
@@ -62,29 +55,24 @@ class RequestMeter:
         self._series.queued(1)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         series = self._series
         (series.active if self._has_begun else series.queued)(-1)
         series.inflight(-1)
-        self._metrics.add("requests_total", 1, **series.labels, status=self._status, error_type=self._error_type)
-        series.duration_s(self._now() - self._started)
+        self._telemetry.metrics.add(
+            "requests_total", 1, **series.labels, status=self._status, error_type=self._error_type
+        )
+        series.duration_s(self._now() - self.started_s)
         if self.output_tokens:
             series.all_output_tokens(self.output_tokens)
             series.output_tokens(self.output_tokens)
         for tracker in self.trackers:
-            self._workers.record(tracker)
-
-    @property
-    def started_s(self) -> float:
-        """When the request began, by the loop's clock."""
-        return self._started
+            self._telemetry.workers.record(tracker)
 
     @property
     def first_token_at_s(self) -> float | None:
         """When the first tokens came, by the loop's clock."""
-        return None if self.first_tokens_s is None else self._started + self.first_tokens_s
+        return None if self.first_tokens_s is None else self.started_s + self.first_tokens_s
 
     def add_tracker(self, tracker: RequestTracker | None) -> None:
         """Add the tracker of a prompt that was sent; its workers' gauges are set when the request is over."""
@@ -99,16 +87,13 @@ class RequestMeter:
         if self._has_begun:
             self._series.gaps.observe((now - self._last) / count, count)
         else:
-            self._begin(now)
+            self._has_begun = True
+            self.first_tokens_s = now - self.started_s
+            self._series.queued(-1)
+            self._series.active(1)
+            self._series.first_token_s(self.first_tokens_s)
         self._last = now
         self.output_tokens += count
-
-    def _begin(self, now: float) -> None:
-        self._has_begun = True
-        self.first_tokens_s = now - self._started
-        self._series.queued(-1)
-        self._series.active(1)
-        self._series.first_token_s(self.first_tokens_s)
 
     def add_finish_reason(self, reason: FinishReason) -> None:
         """Record why one choice ended."""
@@ -128,9 +113,9 @@ class RequestMeter:
             self._status, self._error_type = "success", ""
             return
         self._status, self._error_type = "error", problem.kind
-        labels = self._series.labels
+        labels, metrics = self._series.labels, self._telemetry.metrics
         if problem.kind == "overload":
-            self._metrics.add("model_rejection_total", model=labels["model"], endpoint=labels["endpoint"])
+            metrics.add("model_rejection_total", model=labels["model"], endpoint=labels["endpoint"])
         if problem is CLIENT_GONE:
-            self._metrics.add("disconnected_clients")
-            self._metrics.add("model_cancellation_total", 1, **labels)
+            metrics.add("disconnected_clients")
+            metrics.add("model_cancellation_total", 1, **labels)

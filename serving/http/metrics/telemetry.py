@@ -2,12 +2,17 @@
 
 The library records through `pipeline.telemetry` and configures nothing; this is the configuration. Nothing of it is
 global, so each of several apps in one process shows only its own metrics.
+
+Source: dynamo lib/llm/src/http/service/metrics.rs, WORKER_LAST_*, update_runtime_config_metrics and
+update_mdc_metrics. Other than there, the gauges of a worker are set when a request is over, and the worker with the
+oldest request is dropped beyond a bound; of workers that differ, the largest published figure counts, not the latest.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -17,9 +22,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from pipeline.protocols import RequestTracker, worker_gauges
+from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.telemetry import Instrument, Metrics
 
-from .gauges import ModelGauges, WorkerGauges
 from .refusals import Refusals
 
 _TOKEN_GAPS = "inter_token_latency_seconds"
@@ -49,9 +55,9 @@ class Telemetry:
         """The app's own instruments."""
         self.component_metrics = Metrics(meter, family="component", environment=environment)
         """The instruments of this program's workers."""
-        self.token_gaps = TokenGaps(self.metrics.buckets(_TOKEN_GAPS))
+        self._token_gaps = TokenGaps(self.metrics.buckets(_TOKEN_GAPS), self.metrics.full_name(_TOKEN_GAPS))
+        self._registry.register(self._token_gaps)
         self._series: dict[tuple[str, str, str], RequestSeries] = {}
-        self._registry.register(_TokenGapsCollector(self.token_gaps, self.metrics.full_name(_TOKEN_GAPS)))
         self.workers = WorkerGauges(self.metrics, prefix)
         self.models = ModelGauges(self.metrics, prefix)
         """For programs that know the workers of their models."""
@@ -65,7 +71,7 @@ class Telemetry:
         """Return what requests with these labels are counted in."""
         labels = model, endpoint, request_type
         if (known := self._series.get(labels)) is None:
-            known = self._series[labels] = RequestSeries(self.metrics, self.token_gaps.of(model), *labels)
+            known = self._series[labels] = RequestSeries(self.metrics, self._token_gaps.of(model), *labels)
         return known
 
     def add_text(self, text: Callable[[], str]) -> None:
@@ -125,15 +131,16 @@ class RequestSeries:
         self.all_output_tokens = metrics.recorder("output_tokens_total", model=model)
 
 
-class TokenGaps:
+class TokenGaps(Collector):
     """The histograms of the time between tokens, by model.
 
     An instrument of OpenTelemetry costs about 6 microseconds an observation, more than everything else that is done
     for a token here; this costs a tenth of that. The exporter reads it like any other metric.
     """
 
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self._bounds_s = tuple(bounds_s)
+    def __init__(self, bounds_s: Sequence[float], name: str) -> None:
+        """`name` is the metric's, with its prefix."""
+        self._bounds_s, self._name = tuple(bounds_s), name
         self._models: dict[str, GapCounts] = {}
 
     def of(self, model: str) -> GapCounts:
@@ -142,25 +149,107 @@ class TokenGaps:
             known = self._models[model] = GapCounts(self._bounds_s)
         return known
 
-    def all(self) -> Mapping[str, GapCounts]:
-        """Return all histograms, by model."""
-        return self._models
-
-
-class _TokenGapsCollector(Collector):
-    """The token gaps as a Prometheus histogram."""
-
-    def __init__(self, gaps: TokenGaps, name: str) -> None:
-        self._gaps = gaps
-        self._name = name
-
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, "Between two tokens", labels=["model"])
-        for model, counts in self._gaps.all().items():
-            family.add_metric([model], _cumulative(counts), counts.sum_s)
-        yield family
+        """Return all of them as one metric of Prometheus."""
+        family, bounds = HistogramMetricFamily(self._name, "Between two tokens", labels=["model"]), [*self._bounds_s]
+        for model, known in self._models.items():
+            buckets = zip([*map(str, bounds), "+Inf"], accumulate(known.counts), strict=True)
+            family.add_metric([model], list(buckets), known.sum_s)
+        return [family]
 
 
-def _cumulative(counts: GapCounts) -> list[tuple[str, float]]:
-    bounds = [*map(str, counts.bounds_s), "+Inf"]
-    return list(zip(bounds, accumulate(counts.counts), strict=True))
+# -- gauges that are read when the metrics are
+
+RANKS_MAX = 4_096
+"""Series of each worker gauge at most; each is one rank of one worker."""
+
+_WORKER = ("worker_id", "dp_rank", "worker_type")
+
+WORKER_GAUGES = (
+    Instrument(
+        "worker_last_time_to_first_token_seconds",
+        "observed",
+        "s",
+        "From arrival to the first token of the worker's last request",
+        _WORKER,
+    ),
+    Instrument("worker_last_input_sequence_tokens", "observed", "", "Tokens of its prompt", _WORKER),
+    Instrument("worker_last_inter_token_latency_seconds", "observed", "s", "Mean time between its tokens", _WORKER),
+)
+
+_PUBLISHED: Mapping[str, tuple[str, Callable[[ModelDeploymentCard], int | None]]] = {
+    "model_total_kv_blocks": ("KV blocks of a worker", lambda card: card.runtime_config.total_kv_blocks),
+    "model_max_num_seqs": ("Sequences that a worker runs at a time", lambda card: card.runtime_config.max_num_seqs),
+    "model_max_num_batched_tokens": (
+        "Tokens that a worker computes in a pass",
+        lambda card: card.runtime_config.max_num_batched_tokens,
+    ),
+    "model_context_length": ("Tokens of a prompt and its answer", lambda card: card.effective_context_length or None),
+    "model_kv_cache_block_size": ("Tokens of a KV block", lambda card: card.kv_cache_block_size or None),
+}
+"""Gauges of a model's cards: name, help, figure of a card."""
+_MIGRATION_LIMIT = "model_migration_limit"
+
+MODEL_GAUGES = (
+    *(Instrument(name, "observed", "", text, ("model",)) for name, (text, _) in _PUBLISHED.items()),
+    Instrument(_MIGRATION_LIMIT, "observed", "", "Other workers a request may go on with", ("model",)),
+)
+
+Cards = Callable[[], Iterable[ModelDeploymentCard | None]]
+"""Return the cards of the present workers, None for a worker without one."""
+
+
+class WorkerGauges:
+    """The last request of each rank of each worker. Any thread may read the metrics."""
+
+    def __init__(self, metrics: Metrics, prefix: str | None = None) -> None:
+        """Use the meter of `metrics`; `prefix` replaces that of all names."""
+        gauges = Metrics(metrics.meter, prefix=prefix, rows=WORKER_GAUGES)
+        self._series: dict[str, dict[tuple[str, ...], tuple[dict[str, str], float]]] = {}
+        for row in WORKER_GAUGES:
+            self._series[row.name] = {}
+            gauges.observe(row.name, partial(self._observations, row.name))
+
+    def record(self, tracker: RequestTracker) -> None:
+        """Record a request that is over."""
+        for name, labels, value in worker_gauges(tracker):
+            series, key = self._series[name], tuple(labels.values())
+            series.pop(key, None)
+            series[key] = labels, value
+            if len(series) > RANKS_MAX:
+                del series[next(iter(series))]
+
+    def _observations(self, name: str) -> Iterable[tuple[dict[str, str], float]]:
+        return list(self._series[name].values())
+
+
+class ModelGauges:
+    """The models of a program. Any thread may read the metrics; a figure that no worker has published is left out."""
+
+    def __init__(self, metrics: Metrics, prefix: str | None = None) -> None:
+        """Use the meter of `metrics`; `prefix` replaces that of all names."""
+        gauges = Metrics(metrics.meter, prefix=prefix, rows=MODEL_GAUGES)
+        self._shown: list[tuple[Cards, int]] = []
+        for name, (_, figure) in _PUBLISHED.items():
+            gauges.observe(name, partial(self._largest, figure))
+        gauges.observe(_MIGRATION_LIMIT, self._limits)
+
+    def add(self, cards: Cards, migration_limit: int) -> None:
+        """Add the workers with these cards; a request may move to `migration_limit` more workers."""
+        self._shown.append((cards, migration_limit))
+
+    def _largest(
+        self, figure: Callable[[ModelDeploymentCard], int | None]
+    ) -> Iterable[tuple[Mapping[str, str], float]]:
+        found: dict[str, int] = {}
+        for card, _ in self._cards():
+            if (value := figure(card)) is not None:
+                found[card.display_name] = max(value, found.get(card.display_name, value))
+        return [({"model": model}, value) for model, value in found.items()]
+
+    def _limits(self) -> Iterable[tuple[Mapping[str, str], float]]:
+        limits = {card.display_name: limit for card, limit in self._cards()}
+        return [({"model": model}, limit) for model, limit in limits.items()]
+
+    def _cards(self) -> list[tuple[ModelDeploymentCard, int]]:
+        return [(card, limit) for cards, limit in self._shown for card in list(cards()) if card is not None]

@@ -127,7 +127,7 @@ def test_zero_turns_a_limit_off() -> None:
     unlimited = OpenRequests(HttpLimits(max_open_requests=0, max_open_requests_per_client=0), float("inf"))
     for _ in range(20_000):
         unlimited.admit("a").__enter__()
-    assert (len(unlimited), unlimited.of_client("a")) == (20_000, 20_000)
+    assert (len(unlimited.open), unlimited.by_client) == (20_000, {"a": 20_000})
 
 
 def test_nothing_is_kept_of_clients_without_a_request() -> None:
@@ -137,7 +137,7 @@ def test_nothing_is_kept_of_clients_without_a_request() -> None:
             requests.admit("a")
         with requests.admit("b"), pytest.raises(TooManyOpen):
             requests.admit("c")
-    assert (len(requests), requests._of_client) == (0, {})
+    assert (len(requests.open), requests.by_client) == (0, {})
 
 
 def test_a_refused_client_that_still_sends_its_body_reads_the_answer() -> None:

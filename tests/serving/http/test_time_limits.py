@@ -14,7 +14,7 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.generation.generation import KILL_GRACE_S
 from serving.http.generation.reply import BUFFER_BYTES
-from serving.http.time_limits import RequestClock, TimeLimits
+from serving.http.open_requests import RequestClock, TimeLimits
 from serving.limits import HttpLimits
 from tests.serving.worlds import Stubborn, chat, complete, last, token
 

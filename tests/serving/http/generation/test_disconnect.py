@@ -10,8 +10,8 @@ import pytest
 from pipeline import Annotated, AnyContext, Disconnected, ResponseStream
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import Availability, HttpOptions, Telemetry, app
-from serving.http.availability import Phase
 from serving.http.generation.generation import KILL_GRACE_S
+from serving.http.open_requests import Phase
 from tests.serving.worlds import Stubborn, chat, complete, last, request_to, token
 
 

@@ -137,7 +137,7 @@ async def test_cached_tokens_are_recorded_once_a_request(telemetry: Telemetry) -
 
 
 async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: Telemetry) -> None:
-    with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
+    with RequestMeter.of(telemetry, "m", "completions", streams=True) as meter:
         meter.add_tokens(5)
     seen = samples(telemetry)
     assert seen['time_to_first_token_seconds_count{model="m"}'] == 1
@@ -145,7 +145,7 @@ async def test_the_first_item_gives_no_gap_even_with_several_tokens(telemetry: T
 
 
 async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemetry) -> None:
-    with RequestMeter(telemetry, "m", "completions", streams=True) as meter:
+    with RequestMeter.of(telemetry, "m", "completions", streams=True) as meter:
         meter.add_tokens(1)
         await anyio.sleep(0.2)
         meter.add_tokens(4)
@@ -156,14 +156,14 @@ async def test_the_gap_before_an_item_is_shared_by_its_tokens(telemetry: Telemet
 
 
 async def test_a_request_without_a_verdict_is_an_internal_error(telemetry: Telemetry) -> None:
-    with RequestMeter(telemetry, "m", "completions", streams=False):
+    with RequestMeter.of(telemetry, "m", "completions", streams=False):
         pass
     labels = 'endpoint="completions",error_type="internal",model="m",request_type="unary",status="error"'
     assert samples(telemetry)[f"requests_total{{{labels}}}"] == 1
 
 
 async def test_a_verdict_is_the_kind_of_its_problem(telemetry: Telemetry) -> None:
-    with RequestMeter(telemetry, "m", "completions", streams=False) as meter:
+    with RequestMeter.of(telemetry, "m", "completions", streams=False) as meter:
         meter.finish(Problem(501, "x", "not_implemented"))
     assert any('error_type="not_implemented"' in name for name in samples(telemetry))
 
@@ -198,10 +198,10 @@ async def test_buckets_are_those_of_the_table() -> None:
 
 
 def test_gaps_are_counted_in_the_bucket_that_holds_them() -> None:
-    gaps = TokenGaps([0.0, 1.0, 2.0])
+    gaps = TokenGaps([0.0, 1.0, 2.0], "gaps")
     for gap, times in ((0.0, 1), (0.5, 2), (1.0, 4), (1.5, 8), (9.0, 16)):
         gaps.of("m").observe(gap, times)
-    assert gaps.all()["m"].counts == [1, 6, 8, 16]
+    assert gaps.of("m").counts == [1, 6, 8, 16]
     assert gaps.of("m").sum_s == pytest.approx(0 + 1 + 4 + 12 + 144)
 
 

@@ -19,7 +19,7 @@ from pipeline.testing import ScriptedEngine, Stall, Wait, watch_streams
 from serving.deployment import GraphConfig, standard_graph
 from serving.deployment.graphs import wall_ms
 from serving.http import Telemetry, app
-from serving.http.metrics.gauges import WorkerGauges
+from serving.http.metrics.telemetry import WorkerGauges
 from tests.serving.worlds import chat, complete
 
 BOTH = {"extra_fields": ["timing", "worker_id"]}
@@ -184,7 +184,7 @@ async def test_the_gauges_have_the_prefix_of_all_others() -> None:
 async def test_the_worker_with_the_latest_request_is_the_last_to_be_dropped(
     telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serving.http.metrics.gauges.RANKS_MAX", 5)
+    monkeypatch.setattr("serving.http.metrics.telemetry.RANKS_MAX", 5)
     shown = WorkerGauges(telemetry.metrics)
 
     def request_of(worker_id: int) -> None:
