@@ -101,11 +101,9 @@ class EventIdentity:
 
 
 @frozen
-class _Envelope:
+class _Envelope(EventIdentity):
     """`published_at` is in milliseconds."""
 
-    publisher_id: U64
-    sequence: U64
     published_at: U64
     topic: str
     payload: Any

@@ -13,7 +13,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-from attrs import frozen
 
 from pipeline import (
     AsyncEngine,
@@ -113,19 +112,13 @@ class InProcessServing(Serving):
         metered = None if self._meter is None else self._meter.begun(request.payload)
         ended = ReleaseOnce(self._end, call, request, metered)
         try:
-            stream = await self._ask(call, request)
-        except BaseException:
-            ended.release()
-            raise
-        return ResponseStream(self._relay(stream, request, ended, metered), request, stream, ended)
-
-    async def _ask(self, call: Context[Any], request: Context[Any]) -> ResponseStream[Any]:
-        try:
-            return await self._engine.generate(call)
+            stream = await self._engine.generate(call)
         except BaseException as error:
+            ended.release()
             raise_if_ours(error)
             self._fail(request, error)
             raise
+        return ResponseStream(self._relay(stream, request, ended, metered), request, stream, ended)
 
     async def _relay(
         self, stream: ResponseStream[Any], request: Context[Any], ended: ReleaseOnce, metered: MeteredCall | None
@@ -212,7 +205,12 @@ class InProcessEventPlane(EventPlane):
         return sum(len(fanout) for fanout in self._topics.values())
 
     def publisher(self, scope: Scope, topic: str) -> Publisher:
-        return _InProcessPublisher(self._rng.randint(1, MAX_ID), topic, self._wall_ms, self._push_to((scope, topic)))
+        return _InProcessPublisher(self, (scope, topic), self._rng.randint(1, MAX_ID))
+
+    def push(self, key: Key, publisher_id: int, sequence: int, payload: object) -> None:
+        """Deliver an event to its subscribers. Called in the publisher's loop."""
+        if (fanout := self._topics.get(key)) is not None:
+            fanout.push(Event(publisher_id, sequence, self._wall_ms(), key[1], payload))
 
     def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
         key = (scope, topic)
@@ -232,39 +230,20 @@ class InProcessEventPlane(EventPlane):
         for fanout in topics.values():
             fanout.complete()
 
-    def _push_to(self, key: Key) -> Callable[[Event[Any]], None]:
-        def push(event: Event[Any]) -> None:
-            if (fanout := self._topics.get(key)) is not None:
-                fanout.push(event)
-
-        return push
-
     def _tidy(self, key: Key) -> None:
         if key in self._topics and not self._topics[key]:
             del self._topics[key]
 
 
 class _InProcessPublisher(Publisher):
-    def __init__(
-        self, publisher_id: int, topic: str, wall_ms: Callable[[], int], push: Callable[[Event[Any]], None]
-    ) -> None:
+    def __init__(self, plane: InProcessEventPlane, key: Key, publisher_id: int) -> None:
         self.publisher_id = publisher_id
-        self._topic, self._wall_ms, self._push = topic, wall_ms, push
-        self._numbers = count()
-        self._handle = LoopHandle()
+        self._plane, self._key = plane, key
+        self._numbers, self._handle = count(), LoopHandle()
 
     def publish(self, payload: object) -> None:
-        self._handle.run(lambda: self._publish(payload))
-
-    def _publish(self, payload: object) -> None:
         # Numbered where it is delivered, so that events of several threads arrive in the order of their numbers.
-        self._push(Event(self.publisher_id, next(self._numbers), self._wall_ms(), self._topic, payload))
-
-
-@frozen
-class _Entry:
-    value: bytes
-    revision: int
+        self._handle.run(lambda: self._plane.push(self._key, self.publisher_id, next(self._numbers), payload))
 
 
 class InProcessStore(Store):
@@ -276,7 +255,7 @@ class InProcessStore(Store):
     def __init__(self, scheduler: AnyIOScheduler, ttl_s: float) -> None:
         self._scheduler = scheduler
         self._ttl_s = ttl_s
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Put] = {}
         self._lapsing: dict[str, DisposableBase] = {}
         self._watchers: Fanout[Change] = Fanout()
 
@@ -288,7 +267,7 @@ class InProcessStore(Store):
     async def create(self, key: str, value: bytes) -> Written:
         if (entry := self._entries.get(key)) is not None:
             return Written("exists", entry.revision)
-        self._write(key, _Entry(value, 0))
+        self._write(Put(key, value, 0))
         return Written("created", 0)
 
     async def replace(self, key: str, value: bytes, revision: int) -> Written:
@@ -296,15 +275,14 @@ class InProcessStore(Store):
             return Written("missing")
         if entry.revision != revision:
             return Written("retry", entry.revision)
-        self._write(key, _Entry(value, revision + 1))
+        self._write(Put(key, value, revision + 1))
         return Written("created", revision + 1)
 
     async def delete(self, key: str) -> None:
         self._remove(key)
 
     async def get(self, key: str) -> Put | None:
-        entry = self._entries.get(key)
-        return None if entry is None else Put(key, entry.value, entry.revision)
+        return self._entries.get(key)
 
     async def entries(self, prefix: str = "") -> dict[str, bytes]:
         return {put.key: put.value for put in self._under(prefix)}
@@ -327,16 +305,12 @@ class InProcessStore(Store):
         self._watchers.complete()
 
     def _under(self, prefix: str) -> list[Put]:
-        return [
-            Put(key, entry.value, entry.revision)
-            for key, entry in sorted(self._entries.items(), key=lambda item: item[0])
-            if matches_prefix(key, prefix)
-        ]
+        return [entry for key, entry in sorted(self._entries.items()) if matches_prefix(key, prefix)]
 
-    def _write(self, key: str, entry: _Entry) -> None:
-        self._renew(key)
-        self._entries[key] = entry
-        self._watchers.push(Put(key, entry.value, entry.revision))
+    def _write(self, entry: Put) -> None:
+        self._renew(entry.key)
+        self._entries[entry.key] = entry
+        self._watchers.push(entry)
 
     def _remove(self, key: str) -> None:
         self._renew(key)
