@@ -80,7 +80,9 @@ class Annotated(Generic[T]):
         """Return the data or None. Raise the error of an error item."""
         return self.ok().data
 
-    into_result = into_data
+    def into_result(self) -> T | None:
+        """Same as `into_data`."""
+        return self.into_data()
 
     def transfer(self, data: U | None) -> Annotated[U]:
         """Return the same item around other data: id, event, comments and error are kept."""

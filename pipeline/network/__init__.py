@@ -1,26 +1,29 @@
-"""How a graph crosses processes: names, discovery, the request plane, the event plane, and `Runtime` over them."""
+"""How a graph crosses processes: names, discovery, the request plane, the event plane, and `Runtime` over them.
 
-from .discovery import Added, Model, Removed, TaintsUpdated
+What is imported under its own name again is for sibling packages; users take the names of `__all__`.
+"""
+
+from .discovery import Added as Added
+from .discovery import Model
+from .discovery import Removed as Removed
+from .discovery import TaintsUpdated as TaintsUpdated
 from .events import Event, EventPlane, Scope
 from .names import EndpointId, Instance
 from .runtime import Runtime, Served
-from .workers import EndpointWorkers, Ids, Members, Workers, static_workers
+from .workers import EndpointWorkers, Workers, static_workers
+from .workers import Ids as Ids
+from .workers import Members as Members
 
 __all__ = [
-    "Added",
     "EndpointId",
     "EndpointWorkers",
     "Event",
     "EventPlane",
-    "Ids",
     "Instance",
-    "Members",
     "Model",
-    "Removed",
     "Runtime",
     "Scope",
     "Served",
-    "TaintsUpdated",
     "Workers",
     "static_workers",
 ]

@@ -15,17 +15,12 @@ from typing import Any, ClassVar, Literal, Self
 from attrs import define, evolve, field, frozen
 
 from .field_rules import U32, InvalidRecord, never, null, skip
-from .runtime_config import (
-    STOPS_PREFILLS,
-    TOPOLOGY_TAINT_PREFIX,
-    DisaggregatedEndpoint,
-    ModelRuntimeConfig,
-    topology_taint,
-)
+from .runtime_config import STOPS_PREFILLS as STOPS_PREFILLS
+from .runtime_config import TOPOLOGY_TAINT_PREFIX as TOPOLOGY_TAINT_PREFIX
+from .runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig
+from .runtime_config import topology_taint as topology_taint
 
 __all__ = [
-    "STOPS_PREFILLS",
-    "TOPOLOGY_TAINT_PREFIX",
     "DisaggregatedEndpoint",
     "LoraInfo",
     "ModelDeploymentCard",
@@ -33,7 +28,6 @@ __all__ = [
     "ModelRuntimeConfig",
     "ModelType",
     "WorkerType",
-    "topology_taint",
 ]
 
 _CHECKSUM = re.compile(r"blake3:[0-9a-f]{64}")

@@ -1,9 +1,15 @@
-"""ResponseStream to and from reactivex Observable, and a reactivex scheduler on anyio."""
+"""ResponseStream to and from reactivex Observable, and a reactivex scheduler on anyio.
+
+What is imported under its own name again is for sibling packages; users take the names of `__all__`.
+"""
 
 from reactivex import Observable
 from reactivex import operators as ops
-from reactivex.abc import DisposableBase, ObserverBase
-from reactivex.disposable import CompositeDisposable, Disposable, RefCountDisposable
+from reactivex.abc import DisposableBase as DisposableBase
+from reactivex.abc import ObserverBase as ObserverBase
+from reactivex.disposable import CompositeDisposable as CompositeDisposable
+from reactivex.disposable import Disposable as Disposable
+from reactivex.disposable import RefCountDisposable as RefCountDisposable
 from reactivex.scheduler import CatchScheduler
 from reactivex.subject import BehaviorSubject, Subject
 
@@ -14,13 +20,8 @@ __all__ = [
     "AnyIOScheduler",
     "BehaviorSubject",
     "CatchScheduler",
-    "CompositeDisposable",
-    "Disposable",
-    "DisposableBase",
     "Observable",
-    "ObserverBase",
     "OverflowPolicy",
-    "RefCountDisposable",
     "Subject",
     "apply",
     "from_observable",

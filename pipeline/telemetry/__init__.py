@@ -1,44 +1,33 @@
-"""Spans, trace propagation, metrics, and the Prometheus text format."""
+"""Spans, trace propagation, metrics, and the Prometheus text format.
+
+What is imported under its own name again is for sibling packages; users take the names of `__all__`.
+"""
 
 from .metrics import Buckets, Instrument, Metrics
-from .prometheus import Sample, family, merged, with_labels
-from .propagation import extract, inject, linked
-from .tracing import (
-    ENDING,
-    REQUEST_ID,
-    UNTRACED,
-    OpenSpan,
-    RequestSpan,
-    TracedEngine,
-    Tracer,
-    annotate,
-    link_to,
-    spanned,
-    trace_link,
-    traced,
-)
+from .prometheus import Sample as Sample
+from .prometheus import family as family
+from .prometheus import merged as merged
+from .prometheus import with_labels as with_labels
+from .propagation import extract, inject
+from .propagation import linked as linked
+from .tracing import ENDING as ENDING
+from .tracing import REQUEST_ID as REQUEST_ID
+from .tracing import UNTRACED as UNTRACED
+from .tracing import OpenSpan, Tracer, annotate, link_to, spanned, trace_link, traced
+from .tracing import RequestSpan as RequestSpan
+from .tracing import TracedEngine as TracedEngine
 
 __all__ = [
-    "ENDING",
-    "REQUEST_ID",
-    "UNTRACED",
     "Buckets",
     "Instrument",
     "Metrics",
     "OpenSpan",
-    "RequestSpan",
-    "Sample",
-    "TracedEngine",
     "Tracer",
     "annotate",
     "extract",
-    "family",
     "inject",
     "link_to",
-    "linked",
-    "merged",
     "spanned",
     "trace_link",
     "traced",
-    "with_labels",
 ]

@@ -3,7 +3,7 @@
 Usable with any test runner; with pytest the fixtures of the plugin `penstock_pytest` come by themselves.
 """
 
-from ..virtual_time import VirtualTimeLoop, run_in_virtual_time, virtual_time
+from ..virtual_time import run_in_virtual_time, virtual_time
 from .check import check_engine, check_operator
 from .engine_rules import ENGINE_RULES
 from .faults import Fault, Faults, Malformed
@@ -23,7 +23,6 @@ __all__ = [
     "Probe",
     "ScriptedEngine",
     "Stall",
-    "VirtualTimeLoop",
     "Wait",
     "check_engine",
     "check_operator",

@@ -1,35 +1,24 @@
-"""Typed messages to bytes and back: codec, frames, server-sent events, errors."""
+"""Typed messages to bytes and back: codec, frames, server-sent events, errors.
 
-from .codec import (
-    from_json,
-    from_msgpack,
-    from_plain,
-    is_json_object,
-    plain_from_json,
-    plain_from_long_json,
-    to_json,
-    to_msgpack,
-    to_plain,
-)
-from .errors import error_from_plain, error_to_plain
-from .long_json import WINDOW, JsonSize
-from .sse import DONE, SSEDecoder, SSEMessage, encode
+What is imported under its own name again is for sibling packages; users take the names of `__all__`.
+"""
+
+from .codec import from_json, from_msgpack, from_plain, to_json, to_msgpack, to_plain
+from .codec import is_json_object as is_json_object
+from .codec import plain_from_json as plain_from_json
+from .codec import plain_from_long_json as plain_from_long_json
+from .long_json import WINDOW as WINDOW
+from .long_json import JsonSize as JsonSize
+from .sse import DONE as DONE
+from .sse import SSEDecoder, SSEMessage, encode
 
 __all__ = [
-    "DONE",
-    "WINDOW",
-    "JsonSize",
     "SSEDecoder",
     "SSEMessage",
     "encode",
-    "error_from_plain",
-    "error_to_plain",
     "from_json",
     "from_msgpack",
     "from_plain",
-    "is_json_object",
-    "plain_from_json",
-    "plain_from_long_json",
     "to_json",
     "to_msgpack",
     "to_plain",

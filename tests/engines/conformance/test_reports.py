@@ -22,7 +22,7 @@ from engines import (
 )
 from pipeline import ContractViolation, Disconnected
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PreprocessedRequest
-from pipeline.wire import error_from_plain, error_to_plain
+from pipeline.wire.errors import error_from_plain, error_to_plain
 from tests.engines.conformance.worlds import RECORDED, TOKEN_S, Chunks, Sevens, Unhurried, failures_of, names_of
 
 

@@ -32,8 +32,8 @@ from pipeline.errors import (
     chain,
 )
 from pipeline.protocols.field_rules import InvalidRecord
-from pipeline.wire import error_from_plain, error_to_plain, from_json, to_json
-from pipeline.wire.errors import LINKS_MAX
+from pipeline.wire import from_json, to_json
+from pipeline.wire.errors import LINKS_MAX, error_from_plain, error_to_plain
 
 OURS = [cls for cls in PenstockError._by_name.values() if cls.__module__ == "pipeline.errors"]
 

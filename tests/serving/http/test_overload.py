@@ -12,7 +12,7 @@ import pytest
 from operators import AllBusy, AllCoolingDown, BusyThresholds
 from pipeline import Annotated, PenstockError, ResourceExhausted
 from pipeline.testing import OpenStreams, ScriptedEngine
-from pipeline.wire import error_from_plain, error_to_plain
+from pipeline.wire.errors import error_from_plain, error_to_plain
 from serving.deployment import GraphConfig, HostOptions, OpenGraph, hosted_graph
 from serving.deployment.routing import busy_thresholds
 from serving.http import HttpOptions, app

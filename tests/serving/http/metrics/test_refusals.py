@@ -15,7 +15,7 @@ from operators.kv.errors import QueueRejected
 from pipeline.errors import ExceededLimit, InvalidArgument
 from pipeline.protocols.limits import RequestLimits
 from pipeline.testing import Fail, ScriptedEngine, Wait
-from pipeline.wire import error_from_plain, error_to_plain
+from pipeline.wire.errors import error_from_plain, error_to_plain
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.refusals import LIMITS_MAX, Refusals
 from serving.http.problems import Problem
