@@ -11,6 +11,7 @@ from .config import (
 from .errors import BookingError, QueueRejected
 from .events import EngineSubscriber, EventLog, KvRecovery, WireLimits, recovery_workers
 from .factory import kv_router
+from .gauges import RouterGauges
 from .index import KvIndex, KvIndexError, PredictedIndex
 from .load import ACTIVE_REQUEST_EXPIRY, ActiveSequences, ReplicaSync
 from .lookup import kv_events
@@ -22,7 +23,7 @@ from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shar
 from .reservation import Reservation, ends_badly
 from .router import KvRouter
 from .selection import WorkerType
-from .service import RouterGauges, RouterService
+from .service import RouterService
 from .types import WorkerRank
 
 __all__ = [

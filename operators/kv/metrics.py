@@ -1,6 +1,6 @@
 """RouterMetrics: what a KV router counts of the requests it routes and refuses, and of KV events.
 
-What is in flight and waits in it is in `service.gauges`.
+What is in flight and waits in it is in `gauges.py`.
 
 Source: dynamo lib/llm/src/kv_router/metrics.rs. Other than there queries are not counted as traffic, the time between
 tokens is measured whether or not output blocks are tracked, and prefixes given up are counted of all types of workers.

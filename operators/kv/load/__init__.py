@@ -2,8 +2,9 @@
 
 from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
 from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoad, RankLoads
-from .replica_events import (
+from .replicas import (
     ACTIVE_SEQUENCES_TOPIC,
+    BATCH_EVENTS,
     ActiveSequenceEvent,
     AddRequest,
     Applied,
@@ -11,10 +12,10 @@ from .replica_events import (
     Free,
     MarkPrefillCompleted,
     PrefillLoadHint,
+    ReplicaSync,
     SequenceEventData,
     apply_events,
 )
-from .replicas import BATCH_EVENTS, ReplicaSync
 from .sequences import (
     ACTIVE_REQUEST_EXPIRY,
     EXPIRY_S,

@@ -4,7 +4,6 @@ from .admission import OVERLAP_REFRESH_AFTER, AdmissionController, QueuedRequest
 from .policy import DepthTier, PolicyClass, PolicyProfile, PromptSize, QueueUsage
 from .profiles import PolicyDocument
 from .queue import AdmissionQueue, Waiting
-from .rooms import Rooms
 
 __all__ = [
     "OVERLAP_REFRESH_AFTER",
@@ -17,6 +16,5 @@ __all__ = [
     "PromptSize",
     "QueueUsage",
     "QueuedRequest",
-    "Rooms",
     "Waiting",
 ]

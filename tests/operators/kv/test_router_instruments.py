@@ -8,6 +8,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from operators.kv.gauges import ROUTER_GAUGES
 from operators.kv.metrics import (
     EVENT_INSTRUMENTS,
     OVERHEAD_INSTRUMENTS,
@@ -18,7 +19,6 @@ from operators.kv.metrics import (
     RouterMetrics,
     shown_type,
 )
-from operators.kv.service import ROUTER_GAUGES
 from pipeline.telemetry import Instrument, Metrics
 
 PLACE = {"dynamo_namespace", "dynamo_component"}

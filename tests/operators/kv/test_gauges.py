@@ -10,12 +10,11 @@ import anyio
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from operators.kv import KvRouter, KvRouterConfig, kv_router
+from operators.kv import KvRouter, KvRouterConfig, RouterGauges, kv_router
 from operators.kv.load import SequenceLoad
 from operators.kv.prompt import PromptBlocks
 from operators.kv.queue import PolicyClass, PolicyProfile
 from operators.kv.request import RouteRequest
-from operators.kv.service import RouterGauges
 from operators.kv.types import WorkerRank
 from pipeline import Annotated
 from pipeline.network import Runtime, Workers, static_workers

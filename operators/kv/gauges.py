@@ -8,21 +8,22 @@ written at every change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Self
 
 from pipeline.protocols import worker_label
 from pipeline.telemetry import Instrument, Metrics
 
-from ..load import RankLoad
-from ..metrics import shown_type
-from ..queue import QueueUsage
-from ..router import KvRouter
+from .metrics import shown_type
+from .router import KvRouter
 
 Seen = Iterable[tuple[dict[str, str], float]]
 
 _WORKER = ("worker_id", "dp_rank", "worker_type")
 _QUEUE = ("model", "worker_type", "policy_class")
+_RANK, _CLASS = ("decode_blocks", "prefill_tokens"), ("requests", "isl_tokens", "cached_tokens")
+"""The figures of a RankLoad and of a QueueUsage that are shown."""
 
 ROUTER_GAUGES = (
     Instrument("worker_active_decode_blocks", "observed", "", "KV blocks of the requests routed to a rank", _WORKER),
@@ -45,13 +46,8 @@ class RouterGauges:
         self._router, self._model, self._type = router, model, shown_type(router.worker_type)
         metrics = Metrics(meter, rows=ROUTER_GAUGES)
         self._forget = [
-            metrics.observe("worker_active_decode_blocks", lambda: self._ranks(lambda load: load.decode_blocks)),
-            metrics.observe("worker_active_prefill_tokens", lambda: self._ranks(lambda load: load.prefill_tokens)),
-            metrics.observe("router_queue_pending_requests", lambda: self._classes(lambda usage: usage.requests)),
-            metrics.observe("router_queue_pending_isl_tokens", lambda: self._classes(lambda usage: usage.isl_tokens)),
-            metrics.observe(
-                "router_queue_pending_cached_tokens", lambda: self._classes(lambda usage: usage.cached_tokens)
-            ),
+            *(metrics.observe(f"worker_active_{figure}", partial(self._ranks, figure)) for figure in _RANK),
+            *(metrics.observe(f"router_queue_pending_{figure}", partial(self._classes, figure)) for figure in _CLASS),
         ]
 
     def close(self) -> None:
@@ -65,11 +61,11 @@ class RouterGauges:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ranks(self, figure: Callable[[RankLoad], int]) -> Seen:
+    def _ranks(self, figure: str) -> Seen:
         for load in self._router.loads.by_rank():
             worker_id, dp_rank = worker_label(load.rank.worker_id), str(load.rank.dp_rank)
-            yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, figure(load)
+            yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, getattr(load, figure)
 
-    def _classes(self, figure: Callable[[QueueUsage], int]) -> Seen:
+    def _classes(self, figure: str) -> Seen:
         for name, usage in self._router.queue.waiting_by_class().items():
-            yield {"model": self._model, "worker_type": self._type, "policy_class": name}, figure(usage)
+            yield {"model": self._model, "worker_type": self._type, "policy_class": name}, getattr(usage, figure)
