@@ -253,21 +253,22 @@ class ReleaseOnce:
     `release`, or logged after a drop.
     """
 
-    __slots__ = ("_action", "_arguments", "_loop")
+    __slots__ = ("_action", "_arguments", "_loop", "is_released")
+
+    is_released: bool
+    """Whether it was released or cancelled."""
 
     def __init__(self, action: Callable[[Unpack[Arguments]], object], *arguments: *Arguments) -> None:
         self._action: Callable[..., object] | None = action
         self._arguments: tuple[Any, ...] = arguments  # half the memory of a closure over them
         self._loop = running_loop()
-
-    @property
-    def is_released(self) -> bool:
-        return self._action is None
+        self.is_released = False
 
     def release(self) -> None:
         """Run the action, unless it was released or cancelled before."""
         action, self._action = self._action, None
         arguments, self._arguments = self._arguments, ()
+        self.is_released = True
         if action is not None:
             action(*arguments)
 
@@ -275,9 +276,10 @@ class ReleaseOnce:
         """Drop the action without running it. Return False if it was released or cancelled before."""
         action, self._action = self._action, None
         self._arguments = ()
+        self.is_released = True
         return action is not None
 
     def release_soon(self) -> None:
         """Release on the next turn of the loop this was made in. Safe in finalisers and threads; raises nothing."""
-        if self._action is not None:
+        if not self.is_released:
             call_soon(self._loop, self.release)

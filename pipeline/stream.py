@@ -117,10 +117,13 @@ class ResponseStream(Generic[T_co]):
         self._closed = True
         self.__anext__ = _read_after_close  # type: ignore[method-assign]
         owned, self._owned = self._owned, ()
-        if owned:
-            await _close_all((self._items, *owned))
-        else:
-            await self._items.aclose()
+        if self._items.ag_frame is None:  # it has ended, and most have closed what they own: 0.7 us instead of 1.1
+            for part in owned:
+                if not (part.is_released if isinstance(part, ReleaseOnce) else part._closed):
+                    break
+            else:
+                return
+        await _close_all((self._items, *owned))
 
     async def __aenter__(self) -> Self:
         return self
