@@ -2,9 +2,16 @@
 
 from .conformance import ConformanceFailure, run_conformance
 from .echo import EchoEngine
-from .kv_events import KvEventLog, KvEventPublisher, PushSource
 from .llm import EngineConfig, GenerateContext, LLMEngine
-from .metrics import ComponentSnapshot, MetricsBindings, MetricsContext, SnapshotPublisher
+from .publishing import (
+    ComponentSnapshot,
+    KvEventLog,
+    KvEventPublisher,
+    MetricsBindings,
+    MetricsContext,
+    PushSource,
+    SnapshotPublisher,
+)
 from .roles import DisaggregationMode
 from .standalone import as_engine
 from .worker import ShutdownTimes, SystemHealth, Worker, WorkerConfig, WorkerState

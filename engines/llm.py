@@ -23,8 +23,7 @@ from attrs import define, field, fields
 from pipeline import AnyContext, Context, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
-from .kv_events import KvEventSource
-from .metrics import MetricsBindings, MetricsContext
+from .publishing import KvEventSource, MetricsBindings, MetricsContext
 
 
 class FirstToken:

@@ -24,7 +24,7 @@ from attrs import evolve, frozen
 from pipeline.protocols import PreprocessedRequest
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
-from . import answer_checks, lifecycle_checks, limit_checks, resource_checks, stop_checks
+from . import answer_checks, engine_checks, stop_checks
 from .answers import Baseline, Trial, mock_context
 from .bounded_calls import Call, Watchdog, watchdog
 from .failures import AFTERWARDS, ConformanceFailure, FailureLog
@@ -63,8 +63,8 @@ async def run_conformance(
 
         await _live(engine, found, check)
         if "CleanupFailed" not in found:
-            await found.note(resource_checks.check_left_by_cleanup(before, deadline_s))
-        await found.note(lifecycle_checks.clean_up("CleanupWithoutStartFailed", await _made(factory), within_s))
+            await found.note(engine_checks.check_left_by_cleanup(before, deadline_s))
+        await found.note(engine_checks.clean_up("CleanupWithoutStartFailed", await _made(factory), within_s))
     if failures := list(found.failures.values()):
         raise ExceptionGroup(f"{type(engine).__name__} fails {len(failures)} checks of the engine contract", failures)
 
@@ -87,17 +87,17 @@ async def _live(engine: LLMEngine, found: FailureLog, check: Callable[[EngineCon
     background = Call(engine.background)
     async with anyio.create_task_group() as tasks:
         try:
-            if (config := await found.note(lifecycle_checks.start(engine, found.within_s))) is not None:
+            if (config := await found.note(engine_checks.start(engine, found.within_s))) is not None:
                 with anyio.CancelScope() as checks:
                     tasks.start_soon(_watch, background, found, checks)
                     await check(config)
                 if not checks.cancelled_caught:
-                    await found.note(lifecycle_checks.drain(engine, found.within_s))
+                    await found.note(engine_checks.drain(engine, found.within_s))
         finally:
-            await found.note(lifecycle_checks.clean_up("CleanupFailed", engine, found.within_s))
+            await found.note(engine_checks.clean_up("CleanupFailed", engine, found.within_s))
             background.is_cancelled = True
         if "CleanupFailed" not in found:
-            await found.note(lifecycle_checks.clean_up("SecondCleanupFailed", engine, found.within_s))
+            await found.note(engine_checks.clean_up("SecondCleanupFailed", engine, found.within_s))
         tasks.cancel_scope.cancel()
 
 
@@ -154,13 +154,13 @@ async def check_started(
 ) -> None:
     """Check a started engine. With `varies` it also gets other prompts than that of the trial."""
     await found.note_each(
-        partial(lifecycle_checks.check_model, trial.config),
-        partial(lifecycle_checks.check_kv_event_sources, trial.engine, trial.within_s),
-        partial(lifecycle_checks.check_setup_metrics, trial.engine, trial.within_s),
+        partial(engine_checks.check_model, trial.config),
+        partial(engine_checks.check_kv_event_sources, trial.engine, trial.within_s),
+        partial(engine_checks.check_setup_metrics, trial.engine, trial.within_s),
     )
     if bad_request is not None:
         await found.note(answer_checks.check_bad(trial, bad_request))
-    rest = await resource_checks.Rest.of(trial)
+    rest = await engine_checks.Rest.of(trial)
     trial.turns.clear()
     known, alone = await _alone(trial, found)
     if not found.failures.keys().isdisjoint(_LAST):
@@ -174,14 +174,14 @@ async def check_started(
     )
     if alone is None:
         trial = await course.limit(trial)
-    await found.note_each(partial(resource_checks.check_loop_since, trial))
+    await found.note_each(partial(engine_checks.check_loop_since, trial))
     await course.disturb(trial, together=together)
     if found.failures.keys() <= _OF_THE_CONFIG:
-        for failure in await lifecycle_checks.check_hosted(
+        for failure in await engine_checks.check_hosted(
             trial, known, None if "BadRequestServed" in found else bad_request
         ):
             found.add(failure)
-    await found.note_each(partial(resource_checks.check_loop_since, trial))
+    await found.note_each(partial(engine_checks.check_loop_since, trial))
 
 
 async def _alone(trial: Trial, found: FailureLog) -> tuple[Baseline, ConformanceFailure | None]:
@@ -192,7 +192,7 @@ async def _alone(trial: Trial, found: FailureLog) -> tuple[Baseline, Conformance
         known, alone = Baseline.nothing(), failure
         found.add(failure)
     if alone is None or alone.name not in _LAST:
-        await found.note_each(partial(resource_checks.check_loop, trial, known.natural.length or 1), but=alone)
+        await found.note_each(partial(engine_checks.check_loop, trial, known.natural.length or 1), but=alone)
     return known, alone
 
 
@@ -203,7 +203,7 @@ class _Course:
     found: FailureLog
     known: Baseline
     alone: ConformanceFailure | None
-    rest: resource_checks.Rest
+    rest: engine_checks.Rest
 
     async def again(self, trial: Trial, *, varies: bool) -> Trial:
         """Check the same and other requests, one at a time; return the trial for the checks that follow."""
@@ -219,15 +219,15 @@ class _Course:
         """Check requests with limits; return the trial for the checks that follow."""
         found, known = self.found, self.known
         await found.note_each(
-            partial(limit_checks.check_max_tokens, trial, known),
+            partial(answer_checks.check_max_tokens, trial, known),
             partial(answer_checks.check_nothing_left_over, trial, known, "behind a limited one"),
         )
         if "TokensLeftOver" in found:
             return trial  # they would be in all that follow
         await found.note_each(
-            partial(limit_checks.check_min_tokens, trial, known),
-            partial(limit_checks.check_ignore_eos, trial, known),
-            partial(limit_checks.check_choices, trial, known),
+            partial(answer_checks.check_min_tokens, trial, known),
+            partial(answer_checks.check_ignore_eos, trial, known),
+            partial(answer_checks.check_choices, trial, known),
             partial(answer_checks.check_nothing_left_over, trial, known, "behind others with limits"),
         )
         trial = evolve(trial, goes_on=known.goes_on)
@@ -237,15 +237,15 @@ class _Course:
     async def disturb(self, trial: Trial, *, together: bool) -> None:
         """Requests that are closed, stopped or killed, and others behind and beside them."""
         found, known, alone = self.found, self.known, self.alone
-        left_by_close = partial(resource_checks.check_left_by_close, trial, self.rest, known.gap_s)
-        left_by_stop = partial(resource_checks.check_left_by_stop, trial, self.rest, known.gap_s)
+        left_by_close = partial(engine_checks.check_left_by_close, trial, self.rest, known.gap_s)
+        left_by_stop = partial(engine_checks.check_left_by_stop, trial, self.rest, known.gap_s)
         leaves_nothing = await found.note_behind(left_by_close)
         went_well = await self._stop(trial) and leaves_nothing
-        await found.note_each(partial(resource_checks.check_loop_since, trial))
+        await found.note_each(partial(engine_checks.check_loop_since, trial))
         went_well &= await found.note_behind(
             partial(self._nothing_left_over, trial, "behind stopped ones"),
             partial(stop_checks.check_close, trial, answer_checks.CONCURRENT if together else 1),
-            partial(resource_checks.check_loop_since, trial),
+            partial(engine_checks.check_loop_since, trial),
         )
         if "CloseFailed" not in found:  # what is killed is closed, too
             went_well &= await found.note_behind(

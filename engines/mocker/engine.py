@@ -26,9 +26,8 @@ from attrs import evolve
 from pipeline import Control, EngineShutdown, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
-from ..kv_events import PushSource
 from ..llm import EngineConfig, GenerateContext, LLMEngine
-from ..metrics import MetricsBindings, MetricsContext, SnapshotPublisher
+from ..publishing import MetricsBindings, MetricsContext, PushSource, SnapshotPublisher
 from ..worker import health_payload
 from .answer import Answer, empty_answer
 from .args import MockEngineArgs

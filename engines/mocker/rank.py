@@ -28,8 +28,7 @@ from pipeline import EngineShutdown, PenstockError
 from pipeline.errors import BackendUnknown
 from pipeline.loop import Timer, Wakeup, clock
 
-from ..kv_events import KvEventPublisher
-from ..metrics import ComponentSnapshot, SnapshotPublisher
+from ..publishing import ComponentSnapshot, KvEventPublisher, SnapshotPublisher
 from .args import MockEngineArgs
 from .build import make_scheduler
 from .scheduling import Sequence, SequenceState, StepResult

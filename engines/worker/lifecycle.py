@@ -24,7 +24,7 @@ from pipeline.foreign import raise_if_ours
 
 from ..chunks import engine_error
 from ..llm import EngineConfig, LLMEngine
-from ..metrics import EngineMetrics, Step
+from ..publishing import EngineMetrics, Step
 
 if TYPE_CHECKING:
     from pipeline.rx import AnyIOScheduler

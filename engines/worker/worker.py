@@ -31,9 +31,8 @@ from pipeline.settings import Variable, switch
 from pipeline.telemetry import Tracer, with_labels
 
 from ..adapter import RequestAdapter
-from ..kv_events import KvEventLogs, MakeKvEventLog
 from ..llm import EngineConfig, LLMEngine
-from ..metrics import EngineMetrics, MetricsBindings, MetricsContext
+from ..publishing import EngineMetrics, KvEventLogs, MakeKvEventLog, MetricsBindings, MetricsContext
 from .config import ShutdownTimes, WorkerConfig, served_name
 from .health import SystemHealth, WorkerHealth
 from .lifecycle import Background, Lifecycle, WorkerState, engine_errors

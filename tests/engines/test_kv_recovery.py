@@ -21,7 +21,7 @@ from engines import (
     Worker,
     WorkerConfig,
 )
-from engines.kv_events import recovery_engine
+from engines.publishing import recovery_engine
 from pipeline import AsyncEngine, CannotConnect, Context, InvalidArgument
 from pipeline.errors import BackendUnknown
 from pipeline.network import Added, EndpointId, Event, Runtime, Scope

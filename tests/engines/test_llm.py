@@ -8,7 +8,7 @@ import pytest
 
 from engines import EngineConfig, LLMEngine, MetricsBindings, MetricsContext
 from engines.conformance import mock_context
-from engines.metrics import EngineMetrics
+from engines.publishing import EngineMetrics
 from pipeline import InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 

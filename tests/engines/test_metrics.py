@@ -10,7 +10,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from engines import ComponentSnapshot, SnapshotPublisher
-from engines.metrics import EngineMetrics
+from engines.publishing import EngineMetrics
 from pipeline.protocols.kv import ActiveLoad
 from pipeline.telemetry import Metrics
 

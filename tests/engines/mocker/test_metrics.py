@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from engines import as_engine
-from engines.metrics import EngineMetrics, MetricsContext
 from engines.mocker import MockEngine, MockEngineArgs
 from engines.mocker.rank import Histogram, Latencies
 from engines.mocker.scheduling import Sequence, StepResult
+from engines.publishing import EngineMetrics, MetricsContext
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engines import DisaggregationMode, EngineConfig, WorkerConfig
-from engines.worker.card import card_of
+from engines.worker.registration import card_of
 from pipeline import InvalidArgument
 from pipeline.llm.model_folder import card_checksum, file_checksum
 from pipeline.protocols.card import (

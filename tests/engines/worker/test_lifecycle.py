@@ -10,7 +10,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from engines import EngineConfig, LLMEngine, WorkerState
-from engines.metrics import EngineMetrics
+from engines.publishing import EngineMetrics
 from engines.worker.lifecycle import TRANSITIONS, Lifecycle, LifecycleEvent, after, owes_cleanup
 from pipeline import ContractViolation, EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendInvalidArgument, BackendUnknown

@@ -1,4 +1,7 @@
-"""Checks of what requests cost others: tasks, threads and work they leave behind, and turns that block the loop (L11).
+"""Checks of an engine beside its answers: its life cycle, what requests leave behind, and blocking turns (L11).
+
+Each is a function that raises the ConformanceFailure it finds; `check_hosted` finds those of the rules of AsyncEngine
+(E1 to E13) behind the adapter of a host. Source: dynamo lib/backend-common/src/testing.rs.
 
 A turn may be long because the machine was busy, the collector ran or a module was loaded. So a first long turn is only
 the reason to look again, and the shortest of several tries counts.
@@ -7,15 +10,22 @@ the reason to look again, and the shortest of several tries counts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
 
 import anyio
+from anyio import create_task_group
 from attrs import frozen
 
-from ..llm import GenerateContext
+from pipeline.protocols import PreprocessedRequest
+
+from ..adapter import RequestAdapter
+from ..llm import EngineConfig, GenerateContext, LLMEngine
+from ..publishing import EngineMetrics, MetricsContext
 from .answer_checks import answered, gathered
-from .answers import Trial
-from .failures import failed
+from .answers import Baseline, Trial, limited
+from .bounded_calls import bounded
+from .failures import ConformanceFailure, failed
 from .inspection import LONG_S, LOOK_S, Running, Turns, is_idle_in_pool, stack_of
 from .stop_checks import abort, not_observed, overrides_abort
 
@@ -177,3 +187,112 @@ async def check_loop_since(trial: Trial) -> None:
         raise failed(
             "LoopBlocked", f"{len(blocks)} turns of {_AT_ONCE_S:g} s or more, the longest of {max(blocks):.3f} s"
         )
+
+
+_LENGTH = 24
+"""Of an answer: well more than may still come after a stop, where the engine ignores its end."""
+_MOST_ABORTS = 1000
+"""That may be due at the same time."""
+_NEED_SAME = ("E7", "E10")
+"""Rules that compare items with those of another run."""
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+async def check_hosted(
+    trial: Trial, known: Baseline, bad_request: PreprocessedRequest | None
+) -> list[ConformanceFailure]:
+    """What `check_engine` finds, each named by its rule."""
+    from pipeline.testing import ENGINE_RULES, check_engine  # a tool of tests, which a worker does not need
+
+    rules = [rule for rule in ENGINE_RULES if known.is_steady_by_chunk or rule not in _NEED_SAME]
+    request = _request(trial, known)
+    send, receive = anyio.create_memory_object_stream[Work](_MOST_ABORTS)
+    adapter = RequestAdapter(trial.engine, spawn=send.send_nowait)
+
+    async def abort() -> None:
+        # In one task, begun before: tasks of their own would be taken for ones left over.
+        async for work in receive:
+            await work()
+
+    found: list[ConformanceFailure] = []
+    async with receive, create_task_group() as tasks:
+        tasks.start_soon(abort)
+        for rule in rules:
+            begun_s = anyio.current_time()
+            try:
+                await check_engine(
+                    lambda: adapter,
+                    request=request,
+                    bad_request=bad_request,
+                    within_s=trial.deadline_s,
+                    answer_within_s=trial.within_s,
+                    settle_s=trial.deadline_s,
+                    rules=[rule],
+                )
+            except ExceptionGroup as group:
+                found += [failed(rule, str(each), cause=each) for each in group.exceptions]
+                if anyio.current_time() - begun_s >= trial.within_s:
+                    break  # the others would take as long
+        send.close()
+        tasks.cancel_scope.cancel()
+    return found
+
+
+def _request(trial: Trial, known: Baseline) -> PreprocessedRequest:
+    """One with well more items than may still come after a stop, if the engine serves that."""
+    is_affordable = min(trial.room(_LENGTH, trial.request), known.tokens_in(trial.within_s / 2)) >= _LENGTH
+    if trial.goes_on and is_affordable:
+        return limited(trial.request, ignore_eos=True, max_tokens=_LENGTH)
+    return trial.request
+
+
+async def start(engine: LLMEngine, within_s: float) -> EngineConfig:
+    """Raises StartFailed."""
+    config: Any = await bounded("StartFailed", "start", lambda: engine.start(0), within_s)
+    if not isinstance(config, EngineConfig):
+        raise failed("StartFailed", f"it gave {type(config).__name__}")
+    return config
+
+
+async def check_model(config: EngineConfig) -> None:
+    """Raises EmptyModelInConfig."""
+    if not config.model:
+        raise failed("EmptyModelInConfig")
+
+
+async def check_kv_event_sources(engine: LLMEngine, within_s: float) -> None:
+    """Raises KvEventSourcesFailed and KvEventSourcesNotIdempotent."""
+
+    async def ranks() -> list[int]:
+        return [source.dp_rank for source in await engine.kv_event_sources()]
+
+    await _expect_stable(ranks, "KvEventSourcesFailed", "KvEventSourcesNotIdempotent", within_s)
+
+
+async def check_setup_metrics(engine: LLMEngine, within_s: float) -> None:
+    """Raises SetupMetricsFailed and ComponentMetricsNotIdempotent."""
+    context = MetricsContext("test-model", "test", 0.0, EngineMetrics())
+
+    async def ranks() -> list[int]:
+        return list((await engine.setup_metrics(context)).dp_ranks)
+
+    await _expect_stable(ranks, "SetupMetricsFailed", "ComponentMetricsNotIdempotent", within_s)
+
+
+async def _expect_stable(call: Callable[[], Awaitable[list[int]]], fails: str, changes: str, within_s: float) -> None:
+    first = await bounded(fails, "the first call", call, within_s)
+    if len(set(first)) < len(first):
+        raise failed(fails, f"the ranks are {first}")
+    if (second := await bounded(fails, "the second call", call, within_s)) != first:
+        raise failed(changes, f"first {first}, then {second}")
+
+
+async def drain(engine: LLMEngine, within_s: float) -> None:
+    """Raises DrainFailed."""
+    await bounded("DrainFailed", "drain", engine.drain, within_s)
+
+
+async def clean_up(name: str, engine: LLMEngine, within_s: float) -> None:
+    """Raises the failure of that name. Also runs where the kit itself is being cancelled."""
+    await bounded(name, "cleanup", engine.cleanup, within_s, shield=True)
