@@ -42,6 +42,7 @@ from .http import (
 )
 from .server import GRACE, HttpServer, Interrupts, listen, listening_after, serve, until_signalled
 from .server_options import ServerOptions
+from .terminal import echo
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -51,47 +52,37 @@ _STATUS_HOST = "0.0.0.0"
 _CLOSE_S = 10.0
 """Time that the end of `serve` may take beside that of running requests and of its engines."""
 
-DEFAULT_OPTIONS = ServerOptions()
-
-
 _CUT_S = 3.0
 """Time that `serve` has to close everything after a second signal."""
 
 
-async def serve_graph(
-    config: GraphConfig,
-    listener: socket.socket,
-    environment: Mapping[str, str],
-    show: Callable[[str], object],
-    watch: ProcessWatch,
-    options: ServerOptions = DEFAULT_OPTIONS,
-) -> None:
-    """Serve the standard graph until a signal; `show` gets a line with the address and the models.
+async def serve_graph(front: Frontend) -> None:
+    """Serve the standard graph until a signal; a line with the address and the models is printed.
 
     A signal while the engines start cancels that, and everything that is open is closed. Raise InvalidArgument, the
     error of an engine that cannot start, and the failure of the last engine that works, which ends it as a signal does.
     """
-    front = _Frontend(config, environment, options)
+    config, watch = front.config, front.watch
 
     async def host(interrupts: Interrupts) -> None:
         async with hosted_graph(config, front.hosting()) as opened:
             front.telemetry.add_text(opened.native_metrics)
             front.telemetry.models.add(lambda: [worker.card for worker in opened.workers], config.migration_limit)
-            server, beside = front.server(opened.graph, listener), front.admin_servers(opened.graph, admin)
+            server, beside = front.server(opened.graph), front.admin_servers(opened.graph, admin)
             _settle()
-            show(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
+            echo(f"Serving {front.models} at {server.url}{_also_at('admin', beside)}")
             await _serve_while_engines_work(opened, server, beside, front, interrupts)
         if (failure := opened.failure) is not None:
             raise failure
 
-    with listening_after(watch), front.admin_listener(listener) as admin:
+    with listening_after(watch), front.admin_listener() as admin:
         await until_signalled(host, watch)
 
 
 def serve_watch(environment: Mapping[str, str]) -> ProcessWatch:
     """Return the watch for `serve_graph`, not started. Its deadline covers draining, closing and the engines' ends."""
     times = ShutdownTimes.from_environment(environment)
-    return ProcessWatch(_grace_s(environment) + times.timeout_s + _CLOSE_S, second_s=_CUT_S)
+    return ProcessWatch(GRACE.of(environment) + times.timeout_s + _CLOSE_S, second_s=_CUT_S)
 
 
 def worker_watch(environment: Mapping[str, str]) -> ProcessWatch:
@@ -100,7 +91,7 @@ def worker_watch(environment: Mapping[str, str]) -> ProcessWatch:
 
 
 async def _serve_while_engines_work(
-    opened: OpenGraph, server: HttpServer, others: Sequence[HttpServer], front: _Frontend, interrupts: Interrupts
+    opened: OpenGraph, server: HttpServer, others: Sequence[HttpServer], front: Frontend, interrupts: Interrupts
 ) -> None:
     async def end_without_engines() -> None:
         for worker in opened.workers:
@@ -117,27 +108,21 @@ async def _serve_while_engines_work(
         beside.cancel_scope.cancel()
 
 
-async def host_worker(
-    config: GraphConfig,
-    listener: socket.socket,
-    environment: Mapping[str, str],
-    show: Callable[[str], object],
-    watch: ProcessWatch,
-    options: ServerOptions = DEFAULT_OPTIONS,
-) -> None:
+async def host_worker(front: Frontend) -> None:
     """Host one engine with the life-cycle of a worker, signals included, and a server beside it.
 
     Raise the error of a worker that cannot start. `Worker.run` describes the effect of signals; after the first one new
     requests are refused.
     """
-    front, health = _Frontend(config, environment, options), SystemHealth.from_environment(environment)
+    config, environment, watch = front.config, front.environment, front.watch
+    health = SystemHealth.from_environment(environment)
     metrics, model = front.telemetry.component_metrics, config.load_model()
     made: list[LLMEngine] = []
 
     async def make(_: Interrupts) -> None:
         made.extend(await config.make_engines(1))
 
-    with _status_listener(environment) as status, front.admin_listener(listener) as admin:
+    with _status_listener(environment) as status, front.admin_listener() as admin:
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
             await until_signalled(make, watch)  # a factory may take long; later the worker handles signals itself
             if not made:
@@ -151,14 +136,14 @@ async def host_worker(
                 environment=environment,
                 health=health,
                 kv_event_log=event_log,
-                tracer=options.tracer,
+                tracer=front.options.tracer,
                 watch=watch,
             )
             front.telemetry.add_text(worker.native_metrics)
             front.telemetry.models.add(lambda: [worker.card], config.migration_limit)
             routing = await opened.enter_async_context(routing_to(worker.endpoint, config, front.hosting(), runtime))
             graph = line(model, routing, config, front.hosting())
-            server, beside = front.server(graph, listener), front.admin_servers(graph, admin)
+            server, beside = front.server(graph), front.admin_servers(graph, admin)
             states = [] if status is None else [front.plain(status_app(health, front.telemetry, environment), status)]
 
             async def announce() -> None:
@@ -166,7 +151,7 @@ async def host_worker(
                 health.set_process_ready(True)
                 _settle()
                 where = f"{worker.endpoint.path}; serving {front.models} at {server.url}"
-                show(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
+                echo(f"Hosting {config.engine} at {where}{_also_at('status', states)}{_also_at('admin', beside)}")
 
             async def refuse() -> None:
                 await worker.wait()
@@ -194,18 +179,28 @@ async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Wo
         raise failure
 
 
-class _Frontend:
-    """The server before a graph: its metrics, availability, access and options."""
+class Frontend:
+    """The server before a graph: its metrics, availability, access and options.
 
-    def __init__(self, config: GraphConfig, environment: Mapping[str, str], options: ServerOptions) -> None:
+    `listener` is its listening socket, and `watch` handles signals. Raise InvalidArgument for wrong options of access.
+    """
+
+    def __init__(
+        self,
+        config: GraphConfig,
+        listener: socket.socket,
+        environment: Mapping[str, str],
+        watch: ProcessWatch,
+        options: ServerOptions,
+    ) -> None:
+        self.config, self.environment, self.watch, self.options = config, environment, watch, options
         self.telemetry = Telemetry(prefix=METRICS_PREFIX.of(environment), environment=environment)
         self.availability = Availability()
         self.models = ""
-        self.grace_s = _grace_s(environment)
+        self.grace_s = GRACE.of(environment)
         self.gate = Gate(options.access, environment)
-        self._server_options = options
-        self._environment = environment
-        self._options = evolve(
+        self._listener = listener
+        self._http = evolve(
             HttpOptions.from_environment(environment),
             access_log=options.access_log,
             limits=options.limits,
@@ -214,25 +209,25 @@ class _Frontend:
 
     def hosting(self) -> HostOptions:
         """Return how to host the graph behind the server."""
-        return HostOptions(self._environment, self.telemetry.component_metrics, tracer=self._server_options.tracer)
+        return HostOptions(self.environment, self.telemetry.component_metrics, tracer=self.options.tracer)
 
-    def server(self, graph: StandardGraph, listener: socket.socket) -> HttpServer:
-        """Return a server of the graph on the listening socket, for the clients that the options admit."""
+    def server(self, graph: StandardGraph) -> HttpServer:
+        """Return the server of the graph, for the clients that the options admit."""
         self.models = ", ".join(served(graph))
-        gate = self.gate
+        gate, listener = self.gate, self._listener
         gate.warn(listener)
         application = app(
             graph,
-            options=evolve(self._options, shows_internals=gate.shows_internals(listener)),
+            options=evolve(self._http, shows_internals=gate.shows_internals(listener)),
             availability=self.availability,
             telemetry=self.telemetry,
-            tracer=self._server_options.tracer,
+            tracer=self.options.tracer,
             access=Access(gate.keys, gate.proxies, gate.cors_origins),
         )
         server = HttpServer(
             application,
             listener,
-            limits=self._options.limits,
+            limits=self._http.limits,
             refused=self.telemetry.refusals.report_connection,
             trusted=gate.proxies.trusted,
             tls=None if gate.tls is None else gate.tls.context,
@@ -240,9 +235,9 @@ class _Frontend:
         self.telemetry.count_connections(server.count_connections)
         return server
 
-    def admin_listener(self, listener: socket.socket) -> AbstractContextManager[socket.socket | None]:
+    def admin_listener(self) -> AbstractContextManager[socket.socket | None]:
         """Return the socket of the admin server, if the options want one. Raise InvalidArgument if it cannot listen."""
-        if (address := self.gate.admin_address(listener)) is None:
+        if (address := self.gate.admin_address(self._listener)) is None:
             return nullcontext()
         try:
             return listen(*address)
@@ -253,20 +248,16 @@ class _Frontend:
         """Return the server of metrics and of the workers' state, if there is a socket for it."""
         if listener is None:
             return []
-        return [self.plain(admin_app(graph, self._options, self.availability, self.telemetry), listener)]
+        return [self.plain(admin_app(graph, self._http, self.availability, self.telemetry), listener)]
 
     def plain(self, application: Any, listener: socket.socket) -> HttpServer:
         """Return a server beside the first one, for every client."""
         refused = self.telemetry.refusals.report_connection
-        return HttpServer(application, listener, is_first=False, limits=self._options.limits, refused=refused)
+        return HttpServer(application, listener, is_first=False, limits=self._http.limits, refused=refused)
 
 
 def _also_at(what: str, servers: Sequence[HttpServer]) -> str:
     return "".join(f"; {what} at {server.url}" for server in servers)
-
-
-def _grace_s(environment: Mapping[str, str]) -> float:
-    return float(GRACE.of(environment))
 
 
 def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
@@ -289,11 +280,8 @@ def _settle() -> None:
 
 
 async def draw_graph(
-    config: GraphConfig,
-    form: Literal["text", "mermaid", "dot"],
-    environment: Mapping[str, str],
-    show: Callable[[str], object],
+    config: GraphConfig, form: Literal["text", "mermaid", "dot"], environment: Mapping[str, str]
 ) -> None:
-    """Show the drawing of the standard graph."""
+    """Print the drawing of the standard graph."""
     async with hosted_graph(config, HostOptions(environment)) as opened:
-        show(opened.graph.draw(form))
+        echo(opened.graph.draw(form))

@@ -80,7 +80,7 @@ DOORS = {
     "blake3": {"pipeline/llm/model_folder.py"},
     "cattrs": {"pipeline/wire/codec.py"},
     "json5": {"pipeline/llm/model_folder.py"},
-    "cyclopts": {f"serving/cli/{name}.py" for name in ("app", "effective", "help", "commands", "key", "replay")},
+    "cyclopts": {f"serving/cli/{name}.py" for name in ("app", "effective", "help", "commands", "replay")},
     "httptools": {"serving/socket/__init__.py", "serving/socket/http1.py"},
     "httpx2": {f"serving/live/{name}.py" for name in ("client", "stream")},
     "jinja2": {"operators/text/chat_template.py"},

@@ -1,4 +1,4 @@
-"""The commands `penstock serve`, `worker` and `graph`, and the program of all commands.
+"""The commands `penstock serve`, `worker`, `graph` and `key`, and the program of all commands.
 
 What a command needs is imported when it runs, so that help and mistakes are answered at once.
 """
@@ -6,7 +6,7 @@ What a command needs is imported when it runs, so that help and mistakes are ans
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 from cyclopts import App
 
+from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds, PromptWork, RequestLimits
 
 from ..limits import HttpLimits
@@ -22,11 +23,11 @@ from ..terminal import echo
 from .commands import command, run_program
 from .effective import config_app
 from .help import PlainHelp
-from .key import keys
 from .options import (
     DrawOptions,
     EngineOptions,
     HostedEngine,
+    KeyOptions,
     ListenOptions,
     LogLevelOption,
     LogOptions,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from engines.worker import ProcessWatch
 
     from ..deployment import GraphConfig
+    from ..program import Frontend
 
 program = App(
     name="penstock",
@@ -74,9 +76,8 @@ def serve(
     config = _served(model, engine, pool, routing, busy, settled.environment, **others)
     from ..program import serve_graph, serve_watch
 
-    _run_server(
-        serve_graph, serve_watch, config, listen, ServerOptions(limits, log.access_log, access), settled.environment
-    )
+    options = ServerOptions(limits, log.access_log, access)
+    _run_server(serve_graph, serve_watch, config, listen, options, settled.environment)
 
 
 @command(program)
@@ -101,9 +102,8 @@ def worker(
     config = graph_config(model, engine, settled.environment, worker=hosted, **others)
     from ..program import host_worker, worker_watch
 
-    _run_server(
-        host_worker, worker_watch, config, listen, ServerOptions(limits, log.access_log, access), settled.environment
-    )
+    options = ServerOptions(limits, log.access_log, access)
+    _run_server(host_worker, worker_watch, config, listen, options, settled.environment)
 
 
 @command(program)
@@ -122,7 +122,7 @@ def graph(
     from ..program import draw_graph
     from ..server import run
 
-    run(partial(draw_graph, config, draw.form, settled.environment, echo))
+    run(partial(draw_graph, config, draw.form, settled.environment))
 
 
 def _served(
@@ -139,7 +139,7 @@ def _served(
 
 
 def _run_server(
-    main: Callable[..., Coroutine[Any, Any, None]],
+    main: Callable[[Frontend], Awaitable[None]],
     watch_of: Callable[[Mapping[str, str]], ProcessWatch],
     config: GraphConfig,
     listen: ListenOptions,
@@ -147,6 +147,7 @@ def _run_server(
     environment: Mapping[str, str],
 ) -> None:
     """Run a program that serves on the address, watched to its end. Raise what keeps it from serving."""
+    from ..program import Frontend
     from ..server import listen as listening
     from ..server import run
     from ..trace_export import exporting
@@ -159,9 +160,41 @@ def _run_server(
     watch.start()
     try:
         with opened, engine_args_named(config):
-            run(partial(main, config, listener, environment, echo, watch, options))
+            run(lambda: main(Frontend(config, listener, environment, watch, options)))
     finally:
         watch.over()  # a thread that an engine left behind may still hold up the end
+
+
+keys = App(name="key", help="Make API keys for --api-keys.")
+
+
+@command(keys)
+def new(key: KeyOptions) -> None:
+    """Print the table of a fresh key for the file; the key itself goes to standard error, this once."""
+    from ..access import new_key
+
+    made = new_key()
+    echo(_table(key.name, made))
+    echo(made, err=True)
+
+
+@command(keys, "hash")
+def hash_key(key: KeyOptions) -> None:
+    """Print the table of a key of your own, read from standard input: a list of processes would show an option."""
+    echo(_table(key.name, sys.stdin.readline().strip()))
+
+
+def _table(name: str, made: str) -> str:
+    """Return the table for the file. Raise InvalidArgument for a name or key that cannot be."""
+    from pipeline.protocols.field_rules import InvalidRecord
+
+    from ..access import ApiKey, hash_of
+
+    try:
+        checked = ApiKey(name=name, hash=hash_of(made))
+    except InvalidRecord as error:
+        raise InvalidArgument(str(error), field="name") from error
+    return f'[[key]]\nname = "{checked.name}"\nhash = "{checked.hash}"'
 
 
 def _version() -> str:
