@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import InvalidArgument
 from pipeline.errors import CodecError
 
-from .prompt_size import json_characters
+from .request_size import json_characters
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template

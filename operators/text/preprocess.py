@@ -23,11 +23,10 @@ from pipeline.threads import GiveUp
 from pipeline.wire import plain_from_json, to_plain
 
 from .chat_template import Message, never
-from .encoding import beyond_context, encoded, json_of_ids, json_of_text
 from .model import Model
 from .options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
-from .prompt_size import prompt_characters
-from .prompt_threads import PromptThreads, offer_threads
+from .prompt_threads import PromptThreads, beyond_context, encoded, json_of_ids, json_of_text, offer_threads
+from .request_size import prompt_characters
 from .routing_report import with_routing
 from .validation import DEFAULT_LIMITS, validate
 

@@ -1,17 +1,24 @@
-"""How much a request holds, before anything is made of it: see `RequestLimits`."""
+"""How much a request holds, against its limits, and how much work its prompt is; found without doing it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pipeline import InvalidArgument
 from pipeline.errors import ExceededLimit
 from pipeline.protocols.limits import RequestLimits
-from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from pipeline.protocols.openai import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    Prompt,
+)
 
-from .request_checks import CHOICES_MAX, batch_size
+CHOICES_MAX = 128
+"""Of `n`, and of prompts times `n`."""
 
 _ENTRIES = (
     ("messages", "max_messages"),
@@ -142,3 +149,71 @@ def _at_most(name: str, value: int, threshold: int, field: str, what: str = "ent
     if 0 < threshold < value:
         text = f"Validation: {field.capitalize()} must have at most {threshold} {what}, got {value}"
         raise InvalidArgument(text, field=field, exceeded=ExceededLimit(name, value, threshold))
+
+
+def batch_size(found: Prompt | None) -> int:
+    """How many prompts there are in a completion request's `prompt`."""
+    return 1 if found is None or isinstance(found, str) or (found and _is_ids(found)) else len(found)
+
+
+# -- how much work a prompt is
+
+_MESSAGE_CHARACTERS = 16
+"""A message costs a template what so many characters cost a tokenizer."""
+_TOOL_CHARACTERS = 256
+"""A tool, its own JSON aside, likewise."""
+
+
+def prompt_characters(request: ChatCompletionRequest | CompletionRequest, enough: int) -> int:
+    """Characters, or token ids, that the prompt is made of; counted no further than to beyond `enough`."""
+    nvext = request.nvext
+    if nvext is not None and nvext.token_data is not None and len(nvext.token_data) > enough:
+        return len(nvext.token_data)
+    if isinstance(request, ChatCompletionRequest):
+        return _chat_characters(request, enough)
+    prompt, embeds = request.prompt or (), request.prompt_embeds or ""
+    entries = () if isinstance(prompt, str) or (prompt and _is_ids(prompt)) else prompt
+    return len(prompt) + len(embeds) + sum(len(entry) for entry in entries if not isinstance(entry, int))
+
+
+def _chat_characters(request: ChatCompletionRequest, enough: int) -> int:
+    found = len(request.messages) * _MESSAGE_CHARACTERS + len(request.tools or ()) * _TOOL_CHARACTERS
+    for message in request.messages:
+        if found > enough:
+            return found
+        found += _message_characters(message, enough - found)
+    for tool in request.tools or ():
+        found += json_characters(tool.function.parameters, enough - found) + len(tool.function.description or "")
+    if request.chat_template_args:
+        found += json_characters(request.chat_template_args, enough - found)
+    return found
+
+
+def _message_characters(message: ChatMessage, enough: int) -> int:
+    content = message.content
+    if isinstance(content, list):
+        found = sum(len(part.text or "") + _MESSAGE_CHARACTERS for part in content)
+    else:
+        found = len(content or "")
+    found += sum(len(call.function.arguments) + _MESSAGE_CHARACTERS for call in message.tool_calls or ())
+    others = message.reasoning_content, message.function_call, message.audio, message.extra
+    if any(others):
+        arguments = "" if message.function_call is None else message.function_call.arguments
+        found += json_characters([message.reasoning_content, arguments, message.audio, message.extra], enough)
+    return found
+
+
+def json_characters(value: Any, enough: int) -> int:
+    """About as many characters as the value has as JSON; counted no further than to beyond `enough`."""
+    found, todo = 0, [value]
+    while todo and found <= enough:
+        each = todo.pop()
+        if isinstance(each, str):
+            found += len(each)
+        elif isinstance(each, Mapping):
+            found += sum(map(len, map(str, each)))
+            todo.extend(each.values())
+        elif isinstance(each, list):
+            todo.extend(each)
+        found += 4
+    return found

@@ -10,8 +10,7 @@ from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
     from .client import Address
-    from .engine import LiveEngine
-    from .server import find_server, live_graph
+    from .engine import LiveEngine, find_server, live_graph
 
 __all__ = [
     "Address",

@@ -1,5 +1,7 @@
 """One request to a server and its answer: Exchange sends and reads bytes, AnswerReader makes items of them.
 
+`of_status` and `of_frame` make an error of the tree of a server's error answer, and of an error event.
+
 A chunk holds as many tokens as it has ids; without ids as many as the running total grew; without a total one if it has
 text. Tokens that only the total at the end has come with that total.
 """
@@ -8,20 +10,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import anyio
 import httpx2
 
-from pipeline import Cancelled, Control, InvalidArgument
-from pipeline.errors import Disconnected, InvalidMessage, StreamIncomplete
+from pipeline import Cancelled, Control, InvalidArgument, PenstockError
+from pipeline.errors import (
+    OVERLOADED,
+    BackendCannotConnect,
+    BackendResponseTimeout,
+    BackendUnknown,
+    Disconnected,
+    InvalidMessage,
+    ResourceExhausted,
+    StatusError,
+    StreamIncomplete,
+    Unavailable,
+)
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, RoutingData
 from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 from pipeline.wire import SSEDecoder, SSEMessage, from_json, from_plain
 
 from .client import Client
-from .errors import of_frame
 
 T = TypeVar("T")
 
@@ -54,9 +65,7 @@ class Exchange:
         self._forget = self._control.on_stop(self._cut)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._forget is not None:
             self._forget()
         try:
@@ -236,12 +245,9 @@ class AnswerReader:
 
 def _object(data: str) -> dict[str, Any]:
     try:
-        plain = from_json(data, cast("type[Any]", Any))
+        return from_json(data, dict[str, Any])
     except InvalidArgument as error:
         raise InvalidMessage(f"not a chunk of a completion: {_excerpt(data)}", cause=error) from error
-    if not isinstance(plain, dict):
-        raise InvalidMessage(f"not a chunk of a completion: {_excerpt(data)}")
-    return plain
 
 
 def _plain(data: str | None, otherwise: Any) -> Any:
@@ -277,3 +283,61 @@ def _routing(nvext: dict[str, Any]) -> RoutingData | None:
 
 def _excerpt(text: str) -> str:
     return repr(text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…")
+
+
+# -- errors
+
+_MESSAGE_MAX = 300
+"""Characters of a server's message that are kept."""
+
+_OF_STATUS: dict[int, type[PenstockError]] = {
+    429: ResourceExhausted,
+    OVERLOADED: ResourceExhausted,
+    503: Unavailable,
+    502: BackendCannotConnect,
+    504: BackendResponseTimeout,
+}
+
+
+def of_status(status: int, body: bytes) -> PenstockError:
+    """Return the error of an answer with a status other than 200.
+
+    Too many requests, overload and 503 are refusals; any other 4xx keeps its status.
+    """
+    return _error(status, f"HTTP {status}: {_message(body)}")
+
+
+def of_frame(frame: Any, *, has_tokens: bool) -> PenstockError:
+    """Return the error of an error event. After tokens it is a failure, whatever its status: nothing was refused."""
+    code = frame.get("code") if isinstance(frame, dict) else None
+    text = _text(frame) or "the answer ends with an error without a message"
+    is_status = isinstance(code, int) and 400 <= code < 600
+    return _error(code, text) if is_status and not has_tokens and isinstance(code, int) else BackendUnknown(text)
+
+
+def _error(status: int, text: str) -> PenstockError:
+    if (kind := _OF_STATUS.get(status)) is not None:
+        return kind(text)
+    return StatusError(text, status=status) if status < 500 else BackendUnknown(text)
+
+
+def _message(body: bytes) -> str:
+    """Return the message in a body of the usual forms, else its text."""
+    try:
+        text = _text(from_json(body, dict[str, Any]))
+    except InvalidArgument:
+        text = ""
+    return text or _short(body.decode("utf-8", "replace")) or "no message"
+
+
+def _text(plain: Any) -> str:
+    """Return the message in an object, or in the object that is its `error`."""
+    if isinstance(plain, dict):
+        inner = plain.get("error")
+        plain = _text(inner) if inner else next((plain[name] for name in ("message", "detail") if plain.get(name)), "")
+    return _short(plain if isinstance(plain, str) else str(plain or ""))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MESSAGE_MAX else line[: _MESSAGE_MAX - 1] + "…"

@@ -12,7 +12,8 @@ from operators import KvPushRouter, Model, Preprocess, PushRouter
 from operators.kv import PromptBlocks, kv_router
 from operators.kv import prompt as block_hash
 from operators.kv.request import RouteRequest, hash_beside_the_loop
-from operators.text import PromptThreads, offer_threads, offered_threads
+from operators.text import PromptThreads, offered_threads
+from operators.text.prompt_threads import offer_threads
 from pipeline import Annotated, Cancelled, Context, InvalidArgument, link
 from pipeline.llm import block_hash_array
 from pipeline.network import static_workers

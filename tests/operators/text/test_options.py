@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from operators.text import extra_args, output_options, routing_hints, sampling_options, stop_conditions
+from operators.text.options import extra_args, output_options, routing_hints, sampling_options, stop_conditions
 from pipeline import InvalidArgument
 from pipeline.protocols import (
     GuidedDecodingOptions,

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators import ByteTokenizer, ChatTemplate, Model, Preprocess
-from operators.text import WHOLE_CHAT, json_of_ids, json_of_text, prompt_characters
+from operators.text import WHOLE_CHAT
+from operators.text.prompt_threads import json_of_ids, json_of_text
+from operators.text.request_size import prompt_characters
 from pipeline import Cancelled, Context, InvalidArgument, PenstockError, Segment, link
 from pipeline.errors import CodecError
 from pipeline.protocols import PreprocessedRequest
@@ -193,8 +195,8 @@ def test_the_size_of_a_prompt_is_at_least_what_is_in_it(words: list[str], tools:
 @given(text=st.text(), ids=st.lists(st.integers(0, 2**32 - 1)))
 def test_json_that_is_written_in_steps_is_read_as_what_it_was(text: str, ids: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("operators.text.encoding._CHARACTERS_AT_ONCE", 2)
-        patched.setattr("operators.text.encoding._IDS_AT_ONCE", 2)
+        patched.setattr("operators.text.prompt_threads._CHARACTERS_AT_ONCE", 2)
+        patched.setattr("operators.text.prompt_threads._IDS_AT_ONCE", 2)
         assert json.loads(json_of_text(text)) == text
         assert json.loads(json_of_ids(ids)) == ids
     assert json_of_text(text) == json.dumps(text, ensure_ascii=False)

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from operators import ChatTemplate, Model
-from operators.text import prompt_of
+from operators.text.preprocess import prompt_of
 from pipeline import InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.wire import from_plain

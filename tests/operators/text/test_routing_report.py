@@ -11,7 +11,7 @@ from attrs import evolve
 
 from operators import Detokenize, KvPushRouter, Migration, Model, Preprocess, PushRouter
 from operators.kv import KvRouterConfig, kv_router
-from operators.text import filled
+from operators.text.routing_report import filled
 from pipeline import Annotated, AnyContext, Context, Disconnected, InvalidArgument, ResponseStream, link
 from pipeline.llm import tracker_of
 from pipeline.network import static_workers

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.text import StopMatcher
+from operators.text.decoding import StopMatcher
 
 LETTERS = "abé"
 TEXTS = st.text(LETTERS, max_size=24)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from operators import ByteTokenizer, HuggingFaceTokenizer
-from operators.text import UnknownPattern, passes, separates, text_cuts
+from operators.text import text_cuts
+from operators.text.text_cuts import UnknownPattern, passes, separates
 from pipeline import InvalidArgument
 
 LLAMA3 = (

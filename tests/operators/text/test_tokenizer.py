@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operators import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from operators.text import REPLACEMENT
+from operators.text.decoding import REPLACEMENT
 from pipeline import InvalidArgument
 from pipeline.errors import CodecError
 

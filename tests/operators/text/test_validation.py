@@ -12,7 +12,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.text import RULES, validate
+from operators.text import validate
+from operators.text.validation import RULES
 from pipeline import InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from pipeline.wire import from_plain

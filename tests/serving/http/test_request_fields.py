@@ -11,7 +11,8 @@ import pytest
 from attrs import fields
 
 from operators import Model
-from operators.text import preprocess, validate
+from operators.text import validate
+from operators.text.preprocess import preprocess
 from pipeline import InvalidArgument
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
 from pipeline.wire import from_plain, to_plain

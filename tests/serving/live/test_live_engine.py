@@ -45,7 +45,7 @@ from pipeline.protocols import (
 from pipeline.telemetry import extract
 from pipeline.testing import check_engine
 from serving.live import Address, LiveEngine
-from serving.live.engine import UNKNOWN_TOKEN
+from serving.live.stream import UNKNOWN_TOKEN
 from tests.serving.live.worlds import Line, Received, Server, plug, serve
 
 ADDRESS = Address.parse("http://far:8000/api/v1/")

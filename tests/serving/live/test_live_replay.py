@@ -13,7 +13,7 @@ from pipeline.errors import Disconnected, InvalidMessage, StatusError, Unavailab
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
 from serving.http import app
 from serving.live import Address, find_server, live_graph
-from serving.live.server import LiveServer
+from serving.live.engine import LiveServer
 from serving.replay import Report, SyntheticLoad, Trace, report_text, run, run_config
 from tests.serving.live.worlds import Line, Received, mount, serve
 
