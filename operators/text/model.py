@@ -23,18 +23,11 @@ from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 class ModelFolder:
     """The files of one model. Every method raises InvalidArgument that names the file and what is wrong with it."""
 
-    def __init__(self, path: Path, now: Callable[[], datetime] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise InvalidArgument(f"{path} is not a model folder: no such directory", field="model_path")
         self._path = path
-        self._now = now
         self._tokenizer_config = read_object(path / "tokenizer_config.json")
-        self._config = read_object(path / "config.json")
-        self._generation_config = read_object(path / "generation_config.json")
-
-    @property
-    def name(self) -> str:
-        return self._path.resolve().name
 
     def tokenizer(self) -> HuggingFaceTokenizer:
         file = "tokenizer.json"
@@ -45,7 +38,7 @@ class ModelFolder:
         except (CodecError, UnicodeDecodeError, OSError) as error:
             raise self._wrong(file, f"cannot be read: {error}") from error
 
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self, now: Callable[[], datetime] | None) -> ChatTemplate | None:
         """The first that exists of chat_template.jinja, chat_template.json, tokenizer_config.json's own."""
         file, found = self._template_source()
         if found is None:
@@ -55,33 +48,31 @@ class ModelFolder:
             raise self._wrong(file, "chat_template must be a text, or a list of names and texts with a default")
         tokens = {key: text for key in ("bos_token", "eos_token") if (text := self._token(key)) is not None}
         try:
-            return ChatTemplate(named["default"], tool_source=named.get("tool_use"), tokens=tokens, now=self._now)
+            return ChatTemplate(named["default"], tool_source=named.get("tool_use"), tokens=tokens, now=now)
         except CodecError as error:
             raise self._wrong(file, str(error)) from error
 
     def eos_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Those of generation_config.json, else of config.json; then the tokenizer's own."""
         ids: list[int] = []
-        for file, config in (("generation_config.json", self._generation_config), ("config.json", self._config)):
-            if (found := config.get("eos_token_id")) is not None:
+        for file in ("generation_config.json", "config.json"):
+            if (found := read_object(self._path / file).get("eos_token_id")) is not None:
                 ids = found if isinstance(found, list) else [found]
-                if not all(_is_integer(token_id) and token_id >= 0 for token_id in ids):
+                if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
                     raise self._wrong(file, "eos_token_id must be an integer or a list of integers")
                 break
         eos_token = self._token("eos_token")
         own = tokenizer.token_id(eos_token) if eos_token is not None else None
         return tuple(dict.fromkeys([*ids, *([] if own is None else [own])]))
 
-    def context_length(self) -> int | None:
-        """Return the context length that the model's files state, in tokens."""
-        return architectural_context_length(self._path)
-
     def _template_source(self) -> tuple[str, Any]:
         """The file that holds the template, and what it holds."""
-        jinja = "chat_template.jinja"
+        jinja, separate = "chat_template.jinja", "chat_template.json"
         if (self._path / jinja).is_file():
-            return jinja, self._text(jinja)
-        separate = "chat_template.json"
+            try:
+                return jinja, (self._path / jinja).read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError) as error:
+                raise self._wrong(jinja, f"cannot be read: {error}") from error
         if (found := read_object(self._path / separate).get("chat_template")) is not None:
             return separate, found
         return "tokenizer_config.json", self._tokenizer_config.get("chat_template")
@@ -91,12 +82,6 @@ class ModelFolder:
         token = self._tokenizer_config.get(key)
         token = token.get("content") if isinstance(token, dict) else token
         return token if isinstance(token, str) else None
-
-    def _text(self, file: str) -> str:
-        try:
-            return (self._path / file).read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError) as error:
-            raise self._wrong(file, f"cannot be read: {error}") from error
 
     def _wrong(self, file: str, problem: str) -> InvalidArgument:
         return wrong_file(self._path / file, problem)
@@ -109,10 +94,6 @@ def _named_templates(found: object) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         return {}
     return {str(name): text for name, text in found.items()}
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 LAST_USER_MESSAGE = (
@@ -133,22 +114,21 @@ WHOLE_CHAT = (
 
 @frozen
 class Model:
-    """A model as its callers know it; weights are the engine's business.
-
-    `eos_token_ids` end an answer unless the request ignores them. `context_length` is how many tokens
-    prompt and answer may have together, None if only the engine knows; the two flags say whether it is enforced here.
-    `checks_token_ids`: whether a prompt in token ids that the tokenizer does not know is refused; False where the
-    engine takes any id, whatever the tokenizer is.
-    """
+    """A model as its callers know it; weights are the engine's business."""
 
     name: str
     tokenizer: Tokenizer = field(repr=False)
     chat_template: ChatTemplate | None = field(default=None, repr=False)
     eos_token_ids: tuple[int, ...] = ()
+    """They end an answer unless the request ignores them."""
     context_length: int | None = None
+    """Tokens that prompt and answer may have together; None if only the engine knows."""
     reject_prompt_overflow: bool = True
+    """Whether a longer prompt is refused here."""
     reject_total_overflow: bool = True
+    """Whether a longer sum of both is refused here."""
     checks_token_ids: bool = True
+    """Whether a prompt of ids that the tokenizer does not know is refused; False where the engine takes any id."""
 
     @classmethod
     def from_folder(
@@ -160,14 +140,14 @@ class Model:
         config.json and generation_config.json. `now` is the time of day for templates that write the date. Raises
         InvalidArgument that names the file and what is wrong with it.
         """
-        folder = ModelFolder(Path(path), now)
+        folder = ModelFolder(path := Path(path))
         tokenizer = folder.tokenizer()
         return cls(
-            name=name or folder.name,
+            name=name or path.resolve().name,
             tokenizer=tokenizer,
-            chat_template=folder.chat_template(),
+            chat_template=folder.chat_template(now),
             eos_token_ids=folder.eos_token_ids(tokenizer),
-            context_length=folder.context_length(),
+            context_length=architectural_context_length(path),
         )
 
     def with_chat_template(self, path: Path) -> Model:

@@ -7,7 +7,7 @@ Source: dynamo lib/llm/src/preprocessor.rs, apply_template and gather_tokens.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -206,9 +206,7 @@ class Preprocess(
             request.registry.insert_shared(TRACKER, tracker)
             stream = await next.generate(request.with_payload(payload))
             stream = with_routing(stream, request, tracker)
-        if not annotations:
-            return stream
-        return ResponseStream(_announced(annotations, stream), request, stream)
+        return stream.prepend(*annotations) if annotations else stream
 
     async def _made(
         self, request: Context[ChatCompletionRequest | CompletionRequest], tracker: RequestTracker | None
@@ -333,16 +331,3 @@ def fit(model: Model, prompt_tokens: int, max_tokens: int | None, place: str) ->
             field=place,
         )
     return limit - prompt_tokens if max_tokens is None and model.reject_total_overflow else max_tokens
-
-
-async def _announced(
-    annotations: list[Annotated[BackendOutput]], stream: ResponseStream[Annotated[BackendOutput]]
-) -> AsyncGenerator[Annotated[BackendOutput], None]:
-    """The annotations, then the stream."""
-    async with stream:
-        for annotation in annotations:
-            if stream.context.is_killed:
-                return
-            yield annotation
-        async for item in stream:
-            yield item

@@ -71,25 +71,17 @@ def check_size(request: GenerationRequest, limits: RequestLimits) -> None:
 
 def _check_tool_calls(messages: Sequence[ChatMessage], threshold: int) -> None:
     """Their arguments are read as JSON, each in one piece."""
-    for i, message in enumerate(messages if threshold else ()):
+    for i, message in enumerate(messages):
         for j, call in enumerate(message.tool_calls or ()):
-            size = len(call.function.arguments)
-            if size > threshold:
-                field = f"messages[{i}].tool_calls[{j}].function.arguments"
-                text = f"Validation: {field.capitalize()} must have at most {threshold} characters, got {size}"
-                exceeded = ExceededLimit("max_tool_call_characters", size, threshold)
-                raise InvalidArgument(text, field=field, exceeded=exceeded)
+            field = f"messages[{i}].tool_calls[{j}].function.arguments"
+            _at_most("max_tool_call_characters", len(call.function.arguments), threshold, field, "characters")
 
 
 def _check_stops(stop: str | Sequence[str | int] | None, threshold: int) -> None:
-    if stop is None or not threshold:
-        return
-    for place, entry in enumerate((stop,) if isinstance(stop, str) else stop):
-        if isinstance(entry, str) and len(entry) > threshold:
-            name = "stop" if isinstance(stop, str) else f"stop[{place}]"
-            text = f"Validation: {name.capitalize()} must have at most {threshold} characters, got {len(entry)}"
-            exceeded = ExceededLimit("max_stop_characters", len(entry), threshold)
-            raise InvalidArgument(text, field=name, exceeded=exceeded)
+    for place, entry in enumerate((stop,) if isinstance(stop, str) else stop or ()):
+        if isinstance(entry, str):
+            field = "stop" if isinstance(stop, str) else f"stop[{place}]"
+            _at_most("max_stop_characters", len(entry), threshold, field, "characters")
 
 
 def _field(record: Any, name: str) -> Any:

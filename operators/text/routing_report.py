@@ -10,7 +10,6 @@ there an answer of several choices has one last item, and what an item already h
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from copy import copy
 
 from attrs import define, evolve, field
@@ -18,7 +17,7 @@ from attrs import define, evolve, field
 from pipeline import Annotated, Context, ResponseStream
 from pipeline.protocols import BackendOutput, RequestPhase, RequestTracker, RoutingData
 from pipeline.protocols.openai import ChatCompletionRequest, CompletionRequest
-from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
+from pipeline.protocols.timing import WorkerIdInfo
 
 Item = Annotated[BackendOutput]
 OpenAIRequest = ChatCompletionRequest | CompletionRequest
@@ -31,19 +30,9 @@ def with_routing(
 ) -> ResponseStream[Item]:
     """Return the stream with the tracker's facts that its request wants; the stream itself if it wants none."""
     nvext = request.payload.nvext
-    if nvext is None:
+    if nvext is None or not (wanted := nvext.wanted_response_fields()) & _REPORTED:
         return stream
-    wanted = nvext.wanted_response_fields()
-    if not wanted & _REPORTED:
-        return stream
-    report = RoutingReport(tracker, wanted, set(range(request.payload.n or 1)))
-    return ResponseStream(_reported(stream, report), request, stream)
-
-
-async def _reported(stream: ResponseStream[Item], report: RoutingReport) -> AsyncGenerator[Item, None]:
-    async with stream:
-        async for item in stream:
-            yield report.of(item)
+    return stream.map(RoutingReport(tracker, wanted, set(range(request.payload.n or 1))).of)
 
 
 @define(eq=False)
@@ -107,26 +96,22 @@ class RoutingReport:
 
 def filled(own: RoutingData, known: RoutingData) -> RoutingData:
     """Return the item's own data with its gaps filled from what is known. Pure."""
+    timing = own.timing or known.timing
+    if own.timing is not None and known.timing is not None:
+        timing = copy(own.timing)
+        timing.fill_gaps(known.timing)
     return RoutingData(
-        _timing(own.timing, known.timing),
+        timing,
         _workers(own.worker_id, known.worker_id),
         known.token_ids if own.token_ids is None else own.token_ids,
         own.decision or known.decision,
     )
 
 
-def _timing(own: TimingInfo | None, known: TimingInfo | None) -> TimingInfo | None:
-    if own is None or known is None:
-        return own or known
-    whole = copy(own)
-    whole.fill_gaps(known)
-    return whole
-
-
 def _workers(own: WorkerIdInfo | None, known: WorkerIdInfo | None) -> WorkerIdInfo | None:
     if own is None or known is None:
         return own or known
-    whole = copy(own)
+    whole = own
     # A rank without its worker would be another worker's.
     if own.prefill_worker_id in (None, known.prefill_worker_id) and own.prefill_dp_rank is None:
         whole = evolve(whole, prefill_worker_id=known.prefill_worker_id, prefill_dp_rank=known.prefill_dp_rank)

@@ -11,7 +11,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from attrs import asdict, frozen
+from attrs import asdict
 
 from operators.text import keywords_of
 from pipeline.protocols.openai import (
@@ -36,18 +36,20 @@ _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 
 _EVENT_STREAM = "Events; `x-event-data` is the schema of the JSON in the data of each but the last, `[DONE]`."
 
+_STRING: Schema = {"type": "string"}
+
 ERROR: Schema = {
     "type": "object",
     "description": "Why a request was refused or failed.",
     "properties": {
-        "message": {"type": "string"},
+        "message": _STRING,
         "type": {"type": "string", "description": "The status in words."},
         "code": {"type": "integer", "description": "The status."},
         "details": {"type": "object"},
         "limit": {
             "type": "object",
             "description": "The limit that refused the request.",
-            "properties": {"name": {"type": "string"}, "value": {"type": "number"}, "threshold": {"type": "number"}},
+            "properties": {"name": _STRING, "value": {"type": "number"}, "threshold": {"type": "number"}},
             "required": ["name", "value", "threshold"],
         },
     },
@@ -68,41 +70,35 @@ REFUSALS: Mapping[int, str] = {
 }
 """Error answers of the two generation APIs, except the status of overload."""
 
-_STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
-
-
-@frozen
-class _Api:
-    """One of the generation APIs."""
-
-    path: str
-    summary: str
-    request: type[Any]
-    answer: type[Any]
-    chunk: type[Any]
+_STATUS = {"type": "object", "properties": {"status": _STRING}, "required": ["status"]}
 
 
 def describe(options: HttpOptions) -> Schema:
     """Return the whole description of an app with these options, as plain values."""
     kinds = (ChatCompletionRequest, CompletionRequest)
     read = Schemas("read", {kind: _keywords(kind, options) for kind in kinds})
-    for kind in kinds:
-        read.of(kind)
+    chat, completion = map(read.of, kinds)
     write = Schemas("write", taken=read.components)
     paths = {
-        api.path: {"post": _generation(api, options, read, write)}
-        for api in (
-            _Api(options.chat_path, "Answer a chat", ChatCompletionRequest, ChatCompletion, ChatCompletionChunk),
-            _Api(options.completions_path, "Continue a text", CompletionRequest, Completion, Completion),
-        )
+        options.chat_path: _generation("Answer a chat", chat, ChatCompletion, ChatCompletionChunk, options, write),
+        options.completions_path: _generation("Continue a text", completion, Completion, Completion, options, write),
+        **{path: {"get": operation} for path, operation in _pages(options, write).items()},
     }
-    paths |= _pages(options, write)
+    limits = {  # each with its value and meaning
+        name: {"value": asdict(record)[name], "description": known.help}
+        for record in (options.limits, options.request_limits)
+        for name, known in settings_of(type(record)).items()
+    }
+    try:
+        number = version("penstock")
+    except PackageNotFoundError:  # run from its source
+        number = "0"
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Penstock", "version": _version(), "description": "An OpenAI-compatible API over a graph."},
+        "info": {"title": "Penstock", "version": number, "description": "An OpenAI-compatible API over a graph."},
         "paths": paths,
         "components": {"schemas": {"Error": ERROR, **write.components, **read.components}},
-        "x-limits": _limits(options),
+        "x-limits": limits,
     }
 
 
@@ -111,58 +107,52 @@ def _keywords(kind: type[Any], options: HttpOptions) -> dict[str, dict[str, obje
     found = keywords_of(kind)
     if kind is ChatCompletionRequest:
         found |= {name: {"enum": [None]} for name in NOT_IMPLEMENTED}
-    if options.request_limits.max_tools and kind is ChatCompletionRequest:
-        found.setdefault("tools", {})["maxItems"] = options.request_limits.max_tools
+        if options.request_limits.max_tools:
+            found.setdefault("tools", {})["maxItems"] = options.request_limits.max_tools
     return found
 
 
-def _limits(options: HttpOptions) -> Schema:
-    """Return each limit with its value and meaning."""
-    return {
-        name: {"value": asdict(record)[name], "description": known.help}
-        for record in (options.limits, options.request_limits)
-        for name, known in settings_of(type(record)).items()
-    }
-
-
-def _generation(api: _Api, options: HttpOptions, read: Schemas, write: Schemas) -> Schema:
-    good = {
-        "description": "The answer, whole or, with `stream`, as server-sent events that end with `data: [DONE]`.",
-        "headers": _answer_headers(),
-        "content": {
-            _JSON: {"schema": write.of(api.answer)},
-            # Without a type: by 3.1 this is a text, and tools that know events use it as the schema of each event.
-            _EVENTS: {"schema": {"description": _EVENT_STREAM}, "x-event-data": write.of(api.chunk)},
-        },
-    }
+def _generation(
+    summary: str, request: Schema, answer: type[Any], chunk: type[Any], options: HttpOptions, write: Schemas
+) -> Schema:
+    """Return the path of a generation API."""
+    text = "The answer, whole or, with `stream`, as server-sent events that end with `data: [DONE]`."
+    good = _good(text, write.of(answer))
+    # Without a type: by 3.1 this is a text, and tools that know events use it as the schema of each event.
+    good["content"][_EVENTS] = {"schema": {"description": _EVENT_STREAM}, "x-event-data": write.of(chunk)}
     refusals = {**REFUSALS, options.overload_status: "The service is overloaded."}
-    return {
-        "summary": api.summary,
-        "parameters": _request_headers(),
-        "requestBody": {"required": True, "content": {_JSON: {"schema": read.of(api.request)}}},
+    operation = {
+        "summary": summary,
+        "parameters": [
+            *_ID_HEADER,
+            _header(SESSION_ID, "The session of the request."),
+            _header(f"{METADATA_PREFIX}*", "Metadata that travels with the request; `*` is the name of an entry."),
+            *(_header(name, about) for name, about in HEADERS.items()),
+        ],
+        "requestBody": {"required": True, "content": {_JSON: {"schema": request}}},
         "responses": {"200": good, **{str(status): error(text) for status, text in sorted(refusals.items())}},
     }
+    return {"post": operation}
 
 
 def _pages(options: HttpOptions, write: Schemas) -> Schema:
-    """Return the paths of the pages around the two generation APIs."""
-    ready = {"type": "object", "properties": {"model": {"type": "string"}, "namespaces": {"type": "object"}}}
-    name = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    """Return the operations of the pages around the two generation APIs, by path."""
+    ready = {"type": "object", "properties": {"model": _STRING, "namespaces": {"type": "object"}}}
     model = {"anyOf": [write.of(ModelInfo), ready]}
+    shown = _page("Show a model", "The model; with `/ready` behind its name, where it can be used.", model)
+    shown["parameters"] = [
+        {"name": "id", "in": "path", "required": True, "schema": _STRING | {"minLength": 1}},
+        *_ID_HEADER,
+    ]
+    shown["responses"] = {"200": _good("The model.", model), "404": error(REFUSALS[404])}
     return {
-        options.models_path: {"get": _page("List the models", "The models.", write.of(ModelList))},
-        options.models_path + "/{id}": {
-            "get": {
-                **_page("Show a model", "The model; with `/ready` behind its name, where it can be used.", model),
-                "parameters": [name, *_id_header()],
-            }
-            | {"responses": {"200": _good("The model.", model), "404": error(REFUSALS[404])}},
-        },
-        options.health_path: {"get": _page("Whether requests are taken", "They are.", _STATUS, also=503)},
-        options.live_path: {"get": _page("Whether the program runs", "It does.", _STATUS, also=503)},
-        options.metrics_path: {"get": _page("All metrics", "Prometheus text.", {"type": "string"}, _TEXT)},
-        options.openapi_path: {"get": _page("Describe the API", "This description.", {"type": "object"})},
-        options.docs_path: {"get": _page("Describe the API to read", "A page.", {"type": "string"}, "text/html")},
+        options.models_path: _page("List the models", "The models.", write.of(ModelList)),
+        options.models_path + "/{id}": shown,
+        options.health_path: _page("Whether requests are taken", "They are.", _STATUS, also=503),
+        options.live_path: _page("Whether the program runs", "It does.", _STATUS, also=503),
+        options.metrics_path: _page("All metrics", "Prometheus text.", _STRING, _TEXT),
+        options.openapi_path: _page("Describe the API", "This description.", {"type": "object"}),
+        options.docs_path: _page("Describe the API to read", "A page.", _STRING, "text/html"),
     }
 
 
@@ -170,52 +160,28 @@ def _page(summary: str, text: str, schema: Schema, media_type: str = _JSON, *, a
     responses = {"200": _good(text, schema, media_type)}
     if also is not None:
         responses[str(also)] = _good("Not now.", schema, media_type)
-    return {"summary": summary, "parameters": _id_header(), "responses": responses}
+    return {"summary": summary, "parameters": _ID_HEADER, "responses": responses}
 
 
 def _good(text: str, schema: Schema, media_type: str = _JSON) -> Schema:
-    return {"description": text, "headers": _answer_headers(), "content": {media_type: {"schema": schema}}}
+    return {"description": text, "headers": _ANSWER_HEADERS, "content": {media_type: {"schema": schema}}}
 
 
 def error(text: str) -> Schema:
     """Return the schema of an error answer."""
-    limit = {"description": "`name; value=N; threshold=M` of the limit that refused it.", "schema": {"type": "string"}}
+    limit = {"description": "`name; value=N; threshold=M` of the limit that refused it.", "schema": _STRING}
     later = {"description": "Seconds after which to ask again.", "schema": {"type": "integer"}}
-    return {
-        "description": text,
-        "headers": _answer_headers() | {LIMIT_HEADER.decode(): limit, "retry-after": later},
-        "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+    return _good(text, {"$ref": "#/components/schemas/Error"}) | {
+        "headers": _ANSWER_HEADERS | {LIMIT_HEADER.decode(): limit, "retry-after": later}
     }
 
 
-def _answer_headers() -> Schema:
-    return {REQUEST_ID: {"description": "The id of the request.", "schema": {"type": "string"}}}
-
-
-def _id_header() -> list[Schema]:
-    return [_header(REQUEST_ID, "An id of the client's; the answer repeats it.")]
-
-
-def _request_headers() -> list[Schema]:
-    """Return the headers that change how a request is handled; every header with the metadata prefix is one."""
-    entry = f"{METADATA_PREFIX}*"
-    return [
-        *_id_header(),
-        _header(SESSION_ID, "The session of the request."),
-        _header(entry, "Metadata that travels with the request; `*` is the name of an entry."),
-        *(_header(name, about) for name, about in HEADERS.items()),
-    ]
-
-
 def _header(name: str, about: str) -> Schema:
-    return {"name": name, "in": "header", "description": about, "schema": {"type": "string"}}
+    return {"name": name, "in": "header", "description": about, "schema": _STRING}
 
 
-def _version() -> str:
-    try:
-        return version("penstock")
-    except PackageNotFoundError:  # run from its source
-        return "0"
+_ANSWER_HEADERS: Schema = {REQUEST_ID: {"description": "The id of the request.", "schema": _STRING}}
+_ID_HEADER = [_header(REQUEST_ID, "An id of the client's; the answer repeats it.")]
 
 
 # -- the page

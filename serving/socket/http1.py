@@ -58,34 +58,31 @@ class Head:
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
         self.headers.append((name, value))
-        if (take := _TAKEN.get(name)) is not None:
-            take(self, value)
+        if name in _TAKEN:
+            self._take(name, value)
 
     def on_headers_complete(self) -> None:
         self.is_complete = True
 
-    def _take_host(self, _: bytes) -> None:
-        self.hosts += 1
-
-    def _take_length(self, value: bytes) -> None:
-        self.length_bytes = int(value)
-
-    def _take_connection(self, value: bytes) -> None:
-        if b"close" in (value := value.lower()):
-            self.keep_alive = self.keep_alive and b"close" not in [part.strip() for part in value.split(b",")]
-
-    def _take_expectation(self, value: bytes) -> None:
-        if self.version == "1.1":
-            if value.strip().lower() != b"100-continue":
+    def _take(self, name: bytes, value: bytes) -> None:
+        """Use a header that the connection itself needs. Raise Refusal for what cannot be met."""
+        if name == b"host":
+            self.hosts += 1
+        elif name == b"content-length":
+            self.length_bytes = int(value)
+        elif name == b"connection":
+            if b"close" in (value := value.lower()):
+                self.keep_alive = self.keep_alive and b"close" not in [part.strip() for part in value.split(b",")]
+        elif name == b"expect":
+            if self.version == "1.1" and value.strip().lower() != b"100-continue":
                 raise Refusal(417, "Expect: only 100-continue can be met")
-            self.expects_continue = True
-
-    def _take_encoding(self, value: bytes) -> None:
-        if self.version == "1.0":
+            self.expects_continue = self.version == "1.1"
+        elif self.version == "1.0":
             raise Refusal(400, "Transfer-Encoding: HTTP/1.0 has none")
-        if value.strip().lower() != b"chunked":
+        elif value.strip().lower() != b"chunked":
             raise Refusal(400, "Transfer-Encoding: only chunked is supported")
-        self.length_bytes = None
+        else:
+            self.length_bytes = None
 
     def split_url(self) -> None:
         """Set the path and the query from the URL, in origin form, absolute form, or `*`."""
@@ -100,14 +97,8 @@ class Head:
         self.path = unquote(path) if "%" in path else path
 
 
-_TAKEN = {
-    b"host": Head._take_host,
-    b"content-length": Head._take_length,
-    b"connection": Head._take_connection,
-    b"expect": Head._take_expectation,
-    b"transfer-encoding": Head._take_encoding,
-}
-"""The headers that the connection itself needs, and the methods that take them."""
+_TAKEN = frozenset([b"host", b"content-length", b"connection", b"expect", b"transfer-encoding"])
+"""The headers that the connection itself needs."""
 
 
 def parse_head(raw: bytes, limits: HttpLimits) -> Head:
