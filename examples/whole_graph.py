@@ -22,8 +22,8 @@ from serving.deployment import StandardGraph
 
 exchange = TransferExchange(transfer_order("vllm"))
 engines = [
-    as_engine(MockEngine(MockEngineArgs(worker_type=role), exchange=exchange, token_ids=range(97, 123)), mode=role)
-    for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+    as_engine(MockEngine(args, exchange=exchange, token_ids=range(97, 123)), mode=DisaggregationMode(args.worker_type))
+    for args in (MockEngineArgs(worker_type="prefill"), MockEngineArgs(worker_type="decode"))
     for _ in range(2)
 ]
 

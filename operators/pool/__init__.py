@@ -16,7 +16,7 @@ from .pickers import (
     power_of_two,
     random_pick,
 )
-from .push_router import PushRouter
+from .push_router import PushRouter, RouterMode
 from .rejection import OVERLOAD_STATUS, Rejection
 from .view import PoolView, PoolViews
 
@@ -41,6 +41,7 @@ __all__ = [
     "PushRouter",
     "Rejection",
     "RoundRobin",
+    "RouterMode",
     "WorkerLoads",
     "assign_worker",
     "cards_of",

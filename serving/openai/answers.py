@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from attrs import define, field
 
@@ -52,7 +52,7 @@ def _filled(frame: bytes, places: Iterable[tuple[bytes, bytes, Iterable[Part]]])
     whole: list[Part] = []
     for before, behind, parts in places:
         head, _, rest = frame.partition(before + behind)
-        whole += [head + before, *filter(None, parts)]
+        whole += [head + before, *(part for part in parts if part)]
         frame = behind + rest
     return [*whole, frame]
 
@@ -78,7 +78,7 @@ class _Choice(ABC):
             self._length += len(output.text)
 
     @property
-    def _reason(self) -> str | None:
+    def _reason(self) -> Literal["stop", "length", "content_filter"] | None:
         return None if self._finish_reason is None else self._finish_reason.openai_completion
 
     @abstractmethod
