@@ -3,32 +3,21 @@
 ::
 
     PenstockError
-    ├── Unknown                     a foreign exception, with its text and its causes
-    ├── InvalidArgument             the request is wrong; `field` is the path of the wrong place
-    ├── Cancelled                   the caller stopped or killed the request before there was an answer
-    ├── StatusError                 an engine requests a certain HTTP status
+    ├── Unknown, InvalidArgument, Cancelled, StatusError
     ├── TransportError              the other side broke the request
-    │   ├── CannotConnect           it never took the request
-    │   ├── ConnectionTimeout       it did not take the request in time
-    │   ├── Disconnected            it took the request and then vanished
-    │   └── ResponseTimeout         it took the request and then sent nothing for too long
+    │   └── CannotConnect, ConnectionTimeout, Disconnected, ResponseTimeout
     ├── Refused                     the other side is reachable and refuses
-    │   ├── ResourceExhausted       every eligible worker is busy
-    │   ├── WorkerOverloaded        this worker is busy
-    │   └── Unavailable             there is no worker for the request
+    │   └── ResourceExhausted, WorkerOverloaded, Unavailable
     ├── BackendError                raised by engine code; one subclass per kind, `Backend<Kind>` in text
-    ├── StreamClosed                a stream was used after its close, by this process
-    │   └── StreamBusy              a stream was read or closed while another task reads it
-    ├── BufferOverflow              a source pushed more than its reader took and its buffer holds
-    ├── ContractViolation           a stage broke a numbered rule of its contract
-    ├── RegistryError               a context registry entry is missing or of another type
+    ├── StreamClosed
+    │   └── StreamBusy
+    ├── BufferOverflow, ContractViolation, RegistryError
     ├── CodecError                  bytes or values that cannot be translated
-    │   ├── InvalidMessage, MessageTooLarge, ChecksumMismatch
+    │   └── InvalidMessage, MessageTooLarge, ChecksumMismatch
     └── GraphError                  the graph is declared wrongly
-        ├── LinkError               two stages do not fit: names both stages and both types
-        ├── EdgeAlreadySet          a second engine was attached
-        └── NoEdge                  a request reached an end to which no engine is attached
-            └── NoNetworkEdge       the same at a segment's exit to the network
+        ├── LinkError, EdgeAlreadySet
+        └── NoEdge
+            └── NoNetworkEdge
 
 A stream that ends normally raises none of these: iteration stops.
 
@@ -135,19 +124,19 @@ class TransportError(PenstockError):
 
 
 class CannotConnect(TransportError):
-    """The request could not be handed over."""
+    """The other side never took the request."""
 
 
 class ConnectionTimeout(TransportError):
-    """The connection was not made in time."""
+    """The other side did not take the request in time."""
 
 
 class Disconnected(TransportError):
-    """A stream stopped without its end marker."""
+    """The other side took the request and then vanished: its stream stopped without an end marker."""
 
 
 class ResponseTimeout(TransportError):
-    """An open stream delivered nothing for too long."""
+    """The other side took the request and then sent nothing for too long."""
 
 
 class Refused(PenstockError):

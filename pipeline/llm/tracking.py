@@ -12,6 +12,7 @@ Source: dynamo lib/llm/src/preprocessor.rs, LLMMetricAnnotation::{from_annotatio
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -27,13 +28,9 @@ TRACKER = "request_tracker"
 """Registry entry where a request's tracker is left, for those above the stage that makes it."""
 
 
-def _one_permit() -> anyio.Semaphore:
-    return anyio.Semaphore(1, max_value=1, fast_acquire=True)
-
-
 def track_request(wall_ms: Callable[[], int]) -> RequestTracker:
     """Return a tracker whose request is received now; `wall_ms` gives milliseconds since the epoch."""
-    return RequestTracker(anyio.current_time, wall_ms, _one_permit)
+    return RequestTracker(anyio.current_time, wall_ms, partial(anyio.Semaphore, 1, max_value=1, fast_acquire=True))
 
 
 def tracker_of(request: AnyContext) -> RequestTracker | None:

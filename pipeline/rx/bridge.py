@@ -36,7 +36,7 @@ OverflowPolicy = Literal["error", "drop_oldest", "drop_newest"]
 
 
 class _Output:
-    """What came out of the operators and was not handed on yet, and how they ended."""
+    """What an observable has pushed and nothing has read yet, and how it ended."""
 
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
@@ -47,7 +47,8 @@ class _Output:
         self.items.append(item)
 
     def on_error(self, error: Exception) -> None:
-        self.error, self.ended = error, True
+        self.error = error
+        self.on_completed()
 
     def on_completed(self) -> None:
         self.ended = True
@@ -143,13 +144,12 @@ async def _pump(stream: ResponseStream[T], observer: ObserverBase[T], scope: any
 # -- an observable as a stream
 
 
-class _Inbox:
-    """What was pushed and not read yet. Any thread may push, one at a time."""
+class _Inbox(_Output):
+    """Output of which a limited number may wait for a reader. Any thread may push, one at a time."""
 
     def __init__(self, limit_items: int, overflow: OverflowPolicy) -> None:
-        self.items: deque[Any] = deque(maxlen=limit_items if overflow == "drop_oldest" else None)
-        self.error: Exception | None = None
-        self.ended = False
+        super().__init__()
+        self.items = deque(maxlen=limit_items if overflow == "drop_oldest" else None)
         self.subscription = SingleAssignmentDisposable()
         self._limit_items = limit_items
         self._overflow = overflow
@@ -164,12 +164,8 @@ class _Inbox:
             self.subscription.dispose()
             self.on_error(BufferOverflow(f"more than {self._limit_items} items wait for their reader"))
 
-    def on_error(self, error: Exception) -> None:
-        self.error = error
-        self.on_completed()
-
     def on_completed(self) -> None:
-        self.ended = True
+        super().on_completed()
         self.wake()
 
     def close(self) -> None:

@@ -73,6 +73,13 @@ class Setting:
             return tuple(from_text(part, self.kind) for part in self.parts(text))
         return from_text(text, self.kind)
 
+    def out_of_range(self, value: Any) -> str | None:
+        """Return what is wrong with a value of the right type, None if nothing is."""
+        check, values = self.check, value if self.is_list else (value,)
+        if check is None or value is None or all(map(check.holds, values)):
+            return None
+        return f"must be {check.text}, got {shown(value)}"
+
     def parts(self, text: str) -> list[str]:
         """Return the items of a list that a text stands for."""
         if not self.separator:
@@ -175,19 +182,14 @@ def from_environment(
             continue
         try:
             value = known.value_of(text)
-            raise_value_error(known, value)
+            if (problem := known.out_of_range(value)) is not None:
+                raise ValueError(problem)
         except ValueError as error:
             if problems is not None:
                 problems.append((known.variable, str(error)))
         else:
             found[name] = value
     return found
-
-
-def raise_value_error(known: Setting, value: Any) -> None:
-    """Raise ValueError that names what is allowed if the value is out of the setting's range."""
-    if known.check is not None and value is not None and not known.check.holds(value):
-        raise ValueError(f"must be {known.check.text}, got {shown(value)}")
 
 
 def dashed(name: str) -> str:
@@ -209,13 +211,8 @@ def kind_problems(record: type[Any], values: Mapping[str, Any]) -> list[Problem]
 
 def range_problems(record: type[Any], values: Mapping[str, Any]) -> list[Problem]:
     """Return what is out of range among values of the right types; None is right wherever it can be."""
-    return [
-        (name, f"must be {known.check.text}, got {shown(value)}")
-        for name, known in settings_of(record).items()
-        if known.check is not None
-        and (value := values.get(name)) is not None
-        and not all(known.check.holds(each) for each in (value if known.is_list else (value,)))
-    ]
+    found = ((name, known.out_of_range(values.get(name))) for name, known in settings_of(record).items())
+    return [(name, problem) for name, problem in found if problem is not None]
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

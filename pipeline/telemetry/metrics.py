@@ -109,6 +109,16 @@ _DURATION = Buckets(1, 512, 10)
 _INPUT = Buckets(50, 128_000, 12)
 
 
+def _counter(name: str, description: str, labels: tuple[str, ...]) -> Instrument:
+    return Instrument(name, "counter", "", description, labels)
+
+
+def _histogram(
+    name: str, unit: str, description: str, labels: tuple[str, ...], buckets: Buckets | tuple[float, ...]
+) -> Instrument:
+    return Instrument(name, "histogram", unit, description, labels, buckets)
+
+
 def _worker_gauge(name: str, unit: str, description: str, *labels: str) -> Instrument:
     """Return a gauge of a worker's engine, with the model under both of its names where they are known."""
     names = (*_INSTANCE, "model", "model_name", *labels)
@@ -117,64 +127,48 @@ def _worker_gauge(name: str, unit: str, description: str, *labels: str) -> Instr
 
 TABLE: dict[Family, tuple[Instrument, ...]] = {
     "frontend": (
-        Instrument("requests_started_total", "counter", "", "Requests that came in", _REQUEST),
-        Instrument("requests_total", "counter", "", "Requests that ended, by verdict", _VERDICT),
+        _counter("requests_started_total", "Requests that came in", _REQUEST),
+        _counter("requests_total", "Requests that ended, by verdict", _VERDICT),
         Instrument("inflight_requests", "up_down", "", "Requests between arrival and end", _MODEL),
         Instrument("active_requests", "up_down", "", "Requests whose answer has begun", _MODEL),
         Instrument("queued_requests", "up_down", "", "Requests whose answer has not begun", _MODEL),
         Instrument("disconnected_clients", "up_down", "", "Clients that left before their answer ended", ()),
-        Instrument("request_duration_seconds", "histogram", "s", "From arrival to end", _MODEL, _DURATION),
-        Instrument("input_sequence_tokens", "histogram", "", "Tokens of a prompt", _MODEL, _INPUT),
-        Instrument("output_sequence_tokens", "histogram", "", "Tokens of an answer", _MODEL, Buckets(50, 32_000, 10)),
-        Instrument("output_tokens_total", "counter", "", "Tokens of all answers", _MODEL),
-        Instrument(
-            "time_to_first_token_seconds",
-            "histogram",
-            "s",
-            "From arrival to the first token",
-            _MODEL,
-            Buckets(0.001, 480, 18),
+        _histogram("request_duration_seconds", "s", "From arrival to end", _MODEL, _DURATION),
+        _histogram("input_sequence_tokens", "", "Tokens of a prompt", _MODEL, _INPUT),
+        _histogram("output_sequence_tokens", "", "Tokens of an answer", _MODEL, Buckets(50, 32_000, 10)),
+        _counter("output_tokens_total", "Tokens of all answers", _MODEL),
+        _histogram(
+            "time_to_first_token_seconds", "s", "From arrival to the first token", _MODEL, Buckets(0.001, 480, 18)
         ),
-        Instrument(
-            "inter_token_latency_seconds", "histogram", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)
-        ),
-        Instrument("cached_tokens", "histogram", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
-        Instrument("refused_requests_total", "counter", "", "Requests and connections a limit refused", ("limit",)),
-        Instrument(
-            "model_rejection_total", "counter", "", "Requests refused because all is busy", (*_MODEL, "endpoint")
-        ),
-        Instrument("model_cancellation_total", "counter", "", "Requests given up by their client", _REQUEST),
-        Instrument(
+        _histogram("inter_token_latency_seconds", "s", "Between two tokens", _MODEL, Buckets(0.001, 2, 13)),
+        _histogram("cached_tokens", "", "Tokens of a prompt found in a cache", _MODEL, _INPUT),
+        _counter("refused_requests_total", "Requests and connections a limit refused", ("limit",)),
+        _counter("model_rejection_total", "Requests refused because all is busy", (*_MODEL, "endpoint")),
+        _counter("model_cancellation_total", "Requests given up by their client", _REQUEST),
+        _counter(
             "model_migration_total",
-            "counter",
-            "",
             "Dispatches that failed, and broken answers another worker was looked for",
             (*_MODEL, "migration_type"),
         ),
-        Instrument(
+        _histogram(
             "model_migration_duration_seconds",
-            "histogram",
             "s",
             "From a failure to the stream of another worker, or to giving up",
             (*_MODEL, "migration_type", "outcome"),
             (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0),
         ),
-        Instrument(
-            "model_migration_max_seq_len_exceeded_total",
-            "counter",
-            "",
-            "Requests that grew longer than those that migrate",
-            _MODEL,
+        _counter(
+            "model_migration_max_seq_len_exceeded_total", "Requests that grew longer than those that migrate", _MODEL
         ),
     ),
     "component": (
-        Instrument("requests_total", "counter", "", "Requests taken", _INSTANCE),
+        _counter("requests_total", "Requests taken", _INSTANCE),
         Instrument("inflight_requests", "up_down", "", "Requests taken and not ended", _INSTANCE),
-        Instrument("request_duration_seconds", "histogram", "s", "From taking to end", _INSTANCE, _DURATION),
-        Instrument("request_bytes_total", "counter", "", "Bytes of token ids in requests taken", _INSTANCE),
-        Instrument("response_bytes_total", "counter", "", "Bytes of token ids in answers", _INSTANCE),
-        Instrument("cancellation_total", "counter", "", "Requests stopped or killed by their caller", _INSTANCE),
-        Instrument("errors_total", "counter", "", "Requests that failed", (*_INSTANCE, "error_type")),
+        _histogram("request_duration_seconds", "s", "From taking to end", _INSTANCE, _DURATION),
+        _counter("request_bytes_total", "Bytes of token ids in requests taken", _INSTANCE),
+        _counter("response_bytes_total", "Bytes of token ids in answers", _INSTANCE),
+        _counter("cancellation_total", "Requests stopped or killed by their caller", _INSTANCE),
+        _counter("errors_total", "Requests that failed", (*_INSTANCE, "error_type")),
         _worker_gauge("model_load_time_seconds", "s", "How long the engine took to start"),
         _worker_gauge("drain_time_seconds", "s", "How long the engine took to drain"),
         _worker_gauge("cleanup_time_seconds", "s", "How long the engine took to clean up"),
