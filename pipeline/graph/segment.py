@@ -57,7 +57,9 @@ class _Line(Stage):
     """Stages in a row: access to them, and edits that return another row."""
 
     def __init__(self, *stages: Stage) -> None:
-        self.stages = tuple(_flat(stages))
+        self.stages: tuple[Stage, ...] = tuple(
+            part for stage in stages for part in (stage.stages if isinstance(stage, _Line) else (stage,))
+        )
         self._takes, self._gives = check_line([(stage, _signature(stage)) for stage in self.stages])
 
     def __getitem__(self, target: Target) -> Stage:
@@ -190,13 +192,6 @@ class SegmentSink(LateEngine[In_contra, Out_co]):
     """A segment's exit to the network."""
 
     _missing = NoNetworkEdge
-
-
-def _flat(stages: Sequence[Stage]) -> list[Stage]:
-    flat: list[Stage] = []
-    for stage in stages:
-        flat.extend(stage.stages if isinstance(stage, _Line) else [stage])
-    return flat
 
 
 def _signature(stage: Stage) -> Signature:

@@ -131,14 +131,10 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        value = _read_json5(text, path)
+        try:
+            value = json5.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise wrong_file(path, "is not JSON") from error
     if not isinstance(value, dict):
         raise wrong_file(path, "must hold a JSON object")
     return value
-
-
-def _read_json5(text: str, path: Path) -> Any:
-    try:
-        return json5.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise wrong_file(path, "is not JSON") from error

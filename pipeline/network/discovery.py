@@ -240,7 +240,7 @@ class Discovery:
 
     def watch(self, prefix: str = "") -> Observable[Added[Instance] | Removed[Instance]]:
         """Return the instances under the path as they are now, then every change, while the runtime is open."""
-        return self._watch(_under(INSTANCES, prefix), Instance, _instance_event)
+        return self._watch(_under(INSTANCES, prefix), Instance, lambda known, new: None if new == known else Added(new))
 
     def watch_models(self, prefix: str = "") -> Observable[Added[Model] | Removed[Model] | TaintsUpdated]:
         """Return the cards under the path as they are now, then every change. A card changes in its taints only."""
@@ -355,10 +355,6 @@ def _with_taints(model: Model, taints: frozenset[str]) -> Model:
         if taint.startswith(TOPOLOGY_TAINT_PREFIX) and taint not in own:
             raise InvalidArgument(f"taint {taint!r} is reserved: it comes from the card's topology", field="taints")
     return evolve(model, card=evolve(model.card, runtime_config=evolve(settings, taints=set(taints))))
-
-
-def _instance_event(known: Instance | None, found: Instance) -> Added[Instance] | None:
-    return None if found == known else Added(found)
 
 
 def _model_event(known: Model | None, found: Model) -> Added[Model] | TaintsUpdated | None:

@@ -215,12 +215,16 @@ class InProcessEventPlane(EventPlane):
     def subscribe(self, scope: Scope, topic: str, payload_type: type[T]) -> Observable[Event[T]]:
         key = (scope, topic)
 
+        def tidy() -> None:
+            if key in self._topics and not self._topics[key]:
+                del self._topics[key]
+
         def subscribe(observer: ObserverBase[Event[T]], _: Any = None) -> DisposableBase:
             if self._closed:
                 observer.on_completed()
                 return Disposable()
             listening = self._topics.setdefault(key, Fanout()).add(observer)
-            return CompositeDisposable(listening, Disposable(lambda: self._tidy(key)))
+            return CompositeDisposable(listening, Disposable(tidy))
 
         return Observable(subscribe)
 
@@ -229,10 +233,6 @@ class InProcessEventPlane(EventPlane):
         topics, self._topics = self._topics, {}
         for fanout in topics.values():
             fanout.complete()
-
-    def _tidy(self, key: Key) -> None:
-        if key in self._topics and not self._topics[key]:
-            del self._topics[key]
 
 
 class _InProcessPublisher(Publisher):

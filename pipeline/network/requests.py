@@ -113,7 +113,7 @@ class CallMeter:
             "worker_id": worker_label(instance.instance_id),
         }
         self._requests = self._request_tokens = self._response_tokens = 0
-        metrics.observe_counter("requests_total", self._calls)
+        metrics.observe_counter("requests_total", lambda: [(labels, self._requests)] if self._requests else [])
         self._inflight = metrics.recorder("inflight_requests", **labels)
         metrics.observe_counter("request_bytes_total", lambda: self._bytes(self._request_tokens))
         metrics.observe_counter("response_bytes_total", lambda: self._bytes(self._response_tokens))
@@ -136,9 +136,6 @@ class CallMeter:
         self._response_tokens += call.tokens
         if cancelled:
             self._cancellations(1)
-
-    def _calls(self) -> list[tuple[Mapping[str, str], float]]:
-        return [(self._labels, self._requests)] if self._requests else []
 
     def _bytes(self, tokens: int) -> list[tuple[Mapping[str, str], float]]:
         return [(self._labels, TOKEN_BYTES * tokens)] if tokens else []

@@ -173,8 +173,9 @@ class EndpointWorkers(Workers[In, Out]):
     def _follow(self, event: Added[Instance] | Removed[Instance]) -> None:
         incarnations, instance_id = self._members.incarnations, event.item.instance_id
         if isinstance(event, Added):
-            self._add(event.item)
-            if instance_id in incarnations:
+            self._engines[instance_id] = self._connect(event.item)
+            self._device_types[instance_id] = event.item.device_type
+            if instance_id in incarnations:  # it was published again with other content
                 return
             incarnations = {**incarnations, instance_id: self._arrived}
             self._arrived += 1
@@ -186,12 +187,6 @@ class EndpointWorkers(Workers[In, Out]):
             incarnations = {i: number for i, number in incarnations.items() if i != instance_id}
         self._members = Members.of(incarnations)
         self._listeners.push(self._members.ids)
-
-    def _add(self, instance: Instance) -> None:
-        """Add a new instance, or replace one that was published again with other content."""
-        instance_id = instance.instance_id
-        self._engines[instance_id] = self._connect(instance)
-        self._device_types[instance_id] = instance.device_type
 
     def _end(self) -> None:
         self._engines.clear()

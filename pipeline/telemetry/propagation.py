@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from opentelemetry import trace
 from opentelemetry.baggage import get_all
 from opentelemetry.context import Context as TraceContext
-from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
+from opentelemetry.propagators.textmap import Getter, TextMapPropagator
 from opentelemetry.trace import SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -50,7 +50,7 @@ def inject(context: Context[object]) -> dict[str, str]:
     """Return the headers that carry the stage's span and baggage to another process; empty without either."""
     headers: dict[str, str] = {}
     if isinstance(context.trace, TraceContext):
-        _propagator().inject(headers, context.trace, _INTO)
+        _propagator().inject(headers, context.trace)
     return headers
 
 
@@ -82,12 +82,7 @@ class _Bounded(Getter[Mapping[str, str]]):
         return list(carrier)
 
 
-class _Into(Setter[dict[str, str]]):
-    def set(self, carrier: dict[str, str], key: str, value: str) -> None:
-        carrier[key] = value
-
-
-_BOUNDED, _INTO = _Bounded(), _Into()
+_BOUNDED = _Bounded()
 _LINKS = TraceContextTextMapPropagator()
 
 

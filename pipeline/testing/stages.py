@@ -76,17 +76,13 @@ class ScriptedEngine(AsyncEngine[Any, Any]):
                 if isinstance(step, Fail):
                     raise step.error
                 if isinstance(step, (Wait, Stall)):
-                    await _wait(step, request)
+                    with anyio.move_on_after(step.seconds if isinstance(step, Wait) else None):
+                        await request.stopped()
                 else:
                     self.delivered += 1
                     yield step
         finally:
             closed.release()
-
-
-async def _wait(step: Wait | Stall, request: Context[Any]) -> None:
-    with anyio.move_on_after(step.seconds if isinstance(step, Wait) else None):
-        await request.stopped()
 
 
 class Ending(StrEnum):

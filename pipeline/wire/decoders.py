@@ -327,7 +327,8 @@ def union_decoder(kind: Any, hook_for: HookFor) -> Decode:
     kinds = [item for item in get_args(kind) if item is not type(None)]
     optional = len(kinds) < len(get_args(kind))
     if len(kinds) == 1:
-        return _optional_decoder(kinds[0], hook_for)
+        kind, inner = kinds[0], hook_for(kinds[0])
+        return lambda value, _: None if value is None else inner(value, kind)
     choices: dict[type, list[tuple[Any, Decode]]] = {}
     for item in kinds:
         for json_type in _json_types(item):
@@ -344,15 +345,6 @@ def union_decoder(kind: Any, hook_for: HookFor) -> Decode:
         if len(candidates) > 1 and value:
             item, hook = _by_first_item(candidates, type(value[0]))
         return hook(value, item)
-
-    return decode
-
-
-def _optional_decoder(kind: Any, hook_for: HookFor) -> Decode:
-    inner: Decode = hook_for(kind)
-
-    def decode(value: Any, _: Any) -> Any:
-        return None if value is None else inner(value, kind)
 
     return decode
 

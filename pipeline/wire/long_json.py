@@ -205,7 +205,7 @@ class _Pieces:
         for at in map(re.Match.start, _BRACKET.finditer(b'"'.join(strings))):
             if (partner := _PARTNER.get(masked[at])) is None:
                 opened.append(at)
-            elif (masked[opened.pop()] if opened else self._close()) != partner:
+            elif (masked[opened.pop()] if opened else self._open.pop().bracket if self._open else None) != partner:
                 raise InvalidArgument("invalid JSON: a bracket has no partner")
             elif not opened:
                 kept = min(kept, len(self._open))
@@ -213,10 +213,6 @@ class _Pieces:
         if not self._open:
             raise InvalidArgument("invalid JSON: trailing characters")
         return kept
-
-    def _close(self) -> int | None:
-        """Close the innermost of what was open before the piece; return its bracket, None if nothing was open."""
-        return self._open.pop().bracket if self._open else None
 
     def _find_values(self, kept: int, piece: bytes, masked: bytes) -> None:
         """Find what the piece has left open in the value: it is the last thing in whatever is around it."""

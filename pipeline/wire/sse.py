@@ -31,7 +31,9 @@ def encode(item: Annotated[Any]) -> bytes | None:
     Events of our own metrics are not sent: `llm_metrics` loses its event and comments, `payload_usage` everything.
     """
     if item.is_error:
-        raise _error_of(item)
+        if item.error is not None and item.error.message:
+            raise item.error
+        raise Unknown(" -- ".join(item.comment or ()) or _NO_REASON, cause=item.error)
     if item.event == PAYLOAD_USAGE_EVENT:
         return None
     event, comments = item.event, item.comment or []
@@ -44,13 +46,6 @@ def encode(item: Annotated[Any]) -> bytes | None:
     if item.data is not None:
         lines.append(b"data: " + to_json(item.data))
     return b"\n".join(lines) + b"\n\n"
-
-
-def _error_of(item: Annotated[Any]) -> BaseException:
-    """Return the message of an error item: its error, else its comments. An error without text becomes the cause."""
-    if item.error is not None and item.error.message:
-        return item.error
-    return Unknown(" -- ".join(item.comment or ()) or _NO_REASON, cause=item.error)
 
 
 def _one_line(text: str) -> bytes:
