@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .records import (
+    Problem,
     Setting,
+    Variable,
     by_variable,
     from_environment,
     kind_problems,
@@ -20,16 +22,21 @@ from .values import (
     Check,
     above,
     at_least,
+    choice,
+    decimal,
     expected,
     finite,
     from_plain,
     from_text,
     is_finite,
     kinds_of,
+    number,
     one_of,
     share,
+    switch,
+    url_path,
+    whole,
 )
-from .variables import Problem, Variable, choice, decimal, number, switch, url_path, whole
 
 __all__ = [
     "ANY",

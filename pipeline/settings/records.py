@@ -16,16 +16,17 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 import attrs
 
 from ..errors import InvalidArgument
 from .values import Check, at_least, from_plain, from_text, kinds_of, shown
-from .variables import Problem
 
 T = TypeVar("T")
 
+Problem: TypeAlias = tuple[str, str]
+"""A setting, and what is wrong with its value."""
 _KEY = "penstock.setting"
 _SETTINGS: dict[Any, dict[str, Setting]] = {}
 """What `settings_of` has found, by class."""
@@ -230,3 +231,33 @@ def _validate(record: Any, attribute: attrs.Attribute[Any], _: Any) -> None:
     known = settings_of(type(record))
     if attribute.name == next(iter(known)):
         raise_problems(range_problems(type(record), {name: getattr(record, name) for name in known}))
+
+
+@attrs.frozen
+class Variable(Generic[T]):
+    """An environment variable that is no field of a record."""
+
+    name: str
+    default: T
+    """Its value where it is not set, or its text cannot be read."""
+    help: str
+    read: Callable[[str], T]
+    """Turns the text, without blanks around it, into the value. Raises ValueError that names what is allowed."""
+
+    def of(self, environment: Mapping[str, str]) -> T:
+        """Return the value that the environment sets."""
+        text = environment.get(self.name, "").strip()
+        try:
+            return self.read(text) if text else self.default
+        except ValueError:
+            return self.default
+
+    def problem(self, environment: Mapping[str, str]) -> Problem | None:
+        """Return what is wrong with its text, if anything is."""
+        text = environment.get(self.name, "").strip()
+        try:
+            if text:
+                self.read(text)
+        except ValueError as error:
+            return self.name, str(error)
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -144,3 +144,73 @@ _WORDS = {
     Path: "a path",
     type(None): "none",
 }
+
+
+# -- readers of texts of variables
+
+
+def whole(low: int = 0, high: int = 2**64 - 1, unit: float | None = None) -> Callable[[str], Any]:
+    """Return a reader of numbers written in digits only, from `low` to `high`; with a `unit` times that, as a float."""
+
+    def read(text: str) -> Any:
+        if not (text.isascii() and text.isdigit() and len(text) <= _LONGEST and low <= int(text) <= high):
+            raise ValueError(f"must be a whole number from {low} to {high}, got {_cut(text)}")
+        return int(text) if unit is None else int(text) * unit
+
+    return read
+
+
+def number(low: float = 0, high: float = inf) -> Callable[[str], float]:
+    """Return a reader of finite decimal numbers from `low` to `high`."""
+
+    def read(text: str) -> float:
+        try:
+            value = decimal(text)
+        except ValueError:
+            value = nan
+        if not (isfinite(value) and low <= value <= high):
+            most = "" if high == inf else f" and at most {high:g}"
+            raise ValueError(f"must be a number of at least {low:g}{most}, got {_cut(text)}")
+        return value
+
+    return read
+
+
+def decimal(text: str) -> float:
+    """Return the number of a text. Raise ValueError also for digits in groups and for those of other scripts."""
+    if "_" in text or not text.isascii():
+        raise ValueError(f"must be a number, got {_cut(text)}")
+    return float(text)
+
+
+def switch(text: str) -> bool:
+    """Return whether a text is a word for yes. Raise ValueError for a text that is no word for no either."""
+    return bool(from_text(text, bool))
+
+
+def choice(*known: str) -> Callable[[str], str]:
+    """Return a reader of one of these texts."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"must be one of {', '.join(known)}, got {_cut(text)}")
+        return text
+
+    return read
+
+
+def url_path(text: str) -> str:
+    """Return the path of a URL. Raise ValueError for one that does not begin with a slash, or has placeholders."""
+    if not text.startswith("/") or {"{", "}"} & set(text):
+        raise ValueError(f"must be a path that begins with / and has no braces, got {_cut(text)}")
+    return text
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}...")
+
+
+_LONGEST = 20
+"""Digits of the longest number that a variable may have: those of 2**64."""
+_SHOWN_MAX = 64
+"""Characters of a text that an error repeats."""
