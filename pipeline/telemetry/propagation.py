@@ -50,7 +50,7 @@ def inject(context: Context[object]) -> dict[str, str]:
     """Return the headers that carry the stage's span and baggage to another process; empty without either."""
     headers: dict[str, str] = {}
     if isinstance(context.trace, TraceContext):
-        _propagator().inject(headers, context.trace)
+        _propagator().inject(headers, context.trace)  # pyright: ignore[reportArgumentType]  # its default setter's type
     return headers
 
 
