@@ -12,8 +12,8 @@ from attrs import frozen
 
 from .cancellation import until_killed
 from .context import Context
-from .errors import GraphError, PenstockError, to_error
-from .foreign import raise_if_ours
+from .errors import GraphError, PenstockError
+from .foreign import foreign_errors
 from .signatures import handler_types
 from .stage import Stage
 from .stream import ResponseStream
@@ -82,16 +82,11 @@ class FunctionEngine(AsyncEngine[In, Out]):
         return ResponseStream(self._items(request), request)
 
     async def _items(self, request: Context[In]) -> AsyncGenerator[Out, None]:
-        try:
-            extra = {"context": request} if self._takes_context else {}
+        extra = {"context": request} if self._takes_context else {}
+        with foreign_errors():
             async with aclosing(until_killed(self._handler(request.payload, **extra), request)) as items:
                 async for item in items:
                     yield item
-        except PenstockError:
-            raise
-        except BaseException as error:
-            raise_if_ours(error)
-            raise to_error(error) from error
 
 
 @overload

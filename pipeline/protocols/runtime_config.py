@@ -6,9 +6,11 @@ Source: dynamo lib/llm/src/local_model/runtime_config.rs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from attrs import define
+
+from pipeline.settings import switch
 
 from .field_rules import U16, U32, U64, InvalidRecord, null, skip
 
@@ -20,12 +22,6 @@ TOKENIZER_ENV = "DYN_TOKENIZER"
 TOKENIZER_FALLBACK_ENV = "DYN_TOKENIZER_FALLBACK"
 
 TokenizerBackend = Literal["default", "fastokens", "basetenkenizer"]
-_TOKENIZER_BACKENDS: dict[str, TokenizerBackend] = {
-    "default": "default",
-    "fastokens": "fastokens",
-    "basetenkenizer": "basetenkenizer",
-}
-_BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 @define(slots=True)
@@ -117,18 +113,19 @@ class ModelRuntimeConfig:
         if self.tokenizer_backend is not None:
             return self.tokenizer_backend
         text = environment.get(TOKENIZER_ENV, "").strip() or "default"
-        if text not in _TOKENIZER_BACKENDS:
-            raise InvalidRecord(f"expected one of {', '.join(_TOKENIZER_BACKENDS)}, found {text}", TOKENIZER_ENV)
-        return _TOKENIZER_BACKENDS[text]
+        if text not in (known := get_args(TokenizerBackend)):
+            raise InvalidRecord(f"expected one of {', '.join(known)}, found {text}", TOKENIZER_ENV)
+        return cast(TokenizerBackend, text)
 
     def effective_tokenizer_fallback(self, environment: Mapping[str, str]) -> bool:
         """Return the setting, else the environment's, else true. Raise InvalidRecord for a text that is no boolean."""
         if self.tokenizer_fallback_enabled is not None:
             return self.tokenizer_fallback_enabled
         text = environment.get(TOKENIZER_FALLBACK_ENV, "true").strip().lower()
-        if text not in _BOOLEANS:
-            raise InvalidRecord(f"expected true or false, found {text}", TOKENIZER_FALLBACK_ENV)
-        return _BOOLEANS[text]
+        try:
+            return switch(text)
+        except ValueError:
+            raise InvalidRecord(f"expected true or false, found {text}", TOKENIZER_FALLBACK_ENV) from None
 
 
 def topology_taint(domain: str, value: str) -> str:
