@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .config import (
-    ConditionalPolicy,
     KvRouterConfig,
     config_from_environment,
     kv_router_variables,
@@ -20,7 +19,7 @@ from .operator import KvPushRouter
 from .prompt import PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, PolicyClass, PolicyDocument, PolicyProfile
 from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shared_hashes
-from .reservation import Reservation, ends_badly
+from .reservation import ends_badly
 from .router import KvRouter
 from .selection import WorkerType
 from .service import RouterService
@@ -31,7 +30,6 @@ __all__ = [
     "OVERLAP_REFRESH_AFTER",
     "ActiveSequences",
     "BookingError",
-    "ConditionalPolicy",
     "EngineSubscriber",
     "EventLog",
     "KvIndex",
@@ -47,7 +45,6 @@ __all__ = [
     "PromptBlocks",
     "QueueRejected",
     "ReplicaSync",
-    "Reservation",
     "RouteRequest",
     "RouterGauges",
     "RouterMetrics",

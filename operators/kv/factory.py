@@ -66,7 +66,7 @@ def kv_router(
         lookup,
         loads,
         AdmissionController(pool, loads, classes, tiers, refresh_after_s=refresh_after_s),
-        WorkerSelector(config, rng, worker_type),
+        WorkerSelector(config, rng or Random(), worker_type),
         config,
         sessions=None if session_ttl_s is None else Sessions(session_ttl_s, loads.clock),
         prefill_duration=prefill_duration,

@@ -46,7 +46,7 @@ class PrefixLookup:
         self.has_index = config.has_index
         self.feed = None
         if config.has_index and config.use_kv_events:
-            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=on_event or _uncounted)
+            self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=on_event)
         ttl_s = config.router_predicted_ttl_secs if config.use_kv_events else config.router_ttl_secs
         self._routed: PredictedIndex | None = None
         if config.has_index and ttl_s is not None:
@@ -82,14 +82,18 @@ class PrefixLookup:
 
     def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         """Drop the workers that are gone and the ranks that no longer exist, and follow the others."""
-        for worker_id in gone:
-            if self.feed is not None:
-                self.feed.remove_worker(worker_id)
-            if self._routed is not None:
-                self._routed.remove_worker(worker_id)
-        for worker_id, before in self._ranks.items():
-            for dp_rank in set(before).difference(ranks.get(worker_id, ())) if worker_id not in gone else ():
-                self._remove_rank(WorkerRank(worker_id, dp_rank))
+        lost = [
+            WorkerRank(worker_id, dp_rank)
+            for worker_id, before in self._ranks.items()
+            if worker_id not in gone
+            for dp_rank in set(before).difference(ranks.get(worker_id, ()))
+        ]
+        for source in (self.feed, self._routed):
+            if source is not None:
+                for worker_id in gone:
+                    source.remove_worker(worker_id)
+                for rank in lost:
+                    source.remove_rank(rank)
         self._ranks = dict(ranks)
         if self.feed is not None:
             for worker_id, dp_ranks in ranks.items():
@@ -123,16 +127,6 @@ class PrefixLookup:
         if self._is_followed and not self._has_warned and feed.is_stalled:
             self._has_warned = True
             _log.warning("KV events are kept and not applied while KvRouter.run does not run: start it in a task")
-
-    def _remove_rank(self, rank: WorkerRank) -> None:
-        if self.feed is not None:
-            self.feed.remove_rank(rank)
-        if self._routed is not None:
-            self._routed.remove_rank(rank)
-
-
-def _uncounted(event_type: str, status: str) -> None:
-    """Count nothing."""
 
 
 async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryReply | None:

@@ -292,14 +292,9 @@ def _reasons(decision: Decision) -> Output:
 def _dispatch_attributes(
     request: Context[PreprocessedRequest], decision: Decision, phase: RequestPhase
 ) -> Mapping[str, Any]:
-    return {
-        "request_id": request.id,
-        "worker_id": decision.rank.worker_id,
-        "dp_rank": decision.rank.dp_rank,
-        "overlap_blocks": decision.overlap_blocks,
-        "best_available_overlap_blocks": decision.best_available_overlap_blocks,
-        "phase": phase.value,
-    }
+    reasons = decision.attributes()
+    names = ("worker_id", "dp_rank", "overlap_blocks", "best_available_overlap_blocks")
+    return {"request_id": request.id, **{name: reasons[name] for name in names}, "phase": phase.value}
 
 
 def _shows_a_lost_worker(error: BaseException) -> bool:

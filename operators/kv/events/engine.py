@@ -166,7 +166,7 @@ class EngineEvents:
         self._next_sequence = 0
         self._kinds: dict[tuple[int, int], str] = {}
         self._namespaces: dict[int, Namespaces] = {}
-        self._warnings_left = self._loss_warnings_left = _WARNINGS
+        self._warned: Counter[str] = Counter()
 
     def convert(self, batch: EngineBatch) -> list[EngineChange | Filtered]:
         """Return the change for each event of the batch, in order.
@@ -176,16 +176,11 @@ class EngineEvents:
         them are believed to be there until they are removed again, or all are cleared.
         """
         if (missing := batch.sequence - self._next_sequence) > 0:
-            self._count_lost(missing, batch.sequence)
+            self.lost_batches += missing
+            text = "%d messages of the engine before number %d did not arrive: what it has cached is known in part only"
+            self._warn(text, missing, batch.sequence, kind="loss")
         self._next_sequence = batch.sequence + 1
         return [self._converted(batch.dp_rank, event) for event in batch.events]
-
-    def _count_lost(self, missing: int, sequence: int) -> None:
-        self.lost_batches += missing
-        if self._loss_warnings_left > 0:
-            self._loss_warnings_left -= 1
-            text = "%d messages of the engine before number %d did not arrive: what it has cached is known in part only"
-            _log.warning(text, missing, sequence)
 
     def _converted(self, dp_rank: int, event: EngineEvent) -> EngineChange | Filtered:
         if isinstance(event, Undecodable):
@@ -195,11 +190,8 @@ class EngineEvents:
             return Filtered(dp_rank, "ignored_event")
         if (reason := _foreign(event.origin)) is not None:
             return Filtered(dp_rank, reason)
-        if isinstance(event, EngineCleared):
-            return self._cleared(dp_rank, event)
-        return self._moved(dp_rank, event, MEDIA[_shown(event.origin.medium)])
-
-    def _cleared(self, dp_rank: int, event: EngineCleared) -> EngineChange | Filtered:
+        if not isinstance(event, EngineCleared):
+            return self._moved(dp_rank, event, MEDIA[_shown(event.origin.medium)])
         if event.origin.medium is not None:  # only a tier of the rank, and there is no such change
             return Filtered(dp_rank, "ambiguous_scoped_clear")
         self._namespaces.pop(dp_rank, None)
@@ -274,10 +266,10 @@ class EngineEvents:
         media = [*event.media, *[None] * len(local)]
         return KvStored(event.parent, list(map(StoredBlock, event.names, local, media)))
 
-    def _warn(self, text: str, *values: object) -> None:
+    def _warn(self, text: str, *values: object, kind: str = "event") -> None:
         """Log a few times only: with an engine that is set up wrongly every event is wrong."""
-        if self._warnings_left > 0:
-            self._warnings_left -= 1
+        self._warned[kind] += 1
+        if self._warned[kind] <= _WARNINGS:
             _log.warning(text, *values)
 
 

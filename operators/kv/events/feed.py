@@ -76,10 +76,6 @@ class _Progress:
         return False
 
 
-def _ignore(kind: str, status: str) -> None:
-    """Count nothing."""
-
-
 class EventFeed:
     """See the module. Only events of ranks that were added count; a rank is recovered when it is added.
 
@@ -88,7 +84,7 @@ class EventFeed:
     """
 
     def __init__(
-        self, index: KvIndex, recover: Recover, *, limits: RepairLimits | None = None, counted: Counted = _ignore
+        self, index: KvIndex, recover: Recover, *, limits: RepairLimits | None = None, counted: Counted | None = None
     ) -> None:
         self.index = index
         self._recover = recover

@@ -114,7 +114,7 @@ class RankFeed:
 
     rank: WorkerRank
     index: KvIndex
-    counted: Counted
+    counted: Counted | None
     kept: deque[RouterEvent]
     foreign: deque[ForeignEvent]
     cursor: EventCursor = field(factory=EventCursor)
@@ -187,7 +187,8 @@ class RankFeed:
             if self.in_order and answer.last_event_id < (self.cursor.expected or 0):
                 return True  # what has arrived meanwhile was applied, and is newer
             self.forget()
-            self._apply_all(answer.events)
+            for event in self._own(answer.events):
+                self._apply(event)
             self.cursor = EventCursor(answer.last_event_id)
             return True
         if isinstance(answer, RecoveredEvents):
@@ -279,10 +280,6 @@ class RankFeed:
         """The events of this rank: a worker may answer for all of its ranks."""
         return [e for e in events if (e.worker_id, e.event.dp_rank) == self.rank]
 
-    def _apply_all(self, events: Iterable[RouterEvent]) -> None:
-        for event in self._own(events):
-            self._apply(event)
-
     def _apply(self, event: RouterEvent) -> None:
         kind = "unknown"
         try:
@@ -295,10 +292,8 @@ class RankFeed:
             status = "failed"
             _log.exception("event %d of %s makes no sense", event.event.event_id, self.rank)
         self.cursor = EventCursor(event.event.event_id)
-        self._count(kind, status)
-
-    def _count(self, kind: str, status: str) -> None:
         try:
-            self.counted(kind, status)
+            if self.counted is not None:
+                self.counted(kind, status)
         except Exception:  # a failing counter does not end the feed
             _log.exception("an event of %s is not counted", self.rank)

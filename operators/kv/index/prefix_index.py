@@ -207,11 +207,6 @@ class KvIndex:
         if (held := self._held_by.get(rank)) is not None:
             held.remove_end(name, is_end)
 
-    def restore(self, events: Iterable[RouterEvent]) -> None:
-        """Apply a dump."""
-        for event in events:
-            self.apply(event)
-
     def clear_rank(self, rank: WorkerRank) -> None:
         """Remove all blocks of the rank, which stays known."""
         if (held := self._held_by.get(rank)) is not None:

@@ -1,7 +1,7 @@
 """Requests that wait for a worker: admission, order, and policy classes."""
 
 from .admission import OVERLAP_REFRESH_AFTER, AdmissionController, QueuedRequest
-from .policy import DepthTier, PolicyClass, PolicyProfile, PromptSize, QueueUsage
+from .policy import DepthTier, PolicyClass, PolicyProfile, PromptSize
 from .profiles import PolicyDocument
 from .queue import AdmissionQueue, Waiting
 
@@ -14,7 +14,6 @@ __all__ = [
     "PolicyDocument",
     "PolicyProfile",
     "PromptSize",
-    "QueueUsage",
     "QueuedRequest",
     "Waiting",
 ]

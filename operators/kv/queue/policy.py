@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from attrs import define, field, frozen
@@ -74,10 +74,6 @@ class PolicyClass:
     def may_queue(self) -> bool:
         return self.prefill_busy_threshold is not None or self.prefill_busy_threshold_frac is not None
 
-    def is_busy(self, prefill_tokens: int, max_num_batched_tokens: int | None) -> bool:
-        """Whether a rank with so many prompt tokens in flight is busy."""
-        return prefill_tokens > self.busy_above(max_num_batched_tokens)
-
     def busy_above(self, max_num_batched_tokens: int | None) -> float:
         """With more prompt tokens in flight than this a rank is busy; infinite without a threshold."""
         absolute, share = self.prefill_busy_threshold, self.prefill_busy_threshold_frac
@@ -88,15 +84,13 @@ class PolicyClass:
         return min(limit, share * batched)
 
     def all_busy(
-        self, ranks: Iterable[WorkerRank], prefill_tokens: Column, configs: Mapping[int, ModelRuntimeConfig]
+        self, ranks: Sequence[WorkerRank], prefill_tokens: Column, configs: Mapping[int, ModelRuntimeConfig]
     ) -> bool:
         """Whether every rank is busy; False for none at all, since waiting would not bring one."""
-        any_rank = False
         for rank, tokens in zip(ranks, prefill_tokens, strict=True):
             if tokens <= self.busy_above(configs[rank.worker_id].max_num_batched_tokens):
                 return False
-            any_rank = True
-        return any_rank
+        return bool(ranks)
 
     def score(self, size: PromptSize, arrival_s: float, priority_jump_s: float) -> float:
         """The place of a request among those of its strict priority: the higher, the earlier."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from pipeline import InvalidArgument, Unavailable
 from pipeline.protocols import RouterConfigOverride
@@ -147,20 +147,19 @@ def select_worker(
     )
 
 
+@define(eq=False)
 class WorkerSelector:
-    """Selects ranks by the settings of one router.
+    """By what one router selects ranks."""
 
-    `rng` decides between equal costs, default a new one; give a seeded one to repeat a run. `worker_type` is what the
-    workers of the pool do.
-    """
+    config: KvRouterConfig
+    rng: Random = field(factory=Random)
+    """Decides between equal costs; a seeded one repeats a run."""
+    worker_type: WorkerType = "aggregated"
+    """What the workers of the pool do."""
+    _settings: RequestSettings = field(init=False)
 
-    def __init__(
-        self, config: KvRouterConfig, rng: Random | None = None, worker_type: WorkerType = "aggregated"
-    ) -> None:
-        self.config = config
-        self.worker_type: WorkerType = worker_type
-        self.rng = rng or Random()
-        self._settings = config.settings()
+    def __attrs_post_init__(self) -> None:
+        self._settings = self.config.settings()
 
     def settings(self, override: RouterConfigOverride | None) -> RequestSettings:
         """The router's settings, with what a request overrides."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from attrs import evolve
 
-from operators.kv import KvRouter, KvRouterConfig, PromptBlocks, Reservation, RouteRequest, kv_router
+from operators.kv import KvRouter, KvRouterConfig, PromptBlocks, RouteRequest, kv_router
+from operators.kv.reservation import Reservation
 from operators.pool import Adapters, Configs, PoolCards, PoolView
 from pipeline.network import Members, Workers, static_workers
 from pipeline.rx import BehaviorSubject, Observable

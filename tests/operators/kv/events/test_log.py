@@ -68,7 +68,8 @@ def test_a_question_is_answered_from_what_is_kept_or_by_the_whole_tree() -> None
     assert isinstance(tree, RecoveredTree)
     assert tree.last_event_id == 14
     restored = KvIndex()
-    restored.restore(tree.events)
+    for event in tree.events:
+        restored.apply(event)
     assert [restored.find_matches([block]) for block in range(1, 11)] == [{RANK: 1}] * 10
     assert log.recover(15, 10) == InvalidRange(15, 10)
     assert log.recover(100, 200) == TooNew(100, 200, 14)

@@ -168,7 +168,8 @@ def test_a_dump_restores_the_same_blocks_names_and_dump(seed: int) -> None:
     of_first = {row[2:] for row in rows(dumped) if row[:2] == RANKS[0]}
     assert of_first == {(names.get(path[:-1]), name, path[-1]) for path, name in names.items()}
     restored = KvIndex()
-    restored.restore(dumped)
+    for event in dumped:
+        restored.apply(event)
     assert restored.dump() == dumped
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv import PredictedIndex, PromptBlocks, WorkerRank
-from operators.kv.index import IndexerDroppedRequest, InvalidBlockSequence, deepest
+from operators.kv import PromptBlocks, WorkerRank
+from operators.kv.index import IndexerDroppedRequest, InvalidBlockSequence, PredictedIndex, deepest
 from pipeline import InvalidArgument
 from pipeline.llm import sequence_hashes
 

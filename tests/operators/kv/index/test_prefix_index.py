@@ -191,7 +191,8 @@ def test_parents_stand_before_their_children_in_a_dump() -> None:
         assert change.parent_hash is None or (rank, change.parent_hash) in known
         known |= {(rank, block.block_hash) for block in change.blocks}
     restored = KvIndex()
-    restored.restore(dumped)
+    for event in dumped:
+        restored.apply(event)
     assert restored.dump() == dumped
     assert restored.find_matches([1, 2, 4, 8]) == index.find_matches([1, 2, 4, 8])
     assert index.dump(A) == [event for event in dumped if (event.worker_id, event.event.dp_rank) == A]

@@ -122,12 +122,12 @@ def test_the_plain_settings_make_one_class() -> None:
 def test_a_rank_is_busy_above_either_threshold() -> None:
     share, absolute = PolicyClass(prefill_busy_threshold_frac=2.0), PolicyClass(prefill_busy_threshold=50)
     both = PolicyClass(prefill_busy_threshold_frac=2.0, prefill_busy_threshold=50)
-    assert [share.is_busy(tokens, 100) for tokens in (200, 201)] == [False, True]
-    assert [absolute.is_busy(tokens, 100) for tokens in (50, 51)] == [False, True]
-    assert [both.is_busy(51, 100), both.is_busy(21, 10), both.is_busy(20, 10)] == [True, True, False]
-    assert [share.is_busy(tokens, None) for tokens in (20_000_000, 20_000_001)] == [False, True]
-    assert share.is_busy(1, 0), "a worker that says 0 is taken at its word"
-    assert not PolicyClass().is_busy(10**12, 1)
+    assert [tokens > share.busy_above(100) for tokens in (200, 201)] == [False, True]
+    assert [tokens > absolute.busy_above(100) for tokens in (50, 51)] == [False, True]
+    assert [both.busy_above(100) < 51, both.busy_above(10) < 21, both.busy_above(10) < 20] == [True, True, False]
+    assert [tokens > share.busy_above(None) for tokens in (20_000_000, 20_000_001)] == [False, True]
+    assert share.busy_above(0) < 1, "a worker that says 0 is taken at its word"
+    assert PolicyClass().busy_above(1) >= 10**12
 
 
 def test_all_must_be_busy_and_an_empty_pool_is_not_busy() -> None:
