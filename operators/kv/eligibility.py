@@ -130,11 +130,6 @@ class WorkerPool:
             return Ineligible("overloaded", f"{worker} is overloaded")
         return None
 
-    def only_rank(self, worker_id: int) -> WorkerRank | None:
-        """The rank of a worker that has just one; None for any other."""
-        ranks = self.ranks.get(worker_id, ())
-        return WorkerRank(worker_id, ranks[0]) if len(ranks) == 1 else None
-
     def _select(self, rules: RoutingRules) -> tuple[WorkerRank, ...]:
         return tuple(rank for rank in self._matching(rules) if rank.worker_id not in self.overloaded)
 

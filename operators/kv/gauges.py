@@ -62,7 +62,8 @@ class RouterGauges:
         self.close()
 
     def _ranks(self, figure: str) -> Seen:
-        for load in self._router.loads.by_rank():
+        loads = self._router.loads
+        for load in loads.sequences.loads(loads.clock()):
             worker_id, dp_rank = worker_label(load.rank.worker_id), str(load.rank.dp_rank)
             yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, getattr(load, figure)
 

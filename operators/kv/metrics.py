@@ -88,21 +88,24 @@ class RoutingSteps:
         self._search: OpenSpan | None = None
         self._began_s = self._last_s = 0.0 if record_ms is None else now_s()
 
-    def begin(self, step: Step) -> None:
-        """End the step before, and begin this one."""
+    def begin(self, step: Step | None) -> None:
+        """End the step before, and begin this one, if it is one."""
         if self._record_ms is None and self._request is None:
             return
-        if self._step is not None:
-            self._end_step(self._step)
-        self._step = step
-        if self._request is not None and step in SPANS:
+        before, self._step = self._step, step
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
+        if before is not None and self._record_ms is not None:
+            began_s, self._last_s = self._last_s, self._now_s()
+            self._record_ms[before](1000 * (self._last_s - began_s))
+        if step is not None and step in SPANS and self._request is not None:
             above = self._request if self._search is None else self._search.context
             self._span = OpenSpan(above, SPANS[step], tracer=self._tracer)
 
     def end(self) -> None:
         """End the last step, and the search."""
-        if self._step is not None:
-            self._end_step(self._step)
+        self.begin(None)
         if self._record_ms is not None:
             self._record_ms["total"](1000 * (self._last_s - self._began_s))
 
@@ -121,15 +124,6 @@ class RoutingSteps:
                 if error is not None:
                     span.fails(error)
                 span.end()
-
-    def _end_step(self, step: Step) -> None:
-        self._step = None
-        if (span := self._span) is not None:
-            self._span = None
-            span.end()
-        if self._record_ms is not None:
-            before_s, self._last_s = self._last_s, self._now_s()
-            self._record_ms[step](1000 * (self._last_s - before_s))
 
 
 UNTIMED = RoutingSteps(lambda: 0.0)

@@ -114,21 +114,21 @@ class RouteRequest:
         A worker that is not there keeps its first rank, so that the pool can name what is wrong with it. A request with
         an adapter and without a named worker goes to the workers that have it loaded, if an allowed one has.
         """
-        pin, allowed, adapter = self._pin(pool), self.allowed_worker_ids, self.blocks.lora_name
+        allowed, adapter = self.allowed_worker_ids, self.blocks.lora_name
+        pin = None if self.worker_id is None else self._pin(pool, self.worker_id)
         if pin is None and adapter and (holders := pool.adapters.get(adapter)):
             there = pool.configs.keys() if pool.available is None else pool.configs.keys() & pool.available
             allowed = narrowed_to_adapter(allowed, holders, there)
         return RoutingRules(pin, allowed, self.constraints, self.failed_worker_ids, self.is_overload)
 
-    def _pin(self, pool: WorkerPool) -> WorkerRank | None:
-        if self.worker_id is None:
-            return None
+    def _pin(self, pool: WorkerPool, worker_id: int) -> WorkerRank:
         if self.dp_rank is not None:
-            return WorkerRank(self.worker_id, self.dp_rank)
-        if (ranks := pool.ranks.get(self.worker_id)) is not None and len(ranks) > 1:
-            text = f"worker {self.worker_id} has ranks {ranks.start} to {ranks.stop - 1}: the request must name one"
+            return WorkerRank(worker_id, self.dp_rank)
+        ranks = pool.ranks.get(worker_id, range(1))
+        if len(ranks) > 1:
+            text = f"worker {worker_id} has ranks {ranks.start} to {ranks.stop - 1}: the request must name one"
             raise InvalidArgument(text, field="routing.dp_rank")
-        return pool.only_rank(self.worker_id) or WorkerRank(self.worker_id)
+        return WorkerRank(worker_id, ranks[0])
 
 
 def named_worker(hints: RoutingHints, phase: RequestPhase) -> tuple[int | None, int | None]:

@@ -24,17 +24,14 @@ from .load import (
     ActiveRequest,
     ActiveSequences,
     AddRequest,
-    Column,
     Free,
     MarkPrefillCompleted,
-    RankLoad,
     ReplicaSync,
     SequenceEventData,
     SequenceLoad,
 )
 from .metrics import RequestMeter
 from .selection import Decision
-from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +142,8 @@ class LoadBook:
         self.sequences = ActiveSequences(expiry_s)
         self.clock = loop_clock()
         self.peers = peers
+        self.now_s = self.clock if peers is None else self._now_s
+        """The time of a decision or a change of load, once the events of replicas until then are applied."""
         self.on_room: Callable[[], object] = _no_one_waits
         if peers is not None:
             peers.join(self.sequences, self.clock)
@@ -153,13 +152,10 @@ class LoadBook:
         """The number of requests that are booked, those of replicas included."""
         return len(self.sequences)
 
-    def now_s(self) -> float:
-        """The time of a decision or a change of load, once the events of replicas until then are applied."""
+    def _now_s(self) -> float:
         if self.peers is not None:
             self.peers.take_in()
         return self.clock()
-
-    # -- reservations
 
     def enter(self, reservation: Reservation, decision: Decision, load: SequenceLoad, now_s: float) -> None:
         """Book the reservation on the chosen rank. Raises what `ActiveSequences.add` raises; nothing is booked then."""
@@ -191,25 +187,11 @@ class LoadBook:
         if self.peers is not None:
             self.peers.publish(reservation, step, reservation.lora_name)
 
-    # -- loads
-
-    def prefill_tokens(self, ranks: Sequence[WorkerRank]) -> Column:
-        """The prompt tokens in flight on these ranks."""
-        return self.sequences.prefill_tokens(ranks, self.now_s())
-
-    def by_rank(self) -> Sequence[RankLoad]:
-        """What is in flight on every rank. May be called in any thread."""
-        return self.sequences.loads(self.clock())
-
     def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         """Drop the bookings of workers that are gone, and keep an account for exactly these ranks."""
         for worker_id in gone:
             self.sequences.remove_worker(worker_id)
         self.sequences.set_workers(ranks)
-
-    def expire(self) -> None:
-        """Give up the reservations that were not released in time."""
-        self.sequences.expire(self.now_s())
 
     def close(self) -> None:
         """Stop receiving the replicas' events. Reservations stay valid."""

@@ -183,7 +183,7 @@ class KvRouter:
                 tasks.start_soon(self.loads.peers.run, self.queue.drain)
             while True:
                 await anyio.sleep(every_s)
-                self.loads.expire()
+                self.loads.sequences.expire(self.loads.now_s())
                 self.lookup.expire(self.loads.clock())
                 self.queue.drain()
 

@@ -131,6 +131,11 @@ class QueuedRequest:
     wanted: int = field(default=0, init=False)
     """The ranks that may take it, as bits of `rooms`."""
 
+    def settle(self, placed: Reservation | None = None, error: Exception | None = None) -> None:
+        self.placed, self.error = placed, error
+        if self.settled is not None:
+            self.settled.set()
+
 
 class AdmissionController:
     """See the module. A request waits while all workers that may take it are busy, by the class it is of.
@@ -187,8 +192,9 @@ class AdmissionController:
             queued.candidates = pool.candidates(queued.request.rules(pool))
         except PenstockError:
             return False  # placing it raises the same error
-        ranks = queued.candidates.ranks
-        return self._profile.classes[class_index].all_busy(ranks, self._loads.prefill_tokens(ranks), pool.configs)
+        ranks, loads = queued.candidates.ranks, self._loads
+        tokens = loads.sequences.prefill_tokens(ranks, loads.now_s())
+        return self._profile.classes[class_index].all_busy(ranks, tokens, pool.configs)
 
     async def _wait(self, queued: QueuedRequest, class_index: int, control: Control | None) -> Reservation:
         request, size, queued.settled = queued.request, queued.size(queued), anyio.Event()
@@ -202,7 +208,10 @@ class AdmissionController:
             strict_priority=request.strict_priority,
             partition=request.partition,
         )
-        self._count_queued(waiting)
+        if (blocked := self._blocked) is not None and blocked.version == self._queue.version - 1:
+            # A queue that was blocked still is: one more waits, and no other has become able to go.
+            blocked.version += 1
+            blocked.add(class_index, blocked.rooms.wanted(request))
         return await self._outcome(waiting, queued.settled, control)
 
     def drain(self) -> None:
@@ -224,7 +233,7 @@ class AdmissionController:
         pool, queue = self._pool.current(), self._queue
         if (rooms := self._rooms) is None or rooms.pool is not pool:
             rooms = self._rooms = Rooms(pool, self._profile.classes)
-        tokens = self._loads.prefill_tokens(rooms.ranks)
+        tokens = self._loads.sequences.prefill_tokens(rooms.ranks, self._loads.now_s())
         free = {index: rooms.free(index, tokens) for index in queue.waiting_classes()}
         if self._blocked is not None and self._blocked.lasts(rooms, free, queue.version):
             return None
@@ -241,28 +250,20 @@ class AdmissionController:
         self._blocked = blocked if waiting is None else None
         return waiting
 
-    def _count_queued(self, waiting: Waiting[QueuedRequest]) -> None:
-        """Keep what is known of a blocked queue: one more waits, and no other has become able to go."""
-        if (blocked := self._blocked) is not None and blocked.version == self._queue.version - 1:
-            blocked.version += 1
-            blocked.add(waiting.class_index, blocked.rooms.wanted(waiting.item.request))
-
     def close(self) -> None:
         """Ends the queue: all that wait, and all that come, get Unavailable."""
         self._is_closed = True
         for waiting in self._queue.close():
-            waiting.item.error = _closing()
-            _set(waiting.item)
+            waiting.item.settle(error=_closing())
 
     def _settle(self, waiting: Waiting[QueuedRequest]) -> None:
         """Place one that waited, or keep the error, and wake its task."""
         queued = waiting.item
         try:
             is_old = waiting.is_due_for_refresh(self._loads.clock(), self._refresh_after_s)
-            queued.placed = queued.place(queued, is_old)
+            queued.settle(queued.place(queued, is_old))
         except Exception as error:
-            queued.error = error
-        _set(queued)
+            queued.settle(error=error)
 
     async def _outcome(
         self, waiting: Waiting[QueuedRequest], settled: anyio.Event, control: Control | None
@@ -290,11 +291,6 @@ class AdmissionController:
     def _withdraw(self, waiting: Waiting[QueuedRequest]) -> None:
         if self._queue.withdraw(waiting):
             self.drain()  # it may have held others up
-
-
-def _set(queued: QueuedRequest) -> None:
-    if queued.settled is not None:
-        queued.settled.set()
 
 
 def _closing() -> PenstockError:

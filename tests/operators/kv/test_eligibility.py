@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from operators.kv import PromptBlocks, RouteRequest
 from operators.kv.eligibility import RoutingRules, WorkerPool, narrowed_to_adapter, taint_multiplier, worker_ranks
 from operators.kv.types import WorkerRank
 from pipeline import InvalidArgument, ResourceExhausted, Unavailable, WorkerOverloaded
@@ -125,7 +126,10 @@ def test_a_pinned_request_has_its_one_candidate() -> None:
 
 def test_a_worker_with_one_rank_needs_none_named() -> None:
     pool = WorkerPool({1: config(start=4), 2: config(size=2)})
-    assert [pool.only_rank(worker_id) for worker_id in (1, 2, 3)] == [(1, 4), None, None]
+    one, two, unknown = (RouteRequest(blocks=PromptBlocks([1], 1), worker_id=worker_id) for worker_id in (1, 2, 3))
+    assert [request.rules(pool).pinned for request in (one, unknown)] == [(1, 4), (3, 0)]
+    with pytest.raises(InvalidArgument, match="ranks 0 to 1: the request must name one"):
+        two.rules(pool)
 
 
 def test_taints_multiply_between_one_over_e_and_e() -> None:

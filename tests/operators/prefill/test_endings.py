@@ -91,7 +91,7 @@ async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str)
             await anyio.sleep(1)
             getattr(request, verb)()
         assert [asked.is_stopped for asked in engine.requests] == [True]
-        assert [load.decode_blocks for load in kv.loads.by_rank()] == [0]
+        assert [load.decode_blocks for load in kv.loads.sequences.loads(kv.loads.clock())] == [0]
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])

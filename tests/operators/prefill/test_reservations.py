@@ -31,7 +31,7 @@ async def test_a_kv_router_decides_once_for_each_prefill(monkeypatch: pytest.Mon
         async with prefill_world(configs=configs) as it:
             steps: list[str] = []
             router = it.pool.router
-            for part, step in ((router.selector, "select"), (router.loads, "enter")):
+            for part, step in ((router, "_select"), (router.loads, "enter")):
                 original = getattr(part, step)
 
                 def counted(*args: Any, of: Any = original, step: str = step, steps: Any = steps) -> Any:
@@ -40,7 +40,7 @@ async def test_a_kv_router_decides_once_for_each_prefill(monkeypatch: pytest.Mon
 
                 monkeypatch.setattr(part, step, counted)
             await it.collect()
-            assert (steps, len(it.prefills)) == (["select", "enter"], 1)
+            assert (steps, len(it.prefills)) == (["_select", "enter"], 1)
             assert len(it.pool.router.loads) == 0
 
 
