@@ -117,7 +117,10 @@ class Attempts:
         error = broke if isinstance(broke, Exception) else broke.error
         assert error is not None
         began_s = anyio.current_time()
-        await _close(stream, self.request)
+        try:
+            await stream.aclose()  # its worker is given up, whatever that raises
+        except Exception:
+            _log.exception("closing a broken stream of request %s failed", self.request.id)
         verdict = self._verdict(error, self.max_seq_len_tokens)
         if verdict is Verdict.RETRY:
             try:
@@ -130,7 +133,8 @@ class Attempts:
         elif verdict is Verdict.END_CANCELLED:
             self._last_item = ending(self.kind, FinishReason.CANCELLED, self.last)
         elif verdict is Verdict.END_LENGTH:
-            self._last_item = ending(self.kind, FinishReason.LENGTH, self.last, self._usage())
+            usage = CompletionUsage.of(len(self.request.payload.token_ids), len(self.delivered))
+            self._last_item = ending(self.kind, FinishReason.LENGTH, self.last, usage)
         return None
 
     def last_items(self) -> Iterator[Item]:
@@ -175,8 +179,14 @@ class Attempts:
     async def _retried(self) -> ResponseStream[Item]:
         """Return one further worker's stream, in a span that lasts as long as it."""
         await checkpoint()  # whatever the limit: refusals that wait for nothing must not keep the loop
+        # A kill ends the wait, whatever the next stage waits for.
+        message = f"request {self.request.id} was killed before another worker took it"
+
+        async def send(attempt: Context[PreprocessedRequest]) -> ResponseStream[Item]:
+            return await unless_killed(self.next.generate(attempt), attempt, message)
+
         if self._attempt.trace is None:
-            return await self._sent(self._attempt)
+            return await send(self._attempt)
         attributes: dict[str, int | list[str]] = {
             "migration.attempt": self._count,
             "migration.delivered_tokens": len(self.delivered),
@@ -184,13 +194,8 @@ class Attempts:
         }
         link = self.link or self.state.failed_link
         return await spanned(
-            self._attempt, "migration.retry", self._sent, tracer=self.tracer, attributes=attributes, link=link
+            self._attempt, "migration.retry", send, tracer=self.tracer, attributes=attributes, link=link
         )
-
-    async def _sent(self, attempt: Context[PreprocessedRequest]) -> ResponseStream[Item]:
-        """Return the next stage's stream. Raise Cancelled on a kill, whatever that stage waits for."""
-        message = f"request {attempt.id} was killed before another worker took it"
-        return await unless_killed(self.next.generate(attempt), attempt, message)
 
     def _begin_attempt(self) -> None:
         self._count += 1
@@ -241,10 +246,6 @@ class Attempts:
         )
         return decide(failure, self.request.payload, max_seq_len_tokens)
 
-    def _usage(self) -> CompletionUsage:
-        """The usage of the prompt and the delivered tokens."""
-        return CompletionUsage.of(len(self.request.payload.token_ids), len(self.delivered))
-
     # -- the search for another worker
 
     def _search_begins(self, kind: MigrationType, began_s: float | None = None) -> None:
@@ -269,11 +270,3 @@ def _with_error(broke: Item | Exception, shown: Exception) -> Item | Exception:
     if isinstance(broke, Exception):
         return shown
     return broke if shown is broke.error else evolve(broke, error=Annotated[Any].from_error(shown).error)
-
-
-async def _close(stream: ResponseStream[Item], request: Context[PreprocessedRequest]) -> None:
-    """Close a broken stream, and log what that raises: its worker is given up."""
-    try:
-        await stream.aclose()
-    except Exception:
-        _log.exception("closing a broken stream of request %s failed", request.id)

@@ -2,7 +2,6 @@
 
 from .assigned import Next, Output, assign_worker
 from .busy import BusyWatch
-from .cards import Adapters, Configs, PoolCards, cards_of
 from .errors import AllBusy, AllCoolingDown
 from .health import COOLDOWN, InstanceHealth
 from .load import WorkerLoads, load_reports
@@ -18,7 +17,7 @@ from .pickers import (
 )
 from .push_router import PushRouter, RouterMode
 from .rejection import OVERLOAD_STATUS, Rejection
-from .view import PoolView, PoolViews
+from .view import Adapters, Configs, PoolCards, PoolView, PoolViews, cards_of
 
 __all__ = [
     "COOLDOWN",

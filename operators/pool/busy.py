@@ -17,8 +17,8 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.limits import BusyThresholds
 from pipeline.rx import BehaviorSubject, CompositeDisposable, Observable
 
-from .cards import Configs, PoolCards
 from .load import LoadReport, RankLoad, WorkerLoad, WorkerLoads, log_errors
+from .view import Configs, PoolCards
 
 UNKNOWN_BATCHED_TOKENS = 10_000_000
 """The tokens of a batch, for a worker that does not publish its own."""

@@ -33,10 +33,9 @@ from pipeline.rx import (
 )
 from pipeline.settings import Variable, whole
 
-from .cards import PoolCards
 from .errors import AllBusy, AllCoolingDown
 from .load import LoadReport, WorkerLoads, is_idle, log_errors
-from .view import PoolView
+from .view import PoolCards, PoolView
 
 if TYPE_CHECKING:
     from pipeline.network import Workers

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pipeline.network import Workers
     from pipeline.rx import Observable
 
-    from .cards import PoolCards
+    from .view import PoolCards
 
 
 T = TypeVar("T")
@@ -126,7 +126,8 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         self.loads = WorkerLoads(workers) if loads is None else loads
         self._workers = workers
         self._pick = _picker(mode, pick)
-        self._choice = RouterChoice(_rule(mode, pick))
+        rule = (mode or "round_robin") if pick is None else getattr(pick, "__name__", type(pick).__name__)
+        self._choice = RouterChoice(rule)
         self.health = InstanceHealth(
             workers,
             cards=cards,
@@ -146,14 +147,13 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
             return await self._send(request, self._present(assigned.worker_id), is_accounted=assigned.is_accounted)
         if self._pick is None:
             return await self._send(request, self._present(_named_instance(request.payload)))
-        chosen = self._choose(request)
+        chosen = self._picked(self._candidates(request), request)
         try:
             return await self._send(request, chosen)
         except CannotConnect:
             if chosen in self._workers.instance_ids():
                 raise  # it is still there: what it could not reach is something else
-        others = [instance_id for instance_id in self._free(request) if instance_id != chosen]
-        if not others:
+        if not (others := [i for i in without_failed(self.health.view.free, request.payload) if i != chosen]):
             name = self._workers.name
             raise Unavailable(f"instance_id={chosen} not found for endpoint {name}, no other instances available")
         return await self._send(request, self._picked(others, request))
@@ -186,7 +186,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         if self._pick is None:
             return _named_instance(request.payload)
         if advances:
-            return self._choose(request)
+            return self._picked(self._candidates(request), request)
         ids, pick = self._candidates(request), getattr(self._pick, "peek", self._pick)
         before = self._rng.getstate()
         try:
@@ -207,9 +207,6 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     def members(self) -> Sequence[str]:
         return [f"{self._workers.name}/{instance_id}" for instance_id in self._workers.instance_ids()]
 
-    def _choose(self, request: Context[In]) -> int:
-        return self._picked(self._candidates(request), request)
-
     def _candidates(self, request: Context[In]) -> Sequence[int]:
         """Return the instances the request may be sent to now. Raise the reason if there is none."""
         if not (free := self.health.view.free):
@@ -217,10 +214,6 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         if not (ids := without_failed(free, request.payload)):
             raise all_failed(self._workers.name, request.payload)
         return ids
-
-    def _free(self, request: Context[In]) -> Sequence[int]:
-        """Return the instances this request may be sent to now."""
-        return without_failed(self.health.view.free, request.payload)
 
     def _picked(self, ids: Sequence[int], request: Context[In]) -> int:
         assert self._pick is not None
@@ -278,31 +271,26 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
         note_failure(request.payload, instance_id, error, None if request.trace is None else trace_link(request))
 
 
+_PICKERS: Mapping[RouterMode, Callable[[], Picker | None]] = {
+    "round_robin": RoundRobin,
+    "random": lambda: random_pick,
+    "power_of_two_choices": lambda: power_of_two,
+    "least_loaded": lambda: least_loaded,
+    "device_aware_weighted": DeviceAware,
+    "direct": lambda: None,
+}
+
+
 def _picker(mode: RouterMode | None, pick: Picker | None) -> Picker | None:
     """Return the picker; None for mode direct, where the request decides. Raise GraphError if both are given."""
     if pick is not None and mode is not None:
         raise GraphError(f"both a mode, {mode!r}, and a picker: they exclude each other")
     if pick is not None:
         return pick
-    pickers: Mapping[str, Callable[[], Picker | None]] = {
-        "round_robin": RoundRobin,
-        "random": lambda: random_pick,
-        "power_of_two_choices": lambda: power_of_two,
-        "least_loaded": lambda: least_loaded,
-        "device_aware_weighted": DeviceAware,
-        "direct": lambda: None,
-    }
     name = "round_robin" if mode is None else mode
-    if name not in pickers:
-        raise GraphError(f"unknown router mode {mode!r}: expected one of {', '.join(pickers)}")
-    return pickers[name]()
-
-
-def _rule(mode: RouterMode | None, pick: Picker | None) -> str:
-    """Return the name of the mode, or that of the picker or its class."""
-    if pick is None:
-        return mode or "round_robin"
-    return str(getattr(pick, "__name__", type(pick).__name__))
+    if name not in _PICKERS:
+        raise GraphError(f"unknown router mode {mode!r}: expected one of {', '.join(_PICKERS)}")
+    return _PICKERS[name]()
 
 
 def _named_instance(payload: Any) -> int:

@@ -1,5 +1,6 @@
 """PoolView: the instances of a pool at one moment: incarnations, cards, which cool down, and which are busy.
 
+    discovery.watch_models(endpoint.path) ──► cards_of ──► cards
     present ──► admitted: ids ──► not cooling down: routable ──► not busy: free
 
 A view never changes. Each of its `with_...` methods returns the view after one change, with the next version; or the
@@ -12,19 +13,60 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from attrs import evolve, frozen
 
-from pipeline.network import Ids, Members
-
-from .cards import PoolCards
-
-if TYPE_CHECKING:
-    from pipeline.rx import Observable
+from pipeline.network import Added, Ids, Members, Model, Removed, TaintsUpdated
+from pipeline.protocols.card import ModelRuntimeConfig
+from pipeline.rx import Observable, ops
 
 _NONE: Mapping[int, float] = MappingProxyType({})
 _NO_IDS: AbstractSet[int] = frozenset()
+
+
+ModelNews = Added[Model] | Removed[Model] | TaintsUpdated
+Configs = Mapping[int, ModelRuntimeConfig]
+"""The settings of workers, by instance."""
+Adapters = Mapping[str, AbstractSet[int]]
+"""The workers that have an adapter loaded, by its name."""
+
+
+@frozen
+class PoolCards:
+    """The cards of a pool at one moment, also of instances that are not present."""
+
+    configs: Configs | None = None
+    """The settings in each worker's card. None for a pool without cards, all of whose workers have default settings."""
+    adapters: Adapters = MappingProxyType({})
+    """The adapters that workers have loaded. A card without an adapter's name stands for its suffix."""
+
+
+def cards_of(models: Observable[ModelNews]) -> Observable[PoolCards]:
+    """Return the cards of an endpoint now and after each change, from `discovery.watch_models(endpoint.path)`."""
+    none_yet: Mapping[str, Model] = {}
+    known: Observable[Mapping[str, Model]] = models.pipe(ops.scan(_with_model, none_yet), ops.start_with(none_yet))
+    return known.pipe(ops.map(_cards), ops.distinct_until_changed())
+
+
+def _with_model(known: Mapping[str, Model], change: ModelNews) -> Mapping[str, Model]:
+    changed = {**known, change.item.key: change.item}
+    if isinstance(change, Removed):
+        del changed[change.item.key]
+    return changed
+
+
+def _cards(known: Mapping[str, Model]) -> PoolCards:
+    """Return what these cards have in them. Cards of adapters do not describe the worker."""
+    configs: dict[int, ModelRuntimeConfig] = {}
+    adapters: dict[str, set[int]] = {}
+    for model in known.values():
+        if model.suffix is None:
+            configs[model.instance_id] = model.card.runtime_config
+        else:
+            name = model.suffix if model.card.lora is None else model.card.lora.name
+            adapters.setdefault(name, set()).add(model.instance_id)
+    return PoolCards(configs, adapters)
 
 
 @frozen(eq=False)

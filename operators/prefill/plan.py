@@ -14,7 +14,7 @@ of the prefill is also set under its own name, and the request that came in is l
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import UUID
 
 from attrs import evolve, frozen
@@ -56,11 +56,10 @@ class Plan:
 def resolve(request: PreprocessedRequest, worker: PrefillWorker, configs: Configs, rng: Random) -> Plan:
     """Return the plan for a prefill on that worker. Raise TopologyError if decode's constraints cannot be derived."""
     constraints = transfer_constraints(configs, worker.worker_id)
-    config = configs.get(worker.worker_id)
-    endpoint = bootstrap_endpoint(config)
-    bootstrap = None
-    if config is not None and endpoint is not None:
-        bootstrap = new_bootstrap(*endpoint, worker.dp_rank, config.data_parallel_size, rng)
+    config, bootstrap = configs.get(worker.worker_id), None
+    if config is not None and (endpoint := bootstrap_endpoint(config)) is not None:
+        room = bootstrap_room(worker.dp_rank, config.data_parallel_size, rng.getrandbits(ROOM_BITS))
+        bootstrap = BootstrapInfo(*endpoint, room, UUID(int=rng.getrandbits(128), version=4))
     return Plan(prefill_request(request, worker, bootstrap), worker, bootstrap, constraints)
 
 
@@ -87,24 +86,17 @@ def bootstrap_endpoint(config: ModelRuntimeConfig | None) -> tuple[str, int] | N
     return None if endpoint.bootstrap_port is None else (endpoint.bootstrap_host, endpoint.bootstrap_port)
 
 
-def new_bootstrap(host: str, port: int, dp_rank: int | None, dp_size: int | None, rng: Random) -> BootstrapInfo:
-    """Return a meeting point for one request only."""
-    room = bootstrap_room(dp_rank, dp_size, rng.getrandbits(ROOM_BITS))
-    return BootstrapInfo(host, port, room, UUID(int=rng.getrandbits(128), version=4))
-
-
 def bootstrap_from_params(params: Any) -> BootstrapInfo | None:
     """Return the meeting point in a prefill worker's parameters, if they have all of it."""
     if not isinstance(params, dict):
         return None
-    found: list[Any] = [params.get(f"bootstrap_{part}") for part in ("host", "port", "room")]
-    host, port, room = found
+    host, port, room = params.get("bootstrap_host"), params.get("bootstrap_port"), params.get("bootstrap_room")
     if isinstance(host, str) and _is_up_to(port, _PORT_MAX) and _is_up_to(room, _U64_MAX):
         return BootstrapInfo(host, port, room)
     return None
 
 
-def _is_up_to(value: Any, limit: int) -> bool:
+def _is_up_to(value: Any, limit: int) -> TypeGuard[int]:
     """Whether it is a whole number from 0 to the limit."""
     return type(value) is int and 0 <= value <= limit
 

@@ -1,12 +1,7 @@
 """PrefillTask: one prefill under way, from its reservation to what decode gets, in a task of its own.
 
-    state        RESERVED   TAKEN   BOOTSTRAPPED   OUTPUT      END    ERROR      SETTLED   PATIENCE_OVER
-    RESERVING    SENDING                                              FAILED
-    SENDING                 SENT    MEETING                           FAILED
-    SENT                                           STREAMING          FAILED
-    MEETING                                        STREAMING          STARVING
-    STREAMING                                                  DONE   FAILED
-    STARVING                                                                     FAILED    STARVED
+    RESERVING ─► SENDING ─┬─► SENT ──────┬─► STREAMING ─► DONE        ERROR in any state: FAILED
+                          └─► MEETING ───┘                            but for MEETING: STARVING ─► FAILED or STARVED
 
 Its request is no child of the client's: a kill would cut the connection to the prefill worker in the middle of a
 transfer, and its blocks would be lost for good. It ends by itself, by its time limit, or with its owner. A client that
@@ -97,18 +92,14 @@ class PrefillEvent(Enum):
     PATIENCE_OVER = auto()
 
 
-_STATE, _EVENT = PrefillState, PrefillEvent
+_S, _E = PrefillState, PrefillEvent
 TRANSITIONS: Mapping[PrefillState, Mapping[PrefillEvent, PrefillState]] = {
-    _STATE.RESERVING: {_EVENT.RESERVED: _STATE.SENDING, _EVENT.ERROR: _STATE.FAILED},
-    _STATE.SENDING: {
-        _EVENT.TAKEN: _STATE.SENT,
-        _EVENT.BOOTSTRAPPED: _STATE.MEETING,
-        _EVENT.ERROR: _STATE.FAILED,
-    },
-    _STATE.SENT: {_EVENT.OUTPUT: _STATE.STREAMING, _EVENT.ERROR: _STATE.FAILED},
-    _STATE.MEETING: {_EVENT.OUTPUT: _STATE.STREAMING, _EVENT.ERROR: _STATE.STARVING},
-    _STATE.STREAMING: {_EVENT.END: _STATE.DONE, _EVENT.ERROR: _STATE.FAILED},
-    _STATE.STARVING: {_EVENT.SETTLED: _STATE.FAILED, _EVENT.PATIENCE_OVER: _STATE.STARVED},
+    _S.RESERVING: {_E.RESERVED: _S.SENDING, _E.ERROR: _S.FAILED},
+    _S.SENDING: {_E.TAKEN: _S.SENT, _E.BOOTSTRAPPED: _S.MEETING, _E.ERROR: _S.FAILED},
+    _S.SENT: {_E.OUTPUT: _S.STREAMING, _E.ERROR: _S.FAILED},
+    _S.MEETING: {_E.OUTPUT: _S.STREAMING, _E.ERROR: _S.STARVING},
+    _S.STREAMING: {_E.END: _S.DONE, _E.ERROR: _S.FAILED},
+    _S.STARVING: {_E.SETTLED: _S.FAILED, _E.PATIENCE_OVER: _S.STARVED},
 }
 """What does not stand here does not happen."""
 
