@@ -18,7 +18,7 @@ from copy import deepcopy
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
-from .control import Control
+from .control import Control, State
 from .errors import RegistryError
 
 V = TypeVar("V")
@@ -176,11 +176,11 @@ class Context(Generic[T_co]):
     @property
     def is_stopped(self) -> bool:
         """True once stopped, and also once killed."""
-        return self.control.is_stopped
+        return self.control.state is not State.RUNNING
 
     @property
     def is_killed(self) -> bool:
-        return self.control.is_killed
+        return self.control.state is State.KILLED
 
     def stop(self) -> None:
         """Request an early, orderly end."""

@@ -52,28 +52,27 @@ _lock = RLock()
 class Control:
     """Cancellation state of one request, with its children and callbacks."""
 
-    __slots__ = ("__weakref__", "_children", "_children_limit", "_heading", "_retained", "_state", "_watchers")
+    __slots__ = ("__weakref__", "_children", "_children_limit", "_heading", "_retained", "_watchers", "state")
+
+    state: State
+    """Set by `stop` and `kill` only."""
 
     def __init__(self) -> None:
-        self._state = State.RUNNING
-        self._heading = State.RUNNING  # the state its children are being brought to; never behind `_state`
+        self.state = State.RUNNING
+        self._heading = State.RUNNING  # the state its children are being brought to; never behind `state`
         self._children: list[ref[Control]] | None = None
         self._children_limit = _CHILDREN_SWEPT_AT
         self._watchers: list[_Watcher] | None = None
         self._retained: tuple[object, ...] = ()
 
     @property
-    def state(self) -> State:
-        return self._state
-
-    @property
     def is_stopped(self) -> bool:
         """True once stopped, and also once killed."""
-        return self._state is not State.RUNNING
+        return self.state is not State.RUNNING
 
     @property
     def is_killed(self) -> bool:
-        return self._state is State.KILLED
+        return self.state is State.KILLED
 
     def stop(self) -> None:
         """Request an early, orderly end. Idempotent; without effect on a killed request.
@@ -142,8 +141,8 @@ class Control:
 
     def _change_all(self, target: State) -> list[Control]:
         """Set the state of the subtree; return what has changed, children first. Called with the lock held."""
-        if self._children is None and self._state < target:  # as most are
-            self._heading = self._state = target
+        if self._children is None and self.state < target:  # as most are
+            self._heading = self.state = target
             return [self]
         # A stack instead of recursion: chains of sub-requests may be long. A control is pushed a second time, to
         # change itself, below its children.
@@ -152,10 +151,10 @@ class Control:
         todo: list[tuple[Control, bool]] = [(self, False)]
         while todo:
             control, children_done = todo.pop()
-            if control._state >= target:
+            if control.state >= target:
                 continue
             if children_done:
-                control._state = target
+                control.state = target
                 changed.append(control)
             elif control not in seen:
                 seen.add(control)
@@ -169,14 +168,14 @@ class Control:
         if not self._watchers:
             return []
         with _lock:
-            watchers, state = self._watchers, self._state
+            watchers, state = self._watchers, self.state
             self._watchers = [watcher for watcher in watchers if watcher.level > state] or None
         return [watcher for watcher in watchers if watcher.level <= state]
 
     def _watch(self, level: State, callback: Callable[[], object]) -> _Watcher:
         watcher = _Watcher(self, level, callback)
         with _lock:
-            late = self._state >= level
+            late = self.state >= level
             if not late:
                 if self._watchers is None:
                     self._watchers = []
@@ -192,13 +191,13 @@ class Control:
                     self._watchers.remove(watcher)
 
     async def _reached(self, level: State) -> None:
-        if self._state >= level:
+        if self.state >= level:
             await checkpoint()
             return
         wakeup = Wakeup()  # an eighth of the memory of an event, and most engines wait here
         forget = self._watch(level, wakeup.wake)
         try:
-            while self._state < level:
+            while self.state < level:
                 await wakeup.wait()
         finally:
             forget()
