@@ -75,13 +75,11 @@ class PrefillTasks:
         By a stop first, so that the worker frees its blocks; if that does not help, by a kill.
         """
         for earlier in [prefill for prefill in self._of_request.get(key, ()) if prefill.decode_is_over]:
-            earlier.request.stop()
-            with anyio.move_on_after(_STOPPED_S):
-                await earlier.ended()
-                continue
-            earlier.request.kill()
-            with anyio.move_on_after(_STOPPED_S):
-                await earlier.ended()
+            for end in (earlier.request.stop, earlier.request.kill):
+                end()
+                with anyio.move_on_after(_STOPPED_S):
+                    await earlier.ended()
+                    break
 
     def run_detached(self, work: Callable[[], Awaitable[object]], timeout_s: float) -> None:
         """Run something in the background for a caller that is gone, and log what it raises; not after the end."""

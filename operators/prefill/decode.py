@@ -97,8 +97,7 @@ async def _prefill_error(request: Context[Any], prefill: PrefillTask, error: Exc
 
 def _is_final(error: Exception) -> bool:
     """Whether the error is about the request, or refuses it, and so is not for want of blocks."""
-    return any(isinstance(link, Cancelled | Refused) or _is_shown(link) for link in chain(error))
-
-
-def _is_shown(link: BaseException) -> bool:
-    return isinstance(link, PenstockError) and link.facts.shown
+    return any(
+        isinstance(link, Cancelled | Refused) or (isinstance(link, PenstockError) and link.facts.shown)
+        for link in chain(error)
+    )

@@ -51,6 +51,8 @@ class Plan:
     """Where decode meets the prefill worker; None if decode waits for its output instead."""
     constraints: RoutingConstraints | None = None
     """What the decode router must keep to."""
+    stops_prefills: bool = False
+    """Whether the worker may be sent a stop for a prefill it has."""
 
 
 def resolve(request: PreprocessedRequest, worker: PrefillWorker, configs: Configs, rng: Random) -> Plan:
@@ -60,7 +62,8 @@ def resolve(request: PreprocessedRequest, worker: PrefillWorker, configs: Config
     if config is not None and (endpoint := bootstrap_endpoint(config)) is not None:
         room = bootstrap_room(worker.dp_rank, config.data_parallel_size, rng.getrandbits(ROOM_BITS))
         bootstrap = BootstrapInfo(*endpoint, room, UUID(int=rng.getrandbits(128), version=4))
-    return Plan(prefill_request(request, worker, bootstrap), worker, bootstrap, constraints)
+    stops_prefills = config is not None and config.stops_prefills
+    return Plan(prefill_request(request, worker, bootstrap), worker, bootstrap, constraints, stops_prefills)
 
 
 # -- bootstrap

@@ -175,7 +175,6 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
                 permit,
                 self.settings.prefill_timeout_s,
                 self.settings.decode_patience_s,
-                self._stops_prefills,
                 self._tracer,
             )
             self._tasks.start(prefill, request)
@@ -186,10 +185,6 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
 
     def _resolved(self, payload: PreprocessedRequest, worker: PrefillWorker) -> Plan:
         return resolve(payload, worker, self._side.configs, self._rng)
-
-    def _stops_prefills(self, worker_id: int) -> bool:
-        config = self._side.configs.get(worker_id)
-        return config is not None and config.stops_prefills
 
     # -- decode
 

@@ -136,8 +136,6 @@ class PrefillTask:
     timeout_s: float
     patience_s: float
     """Seconds decode has to give an item if the prefill fails when decode may wait for blocks already."""
-    stops_prefills: Callable[[int], bool] = lambda _: False
-    """Whether that worker may be sent a stop for a prefill it has."""
     tracer: Tracer | None = None
     """Makes the spans of both halves, if the request is traced."""
     state: PrefillState = field(default=PrefillState.RESERVING, init=False)
@@ -262,7 +260,7 @@ class PrefillTask:
             return True
         if self.state not in _NO_OUTPUT or self.decode_state in (DecodeState.FETCHING, DecodeState.SETTLED):
             return False
-        return self.plan is not None and self.stops_prefills(self.plan.worker.worker_id)
+        return self.plan is not None and self.plan.stops_prefills
 
     # -- the task
 
@@ -353,7 +351,8 @@ class PrefillTask:
 
     def _move(self, event: PrefillEvent) -> None:
         self.state = TRANSITIONS[self.state][event]
-        self._wake()
+        if self._changed is not None:
+            self._wake()
 
     def _wake(self) -> None:
         """Wake what waits for a change. May be called in a plain callback of the loop."""
