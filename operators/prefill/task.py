@@ -154,7 +154,7 @@ class PrefillTask:
     """How many prefills of the request were sent when this one began: they go one after the other."""
     _handed: BootstrapInfo | PrefillOutput | None = field(default=None, init=False)
     _decode: Control | None = field(default=None, init=False)
-    _changed: anyio.Event | None = field(default=None, init=False)
+    _waiting: dict[anyio.Event, Callable[[], bool]] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         tracker = self.request.payload.tracker
@@ -351,20 +351,23 @@ class PrefillTask:
 
     def _move(self, event: PrefillEvent) -> None:
         self.state = TRANSITIONS[self.state][event]
-        if self._changed is not None:
+        if self._waiting:
             self._wake()
 
     def _wake(self) -> None:
-        """Wake what waits for a change. May be called in a plain callback of the loop."""
-        changed, self._changed = self._changed, None
-        if changed is not None:
-            changed.set()
+        """Wake what waits for a condition that holds now. May be called in a plain callback of the loop."""
+        for event, is_so in [*self._waiting.items()]:
+            if is_so():
+                event.set()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Return when the condition holds; it is looked at after each change."""
+        """Return when the condition holds, which is looked at after each change; once it holds, it holds for good."""
         if is_so():
             await checkpoint()
-        while not is_so():
-            if self._changed is None:
-                self._changed = anyio.Event()
-            await self._changed.wait()
+            return
+        event = anyio.Event()
+        self._waiting[event] = is_so
+        try:
+            await event.wait()
+        finally:
+            del self._waiting[event]
