@@ -209,23 +209,6 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
 class _Call:
     """One request under way: its contexts, its span, its abort, and its progress."""
 
-    __slots__ = (
-        "_abort",
-        "_awaits_token",
-        "_engine",
-        "_error",
-        "_error_kind",
-        "_is_begun",
-        "_is_complete",
-        "_record",
-        "_rules",
-        "_span",
-        "_stamps_last",
-        "context",
-        "ended",
-        "request",
-    )
-
     ended: ReleaseOnce
 
     def __init__(

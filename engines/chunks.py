@@ -5,12 +5,6 @@ Source: dynamo lib/backend-common/src/validator.rs and error.rs. Other than ther
 GenerateRecord: the attributes of one request's span, collected while its chunks pass.
 
 Source: dynamo lib/backend-common/src/adapter.rs, the attributes of `engine.generate`.
-
-extract_logprobs: log probabilities from an engine's form to that of a chunk. No program
-reaches it; engines of others do.
-
-Source: dynamo components/src/dynamo/common, extract_logprobs. Other than there a position whose own token has no log
-probability leaves the chunk without any, instead of shifting those behind it or taking another token's.
 """
 
 from __future__ import annotations
@@ -190,11 +184,15 @@ def milliseconds(value: float) -> str:
 def extract_logprobs(
     positions: Sequence[Any] | None, token_ids: Sequence[int], emitted_tokens: int = 0
 ) -> tuple[list[float] | None, list[list[TopLogprob]] | None]:
-    """Return `log_probs` and `top_logprobs` of the tokens after the first `emitted_tokens`, an entry for each, or None.
+    """Return `log_probs` and `top_logprobs` of an engine's tokens: for engines of others, no program calls it.
 
-    `positions` has one entry for each of `token_ids`: a plain number (there are no candidates then), or a mapping from
-    token id to something with `logprob`, and maybe `rank` and `decoded_token`. Where a rank is not given candidates
-    are ranked by likelihood. Both are None unless every token has its own log probability.
+    There is an entry for each token after the first `emitted_tokens`. `positions` has one entry for each of
+    `token_ids`: a plain number (there are no candidates then), or a mapping from token id to something with `logprob`,
+    and maybe `rank` and `decoded_token`. Where a rank is not given candidates are ranked by likelihood. Both are None
+    unless every token has its own log probability.
+
+    Source: dynamo components/src/dynamo/common, extract_logprobs. Other than there a token without one leaves the chunk
+    without any, instead of shifting those behind it or taking another token's.
     """
     new, tokens = list((positions or ())[emitted_tokens:]), token_ids[emitted_tokens:]
     if not new or len(new) != len(tokens):

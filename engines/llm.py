@@ -23,7 +23,7 @@ from attrs import define, field, fields
 from pipeline import AnyContext, Context, InvalidArgument
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest
 
-from .publishing import KvEventSource, MetricsBindings, MetricsContext
+from .publishing import MetricsBindings, MetricsContext, PushSource
 
 
 class FirstToken:
@@ -224,7 +224,7 @@ class LLMEngine(ABC):
     async def cleanup(self) -> None:
         """Release everything, also after a failed `start`. Called once if `start` was; must allow a second call."""
 
-    async def kv_event_sources(self) -> Sequence[KvEventSource]:
+    async def kv_event_sources(self) -> Sequence[PushSource]:
         """Return the sources of KV events, one for each rank, the same at each call. Called after `start`."""
         return ()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from attrs import evolve, frozen
 
@@ -79,9 +79,6 @@ class PushSource:
 
     on_ready: Callable[[KvEventPublisher], None]
     dp_rank: int = 0
-
-
-KvEventSource: TypeAlias = PushSource
 
 
 class KvEventLog(Protocol):

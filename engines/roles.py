@@ -2,10 +2,8 @@
 
 Source: dynamo lib/backend-common/src/disagg.rs and lib/llm/src/worker_type.rs.
 
-Data-parallel ranks: the rank in a request, and whether this worker has it. No program reaches
-these two functions; engines of others do.
-
-Source: dynamo components/src/dynamo/common, forced_dp_rank and validate_global_dp_rank.
+For engines of others, no program calls them: the rank in a request (`forced_dp_rank`), whether this worker has it
+(`own_dp_rank`). Source: dynamo components/src/dynamo/common, forced_dp_rank and validate_global_dp_rank.
 """
 
 from __future__ import annotations

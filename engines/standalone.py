@@ -47,13 +47,10 @@ class StandaloneEngine(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutpu
         worker_id: int = 0,
         mode: DisaggregationMode = DisaggregationMode.AGGREGATED,
         may_prefill: bool = False,
-        details: bool = False,
     ) -> None:
         self.engine = engine
         self._worker_id = worker_id
-        self._adapter = RequestAdapter(
-            engine, mode=mode, spawn=self._run_soon, may_prefill=may_prefill, details=details
-        )
+        self._adapter = RequestAdapter(engine, mode=mode, spawn=self._run_soon, may_prefill=may_prefill)
         self._tasks: TaskGroup | None = None
         self._due: list[Work] = []
 

@@ -110,22 +110,20 @@ async def _expect_nothing_left(
         if reads_on:
             await answer.drain(not_observed(trial), trial.deadline_s)
     tasks, threads = await before.left(trial.deadline_s, may_idle=True)
-    is_heard = how == "closed" or not overrides_abort(trial.engine)
-    if tasks:
-        raise failed("TasksLeftByStream" if is_heard else "AbortIgnored", f"{how}: {_named(tasks)}")
-    if threads:
-        raise failed("ThreadsLeftByStream" if is_heard else "AbortIgnored", f"{how}: {_named(threads)}")
+    may_be_abort = how != "closed" and overrides_abort(trial.engine)
+    for name, left in (("TasksLeftByStream", tasks), ("ThreadsLeftByStream", threads)):
+        if left:
+            raise failed("AbortIgnored" if may_be_abort else name, f"{how}: {_named(left)}")
     if not await rest.is_back(trial.turns, gap_s, trial.deadline_s):
-        raise failed("WorkLeftByStream" if is_heard else "AbortIgnored", f"{how}, {trial.deadline_s:g} s later")
+        raise failed("AbortIgnored" if may_be_abort else "WorkLeftByStream", f"{how}, {trial.deadline_s:g} s later")
 
 
 async def check_left_by_cleanup(before: Running, within_s: float) -> None:
     """Raises TasksLeftByCleanup and ThreadsLeftByCleanup."""
     tasks, threads = await before.left(within_s, may_idle=False)
-    if tasks:
-        raise failed("TasksLeftByCleanup", _named(tasks))
-    if threads:
-        raise failed("ThreadsLeftByCleanup", _named(threads))
+    for name, left in (("TasksLeftByCleanup", tasks), ("ThreadsLeftByCleanup", threads)):
+        if left:
+            raise failed(name, _named(left))
 
 
 def _named(names: Iterable[str]) -> str:

@@ -146,10 +146,6 @@ class Turns:
     def clear(self) -> None:
         self.long.clear()
 
-    @property
-    def longest_s(self) -> float:
-        return max(self.long, default=0.0)
-
 
 @contextmanager
 def watch_turns() -> Iterator[Turns]:
@@ -166,7 +162,7 @@ def watch_turns() -> Iterator[Turns]:
 @contextmanager
 def _on_asyncio(loop: asyncio.AbstractEventLoop, turns: Turns) -> Iterator[None]:
     before = loop.get_task_factory()
-    make: Any = before or _make_task
+    make: Any = before or (lambda loop, coro, **options: asyncio.Task(coro, loop=loop, **options))
 
     def make_timed(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
         return make(loop, _Timed(coro, turns), **options)
@@ -177,10 +173,6 @@ def _on_asyncio(loop: asyncio.AbstractEventLoop, turns: Turns) -> Iterator[None]
     finally:
         if loop.get_task_factory() is make_timed:
             loop.set_task_factory(before)
-
-
-def _make_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(coro, loop=loop, **options)
 
 
 class _Timed(Coroutine[Any, Any, Any]):
@@ -235,19 +227,11 @@ def _on_trio(turns: Turns) -> Iterator[None]:
 
 _TURNS = 20
 """Turns of the loop in which ending tasks end."""
-
-
 LOOK_S = 0.05
-
-
 _POOLS = {("futures", "thread.py"), ("_backends", "_asyncio.py"), ("_core", "_thread_cache.py")}
 """The ends of the files in which a thread of a pool waits for its next work."""
-
-
 _WAITS = {("threading.py",), ("queue.py",)}
 """Those whose code it calls for that."""
-
-
 _OF_THE_LOOP = ("AnyIO worker thread", "asyncio_", "Trio thread")
 """How the names of the loop's own threads begin."""
 

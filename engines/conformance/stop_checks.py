@@ -62,7 +62,7 @@ async def check_stop_before(trial: Trial, known: Baseline) -> None:
             # There is nothing to abort yet, and a host only logs what this raises.
             await gathered([lambda: abort(trial, context)])
 
-        await _both(lambda: answer.drain("CancellationNotObserved", trial.deadline_s), abort_early)
+        await _all(lambda: answer.drain("CancellationNotObserved", trial.deadline_s), abort_early)
         if not is_cancelled(last := answer.expect_some()):
             raise failed("CancellationIgnored", f"the last chunk is {last!r}")
         _expect_counted(answer, stopped, known)
@@ -75,10 +75,7 @@ async def check_stop_between(trial: Trial, known: Baseline) -> None:
         await answer.begin(trial.within_s)
         stopped = Stopped.now(answer, context)
         observed = not_observed(trial)
-        await _both(
-            lambda: answer.drain(observed, trial.deadline_s),
-            lambda: abort(trial, context),
-        )
+        await _all(lambda: answer.drain(observed, trial.deadline_s), lambda: abort(trial, context))
         more = len(answer.chunks) - stopped.chunks
         if not _was_done(answer, known, more) and not is_cancelled(last := answer.expect_some()):
             raise failed("CancellationIgnored", f"after {more} more chunks the last one is {last!r}")
@@ -106,7 +103,7 @@ async def check_stop_in_wait(trial: Trial, known: Baseline, behind: int, *, time
                 stopped = Stopped.now(answer, context)
                 await abort(trial, context)
 
-        await _both(lambda: answer.drain(not_observed(trial), wait_s + trial.deadline_s), stop)
+        await _all(lambda: answer.drain(not_observed(trial), wait_s + trial.deadline_s), stop)
         if stopped is not None:
             _expect_answered(answer, stopped, known)
 
@@ -133,7 +130,8 @@ def not_observed(trial: Trial) -> str:
     return "AbortIgnored" if overrides_abort(trial.engine) else "CancellationNotObserved"
 
 
-async def _both(*acts: Callable[[], Awaitable[object]]) -> None:
+async def _all(*acts: Callable[[], Awaitable[object]]) -> None:
+    """Do all of it at the same time. Raises the first failure."""
     for failure in await gathered(acts):
         raise failure
 
@@ -184,8 +182,7 @@ async def check_kill(trial: Trial) -> None:
     for is_begun in (False, True):
         for turns in TURNS:
             await kill(turns, is_begun=is_begun)
-    for failure in await gathered([partial(kill, 1)] * CONCURRENT):
-        raise failure
+    await _all(*[partial(kill, 1)] * CONCURRENT)
 
 
 async def _expect_end_after_kill(trial: Trial, answer: Answer, context: GenerateContext, turns: int) -> None:
@@ -242,8 +239,7 @@ async def check_cancelled_reader(trial: Trial) -> None:
 
     for turns in TURNS:
         await cancel(turns)
-    for failure in await gathered([partial(cancel, TURNS[-1])] * CONCURRENT):
-        raise failure
+    await _all(*[partial(cancel, TURNS[-1])] * CONCURRENT)
 
 
 async def check_close(trial: Trial, requests: int = CONCURRENT) -> None:
@@ -253,8 +249,7 @@ async def check_close(trial: Trial, requests: int = CONCURRENT) -> None:
         async with trial.answer(long=True) as (answer, _):
             await answer.begin(trial.within_s)
 
-    for failure in await gathered([close] * requests):
-        raise failure
+    await _all(*[close] * requests)
 
 
 async def check_neighbours(trial: Trial, known: Baseline, alone: ConformanceFailure | None) -> None:

@@ -11,15 +11,13 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint
 
-from pipeline import Control, InvalidArgument
+from pipeline import Control
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
 from .rank import Channel, Rank
 from .request import RequestPlan
 from .scheduling import AT_ONCE_TOKENS, Sequence
 from .tokens import log_probabilities
-
-REJECTED = "request rejected: request exceeds worker admission limits"
 
 
 class Answer:
@@ -126,8 +124,6 @@ class Answer:
         """Raise the error that ended the request on the rank."""
         if self.channel.error is not None:
             raise self.channel.error
-        if self.channel.is_rejected:
-            raise InvalidArgument(REJECTED)
 
     async def _is_cut_short(self) -> bool:
         """Wait before the very last chunk if there is a delay; return whether a stop came meanwhile."""

@@ -30,17 +30,10 @@ from .scheduling import (
 )
 from .timing import InterpolatedTiming, PolynomialTiming, StepTime, TimingModel
 
-_PREDICTOR = (
-    *("aic_backend", "aic_system", "aic_backend_version", "aic_tp_size", "aic_model_path", "aic_moe_tp_size"),
-    *("aic_moe_ep_size", "aic_attention_dp_size", "aic_gemm_dtype", "aic_moe_dtype", "aic_fmha_dtype"),
-    *("aic_kv_cache_dtype", "aic_comm_dtype"),
-)
+_DRAFTS = ("aic_nextn", "aic_nextn_accept_rates", "aic_mtp_seed")
+_PREDICTOR = [each.name for each in fields(MockEngineArgs) if each.name.startswith("aic_") and each.name not in _DRAFTS]
+"""The arguments that describe an external predictor of times."""
 _TRANSFER = ("kv_bytes_per_token", "kv_transfer_bandwidth", "kv_transfer_timing_mode", "bootstrap_port")
-
-
-def predictor_argument(args: MockEngineArgs) -> str | None:
-    """Return the first argument that describes an external predictor of times; None if none does."""
-    return next((name for name in _PREDICTOR if getattr(args, name) is not None), None)
 
 
 def idle_arguments(args: MockEngineArgs, *, has_timing: bool = False) -> list[tuple[str, str]]:
@@ -128,7 +121,7 @@ def make_timing(args: MockEngineArgs) -> TimingModel:
 
 def check_timing(args: MockEngineArgs) -> None:
     """Raise InvalidArgument, naming the argument, if the arguments describe a predictor, which they cannot make."""
-    if (name := predictor_argument(args)) is not None:
+    if (name := next((name for name in _PREDICTOR if getattr(args, name) is not None), None)) is not None:
         text = (
             "describes a predictor of times, which has to be given: MockEngine(args, timing=PredictedTiming(predictor))"
         )

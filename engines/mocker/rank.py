@@ -24,7 +24,7 @@ from collections.abc import Sequence as Items
 import anyio
 from anyio.lowlevel import checkpoint
 
-from pipeline import EngineShutdown, PenstockError
+from pipeline import EngineShutdown, InvalidArgument, PenstockError
 from pipeline.errors import BackendUnknown
 from pipeline.loop import Timer, Wakeup, clock
 
@@ -42,13 +42,13 @@ class Channel:
     It never fills: a request's tokens are counted beforehand.
     """
 
-    __slots__ = ("error", "is_rejected", "news", "outputs")
+    __slots__ = ("error", "news", "outputs")
 
     def __init__(self) -> None:
         self.outputs: deque[tuple[Sequence, list[int], bool]] = deque()
         """For each step with output: the sequence, its new tokens, and whether it is finished."""
-        self.is_rejected = False
         self.error: PenstockError | None = None
+        """What ended the request, other than its last token."""
         self.news = Wakeup()
         """Set when there is something to read; also when the request is stopped."""
 
@@ -56,13 +56,8 @@ class Channel:
         self.outputs.append((sequence, token_ids, is_finished))
         self.news.wake()
 
-    def reject(self) -> None:
-        """The request can never be served."""
-        self.is_rejected = True
-        self.news.wake()
-
     def fail(self, error: PenstockError) -> None:
-        """The engine failed with the request in it."""
+        """The request can never be served, or the engine failed with it."""
         self.error = error
         self.news.wake()
 
@@ -124,6 +119,8 @@ class Latencies:
 
 
 _log = logging.getLogger(__name__)
+
+REJECTED = "request rejected: request exceeds worker admission limits"
 
 MIN_SLEEP_S = 0.001
 """Less is not slept in real time but carried over: later steps are that much longer."""
@@ -313,7 +310,7 @@ class Rank:
                 channel.deliver(sequence, [], True)
         for sequence in done.rejected:
             if (channel := live.pop(sequence, None)) is not None:
-                channel.reject()
+                channel.fail(InvalidArgument(REJECTED))
 
     def _show(self) -> None:
         pool = self.scheduler.pool

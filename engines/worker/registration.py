@@ -39,8 +39,8 @@ from ..publishing import (
     KvEventLog,
     KvEventLogs,
     KvEventPublisher,
-    KvEventSource,
     MetricsBindings,
+    PushSource,
     SnapshotPublisher,
 )
 from .config import WorkerConfig, served_name
@@ -110,7 +110,7 @@ Connect = Callable[[str], Callable[[object], None]]
 
 
 def attach_kv_events(
-    sources: Sequence[KvEventSource],
+    sources: Sequence[PushSource],
     block_size_tokens: int | None,
     worker_id: int,
     connect: Connect,

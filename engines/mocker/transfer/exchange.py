@@ -27,7 +27,8 @@ from attrs import frozen
 from pipeline import Cancelled, Control, InvalidArgument, WorkerOverloaded
 from pipeline.protocols import LLMEngineOutput
 
-from ..answer import REJECTED, Answer
+from ..answer import Answer
+from ..rank import REJECTED
 from .protocol import Transfer, TransferKey, TransferOrder, TransferTiming
 from .session import (
     DestinationEndpoint,

@@ -140,7 +140,7 @@ class TransferSession:
         self.deadline_s = min(rendezvous_s, session_s)
         self._session_s = session_s
         self._on_over = on_over
-        self._turns: dict[TransferRole, TransferAction] = {}
+        self.turns: dict[TransferRole, TransferAction] = {}
         self._owed: dict[TransferRole, ActionKind] = {}
 
     def endpoint(self, endpoint: SessionEndpoint[Any]) -> None:
@@ -152,9 +152,6 @@ class TransferSession:
                 joined.extend(self._session_s)
         if endpoint.role == _FIRST[self.transfer.order]:
             self.perform(self.transfer.start())
-
-    def take_turn(self, role: TransferRole) -> TransferAction | None:
-        return self._turns.pop(role, None)
 
     def perform(self, actions: list[TransferAction]) -> None:
         """Do the actions and all that follows from them at once; those that wait are left to their side's task."""
@@ -184,7 +181,7 @@ class TransferSession:
     def _do(self, action: TransferAction) -> list[TransferAction]:
         kind = action.kind
         if kind in _WAITING_FOR:
-            self._turns[_WAITING_FOR[kind]] = action
+            self.turns[_WAITING_FOR[kind]] = action
             self._wake()
         elif kind in _TO_CANCEL:
             return self._cancel(kind, _TO_CANCEL[kind])
@@ -318,7 +315,7 @@ class SessionEndpoint(Generic[SideT]):
                 session.give_up("timed_out")
 
     async def _step(self, session: TransferSession) -> None:
-        turn = session.take_turn(self.role)
+        turn = session.turns.pop(self.role, None)
         if turn is None:
             self._news = anyio.Event()
             await self._news.wait()
