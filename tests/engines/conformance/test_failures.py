@@ -11,11 +11,7 @@ import numpy
 import pytest
 
 from engines import (
-    EngineConfig,
     GenerateContext,
-    MetricsBindings,
-    MetricsContext,
-    PushSource,
 )
 from engines.conformance import MEANINGS
 from pipeline import Disconnected, InvalidArgument
@@ -35,6 +31,9 @@ breaks = BROKEN.breaks
 
 
 ELSEWHERE = {
+    *("StartFailed", "EmptyModelInConfig", "BackgroundFailed", "KvEventSourcesFailed"),
+    *("KvEventSourcesNotIdempotent", "SetupMetricsFailed", "ComponentMetricsNotIdempotent", "DrainFailed"),
+    *("CleanupFailed", "SecondCleanupFailed", "CleanupWithoutStartFailed"),
     *("CancellationNotObserved", "CancellationIgnored", "StopInWaitIgnored", "StopInWaitUnanswered"),
     *("AbortFailed", "AbortIgnored", "KillIgnored", "CloseFailed", "NotServedAfterwards"),
     *("TokenRepeatedAfterStop", "TokensLeftOver", "StreamsShareState", "LimitUsageMismatch"),
@@ -49,137 +48,6 @@ HOSTED = {f"E{rule}" for rule in range(1, 14)}
 """The adapter prevents most of these failures, whatever an engine does."""
 ON_REQUEST = {"BadRequestServed"}
 """The kit checks this only if a test names a bad request."""
-
-
-# -- around the requests
-
-
-@breaks("StartFailed")
-class StartRaises(Sevens):
-    async def start(self, worker_id: int) -> EngineConfig:
-        raise RuntimeError("no such model")
-
-
-@breaks("StartFailed")
-class StartHangs(Sevens):
-    async def start(self, worker_id: int) -> Any:
-        await anyio.sleep_forever()
-
-
-@breaks("StartFailed")
-class StartForgetsItsConfig(Sevens):
-    async def start(self, worker_id: int) -> Any:
-        """Return None."""
-
-
-@breaks("EmptyModelInConfig")
-class Nameless(Sevens):
-    async def start(self, worker_id: int) -> EngineConfig:
-        return EngineConfig(model="")
-
-
-@breaks("BackgroundFailed")
-class BackgroundRaises(Sevens):
-    async def background(self) -> None:
-        await anyio.sleep(TOKEN_S)
-        raise RuntimeError("lost the scheduler")
-
-
-@breaks("KvEventSourcesFailed")
-class SourcesRaise(Sevens):
-    async def kv_event_sources(self) -> Any:
-        raise RuntimeError("no sources")
-
-
-@breaks("KvEventSourcesFailed")
-class SourcesHang(Sevens):
-    async def kv_event_sources(self) -> Any:
-        await anyio.sleep_forever()
-
-
-@breaks("KvEventSourcesFailed")
-class SourcesNameARankTwice(Sevens):
-    async def kv_event_sources(self) -> Any:
-        return [PushSource(print), PushSource(print)]
-
-
-@breaks("KvEventSourcesNotIdempotent")
-class SourcesChangeTheirOrder(Sevens):
-    ranks = (1, 0)
-
-    async def kv_event_sources(self) -> Any:
-        self.ranks = self.ranks[::-1]
-        return [PushSource(print, rank) for rank in self.ranks]
-
-
-@breaks("SetupMetricsFailed")
-class MetricsRaise(Sevens):
-    async def setup_metrics(self, context: MetricsContext) -> Any:
-        raise RuntimeError("no metrics")
-
-
-@breaks("SetupMetricsFailed")
-class MetricsHang(Sevens):
-    async def setup_metrics(self, context: MetricsContext) -> Any:
-        await anyio.sleep_forever()
-
-
-@breaks("SetupMetricsFailed")
-class MetricsNameARankTwice(Sevens):
-    async def setup_metrics(self, context: MetricsContext) -> Any:
-        return MetricsBindings([3, 3])
-
-
-@breaks("ComponentMetricsNotIdempotent")
-class MetricsGrow(Sevens):
-    ranks = 0
-
-    async def setup_metrics(self, context: MetricsContext) -> Any:
-        self.ranks += 1
-        return MetricsBindings(range(self.ranks))
-
-
-@breaks("CleanupFailed")
-class CleanupRaises(Sevens):
-    async def cleanup(self) -> None:
-        if self.is_started:
-            raise RuntimeError("still in use")
-
-
-@breaks("CleanupFailed")
-class CleanupHangs(Sevens):
-    async def cleanup(self) -> None:
-        if self.is_started:
-            await anyio.sleep_forever()
-
-
-@breaks("SecondCleanupFailed")
-class CleansUpOnce(Sevens):
-    is_clean = False
-
-    async def cleanup(self) -> None:
-        if self.is_clean:
-            raise RuntimeError("freed twice")
-        self.is_clean = True
-
-
-@breaks("CleanupWithoutStartFailed")
-class CleansUpOnlyWhatStarted(Sevens):
-    async def cleanup(self) -> None:
-        if not self.is_started:
-            raise AttributeError("no model")
-
-
-@breaks("DrainFailed")
-class DrainRaises(Sevens):
-    async def drain(self) -> None:
-        raise RuntimeError("still in use")
-
-
-@breaks("DrainFailed")
-class DrainHangs(Sevens):
-    async def drain(self) -> None:
-        await anyio.sleep_forever()
 
 
 # -- one request
