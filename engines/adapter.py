@@ -246,7 +246,8 @@ class _Call:
         """
         is_last = self._rules.admit(chunk)
         # Alone it is an answer; behind others it would end half an answer as if that were all of it.
-        if self._is_begun and chunk.finish_reason == FinishReason.CANCELLED and not self._may_be_cancelled:
+        is_early = self._is_begun and chunk.finish_reason == FinishReason.CANCELLED
+        if is_early and not (self.request.is_stopped or self._engine.is_closing):
             raise ContractViolation("L1: the engine gave up an answer that was not stopped", rule="L1")
         self._is_begun = True
         if self._awaits_token and (chunk.token_ids or (is_last and self._stamps_last)):
@@ -258,10 +259,6 @@ class _Call:
             self._record.observe(chunk)
         self._is_complete = is_last
         return chunk, is_last, self._record is None and not self._awaits_token and self._rules.is_single
-
-    @property
-    def _may_be_cancelled(self) -> bool:
-        return self.request.is_stopped or self._engine.is_closing
 
     def cut_short(self) -> LLMEngineOutput | None:
         """Return the chunk to end a stream whose engine just ended. Raises StreamIncomplete unless it was stopped."""

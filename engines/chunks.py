@@ -1,10 +1,7 @@
-"""ChunkContract: rule L1, checked chunk by chunk. And the errors that engines' exceptions become.
+"""The chunks of one request: rule L1, checked one by one, the errors of engines, and the attributes of their span.
 
-Source: dynamo lib/backend-common/src/validator.rs and error.rs. Other than there it never ends the process.
-
-GenerateRecord: the attributes of one request's span, collected while its chunks pass.
-
-Source: dynamo lib/backend-common/src/adapter.rs, the attributes of `engine.generate`.
+Source: dynamo lib/backend-common/src/validator.rs, error.rs, and adapter.rs, the attributes of `engine.generate`. Other
+than there a broken rule never ends the process.
 """
 
 from __future__ import annotations
@@ -113,7 +110,7 @@ Attributes = dict[str, str | int | bool]
 
 
 class GenerateRecord:
-    """Times and counts of one request; `clock` in seconds."""
+    """Times and counts of one request, collected while its chunks pass; `clock` in seconds."""
 
     def __init__(self, request: PreprocessedRequest, role: str, model: str, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -5,11 +5,7 @@
 
 Host an engine with a `Worker`, or alone with `as_engine`; check it with `run_conformance`.
 
-Source: dynamo lib/backend-common/src/engine.rs, LLMEngine and EngineConfig.
-
-GenerateContext: the context of one request as its engine receives it, with the signal of its first token.
-
-Source: dynamo lib/backend-common/src/engine.rs, GenerateContext.
+Source: dynamo lib/backend-common/src/engine.rs, LLMEngine, EngineConfig and GenerateContext.
 """
 
 from __future__ import annotations

@@ -357,7 +357,10 @@ async def check_choices(trial: Trial, known: Baseline) -> None:
         return  # all requests had several choices
     try:
         limit = max(1, min(known.plain.length, _MOST_OF_EACH))
-        async with trial.answer(_two_of(trial.request, limit)) as (answer, _):
+        two = evolve(
+            limited(trial.request, max_tokens=limit), sampling_options=evolve(trial.request.sampling_options, n=2)
+        )
+        async with trial.answer(two) as (answer, _):
             await _drain_choices(trial, answer)
             missing = [index for index, reason in enumerate(answer.reasons) if reason is None]
             empty = [index for index, tokens in enumerate(answer.generated) if not tokens and known.plain.length]
@@ -368,11 +371,6 @@ async def check_choices(trial: Trial, known: Baseline) -> None:
     except ConformanceFailure as failure:
         if not failure.is_refusal:
             raise
-
-
-def _two_of(request: PreprocessedRequest, tokens: int) -> PreprocessedRequest:
-    two = limited(request, max_tokens=tokens)
-    return evolve(two, sampling_options=evolve(request.sampling_options, n=2))
 
 
 async def _drain_choices(trial: Trial, answer: Answer) -> None:

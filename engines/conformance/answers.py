@@ -326,10 +326,6 @@ class Outcome:
         )
 
 
-def _is_same(one: PreprocessedRequest, other: PreprocessedRequest) -> bool:
-    return (one.token_ids, one.stop_conditions) == (other.token_ids, other.stop_conditions)
-
-
 def has_left_over(first: Outcome, second: Outcome) -> bool:
     """Whether the second answer is the first one behind tokens of something else."""
     for before, now in zip(first.tokens, second.tokens, strict=False):
@@ -382,7 +378,9 @@ class Baseline:
 
     def contradicts(self, request: PreprocessedRequest, answer: Answer) -> bool:
         """Whether the answer, which came to its end, has other tokens than the request got alone."""
-        known = next((generated for other, generated in self.answers if _is_same(other, request)), None)
+        wanted = (request.token_ids, request.stop_conditions)
+        same = (outcome for other, outcome in self.answers if (other.token_ids, other.stop_conditions) == wanted)
+        known = next(same, None)
         if known is None or not answer.is_complete or any(map(is_given_up, answer.reasons)):
             return False
         return Outcome.of(answer).tokens != known.tokens

@@ -95,6 +95,10 @@ def make_scheduler(
     `on_event` is not called unless `args.publishes_kv_events`. `timing` replaces the model the arguments name,
     which ranks may share (`make_timing`).
     """
+    burst = None
+    if args.aic_nextn is not None:
+        rates = accept_rates(args.aic_nextn, args.aic_nextn_accept_rates)
+        burst = Burst(rates, Random(args.aic_mtp_seed + seed_offset))
     return Scheduler(
         BlockPool(args.num_gpu_blocks, on_event if args.publishes_kv_events else None),
         block_size=args.block_size,
@@ -107,7 +111,7 @@ def make_scheduler(
         max_model_len=args.max_model_len,
         prefix_caching=args.enable_prefix_caching,
         chunked_prefill=args.enable_chunked_prefill or args.engine_type == "sglang",
-        burst=_burst(args, seed_offset),
+        burst=burst,
     )
 
 
@@ -141,13 +145,6 @@ def make_policy(args: MockEngineArgs) -> Policy:
             return SglangPolicy(
                 page_size=args.block_size, **{name: value for name, value in given.items() if value is not None}
             )
-
-
-def _burst(args: MockEngineArgs, seed_offset: int) -> Burst | None:
-    if args.aic_nextn is None:
-        return None
-    rates = accept_rates(args.aic_nextn, args.aic_nextn_accept_rates)
-    return Burst(rates, Random(args.aic_mtp_seed + seed_offset))
 
 
 DTYPE_BYTES = {

@@ -120,7 +120,9 @@ class MockEngine(LLMEngine):
                 Rank(rank, args, timing, seed_offset=worker_id * args.dp_size + rank) for rank in range(args.dp_size)
             ]
             for rank in ranks:
-                self._feed(rank, owned)
+                rank.feed = EventFeed.bound(rank.scheduler.pool, args, rank.dp_rank, self._clock)
+                if rank.feed is not None:
+                    owned.callback(rank.feed.close)
             if args.startup_time:
                 await anyio.sleep(args.startup_time)
             self.ranks, self._owned = ranks, owned.pop_all()
@@ -200,12 +202,6 @@ class MockEngine(LLMEngine):
     def _show_in(self, publisher: SnapshotPublisher) -> None:
         for rank in self.ranks:
             rank.snapshots = publisher
-
-    def _feed(self, rank: Rank, owned: ExitStack) -> None:
-        """Publish the rank's events on the ports of the arguments, if there are any."""
-        rank.feed = EventFeed.bound(rank.scheduler.pool, self.args, rank.dp_rank, self._clock)
-        if rank.feed is not None:
-            owned.callback(rank.feed.close)
 
     def _answer(self, request: PreprocessedRequest, plan: RequestPlan, control: Control) -> Answer:
         rank = self.ranks[self._rank_for(request)]

@@ -4,13 +4,6 @@
                    └── events of the block pool ──► publisher, feed
 
 A rank costs by the step: one timer, one look at the clock, and one wake for each request that got tokens.
-
-Channel: the output of a rank for one request, until the request reads it.
-
-Latencies: how long the requests of one rank waited for their tokens, as an engine's own histograms count it.
-
-Source: dynamo lib/llm/src/mocker/metrics.rs, NativeRequestTiming. Other than there, the times are those of the steps,
-not of the reader, and each choice of a request counts.
 """
 
 from __future__ import annotations
@@ -37,7 +30,7 @@ from .zmq_events import EventFeed
 
 
 class Channel:
-    """Tokens and endings of a request's sequences, in the order they were made. One task reads.
+    """Tokens and endings of a request's sequences, in the order they were made, until one task reads them.
 
     It never fills: a request's tokens are counted beforehand.
     """
@@ -78,10 +71,11 @@ class Histogram:
 
 
 class Latencies:
-    """Three histograms in seconds: to the first token, from token to token, and of whole requests.
+    """Three histograms in seconds, as engines have them: to the first token, token to token, and of whole requests.
 
     A request that ends early counts with the tokens it has read, and not as a whole; one for no tokens is not measured.
-    The tokens of a burst share the time since the token before it.
+    The tokens of a burst share the time since the token before it. Source: dynamo lib/llm/src/mocker/metrics.rs,
+    NativeRequestTiming. Other than there, the times are those of the steps, not of the reader, and each choice counts.
     """
 
     def __init__(self, first_bounds: Items[float], gap_bounds: Items[float], whole_bounds: Items[float]) -> None:
@@ -189,7 +183,9 @@ class Rank:
                     raise _ended()
                 if self._reserving[0] is ticket and self.scheduler.reserve(sequence):
                     return
-                await self._room_is_made()
+                if self._room is None:
+                    self._room = anyio.Event()
+                await self._room.wait()  # until blocks may be free, the one before has its own, or the loop has ended
         finally:
             self._reserving.remove(ticket)
             self._wake_reservations()
@@ -217,12 +213,6 @@ class Rank:
         if sequence.stage is not SequenceState.ENDED:
             self.scheduler.cancel(sequence)
             self._make_room()
-
-    async def _room_is_made(self) -> None:
-        """Return when blocks may be free, the reservation before has its own, or the loop has ended."""
-        if self._room is None:
-            self._room = anyio.Event()
-        await self._room.wait()
 
     def _make_room(self) -> None:
         """Wake the next step and the reservations, which wait for blocks."""

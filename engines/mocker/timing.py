@@ -2,8 +2,6 @@
 
 Source: dynamo lib/mocker/src/common/perf_model.rs. Other than there, all constants are one table, and the figures of
 other engines come in through one protocol.
-
-InterpolatedTiming: times measured on a real engine, from an NPZ file, and straight lines between them.
 """
 
 from __future__ import annotations
@@ -141,9 +139,10 @@ _GRID = "decode_itl"
 
 @frozen
 class InterpolatedTiming:
-    """Prefill over new tokens, decode over a grid of tokens in the cache (rows) and context length (columns).
+    """Times of a real engine: prefill over new tokens, decode over a grid of tokens in the cache and context length.
 
-    Linear between the points and, by the nearest two, beyond them; never below 0 and 1 ms.
+    The rows of the grid are for the cache, its columns for the context. Linear between the points and, by the nearest
+    two, beyond them; never below 0 and 1 ms.
     Source: dynamo lib/mocker/src/common/perf_model.rs, PerfModel::from_npz.
     """
 

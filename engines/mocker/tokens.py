@@ -1,6 +1,4 @@
-"""The tokens of a simulated model: the same wherever and however often a request is computed.
-
-Their log probabilities: a plain function of the ids.
+"""The tokens of a simulated model, and their log probabilities: the same wherever and however often they are computed.
 
 Source: dynamo components/src/dynamo/mocker, the sample engine's log probabilities.
 """

@@ -2,11 +2,6 @@
 
 Source: dynamo lib/backend-common/src/worker.rs, WorkerConfig, and components/src/dynamo/common/backend/worker.py.
 Which planes a worker uses is the `Runtime` it is given, not a setting.
-
-ShutdownTimes: how long each part of a worker's end may take, from the environment.
-
-Source: dynamo lib/backend-common/src/worker.rs, grace_period_secs, graceful_shutdown_timeout and shutdown_deadline. The
-timeout is that of its release builds.
 """
 
 from __future__ import annotations
@@ -168,7 +163,11 @@ def served_name(worker: WorkerConfig, engine: EngineConfig) -> str:
 
 @frozen
 class ShutdownTimes:
-    """`grace_s`: served on after the worker is invisible. `timeout_s`: for draining and cleaning up after that."""
+    """How long each part of a worker's end may take.
+
+    Source: dynamo lib/backend-common/src/worker.rs, grace_period_secs, graceful_shutdown_timeout (that of its release
+    builds) and shutdown_deadline.
+    """
 
     grace_s: float = by_variable(
         5.0,

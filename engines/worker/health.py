@@ -9,8 +9,6 @@
 An endpoint without a health payload is not a target: it is ready itself, and without effect on the process.
 
 Source: dynamo lib/runtime/src/system_health.rs.
-
-WorkerHealth: one worker in the health of its process, with its idle probe if there is one.
 """
 
 from __future__ import annotations
@@ -127,7 +125,7 @@ TokenEngine = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
 
 
 class WorkerHealth:
-    """One endpoint of a SystemHealth from `watched` to `forget`, not ready at first.
+    """One worker's endpoint in a SystemHealth, with its idle probe if any; from `watched` to `forget`, first not ready.
 
     A name that is listed already is another worker's, and is left alone.
     """

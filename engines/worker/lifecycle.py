@@ -5,8 +5,6 @@
       └──cleanup, the engine's own not called──┘
 
 Source: dynamo lib/backend-common/src/worker.rs, LifecycleState, start_engine and cleanup_once.
-
-Background: the tasks of a worker beside its requests: its idle probe, and calls of abort.
 """
 
 from __future__ import annotations
@@ -150,7 +148,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Background:
-    """Tasks of a runtime's scheduler that can be waited for. What they raise is logged.
+    """A worker's tasks beside its requests: its idle probe, and calls of abort. What they raise is logged.
 
     There is no task group here: workers of one runtime may then be opened and closed in any order, by any task.
     """

@@ -144,8 +144,10 @@ class Sequence:
     def output_tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the tokens at these output indexes, emitted or not; `stop` is the number emitted by default."""
         stop = self.emitted if stop is None else stop
-        self._generate_through(stop)
-        return self._outputs[start:stop].tolist()
+        outputs = self._outputs
+        if len(outputs) < stop:
+            outputs.extend(islice(self._output_source, stop - len(outputs)))
+        return outputs[start:stop].tolist()
 
     def new_token_ids(self) -> list[int]:
         """Return the tokens of the last step with output."""
@@ -170,7 +172,10 @@ class Sequence:
 
     def block_tokens(self, first: int, last: int) -> list[int]:
         """Return the tokens of the full blocks from `first` to below `last`."""
-        return self._tokens(first * self.block_size, last * self.block_size)
+        start, stop, prompt = first * self.block_size, last * self.block_size, self.prompt_tokens
+        if stop <= prompt:
+            return list(self._prompt[start:stop])
+        return [*self._prompt[start:], *self.output_tokens(max(0, start - prompt), stop - prompt)]
 
     def reusable_blocks(self) -> int:
         """Return how many leading blocks may come from the cache: not the last token's, whose output is needed.
@@ -255,17 +260,6 @@ class Sequence:
         self.free(pool)
         self.length = self.prompt_tokens
         self.preemptions += 1
-
-    def _tokens(self, start: int, stop: int) -> list[int]:
-        if stop <= self.prompt_tokens:
-            return list(self._prompt[start:stop])
-        outputs = self.output_tokens(max(0, start - self.prompt_tokens), stop - self.prompt_tokens)
-        return [*self._prompt[start:], *outputs]
-
-    def _generate_through(self, count: int) -> None:
-        outputs = self._outputs
-        if len(outputs) < count:
-            outputs.extend(islice(self._output_source, count - len(outputs)))
 
     def hash_some(self) -> bool:
         """Hash the next `AT_ONCE_TOKENS` of the prompt; return whether full blocks of it are left.

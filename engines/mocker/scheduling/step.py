@@ -1,7 +1,4 @@
-"""StepPlan and StepResult: the budget of one forward pass, and its outcome.
-
-Queue: the sequences of a scheduler that do not run yet, and the lookups of their admission.
-"""
+"""One forward pass: its budget (StepPlan), its outcome (StepResult), and the sequences before it (Queue)."""
 
 from __future__ import annotations
 
