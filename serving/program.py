@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any, Literal
 
-import anyio
 from attrs import evolve
 
 from engines import LLMEngine, ShutdownTimes, SystemHealth, Worker
@@ -40,11 +39,9 @@ from .http import (
     status_app,
     status_port,
 )
-from .server import GRACE, HttpServer, Interrupts, listen, listening_after, serve, until_signalled
+from .server import GRACE, HttpServer, Interrupts, listen, listening_after, running, serve, until_signalled
 from .server_options import ServerOptions
 from .terminal import echo
-
-Work = Callable[[], Coroutine[Any, Any, None]]
 
 _STATUS_HOST = "0.0.0.0"
 """All addresses: probes come from outside the container."""
@@ -99,13 +96,10 @@ async def _serve_while_engines_work(
         await front.availability.drain(front.grace_s)
         server.stop()
 
-    async with anyio.create_task_group() as beside:
-        for work in (end_without_engines, front.gate.follow, *(other.run for other in others)):
-            beside.start_soon(work)
+    async with running(end_without_engines, front.gate.follow, *(other.run for other in others)):
         await serve(server, front.availability, interrupts, front.grace_s)
         for other in others:
             other.stop(at_once=True)
-        beside.cancel_scope.cancel()
 
 
 async def host_worker(front: Frontend) -> None:
@@ -158,25 +152,15 @@ async def host_worker(front: Frontend) -> None:
                 health.set_process_ready(False)
                 await front.availability.drain(worker.times.deadline_s)
 
+            servers = [server, *states, *beside]
+            runs = (one.run for one in servers)
             with listening_after(watch):
-                await _run_beside(worker, [server, *states, *beside], announce, refuse, front.gate.follow)
-
-
-async def _run_beside(worker: Worker, servers: Sequence[HttpServer], *others: Work) -> None:
-    """Run the worker with everything beside it until the worker has ended. Raise its error."""
-    failure: Exception | None = None
-    async with anyio.create_task_group() as beside:
-        for work in (*(server.run for server in servers), *others):
-            beside.start_soon(work)
-        try:
-            await worker.run()
-        except Exception as error:  # raised unwrapped, not inside a group
-            failure = error
-        for server in servers:
-            server.stop()
-        beside.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+                async with running(*runs, announce, refuse, front.gate.follow):
+                    try:
+                        await worker.run()
+                    finally:
+                        for one in servers:
+                            one.stop()
 
 
 class Frontend:

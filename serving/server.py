@@ -7,13 +7,14 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, cast
 
 import anyio
 import uvicorn
+from anyio.abc import TaskGroup
 
 from engines.worker import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
@@ -210,23 +211,35 @@ class Interrupts:
         self.second()
 
 
+@asynccontextmanager
+async def running(*beside: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[TaskGroup]:
+    """Give a task group in which the functions run beside the block; its end cancels them.
+
+    The block's own error is raised as it is, not inside a group.
+    """
+    failure: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        for each in beside:
+            tasks.start_soon(each)
+        try:
+            yield tasks
+        except Exception as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
 async def until_signalled(host: Callable[[Interrupts], Awaitable[None]], watch: ProcessWatch) -> None:
     """Run `host`, which sets the effects of signals; `watch` handles a second signal that the loop cannot handle.
 
-    Return when `host` has returned, or was cancelled by a signal. Raise its error unwrapped.
+    Return when `host` has returned, or was cancelled by a signal. Raise its error.
     """
-    failure: Exception | None = None
     with termination_signals() as signals, watch.listening():
-        async with anyio.create_task_group() as tasks:
+        async with running() as tasks:
             interrupts = Interrupts(tasks.cancel_scope.cancel)
             tasks.start_soon(interrupts.obey, signals)
-            try:
-                await host(interrupts)
-            except Exception as error:  # raised unwrapped, not inside a group
-                failure = error
-            tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+            await host(interrupts)
 
 
 @contextmanager
@@ -253,10 +266,9 @@ async def serve(server: HttpServer, availability: Availability, interrupts: Inte
         availability.stop()
         server.stop(at_once=True)
 
-    async with anyio.create_task_group() as tasks:
+    async with running() as tasks:
         interrupts.first, interrupts.second = (lambda: tasks.start_soon(drain)), cut
         await server.run()
-        tasks.cancel_scope.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -266,23 +278,18 @@ def listen(host: str, port: int) -> socket.socket:
     turn Nagle's algorithm off only for sockets that are made as TCP, and uvicorn's own are not.
     """
     try:
-        return _listening(host, port)
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = known[0]
+        with ExitStack() as opening:
+            listener = opening.enter_context(socket.socket(family, kind, socket.IPPROTO_TCP))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_unsent(listener)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            opening.pop_all()
     except OSError as error:
         raise _no_address(error, host, port) from error
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        limit_unsent(listener)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
     return listener
 
 

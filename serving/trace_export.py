@@ -11,9 +11,9 @@ dynamo lib/runtime/src/logging.rs for `OTEL_EXPORT_ENABLED` and `OTEL_TRACES_SAM
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import entry_points, version
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,12 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 _BY_PROTOCOL = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+_MISSING = {
+    "otlp_proto_http": "spans are to go out by OTLP, and its exporter is not installed: "
+    f"pip install 'penstock[{EXTRA}]'",
+    "otlp_proto_grpc": "the exporter for gRPC is not installed: pip install opentelemetry-exporter-otlp-proto-grpc",
+}
+_NAMES = "expected otlp, console or none, or a name that an installed package brings"
 _GROUP = "opentelemetry_traces_exporter"
 
 _log = logging.getLogger(__name__)
@@ -61,10 +67,12 @@ def exporting(environment: Mapping[str, str]) -> Iterator[Tracer | None]:
     if not names:
         yield None
         return
+    from .http import SCHEMA_URL
+
     made = [_exporter(name) for name in names]
     provider = _provider(environment, made)
     try:
-        yield _tracer(provider)
+        yield provider.get_tracer("penstock", version("penstock"), schema_url=SCHEMA_URL)
     finally:
         _flush(provider, made)
 
@@ -98,27 +106,14 @@ def _exporter(name: str) -> SpanExporter:
     """Return the exporter of this name from an installed package, configured by its own variables."""
     found = next(iter(entry_points(group=_GROUP, name=name)), None)
     if found is None:
-        raise InvalidArgument(_missing(name), field=_EXPORTER)
+        raise InvalidArgument(_MISSING.get(name, f"there is no exporter {name!r}: {_NAMES}"), field=_EXPORTER)
     try:
-        return _loaded(found)()
+        exporter: SpanExporter = found.load()()
+    except ImportError as error:  # of a package that the exporter needs
+        raise InvalidArgument(f"the exporter {name} cannot be loaded: {error}", field=_EXPORTER) from error
     except ValueError as error:  # names the variable
         raise InvalidArgument(f"the exporter {name} cannot be set up: {error}", field=_EXPORTER) from error
-
-
-def _loaded(found: EntryPoint) -> Callable[[], SpanExporter]:
-    try:
-        exporter: Callable[[], SpanExporter] = found.load()
-    except ImportError as error:  # of a package that the exporter needs
-        raise InvalidArgument(f"the exporter {found.name} cannot be loaded: {error}", field=_EXPORTER) from error
     return exporter
-
-
-def _missing(name: str) -> str:
-    if name == _BY_PROTOCOL["http/protobuf"]:
-        return f"spans are to go out by OTLP, and its exporter is not installed: pip install 'penstock[{EXTRA}]'"
-    if name == _BY_PROTOCOL["grpc"]:
-        return "the exporter for gRPC is not installed: pip install opentelemetry-exporter-otlp-proto-grpc"
-    return f"there is no exporter {name!r}: expected otlp, console or none, or a name that an installed package brings"
 
 
 def _provider(environment: Mapping[str, str], exporters: list[SpanExporter]) -> TracerProvider:
@@ -157,12 +152,6 @@ def _check_propagators() -> None:
         import opentelemetry.propagate  # noqa: F401  (reads the variable)
     except ValueError as error:
         raise InvalidArgument(str(error), field="OTEL_PROPAGATORS") from error
-
-
-def _tracer(provider: TracerProvider) -> Tracer:
-    from .http import SCHEMA_URL
-
-    return provider.get_tracer("penstock", version("penstock"), schema_url=SCHEMA_URL)
 
 
 def _flush(provider: TracerProvider, exporters: list[SpanExporter]) -> None:

@@ -157,7 +157,7 @@ def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_its_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hanging = Hanging()
-    monkeypatch.setattr(trace_export, "_loaded", lambda _: lambda: hanging)
+    monkeypatch.setattr(trace_export, "_exporter", lambda name: hanging)
     monkeypatch.setattr(trace_export, "FLUSH_S", 0.05)
     with exporting({"OTEL_TRACES_EXPORTER": "console"}) as tracer:
         assert tracer is not None
@@ -168,7 +168,7 @@ def test_the_end_waits_for_a_collector_that_hangs_no_longer_than_its_bound(
 
 def test_spans_beyond_the_queue_are_dropped_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     hanging = Hanging()
-    monkeypatch.setattr(trace_export, "_loaded", lambda _: lambda: hanging)
+    monkeypatch.setattr(trace_export, "_exporter", lambda name: hanging)
     monkeypatch.setattr(trace_export, "FLUSH_S", 0.05)
     with exporting({"OTEL_TRACES_EXPORTER": "console"}) as tracer:
         assert tracer is not None
