@@ -9,31 +9,26 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attrs import evolve
+from attrs import asdict
 from cyclopts import App
 
 from pipeline import InvalidArgument
-from pipeline.protocols.limits import BusyThresholds, PromptWork, RequestLimits
 
-from ..limits import HttpLimits
-from ..server_options import AccessOptions, ServerOptions
+from ..server_options import ServerOptions
 from ..terminal import echo
 from .commands import command, run_program
 from .effective import config_app
 from .help import PlainHelp
 from .options import (
     DrawOptions,
-    EngineOptions,
     HostedEngine,
     KeyOptions,
-    ListenOptions,
     LogLevelOption,
-    LogOptions,
     ModelOptions,
-    PoolOptions,
-    RoutingOptions,
+    ServedGraph,
+    ServerSettings,
     WorkerOptions,
     engine_args_named,
     graph_config,
@@ -57,104 +52,57 @@ program = App(
 
 
 @command(program)
-def serve(
-    listen: ListenOptions,
-    engine: EngineOptions,
-    model: ModelOptions,
-    pool: PoolOptions,
-    routing: RoutingOptions,
-    busy: BusyThresholds,
-    log: LogOptions,
-    limits: HttpLimits,
-    request_limits: RequestLimits,
-    prompt_work: PromptWork,
-    access: AccessOptions,
-    settled: Settled,
-) -> None:
+def serve(graph: ServedGraph, server: ServerSettings, settled: Settled) -> None:
     """Serve a model over the OpenAI API until interrupted."""
-    others = {"request_limits": request_limits, "prompt_work": prompt_work}
-    config = _served(model, engine, pool, routing, busy, settled.environment, **others)
+    limits = {"request_limits": server.request_limits, "prompt_work": server.prompt_work}
+    config = graph.config(settled.environment, **limits)
     from ..program import serve_graph, serve_watch
 
-    options = ServerOptions(limits, log.access_log, access)
-    _run_server(serve_graph, serve_watch, config, listen, options, settled.environment)
+    _run_server(serve_graph, serve_watch, config, server, settled.environment)
 
 
 @command(program)
 def worker(
-    engine: HostedEngine,
-    listen: ListenOptions,
-    model: ModelOptions,
-    registered: WorkerOptions,
-    log: LogOptions,
-    limits: HttpLimits,
-    request_limits: RequestLimits,
-    prompt_work: PromptWork,
-    access: AccessOptions,
-    settled: Settled,
+    engine: HostedEngine, model: ModelOptions, registered: WorkerOptions, server: ServerSettings, settled: Settled
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
     from engines import DisaggregationMode, WorkerConfig
 
     mode = DisaggregationMode.parse(registered.disaggregation_mode)
     hosted = WorkerConfig(disaggregation_mode=mode, **registered.worker_fields())
-    others = {"request_limits": request_limits, "prompt_work": prompt_work}
-    config = graph_config(model, engine, settled.environment, worker=hosted, **others)
+    limits = {"request_limits": server.request_limits, "prompt_work": server.prompt_work}
+    config = graph_config(engine, settled.environment, worker=hosted, **asdict(model), **limits)
     from ..program import host_worker, worker_watch
 
-    options = ServerOptions(limits, log.access_log, access)
-    _run_server(host_worker, worker_watch, config, listen, options, settled.environment)
+    _run_server(host_worker, worker_watch, config, server, settled.environment)
 
 
 @command(program)
-def graph(
-    draw: DrawOptions,
-    engine: EngineOptions,
-    model: ModelOptions,
-    pool: PoolOptions,
-    routing: RoutingOptions,
-    busy: BusyThresholds,
-    log: LogLevelOption,
-    settled: Settled,
-) -> None:
+def graph(draw: DrawOptions, graph: ServedGraph, log: LogLevelOption, settled: Settled) -> None:
     """Draw the graph that `serve` would run with the same options."""
-    config = _served(model, engine, pool, routing, busy, settled.environment)
+    config = graph.config(settled.environment)
     from ..program import draw_graph
     from ..server import run
 
     run(partial(draw_graph, config, draw.form, settled.environment))
 
 
-def _served(
-    model: ModelOptions,
-    engine: EngineOptions,
-    pool: PoolOptions,
-    routing: RoutingOptions,
-    busy: BusyThresholds,
-    environment: Mapping[str, str],
-    **others: Any,
-) -> GraphConfig:
-    routed = routing.graph_fields(pool.router, busy, environment)
-    return graph_config(model, engine, environment, workers=pool.workers, seed=pool.seed, **routed, **others)
-
-
 def _run_server(
     main: Callable[[Frontend], Awaitable[None]],
     watch_of: Callable[[Mapping[str, str]], ProcessWatch],
     config: GraphConfig,
-    listen: ListenOptions,
-    options: ServerOptions,
+    server: ServerSettings,
     environment: Mapping[str, str],
 ) -> None:
     """Run a program that serves on the address, watched to its end. Raise what keeps it from serving."""
     from ..program import Frontend
-    from ..server import listen as listening
-    from ..server import run
+    from ..server import listen, run
     from ..trace_export import exporting
 
     with ExitStack() as opening:
-        options = evolve(options, tracer=opening.enter_context(exporting(environment)))
-        listener = opening.enter_context(listening(listen.host, listen.port))
+        tracer = opening.enter_context(exporting(environment))
+        options = ServerOptions(server.limits, server.log.access_log, server.access, tracer)
+        listener = opening.enter_context(listen(server.listen.host, server.listen.port))
         opened = opening.pop_all()
     watch = watch_of(environment)
     watch.start()

@@ -3,9 +3,10 @@
     @command(app)
     def graph(draw: DrawOptions, model: ModelOptions, engine: EngineOptions) -> None: ...
 
-gives `penstock graph` an option for each field of the three records. What cyclopts has parsed is joined with the
-environment and the settings file by `sources`; the function then gets the records. What it raises of the errors of this
-project, or of the system, ends the program with a line that names the option to change.
+gives `penstock graph` an option for each field of the three records; a parameter may also be a record of such records.
+What cyclopts has parsed is joined with the environment and the settings file by `sources`; the function then gets the
+records. What it raises of the errors of this project, or of the system, ends the program with a line that names the
+option to change.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipeline.settings import Setting, kinds_of, setting, settings_of
 from ..failure_report import report
 from ..log_format import log_to_stderr
 from ..terminal import echo
-from .sources import Settled, Sources, WrongSettings, as_text, settle
+from .sources import Settled, Sources, WrongSettings, as_text, parts_of, settle
 
 Function = TypeVar("Function", bound=Callable[..., "int | None"])
 Records = Mapping[str, type[Any]]
@@ -64,10 +65,15 @@ class Command:
     function: Callable[..., int | None]
     records: Records
 
+    @property
+    def parts(self) -> list[type[Any]]:
+        """The records of settings, also those that are fields of a record."""
+        return [part for record in self.records.values() for part in parts_of(record)]
+
     def settings(self) -> dict[str, Setting]:
         """Return the settings of all its records by name. Raise TypeError if two records share one."""
         known: dict[str, Setting] = {}
-        for record in (*self.records.values(), ConfigOption):
+        for record in (*self.parts, ConfigOption):
             for name, one in settings_of(record).items():
                 if name in known:
                     raise TypeError(f"more than one option is called {one.label}")
@@ -79,14 +85,13 @@ class Command:
         path = options.pop("config", None) or environment.get("PENSTOCK_CONFIG", "").strip() or None
         known = {name for each in commands.values() for name in each.settings()} - {"config"}
         sources = Sources.read(options, environment, None if path is None else Path(path), known)
-        return settle(self.records.values(), sources)
+        return settle(self.parts, sources)
 
     def run(self, options: dict[str, Any]) -> int | None:
         """Run the function with the records that the options and other sources give."""
         settled = self.settle(options, os.environ)
         made = {name: settled.made(record) for name, record in self.records.items()}
-        if "log" in made:
-            log = made["log"]
+        if log := next((settled.made(part) for part in self.parts if "log_level" in settings_of(part)), None):
             log_to_stderr(log.log_level.upper(), log.log_format, access_log=log.access_log)
             check_variables(settled.environment)
         if "settled" in inspect.signature(self.function).parameters:

@@ -89,7 +89,7 @@ def as_toml(value: Any) -> str:
 def _shown_arguments(values: Mapping[str, Value], given: Value) -> list[str]:
     """Return the arguments of the engine, without those that may be secrets: the output is often passed on."""
     from ..secrets import shown_engine_args
-    from .options import EngineArgOption
+    from .options import EngineOptions
 
-    texts = EngineArgOption(given.value).engine_args
+    texts = EngineOptions(given.value).engine_args
     return [f"{name}={text}" for name, text in shown_engine_args(values["engine"].value, texts).items()]

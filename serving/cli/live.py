@@ -14,21 +14,20 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from pipeline import InvalidArgument
-from pipeline.protocols.limits import BusyThresholds
 from pipeline.settings import settings_of
 
 from .loads import load_of
-from .options import MockerOptions, ReplayPool, RoutingOptions
+from .options import ReplayGraph
 from .replay_options import LiveOptions, LoadOptions, ReportOptions, RunOptions
+from .sources import parts_of
 
 if TYPE_CHECKING:
     from ..replay import Report, RequestReport, Role, Trace
 
-OF_THE_GRAPH = {
-    name
-    for record in (ReplayPool, MockerOptions, RoutingOptions, BusyThresholds, RunOptions)
-    for name in settings_of(record)
-} - {"seed"} | {"real_time", "wall_time"}
+OF_THE_GRAPH = {name for record in (*parts_of(ReplayGraph), RunOptions) for name in settings_of(record)} - {"seed"} | {
+    "real_time",
+    "wall_time",
+}
 """Settings of a graph, or of its time, that a server decides for itself."""
 OF_A_SERVER = {"model", "live_ids", "live_timeout"}
 """Settings that need a server."""

@@ -1,12 +1,12 @@
 """The options of all commands as records: each field is one setting, and each record is shared by several commands.
 
-A command takes the records it needs as parameters; `parsing` makes its options of them. This module stays light: help
-and mistakes are answered before anything that serves is imported.
+A command takes the records it needs as parameters, some in a record of records. This module stays light: help and
+mistakes are answered before anything that serves is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import asdict, frozen
 
 from pipeline import InvalidArgument
-from pipeline.protocols.limits import BusyThresholds
+from pipeline.protocols.limits import BusyThresholds, PromptWork, RequestLimits
 from pipeline.settings import ANY, PORT, at_least, required, setting
 
+from ..limits import HttpLimits
 from ..routers import RouterName
+from ..server_options import AccessOptions
 
 if TYPE_CHECKING:
     from ..deployment import GraphConfig
@@ -78,12 +80,13 @@ _ENGINE = "Engine behind the graph: echo, mocker, or module:factory."
 
 
 @frozen
-class EngineArgOption:
-    """Arguments of the engine, as texts by name; the engine's own parameters give them their types."""
+class EngineOptions:
+    """The engine behind a graph. Its arguments are texts; the engine's own parameters give them their types."""
 
     group: ClassVar[str] = "Engine"
 
     engine_arg: tuple[str, ...] = setting((), "Argument of the engine; repeatable.", variable="", metavar="NAME=VALUE")
+    engine: str = setting("echo", _ENGINE)
 
     @property
     def engine_args(self) -> dict[str, str]:
@@ -101,21 +104,14 @@ class EngineArgOption:
 
 
 @frozen
-class EngineOptions(EngineArgOption):
-    """The engine behind a graph."""
-
-    engine: str = setting("echo", _ENGINE)
-
-
-@frozen
-class MockerOptions(EngineArgOption):
+class MockerOptions(EngineOptions):
     """The engine behind a graph that is replayed."""
 
     engine: str = setting("mocker", _ENGINE)
 
 
 @frozen(kw_only=True)
-class HostedEngine(EngineArgOption):
+class HostedEngine(EngineOptions):
     """The engine that a worker hosts."""
 
     engine: str = required("Engine to host: echo, mocker, or module:factory.", metavar="ENGINE")
@@ -187,11 +183,10 @@ class RoutingOptions:
         is_read_below=True,
     )
 
-    def graph_fields(self, router: str, busy: BusyThresholds, environment: Any) -> dict[str, Any]:
+    def graph_fields(self, router: str, busy: BusyThresholds, environment: Mapping[str, str]) -> dict[str, Any]:
         """Return the fields of a GraphConfig with this router. Raise InvalidArgument for settings that do not fit."""
         given = asdict(self) | {"router": router, "busy": busy}
-        for name in ("router_config", "kv_events"):
-            del given[name]
+        del given["router_config"], given["kv_events"]
         if router == "kv":
             from ..deployment import kv_router_config
 
@@ -240,19 +235,57 @@ class WorkerOptions:
         return given if self.component is not None else {name: given[name] for name in given if name != "component"}
 
 
-def graph_config(
-    model: ModelOptions | None, engine: EngineOptions | MockerOptions | HostedEngine, environment: Any, **others: Any
-) -> GraphConfig:
+@frozen
+class GraphOptions:
+    """A graph: its engine, how many workers it has, and how one is chosen."""
+
+    engine: EngineOptions
+    pool: PoolOptions
+    routing: RoutingOptions
+    busy: BusyThresholds
+
+    def config(self, environment: Mapping[str, str], **others: Any) -> GraphConfig:
+        """Return the checked config. Raise InvalidArgument that names the field."""
+        others |= self.routing.graph_fields(self.pool.router, self.busy, environment)
+        return graph_config(self.engine, environment, workers=self.pool.workers, seed=self.pool.seed, **others)
+
+
+@frozen
+class ServedGraph(GraphOptions):
+    """A graph with the model that it serves."""
+
+    model: ModelOptions
+
+    def config(self, environment: Mapping[str, str], **others: Any) -> GraphConfig:
+        return super().config(environment, **asdict(self.model), **others)
+
+
+@frozen
+class ReplayGraph(GraphOptions):
+    """A graph that is replayed: an engine that simulates, and a seed for all chance."""
+
+    engine: MockerOptions
+    pool: ReplayPool
+
+
+@frozen
+class ServerSettings:
+    """The server before a graph or a worker: where it listens, what it admits and what it logs."""
+
+    listen: ListenOptions
+    log: LogOptions
+    limits: HttpLimits
+    request_limits: RequestLimits
+    prompt_work: PromptWork
+    access: AccessOptions
+
+
+def graph_config(engine: EngineOptions, environment: Mapping[str, str], **others: Any) -> GraphConfig:
     """Return the checked config of a graph. Raise InvalidArgument that names the field."""
     from ..deployment import IGNORE_UNSUPPORTED, GraphConfig
 
-    return GraphConfig(
-        **({} if model is None else asdict(model)),
-        engine=engine.engine,
-        engine_args=engine.engine_args,
-        ignore_unsupported=IGNORE_UNSUPPORTED.of(environment),
-        **others,
-    )
+    lenient = IGNORE_UNSUPPORTED.of(environment)
+    return GraphConfig(engine=engine.engine, engine_args=engine.engine_args, ignore_unsupported=lenient, **others)
 
 
 @frozen

@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve
 from cyclopts import App
 
-from pipeline.protocols.limits import BusyThresholds
-
 from ..terminal import echo, table_width
 from .commands import command
 from .live import check_options, interrupted, replayed_live
 from .loads import INTERRUPTED_EXIT, check_files, load_of, named_reports
-from .options import MockerOptions, QuietLogOption, ReplayPool, RoutingOptions, engine_args_named, graph_config
+from .options import QuietLogOption, ReplayGraph, engine_args_named
 from .replay_options import CompareOptions, GoodputOptions, LiveOptions, LoadOptions, ReportOptions, RunOptions
 from .sources import Settled
 from .sweep import SWEEP_EXAMPLE, sweep
@@ -47,10 +45,7 @@ replay = App(
 @command(replay)
 def run(
     load: LoadOptions,
-    pool: ReplayPool,
-    engine: MockerOptions,
-    routing: RoutingOptions,
-    busy: BusyThresholds,
+    graph: ReplayGraph,
     workers: RunOptions,
     goodput: GoodputOptions,
     report: ReportOptions,
@@ -63,12 +58,11 @@ def run(
     check_files(json=report.json, html=report.html)
     how = {"speed_up": load.speed_up, "sessions_at_a_time": load.concurrency, "limits": goodput.limits()}
     if server.live is not None:
-        made = replayed_live(server, load, pool.seed, report, **how)
+        made = replayed_live(server, load, graph.pool.seed, report, **how)
     else:
         from ..variables import of_graphs
 
-        routed = routing.graph_fields(pool.router, busy, settled.environment)
-        config = graph_config(None, engine, settled.environment, workers=pool.workers, seed=pool.seed, **routed)
+        config = graph.config(settled.environment)
         environment = of_graphs(settled.environment)
         with engine_args_named(config):
             made = _replayed(config, load, workers, report, server.real_time, environment=environment, **how)
@@ -79,7 +73,7 @@ def run(
     if report.html is not None:
         from ..replay.page import report_page
 
-        report.html.write_text(report_page({"live" if server.live else pool.router: made}), encoding="utf-8")
+        report.html.write_text(report_page({"live" if server.live else graph.pool.router: made}), encoding="utf-8")
     echo(report_text(made, table_width()), nl=False)
     return INTERRUPTED_EXIT if made.is_interrupted else 0
 

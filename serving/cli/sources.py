@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import attrs
 from attrs import field, frozen
@@ -109,6 +109,8 @@ class Settled:
 
     def made(self, record: type[Any]) -> Any:
         """Return the record. A value of the environment that a stage below reads by itself is left to that stage."""
+        if record not in self.values:
+            return record(**{name: self.made(part) for name, part in get_type_hints(record).items()})
         known = settings_of(record)
         return record(
             **{
@@ -122,6 +124,11 @@ class Settled:
     def options(self) -> set[str]:
         """The names of settings that were given as options."""
         return {name for values in self.values.values() for name, each in values.items() if each.origin == "option"}
+
+
+def parts_of(record: type[Any]) -> list[type[Any]]:
+    """Return the records of settings in a parameter of a command: itself, or the types of its fields."""
+    return [record] if settings_of(record) else list(get_type_hints(record).values())
 
 
 def settle(records: Iterable[type[Any]], sources: Sources) -> Settled:
