@@ -14,6 +14,7 @@ from typing import Any
 from engines.worker import PAYLOAD, STARTING_HEALTH, IdleProbeSettings, ShutdownTimes
 from operators.kv import ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER, kv_router_variables
 from operators.pool import COOLDOWN, DEVICE_RATIO, OVERLOAD_STATUS
+from pipeline.protocols.card import STABLE_ROUTING_ID
 from pipeline.settings import Problem, Variable, from_environment, settings_of
 
 from .deployment import IGNORE_UNSUPPORTED, METRICS_PREFIX, SESSION_TTL, SILENCE
@@ -25,14 +26,14 @@ RECORDS: tuple[type[Any], ...] = (HttpOptions, ShutdownTimes, IdleProbeSettings)
 VARIABLES: tuple[Variable[Any], ...] = (
     *(GRACE, SILENCE, IGNORE_UNSUPPORTED, METRICS_PREFIX, OVERLOAD_STATUS, COOLDOWN, DEVICE_RATIO),
     *(SESSION_TTL, ACTIVE_REQUEST_EXPIRY, OVERLAP_REFRESH_AFTER),
-    *(STATUS_PORT, HEALTH_PATH, LIVE_PATH, STARTING_HEALTH, PAYLOAD),
+    *(STATUS_PORT, HEALTH_PATH, LIVE_PATH, STARTING_HEALTH, PAYLOAD, STABLE_ROUTING_ID),
 )
 """Variables that are no field of a record."""
 SECRETS = ("PENSTOCK_API_KEYS", "PENSTOCK_API_KEY", PAYLOAD.name)
 """Names of variables that may hold secrets."""
 OTHERS = (
     *SECRETS,
-    *("DYN_STABLE_ROUTING_ID", "DYN_TOKENIZER", "DYN_TOKENIZER_FALLBACK"),  # read with the card of a model
+    *("DYN_TOKENIZER", "DYN_TOKENIZER_FALLBACK"),  # of the runtime config of a card, for engines that want them
 )
 """Names of variables that are read elsewhere."""
 _OURS = re.compile(r"(DYN|PENSTOCK)_")

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from attrs import define, evolve, field, frozen
 
 from .field_rules import U32, InvalidRecord, never, null, skip
+from .runtime_config import STABLE_ROUTING_ID as STABLE_ROUTING_ID
 from .runtime_config import STOPS_PREFILLS as STOPS_PREFILLS
 from .runtime_config import TOPOLOGY_TAINT_PREFIX as TOPOLOGY_TAINT_PREFIX
 from .runtime_config import DisaggregatedEndpoint, ModelRuntimeConfig

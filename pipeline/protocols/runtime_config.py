@@ -6,22 +6,29 @@ Source: dynamo lib/llm/src/local_model/runtime_config.rs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from attrs import define
 
-from pipeline.settings import switch
+from pipeline.settings import Variable, choice, switch
 
 from .field_rules import U16, U32, U64, InvalidRecord, null, skip
+
+T = TypeVar("T")
 
 TOPOLOGY_TAINT_PREFIX = "dynamo.topology/"
 STOPS_PREFILLS = "stops_prefills"
 """Key of `runtime_data`: true where a prefill may be stopped after it was sent, see `EngineConfig.stops_prefills`."""
-STABLE_ROUTING_ID_ENV = "DYN_STABLE_ROUTING_ID"
-TOKENIZER_ENV = "DYN_TOKENIZER"
-TOKENIZER_FALLBACK_ENV = "DYN_TOKENIZER_FALLBACK"
 
 TokenizerBackend = Literal["default", "fastokens", "basetenkenizer"]
+
+STABLE_ROUTING_ID: Variable[str | None] = Variable(
+    "DYN_STABLE_ROUTING_ID", None, "Id of a worker that stays the same when it starts again.", str
+)
+TOKENIZER: Variable[TokenizerBackend] = Variable(
+    "DYN_TOKENIZER", "default", "Tokenizer of a worker whose settings name none.", choice(*get_args(TokenizerBackend))
+)
+TOKENIZER_FALLBACK = Variable("DYN_TOKENIZER_FALLBACK", True, "Whether the default tokenizer may replace it.", switch)
 
 
 @define(slots=True)
@@ -97,7 +104,7 @@ class ModelRuntimeConfig:
     def fill_from_environment(self, environment: Mapping[str, str]) -> None:
         """Take the stable routing id from the environment if none is set and one is given."""
         if self.stable_routing_id is None:
-            self.stable_routing_id = environment.get(STABLE_ROUTING_ID_ENV, "").strip() or None
+            self.stable_routing_id = STABLE_ROUTING_ID.of(environment)
 
     @property
     def stops_prefills(self) -> bool:
@@ -112,25 +119,24 @@ class ModelRuntimeConfig:
         """Return the setting, else the environment's, else `default`. Raise InvalidRecord for an unknown name."""
         if self.tokenizer_backend is not None:
             return self.tokenizer_backend
-        text = environment.get(TOKENIZER_ENV, "").strip() or "default"
-        if text not in (known := get_args(TokenizerBackend)):
-            raise InvalidRecord(f"expected one of {', '.join(known)}, found {text}", TOKENIZER_ENV)
-        return cast(TokenizerBackend, text)
+        return _checked(TOKENIZER, environment)
 
     def effective_tokenizer_fallback(self, environment: Mapping[str, str]) -> bool:
         """Return the setting, else the environment's, else true. Raise InvalidRecord for a text that is no boolean."""
         if self.tokenizer_fallback_enabled is not None:
             return self.tokenizer_fallback_enabled
-        text = environment.get(TOKENIZER_FALLBACK_ENV, "true").strip().lower()
-        try:
-            return switch(text)
-        except ValueError:
-            raise InvalidRecord(f"expected true or false, found {text}", TOKENIZER_FALLBACK_ENV) from None
+        return _checked(TOKENIZER_FALLBACK, environment)
 
 
 def topology_taint(domain: str, value: str) -> str:
     """Return the taint of a worker's place in the topology."""
     return f"{TOPOLOGY_TAINT_PREFIX}{domain}={value}"
+
+
+def _checked(variable: Variable[T], environment: Mapping[str, str]) -> T:
+    if (problem := variable.problem(environment)) is not None:
+        raise InvalidRecord(problem[1], variable.name)
+    return variable.of(environment)
 
 
 def _is_name(text: str) -> bool:

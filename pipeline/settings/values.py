@@ -188,7 +188,7 @@ def switch(text: str) -> bool:
     return bool(from_text(text, bool))
 
 
-def choice(*known: str) -> Callable[[str], str]:
+def choice(*known: str) -> Callable[[str], Any]:
     """Return a reader of one of these texts."""
 
     def read(text: str) -> str:
