@@ -30,7 +30,7 @@ _POLICY_CLASS = "policy-class"
 _RECORDED_OUTPUT = "output_replay_id"
 
 
-def request_of(due: DueRequest, *, model: str = "") -> Context[PreprocessedRequest]:
+def request_of(due: DueRequest) -> Context[PreprocessedRequest]:
     """Return the request in tokens, under its name in the trace, with the trace's hints for the router.
 
     It requires exactly the recorded number of tokens, and its recorded answer if the trace has one. Its metadata
@@ -41,12 +41,14 @@ def request_of(due: DueRequest, *, model: str = "") -> Context[PreprocessedReque
     if turn.policy_class is not None:
         metadata[_POLICY_CLASS] = turn.policy_class
     urgency = AgentHints(priority=turn.priority, strict_priority=turn.strict_priority)
+    hints = RoutingHints(
+        priority_jump=urgency.priority_jump(), strict_priority=turn.strict_priority, priority=turn.priority
+    )
     request = PreprocessedRequest(
         token_ids=due.token_ids(),
-        model=model,
         stop_conditions=StopConditions(max_tokens=turn.output_tokens, min_tokens=turn.output_tokens, ignore_eos=True),
         annotations=[] if turn.recorded is None else [f"{_RECORDED_OUTPUT}:{due.name}"],
-        routing=None if urgency == AgentHints() else _hints(urgency),
+        routing=None if urgency == AgentHints() else hints,
     )
     return Context(request, id=due.name, metadata=metadata)
 
@@ -56,14 +58,6 @@ def recorded_outputs(trace: Trace) -> RecordedOutputs | None:
     turns = [turn for session in trace.sessions for turn in session.turns]
     known = {turn.name: turn.recorded for turn in turns if turn.recorded is not None}
     return RecordedOutputs(known) if known else None
-
-
-def _hints(urgency: AgentHints) -> RoutingHints:
-    return RoutingHints(
-        priority_jump=urgency.priority_jump(),
-        strict_priority=urgency.strict_priority,
-        priority=urgency.priority,
-    )
 
 
 TokenGraph = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
@@ -77,8 +71,6 @@ class LoadDriver:
     schedule: Schedule
     samples: Samples
     """Records the requests."""
-    model: str = ""
-    """Of each request."""
     number_of: WorkerNumber = lambda worker_id, role: worker_id
     """The number of a worker in the samples; default: its id."""
     on_progress: Callable[[int], object] = lambda ended: None
@@ -138,7 +130,7 @@ class LoadDriver:
             session_id=due.session.session_id if due.session.is_named else None,
             turn_index=due.turn_index,
         )
-        request = request_of(due, model=self.model)
+        request = request_of(due)
         request.payload.tracker = tracker = SampleTracker.of(sample, self.sample_ms, self.number_of)
         status = Status.FAILED
         answer: list[int] = []

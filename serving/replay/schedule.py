@@ -50,10 +50,6 @@ class DueRequest:
         return self.turn.name
 
     @property
-    def session_id(self) -> str:
-        return self.session.session_id
-
-    @property
     def input_tokens(self) -> int:
         return self.turn.prompt.tokens + (0 if self.history is None else len(self.history))
 

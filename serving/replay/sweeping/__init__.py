@@ -1,10 +1,9 @@
 """Sweeps: many replays of one trace, run in processes, and how their results compare."""
 
-from .fronts import FRONTS, unbeaten, unbeaten_in
 from .grid import SweepRun, label_of, sweep_runs, text_of
-from .output import sweep_json, sweep_text
 from .processes import run_in_processes
-from .run import ReportsFolder, Sweep, SweepResult, error_text, sweep
+from .results import FRONTS, Sweep, SweepResult, sweep_json, sweep_text, unbeaten, unbeaten_in
+from .run import ReportsFolder, error_text, sweep
 
 __all__ = [
     "FRONTS",

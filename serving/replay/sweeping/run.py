@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from ..samples import INTERVAL_MS
 from ..traces import SyntheticLoad, Trace
 from .grid import SweepRun
 from .processes import run_in_processes
+from .results import Sweep, SweepResult
 
 
 @frozen
@@ -50,7 +51,8 @@ class ReportsFolder:
         except (OSError, InvalidArgument):
             return None
         is_whole = report.per_request is not None or not per_request
-        return report if is_whole and report.settings == _as_read(settings) else None
+        as_read = wire.from_json(wire.to_json(dict(settings)), dict[str, Any])
+        return report if is_whole and report.settings == as_read else None
 
     def put(self, name: str, report: bytes) -> None:
         """Write a report, replacing an existing one. Raise OSError."""
@@ -58,43 +60,6 @@ class ReportsFolder:
         unfinished = self.path / f"{name}.unfinished"
         unfinished.write_bytes(report)
         os.replace(unfinished, self.path / name)
-
-
-def _as_read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return wire.from_json(wire.to_json(dict(settings)), dict[str, Any])
-
-
-@frozen
-class SweepResult:
-    """The result of a run: its report or its error."""
-
-    run: SweepRun
-    report: Report | None = None
-    """Without single requests."""
-    problem: str | None = None
-    """The error as text."""
-    is_found: bool = False
-    """Whether the report existed already."""
-
-
-@frozen
-class Sweep:
-    """The runs of a sweep and their results."""
-
-    runs: Sequence[SweepRun]
-    results: Sequence[SweepResult]
-    """In the order of the runs; a run that was not reached has none."""
-
-    @classmethod
-    def of(cls, runs: Sequence[SweepRun], results: Iterable[SweepResult]) -> Sweep:
-        """Return the sweep of results in any order."""
-        by_name = {result.run.name: result for result in results}
-        return cls(runs, [by_name[run.name] for run in runs if run.name in by_name])
-
-    @property
-    def reports(self) -> dict[str, Report]:
-        """The existing reports by the names of their runs."""
-        return {result.run.name: result.report for result in self.results if result.report is not None}
 
 
 @frozen
@@ -150,9 +115,9 @@ def sweep(
     }
     tasks = _tasks(runs, trace, script, partial(replay_settings, trace=trace_name, faults=faults, **how))
     shared = trace, partial(run_config, faults=script, per_request=per_request, **how)
-    collector = _Collector(tasks, None if folder is None else ReportsFolder(folder), on_progress, on_result)
-    collector.find_reports(per_request)
-    missing, jobs = [tasks[at] for at in collector.missing], jobs or cores()
+    collector = _Collector(None if folder is None else ReportsFolder(folder), on_progress, on_result)
+    missing = collector.missing = [task for task in tasks if not collector.find(task, per_request)]
+    jobs = jobs or cores()
     if min(jobs, len(missing)) > 1:
         run_in_processes(_replay, shared, missing, jobs, collector.progress, collector.ended)
     else:
@@ -241,44 +206,39 @@ def _replay(
 class _Collector:
     """Results of the tasks as they come."""
 
-    tasks: Sequence[_Task]
     folder: ReportsFolder | None
     on_progress: Callable[[int, int], object]
     on_result: Callable[[SweepResult], object]
+    missing: list[_Task] = field(factory=list)
+    """The tasks without an existing report."""
     results: list[SweepResult] = field(factory=list)
-    missing: list[int] = field(factory=list)
-    """Indices of the tasks without an existing report."""
     counts: Counter[int] = field(factory=Counter)
-    """Ended requests by task."""
+    """Ended requests by missing task."""
 
-    def find_reports(self, per_request: bool) -> None:
-        """Take the results that the folder has."""
-        for at, task in enumerate(self.tasks):
-            found = None if self.folder is None else self.folder.find(task.run.file_name, task.settings, per_request)
-            if found is None:
-                self.missing.append(at)
-            else:
-                self._result(at, found, is_found=True)
+    def find(self, task: _Task, per_request: bool) -> bool:
+        """Take the result of a task if the folder has it; return whether it has."""
+        found = None if self.folder is None else self.folder.find(task.run.file_name, task.settings, per_request)
+        if found is not None:
+            self._add(SweepResult(task.run, found, is_found=True))
+        return found is not None
 
-    def progress(self, task: int, count: int) -> None:
+    def progress(self, at: int, count: int) -> None:
         """`count` requests of a missing task have ended."""
-        self.counts[task] = count
-        self.on_progress(self.counts.total(), sum(self.tasks[at].requests for at in self.missing))
+        self.counts[at] = count
+        self.on_progress(self.counts.total(), sum(task.requests for task in self.missing))
 
-    def ended(self, task: int, result: bytes | str | None, error: BaseException | None = None) -> None:
+    def ended(self, at: int, result: bytes | str | None, error: BaseException | None = None) -> None:
         """A missing task has ended with a report as JSON, the error of its run as text, or an error of its process."""
-        at = self.missing[task]
+        task = self.missing[at]
         if isinstance(result, bytes) and self.folder is not None:
-            self.folder.put(self.tasks[at].run.file_name, result)
-        self.progress(task, self.tasks[at].requests)
+            self.folder.put(task.run.file_name, result)
+        self.progress(at, task.requests)
         if isinstance(result, bytes):
-            self._result(at, Report.from_json(result))
+            self._add(SweepResult(task.run, Report.from_json(result)))
         else:
-            self._result(at, problem=error_text(error) if error is not None else result)
+            self._add(SweepResult(task.run, problem=result if error is None else error_text(error)))
 
-    def _result(
-        self, at: int, report: Report | None = None, problem: str | None = None, is_found: bool = False
-    ) -> None:
-        small = None if report is None else evolve(report, per_request=None)
-        self.results.append(SweepResult(self.tasks[at].run, small, problem, is_found))
+    def _add(self, result: SweepResult) -> None:
+        small = None if result.report is None else evolve(result.report, per_request=None)
+        self.results.append(evolve(result, report=small))
         self.on_result(self.results[-1])

@@ -14,7 +14,7 @@ from .worlds import TraceOf
 
 
 def first(trace: Trace) -> Context[PreprocessedRequest]:
-    return request_of(Schedule.closed_loop(trace, 1).take_due(0)[0], model="m")
+    return request_of(Schedule.closed_loop(trace, 1).take_due(0)[0])
 
 
 def row(**fields: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def row(**fields: Any) -> dict[str, Any]:
 def test_it_asks_for_exactly_the_tokens_of_the_trace_under_its_name(trace_of: TraceOf) -> None:
     context = first(trace_of(row(), trace_block_size=2))
     request = context.payload
-    assert (context.id, context.metadata, request.model) == ("line:0", {}, "m")
+    assert (context.id, context.metadata, request.model) == ("line:0", {}, "")
     assert request.token_ids == [4, 4, 5]
     assert (request.stop_conditions.max_tokens, request.stop_conditions.min_tokens) == (2, 2)
     assert request.stop_conditions.ignore_eos

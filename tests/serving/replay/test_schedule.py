@@ -70,7 +70,7 @@ def test_a_turn_is_due_its_think_time_after_the_end_of_the_one_before(trace_of: 
     schedule.ended(first, 30)
     assert schedule.next_due_ms() == 80.0
     (second,) = schedule.take_due(80)
-    assert (second.turn_index, second.session_id) == (1, "s")
+    assert (second.turn_index, second.session.session_id) == (1, "s")
     schedule.ended(second, 90)
     assert schedule.finished
 
