@@ -91,12 +91,11 @@ class RollingRestart:
 
     def faults(self, workers: int) -> list[Fault]:
         """Return the events of a pool of that many workers, worker 0 first."""
-        found = []
-        for worker in range(workers):
-            at_ms = self.at_ms + worker * self.every_ms
-            found.append(Fault(at_ms, worker, Action.LEAVES, self.role, self.place))
-            found.append(Fault(at_ms + self.down_ms, worker, Action.RETURNS, self.role, self.place))
-        return found
+        return [
+            Fault(self.at_ms + worker * self.every_ms + later_ms, worker, action, self.role, self.place)
+            for worker in range(workers)
+            for action, later_ms in ((Action.LEAVES, 0.0), (Action.RETURNS, self.down_ms))
+        ]
 
 
 def plan_faults(
@@ -158,12 +157,8 @@ def read_faults(path: str | Path) -> list[Fault | RollingRestart]:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{path}: cannot be read: {error}", field=_FIELD, cause=error) from error
-    found: list[Fault | RollingRestart] = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if text:
-            found += parse_fault(text, f"{path} line {number}")
-    return found
+    texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    return [one for number, text in texts if text for one in parse_fault(text, f"{path} line {number}")]
 
 
 @define
@@ -223,17 +218,12 @@ class _Sentence:
             if action not in _RESTARTS:
                 raise self.wrong(f"all can only restart, not {action!r}")
             self.all_restart_ms = at_ms
-        else:
-            self.add(action, at_ms)
-
-    def add(self, action: str, at_ms: float) -> None:
-        """Add a fault of the worker."""
-        if self.worker is None:
+        elif self.worker is None:
             raise self.wrong("no worker is named")
-        fault = Fault(at_ms, self.worker, _ACTIONS.get(action, Action.LEAVES), self.role, self.place)
-        self.found.append(fault)
-        if action in _RESTARTS:
-            self.restarts.append(fault)
+        else:
+            fault = Fault(at_ms, self.worker, _ACTIONS.get(action, Action.LEAVES), self.role, self.place)
+            self.found.append(fault)
+            self.restarts += [fault] * (action in _RESTARTS)
 
     def finish(self) -> list[Fault | RollingRestart]:
         down_ms = _DOWN_MS if self.down_ms is None else self.down_ms
@@ -261,10 +251,7 @@ def _from_tables(file: Path) -> list[Fault | RollingRestart]:
     tables = document.get("fault", [])
     if not isinstance(tables, list) or document.keys() - {"fault"}:
         raise InvalidArgument(f"{file}: has other things than tables named [[fault]]", field=_FIELD)
-    found: list[Fault | RollingRestart] = []
-    for number, table in enumerate(tables, 1):
-        found += _from_table(table, f"{file} fault {number}")
-    return found
+    return [one for number, table in enumerate(tables, 1) for one in _from_table(table, f"{file} fault {number}")]
 
 
 def _from_table(table: Any, place: str) -> list[Fault | RollingRestart]:

@@ -51,7 +51,8 @@ async def run(
 
     Raise InvalidArgument for an invalid load, and the first error of the graph that is not a PenstockError.
     """
-    schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
+    schedule = Schedule.of(trace, speed_up=speed_up, sessions_at_a_time=sessions_at_a_time)
+    samples = Samples(interval_ms)
     report_one = (lambda sample: None) if on_request is None else (lambda sample: on_request(request_report(sample)))
     async with graph() as opened:
         driver = LoadDriver(
@@ -85,7 +86,8 @@ async def run_config(
     `run` does, and InvalidArgument for an invalid script.
     """
     script = plan_faults(faults, workers=config.workers, prefill_workers=config.prefill_workers)
-    schedule, samples = _schedule(trace, speed_up, sessions_at_a_time), Samples(interval_ms)
+    schedule = Schedule.of(trace, speed_up=speed_up, sessions_at_a_time=sessions_at_a_time)
+    samples = Samples(interval_ms)
     async with hosted_graph(config, HostOptions(environment or {}, recorded=recorded_outputs(trace))) as opened:
         fleet = FleetRecorder(opened.fleet, samples)
         driver = LoadDriver(opened.tokens, schedule, samples, number_of=fleet.number_of, on_progress=on_progress)
@@ -148,14 +150,3 @@ def _first(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def check_load(trace: Trace, speed_up: float = 1.0, sessions_at_a_time: int | None = None) -> None:
-    """Raise InvalidArgument for an invalid load, as `run` does."""
-    _schedule(trace, speed_up, sessions_at_a_time)
-
-
-def _schedule(trace: Trace, speed_up: float, sessions_at_a_time: int | None) -> Schedule:
-    if sessions_at_a_time is None:
-        return Schedule.open_loop(trace, speed_up=speed_up)
-    return Schedule.closed_loop(trace, sessions_at_a_time, speed_up=speed_up)

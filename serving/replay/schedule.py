@@ -89,6 +89,13 @@ class Schedule:
     sent_requests: int = 0
 
     @classmethod
+    def of(cls, trace: Trace, *, speed_up: float = 1.0, sessions_at_a_time: int | None = None) -> Schedule:
+        """Return the closed loop of that many sessions, else the open loop."""
+        if sessions_at_a_time is None:
+            return cls.open_loop(trace, speed_up=speed_up)
+        return cls.closed_loop(trace, sessions_at_a_time, speed_up=speed_up)
+
+    @classmethod
     def open_loop(cls, trace: Trace, *, speed_up: float = 1.0) -> Schedule:
         """Return a schedule in which sessions arrive as recorded, the first at 0.
 

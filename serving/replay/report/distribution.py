@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p95", "p99", "std")
 """The statistics in the order of a report."""
+_PERCENTS = {"min": 0, "median": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99, "max": 100}
 
 
 @frozen
@@ -42,19 +43,9 @@ class Distribution:
             return cls()
         mean = fsum(samples) / count
         spread = fsum((sample - mean) * (sample - mean) for sample in samples)
-        return cls(
-            samples=count,
-            mean=mean,
-            min=at(0),
-            max=at(count - 1),
-            median=at(rank(count, 50)),
-            p75=at(rank(count, 75)),
-            p90=at(rank(count, 90)),
-            p95=at(rank(count, 95)),
-            p99=at(rank(count, 99)),
-            std=sqrt(spread / count),
-            percentiles=[at(rank(count, percent)) for percent in range(101)],
-        )
+        parts = {name: at(rank(count, percent)) for name, percent in _PERCENTS.items()}
+        percentiles = [at(rank(count, percent)) for percent in range(101)]
+        return cls(samples=count, mean=mean, **parts, std=sqrt(spread / count), percentiles=percentiles)
 
 
 def rank(count: int, percent: float) -> int:

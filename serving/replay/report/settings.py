@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import asdict, fields
+from attrs import asdict
 
 from operators.kv import KvRouterConfig
 
@@ -62,9 +62,7 @@ def replay_settings(
 def _others(config: GraphConfig, faults: Sequence[str], limits: Limits) -> dict[str, Any]:
     """Return the settings that differ from their defaults."""
     plain = GraphConfig()
-    changed = {
-        name: getattr(config, name) for name in _LEFT_OUT_BY_DEFAULT if getattr(config, name) != getattr(plain, name)
-    }
+    changed = {name: one for name, one in _changed(config, plain).items() if name in _LEFT_OUT_BY_DEFAULT}
     if config.router == "kv" and (router := _changed(config.kv_router, KvRouterConfig())):
         changed["router_config"] = router
     if busy := _changed(config.busy, plain.busy):
@@ -79,5 +77,4 @@ def _others(config: GraphConfig, faults: Sequence[str], limits: Limits) -> dict[
 
 
 def _changed(record: Any, plain: Any) -> dict[str, Any]:
-    named = {field.name: getattr(record, field.name) for field in fields(type(record))}
-    return {name: value for name, value in named.items() if value != getattr(plain, name)}
+    return {name: one for name, one in asdict(record, recurse=False).items() if one != getattr(plain, name)}

@@ -18,7 +18,7 @@ from itertools import product
 from typing import Any
 from urllib.parse import quote
 
-from attrs import evolve, fields, frozen
+from attrs import asdict, evolve, fields, frozen
 
 from operators import BusyThresholds
 from operators.kv import KvRouterConfig
@@ -40,7 +40,7 @@ _LOAD = tuple(one.name for one in fields(SyntheticLoad))
 _ENGINE = "engine_args."
 _NEEDS_PREFILL = ("enforce_disagg", "conditional_disagg_")
 """Prefixes of settings that need prefill workers."""
-_COUNTED = {"workers": "workers", "prefill_workers": "prefill workers"}
+_COUNTED = {"workers": "worker", "prefill_workers": "prefill worker"}
 _SAFE = " =,.+"
 """Characters that are not quoted in the name of a file."""
 _LONGEST = 160
@@ -109,7 +109,7 @@ def sweep_runs(
     value that is repeated or of the wrong type, for a setting that no run has, and for an invalid combination.
     """
     common = {"speed_up": speed_up, "concurrency": concurrency}
-    arguments = _arguments(base) if isinstance(base, GraphConfig) else dict(base)
+    arguments = asdict(base, recurse=False) if isinstance(base, GraphConfig) else dict(base)
     axes = {name: _values(name, values, arguments, load) for name, values in vary.items()}
     for name in axes:
         own = name.removeprefix(_ENGINE)
@@ -123,10 +123,6 @@ def sweep_runs(
             )
     varied = [name for name, values in axes.items() if len(values) > 1]
     return [_run(one, varied, arguments, common, load) for one in chosen]
-
-
-def _arguments(config: GraphConfig) -> dict[str, Any]:
-    return {one.name: getattr(config, one.name) for one in fields(GraphConfig)}
 
 
 def _combinations(axes: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
@@ -228,16 +224,13 @@ def _run(
 
 def label_of(parameters: Mapping[str, Any]) -> str:
     """Return parameters as they stand in the name of a run."""
-    return " ".join(_parameter_text(name, value) for name, value in parameters.items())
-
-
-def _parameter_text(name: str, value: Any) -> str:
-    if name in ("router", "engine"):
-        return str(value)
-    if name in _COUNTED:
-        count = _COUNTED[name]
-        return f"{value} {count.removesuffix('s') if value == 1 else count}"
-    return f"{name}={text_of(value)}"
+    texts = []
+    for name, value in parameters.items():
+        if name in _COUNTED:
+            texts.append(f"{value} {_COUNTED[name]}{'' if value == 1 else 's'}")
+        else:
+            texts.append(str(value) if name in ("router", "engine") else f"{name}={text_of(value)}")
+    return " ".join(texts)
 
 
 def text_of(value: Any) -> str:

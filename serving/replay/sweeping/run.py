@@ -25,8 +25,9 @@ from pipeline.testing import run_in_virtual_time
 from ...secrets import NOT_SHOWN
 from ..faults import Fault, RollingRestart, parse_faults, plan_faults
 from ..report import Limits, Report, replay_settings
-from ..runner import check_load, run_config
+from ..runner import run_config
 from ..samples import INTERVAL_MS
+from ..schedule import Schedule
 from ..traces import SyntheticLoad, Trace
 from .grid import SweepRun
 from .processes import run_in_processes
@@ -154,7 +155,7 @@ def _tasks(
         try:
             plan_faults(script, workers=config.workers, prefill_workers=config.prefill_workers)
             if key not in checked:
-                check_load(load, run.speed_up, run.concurrency)
+                Schedule.of(load, speed_up=run.speed_up, sessions_at_a_time=run.concurrency)
                 checked.add(key)
         except InvalidArgument as error:
             raise InvalidArgument(f"{run.name}: {error}", field=error.field) from error

@@ -50,14 +50,14 @@ class SyntheticLoad:
             if getattr(self, name) < low:
                 raise InvalidArgument(f"must be at least {low}, got {getattr(self, name)}", field=name)
         check_block_size(self.trace_block_size)
-        _check_time("inter_turn_delay_ms", self.inter_turn_delay_ms)
-        if self.arrival_interval_ms is not None:
-            _check_time("arrival_interval_ms", self.arrival_interval_ms)
-        if self.request_rate is not None:
-            if not 0 < self.request_rate < math.inf:
-                raise InvalidArgument(f"must be finite and above 0, got {self.request_rate}", field="request_rate")
-            if self.arrival_interval_ms is not None:
-                raise InvalidArgument("give either this or arrival_interval_ms", field="request_rate")
+        for name in ("inter_turn_delay_ms", "arrival_interval_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)
+        if self.request_rate is not None and not 0 < self.request_rate < math.inf:
+            raise InvalidArgument(f"must be finite and above 0, got {self.request_rate}", field="request_rate")
+        if None not in (self.request_rate, self.arrival_interval_ms):
+            raise InvalidArgument("give either this or arrival_interval_ms", field="request_rate")
         SharedPrefixes(self.shared_prefix_ratio, self.num_prefix_groups)
 
     def make(self) -> Trace:
@@ -66,25 +66,17 @@ class SyntheticLoad:
         prefixes = SharedPrefixes(self.shared_prefix_ratio, self.num_prefix_groups)
         sessions, arrival_ms = [], 0.0
         for index in range(self.request_count):
-            if index:
-                arrival_ms += self._gap_ms(rng)
+            if index and self.request_rate is not None:
+                arrival_ms += rng.expovariate(self.request_rate) * 1000.0
+            elif index:
+                arrival_ms += self.arrival_interval_ms or 0.0
             group = rng.randrange(prefixes.groups) if prefixes.are_shared else None
             turns = tuple(self._turn(f"session_{index}", at, prefixes, group) for at in range(self.turns))
             sessions.append(Session(f"session_{index}", turns, arrival_ms))
         return Trace(tuple(sessions))
-
-    def _gap_ms(self, rng: Random) -> float:
-        if self.request_rate is not None:
-            return rng.expovariate(self.request_rate) * 1000.0
-        return self.arrival_interval_ms or 0.0
 
     def _turn(self, session: str, at: int, prefixes: SharedPrefixes, group: int | None) -> Turn:
         blocks = -(-self.input_tokens // self.trace_block_size)
         ids = prefixes.blocks(blocks, prefixes.shared_blocks(blocks), group)
         prompt = Prompt.of(ids, self.trace_block_size, self.input_tokens)
         return Turn(f"{session}:{at}", 0, prompt, self.output_tokens, self.inter_turn_delay_ms if at else 0.0)
-
-
-def _check_time(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise InvalidArgument(f"must be finite and not negative, got {value}", field=name)
