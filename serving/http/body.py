@@ -113,7 +113,7 @@ class ArrivingBody:
     def complete(self) -> Body:
         """Return the body after its last byte. Raise InvalidArgument if its JSON is beyond a limit."""
         content, limits = self._content, self._limits
-        if len(content) > _SMALL_BYTES or 0 < limits.max_json_depth < content.count(b"[") + content.count(b"{"):
+        if not is_small(content, limits):
             self._count()
         size = self._size
         is_short = len(content) <= _SHORT_BYTES and size.parts <= _SHORT_PARTS and size.values <= _SHORT_VALUES

@@ -47,7 +47,11 @@ ErrorKind = Literal[
 """Classes of errors in the metrics."""
 
 _OVERLOADED = "Overloaded"
-_REASONS = {413: "Payload Too Large", CLIENT_CLOSED_REQUEST: "Client Closed Request", OVERLOADED: _OVERLOADED}
+_REASONS = {status.value: status.phrase for status in HTTPStatus} | {
+    413: "Payload Too Large",
+    CLIENT_CLOSED_REQUEST: "Client Closed Request",
+    OVERLOADED: _OVERLOADED,
+}
 _SENDABLE = range(200, 600)
 """The statuses of answers that every server can send."""
 _INTERNAL = "Internal server error"
@@ -88,14 +92,7 @@ class Problem:
     @property
     def reason(self) -> str:
         """`type`, else the status in words."""
-        if self.type is not None:
-            return self.type
-        if (known := _REASONS.get(self.status)) is not None:
-            return known
-        try:
-            return HTTPStatus(self.status).phrase
-        except ValueError:
-            return "Error"
+        return _REASONS.get(self.status, "Error") if self.type is None else self.type
 
     def body(self, request_id: str | None = None) -> bytes:
         """Return the JSON body of the error answer to the request with this id."""
@@ -110,9 +107,7 @@ class Problem:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the error answer, beside those of every answer."""
-        headers: list[tuple[bytes, bytes]] = []
-        if self.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
+        headers = [(b"www-authenticate", b"Bearer")] if self.status == 401 else []
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
         if (exceeded := self.exceeded) is not None:
@@ -156,9 +151,7 @@ def kind_of(status: int, message: str, overload_status: int = OVERLOADED) -> Err
         return "overload"
     if status == 400:
         return "validation" if message.startswith(_VALIDATION) else "internal"
-    if (kind := _KINDS.get(status)) is not None:
-        return kind
-    return "validation" if 400 <= status < 500 else "internal"
+    return _KINDS.get(status, "validation" if 400 <= status < 500 else "internal")
 
 
 _KINDS: dict[int, ErrorKind] = {

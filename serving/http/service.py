@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from operators import Preprocess
+from operators import Model, Preprocess
 from pipeline import Annotated, AsyncEngine
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
@@ -27,10 +27,15 @@ class ServedModel:
 
     name: str
     graph: Graph
-    context_length_tokens: int | None = None
-    """Tokens of a prompt and its answer at most; None if unknown."""
-    created: int = field(factory=lambda: int(time.time()))
+    created: int = field(init=False, factory=lambda: int(time.time()))
     """When it was first served, in seconds since the epoch."""
+    context_length_tokens: int | None = field(init=False)
+    """Tokens of a prompt and its answer at most; None if unknown."""
+
+    @context_length_tokens.default
+    def _context_length(self) -> int | None:
+        model = _model(self.graph)
+        return None if model is None else model.context_length
 
     def info(self, options: HttpOptions) -> ModelInfo:
         """Return the model as the list of models shows it."""
@@ -70,20 +75,13 @@ class Service:
 
 def served(graph: Graph | Mapping[str, Graph]) -> dict[str, ServedModel]:
     """Return the models of one graph or several. Raise ValueError for a single graph without a model in it."""
-    if isinstance(graph, Mapping):
-        return {name: ServedModel(name, each, _context_length(each)) for name, each in graph.items()}
-    preprocess = _preprocess(graph)
-    if preprocess is None:
-        raise ValueError("this graph does not say which model it serves: pass a mapping of names to graphs")
-    name = preprocess.model.name
-    return {name: ServedModel(name, graph, preprocess.model.context_length)}
+    if not isinstance(graph, Mapping):
+        if (model := _model(graph)) is None:
+            raise ValueError("this graph does not say which model it serves: pass a mapping of names to graphs")
+        graph = {model.name: graph}
+    return {name: ServedModel(name, each) for name, each in graph.items()}
 
 
-def _context_length(graph: Graph) -> int | None:
-    preprocess = _preprocess(graph)
-    return None if preprocess is None else preprocess.model.context_length
-
-
-def _preprocess(graph: Graph) -> Preprocess | None:
-    """Return the stage of the graph that knows its model."""
-    return next((stage for stage in graph.parts() if isinstance(stage, Preprocess)), None)
+def _model(graph: Graph) -> Model | None:
+    """Return the model that a stage of the graph knows."""
+    return next((stage.model for stage in graph.parts() if isinstance(stage, Preprocess)), None)

@@ -29,7 +29,6 @@ from pipeline.errors import (
     Unavailable,
 )
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, RoutingData
-from pipeline.protocols.timing import TimingInfo, WorkerIdInfo
 from pipeline.wire import SSEDecoder, SSEMessage, from_json, from_plain
 
 from .client import Client
@@ -272,13 +271,8 @@ def _reason(text: str) -> FinishReason:
 
 
 def _routing(nvext: dict[str, Any]) -> RoutingData | None:
-    worker, timing = nvext.get("worker_id"), nvext.get("timing")
-    if worker is None and timing is None:
-        return None
-    return RoutingData(
-        timing=None if timing is None else from_plain(timing, TimingInfo),
-        worker_id=None if worker is None else from_plain(worker, WorkerIdInfo),
-    )
+    known = {name: value for name in ("timing", "worker_id") if (value := nvext.get(name)) is not None}
+    return from_plain(known, RoutingData) if known else None
 
 
 def _excerpt(text: str) -> str:
