@@ -114,8 +114,9 @@ class WindowDecoder:
         self._check(token_id)
         self._held.append(token_id)
         text = self._text()
-        if not text:
-            self._keep_invisible()
+        if not text:  # tokens without a text count as context, but a run of them only so far
+            self._context += self._held[: _CONTEXT_TOKENS - len(self._context)]
+            self._held = []
             return ""
         # As many tokens as a character has bytes: what is unfinished then, never will be.
         if text.endswith(REPLACEMENT) and len(self._held) < _CHARACTER_BYTES_MAX:
@@ -134,11 +135,6 @@ class WindowDecoder:
         both = self._decode(self._context + self._held)
         # Unfinished bytes may spoil the context's own text: the held tokens then speak for themselves.
         return both[len(before) :] if both.startswith(before) else self._decode(self._held)
-
-    def _keep_invisible(self) -> None:
-        """Tokens without a text count as context, but a run of them only so far."""
-        self._context += self._held[: _CONTEXT_TOKENS - len(self._context)]
-        self._held = []
 
 
 def _behind(prompt: Sequence[int], decode: Callable[[list[int]], str]) -> tuple[list[int], list[int]]:

@@ -88,7 +88,10 @@ class ChoiceDecoder:
                 text = self._decoder.step(token_id)
             except CodecError as error:
                 tokens.append(None)
-                return shown + self._fail(error)
+                text = self.release()
+                if self.finish is None:
+                    self.finish = FinishReason.error(f"decode error: {error}")
+                return shown + text
             tokens.append(text or None)
             if is_checked and self._matcher is not None:
                 held = self._matcher.held
@@ -127,12 +130,6 @@ class ChoiceDecoder:
         self.finish = FinishReason.STOP
         self.stop_reason = None if token_id in self._rules.model_ids else token_id
         return text + own + self._decoder.flush()
-
-    def _fail(self, error: CodecError) -> str:
-        text = self.release()
-        if self.finish is None:
-            self.finish = FinishReason.error(f"decode error: {error}")
-        return text
 
     def _is_matched(self, matcher: StopMatcher) -> bool:
         """Whether a stop string was found, which ends the choice."""

@@ -48,7 +48,8 @@ def check_counts(get: Callable[[str, None], Any], limits: RequestLimits) -> None
             _at_most(limit, len(found), getattr(limits, limit), field)
     if extension := get("nvext", None):
         for field in _EXTENSION_ENTRIES:
-            if isinstance(found := _field(extension, field), list):
+            found = extension.get(field) if isinstance(extension, dict) else getattr(extension, field, None)
+            if isinstance(found, list):
                 _at_most("max_field_entries", len(found), limits.max_field_entries, f"nvext.{field}")
 
 
@@ -82,10 +83,6 @@ def _check_stops(stop: str | Sequence[str | int] | None, threshold: int) -> None
         if isinstance(entry, str):
             field = "stop" if isinstance(stop, str) else f"stop[{place}]"
             _at_most("max_stop_characters", len(entry), threshold, field, "characters")
-
-
-def _field(record: Any, name: str) -> Any:
-    return record.get(name) if isinstance(record, dict) else getattr(record, name, None)
 
 
 def _check_choices(prompts: list[Any], n: Any) -> None:

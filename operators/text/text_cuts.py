@@ -55,9 +55,11 @@ class TextCuts:
             end = self._last_place(text, start, start + min(PIECE_CHARACTERS, most))
             if end is None:
                 end = self._first_place(text, start + PIECE_CHARACTERS, min(start + most, len(text)))
-            if end is None and len(text) - start > most:
-                raise _unbroken(start, most)
             if end is None:
+                if len(text) - start > most:
+                    many = f"more than {most} characters in a row, from character {start}, that cannot be taken apart"
+                    exceeded = ExceededLimit("max_unbroken_characters", most + 1, most)
+                    raise InvalidArgument(f"the prompt has {many}", exceeded=exceeded)
                 break
             yield text[start:end]
             start = end
@@ -107,11 +109,6 @@ class TextCuts:
             except UnknownPattern:
                 return False
         return is_split
-
-
-def _unbroken(start: int, most: int) -> InvalidArgument:
-    text = f"the prompt has more than {most} characters in a row, from character {start}, that cannot be taken apart"
-    return InvalidArgument(text, exceeded=ExceededLimit("max_unbroken_characters", most + 1, most))
 
 
 def _added(tokens: Sequence[Mapping[str, Any]]) -> tuple[set[str], set[str], set[str]]:

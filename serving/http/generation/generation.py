@@ -32,7 +32,7 @@ from pipeline import (
     Unavailable,
     to_error,
 )
-from pipeline.errors import BackendUnknown, ExceededLimit
+from pipeline.errors import BackendUnknown
 from pipeline.foreign import raise_if_ours
 from pipeline.llm import tracker_of
 from pipeline.protocols import BackendOutput
@@ -92,7 +92,9 @@ class Generation:
     items: int = field(init=False, default=0)
     """Items read so far."""
     _readers: int = field(init=False, default=0)
-    _waiting_for_client: int = field(init=False, default=0)
+    """Streams that are read now."""
+    _waiting: int = field(init=False, default=0)
+    """Of these, streams that wait for the client."""
     _cut: PenstockError | None = field(init=False, default=None)
     _reply: Reply | None = field(init=False, default=None)
     _watcher: SideTask | None = field(init=False, default=None)
@@ -219,9 +221,11 @@ class Generation:
                 if (output := item.data) is None:
                     leading += 1
                 else:
-                    if output.finish_reason is not None:
-                        finished = _finished(output)
-                        self.meter.add_finish_reason(output.finish_reason)
+                    if (reason := output.finish_reason) is not None:
+                        if reason.is_error:
+                            raise BackendUnknown(reason.message)
+                        finished = True
+                        self.meter.add_finish_reason(reason)
                     self.meter.add_tokens(len(output.token_ids))
                     self.usage.add(output, prompt)
                     full = reply.take(output, prompt)
@@ -245,11 +249,11 @@ class Generation:
             raise StreamIncomplete("the engine's stream ended without an item")
 
     async def _wait_for_client(self, reply: Reply) -> None:
-        self._waiting_for_client += 1
+        self._waiting += 1
         try:
             await reply.room()
         finally:
-            self._waiting_for_client -= 1
+            self._waiting -= 1
 
     # -- ending it from outside
 
@@ -288,13 +292,11 @@ class Generation:
         elif (limit := clock.lasted_too_long(now_s)) is not None:
             text = "The request took longer than the server allows"
             self._end_early(Refusal(504, text, "response_timeout", exceeded=limit))
-        elif (limit := clock.silence(now_s, self.items, is_excused=self._waits_for_client)) is not None:
-            self._end_early(_silent(limit))
-
-    @property
-    def _waits_for_client(self) -> bool:
-        """Whether every stream that is read waits for the client, so that its engine is not to blame."""
-        return 0 < self._readers == self._waiting_for_client
+        # If every stream that is read waits for the client, no engine is to blame.
+        elif (limit := clock.silence(now_s, self.items, is_excused=0 < self._readers == self._waiting)) is not None:
+            error = ResponseTimeout("the engine was silent for too long")
+            error.exceeded = limit
+            self._end_early(error)
 
     def lose_client(self) -> None:
         """End the request because a write showed that the client is gone."""
@@ -332,17 +334,3 @@ def _lost_request(error: BaseException) -> Exception:
 def _raise_error(item: Annotated[BackendOutput]) -> None:
     if (error := error_of(item)) is not None:
         raise error
-
-
-def _finished(output: BackendOutput) -> bool:
-    """Return True. Raise BackendUnknown if the choice finished with an error."""
-    reason = output.finish_reason
-    if reason is not None and reason.is_error:
-        raise BackendUnknown(reason.message)
-    return True
-
-
-def _silent(limit: ExceededLimit) -> PenstockError:
-    error = ResponseTimeout("the engine was silent for too long")
-    error.exceeded = limit
-    return error

@@ -61,7 +61,8 @@ class Refusals:
             return
         name = exceeded.name
         with self._lock:
-            name = name if name in self._logged or self._is_new_name(name) else OTHER
+            if name not in self._logged and (len(self._logged) >= LIMITS_MAX or _NAME.fullmatch(name) is None):
+                name = OTHER
             left_out = self._next_message(self._logged.setdefault(name, _Logged()))
         self._metrics.add("refused_requests_total", 1, limit=name)
         if left_out is None:
@@ -83,9 +84,6 @@ class Refusals:
     def report_connection(self, problem: Problem, client: str) -> None:
         """Report the problem of a connection without a request; `client` is its address, empty if unknown."""
         self.report(problem, None, client or None)
-
-    def _is_new_name(self, name: str) -> bool:
-        return len(self._logged) < LIMITS_MAX and _NAME.fullmatch(name) is not None
 
     def _next_message(self, logged: _Logged) -> int | None:
         """Return the number left out before this refusal, None if this one is left out itself."""
