@@ -37,7 +37,6 @@ from .http import (
     app,
     served,
     status_app,
-    status_port,
 )
 from .server import GRACE, HttpServer, Interrupts, listen, listening_after, running, serve, until_signalled
 from .server_options import ServerOptions
@@ -246,7 +245,7 @@ def _also_at(what: str, servers: Sequence[HttpServer]) -> str:
 
 def _status_listener(environment: Mapping[str, str]) -> AbstractContextManager[socket.socket | None]:
     """Return the socket of the worker's status, if the environment wants one. Raise InvalidArgument if it fails."""
-    if (port := status_port(environment)) is None:
+    if (port := STATUS_PORT.of(environment)) is None:
         return nullcontext()
     try:
         return listen(_STATUS_HOST, port)

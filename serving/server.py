@@ -20,9 +20,10 @@ from engines.worker import ProcessWatch, termination_signals
 from pipeline import InvalidArgument
 from pipeline.settings import Variable, whole
 
-from .http import Availability, Problem
+from .http import Availability
 from .limits import HttpLimits
 from .open_files import OpenFiles
+from .problems import Problem
 from .socket import AppHost, Connection, Connections, limit_unsent
 
 _uvicorn_log = logging.getLogger("uvicorn.error")

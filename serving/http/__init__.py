@@ -9,29 +9,22 @@ with brought_by("serve", by=__name__):
     from .metrics import Telemetry
     from .open_requests import Availability
     from .options import HttpOptions
-    from .problems import INTERNAL, Problem, Refusal
-    from .request import REQUEST_ID
     from .server_span import SCHEMA_URL
     from .service import served
-    from .status import HEALTH_PATH, LIVE_PATH, STATUS_PORT, status_app, status_port
+    from .status import HEALTH_PATH, LIVE_PATH, STATUS_PORT, status_app
 
 __all__ = [
     "HEALTH_PATH",
-    "INTERNAL",
     "LIVE_PATH",
     "ON_GONE",
-    "REQUEST_ID",
     "SCHEMA_URL",
     "STATUS_PORT",
     "Access",
     "Availability",
     "HttpOptions",
-    "Problem",
-    "Refusal",
     "Telemetry",
     "admin_app",
     "app",
     "served",
     "status_app",
-    "status_port",
 ]

@@ -23,6 +23,7 @@ from pipeline.telemetry import Tracer
 from pipeline.wire import to_json
 
 from ..openai import encode
+from ..problems import Problem, Refusal
 from .caller import caller_of
 from .edge import DirectRoutes, Edge, Handlers, TracedEndpoint
 from .generation import CHAT, COMPLETIONS, Api, GenerationEndpoint
@@ -31,7 +32,6 @@ from .metrics import Telemetry
 from .open_requests import Availability, Phase
 from .openapi import describe, page
 from .options import HttpOptions
-from .problems import Problem, Refusal
 from .request import RequestRecord
 from .service import Graph, Service, served
 

@@ -28,8 +28,8 @@ from pipeline.threads import GiveUp, WorkThreads
 from pipeline.wire import WINDOW, JsonSize, from_plain, plain_from_json, plain_from_long_json
 
 from ..limits import HttpLimits
+from ..problems import Refusal
 from .options import HttpOptions
-from .problems import Refusal
 from .request import RequestHeaders
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from pipeline.protocols.openai import HEADERS_OF, QUERY_INSTANCE_ID, AgentHints,
 
 from ..access import ALL_PRIVILEGES, ApiKey, HeldKey, Privilege
 from ..openai import OpenAIRequest
-from .problems import Refusal
+from ..problems import Refusal
 
 _SCOPE_KEY = "penstock.caller"
 _PINS = ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank")

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.telemetry import Tracer
 
 from ..log_format import current_fields
+from ..problems import INTERNAL
 from .metrics import Refusals
 from .options import HttpOptions
-from .problems import INTERNAL
 from .request import KEY, RequestRecord
 from .server_span import STATUS_CODE, ServerSpan
 

@@ -16,9 +16,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..access import KeyRing, TooFast, TrustedProxies
+from ..problems import Problem
 from .caller import identify
 from .options import HttpOptions
-from .problems import Problem
 from .request import RequestRecord
 
 NO_KEY = Problem(

@@ -23,8 +23,8 @@ from pipeline.errors import ExceededLimit
 from pipeline.loop import clock
 
 from ..limits import HttpLimits
+from ..problems import Refusal
 from .options import HttpOptions
-from .problems import Refusal
 from .side_task import TIMER_ERROR_S, call_later
 
 

@@ -26,11 +26,11 @@ from pipeline.protocols.openai import (
 )
 from pipeline.settings import settings_of
 
+from ..problems import LIMIT_HEADER, REQUEST_ID
 from .generation import NOT_IMPLEMENTED
 from .json_schema import Schema, Schemas
 from .options import HttpOptions
-from .problems import LIMIT_HEADER
-from .request import METADATA_PREFIX, REQUEST_ID, SESSION_ID
+from .request import METADATA_PREFIX, SESSION_ID
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 

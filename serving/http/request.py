@@ -25,13 +25,12 @@ from pipeline.telemetry import trace_link
 
 from ..limits import HttpLimits
 from ..log_format import current_fields, with_fields
+from ..problems import REQUEST_ID, Problem, Refusal
 from .caller import Caller, caller_of
 from .metrics import Refusals, RequestMeter
-from .problems import Problem, Refusal
 from .routing_headers import decision_headers, workers_of
 from .server_span import ServerSpan
 
-REQUEST_ID = "x-request-id"
 _OLDER_REQUEST_ID = "x-dynamo-request-id"
 METADATA_PREFIX = "x-dynamo-meta-"
 SESSION_ID = "x-dynamo-session-id"

@@ -18,7 +18,7 @@ from attrs import evolve, fields
 from pipeline.protocols import RequestTracker, RouterChoice, worker_label
 from pipeline.protocols.openai import QUERY_INSTANCE_ID, NvExt
 
-from .problems import Refusal
+from ..problems import Refusal
 
 Headers = list[tuple[bytes, bytes]]
 

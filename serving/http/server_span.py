@@ -14,7 +14,7 @@ from pipeline import Context
 from pipeline.telemetry import ENDING, REQUEST_ID, RequestSpan, Tracer, extract
 
 from ..openai import OpenAIRequest, UsageCount
-from .problems import CLIENT_GONE, Problem
+from ..problems import CLIENT_GONE, Problem
 
 Attributes = dict[str, Any]
 

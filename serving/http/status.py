@@ -34,11 +34,6 @@ STATUS_PORT: Variable[int | None] = Variable(
 )
 
 
-def status_port(environment: Mapping[str, str]) -> int | None:
-    """Return the port of the status app, 0 for any free one; None for no status app: unset, negative or invalid."""
-    return STATUS_PORT.of(environment)
-
-
 def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[str, str]) -> Edge:
     """Return an app whose `/health` and `/live` answer 200 while the process is healthy, else 503, and `/metrics`.
 

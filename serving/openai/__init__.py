@@ -1,7 +1,6 @@
 """The forms of the OpenAI API: prompts of a request, whole answers, chunks, usage, log probabilities. No I/O."""
 
-from .answers import Answer, ChatAnswer, CompletionAnswer
-from .chunks import ChatChunks, Chunks, CompletionChunks
+from .answers import Answer, ChatAnswer, ChatChunks, Chunks, CompletionAnswer, CompletionChunks
 from .form import AnswerForm, OpenAIRequest, UsageCount, encode, event, has_prompts, one_per_prompt
 
 __all__ = [

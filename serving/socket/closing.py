@@ -4,8 +4,8 @@
     last answer, idle too long, shutdown ──► close once all is written
     stalled client, failed handshake, flood ──► abort
 
-Reading is in `reading`, the callbacks of the event loop in `connection`. The three are one object: a connection is kept
-for as long as its client, and may be one of ten thousand.
+What it reads, and what the event loop calls, is in `connection`. Both are one object: a connection is kept for as long
+as its client, and may be one of ten thousand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attrs import Factory, define, field
 
 from pipeline.errors import ExceededLimit
 
-from ..http import Problem, Refusal
+from ..problems import Problem, Refusal
 from .connections import NEVER, Application, Connections
 from .cycle import Cycle, Waiters
 from .http1 import ChunkedBody, answer_of, header_lines

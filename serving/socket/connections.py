@@ -13,8 +13,8 @@ from attrs import evolve
 
 from pipeline.errors import ExceededLimit
 
-from ..http import Problem, Refusal
 from ..limits import HttpLimits
+from ..problems import Problem, Refusal
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..http import INTERNAL, ON_GONE
+from ..http import ON_GONE
+from ..problems import INTERNAL
 from .connections import Application, Message
 from .http1 import CLOSE, Head, Headers, answer_head, answer_of
 

@@ -17,8 +17,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, par
 
 from pipeline.errors import ExceededLimit
 
-from ..http import REQUEST_ID, Problem, Refusal
 from ..limits import HttpLimits
+from ..problems import REQUEST_ID, Problem, Refusal
 
 # -- heads of requests
 

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline import Disconnected
 from pipeline.errors import ExceededLimit
 from serving.deployment import GraphConfig, HostOptions, hosted_graph
-from serving.http import Problem, Telemetry, app
+from serving.http import Telemetry, app
+from serving.problems import Problem
 from tests.serving.worlds import Exchange, chat
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "penstock.json"

@@ -15,7 +15,7 @@ from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.protocols.openai import ChatCompletionRequest
 from pipeline.wire import from_plain
 from serving.deployment import GraphConfig, standard_graph
-from serving.http.problems import explain
+from serving.problems import explain
 
 
 async def test_the_settings_of_a_graph_are_those_of_its_first_stage() -> None:

@@ -35,11 +35,11 @@ from ...openai import (
     has_prompts,
     one_per_prompt,
 )
+from ...problems import CLIENT_GONE, Problem, Refusal, explain
 from ..body import parse_body, read_body
 from ..caller import apply_key
 from ..metrics import RequestMeter
 from ..open_requests import OpenRequest, RequestClock
-from ..problems import CLIENT_GONE, Problem, Refusal, explain
 from ..request import JSON_HEADERS, RequestRecord
 from ..routing_headers import without_routing
 from ..server_span import answer_attributes, request_attributes

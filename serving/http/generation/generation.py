@@ -38,9 +38,9 @@ from pipeline.llm import tracker_of
 from pipeline.protocols import BackendOutput
 
 from ...openai import OpenAIRequest, UsageCount
+from ...problems import Refusal, error_of
 from ..metrics import RequestMeter
 from ..open_requests import Availability, Phase, RequestClock
-from ..problems import Refusal, error_of
 from ..request import log_as_part
 from ..service import Graph
 from ..side_task import SideTask, Work, call_later, end

@@ -24,7 +24,7 @@ from pipeline.protocols import BackendOutput
 from pipeline.wire import DONE, encode
 
 from ...openai import Answer, Chunks
-from ..problems import Refusal, explain
+from ...problems import Refusal, explain
 from ..request import JSON_HEADERS, Headers
 from ..side_task import TIMER_ERROR_S, SideTask, Work, call_later, end
 

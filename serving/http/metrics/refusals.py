@@ -18,7 +18,7 @@ from attrs import define
 from pipeline.telemetry import Metrics
 
 from ...log_format import with_fields
-from ..problems import Problem
+from ...problems import Problem
 
 _log = logging.getLogger(__name__)
 

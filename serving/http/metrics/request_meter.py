@@ -14,7 +14,7 @@ from pipeline.loop import clock
 from pipeline.protocols import FinishReason, RequestTracker
 
 from ...openai import UsageCount
-from ..problems import CLIENT_GONE, Problem
+from ...problems import CLIENT_GONE, Problem
 from .telemetry import RequestSeries, Telemetry
 
 UNKNOWN_MODEL = "unknown_model"

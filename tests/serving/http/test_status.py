@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from engines import SystemHealth
-from serving.http import Telemetry, status_app, status_port
+from serving.http import STATUS_PORT, Telemetry, status_app
 from tests.serving.worlds import request_to
 
 RequestTo = Callable[..., Any]
@@ -72,4 +72,4 @@ LABELS = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id"
     ],
 )
 def test_a_server_is_wanted_where_the_port_is_one(text: str | None, port: int | None) -> None:
-    assert status_port({} if text is None else {"DYN_SYSTEM_PORT": text}) == port
+    assert STATUS_PORT.of({} if text is None else {"DYN_SYSTEM_PORT": text}) == port

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from pipeline.protocols import BackendOutput, FinishReason, TopLogprob
 from pipeline.protocols.openai import ChatCompletionChunk, ChatCompletionRequest, Completion, CompletionRequest
 from pipeline.wire import from_plain
-from serving.openai.answers import Answer, ChatAnswer, CompletionAnswer
-from serving.openai.chunks import ChatChunks, Chunks, CompletionChunks
-from serving.openai.form import AnswerForm, LogprobForm, UsageCount
+from serving.openai import (
+    Answer,
+    AnswerForm,
+    ChatAnswer,
+    ChatChunks,
+    Chunks,
+    CompletionAnswer,
+    CompletionChunks,
+    UsageCount,
+)
+from serving.openai.form import LogprobForm
 
 FORM = AnswerForm(id="chatcmpl-1", created=1, model="m")
 APIS = [(ChatChunks, ChatAnswer), (CompletionChunks, CompletionAnswer)]

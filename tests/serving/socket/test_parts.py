@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http import Refusal
 from serving.limits import HttpLimits
+from serving.problems import Refusal
 from serving.socket.cycle import Waiters
 from serving.socket.http1 import ChunkedBody, answer_head, check_start, parse_head
 

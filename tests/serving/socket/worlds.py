@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 from attrs import define, field, frozen
 
-from serving.http import Problem
 from serving.limits import HttpLimits
+from serving.problems import Problem
 from serving.server import HttpServer, listen
 
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"

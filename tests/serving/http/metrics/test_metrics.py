@@ -16,7 +16,7 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.request_meter import RequestMeter
 from serving.http.metrics.telemetry import TokenGaps
-from serving.http.problems import Problem
+from serving.problems import Problem
 from tests.serving.worlds import chat, last, request_to, token
 
 Samples = dict[str, float]

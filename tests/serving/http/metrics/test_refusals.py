@@ -18,8 +18,8 @@ from pipeline.testing import Fail, ScriptedEngine, Wait
 from pipeline.wire.errors import error_from_plain, error_to_plain
 from serving.http import HttpOptions, Telemetry, app
 from serving.http.metrics.refusals import LIMITS_MAX, Refusals
-from serving.http.problems import Problem
 from serving.log_format import JsonLines
+from serving.problems import Problem
 from tests.serving.worlds import chat, token
 
 Lines = Callable[[], list[dict[str, Any]]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pipeline.errors as errors
 from pipeline import Annotated, PenstockError
 from pipeline.errors import StatusError
-from serving.http.problems import Problem, Refusal, error_of, explain, kind_of
+from serving.problems import Problem, Refusal, error_of, explain, kind_of
 
 SECRET = "/srv/secret.py: KeyError('password')"
 

@@ -32,7 +32,7 @@ from pipeline import (
 )
 from pipeline.errors import CLIENT_CLOSED_REQUEST, OVERLOADED, BackendInvalidArgument, ExceededLimit, StatusError, chain
 
-from ..openai import encode, event
+from .openai import encode, event
 
 ErrorKind = Literal[
     "validation",
@@ -123,6 +123,9 @@ class Problem:
             error["limit"] = asdict(self.exceeded)
         return event({"error": error})
 
+
+REQUEST_ID = "x-request-id"
+"""Header of every request and answer: the client's own id, or ours."""
 
 LIMIT_HEADER = b"x-penstock-limit"
 """Header of a refusal by a limit: `name; value=N; threshold=M`."""
