@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 EXTRA = "otlp"
 """The extra of penstock with the exporter for OTLP over HTTP."""
 
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
+"""The revision of the semantic conventions that spans follow; see `serving.http.server_span`."""
 FLUSH_S = 3.0
 """How long the end of a program waits for unsent spans."""
 

@@ -18,8 +18,6 @@ from ..problems import CLIENT_GONE, Problem
 
 Attributes = dict[str, Any]
 
-SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.1"
-"""The revision of the semantic conventions that spans follow."""
 PROVIDER = "penstock"
 ROUTE = "http.route"
 STATUS_CODE = "http.response.status_code"
