@@ -6,13 +6,14 @@ from typing import Any
 
 import anyio
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from operators import Preprocess, PushRouter
 from pipeline import Annotated, AsyncEngine, Context, InvalidArgument, Unavailable
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage, CompletionRequest
 from pipeline.testing import Probe, ScriptedEngine, watch_streams
-from serving.deployment import GraphConfig, standard_graph
+from serving.deployment import GraphConfig, HostOptions, hosted_graph, standard_graph
 
 
 def chat(text: str, **fields: Any) -> Context[ChatCompletionRequest | CompletionRequest]:
@@ -91,3 +92,22 @@ async def test_a_kill_ends_a_slow_answer() -> None:
                 request.kill()
                 assert [item async for item in stream] == []
         assert streams.open == []
+
+
+# -- the engines' own metrics
+
+
+async def test_workers_of_one_engine_share_the_families_of_its_metrics() -> None:
+    """A reader refuses a scrape in which a family comes twice."""
+    config = GraphConfig(engine="mocker", engine_args={"dp_size": "2"}, workers=3)
+    async with hosted_graph(config, HostOptions()) as opened:
+        text = opened.native_metrics()
+        ids = {f"{worker.worker_id:x}" for worker in opened.workers}
+    about = [line for line in text.split("\n") if line.startswith("#")]
+    assert len(about) == len(set(about)) > 0
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    running = families["vllm:num_requests_running"].samples
+    assert {(sample.labels["worker_id"], sample.labels["engine"]) for sample in running} == {
+        (worker, rank) for worker in ids for rank in "01"
+    }
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"

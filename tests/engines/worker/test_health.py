@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import anyio
 import pytest
 
-from engines import SystemHealth
+from engines import (
+    EchoEngine,
+    EngineConfig,
+    GenerateContext,
+    LLMEngine,
+    ShutdownTimes,
+    SystemHealth,
+    Worker,
+)
 from engines.worker.health import is_healthy
+from pipeline import (
+    InvalidArgument,
+)
+from pipeline.network import Runtime
+from pipeline.protocols import PreprocessedRequest
+from pipeline.testing import OpenStreams
+from tests.engines.worker.worlds import PROBED, TIMES, ScriptedSteps, collect, hosted
 
 
 @pytest.mark.parametrize(
@@ -96,3 +114,103 @@ def test_listeners_receive_only_changes_and_do_not_disturb_each_other(caplog: py
     health.set_ready("a", False)
     assert changes == [True, False, True]
     assert "a health callback failed" in caplog.text
+
+
+# -- workers in the health of their process
+
+
+class Sick(EchoEngine):
+    """Answers every request but the canary's."""
+
+    def generate(self, request: PreprocessedRequest, context: GenerateContext) -> Any:
+        if request.is_probe:
+            raise LookupError("broken")
+        return super().generate(request, context)
+
+
+@pytest.mark.parametrize(
+    ("engine", "environment", "at_once", "later"),
+    [
+        (EchoEngine, {}, True, True),
+        (ScriptedSteps, {}, False, False),
+        (EchoEngine, PROBED, False, True),
+        (Sick, PROBED, False, False),
+        (Sick, {}, True, True),
+        (ScriptedSteps, PROBED | {"DYN_HEALTH_CHECK_PAYLOAD": '{"token_ids": [1]}'}, False, True),
+        (EchoEngine, PROBED | {"DYN_HEALTH_CHECK_PAYLOAD": "{}"}, False, False),
+    ],
+)
+async def test_a_worker_is_healthy_when_its_target_is_ready(
+    engine: type[LLMEngine], environment: dict[str, str], at_once: bool, later: bool
+) -> None:
+    """Without a canary this is at once, with one when its probe has succeeded."""
+    async with Worker(engine(), environment=environment, times=TIMES) as worker:
+        assert worker.health.is_healthy is at_once
+        await anyio.sleep(9)
+        assert worker.health.is_healthy is later
+    assert worker.health.endpoints == {}
+
+
+async def test_real_traffic_makes_a_probed_worker_ready(open_streams: OpenStreams) -> None:
+    async with Worker(Sick(), environment=PROBED, times=TIMES) as worker:
+        await collect(worker)
+        assert worker.health.is_healthy
+        await anyio.sleep(5)
+        assert not worker.health.is_healthy
+
+
+async def test_traffic_during_the_registration_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Runtime.in_process() as runtime:
+        worker = Worker(Sick(), runtime=runtime, environment=PROBED, times=TIMES)
+        register = runtime.discovery.register_model
+
+        async def probed_at_once(model: Any) -> Any:
+            await collect(worker)
+            return await register(model)
+
+        monkeypatch.setattr(runtime.discovery, "register_model", probed_at_once)
+        async with worker:
+            assert worker.health.is_healthy
+
+
+async def test_a_worker_that_could_not_be_registered_leaves_no_trace_in_the_health() -> None:
+    health = SystemHealth(process_ready=True)
+    config = EngineConfig(model="another")
+    async with Runtime.in_process() as runtime, hosted(ScriptedSteps(), runtime, health=health):
+        with pytest.raises(InvalidArgument):
+            await Worker(ScriptedSteps(config=config), runtime=runtime, environment={}, health=health).__aenter__()
+        assert len(health.endpoints) == 1
+
+
+async def test_a_worker_whose_id_is_taken_leaves_the_health_of_the_other_unchanged() -> None:
+    health = SystemHealth()
+    async with Runtime.in_process() as runtime, hosted(EchoEngine(), runtime, worker_id=5, health=health):
+        changes: list[bool] = []
+        health.on_change(changes.append)
+        with pytest.raises(InvalidArgument, match="is served already"):
+            await Worker(EchoEngine(), runtime=runtime, worker_id=5, environment={}, health=health).__aenter__()
+        assert (health.is_healthy, changes) == (True, [])
+
+
+async def test_a_worker_that_ends_is_not_ready_from_the_start_of_its_end() -> None:
+    changes: list[tuple[float, bool]] = []
+    health = SystemHealth(process_ready=True)
+    health.on_change(lambda healthy: changes.append((anyio.current_time(), healthy)))
+    times = ShutdownTimes(grace_s=20)
+    async with Worker(EchoEngine(), environment=PROBED, health=health, times=times):
+        await anyio.sleep(6)
+    assert changes == [(0, False), (pytest.approx(4), True), (pytest.approx(6), False), (pytest.approx(26), True)]
+
+
+async def test_workers_may_share_what_is_known_of_their_health() -> None:
+    health = SystemHealth()
+    async with (
+        Runtime.in_process() as runtime,
+        Worker(EchoEngine(), runtime=runtime, environment=PROBED, health=health, times=TIMES),
+        Worker(EchoEngine(), runtime=runtime, environment=PROBED, health=health, times=TIMES),
+    ):
+        async with Worker(Sick(), runtime=runtime, environment=PROBED, health=health, times=TIMES):
+            await anyio.sleep(9)
+            assert sorted(health.endpoints.values()) == [False, True, True]
+            assert not health.is_healthy
+        assert health.is_healthy

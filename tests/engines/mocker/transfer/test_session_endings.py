@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from random import Random
+from typing import get_args
 from uuid import UUID
 from weakref import ref
 
@@ -27,6 +28,7 @@ from tests.engines.mocker.transfer.worlds import (
     SlowToLeave,
     attend,
     pair,
+    turns,
 )
 
 
@@ -224,3 +226,43 @@ async def test_every_ending_frees_both_sides_once_and_leaves_nothing_open(order:
         both.check_freed()
         went_well = [role for role, error in both.errors.items() if error is None]
         assert went_well in ([], list(both.errors)), "one side went well and the other did not"
+
+
+# -- a side that ends at any turn of the loop
+
+
+WAIT_TURNS = 3
+ALL_TURNS = 32
+"""There are more turns than a transfer takes; the last ones disturb nothing."""
+
+
+@pytest.mark.parametrize("order", get_args(TransferOrder))
+@pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("late", [None, *ROLES])
+async def test_at_whatever_turn_a_side_ends_both_give_back_once_what_they_have(
+    order: TransferOrder, how: str, role: TransferRole, late: TransferRole | None
+) -> None:
+    went_well = []
+    for turn in range(ALL_TURNS):
+        both = pair(
+            order, ScriptedSide(turns=WAIT_TURNS, missing_tokens=0), ScriptedSide(turns=WAIT_TURNS, missing_tokens=0)
+        )
+        async with anyio.create_task_group() as tasks:
+            for coming in ROLES:
+                tasks.start_soon(both.attend, coming, 0.0, WAIT_TURNS if coming == late else 0)
+            await turns(turn)
+            both.end(role, how)
+        source, destination = both.sides["source"].calls, both.sides["destination"].calls
+        has_moved = "release" in source
+        assert source in ([], ["submit", "cancel"], ["submit", "hold", "cancel"], ["submit", "hold", "release"])
+        assert destination in ([], ["cancel"], ["reserve", "cancel"], ["reserve", "activate"])
+        assert has_moved == ("activate" in destination)
+        assert both.exchange.sessions == both.exchange.waiting == 0
+        both.check_freed()
+        for error in both.errors.values():
+            expected = (Cancelled, BackendDisconnected, BackendConnectionTimeout)
+            assert error is None or (isinstance(error, expected) and not has_moved)
+        went_well.append(has_moved)
+    assert not went_well[0]
+    assert went_well[-1]
