@@ -131,7 +131,7 @@ class LiveProbe:
 def edge_server(variables: Mapping[str, Any], *options: str) -> Iterator[EdgeServer]:
     """Run a server with these environment variables, and options such as `MOCK`."""
     here = ("--host", "127.0.0.1")
-    with program(*here, *options, cwd=ROOT, stderr=subprocess.DEVNULL, **variables) as (process, address):
+    with program(*here, *options, cwd=ROOT, stderr=subprocess.DEVNULL, variables=variables) as (process, address):
         host, _, port = address.rpartition(":")
         server = EdgeServer(process, host, int(port))
         _warm_up(server)

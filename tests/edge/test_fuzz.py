@@ -16,6 +16,7 @@ import openai.types
 import openai.types.chat
 import pytest
 from hypothesis import given, settings
+from starlette.types import ASGIApp
 
 from pipeline.testing import watch_streams
 from serving.deployment import GraphConfig, standard_graph
@@ -34,7 +35,7 @@ _IN_TEXT = {"user": "user id"}
 
 
 @pytest.fixture
-async def service() -> AsyncIterator[Any]:
+async def service() -> AsyncIterator[ASGIApp]:
     config = GraphConfig(engine="echo", engine_args={"delay_s": str(TOKEN_S)}, model_name="m")
     async with standard_graph(config) as graph:
         yield app({"m": graph})
@@ -42,7 +43,9 @@ async def service() -> AsyncIterator[Any]:
 
 @given(case=cases())
 @settings(max_examples=FAST)
-async def test_a_fuzzed_request_gets_an_answer_or_a_clear_refusal(service: Any, caplog: Any, case: Case) -> None:
+async def test_a_fuzzed_request_gets_an_answer_or_a_clear_refusal(
+    service: ASGIApp, caplog: pytest.LogCaptureFixture, case: Case
+) -> None:
     await _hold(service, caplog, case)
 
 
@@ -50,12 +53,12 @@ async def test_a_fuzzed_request_gets_an_answer_or_a_clear_refusal(service: Any, 
 @given(case=cases())
 @settings(max_examples=ALL)
 async def test_ten_thousand_fuzzed_requests_get_an_answer_or_a_clear_refusal(
-    service: Any, caplog: Any, case: Case
+    service: ASGIApp, caplog: pytest.LogCaptureFixture, case: Case
 ) -> None:
     await _hold(service, caplog, case)
 
 
-async def _hold(service: Any, caplog: Any, case: Case) -> None:
+async def _hold(service: ASGIApp, caplog: pytest.LogCaptureFixture, case: Case) -> None:
     caplog.clear()
     headers = {"content-type": "application/json"} | case.headers
     exchange = Exchange(service, case.path, json.dumps(case.body).encode(), headers=headers)

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def leaves():
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module in the current folder."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -110,13 +111,15 @@ def raised_by(call: Callable[[], object]) -> BaseException:
         ),
     ],
 )
-def test_an_error_of_foreign_code_shows_its_class_and_its_own_frames(own: Any, name: str, lines: list[str]) -> None:
+def test_an_error_of_foreign_code_shows_its_class_and_its_own_frames(
+    own: ModuleType, name: str, lines: list[str]
+) -> None:
     foreign = raised_by(getattr(own, name))
     text = f"SystemExit: {foreign}" if isinstance(foreign, SystemExit) else str(foreign) or type(foreign).__name__
     assert report(BackendUnknown(text, cause=foreign)) == [*lines, f"  {HINT}"]
 
 
-def test_frames_of_libraries_and_of_this_project_are_left_out(own: Any) -> None:
+def test_frames_of_libraries_and_of_this_project_are_left_out(own: ModuleType) -> None:
     lines = report(BackendUnknown("", cause=raised_by(own.library)))
     assert [line for line in lines if ".py:" in line] == ["  own.py:14 in library"]
 
@@ -163,7 +166,7 @@ def test_a_failure_of_a_library_under_a_message_of_ours_is_one_line() -> None:
     assert report(CannotConnect("no connection to http://x", cause=foreign)) == ["Error: no connection to http://x"]
 
 
-def test_a_wrong_argument_that_foreign_code_refuses_shows_where(own: Any) -> None:
+def test_a_wrong_argument_that_foreign_code_refuses_shows_where(own: ModuleType) -> None:
     error = InvalidArgument("own:missing: KeyError: 'name'", field="engine", cause=raised_by(own.missing))
     assert report(error, "--engine: ") == [
         "Error: --engine: own:missing: KeyError: 'name'",
@@ -172,7 +175,7 @@ def test_a_wrong_argument_that_foreign_code_refuses_shows_where(own: Any) -> Non
     ]
 
 
-def test_an_error_of_the_tree_that_foreign_code_raised_shows_where(own: Any, tmp_path: Path) -> None:
+def test_an_error_of_the_tree_that_foreign_code_raised_shows_where(own: ModuleType, tmp_path: Path) -> None:
     code = compile("def load(Error):\n    raise Error('no weights')\n", str(tmp_path / "own.py"), "exec")
     space: dict[str, Any] = {}
     exec(code, space)

@@ -10,17 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
-from http.client import HTTPResponse
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Program = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
-Post = Callable[..., AbstractContextManager[HTTPResponse]]
+from tests.serving.worlds import post, program
 
 MOCKER = ("--engine", "mocker", "--workers", "2")
 OWN = """
@@ -76,7 +73,7 @@ def status_of(address: str, path: str) -> tuple[int, Any]:
         connection.close()
 
 
-def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_requests(program: Program, post: Post) -> None:
+def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_requests() -> None:
     streams = 20
     with program(*MOCKER, "--engine-arg", "speedup_ratio=0.5") as (process, address):
         begun = []
@@ -101,7 +98,7 @@ def test_under_load_the_first_signal_lets_streams_finish_and_refuses_new_request
         assert (process.returncode, errors) == (0, "")
 
 
-def test_under_load_the_second_signal_ends_at_once(program: Program, post: Post) -> None:
+def test_under_load_the_second_signal_ends_at_once() -> None:
     with program(*MOCKER) as (process, address), ExitStack() as open_streams:
         for _ in range(5):
             response = open_streams.enter_context(post(address, stream=True, max_tokens=100_000, ignore_eos=True))
@@ -115,7 +112,7 @@ def test_under_load_the_second_signal_ends_at_once(program: Program, post: Post)
         assert time.monotonic() - began < 2
 
 
-def test_the_mock_engine_answers_in_letters_and_shows_its_metrics(program: Program, post: Post) -> None:
+def test_the_mock_engine_answers_in_letters_and_shows_its_metrics() -> None:
     with program(*MOCKER, "--engine-arg", "speedup_ratio=100") as (_, address):
         with post(address, max_tokens=30) as response:
             answer = json.loads(response.read())
@@ -134,16 +131,9 @@ def own_engine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(
-    own_engine: Path, program: Program, post: Post
-) -> None:
-    worker = ("worker", "own_engine:Loud")
-    with program(
-        "--namespace", "mine", command=worker, cwd=own_engine, DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="0.3"
-    ) as (
-        process,
-        address,
-    ):
+def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(own_engine: Path) -> None:
+    worker, grace = ("worker", "own_engine:Loud"), {"DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.3"}
+    with program("--namespace", "mine", command=worker, cwd=own_engine, variables=grace) as (process, address):
         with post(address) as response:
             assert json.loads(response.read())["choices"][0]["message"]["content"] == "hello"
         assert "dyn://mine.backend.generate/" in status_of(address, "/health")[1]
@@ -155,7 +145,7 @@ def test_a_worker_hosts_an_engine_of_another_module_until_a_signal(
         assert (process.returncode, output, errors) == (0, "cleaned up\n", "")
 
 
-def test_the_second_signal_ends_a_worker_with_its_number(program: Program) -> None:
+def test_the_second_signal_ends_a_worker_with_its_number() -> None:
     with program(command=("worker", "mocker")) as (process, _):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
@@ -243,9 +233,9 @@ def test_a_status_port_that_is_taken_is_one_line_and_starts_nothing(own_engine: 
     assert f"DYN_SYSTEM_PORT={port}: port {port} on 0.0.0.0 is in use" in done.stderr
 
 
-def test_the_status_of_a_worker_is_shown_where_it_is_wanted(program: Program) -> None:
+def test_the_status_of_a_worker_is_shown_where_it_is_wanted() -> None:
     port = _free_port()
-    with program(command=("worker", "echo"), DYN_SYSTEM_PORT=str(port)) as _:
+    with program(command=("worker", "echo"), variables={"DYN_SYSTEM_PORT": str(port)}) as _:
         address = f"127.0.0.1:{port}"
         status, body = status_of(address, "/health")
         assert (status, json.loads(body)["status"]) == (200, "ready")

@@ -12,6 +12,7 @@ import anyio
 import httpx2
 import openai
 import pytest
+from starlette.types import Receive, Scope
 
 from pipeline import InvalidArgument, ResourceExhausted
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
@@ -139,7 +140,7 @@ async def test_tokens_do_not_wait_for_a_full_packet() -> None:
     """Every accepted connection has TCP_NODELAY; with Nagle's algorithm a token can wait 40 ms."""
     seen: list[int] = []
 
-    async def look(scope: Any, receive: Any, send: Any) -> None:
+    async def look(scope: Scope, receive: Receive, send: Any) -> None:
         connection = send.__self__.transport.get_extra_info("socket")
         seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         await send({"type": "http.response.start", "status": 204, "headers": []})

@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.serving.worlds import program
+
 pytestmark = pytest.mark.slow  # each program runs for some seconds
 
-Program = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
 
 STUCK = """
 import ctypes, hashlib, re, sys, threading, time
@@ -142,7 +143,7 @@ TWICE = (signal.SIGTERM, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("how", ["sleep", "expression", "hash"])
-def test_a_second_signal_ends_a_worker_whose_engine_blocks_the_loop(how: str, folder: Path, program: Program) -> None:
+def test_a_second_signal_ends_a_worker_whose_engine_blocks_the_loop(how: str, folder: Path) -> None:
     """`re` holds the interpreter and looks for signals, a hash gives it away and looks for none."""
     worker = ("worker", "stuck:Blocks")
     with program("--engine-arg", f"how={how}", command=worker, cwd=folder) as (process, _):
@@ -154,12 +155,10 @@ def test_a_second_signal_ends_a_worker_whose_engine_blocks_the_loop(how: str, fo
 
 
 @pytest.mark.parametrize(("how", "code"), [("sleep", 911 % 256), ("hash", 911 % 256), ("expression", 1)])
-def test_the_deadline_ends_a_worker_whose_engine_blocks_the_loop(
-    how: str, code: int, folder: Path, program: Program
-) -> None:
+def test_the_deadline_ends_a_worker_whose_engine_blocks_the_loop(how: str, code: int, folder: Path) -> None:
     """And shows where it is stuck. Native code that holds the interpreter leaves no other exit code than 1."""
     worker = ("worker", "stuck:Blocks")
-    with program("--engine-arg", f"how={how}", command=worker, cwd=folder, **SHORT) as (process, _):
+    with program("--engine-arg", f"how={how}", command=worker, cwd=folder, variables=SHORT) as (process, _):
         assert process.stdout is not None
         assert process.stdout.readline() == "blocked\n"
         returned, errors, took_s = ended(process, signal.SIGTERM)
@@ -177,7 +176,7 @@ def test_a_second_signal_ends_a_program_of_ones_own_whose_engine_blocks_the_loop
 
 
 @pytest.mark.parametrize("engine", ["Threaded", "Stubborn"])
-def test_a_second_signal_ends_a_server_whose_engine_does_not_end(engine: str, folder: Path, program: Program) -> None:
+def test_a_second_signal_ends_a_server_whose_engine_does_not_end(engine: str, folder: Path) -> None:
     with program("--engine", f"stuck:{engine}", cwd=folder) as (process, address), pending_chat(address):
         assert process.stdout is not None
         assert process.stdout.readline() == "generating\n"
@@ -186,7 +185,7 @@ def test_a_second_signal_ends_a_server_whose_engine_does_not_end(engine: str, fo
     assert took_s < 8
 
 
-def test_a_signal_ends_a_server_that_waits_for_a_thread_of_its_engine(folder: Path, program: Program) -> None:
+def test_a_signal_ends_a_server_that_waits_for_a_thread_of_its_engine(folder: Path) -> None:
     with program("--engine", "stuck:Litters", cwd=folder) as (process, _):
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None

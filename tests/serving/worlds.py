@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 from attrs import define, field
+from starlette.types import ASGIApp
 
 from pipeline import Annotated, AsyncEngine, Context, ResponseStream
 from pipeline.protocols import BackendOutput, CompletionUsage, FinishReason
@@ -28,8 +29,7 @@ JSON = {"content-type": "application/json"}
 class Exchange:
     """One request of an in-memory client to an app, and its answer so far."""
 
-    app: Any
-    """An ASGI application."""
+    app: ASGIApp
     path: str
     body: bytes = b""
     method: str = "POST"
@@ -144,20 +144,20 @@ class Exchange:
 
 
 def request_to(
-    app: Any, path: str, body: object = None, *, method: str = "POST", headers: Mapping[str, str] = JSON
+    app: ASGIApp, path: str, body: object = None, *, method: str = "POST", headers: Mapping[str, str] = JSON
 ) -> Exchange:
     """Return an exchange that has not begun. A body that is not bytes is sent as JSON, None as an empty one."""
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     return Exchange(app, path, content, method, dict(headers))
 
 
-def chat(app: Any, *, headers: Mapping[str, str] | None = None, **fields: Any) -> Exchange:
+def chat(app: ASGIApp, *, headers: Mapping[str, str] | None = None, **fields: Any) -> Exchange:
     """Return a chat with model `m` that has not begun. `fields` replace or extend its body, `headers` its headers."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
     return request_to(app, "/v1/chat/completions", body, headers={**JSON, **(headers or {})})
 
 
-def complete(app: Any, **fields: Any) -> Exchange:
+def complete(app: ASGIApp, **fields: Any) -> Exchange:
     """Return a text completion with model `m` that has not begun. `fields` replace or extend its body."""
     return request_to(app, "/v1/completions", {"model": "m", "prompt": "p"} | fields)
 
@@ -214,7 +214,7 @@ def served_urls(
     command: tuple[str, ...] = ("serve",),
     cwd: Path | None = None,
     stderr: int = subprocess.PIPE,
-    **variables: str,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     """Run `penstock serve`, or another command that serves, on a free port; yield the process and the URLs it prints.
 
@@ -225,7 +225,7 @@ def served_urls(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env=os.environ | variables,
+        env=os.environ | dict(variables or {}),
         cwd=cwd,
     ) as process:
         try:
@@ -243,10 +243,10 @@ def program(
     command: tuple[str, ...] = ("serve",),
     cwd: Path | None = None,
     stderr: int = subprocess.PIPE,
-    **variables: str,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run as `served_urls`; yield the process and the host and port of its first URL."""
-    with served_urls(*options, command=command, cwd=cwd, stderr=stderr, **variables) as (process, urls):
+    with served_urls(*options, command=command, cwd=cwd, stderr=stderr, variables=variables) as (process, urls):
         yield process, urls[0].partition("://")[2]
 
 

@@ -356,7 +356,7 @@ async def test_one_long_turn_is_no_blocked_loop() -> None:
     await run_conformance(LoadsOnce)
 
 
-async def test_asyncio_scopes_held_over_a_yield_are_found(anyio_backend: Any) -> None:
+async def test_asyncio_scopes_held_over_a_yield_are_found(anyio_backend: tuple[str, dict[str, Any]]) -> None:
     if anyio_backend[0] != "asyncio":
         pytest.skip("there are none")
     before = len(BROKEN)
@@ -368,7 +368,7 @@ async def test_asyncio_scopes_held_over_a_yield_are_found(anyio_backend: Any) ->
         await expect_its_failures(broken)
 
 
-async def test_trio_scopes_held_over_a_yield_are_found(anyio_backend: Any) -> None:
+async def test_trio_scopes_held_over_a_yield_are_found(anyio_backend: tuple[str, dict[str, Any]]) -> None:
     if anyio_backend[0] != "trio":
         pytest.skip("there are none")
     before = len(BROKEN)

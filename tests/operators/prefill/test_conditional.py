@@ -104,7 +104,7 @@ async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prom
         assert len(it.prefills) == 3
 
 
-async def test_an_error_while_deciding_is_a_warning(caplog: Any) -> None:
+async def test_an_error_while_deciding_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     (_, below), rule = decode_pool()
     async with prefill_world(conditional=rule, below=below) as it:
         with pytest.raises(InvalidArgument):  # of the decode router, which is asked after the prefill

@@ -236,7 +236,7 @@ async def test_leak_behind_an_error_of_the_reader() -> None:
 
 
 @pytest.mark.anyio
-async def test_leak_whose_generator_is_closed_by_shutdown_asyncgens(anyio_backend: Any) -> None:
+async def test_leak_whose_generator_is_closed_by_shutdown_asyncgens(anyio_backend: tuple[str, dict[str, Any]]) -> None:
     KEPT.append(await read_some())
     if anyio_backend[0] == "asyncio":
         await asyncio.get_running_loop().shutdown_asyncgens()
@@ -258,7 +258,7 @@ async def test_leak_by_a_second_reader() -> None:
 
 
 @pytest.fixture
-async def leaking(anyio_backend: Any) -> ResponseStream[Any]:
+async def leaking(anyio_backend: tuple[str, dict[str, Any]]) -> ResponseStream[Any]:
     return await read_some()
 
 
@@ -280,14 +280,14 @@ async def test_leak_in_an_example(count: int) -> None:
 # -- on a loop of the test's own
 
 
-def test_leak_on_a_loop_of_its_own(anyio_backend: Any) -> None:
+def test_leak_on_a_loop_of_its_own(anyio_backend: tuple[str, dict[str, Any]]) -> None:
     async def main() -> None:
         KEPT.append(await read_some())
 
     anyio.run(main, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
-def test_leak_dropped_on_a_loop_of_its_own(anyio_backend: Any) -> None:
+def test_leak_dropped_on_a_loop_of_its_own(anyio_backend: tuple[str, dict[str, Any]]) -> None:
     anyio.run(read_some, backend=anyio_backend[0], backend_options=anyio_backend[1])
 
 
@@ -406,7 +406,9 @@ async def test_clean_operator_that_reads_to_the_end() -> None:
 
 
 @pytest.fixture
-async def closing(anyio_backend: Any, open_streams: OpenStreams) -> AsyncIterator[ResponseStream[Any]]:
+async def closing(
+    anyio_backend: tuple[str, dict[str, Any]], open_streams: OpenStreams
+) -> AsyncIterator[ResponseStream[Any]]:
     async with await answer() as stream:
         yield stream
 
@@ -425,7 +427,7 @@ async def test_clean_examples(count: int) -> None:
             await anext(stream)
 
 
-def test_clean_on_a_loop_of_its_own(anyio_backend: Any) -> None:
+def test_clean_on_a_loop_of_its_own(anyio_backend: tuple[str, dict[str, Any]]) -> None:
     async def main() -> None:
         async with await read_some() as stream:
             KEPT.append(stream)

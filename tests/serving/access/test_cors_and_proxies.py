@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from serving.access import TrustedProxies
 from serving.http import Access, app
@@ -67,7 +68,7 @@ async def test_without_origins_there_is_no_cors() -> None:
 async def test_only_the_headers_of_a_trusted_proxy_name_the_client(peer: str, forwarded: str, client: str) -> None:
     seen: list[str] = []
 
-    async def spy(scope: Any, receive: Any, send: Any) -> None:
+    async def spy(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(caller_of(scope).identity)
 
     proxies = TrustedProxies(["10.0.0.0/8"])

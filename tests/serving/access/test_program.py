@@ -10,10 +10,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +21,15 @@ from tests.serving.worlds import served_urls
 
 KEY = "penstock-0123456789abcdefghijklmnopqrstuv"
 COMMAND = [sys.executable, "-m", "serving"]
+
+
+def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end."""
+    return subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, env=os.environ | variables, timeout=30, check=False
+    )
+
+
 BODY = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "hello"}]}).encode()
 
 
@@ -51,7 +58,7 @@ def ended(process: subprocess.Popen[str]) -> str:
 def test_a_key_is_in_nothing_that_the_program_writes() -> None:
     """Not in the log of every request at the lowest level, in errors, in metrics, nor in the list of processes."""
     options = ("--access-log", "--log-level", "debug", "--admin-port", "0")
-    with served_urls(*options, PENSTOCK_API_KEY=KEY) as (process, urls):
+    with served_urls(*options, variables={"PENSTOCK_API_KEY": KEY}) as (process, urls):
         url, admin = urls
         for key in (KEY, KEY + "wrong", "wrong" * 10):
             fetch(f"{url}/v1/chat/completions", key, BODY)
@@ -81,7 +88,8 @@ def test_the_admin_address_shows_what_the_public_one_does_not() -> None:
 @pytest.mark.slow
 def test_a_worker_has_an_admin_address_too() -> None:
     command = ("worker", "echo")
-    with served_urls("--admin-port", "0", command=command, DYN_SYSTEM_PORT="0") as (process, (url, status, admin)):
+    variables = {"DYN_SYSTEM_PORT": "0"}
+    with served_urls("--admin-port", "0", command=command, variables=variables) as (process, (url, status, admin)):
         assert fetch(f"{url}/metrics")[0] == 404
         assert b"dynamo_" in fetch(f"{admin}/metrics")[1]
         assert json.loads(fetch(f"{status}/health")[1])["status"] == "ready"
@@ -151,7 +159,7 @@ def test_keys_and_certificate_change_while_it_serves(tmp_path: Path, certificate
     ],
 )
 def test_a_wrong_option_ends_the_program_with_its_name(
-    options: tuple[str, ...], variables: dict[str, str], words: str, run: Callable[..., Any]
+    options: tuple[str, ...], variables: dict[str, str], words: str
 ) -> None:
     done = run("serve", "--port", "0", *options, **variables)
     assert (done.returncode, done.stdout) == (2, "")
@@ -159,19 +167,7 @@ def test_a_wrong_option_ends_the_program_with_its_name(
     assert not any(value in done.stderr for value in variables.values())
 
 
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    """Run the program to its end."""
-
-    def start(*options: str, **variables: str) -> Any:
-        return subprocess.run(
-            [*COMMAND, *options], capture_output=True, text=True, env=os.environ | variables, timeout=30, check=False
-        )
-
-    return start
-
-
-def test_help_names_the_options_and_shows_no_value_of_the_environment(run: Callable[..., Any]) -> None:
+def test_help_names_the_options_and_shows_no_value_of_the_environment() -> None:
     shown = run("serve", "--help", PENSTOCK_API_KEY=KEY, PENSTOCK_API_KEYS_FILE="/secret/place")
     assert "--api-keys" in shown.stdout
     assert not any(text in shown.stdout for text in (KEY, "/secret/place"))

@@ -9,6 +9,8 @@ from typing import Any
 
 import trustme
 from attrs import define, field
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.testing import ScriptedEngine
 from serving.access import ApiKey, KeyRing, hash_of
@@ -30,20 +32,20 @@ def ring(**known: Any) -> KeyRing:
     return KeyRing([ApiKey(name="a", hash=hash_of(KEY), **known)])
 
 
-def guarded(engine: Any, keys: KeyRing, **options: Any) -> Any:
+def guarded(engine: Any, keys: KeyRing, **options: Any) -> Starlette:
     """Return an app that wants these keys, with the models `m` and `n`."""
     return app({"m": engine, "n": engine}, access=Access(keys), **options)
 
 
-def watched(service: Any, seen: list[Any]) -> Any:
+def watched(service: Starlette, seen: list[Any]) -> Starlette:
     """Return the app, which appends the caller of each request that reaches its routes to `seen`."""
     router = service.router
 
-    async def spy(scope: Any, receive: Any, send: Any) -> None:
+    async def spy(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(caller_of(scope))
         await router(scope, receive, send)
 
-    service.router = spy
+    service.router = spy  # type: ignore[assignment]
     return service
 
 
@@ -52,12 +54,12 @@ def hello() -> ScriptedEngine:
     return ScriptedEngine([token("Hel"), token("lo"), last()])
 
 
-async def page(service: Any, path: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Exchange:
+async def page(service: ASGIApp, path: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Exchange:
     """Return the answer to a GET of this path with these headers."""
     return await request_to(service, path, method=method, headers=headers or {}).run()
 
 
-async def answered(service: Any, headers: list[tuple[bytes, bytes]], path: str = "/v1/models") -> tuple[Any, ...]:
+async def answered(service: ASGIApp, headers: list[tuple[bytes, bytes]], path: str = "/v1/models") -> tuple[Any, ...]:
     """Return status, headers and body of the answer to a GET with exactly these headers. No body may be read before."""
     sent: list[MutableMapping[str, Any]] = []
 

@@ -19,6 +19,7 @@ import pytest
 from serving.cli import main
 from serving.cli import progress as progress_bars
 from serving.live.client import network
+from tests.serving.worlds import program
 
 Replay = Callable[..., tuple[int, str, str]]
 
@@ -40,7 +41,7 @@ def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
-    replay: Replay, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replay: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     file, page = tmp_path / "live.json", tmp_path / "live.html"

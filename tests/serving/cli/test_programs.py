@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
 
+from tests.serving.worlds import post, program
+
 ROOT_COMMAND = [sys.executable, "-m", "serving"]
-Program = Callable[..., AbstractContextManager[tuple[subprocess.Popen[str], str]]]
-Post = Callable[..., AbstractContextManager[HTTPResponse]]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +22,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals, program: Program, post: Post) -> None:
+def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals) -> None:
     with program("--model-name", "echo") as (process, address):
         with post(address) as response:
             answer = json.loads(response.read())
@@ -37,7 +34,7 @@ def test_it_serves_until_a_signal_and_ends_without_a_trace(sent: signal.Signals,
         assert time.monotonic() - began < 3
 
 
-def test_the_first_signal_lets_answers_finish(program: Program, post: Post) -> None:
+def test_the_first_signal_lets_answers_finish() -> None:
     with program("--engine-arg", "delay_s=0.1") as (process, address):
         with post(address, stream=True, max_tokens=5) as response:
             response.read(1)
@@ -52,7 +49,7 @@ ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 1_000_000}
 
 
 @pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
-def test_the_second_signal_ends_at_once(delay: str, program: Program, post: Post) -> None:
+def test_the_second_signal_ends_at_once(delay: str) -> None:
     with program("--engine-arg", delay) as (process, address), post(address, **ENDLESS) as response:
         response.read(1)
         process.send_signal(signal.SIGINT)
@@ -65,9 +62,10 @@ def test_the_second_signal_ends_at_once(delay: str, program: Program, post: Post
 
 
 @pytest.mark.parametrize("delay", ["delay_s=0.1", "delay_s=0"], ids=["client waits", "client reads nothing"])
-def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str, program: Program, post: Post) -> None:
+def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str) -> None:
+    at_once = {"DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": "0"}
     with (
-        program("--engine-arg", delay, DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS="0") as (process, address),
+        program("--engine-arg", delay, variables=at_once) as (process, address),
         post(address, **ENDLESS) as response,
     ):
         response.read(1)
@@ -76,9 +74,9 @@ def test_an_answer_that_outlives_the_grace_is_cut_off_without_a_trace(delay: str
         assert (process.returncode, errors) == (0, "")
 
 
-def test_unknown_fields_of_requests_are_ignored_if_wished(program: Program, post: Post) -> None:
+def test_unknown_fields_of_requests_are_ignored_if_wished() -> None:
     for variables, status in (({}, 400), ({"DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS": "1"}, 200)):
-        with program(**variables) as (_, address), post(address, foo=1) as response:
+        with program(variables=variables) as (_, address), post(address, foo=1) as response:
             assert response.status == status
 
 
@@ -144,7 +142,7 @@ def test_a_wrong_option_ends_with_a_line_that_names_it(options: list[str], words
     assert "Traceback" not in ended.stderr
 
 
-def test_a_port_that_is_taken_is_a_line_too(program: Program) -> None:
+def test_a_port_that_is_taken_is_a_line_too() -> None:
     with program() as (_, address):
         port = address.rpartition(":")[2]
         ended = run("serve", "--port", port)

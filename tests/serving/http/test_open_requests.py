@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.testing import Fail, ScriptedEngine, Stall
 from serving.http import Availability, HttpOptions, app
@@ -17,7 +18,7 @@ from serving.limits import HttpLimits
 from tests.serving.worlds import chat, last, program, request_to, token
 
 
-def limited(engine: Any, availability: Availability | None = None, **limits: Any) -> Any:
+def limited(engine: Any, availability: Availability | None = None, **limits: Any) -> ASGIApp:
     return app({"m": engine}, options=HttpOptions(limits=HttpLimits(**limits)), availability=availability)
 
 
@@ -71,11 +72,11 @@ async def test_the_requests_of_one_client_leave_room_for_others() -> None:
 class FromElsewhere:
     """The same app for a client at another address."""
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service: ASGIApp) -> None:
         self._service = service
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._service(scope | {"client": ("10.0.0.2", 1)}, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._service({**scope, "client": ("10.0.0.2", 1)}, receive, send)
 
 
 async def test_a_body_that_is_still_read_counts() -> None:

@@ -13,6 +13,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engines import SystemHealth
 from pipeline import Annotated, Context, InvalidArgument, ResponseStream
@@ -194,7 +195,7 @@ async def test_messages_of_a_list_of_prompts_name_the_prompt(seen: list[dict[str
     assert all(record["message"] == f"requested {record['request']}" for record in requested)
 
 
-async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(caplog: Any) -> None:
+async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     options = HttpOptions(access_log=True)
     exchange = chat(app({"m": ScriptedEngine([Stall()])}, options=options, availability=Availability()), stream=True)
     with caplog.at_level(logging.INFO, "serving.access"):
@@ -203,16 +204,16 @@ async def test_a_client_that_leaves_before_its_answer_has_its_id_in_the_log(capl
             await anyio.sleep(1)
             exchange.leave()
     (record,) = [record for record in caplog.records if record.name == "serving.access"]
-    assert record.fields["status"] == 499
+    assert vars(record)["fields"]["status"] == 499
 
 
 class _Broken:
     """A middleware that fails, before or after the answer has begun."""
 
-    def __init__(self, app: Any, begins: bool) -> None:
+    def __init__(self, app: ASGIApp, begins: bool) -> None:
         self._begins = begins
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._begins:
             await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("broken")

@@ -9,6 +9,7 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import ASGIApp
 
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
 from serving.http import HttpOptions, Telemetry, app
@@ -21,7 +22,7 @@ from tests.serving.worlds import Stubborn, chat, complete, last, token
 OFF: dict[str, Any] = {"write_timeout_s": 0.0, "silence_timeout_s": 0.0, "request_timeout_s": 0.0}
 
 
-def limited(engine: Any, telemetry: Telemetry | None = None, **limits: Any) -> Any:
+def limited(engine: Any, telemetry: Telemetry | None = None, **limits: Any) -> ASGIApp:
     options = HttpOptions(limits=HttpLimits(**(OFF | limits)))
     return app({"m": engine}, options=options, telemetry=telemetry)
 

@@ -12,6 +12,7 @@ import httpcore2
 import httpx2
 from anyio.abc import ByteStream
 from attrs import define, field
+from starlette.types import ASGIApp
 
 from serving.live.client import network
 
@@ -229,7 +230,7 @@ async def serve(script: Script, **fields: Any) -> AsyncIterator[Server]:
     assert left == [0]
 
 
-def mount(app: Any) -> Script:
+def mount(app: ASGIApp) -> Script:
     """An ASGI app as a script."""
 
     async def answer(line: Line, received: Received) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from pipeline.testing import ScriptedEngine, Stall
 from serving.http import ON_GONE
@@ -45,7 +46,7 @@ async def test_a_body_counts_until_its_request_is_answered() -> None:
     """The app has it in memory as long, in one form or another."""
     may_answer = asyncio.Event()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive())["more_body"]:
             pass
         await may_answer.wait()
@@ -71,7 +72,7 @@ async def test_an_app_is_called_back_once_when_its_client_has_left() -> None:
         calls.append(what)
         left.set()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         on_gone = scope[ON_GONE]
         on_gone(lambda: note("taken back"))()
@@ -95,7 +96,7 @@ async def test_an_app_is_not_called_back_after_its_answer() -> None:
     calls: list[str] = []
     scopes: list[Any] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         scopes.append(scope)
         scope[ON_GONE](lambda: calls.append("left"))
@@ -111,7 +112,7 @@ async def test_an_app_is_not_called_back_after_its_answer() -> None:
 async def test_a_body_is_read_no_faster_than_the_app_takes_it() -> None:
     taking = asyncio.Event()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await taking.wait()
         while (await receive())["more_body"]:
             pass
@@ -129,7 +130,7 @@ async def test_a_body_is_read_no_faster_than_the_app_takes_it() -> None:
 
 
 async def test_an_answer_before_the_end_of_a_body_reaches_a_client_that_goes_on_sending() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"no"})
 

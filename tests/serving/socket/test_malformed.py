@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from tests.serving.socket.worlds import serve
 
@@ -80,7 +81,7 @@ async def test_what_is_no_valid_http_gets_400_as_json_and_nothing_behind_it_is_r
 ) -> None:
     paths: list[str] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         paths.append(scope["path"])
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -143,7 +144,7 @@ async def test_what_is_odd_but_valid_reaches_the_app(data: bytes, seen: bytes) -
 
 
 async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"ab", "more_body": True})
         await send({"type": "http.response.body", "body": b"c"})
@@ -159,7 +160,7 @@ async def test_an_answer_in_http_1_0_has_no_chunks_and_ends_with_the_connection(
 
 @pytest.mark.parametrize("value", [b"a\r\nSet-Cookie: b", b"a\nb", b"a\0b"])
 async def test_an_app_cannot_split_its_answer_by_a_header(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x", value), (b"y", b"z")]})
 
     async with serve(app) as served:

@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from tests.serving.socket.worlds import serve
 
@@ -99,7 +100,7 @@ async def test_the_apps_own_time_is_not_the_clients() -> None:
     """An app that takes the body late pauses the client, whose time stands still."""
     seen: list[int] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         size, more = 0, True
         while more:
             await asyncio.sleep(0.5 if size < 300_000 else 0)
@@ -120,7 +121,7 @@ async def test_the_apps_own_time_is_not_the_clients() -> None:
 
 
 async def test_a_long_answer_and_a_long_wait_for_it_are_no_idle_connection() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(0.8)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(4):
@@ -141,7 +142,7 @@ class Endless:
         self.sent_bytes = 0
         self.ended = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "http.request"
         async with anyio.create_task_group() as tasks:
 
@@ -190,7 +191,7 @@ async def test_a_slow_reader_that_takes_a_little_is_not_cut() -> None:
 
 
 async def test_a_reader_that_stopped_behind_its_answer_is_cut_too() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
         await send({"type": "http.response.body", "body": bytes(20_000_000)})
 

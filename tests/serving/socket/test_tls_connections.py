@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from typing import Any
 
 import anyio
 import pytest
 import trustme
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.serving.socket.worlds import serve
 
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
+Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
+
+
 @pytest.fixture(scope="module")
-def certificates() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def certificates() -> Contexts:
     """The context of a server and that of a client that trusts it."""
     authority = trustme.CA()
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -26,8 +29,8 @@ def certificates() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return server, client
 
 
-def schemes(seen: list[str]) -> Any:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+def schemes(seen: list[str]) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.append(scope["scheme"])
         size, more = 0, True
         while more:
@@ -40,7 +43,7 @@ def schemes(seen: list[str]) -> Any:
     return app
 
 
-async def test_requests_are_served_and_kept_within_limits_under_tls(certificates: Any) -> None:
+async def test_requests_are_served_and_kept_within_limits_under_tls(certificates: Contexts) -> None:
     server, client = certificates
     seen: list[str] = []
     async with serve(schemes(seen), tls=server, max_header_bytes=2000) as served:
@@ -56,7 +59,7 @@ async def test_requests_are_served_and_kept_within_limits_under_tls(certificates
     assert served.limits_hit == ["max_header_bytes"]
 
 
-async def test_plain_http_at_a_port_with_tls_gets_400(certificates: Any) -> None:
+async def test_plain_http_at_a_port_with_tls_gets_400(certificates: Contexts) -> None:
     async with serve(tls=certificates[0]) as served:
         answer = await served.request(GET)
         assert (answer.status, answer.json["message"]) == (
@@ -67,7 +70,7 @@ async def test_plain_http_at_a_port_with_tls_gets_400(certificates: Any) -> None
 
 @pytest.mark.parametrize("first", [b"", b"\x16\x03\x01\x02\x00", b"\x16" + bytes(100_000)])
 async def test_a_handshake_that_does_not_come_to_its_end_is_cut(
-    certificates: Any, first: bytes, caplog: pytest.LogCaptureFixture
+    certificates: Contexts, first: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve(tls=certificates[0], tls_handshake_timeout_s=0.3) as served:
         raw = await served.connect()
@@ -80,7 +83,7 @@ async def test_a_handshake_that_does_not_come_to_its_end_is_cut(
     assert caplog.messages == []
 
 
-async def test_handshakes_count_as_connections(certificates: Any) -> None:
+async def test_handshakes_count_as_connections(certificates: Contexts) -> None:
     server, client = certificates
     async with serve(schemes([]), tls=server, max_connections=3) as served:
         opened = [await served.connect() for _ in range(3)]
@@ -92,11 +95,11 @@ async def test_handshakes_count_as_connections(certificates: Any) -> None:
         assert (await served.request(GET, ssl=client)).status == 200
 
 
-async def test_silence_half_heads_and_readers_that_stop_are_cut_under_tls(certificates: Any) -> None:
+async def test_silence_half_heads_and_readers_that_stop_are_cut_under_tls(certificates: Contexts) -> None:
     server, client = certificates
     gone = asyncio.Event()
 
-    async def endless(scope: Any, receive: Any, send: Any) -> None:
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         async with anyio.create_task_group() as tasks:
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 from attrs import define, field, frozen
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.limits import HttpLimits
 from serving.problems import Problem
@@ -104,7 +105,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serve(app: Any = None, *, at_once: bool = False, **options: Any) -> AsyncIterator[Served]:
+async def serve(app: ASGIApp | None = None, *, at_once: bool = False, **options: Any) -> AsyncIterator[Served]:
     """Serve an app, by default `echo`. `options` are fields of `HttpLimits` and parameters of `HttpServer`.
 
     At the end the server stops, `at_once` without waiting for connections, and nothing may be counted any more.
@@ -128,7 +129,7 @@ async def serve(app: Any = None, *, at_once: bool = False, **options: Any) -> As
     assert server._connections._body_bytes == 0, "bytes of a body are still counted"
 
 
-async def echo(scope: Any, receive: Any, send: Any) -> None:
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer each request with its method, path, query and body."""
     body = b""
     while True:
@@ -158,7 +159,7 @@ class Counting:
         if not held:
             self.may_answer.set()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.requests += 1
         self.running += 1
         try:

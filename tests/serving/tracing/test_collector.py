@@ -123,7 +123,7 @@ def test_a_collector_receives_one_complete_tree_for_each_request() -> None:
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
             "OTEL_RESOURCE_ATTRIBUTES": "deployment=test",
         }
-        with program("--workers", "2", **variables) as (process, address):
+        with program("--workers", "2", variables=variables) as (process, address):
             statuses = [
                 post_chat(address, stream=True),
                 post_chat(address, stream=False, headers={"traceparent": f"00-{TRACE}-{SPAN}-01"}),
@@ -156,7 +156,7 @@ def test_a_collector_that_does_not_answer_slows_neither_requests_nor_the_end(ans
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
             "OTEL_BSP_SCHEDULE_DELAY": "10",
         }
-        with program(**variables) as (process, address):
+        with program(variables=variables) as (process, address):
             began_s = time.monotonic()
             assert [post_chat(address) for _ in range(50)] == [200] * 50
             assert time.monotonic() - began_s < 5

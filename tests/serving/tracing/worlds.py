@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from attrs import field, frozen
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from starlette.types import ASGIApp
 
 from serving.deployment import OpenGraph
 
@@ -134,7 +135,7 @@ class Recorded(SpanProcessor):
 class Served:
     """A traced app, and the graph behind it."""
 
-    app: Any
+    app: ASGIApp
     opened: OpenGraph
 
 

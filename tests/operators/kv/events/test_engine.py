@@ -475,7 +475,9 @@ def test_as_many_messages_are_lost_as_numbers_are_missing(steps: list[int]) -> N
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_cache_spec_kind": "full_attention", "group_idx": 0}])
-def test_a_store_of_fewer_hashes_than_blocks_is_refused(fields: dict[str, Any], caplog: Any) -> None:
+def test_a_store_of_fewer_hashes_than_blocks_is_refused(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """Which blocks the hashes are of is not known."""
     events = EngineEvents(2)
     assert one(events, stored([2], token_ids=[10, 11, 12, 13], **fields)) == Filtered(0, "fewer_hashes_than_blocks")

@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline import Annotated, AnyContext, Disconnected, ResponseStream
 from pipeline.testing import Fail, ScriptedEngine, Stall, Wait, watch_streams
@@ -117,12 +118,12 @@ async def test_a_client_that_leaves_while_it_reads_nothing_frees_the_engine() ->
 class CallsBack:
     """An app as a server runs it that calls back when its client leaves: nothing may wait in `receive` then."""
 
-    def __init__(self, service: Any) -> None:
+    def __init__(self, service: ASGIApp) -> None:
         self._service = service
         self.callbacks: list[Any] = []
         self.forgotten = 0
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = 0
 
         async def receive_body() -> Any:
@@ -131,7 +132,7 @@ class CallsBack:
             assert received == 1
             return await receive()
 
-        await self._service(scope | {"penstock.on_gone": self._on_gone}, receive_body, send)
+        await self._service({**scope, "penstock.on_gone": self._on_gone}, receive_body, send)
 
     def _on_gone(self, callback: Any) -> Any:
         self.callbacks.append(callback)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ class Round:
 
 
 @pytest.fixture(scope="module")
-def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def works(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """A module of functions that processes can import, with its own folder for temporary files."""
     folder = tmp_path_factory.mktemp("works")
     (folder / "task_works.py").write_text(WORKS)
@@ -83,7 +84,7 @@ TASKS = ["plain", "dies", "raises", "talks", "reports", "blocked"]
 
 
 @pytest.fixture(scope="module")
-def outcome(works: Any) -> Round:
+def outcome(works: ModuleType) -> Round:
     """One round in two processes for all tests, because it takes a second."""
     outcome = Round()
     tasks = [*TASKS, works.Unreadable(), lambda: None, "last"]
@@ -139,7 +140,7 @@ run_in_processes(print, {}, [1, 2, 3], 2, print, print)
 
 
 def test_a_script_that_would_start_itself_again_is_refused_and_leaves_no_file(
-    outcome: Round, works: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: Round, works: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
