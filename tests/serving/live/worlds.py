@@ -14,6 +14,9 @@ from anyio.abc import ByteStream
 from attrs import define, field
 from starlette.types import ASGIApp
 
+from pipeline import Context
+from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
+from serving.live import Address, LiveEngine
 from serving.live.client import network
 
 
@@ -279,3 +282,61 @@ def plug(wire: Callable[[], Awaitable[ByteStream]]) -> httpx2.AsyncBaseTransport
         return Plugged(await wire())
 
     return plugged(dial)
+
+
+# -- an engine, its requests, and events of a server
+
+ADDRESS = Address.parse("http://far:8000/api/v1/")
+DONE = "[DONE]"
+
+
+def prompt(tokens: int = 3, **more: Any) -> PreprocessedRequest:
+    """A request of three tokens that wants exactly so many back."""
+    stop = StopConditions(max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
+    return PreprocessedRequest([5, 6, 7], stop_conditions=stop, **more)
+
+
+def chunk(text: str = "a", reason: str | None = None, **more: Any) -> dict[str, Any]:
+    """A completion chunk of a server."""
+    return {"choices": [{"index": 0, "text": text, "finish_reason": reason}]} | more
+
+
+def usage(completion: int, prompt: int = 3, **more: Any) -> dict[str, Any]:
+    """The token counts that a server sends with its last chunk."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion} | more
+
+
+def answering(*events: Any, every_s: float = 0.0) -> Callable[[Any, Any], Awaitable[None]]:
+    """A script: these events; bytes go out as they are."""
+
+    async def script(line: Line, received: Received) -> None:
+        await line.begin()
+        for event in events:
+            await anyio.sleep(every_s)
+            await (line.put(event) if isinstance(event, bytes) else line.event(event))
+        await line.end()
+
+    return script
+
+
+@asynccontextmanager
+async def engine_of(server: Server, **how: Any) -> AsyncIterator[LiveEngine]:
+    """An engine on the server; at its end no request is in flight."""
+    engine = LiveEngine(ADDRESS, "m", transport=server.transport, **how)
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+        assert engine.in_flight == 0
+
+
+async def outputs(engine: LiveEngine, request: PreprocessedRequest | None = None) -> list[LLMEngineOutput]:
+    """All outputs of the engine for one request, by default `prompt()`."""
+    async with await engine.generate(Context(request or prompt())) as stream:
+        return [item.data async for item in stream if item.data is not None]
+
+
+async def answer_to(*events: Any, **how: Any) -> list[LLMEngineOutput]:
+    """All outputs of an engine whose server answers with these events."""
+    async with serve(answering(*events)) as server, engine_of(server, **how) as engine:
+        return await outputs(engine)
