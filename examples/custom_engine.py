@@ -1,6 +1,6 @@
 """Write an engine: one class with three methods. This one spells the numbers below its prompt's last token.
 
-python examples/custom_engine.py                        prove it, then ask it
+python examples/custom_engine.py                        prove it, then send it a request
 penstock worker examples.custom_engine:CountDown        host it, with an OpenAI server beside it
 """
 

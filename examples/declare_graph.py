@@ -1,4 +1,4 @@
-"""Declare a graph, look at it, ask it.
+"""Declare a graph, look at it, send it a request.
 
 python examples/declare_graph.py
 """

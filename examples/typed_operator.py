@@ -21,7 +21,7 @@ Item = Annotated[BackendOutput]
 
 @frozen
 class Question:
-    """What a caller of this graph asks."""
+    """The request of a caller of this graph."""
 
     text: str
     words_max: int = 100

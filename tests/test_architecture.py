@@ -136,15 +136,15 @@ LOOPS_ALLOWED = {
     "engines/conformance/bounded_calls.py": {"time"},
 }
 """Files (patterns) that may import some of it: virtual time replaces the clocks of both libraries; racing by asyncio's
-own means costs a tenth; anyio can tell neither whether no task runs in a loop's thread (a signal handler) nor whether
+own means costs a tenth; anyio knows neither whether no task runs in a loop's thread (a signal handler) nor whether
 a task of asyncio's was cancelled; and a loop that an engine blocks shows on no clock of its own, nor can a thread that
 acts then use it."""
 
 WALL_CLOCK: set[str] = set()
-"""Files that may ask for the time of day, to write it into a record and never to wait or to decide."""
+"""Files that may read the time of day, to write it into a record and never to wait or to decide."""
 
 NOT_ON_IMPORT = ("reactivex", "opentelemetry.sdk", "starlette", "httpx2", "plotly")
-"""What `import pipeline`, and the program before it knows its command, leave for those who use it."""
+"""What `import pipeline`, and the program before it knows its command, leave for the parts that use it."""
 
 When = Literal["load", "call", "typing"]
 
@@ -320,7 +320,7 @@ def through_faces(path: str, source: str) -> list[str]:
 
 
 def outside_time(path: str, source: str) -> list[str]:
-    """Neither a loop nor a clock is imported, nor the time of day asked for."""
+    """Neither a loop nor a clock is imported, nor the time of day read."""
     allowed = {name for pattern, names in LOOPS_ALLOWED.items() if fnmatch(path, pattern) for name in names}
     offenders = [
         f"{path}:{i.line}: imports {i.module}, use {LOOPS_AND_CLOCKS[i.top]}"

@@ -66,7 +66,7 @@ with TestClient(application) as client:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_fits_on_a_page_and_says_how_to_run_it(name: str) -> None:
+def test_an_example_fits_on_a_page_and_shows_how_to_run_it(name: str) -> None:
     source = EXAMPLES[name].read_text()
     assert len(source.splitlines()) <= LINES_OF_A_PAGE
     assert name in (ast.get_docstring(ast.parse(source)) or "")

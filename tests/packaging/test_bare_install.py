@@ -95,7 +95,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_or_says_what_it_needs(name: str, bare: Run, tmp_path: Path) -> None:
+def test_an_example_runs_or_names_what_it_needs(name: str, bare: Run, tmp_path: Path) -> None:
     ran = bare("-W", "error", str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
     if name in EXAMPLE_NEEDS:
         assert last_line(ran.stderr) == f"ModuleNotFoundError: {EXAMPLE_NEEDS[name]}"

@@ -103,5 +103,5 @@ def test_what_takes_any_argument_is_given_any_by_its_name() -> None:
     assert failure.value.field == "volume"
 
 
-def test_without_texts_nothing_is_asked_of_a_callable() -> None:
+def test_without_texts_a_callable_is_not_inspected() -> None:
     assert converted(int, {}) == {}

@@ -56,7 +56,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         GraphConfig(model_path=tmp_path).load_model()
 
 
-def test_the_mock_engine_is_what_its_worker_is_and_says_what_the_model_can_show() -> None:
+def test_mock_engines_have_the_role_of_their_worker_and_share_an_exchange() -> None:
     decode = WorkerConfig(disaggregation_mode=DisaggregationMode.DECODE)
     config = GraphConfig(engine="mocker", worker=decode, engine_args={"block_size": "16"})
     first, second = anyio.run(config.make_engines, 2)

@@ -91,7 +91,7 @@ def build(name: str, **texts: str) -> LLMEngine:
     return anyio.run(find_engine(name).build, texts, Deployment())
 
 
-def test_a_factory_of_somebody_else_is_found_and_given_its_arguments(own_engine: str) -> None:
+def test_a_factory_of_another_package_is_found_and_given_its_arguments(own_engine: str) -> None:
     engine = build(f"{own_engine}:Loud", volume="11")
     assert isinstance(engine, EchoEngine)
     assert getattr(engine, "volume", None) == 11
@@ -153,7 +153,7 @@ def test_what_a_factory_raises_is_typed(
         build(f"{own_engine}:{factory}", **texts)
 
 
-def test_an_engine_of_somebody_else_is_not_made_to_check_its_arguments(own_engine: str) -> None:
+def test_an_engine_of_another_package_is_not_made_to_check_its_arguments(own_engine: str) -> None:
     config = GraphConfig(engine=f"{own_engine}:Hungry", engine_args={"volume": "3"}, workers=2)
     assert getattr(sys.modules[own_engine], "Hungry").made == 0  # noqa: B009
     anyio.run(config.make_engines, 2)

@@ -196,7 +196,9 @@ async def test_an_error_that_is_being_handled_around_it_is_not_its_own(team: Tea
     assert anyio.current_time() == pytest.approx(2), "an orderly end with its grace period"
 
 
-async def test_a_worker_that_breaks_leaves_the_others_and_the_last_one_says_why(team: Team, client: Client) -> None:
+async def test_a_worker_that_breaks_leaves_the_others_and_the_last_one_gives_the_reason(
+    team: Team, client: Client
+) -> None:
     team.fails_after_s = {0: 2.5, 1: 6.0}
     async with hosted_graph(team.config(2), HostOptions()) as opened, anyio.create_task_group() as tasks:
         for text in ("abcde", "ABCDE"):

@@ -64,7 +64,7 @@ def test_the_older_name_is_understood_in_the_file_too(tmp_path: Path) -> None:
     assert (config.overlap_score_credit, config.prefill_load_scale) == (0.0, 0)
 
 
-def test_everything_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
+def test_everything_wrong_in_a_file_is_reported_at_once(tmp_path: Path) -> None:
     text = """
         router_temprature = 1.0
         router_temperature = -1.0
@@ -155,7 +155,7 @@ def named(profile: PolicyProfile, requested: str | None, uncached_tokens: int) -
     return profile.classes[profile.class_of(requested, uncached_tokens)].name
 
 
-def test_a_policy_file_says_who_waits_in_which_class(tmp_path: Path) -> None:
+def test_a_policy_file_assigns_requests_to_classes(tmp_path: Path) -> None:
     profile = policy_profile(written(tmp_path, POLICIES, "policy.yaml"), "some-model")
     assert named(profile, None, 3071) == "chat-cached"
     assert named(profile, None, 3072) == "chat-uncached"
@@ -203,7 +203,7 @@ def test_a_policy_file_may_be_toml(tmp_path: Path) -> None:
         ("quanta: 1", "quantum: 1", "policy_classes[1].quanta"),
     ],
 )
-def test_a_policy_file_that_says_what_cannot_be_is_refused(tmp_path: Path, wrong: str, right: str, place: str) -> None:
+def test_an_impossible_policy_file_is_refused(tmp_path: Path, wrong: str, right: str, place: str) -> None:
     assert right in POLICIES
     path = written(tmp_path, POLICIES.replace(right, wrong, 1), "policy.yaml")
     with pytest.raises(InvalidArgument) as raised:
@@ -244,7 +244,7 @@ def test_a_policy_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert raised.value.field == "router_policy_config"
 
 
-def test_without_pyyaml_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyyaml_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(InvalidArgument, match=r"penstock\[serve\]"):
         policy_document(written(tmp_path, POLICIES, "policy.yaml"))

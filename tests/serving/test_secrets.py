@@ -97,7 +97,7 @@ def test_our_engines_show_all() -> None:
     assert shown_engine_args("mocker", args) == args
 
 
-def test_a_sweep_makes_a_run_again_whose_settings_do_not_tell_all(engine: str, tmp_path: Path) -> None:
+def test_a_sweep_repeats_a_run_whose_settings_are_incomplete(engine: str, tmp_path: Path) -> None:
     load = SyntheticLoad(input_tokens=8, output_tokens=2, request_count=2, arrival_interval_ms=5)
     folder = tmp_path / "reports"
     for args, found in (({"device": "cuda"}, [False, True]), ({"api_key": SECRET}, [False, False])):

@@ -70,5 +70,5 @@ def test_a_variable_that_nothing_reads_is_named_with_the_nearest_that_is() -> No
     ]
 
 
-def test_what_a_report_says_of_the_environment_are_the_variables_of_dynamo() -> None:
+def test_a_report_shows_the_variables_of_dynamo() -> None:
     assert of_graphs({"DYN_A": "1", "DYN_B": " ", "PENSTOCK_C": "1", "HOME": "/"}) == {"DYN_A": "1"}

@@ -1,4 +1,4 @@
-"""Who may take a request: order of the checks, pins, taints, overloaded workers, and the errors."""
+"""Which workers may take a request: order of the checks, pins, taints, overloaded workers, and the errors."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ async def test_two_routers_show_themselves_side_by_side_until_each_is_closed() -
 
 
 async def test_a_rank_that_is_no_worker_of_the_router_is_not_shown() -> None:
-    """Another router of the same workers may tell of one that this one has not seen yet, or sees no more."""
+    """Another router of the same workers may publish loads of one that this one has not seen yet, or sees no more."""
     scraped, router = Scraped(), router_of()
     with RouterGauges(router, scraped.meter):
         router.loads.sequences.book("r", WorkerRank(9), SequenceLoad([1, 2]), 0.0)
@@ -165,7 +165,7 @@ async def test_the_router_reports_each_event_it_applies() -> None:
     with router, router.follow(events):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(router.run)
-            await anyio.sleep(1)  # the rank was asked for what it holds
+            await anyio.sleep(1)  # the feed has requested what the rank holds
             events.on_next(RouterEvent(1, KvEvent(1, KvCleared())))
             tasks.cancel_scope.cancel()
     assert counted == [("cleared", "ok")]

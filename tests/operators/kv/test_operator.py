@@ -382,7 +382,7 @@ async def test_a_stop_frees_the_request_when_its_stream_has_ended() -> None:
         assert graph.booked == 0
 
 
-# -- what is told
+# -- what is published
 
 
 async def test_the_tracker_records_the_choice() -> None:

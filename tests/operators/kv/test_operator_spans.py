@@ -250,7 +250,7 @@ async def test_a_tie_and_a_pinned_request_give_nothing_up() -> None:
     assert "overlap_blocks_lost" not in measured.seen
 
 
-# -- who may not even wait
+# -- requests that may not even wait
 
 
 async def test_a_refusal_is_counted_by_the_limit_that_was_reached() -> None:

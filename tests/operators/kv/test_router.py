@@ -1,4 +1,4 @@
-"""KvRouter: what is known, who is chosen, and workers that come and go."""
+"""KvRouter: what it knows, which worker it chooses, and workers that come and go."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
     assert "full" in caplog.text
 
 
-# -- who is chosen
+# -- which worker is chosen
 
 
 @pytest.mark.parametrize(("placement", "worker_id"), [("cost", 2), ("expected_delay", 1)])

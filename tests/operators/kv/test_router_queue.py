@@ -1,4 +1,4 @@
-"""KvRouter's queue: who waits, who goes next, and what becomes of those that are given up."""
+"""KvRouter's queue: which requests wait, which goes next, and what becomes of those that are given up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE_AT_A_TIME = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
 
 
 class Waiters:
-    """Requests that ask in tasks of their own, and what came of each, in order."""
+    """Requests that wait in tasks of their own, and the outcome of each, in order."""
 
     def __init__(self, router: KvRouter, tasks: Any) -> None:
         self._router, self._tasks = router, tasks
@@ -34,8 +34,8 @@ class Waiters:
         self.failed: dict[str, Exception] = {}
 
     async def ask(self, request_id: str, request: RouteRequest | None = None, control: Control | None = None) -> None:
-        """Asks, and returns when the request is placed, refused or waits."""
-        own = prompt(first=100 * ord(request_id))  # nobody else's, so nothing of it is cached
+        """Send a request; return when it is placed, refused or waits."""
+        own = prompt(first=100 * ord(request_id))  # shared with no other, so nothing of it is cached
         self._tasks.start_soon(self._ask, request_id, request or own, control)
         await settled()
 

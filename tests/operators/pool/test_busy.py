@@ -1,4 +1,4 @@
-"""Busy thresholds, and the watch that keeps who is busy."""
+"""Busy thresholds, and the watch of the workers that are busy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_either_number_of_blocks_above_the_fraction_is_busy(load: RankLoad, expe
 
 
 @pytest.mark.parametrize("total", [None, 0])
-def test_without_a_known_capacity_blocks_say_nothing(total: int | None) -> None:
+def test_without_a_known_capacity_blocks_do_not_count(total: int | None) -> None:
     assert not is_busy(RankLoad(10**6, 10**6), decode(0.0), ModelRuntimeConfig(total_kv_blocks=total))
     assert latch(RankLoad(10**6), ModelRuntimeConfig(total_kv_blocks=total), decode(0.0)) is None
 
@@ -185,7 +185,7 @@ def world() -> Iterator[World]:
     made.watch.close()
 
 
-def test_the_watch_knows_who_is_busy(world: World) -> None:
+def test_the_watch_knows_which_workers_are_busy(world: World) -> None:
     seen: list[Any] = []
     world.watch.changes().subscribe(seen.append, on_completed=lambda: seen.append("completed"))
     world.report(1, kv_used_blocks=95)
@@ -262,7 +262,7 @@ def test_capacities_count_as_soon_as_they_are_known() -> None:
     assert world.watch.busy() == {1}
 
 
-def test_what_may_be_of_another_pool_makes_nobody_busy(world: World) -> None:
+def test_a_report_that_may_be_of_another_pool_makes_no_worker_busy(world: World) -> None:
     world.report(1, kv_used_blocks=95)
     elsewhere = Subject[ActiveLoad]()
     world.loads.follow(elsewhere, elsewhere=[static_workers({1: ScriptedEngine([])})])

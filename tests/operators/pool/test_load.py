@@ -1,4 +1,4 @@
-"""Worker loads: what is in flight, what is reported, and that those who leave are forgotten."""
+"""Worker loads: what is in flight, what is reported, and that workers that leave are forgotten."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_one_that_is_not_there_is_not_counted() -> None:
 
 
 async def test_an_instance_that_comes_back_begins_with_nothing() -> None:
-    """And what is released of the time before does not touch it, also if nobody looked in between."""
+    """And what is released of the time before does not touch it, also if the loads were not read in between."""
     async with Runtime.in_process() as runtime:
         loads = WorkerLoads(runtime.workers(NAME))
         for looks in (True, False):
@@ -117,7 +117,7 @@ async def test_loads_know_the_device() -> None:
 # -- reports
 
 
-def test_a_report_changes_what_it_says_and_leaves_the_rest() -> None:
+def test_a_report_changes_its_own_fields_and_leaves_the_rest() -> None:
     known = RankLoad(1, 2, 3)
     assert known.updated(ActiveLoad(9, kv_used_blocks=0)) == RankLoad(1, 0, 3)
     assert known.updated(ActiveLoad(9, active_decode_blocks=5, active_prefill_tokens=6)) == RankLoad(5, 2, 6)

@@ -78,8 +78,8 @@ async def outcome(graph: AsyncEngine[Any, Any], payload: Any = None) -> tuple[in
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("healthy", [1, 2, 3])
-async def test_a_request_comes_back_to_nobody_it_has_failed_on(mode: RouterMode, how: str, healthy: int) -> None:
-    """A pool that leaves nobody out by itself, and as many attempts as there are instances."""
+async def test_a_request_returns_to_no_worker_it_has_failed_on(mode: RouterMode, how: str, healthy: int) -> None:
+    """A pool that excludes no worker by itself, and as many attempts as there are instances."""
     engines = {i: ScriptedEngine([item(9)]) if i == healthy else failing(how) for i in (1, 2, 3)}
     router = PushRouter(static_workers(engines), mode, Random(5), cooldown_s=0, silence_timeout_s=1)
     with watch_streams() as streams:
@@ -158,7 +158,7 @@ def test_what_is_no_fault_of_the_worker_is_not_noted() -> None:
 
 
 @pytest.mark.parametrize("payload", [None, 5, "text", PreprocessedRequest([1])])
-def test_a_request_that_does_not_migrate_leaves_nobody_out(payload: Any) -> None:
+def test_a_request_that_does_not_migrate_excludes_no_worker(payload: Any) -> None:
     note_failure(payload, 1, GONE)
     assert without_failed([1, 2], payload) == [1, 2]
 
@@ -195,7 +195,7 @@ async def test_requests_at_the_same_time_do_not_mix() -> None:
 
 
 async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_answer() -> None:
-    """As far as the pool itself leaves out who failed a moment ago."""
+    """As far as the pool itself leaves out workers that failed a moment ago."""
     first: list[Any] = [Annotated(LLMEngineOutput([n])) for n in range(5)]
     rest: list[Any] = [Annotated(LLMEngineOutput([n])) for n in range(5, 12)]
     engines = {i: ScriptedEngine(lambda p: rest if len(p.token_ids) > 8 else [*first, Fail(GONE)]) for i in (1, 2, 3)}
@@ -212,7 +212,7 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
     assert (tracker.osl_tokens, tracker.isl_tokens, tracker.decode_worker.worker_id) == (12, 8, last)
 
 
-async def test_where_nobody_goes_on_the_tracker_names_the_worker_that_answered() -> None:
+async def test_where_no_worker_continues_the_tracker_names_the_one_that_answered() -> None:
     workers: Any = static_workers({7: ScriptedEngine([item(1), Fail(GONE)])})
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     with kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4) as kv:

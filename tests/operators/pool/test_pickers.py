@@ -1,4 +1,4 @@
-"""Pickers: who gets a request, given what is in flight."""
+"""Pickers: which worker gets a request, given what is in flight."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_group_is_that_of_the_rule(counts: list[int], ratio: int) -> None:
     assert known[chosen].in_flight == min(known[i].in_flight for i in group)
 
 
-def test_an_instance_that_does_not_say_its_device_is_an_accelerator() -> None:
+def test_an_instance_without_a_device_is_an_accelerator() -> None:
     known = loads({1: 0, 2: 0}, {1: "cpu"})
     assert DeviceAware()([1, 2], known, REQUEST, Random(1)) == 2
 

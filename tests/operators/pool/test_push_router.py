@@ -1,4 +1,4 @@
-"""PushRouter: which instance is asked, and what happens when there is none."""
+"""PushRouter: which instance gets a request, and what happens when there is none."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from .worlds import (
 )
 
 
-async def test_round_robin_asks_one_after_the_other() -> None:
+async def test_round_robin_sends_to_one_after_the_other() -> None:
     engine = router(1, 2, 3)
     assert [await answerer(engine) for _ in range(4)] == [1, 2, 3, 1]
 
 
-async def test_random_asks_as_its_rng_says() -> None:
+async def test_random_sends_as_its_rng_draws() -> None:
     engine, expected = router(1, 2, 3, mode="random", rng=Random(7)), Random(7)
     assert [await answerer(engine) for _ in range(40)] == [expected.choice([1, 2, 3]) for _ in range(40)]
     assert await answerer(router(1, 2, 3, mode="random")) in {1, 2, 3}
@@ -58,7 +58,7 @@ async def test_a_picker_of_ones_own_decides() -> None:
     assert await answerer(PushRouter(pool(answering(1, 2, 3)), pick=highest)) == 3
 
 
-async def test_a_picker_is_told_the_loads_and_the_request() -> None:
+async def test_a_picker_gets_the_loads_and_the_request() -> None:
     seen: list[Any] = []
 
     def looking(candidates: Sequence[int], loads: Loads, request: AnyContext, rng: Random) -> int:
@@ -114,7 +114,7 @@ async def test_a_request_that_names_none_is_refused_in_direct_mode(payload: obje
     assert caught.value.field == "routing.backend_instance_id"
 
 
-async def test_an_unknown_instance_is_named_and_no_other_one_is_asked() -> None:
+async def test_an_unknown_instance_is_named_and_no_other_gets_the_request() -> None:
     engines = answering(1)
     with pytest.raises(CannotConnect, match=f"instance_id=9 not found for endpoint {NAME}"):
         await send_to(PushRouter(pool(engines)), 9)

@@ -77,7 +77,7 @@ async def test_when_the_reader_learns_of_a_fault_the_instance_is_out_and_nothing
 
 
 @pytest.mark.parametrize("error", [BackendUnknown("the model's own"), InvalidArgument("wrong"), Unavailable("full")])
-async def test_an_error_that_blames_nobody_leaves_nobody_out(error: PenstockError) -> None:
+async def test_an_error_of_no_worker_excludes_none(error: PenstockError) -> None:
     """Neither does a cancellation, which is of this kind."""
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)])}))
     await meet(engine, 1, error)
@@ -129,14 +129,14 @@ async def test_a_listener_that_fails_when_an_instance_is_back_breaks_nothing_els
     assert "a subscriber failed" in caplog.text
 
 
-async def test_with_an_exclusion_of_nothing_nobody_is_left_out() -> None:
+async def test_with_a_cooldown_of_zero_no_worker_is_left_out() -> None:
     error = Disconnected("lost")
     engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2, 3)}), cooldown_s=0)
     await meet(engine, 1, error)
     assert list(engine.health.view.routable) == [1, 2, 3]
 
 
-async def test_all_left_out_is_an_error_of_its_own_that_says_when_to_come_back() -> None:
+async def test_all_left_out_is_an_error_of_its_own_with_the_time_to_retry() -> None:
     error = Disconnected("lost")
     engine = PushRouter(pool({i: ScriptedEngine([Fail(error)]) for i in (1, 2)}), cooldown_s=5)
     await meet(engine, 1, error)
@@ -148,7 +148,7 @@ async def test_all_left_out_is_an_error_of_its_own_that_says_when_to_come_back()
     assert caught.value.retry_after_s == pytest.approx(4)
 
 
-async def test_an_instance_that_has_left_does_not_say_when_to_come_back() -> None:
+async def test_an_instance_that_has_left_does_not_set_the_time_to_retry() -> None:
     error = Disconnected("lost")
     async with Runtime.in_process() as runtime:
         engine: PushRouter[Any, Any] = PushRouter(runtime.workers(NAME), cooldown_s=5)
@@ -162,8 +162,8 @@ async def test_an_instance_that_has_left_does_not_say_when_to_come_back() -> Non
         assert refusal.retry_after_s == pytest.approx(5)
 
 
-async def test_when_to_come_back_is_not_known_of_those_that_are_busy_by_somebody_elses_judgement() -> None:
-    """Nor does one that is left out anyway say it."""
+async def test_workers_that_another_judges_busy_give_no_time_to_retry() -> None:
+    """Nor is it known of one that is left out anyway."""
     error, busy = Disconnected("lost"), BehaviorSubject[AbstractSet[int]](frozenset())
     scripts = iter([WorkerOverloaded("no room"), error])
     engine = PushRouter(pool({1: ScriptedEngine(lambda _: [Fail(next(scripts))]), **answering(2)}), busy=busy)
@@ -221,7 +221,7 @@ async def test_an_instance_that_has_come_back_is_not_held_to_its_faults() -> Non
 
 @pytest.mark.parametrize("ending", ["cancelled", "raises", "stopped"])
 async def test_nothing_is_in_flight_when_an_instance_gives_no_stream(ending: str) -> None:
-    """Also a foreign exception and a cancellation while it is asked, which blame nobody."""
+    """Also a foreign exception and a cancellation while the request is sent, which count against no worker."""
 
     class Slow(AsyncEngine[Any, Any]):
         async def generate(self, request: Context[Any]) -> ResponseStream[Any]:
@@ -293,7 +293,7 @@ async def test_a_stopped_stream_that_stays_silent_just_ends() -> None:
     assert list(engine.health.view.routable) == [1]
 
 
-async def test_an_instance_that_says_it_is_busy_is_passed_over_for_a_while() -> None:
+async def test_an_instance_that_refuses_as_busy_is_passed_over_for_a_while() -> None:
     engines = {**answering(2), 1: ScriptedEngine([], fails=WorkerOverloaded("no room"))}
     engine = PushRouter(pool(engines), pick=lowest, cooldown_s=5)
     with pytest.raises(WorkerOverloaded, match="no room"):
@@ -304,7 +304,7 @@ async def test_an_instance_that_says_it_is_busy_is_passed_over_for_a_while() -> 
     assert list(engine.health.view.free) == [1, 2]
 
 
-async def test_instances_that_all_say_they_are_busy_are_asked_again_when_the_first_is_back() -> None:
+async def test_instances_that_all_refuse_as_busy_get_requests_when_the_first_is_back() -> None:
     engine = PushRouter(pool({1: ScriptedEngine([], fails=WorkerOverloaded("no room"))}), cooldown_s=5)
     with pytest.raises(WorkerOverloaded):
         await engine.generate(Context(None))

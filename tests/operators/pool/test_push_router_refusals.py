@@ -1,4 +1,4 @@
-"""Why nobody can be asked: each reason is an error of its own, and nothing is sent."""
+"""Why no worker can get a request: each reason is an error of its own, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_without_an_instance_there_is_an_error_at_once(mode: RouterMode) -
         await PushRouter(pool({}), mode).generate(Context(None))
 
 
-async def test_the_error_without_an_instance_says_why() -> None:
+async def test_the_error_without_an_instance_has_the_reason() -> None:
     async with Runtime.in_process() as runtime:
         workers = runtime.workers(NAME)
         engine: PushRouter[Any, Any] = PushRouter(workers)
@@ -42,7 +42,7 @@ async def test_the_error_without_an_instance_says_why() -> None:
             await engine.generate(Context(None))
 
 
-async def test_an_instance_that_is_not_admitted_is_never_asked() -> None:
+async def test_an_instance_that_is_not_admitted_never_gets_a_request() -> None:
     engines = answering(1, 2, 3)
     engine = PushRouter(pool(engines), admits=lambda instance_id: instance_id == 2)
     assert [await answerer(engine) for _ in range(3)] == [2, 2, 2]
@@ -62,7 +62,7 @@ async def test_a_busy_instance_is_passed_over(mode: RouterMode) -> None:
 
 
 @pytest.mark.parametrize("mode", PICKING_MODES)
-async def test_all_busy_is_not_the_same_as_nobody_there(mode: RouterMode) -> None:
+async def test_all_busy_is_not_the_same_as_an_empty_pool(mode: RouterMode) -> None:
     engines = answering(1, 2)
     engine = PushRouter(pool(engines), mode, busy=BehaviorSubject[AbstractSet[int]]({1, 2, 3}))
     with pytest.raises(AllBusy, match=f"all workers are busy: 2 of endpoint {NAME}") as caught:
@@ -103,7 +103,7 @@ async def test_where_requests_name_theirs_only_being_busy_refuses() -> None:
     assert isinstance(engine.refusal(), AllBusy)
 
 
-async def test_a_busy_instance_is_not_asked_directly() -> None:
+async def test_a_busy_instance_gets_no_direct_request() -> None:
     engines = answering(1, 2)
     engine = PushRouter(pool(engines), busy=BehaviorSubject[AbstractSet[int]]({1}))
     with pytest.raises(WorkerOverloaded, match="the selected worker 1"):
@@ -118,7 +118,7 @@ HALF = BusyThresholds(active_decode_blocks_threshold=0.5)
 
 
 class Pool:
-    """Workers 1 and 2, of which the first refuses whatever it is asked; `reports` are what they report."""
+    """Workers 1 and 2, of which the first refuses every request; `reports` are what they report."""
 
     def __init__(self, thresholds: BusyThresholds | None = None) -> None:
         engines: Any = {1: ScriptedEngine([], fails=WorkerOverloaded("full")), 2: ScriptedEngine([1])}
@@ -147,7 +147,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("thresholds", [None, HALF])
-async def test_a_worker_that_reports_that_it_is_idle_is_asked_again(thresholds: BusyThresholds | None) -> None:
+async def test_a_worker_that_reports_that_it_is_idle_gets_requests_again(thresholds: BusyThresholds | None) -> None:
     """It is not left out for the whole cooldown."""
     pool = Pool(thresholds)
     for _ in range(2):
@@ -160,7 +160,7 @@ async def test_a_worker_that_reports_that_it_is_idle_is_asked_again(thresholds: 
 
 
 @pytest.mark.parametrize("thresholds", [None, HALF])
-async def test_a_report_from_before_the_refusal_readmits_nobody(thresholds: BusyThresholds | None) -> None:
+async def test_a_report_from_before_the_refusal_does_not_readmit(thresholds: BusyThresholds | None) -> None:
     pool = Pool(thresholds)
     pool.report(1, 0)
     await pool.refuse()

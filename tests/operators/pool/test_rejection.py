@@ -1,4 +1,4 @@
-"""Rejection: a request is refused early, and only when everybody is busy."""
+"""Rejection: a request is refused early, and only when every worker is busy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipeline.testing import Probe, ScriptedEngine, check_operator
 
 
 class Saying:
-    """A gate that says what it is told."""
+    """A gate that answers as it was made."""
 
     def __init__(self, refusal: PenstockError | None = None) -> None:
         self.says = refusal
@@ -58,7 +58,7 @@ async def test_a_request_is_refused_when_all_are_busy() -> None:
     assert await (await graph.generate(Context(None))).collect() == [2]
 
 
-async def test_a_gate_that_knows_better_says_when_to_come_back() -> None:
+async def test_a_gate_that_knows_better_gives_the_time_to_retry() -> None:
     assert (
         await refused(Rejection(Saying(AllBusy("full", retry_after_s=0.25)), retry_after_s=9))
     ).retry_after_s == 0.25

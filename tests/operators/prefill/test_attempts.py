@@ -51,7 +51,7 @@ async def test_a_new_attempt_ends_the_prefill_of_the_one_before(ending: str) -> 
         it.assert_idle()
 
 
-async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_asked() -> None:
+async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_the_request() -> None:
     script = [Wait(60), prefilled()]
     async with prefill_world("round_robin", script, configs=everywhere()) as it:
         request = Context(prompt(tracker=track_request(lambda: 0)))
@@ -65,7 +65,7 @@ async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_been_as
         await anyio.sleep(70)
 
 
-async def test_a_prefill_that_does_not_hear_a_stop_is_killed() -> None:
+async def test_a_prefill_that_ignores_a_stop_is_killed() -> None:
     below: Any = ScriptedEngine([prefilled()])
     workers: Any = static_workers({1: Faults(stall_after=0) >> below})
     health = present_workers(1, configs={1: meeting_at()})
@@ -119,7 +119,7 @@ async def test_its_end_waits_for_prefills_then_cuts_them() -> None:
         assert not it.health.views.observers
 
 
-async def test_whoever_waits_at_its_end_is_told() -> None:
+async def test_a_request_that_waits_at_its_end_gets_an_error() -> None:
     async with anyio.create_task_group() as tasks:
         async with prefill_world(script=[Stall()], drain_timeout_s=5) as it:
 
@@ -133,7 +133,7 @@ async def test_whoever_waits_at_its_end_is_told() -> None:
 
 
 async def test_a_scheduler_that_ends_too_holds_up_nothing() -> None:
-    """A prefill that was dispatched in the very turn all was cancelled never starts, and is waited for by nobody."""
+    """A prefill that was dispatched in the very turn all was cancelled never starts, and nothing waits for it."""
     tracker = track_request(lambda: 0)
     cases: list[Any] = [{}, everywhere()]
     for configs in cases:

@@ -70,7 +70,7 @@ async def test_a_cached_prompt_is_prefilled_where_it_decodes() -> None:
 
 
 @pytest.mark.parametrize("present", [(), (1, 2, 3)])
-async def test_nobody_but_the_router_says_so(present: Any) -> None:
+async def test_only_the_router_may_bypass_prefill(present: Any) -> None:
     claim = prompt(annotations=["x-bypass-remote-prefill", "other"], tracker=track_request(lambda: 0))
     async with prefill_world(present=present) as it:
         await it.collect(claim)
@@ -78,7 +78,7 @@ async def test_nobody_but_the_router_says_so(present: Any) -> None:
         assert claim.annotations == ["x-bypass-remote-prefill", "other"]
 
 
-async def test_a_named_prefill_worker_is_always_asked() -> None:
+async def test_a_named_prefill_worker_always_gets_the_request() -> None:
     (_, below), rule = decode_pool(conditional_disagg_eff_isl_ratio_threshold=1.0)
     async with prefill_world(conditional=rule, below=below) as it:
         await it.collect(prompt(routing=RoutingHints(prefill_worker_id=2)))
@@ -107,7 +107,7 @@ async def test_a_decode_worker_that_is_busy_or_not_known_to_be_calm_gets_no_prom
 async def test_an_error_while_deciding_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     (_, below), rule = decode_pool()
     async with prefill_world(conditional=rule, below=below) as it:
-        with pytest.raises(InvalidArgument):  # of the decode router, which is asked after the prefill
+        with pytest.raises(InvalidArgument):  # of the decode router, which gets the request after the prefill
             await it.collect(prompt(routing=RoutingHints(decode_worker_id=5, allowed_worker_ids={1, 2, 3})))
         assert "is prefilled remotely" in caplog.text
         assert len(it.prefills) == 1

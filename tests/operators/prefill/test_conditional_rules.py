@@ -59,7 +59,7 @@ def test_a_short_and_mostly_cached_prompt_is_not_worth_a_transfer(
         ("isl_or_load", False, None, False),
     ],
 )
-def test_the_policy_says_what_counts(policy: Any, short: bool, busy: bool | None, expected: bool) -> None:
+def test_the_policy_decides_which_rules_count(policy: Any, short: bool, busy: bool | None, expected: bool) -> None:
     isl, cached = (1000, 900) if short else (1000, 0)
     config = rules(conditional_disagg_policy=policy)
     got = skips_remote_prefill(config, isl_tokens=isl, cached_tokens=cached, prefill_busy=busy)

@@ -1,4 +1,4 @@
-"""Who prefills, where decode meets it, what errors become: the decisions of PrefillRouter, as tables."""
+"""Which worker prefills, where decode meets it, what errors become: the decisions of PrefillRouter, as tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def meeting(host: str | None = "h", port: int | None = 9000, size: int = 4) -> M
     return ModelRuntimeConfig(disaggregated_endpoint=DisaggregatedEndpoint(host, port), data_parallel_size=size)
 
 
-# -- who prefills
+# -- which worker prefills
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_without_rank_and_size_the_room_is_what_was_drawn(rank: Any, size: Any, 
     data=st.data(),
     draw=st.one_of(st.integers(0, ROOM_MAX), st.sampled_from([ROOM_MAX])),
 )
-def test_the_room_tells_the_rank_and_has_63_bits(size: int, data: Any, draw: int) -> None:
+def test_the_room_contains_the_rank_and_has_63_bits(size: int, data: Any, draw: int) -> None:
     rank = data.draw(st.integers(0, size - 1))
     room = bootstrap_room(rank, size, draw)
     assert 0 <= room <= 2**63 - 1
@@ -116,7 +116,7 @@ def test_a_worker_of_which_nothing_is_known_has_no_meeting_point() -> None:
 TOLD = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
 
 
-def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
+def test_a_prefill_worker_may_send_the_meeting_point_itself() -> None:
     assert bootstrap_from_params({**TOLD, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
 
 
@@ -135,14 +135,14 @@ def test_a_prefill_worker_may_tell_the_meeting_itself() -> None:
         [TOLD],
     ],
 )
-def test_a_meeting_that_is_not_all_told_is_none(params: Any) -> None:
+def test_an_incomplete_meeting_point_is_none(params: Any) -> None:
     assert bootstrap_from_params(params) is None
 
 
 # -- errors
 
 
-def test_backpressure_tells_the_figures_and_when_to_come_back() -> None:
+def test_backpressure_reports_the_figures_and_when_to_retry() -> None:
     error = backpressure(QueueRejected(limit_kind="raw_isl_tokens", current=900, limit=800))
     assert error.message == (
         "router backpressure during prefill resolve: raw_isl_tokens (queued_isl_tokens=900, max_queued_isl_tokens=800)"

@@ -50,10 +50,10 @@ async def test_the_operator_contract_without_prefill(enforced: bool) -> None:
 
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 @pytest.mark.parametrize("meets", [False, True])
-async def test_decode_is_asked_whatever_the_client_did_meanwhile(
+async def test_decode_gets_the_request_whatever_the_client_did_meanwhile(
     verb: str, meets: bool, open_streams: OpenStreams
 ) -> None:
-    """The blocks want somebody who takes them; decode gets the client's own request, ended as it is"""
+    """The blocks need a worker that takes them; decode gets the client's own request, ended as it is"""
     tracker = track_request(lambda: 0)
     request = Context(prompt(tracker=tracker))
     configs = everywhere() if meets else {}
@@ -164,7 +164,7 @@ async def test_a_cancelled_task_leaves_decode_to_take_the_blocks(meets: bool, op
         await expect_free(tracker)
 
 
-async def test_what_is_left_of_a_failed_prefill_asks_nobody() -> None:
+async def test_the_rest_of_a_failed_prefill_sends_no_request() -> None:
     async with prefill_world(script=[Wait(2), Fail(RuntimeError("broken"))]) as it:
         async with cancelled_after(1):
             await it.collect()
@@ -186,7 +186,7 @@ async def test_a_task_cancelled_before_anything_is_sent_leaves_nothing() -> None
         await expect_free(tracker)
 
 
-async def test_a_task_cancelled_while_decode_is_asked_ends_decode() -> None:
+async def test_a_task_cancelled_while_decode_begins_ends_decode() -> None:
     class Hesitant(ScriptedEngine):
         async def generate(self, request: Any) -> Any:
             await anyio.sleep(9)
@@ -247,7 +247,7 @@ async def test_a_stream_that_is_not_read_on_frees_decode_and_not_prefill(read: i
         it.assert_idle()
 
 
-async def test_nobody_waits_for_a_decode_that_has_ended() -> None:
+async def test_no_prefill_waits_for_a_decode_that_has_ended() -> None:
     """A prefill that fails behind an unread stream ends at once, it does not wait its patience out."""
     async with prefill_world(
         script=[Wait(1), Fail(RuntimeError("broken"))], configs=everywhere(), decode_patience_s=100
@@ -270,7 +270,7 @@ async def test_nor_for_one_that_was_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("verb", ["stop", "kill", None])
-async def test_a_caller_that_has_gone_is_not_told_of_a_prefill_that_failed(verb: str | None) -> None:
+async def test_a_caller_that_has_gone_gets_no_error_of_a_failed_prefill(verb: str | None) -> None:
     request = Context(prompt())
     async with (
         prefill_world(script=[Fail(RuntimeError("broken"))], configs=everywhere(), decode=[Stall()]) as it,

@@ -54,7 +54,7 @@ MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", 
 # -- refusals
 
 
-async def test_backpressure_asks_nobody_in_a_kv_pool() -> None:
+async def test_backpressure_sends_nothing_in_a_kv_pool() -> None:
     workers: Any = static_workers({1: ScriptedEngine([Stall()])})
     kv = kv_router(
         workers,
@@ -81,7 +81,7 @@ async def test_backpressure_asks_nobody_in_a_kv_pool() -> None:
                 tasks.cancel_scope.cancel()
 
 
-async def test_backpressure_asks_nobody_in_a_plain_pool() -> None:
+async def test_backpressure_sends_nothing_in_a_plain_pool() -> None:
     workers: Any = static_workers({1: (prefill := ScriptedEngine([prefilled()]))})
     side = PushPrefill(PushRouter(workers, busy=BehaviorSubject[AbstractSet[int]]({1})))
     decode = ScriptedEngine(tokens(1))
@@ -182,7 +182,7 @@ async def test_what_a_prefill_meets_goes_to_the_caller(script: Any, error: type[
 
 
 @pytest.mark.parametrize("meets", [False, True])
-async def test_a_prefill_that_reaches_nobody_fails_before_decode(meets: bool) -> None:
+async def test_a_prefill_that_reaches_no_worker_fails_before_decode(meets: bool) -> None:
     configs = everywhere() if meets else {}
     async with prefill_world("round_robin", configs=configs) as it:
         for engine in it.engines.values():
@@ -237,7 +237,7 @@ class LateToDecode(RequestTracker):
         return await super().set_phase(phase)
 
 
-async def test_decode_that_is_asked_when_patience_is_over_ends_too() -> None:
+async def test_decode_that_begins_when_the_timeout_is_over_ends_too() -> None:
     configs = everywhere()
     tracker = LateToDecode(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     async with prefill_world(script=[Fail(ERROR)], configs=configs, decode=[Stall()], decode_patience_s=2) as it:

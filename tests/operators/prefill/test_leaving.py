@@ -33,7 +33,7 @@ def promising(meets: bool) -> Mapping[int, ModelRuntimeConfig]:
 
 
 async def leave_after(it: PrefillWorld, how: str, seconds: float, request: Context[Any]) -> None:
-    """Asks, and leaves after a while. A stop or kill before there is an answer raises Cancelled."""
+    """Send a request, and leave after a while. A stop or kill before there is an answer raises Cancelled."""
     with anyio.move_on_after(seconds if how == "cancel" else 3600):
         async with anyio.create_task_group() as tasks:
 
@@ -93,7 +93,7 @@ async def test_a_client_that_left_gets_cancelled_though_its_prefill_was_refused(
 
 @ENDINGS
 async def test_a_worker_that_promises_to_stop_prefills_is_sent_a_stop(how: str, open_streams: OpenStreams) -> None:
-    """And never a kill, which would cut the connection; decode, which has nothing to take, is not asked."""
+    """And never a kill, which would cut the connection; decode, which has nothing to take, gets no request."""
     async with prefill_world(script=[Wait(60), prefilled()], configs=promising(False)) as it:
         began_s = anyio.current_time()
         await leave_after(it, how, 1, Context(prompt()))
@@ -127,8 +127,8 @@ class Asked(Operator[Any, Any, Any, Any]):
 @ENDINGS
 @KINDS
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_at_no_turn_is_decode_asked_for_blocks_that_will_not_come(how: str, meets: bool, mode: str) -> None:
-    """A prefill that was sent is stopped before decode is asked, or is not and decode is asked."""
+async def test_at_no_turn_does_decode_wait_for_blocks_that_will_not_come(how: str, meets: bool, mode: str) -> None:
+    """A prefill that was sent is stopped before decode gets the request, or it is not and decode gets it."""
     asked, script, withdrawn = Asked(), [Wait(1), prefilled()], 0
     async with prefill_world(mode, script, configs=promising(meets), below=lambda decode: asked >> decode) as it:
         asked.prefills = lambda: it.prefills

@@ -1,4 +1,4 @@
-"""PrefillRouter: who is asked for what and when, in every mode."""
+"""PrefillRouter: which worker gets what and when, in every mode."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_without_prefill_workers_the_request_goes_as_it_came() -> None:
         assert it.prefills == []
 
 
-async def test_who_enforces_prefill_gets_an_error_instead() -> None:
+async def test_with_enforced_prefill_the_request_gets_an_error_instead() -> None:
     async with prefill_world(present=(), enforce_disagg=True) as it:
         with pytest.raises(PrefillNotActivated, match="Prefill router not yet activated"):
             await it.collect()
@@ -169,7 +169,7 @@ async def test_decode_begins_before_prefill_is_done(mode: str) -> None:
         it.assert_idle()
 
 
-async def test_each_request_meets_in_a_room_of_its_own_that_tells_the_rank() -> None:
+async def test_each_request_meets_in_a_room_of_its_own_that_contains_the_rank() -> None:
     configs = {i: meeting_at(data_parallel_size=4) for i in (1, 2, 3)}
     async with prefill_world("round_robin", configs=configs) as it:
         for rank in (0, 3, 2, 3):

@@ -28,14 +28,14 @@ def below_a_kv_router(decode: Any) -> Any:
 @pytest.mark.parametrize("late_s", [0, 30])
 @pytest.mark.parametrize("meets", [False, True])
 async def test_the_times_are_those_of_both_halves(meets: bool, late_s: float) -> None:
-    """The prefill worker may say more, also behind decode's end where that does not wait for it."""
+    """The prefill worker may send more, also behind decode's end where that does not wait for it."""
     prefill = [Wait(2), prefilled(), Wait(late_s), *tokens(5)]
     decode = [Wait(5), *tokens(1), Wait(1), *tokens(6)]
     configs = everywhere() if meets else {}
     tracker = track_request(lambda: 0)
     async with prefill_world(script=prefill, decode=decode, configs=configs, below=below_a_kv_router) as it:
         await it.collect(prompt(tracker=tracker))
-        began_s = 0 if meets else 2 + late_s  # when decode was asked
+        began_s = 0 if meets else 2 + late_s  # when decode got the request
         await anyio.sleep(40)
         it.assert_idle()
     assert (tracker.osl_tokens, tracker.ttft_ms, tracker.total_time_ms) == (7, 2000, (began_s + 6) * 1000)

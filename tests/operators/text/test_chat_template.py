@@ -96,7 +96,7 @@ def test_a_template_that_refuses_the_messages_blames_the_caller() -> None:
         "{{ 'secret'.nothing() }}",
     ],
 )
-def test_a_template_that_fails_says_nothing_of_its_inside(source: str) -> None:
+def test_the_error_of_a_template_shows_nothing_of_its_inside(source: str) -> None:
     with pytest.raises(CodecError) as caught:
         render(source)
     assert str(caught.value) == "the chat template failed on these messages"

@@ -122,7 +122,7 @@ async def test_special_tokens_are_shown_on_request() -> None:
     assert texts(items) == ["<eos>"]
 
 
-async def test_a_local_stop_ends_everything_and_tells_the_engine() -> None:
+async def test_a_local_stop_ends_everything_and_stops_the_engine() -> None:
     below = Below([chunk("a"), chunk("b#!c", log_probs=[-1.0] * 4), chunk("never")])
     context = Context(tokens_request(stop=["#!"]))
     with watch_streams() as streams:
@@ -231,7 +231,7 @@ async def test_held_text_is_shown_when_the_stream_ends_without_a_finish() -> Non
     assert outputs(items)[2:] == [BackendOutput([], [], "S", index=0), BackendOutput([], [], "\ufffd", index=1)]
 
 
-async def test_a_match_that_waited_for_the_end_says_which_it_was() -> None:
+async def test_a_match_found_at_the_end_names_its_stop_string() -> None:
     items, _ = await decode([chunk("xabc")], tokens_request(stop=["abcd", "bc"]))
     assert outputs(items)[1:] == [BackendOutput([], [], "a", finish_reason=FinishReason.STOP, stop_reason="bc")]
 

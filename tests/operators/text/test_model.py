@@ -80,7 +80,7 @@ def test_templates_are_given_the_time_of_day(folder: Folder) -> None:
         ({"config__json": '{"rope": NaN, "max_position_embeddings": 3}'}, 3),
     ],
 )
-def test_the_context_length_is_the_first_that_is_said(
+def test_the_context_length_is_the_first_that_is_given(
     folder: Folder, files: dict[str, Any], length: int | None
 ) -> None:
     assert Model.from_folder(folder(**files)).context_length == length
@@ -138,7 +138,7 @@ def test_importing_operators_loads_no_optional_library() -> None:
         ([("system", "alone")], "alone"),
     ],
 )
-def test_a_byte_level_model_hears_the_last_user_message_only(messages: list[tuple[str, str]], prompt: str) -> None:
+def test_a_byte_level_model_gets_the_last_user_message_only(messages: list[tuple[str, str]], prompt: str) -> None:
     model = Model.byte_level()
     assert model.chat_template is not None
     assert model.chat_template.render([{"role": role, "content": text} for role, text in messages]) == prompt

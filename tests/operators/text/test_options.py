@@ -141,7 +141,7 @@ def test_what_else_comes_back() -> None:
     )
 
 
-def test_a_request_that_says_nothing_of_its_way_has_no_hints() -> None:
+def test_a_request_without_routing_fields_has_no_hints() -> None:
     assert routing_hints(chat()) is None
     assert routing_hints(chat(nvext={"annotations": ["x"]}, cache_salt="")) is None
 

@@ -237,7 +237,7 @@ async def test_the_operator_contract_holds(annotations: list[str]) -> None:
     )
 
 
-async def test_the_length_of_the_prompt_is_left_for_whoever_counts() -> None:
+async def test_the_length_of_the_prompt_is_recorded_for_the_usage() -> None:
     request = Context(CompletionRequest(model="echo", prompt="four"))
     await (await (Preprocess(Model.byte_level()) >> ScriptedEngine([])).generate(request)).collect()
     assert request.registry.get(PROMPT_TOKENS, int) == 4

@@ -83,7 +83,7 @@ async def test_without_a_wall_clock_nothing_is_tracked() -> None:
     assert tracker_of(request) is None
 
 
-async def test_a_request_has_one_tracker_for_all_who_serve_it() -> None:
+async def test_a_request_has_one_tracker_for_all_its_workers() -> None:
     below, request = ScriptedEngine(ITEMS), Context(chat())
     await (await link(tracked(), below).generate(request)).collect()
     tracker = tracker_of(request)
@@ -115,7 +115,7 @@ async def test_tokenizing_is_timed_by_the_finer_clock() -> None:
 @pytest.mark.parametrize(
     "nvext", [None, {}, {"extra_fields": ["engine_data", "token_ids"]}, {"annotations": ["query_instance_id"]}]
 )
-async def test_who_does_not_ask_has_the_next_stages_own_stream(nvext: Any) -> None:
+async def test_a_request_without_nvext_has_the_next_stages_own_stream(nvext: Any) -> None:
     taken: list[ResponseStream[Any]] = []
 
     class Spy(ScriptedEngine):
@@ -136,7 +136,7 @@ async def test_who_does_not_ask_has_the_next_stages_own_stream(nvext: Any) -> No
         ({"annotations": ["query_instance_id:"]}, True, False),
     ],
 )
-async def test_each_gets_what_it_asks_for(nvext: Any, workers: bool, times: bool) -> None:
+async def test_each_request_gets_the_extra_fields_it_wants(nvext: Any, workers: bool, times: bool) -> None:
     first, middle, end = routing_data_of(await answer(chat(nvext=nvext), Worker(ITEMS)))
     assert first == (RoutingData(worker_id=WORKERS) if workers else None)
     assert middle is None
@@ -240,7 +240,7 @@ async def test_the_answer_is_whole_though_several_workers_gave_it() -> None:
 # -- what an item holds already
 
 
-async def test_what_an_item_says_stays_and_its_gaps_are_filled() -> None:
+async def test_fields_of_an_item_stay_and_its_gaps_are_filled() -> None:
     own = RoutingData(TimingInfo(5, ttft_ms=1.0), WorkerIdInfo(decode_worker_id=9), [1])
     items = [token(routing_data=own), token(routing_data=own), last(routing_data=own)]
     first, middle, end = routing_data_of(await answer(chat(nvext=BOTH), Worker([Wait(2), *items])))

@@ -38,7 +38,7 @@ def spoken(outputs: list[BackendOutput], index: int | None = None) -> str:
 
 
 @given(text=st.text(st.sampled_from("ab the日本é🙂👩‍👩‍👧\n한"), min_size=1, max_size=20), n=st.integers(1, 3))
-def test_what_is_said_comes_back(byte_level: HuggingFaceTokenizer, text: str, n: int) -> None:
+def test_a_message_comes_back_as_it_was_written(byte_level: HuggingFaceTokenizer, text: str, n: int) -> None:
     bytes_only = Model.byte_level()
     for model in (bytes_only, evolve(bytes_only, tokenizer=byte_level, eos_token_ids=())):
         outputs = run_in_virtual_time(answer, model, chat(text, n=n), backend="asyncio")

@@ -135,7 +135,7 @@ def test_unknown_ids_in_a_prompt_do_not_keep_the_answer_from_being_decoded(
         assert "".join(steps(tokenizer, answer, [999_999])) == "a"
 
 
-def test_special_tokens_are_skipped_unless_asked_for(byte_level: HuggingFaceTokenizer) -> None:
+def test_special_tokens_are_skipped_unless_wanted(byte_level: HuggingFaceTokenizer) -> None:
     for tokenizer, special in ((ByteTokenizer(), "<eos>"), (byte_level, "<|end|>")):
         token_id = tokenizer.token_id(special)
         assert token_id is not None

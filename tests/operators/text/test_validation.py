@@ -172,7 +172,7 @@ def test_values_at_their_limits_pass(request_: GenerationRequest) -> None:
 
 
 @pytest.mark.parametrize(("request_", "field", "words"), REFUSED)
-def test_what_is_wrong_is_said_with_its_place(request_: GenerationRequest, field: str, words: str) -> None:
+def test_an_invalid_value_is_reported_with_its_place(request_: GenerationRequest, field: str, words: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         validate(request_)
     assert caught.value.field == field

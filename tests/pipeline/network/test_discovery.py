@@ -234,7 +234,7 @@ async def test_a_conflict_seen_after_the_write_takes_it_back() -> None:
         assert [m.card.display_name for m in await discovery.models()] == ["model-b"]
 
 
-async def test_who_joins_many_reads_only_the_cards_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_registration_reads_only_the_cards_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a thousand workers of one endpoint read a million cards."""
     read: list[str] = []
 

@@ -65,7 +65,7 @@ async def test_replacing_wants_the_revision_that_holds() -> None:
         await store.delete("a/k")
 
 
-async def test_watchers_hear_their_bucket_only() -> None:
+async def test_watchers_receive_changes_of_their_bucket_only() -> None:
     async with opened() as store:
         first, second, other = record(store, "a")[0], record(store, "a")[0], record(store, "b")[0]
         await store.create("a/k", b"1")
@@ -203,7 +203,7 @@ def test_a_change_during_the_first_items_comes_after_them() -> None:
     assert heard_items == ["a", "b", "a is gone"]
 
 
-def test_who_joins_while_an_item_is_delivered_does_not_hear_it() -> None:
+def test_a_watcher_that_joins_while_an_item_is_delivered_does_not_receive_it() -> None:
     fanout: Fanout[int] = Fanout()
     early, late, heard_items = Subject[int](), Subject[int](), list[int]()
     late.subscribe(heard_items.append)
@@ -219,7 +219,7 @@ def test_who_joins_while_an_item_is_delivered_does_not_hear_it() -> None:
     assert heard_items == [2]
 
 
-def test_who_leaves_while_an_item_is_delivered_does_not_hear_it() -> None:
+def test_a_watcher_that_leaves_while_an_item_is_delivered_does_not_receive_it() -> None:
     fanout: Fanout[int] = Fanout()
     first, second, heard_items = Subject[int](), Subject[int](), list[int]()
     second.subscribe(heard_items.append)

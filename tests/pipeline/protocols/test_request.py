@@ -235,7 +235,7 @@ def test_the_older_overlap_weight_sets_the_load_scale(
     assert "overlap_score_weight" not in to_plain(override)
 
 
-def test_routing_constraints_know_when_they_ask_for_nothing() -> None:
+def test_routing_constraints_know_when_they_are_empty() -> None:
     assert RoutingConstraints().is_empty
     assert not RoutingConstraints({"a"}).is_empty
     assert not RoutingConstraints(set(), {"a": -1.0}).is_empty

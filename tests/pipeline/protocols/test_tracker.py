@@ -235,7 +235,7 @@ def test_text_work_is_measured() -> None:
     assert tracker.detokenize_total_s == (2**64 - 1) / 1e9
 
 
-def test_worker_gauges_say_which_worker_and_rank() -> None:
+def test_worker_gauges_name_their_worker_and_rank() -> None:
     clock = Clock()
     tracker = tracker_at(clock)
     clock.now += 0.5

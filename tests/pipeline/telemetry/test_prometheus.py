@@ -59,7 +59,7 @@ def test_a_label_without_a_valid_name_is_refused(name: str) -> None:
 
 
 @given(own=st.text(), added=st.text())
-def test_a_reader_finds_both_labels_whatever_they_say(own: str, added: str) -> None:
+def test_a_reader_finds_both_labels_whatever_they_contain(own: str, added: str) -> None:
     registry = CollectorRegistry()
     Gauge("up", "is it\nup", ["own"], registry=registry).labels(own).set(1.5)
     text = with_labels(generate_latest(registry).decode(), {"added": added})

@@ -21,7 +21,7 @@ PREFLIGHT = {
 }
 
 
-async def test_a_page_of_an_allowed_origin_may_ask_and_read_our_headers() -> None:
+async def test_a_page_of_an_allowed_origin_may_send_requests_and_read_our_headers() -> None:
     service = app({"m": hello()}, access=Access(ring(requests_per_minute=1), cors_origins=(ORIGIN,)))
     allowed = await page(service, "/v1/chat/completions", PREFLIGHT, "OPTIONS")
     assert (allowed.status, allowed.response_headers["access-control-allow-origin"]) == (200, ORIGIN)

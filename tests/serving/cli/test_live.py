@@ -127,7 +127,7 @@ def test_every_byte_is_sent_at_once(loop: str) -> None:
         assert anyio.run(has_no_delay, **LOOPS[loop])
 
 
-def test_where_nothing_answers_is_told_in_one_line_before_the_load(replay: Replay, tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer_is_reported_in_one_line_before_the_load(replay: Replay, tmp_path: Path) -> None:
     (tmp_path / "live.requests.jsonl").write_text("of the last time")
     asked = ("--live", "http://127.0.0.1:1", "--json", tmp_path / "live.json", "--per-request")
     said = "Error: no connection to http://127.0.0.1:1: Connection refused\n"
@@ -170,7 +170,7 @@ def test_an_option_of_the_graph_is_refused_with_a_server_even_with_its_default(
     assert err == f"Error: {named}: cannot go with --live: that server is there, as it is\n"
 
 
-def test_what_the_environment_says_of_the_graph_is_not_given(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_graph_do_not_count_with_a_server(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_MIGRATION_LIMIT", "1")
     code, _, err = replay(*LOAD, "--live", "http://127.0.0.1:1")
     assert (code, "no connection" in err) == (1, True)
@@ -192,7 +192,7 @@ def test_an_option_of_a_server_is_refused_without_one(replay: Replay, option: st
         (("--live", "http://127.0.0.1:1", "--per-request"), "--per-request: with --live needs --json"),
     ],
 )
-def test_a_wrong_value_is_named_before_anybody_is_asked(replay: Replay, given: tuple[str, ...], said: str) -> None:
+def test_a_wrong_value_is_named_before_any_request(replay: Replay, given: tuple[str, ...], said: str) -> None:
     code, out, err = replay(*LOAD, *given)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"Error: {said}")

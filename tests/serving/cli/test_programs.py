@@ -96,7 +96,7 @@ def test_a_graph_is_drawn_as_the_environment_would_have_it_served() -> None:
     assert all(word in drawn for word in ("power_of_two_choices", "cooldown_s=7", "rng=Random"))
 
 
-def test_a_wrong_router_file_is_told_with_all_that_is_wrong_in_it(tmp_path: Path) -> None:
+def test_a_wrong_router_file_is_reported_with_all_that_is_wrong_in_it(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
     file.write_text("router_temperature = -0.5\nrouter_queue_policy = 'lifo'\n")
     ended = run("serve", "--router", "kv", "--router-config", str(file))
@@ -163,7 +163,7 @@ def test_help_is_cheap() -> None:
 
 
 @pytest.mark.parametrize("library", ["cyclopts", "uvicorn"])
-def test_a_program_without_its_libraries_says_what_to_install(library: str) -> None:
+def test_a_program_without_its_libraries_names_what_to_install(library: str) -> None:
     """Also if the command line itself starts, since another package has brought cyclopts."""
     hide = f"import sys; sys.modules[{library!r}] = None; sys.argv = ['penstock', 'serve']; "
     start = "from serving.__main__ import main; main()"

@@ -1,4 +1,4 @@
-"""`penstock replay` as a user starts it: what it prints and writes, and what it says to wrong options."""
+"""`penstock replay` as a user starts it: what it prints and writes, and its errors for wrong options."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ def test_bad_lines_are_left_out_if_wished(replay: Replay, trace: Path) -> None:
     assert "1 bad lines left out" in out
 
 
-def test_what_it_cost_is_said_of_the_gpus_and_of_the_machine(replay: Replay, trace: Path, tmp_path: Path) -> None:
-    """Section 10.5: wall_time_ms and gpu_hours. How long it took is said only if asked for."""
+def test_the_cost_is_shown_for_the_gpus_and_for_the_machine(replay: Replay, trace: Path, tmp_path: Path) -> None:
+    """Section 10.5: wall_time_ms and gpu_hours. How long it took is shown only on request."""
     file, gpus = tmp_path / "report.json", ("--gpus-per-worker", 2, "--gpus-per-prefill-worker", 3)
     code, out, _ = replay(trace, "--workers", 2, "--prefill-workers", 1, *gpus, "--json", file)
     report = json.loads(file.read_bytes())

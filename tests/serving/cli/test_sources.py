@@ -1,4 +1,4 @@
-"""Options, variables, the settings file and defaults: which comes first, and what is said of wrong ones."""
+"""Options, variables, the settings file and defaults: which comes first, and the errors for wrong ones."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ async def test_a_server_that_knows_nvext_gets_the_priority_and_returns_ids_worke
 @pytest.mark.parametrize(
     "more", [{"prompt_embeds": "x"}, {"sampling_options": SamplingOptions(n=2)}, {"multi_modal_data": {}}]
 )
-async def test_what_a_completion_cannot_say_is_refused_not_left_out(more: dict[str, Any]) -> None:
+async def test_what_a_completion_cannot_express_is_refused_not_left_out(more: dict[str, Any]) -> None:
     async with serve(answering()) as server, engine_of(server) as engine:
         with pytest.raises(InvalidArgument, match="live server"):
             await outputs(engine, prompt(**more))

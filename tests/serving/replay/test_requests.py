@@ -21,7 +21,7 @@ def row(**fields: Any) -> dict[str, Any]:
     return {"hash_ids": [4, 5], "output_length": 2, "input_length": 3, **fields}
 
 
-def test_it_asks_for_exactly_the_tokens_of_the_trace_under_its_name(trace_of: TraceOf) -> None:
+def test_it_wants_exactly_the_tokens_of_the_trace_under_its_name(trace_of: TraceOf) -> None:
     context = first(trace_of(row(), trace_block_size=2))
     request = context.payload
     assert (context.id, context.metadata, request.model) == ("line:0", {}, "")

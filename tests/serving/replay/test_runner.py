@@ -285,7 +285,7 @@ async def test_a_prompt_counts_as_reused_where_it_was_computed() -> None:
     assert {(one.role, one.hit_rate) for one in report.workers} == {("prefill", 960 / 2048), ("decode", None)}
 
 
-def test_a_closed_loop_takes_the_times_another_simulator_says() -> None:
+def test_a_closed_loop_takes_the_times_of_another_simulator() -> None:
     """Six requests, two at a time, in the offline replay of Dynamo 1.2.1: the successor of a request that ended with a
     pass is in the next pass. The figures are those of Dynamo, in its unit of nanoseconds."""
     blocks = ((number, 100 * number, 5 + number) for number in range(1, 7))

@@ -1,4 +1,4 @@
-"""Events into an index through a lossy channel: in order, repaired, and nothing kept of whom is gone."""
+"""Events into an index through a lossy channel: in order, repaired, and nothing kept of workers that are gone."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def held(feed: EventFeed, block: int) -> list[WorkerRank]:
 
 
 def begun(*ranks: WorkerRank, kept: int = 1024, limits: RepairLimits = LIMITS) -> tuple[Workers, EventFeed]:
-    """Workers, and a feed that hears their ranks."""
+    """Workers, and a feed that receives the events of their ranks."""
     workers = Workers(*ranks, kept=kept)
     feed = EventFeed(KvIndex(), workers.recover, limits=limits)
     for rank in ranks:
@@ -368,7 +368,7 @@ async def test_an_invalid_event_harms_no_other_rank(
     assert "event 1 of" in caplog.text
 
 
-async def test_who_counts_badly_keeps_no_event_from_the_index(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_publisher_that_counts_badly_keeps_no_event_from_the_index(caplog: pytest.LogCaptureFixture) -> None:
     def counted(kind: str, status: str) -> None:
         raise ValueError("cannot count to 2")
 

@@ -32,7 +32,7 @@ RANK = WorkerRank(3, 1)
 
 
 class CountedIndex(KvIndex):
-    """Counts its dumps, and fails those it is told to."""
+    """Counts its dumps, and fails those that a test names."""
 
     dumps = 0
     fails = False

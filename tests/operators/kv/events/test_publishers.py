@@ -37,7 +37,7 @@ class Life:
 
 
 class Site:
-    """A feed and the worker whose living life answers it, after `takes_s`; `troubles` come first, while there are some.
+    """A feed and the worker whose current life answers it after `takes_s`; `troubles` come first, until there are none.
 
     With `names` the answers name the publisher; with `keeps` unset the worker keeps nothing.
     """
@@ -68,7 +68,7 @@ class Site:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The feed runs; what it asks first is answered."""
+        """The feed runs, and its first request is answered."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.feed.run)
             await anyio.sleep(2)
@@ -180,7 +180,7 @@ async def test_a_publisher_that_appears_during_a_query_needs_another_query() -> 
 
 
 async def test_a_former_publisher_that_does_not_stop_keeps_nothing_from_the_living_one() -> None:
-    """It is asked about again and again, ever less often."""
+    """The feed requests it again and again, ever less often."""
     site, zombie = Site(life := Life(71)), Life(70, first_id=500)
     async with site.running():
         for step in range(600):
@@ -197,7 +197,7 @@ async def test_a_former_publisher_that_does_not_stop_keeps_nothing_from_the_livi
 
 @pytest.mark.parametrize("site", [Site(Life(71), names=False), Site(Life(71), keeps=False)], ids=["unnamed", "kept"])
 async def test_the_next_event_of_the_living_publisher_heals_a_wrong_belief(site: Site) -> None:
-    """No answer names the living one, so the straggler, heard last, is believed until then, and not for ever."""
+    """No answer names the current life, so the straggler, received last, is believed until then, and not for ever."""
     site = Site(Life(71), names=site.names, keeps=site.keeps)
     async with site.running():
         site.arrives(site.living.sends(root(1)), Life(70, first_id=2000).sends(root(7)))

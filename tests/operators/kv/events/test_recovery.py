@@ -1,4 +1,4 @@
-"""Asking workers for the events a router missed: who is asked, and what comes of it when they do not answer."""
+"""Requests for the events a router missed: to which worker they go, and what follows if it does not answer."""
 
 from __future__ import annotations
 

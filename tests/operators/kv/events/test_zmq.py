@@ -153,7 +153,7 @@ def publisher(port: int = 0) -> closing[ZmqPublisher]:
 
 
 async def until_heard(made: ZmqPublisher, heard: list[RouterEvent], count: int = 1) -> None:
-    """A subscription takes a moment: publishes the removal of a block that nobody has until so many events came."""
+    """A subscription takes a moment: publishes the removal of a block that no worker has until so many events came."""
     with anyio.fail_after(WAIT_S):
         while len(heard) < count:
             made.publish([EngineEvent(KvRemoved([0]))])

@@ -23,7 +23,7 @@ def frames(*events: Any, rank: int | None = None, sequence: int = 1) -> list[byt
 
 
 def stored(names: list[int] | None = None, **fields: Any) -> dict[str, Any]:
-    """A store of one block of two tokens, unless the fields say otherwise."""
+    """A store of one block of two tokens; `fields` replace or extend its own."""
     plain = {"type": "BlockStored", "block_hashes": names or [1], "parent_block_hash": None}
     return {**plain, "token_ids": [10, 11], "block_size": 2, **fields}
 

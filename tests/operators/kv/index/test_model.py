@@ -19,7 +19,7 @@ Path = tuple[int, ...]
 
 @define
 class RankModel:
-    """Name -> path of each block held; whoever holds a path holds its beginnings."""
+    """Name -> path of each block held; a rank that holds a path holds its beginnings."""
 
     paths: dict[int, Path] = field(factory=dict)
 

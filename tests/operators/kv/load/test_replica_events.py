@@ -1,4 +1,4 @@
-"""What routers tell each other: wire form, batches, and taking it in."""
+"""What routers publish for each other: wire form, batches, and how it is applied."""
 
 from __future__ import annotations
 

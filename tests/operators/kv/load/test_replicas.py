@@ -1,4 +1,4 @@
-"""ReplicaSync: routers that tell each other what they book see the same loads and choose alike."""
+"""ReplicaSync: routers that publish their bookings see the same loads and choose alike."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(max_examples=60)
 async def test_two_routers_see_the_same_loads_and_choose_like_one(script: list[tuple[str, int, int, int]]) -> None:
-    """A third router is told everything by hand. Output is not told: blocks are compared where there is none."""
+    """A third router gets every event by hand. Output is not published: blocks are compared where there is none."""
     config = {"router_prefill_load_model": "aic", "router_queue_threshold": None}
     given: dict[str, Any] = {"config": config, "prefill_duration": lambda prompt, cached: prompt.isl_tokens / 10}
     async with Runtime.in_process() as runtime:

@@ -1,4 +1,4 @@
-"""Policy documents: what they say, and what is wrong with some."""
+"""Policy documents: what they set, and what is wrong with some."""
 
 from __future__ import annotations
 

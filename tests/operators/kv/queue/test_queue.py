@@ -27,7 +27,7 @@ def one_class(queue_policy: QueuePolicy = "fcfs", **settings: Any) -> AdmissionQ
 
 
 def classes(*quanta: int) -> AdmissionQueue[str]:
-    """A class of each quantum, asked for by position."""
+    """A class of each quantum, which requests name by position."""
     rows = [PolicyClass(f"c{n}", quantum=quantum) for n, quantum in enumerate(quanta)]
     return AdmissionQueue(PolicyProfile(rows, "c0", {row.name: [n] for n, row in enumerate(rows)}))
 
@@ -246,7 +246,7 @@ def test_classes_are_served_by_their_quanta() -> None:
 
 
 def test_a_class_continues_its_turn_after_a_time_in_which_no_request_could_go() -> None:
-    """Mostly there is room for one only, and whoever drains asks once more in vain."""
+    """Mostly there is room for one only, and each drain looks once more in vain."""
     queue, served = classes(1, 3), ""
     for item in "1333" * 8:
         push(queue, item, class_index=0 if item == "1" else 1)

@@ -1,4 +1,4 @@
-"""RouterService: a KvRouter asked over the network."""
+"""RouterService: a KvRouter that answers over the network."""
 
 from __future__ import annotations
 

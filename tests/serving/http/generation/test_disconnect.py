@@ -68,7 +68,7 @@ async def test_every_prompt_of_a_batch_ends_with_its_client() -> None:
     assert engine.open == 0
 
 
-async def test_a_server_may_say_with_an_error_that_the_client_is_gone() -> None:
+async def test_a_server_may_report_with_an_error_that_the_client_is_gone() -> None:
     engine = ScriptedEngine(lambda _: [token("a"), Wait(1), *[token("b")] * 5, Stall()])
     exchange = chat(app({"m": engine}), stream=True)
     exchange.breaks_on_send = True

@@ -275,7 +275,7 @@ async def test_deprecated_function_fields_are_not_implemented() -> None:
         assert field in answer.json["message"]
 
 
-async def test_unknown_routes_and_wrong_methods_say_so() -> None:
+async def test_unknown_routes_and_wrong_methods_get_their_own_errors() -> None:
     service = app({"m": ScriptedEngine([])})
     unknown = await request_to(service, "/v1/responses/resp_missing", method="GET").run()
     assert (unknown.status, unknown.json["message"]) == (404, "Route not found: GET /v1/responses/resp_missing")

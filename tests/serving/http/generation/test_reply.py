@@ -1,4 +1,4 @@
-"""The sending half of a stream: when frames leave, in how many writes, and who waits for whom."""
+"""The sending half of a stream: when frames leave, in how many writes, and which side waits for the other."""
 
 from __future__ import annotations
 

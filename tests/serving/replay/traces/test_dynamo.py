@@ -107,7 +107,7 @@ def test_records_may_be_wrapped_and_others_are_passed_over(read: Read) -> None:
 
 
 @pytest.mark.parametrize("total", [None, 0.4, 499.5])
-def test_a_request_ends_when_its_record_says(read: Read, total: float | None) -> None:
+def test_a_request_ends_at_the_time_of_its_record(read: Read, total: float | None) -> None:
     """Its total time counts, rounded; without one the time of the record."""
     first = request("a", 1_000, 1_250, 1, session="s", total_time_ms=total)
     trace = read(first, request("b", 2_000, 2_100, 1, session="s"))
