@@ -6,10 +6,9 @@ Usable with any test runner; with pytest the fixtures of the plugin `penstock_py
 from ..virtual_time import run_in_virtual_time, virtual_time
 from .check import check_engine, check_operator
 from .engine_rules import ENGINE_RULES
-from .faults import Fault, Faults, Malformed
 from .open_streams import OpenStreams, watch_streams
 from .operator_rules import OPERATOR_RULES
-from .stages import Ending, Fail, Probe, ScriptedEngine, Stall, Wait
+from .stages import Ending, Fail, Fault, Faults, Malformed, Probe, ScriptedEngine, Stall, Wait
 
 __all__ = [
     "ENGINE_RULES",
