@@ -5,6 +5,7 @@ RequestLimits: what one request may hold. PromptWork: how prompts are prepared. 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 from attrs import asdict, evolve, frozen
@@ -53,38 +54,24 @@ class PromptWork:
     )
 
 
+_threshold = partial(setting, None, metavar="FRACTION", is_read_below=True)
+
+
 @frozen
 class BusyThresholds:
     """Above which a rank of a worker is busy; None switches a test off. Raise InvalidArgument for one out of range."""
 
     group: ClassVar[str] = "Graph"
+    variable_prefix: ClassVar[str] = "DYN_"
 
-    active_decode_blocks_threshold: float | None = setting(
-        None,
-        "A worker is busy with more than this part of its KV blocks in use or in decode.",
-        share(),
-        variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
-        metavar="FRACTION",
-        is_read_below=True,
-        read=number(0, 1),
+    active_decode_blocks_threshold: float | None = _threshold(
+        "A worker is busy with more than this part of its KV blocks in use or in decode.", share(), read=number(0, 1)
     )
-    active_prefill_tokens_threshold: int | None = setting(
-        None,
-        "A worker is busy with more tokens than this in prefill.",
-        finite(0),
-        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-        metavar="TOKENS",
-        is_read_below=True,
-        read=whole(),
+    active_prefill_tokens_threshold: int | None = _threshold(
+        "A worker is busy with more tokens than this in prefill.", finite(0), metavar="TOKENS", read=whole()
     )
-    active_prefill_tokens_threshold_frac: float | None = setting(
-        None,
-        "The same as a part of the tokens of its largest batch.",
-        finite(0),
-        variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC",
-        metavar="FRACTION",
-        is_read_below=True,
-        read=number(),
+    active_prefill_tokens_threshold_frac: float | None = _threshold(
+        "The same as a part of the tokens of its largest batch.", finite(0), read=number()
     )
 
     def updated(self, changed: BusyThresholds) -> BusyThresholds:
