@@ -84,9 +84,10 @@ def _is_ours(error: BaseException) -> bool:
         return _is_cancelled()
     if _came_from_a_handler(error):
         return True
+    raised_in = _raised_in(error)
     if isinstance(error, KeyboardInterrupt):
-        return not _was_raised(error) or _module_of(error).partition(".")[0] in _LOOPS
-    return isinstance(error, GeneratorExit) and not _was_raised(error)
+        return raised_in is None or raised_in.partition(".")[0] in _LOOPS
+    return isinstance(error, GeneratorExit) and raised_in is None
 
 
 def _cancellation() -> type[BaseException] | tuple[()]:
@@ -107,16 +108,15 @@ def _is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-def _was_raised(error: BaseException) -> bool:
-    """Return whether a `raise` statement raised the error. A signal or a close raises between two instructions."""
-    trace = _innermost(error)
-    return trace is not None and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISES
+def _raised_in(error: BaseException) -> str | None:
+    """Return the module whose `raise` statement raised the error; None if none did.
 
-
-def _module_of(error: BaseException) -> str:
-    """Return the name of the module that raised the error."""
-    trace = _innermost(error)
-    return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    A signal or a close raises between two instructions.
+    """
+    traces = list(_traces(error))
+    if not traces or dis.opname[traces[-1].tb_frame.f_code.co_code[traces[-1].tb_lasti]] not in _RAISES:
+        return None
+    return str(traces[-1].tb_frame.f_globals.get("__name__", ""))
 
 
 def _came_from_a_handler(error: BaseException) -> bool:
@@ -130,11 +130,6 @@ def _code_of(handler: Any) -> CodeType | None:
         handler = handler.func
     code = getattr(getattr(handler, "__func__", handler), "__code__", None)
     return code if isinstance(code, CodeType) else None
-
-
-def _innermost(error: BaseException) -> TracebackType | None:
-    """Return the traceback entry of the place that raised the error."""
-    return next(iter(reversed(list(_traces(error)))), None)
 
 
 def _traces(error: BaseException) -> Iterator[TracebackType]:

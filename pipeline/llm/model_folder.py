@@ -102,17 +102,14 @@ def architectural_context_length(folder: Path) -> int | None:
     config = read_object(folder / CONFIG)
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
-        if "max_position_embeddings" in part and (length := _length(folder, part["max_position_embeddings"])):
+        length = part.get("max_position_embeddings", 0)
+        if type(length) is not int or not 0 <= length <= U32_MAX:
+            raise wrong_file(folder / CONFIG, "max_position_embeddings must be a number of tokens")
+        if length:
             return length
     # Tokenizers without a limit have 10**30, so a value out of range is no error.
     limit = read_object(folder / TOKENIZER_CONFIG).get("model_max_length")
     return limit if type(limit) is int and 0 < limit <= U32_MAX else None
-
-
-def _length(folder: Path, value: Any) -> int:
-    if type(value) is int and 0 <= value <= U32_MAX:
-        return value
-    raise wrong_file(folder / CONFIG, "max_position_embeddings must be a number of tokens")
 
 
 def wrong_file(path: Path, problem: str) -> InvalidArgument:

@@ -215,16 +215,13 @@ class Runtime:
             for one in served:
                 one.cut()
             try:
-                await self._close()
+                with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
+                    async with AsyncExitStack() as planes:
+                        for plane in (self.events, self._store, self.requests):  # the last one first
+                            planes.push_async_callback(plane.close)
             finally:
                 ended = await self.scheduler.__aexit__(kind, error, trace)
         return ended
-
-    async def _close(self) -> None:
-        with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-            async with AsyncExitStack() as planes:
-                for plane in (self.events, self._store, self.requests):  # the last one first
-                    planes.push_async_callback(plane.close)
 
     async def serve(
         self,
