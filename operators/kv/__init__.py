@@ -9,7 +9,6 @@ from .config import (
 )
 from .errors import BookingError, QueueRejected
 from .events import EngineSubscriber, EventLog, KvRecovery, WireLimits, recovery_workers
-from .factory import kv_router
 from .gauges import RouterGauges
 from .index import KvIndex, KvIndexError, PredictedIndex
 from .load import ACTIVE_REQUEST_EXPIRY, ActiveSequences, ReplicaSync
@@ -20,7 +19,7 @@ from .prompt import PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, PolicyClass, PolicyDocument, PolicyProfile
 from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shared_hashes
 from .reservation import ends_badly
-from .router import KvRouter
+from .router import KvRouter, kv_router
 from .selection import WorkerType
 from .service import RouterService
 from .types import WorkerRank
