@@ -17,7 +17,7 @@ from .metrics import RouterMetrics
 from .operator import KvPushRouter
 from .prompt import PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, PolicyClass, PolicyDocument, PolicyProfile
-from .request import RouteRequest, hash_beside_the_loop, share_hashes, with_shared_hashes
+from .request import RouteRequest, hash_beside_the_loop, share_hashes
 from .reservation import ends_badly
 from .router import KvRouter, kv_router
 from .selection import WorkerType
@@ -59,5 +59,4 @@ __all__ = [
     "kv_router_variables",
     "recovery_workers",
     "share_hashes",
-    "with_shared_hashes",
 ]

@@ -36,7 +36,7 @@ from ..marks import Mark
 from ..pool import Next, Output, assign_worker
 from ..records import shallow_copy
 from .metrics import RequestMeter, RouterMetrics, span_below
-from .request import RouteRequest, hash_beside_the_loop, with_shared_hashes
+from .request import RouteRequest, hash_beside_the_loop
 from .reservation import Reservation, ends_badly
 from .router import KvRouter
 from .selection import Decision
@@ -120,9 +120,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             reservation.release()
 
     async def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
-        payload = request.payload
-        route = self.router.route_request(payload, _phase(payload.tracker), request.metadata)
-        route = with_shared_hashes(route, request)
+        route = self.router.route_request(request, _phase(request.payload.tracker))
         await hash_beside_the_loop(route, request)
         return route
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import anyio
 from anyio.abc import TaskGroup
 
-from pipeline import Control
+from pipeline import Context, Control
 from pipeline.network import Event, Workers
 from pipeline.protocols import PreprocessedRequest, RouterConfigOverride
 from pipeline.protocols.kv import RouterEvent
@@ -37,7 +37,7 @@ from .metrics import UNTIMED, RoutingSteps
 from .pool import RouterPool
 from .prompt import LazySequenceHashes, PromptBlocks
 from .queue import OVERLAP_REFRESH_AFTER, AdmissionController, DepthTier, PolicyProfile, PromptSize, QueuedRequest
-from .request import RouteRequest
+from .request import RouteRequest, with_shared_hashes
 from .reservation import LoadBook, Reservation
 from .selection import Decision, Prompt, WorkerSelector, WorkerType, select_worker
 from .sessions import Sessions
@@ -89,13 +89,11 @@ class KvRouter:
 
     # -- requests
 
-    def route_request(
-        self, request: PreprocessedRequest, phase: RequestPhase, metadata: Mapping[str, str] | None = None
-    ) -> RouteRequest:
-        """Return what the request needs of this router."""
-        return RouteRequest.of_request(
-            request, self.lookup.block_size_tokens, phase=phase, is_eagle=self.lookup.is_eagle, metadata=metadata
-        )
+    def route_request(self, request: Context[PreprocessedRequest], phase: RequestPhase) -> RouteRequest:
+        """Return what the request needs of this router, with the hashes of earlier routers, if they are shared."""
+        size, is_eagle, payload = self.lookup.block_size_tokens, self.lookup.is_eagle, request.payload
+        route = RouteRequest.of_request(payload, size, phase=phase, is_eagle=is_eagle, metadata=request.metadata)
+        return with_shared_hashes(route, request)
 
     def advise(self, request: RouteRequest) -> Decision:
         """Select a worker without a reservation and without waiting. Raises as `reserve`."""

@@ -18,7 +18,7 @@ from pipeline.protocols import PreprocessedRequest, RequestPhase
 from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 
-from ..kv import KvRouter, KvRouterConfig, WorkerRank, with_shared_hashes
+from ..kv import KvRouter, KvRouterConfig, WorkerRank
 from ..pool import Configs
 from .pool import KvPrefill, PrefillPool
 
@@ -82,8 +82,7 @@ class ConditionalDisaggregation:
         self, request: Context[PreprocessedRequest], prefill: PrefillPool, configs: Configs
     ) -> WorkerRank | None:
         config = self.config
-        route = self._decode.route_request(request.payload, RequestPhase.DECODE, request.metadata)
-        decision = self._decode.advise(with_shared_hashes(route, request))
+        decision = self._decode.advise(self._decode.route_request(request, RequestPhase.DECODE))
         prefill_busy = None
         if config.conditional_disagg_policy != "isl_bounding" and isinstance(prefill, KvPrefill):
             there, tokens = prefill.advise(request)

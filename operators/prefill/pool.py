@@ -23,7 +23,7 @@ from pipeline import AsyncEngine, Cancelled, Context, ReleaseOnce, ResponseStrea
 from pipeline.protocols import PreprocessedRequest, RequestPhase, RoutingHints
 from pipeline.rx import Disposable, DisposableBase, Observable
 
-from ..kv import KvPushRouter, KvRouter, RouteRequest, WorkerRank, hash_beside_the_loop, with_shared_hashes
+from ..kv import KvPushRouter, KvRouter, RouteRequest, WorkerRank, hash_beside_the_loop
 from ..pool import Configs, Output, PoolView, PushRouter, assign_worker
 from ..text import offered_threads
 
@@ -135,8 +135,7 @@ class KvPrefill:
         return decision.rank, decision.chosen.active_prefill_tokens
 
     def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
-        route = self.router.route_request(request.payload, RequestPhase.PREFILL, request.metadata)
-        return with_shared_hashes(route, request)
+        return self.router.route_request(request, RequestPhase.PREFILL)
 
 
 def _worker(rank: WorkerRank) -> PrefillWorker:

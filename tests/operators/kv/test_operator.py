@@ -110,7 +110,7 @@ async def test_a_query_books_sends_and_records_nothing(text: str) -> None:
     assert said["worker_id"]["decode_worker_id"] == said["worker_id"]["prefill_worker_id"] in (1, 2, 3)
     assert to_plain(item.data.routing_data) == said
     assert (item.event, graph.asked, graph.booked) == (None, {}, 0)
-    blocks = graph.router.route_request(prompt(), RequestPhase.AGGREGATED).blocks
+    blocks = graph.router.route_request(Context(prompt()), RequestPhase.AGGREGATED).blocks
     assert graph.router.lookup.find(blocks, 0.0).device == {}
 
 

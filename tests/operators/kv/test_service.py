@@ -103,9 +103,8 @@ async def test_the_fields_of_new_reach_the_choice(monkeypatch: pytest.MonkeyPatc
     (request,) = seen
     assert (request.priority_jump_s, request.strict_priority, request.policy_class) == (2.5, 3, "batch")
     hints = RoutingHints(lora_name="a", cache_namespace="t")
-    expected = router.router.route_request(
-        PreprocessedRequest(model="m", token_ids=list(range(8)), routing=hints), RequestPhase.AGGREGATED
-    )
+    plain = Context(PreprocessedRequest(model="m", token_ids=list(range(8)), routing=hints))
+    expected = router.router.route_request(plain, RequestPhase.AGGREGATED)
     assert request.blocks.local_hashes != expected.blocks.local_hashes
     assert request.blocks.local_hashes[1] == expected.blocks.local_hashes[1]
 
@@ -156,7 +155,7 @@ async def test_marking_twice_is_once_and_an_unknown_request_is_free() -> None:
 
 async def test_a_booking_made_elsewhere_is_not_touched() -> None:
     router = service(7)
-    request = PreprocessedRequest(model="m", token_ids=list(range(8)))
+    request = Context(PreprocessedRequest(model="m", token_ids=list(range(8))))
     placement = await router.router.reserve(
         router.router.route_request(request, RequestPhase.AGGREGATED), request_id="theirs"
     )
