@@ -94,13 +94,12 @@ def _valid(configs: Configs | None) -> Configs | None:
     """Return the settings without those that have an impossible range of ranks; log each of these."""
     if configs is None:
         return None
-    return {worker_id: config for worker_id, config in configs.items() if _has_valid_ranks(worker_id, config)}
-
-
-def _has_valid_ranks(worker_id: int, config: ModelRuntimeConfig) -> bool:
-    try:
-        worker_ranks(config)
-    except InvalidArgument as error:
-        _log.warning("worker %s is left out: %s %s", worker_id, error.field, error)
-        return False
-    return True
+    valid = {}
+    for worker_id, config in configs.items():
+        try:
+            worker_ranks(config)
+        except InvalidArgument as error:
+            _log.warning("worker %s is left out: %s %s", worker_id, error.field, error)
+        else:
+            valid[worker_id] = config
+    return valid

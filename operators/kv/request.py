@@ -145,13 +145,8 @@ def named_worker(hints: RoutingHints, phase: RequestPhase) -> tuple[int | None, 
 _KEY = "hashed_prompts"
 
 
-class HashedPrompts:
+class HashedPrompts(dict[tuple[int, str | None, str | None, bool], PromptBlocks]):
     """The last prompt that was cut in each way: by block size, adapter, tenant and look-ahead."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str | None, str | None, bool], PromptBlocks] = {}
 
     def of(self, blocks: PromptBlocks) -> PromptBlocks:
         """Return the blocks of the same prompt that an earlier router has hashed; else these, and keep them.
@@ -159,9 +154,9 @@ class HashedPrompts:
         The same means the same token list: to compare equal ones would take as long as to hash them.
         """
         way = blocks.block_size_tokens, blocks.lora_name, blocks.cache_namespace, blocks.is_eagle
-        known = self._known.get(way)
+        known = self.get(way)
         if known is None or known.token_ids is not blocks.token_ids or known.media != blocks.media:
-            known = self._known[way] = blocks
+            known = self[way] = blocks
         return known
 
 
@@ -173,8 +168,7 @@ def share_hashes(request: AnyContext) -> None:
 
 def with_shared_hashes(route: RouteRequest, request: AnyContext) -> RouteRequest:
     """The request with the hashes of earlier routers, if they are shared."""
-    known = request.registry.get_optional(_KEY, HashedPrompts)
-    if known is None:
+    if (known := request.registry.get_optional(_KEY, HashedPrompts)) is None:
         return route
     blocks = known.of(route.blocks)
     return route if blocks is route.blocks else evolve(route, blocks=blocks)

@@ -151,7 +151,8 @@ class KvRecovery:
                 raise Unavailable(f"worker {rank.worker_id} has not published whether it keeps its events")
             if not config.enable_local_indexer:
                 return None
-        pool = self._pool(rank.dp_rank)
+        if (pool := self._pools.get(rank.dp_rank)) is None:
+            pool = self._pools[rank.dp_rank] = self._workers_of(rank.dp_rank)
         if rank.worker_id not in pool.instance_ids():
             raise Unavailable(f"worker {rank.worker_id} cannot be reached at {pool}")
         request = Context(RecoveryRequest(rank.dp_rank, start_event_id))
@@ -172,11 +173,6 @@ class KvRecovery:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _pool(self, dp_rank: int) -> EndpointWorkers[Any, RecoveryReply]:
-        if dp_rank not in self._pools:
-            self._pools[dp_rank] = self._workers_of(dp_rank)
-        return self._pools[dp_rank]
 
 
 def recovery_workers(runtime: Runtime, endpoint: str | EndpointId) -> WorkersOf:
