@@ -27,7 +27,6 @@ from .load import (
     Free,
     MarkPrefillCompleted,
     ReplicaSync,
-    SequenceEventData,
     SequenceLoad,
 )
 from .metrics import RequestMeter
@@ -162,11 +161,12 @@ class LoadBook:
         self.sequences.add(reservation, decision.rank, load, now_s, registered_only=True)
         reservation._decision = decision
         if self.peers is not None:
-            self._publish(reservation, AddRequest.of(load))
+            self.peers.publish(reservation, AddRequest.of(load), reservation.lora_name)
 
     def finish_prefill(self, reservation: Reservation) -> bool:
         if marked := self.sequences.finish_prefill(reservation, self.now_s()):
-            self._publish(reservation, MarkPrefillCompleted())
+            if self.peers is not None:
+                self.peers.publish(reservation, MarkPrefillCompleted(), reservation.lora_name)
             self.on_room()
         return marked
 
@@ -178,14 +178,11 @@ class LoadBook:
     def release(self, reservation: Reservation) -> bool:
         """Take it off its rank, and off the replicas' books, also where it had expired or lost its worker here."""
         released = self.sequences.release(reservation, self.now_s())
-        self._publish(reservation, Free())
+        if self.peers is not None:
+            self.peers.publish(reservation, Free(), reservation.lora_name)
         if released:
             self.on_room()
         return released
-
-    def _publish(self, reservation: Reservation, step: SequenceEventData) -> None:
-        if self.peers is not None:
-            self.peers.publish(reservation, step, reservation.lora_name)
 
     def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         """Drop the bookings of workers that are gone, and keep an account for exactly these ranks."""
