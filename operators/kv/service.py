@@ -1,4 +1,4 @@
-"""RouterService: a KvRouter that selects workers for other programs, over the network.
+"""RouterService: a KvRouter that selects workers for other programs; no program here serves one.
 
     new ──► chosen and booked under the request's id ──► worker, rank, overlap
     mark_prefill, mark_free ──► the booking's prompt is computed, the booking is over

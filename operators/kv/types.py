@@ -23,7 +23,7 @@ DEFAULT_CLASS = "default"
 """Name of the class of requests that belong to no other."""
 
 PlacementRule = Literal["cost", "expected_delay"]
-"""By what a worker is chosen: `cost.py`, as in the original, or `expected_delay.py`."""
+"""By what a worker is chosen: `costs`, as in the original, or `delays`."""
 
 
 @frozen

@@ -3,7 +3,9 @@
     PUB socket of the engine ──► SUB socket ──► decode_frames ──► EngineEvents
                                               DuplicateFilter, merged ◄──┘ └──► events ──► KvRouter.follow
 
-For engines that publish on their own and whose worker passes nothing on. One of the two doors of pyzmq (extra `zmq`).
+For engines that publish on their own and whose worker passes nothing on; no program here makes one.
+One of the two doors of pyzmq (extra `zmq`).
+
 Source: dynamo lib/llm/src/kv_router/publisher/zmq_listener.rs. Other than there it runs beside the router and not at
 the worker, waits for the socket in the loop itself, and notices that an engine began anew.
 """

@@ -1,7 +1,7 @@
 """Blocks and prefill tokens in flight on each worker, shared between routers."""
 
 from .blocks import ActiveBlocks, ActivePrefixes, HeldBlocks
-from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoad, RankLoads
+from .ranks import Column, MissingDuration, PotentialLoad, PromptLoad, RankLoads
 from .replicas import (
     ACTIVE_SEQUENCES_TOPIC,
     BATCH_EVENTS,
@@ -48,7 +48,6 @@ __all__ = [
     "PotentialLoad",
     "PrefillLoadHint",
     "PromptLoad",
-    "RankLoad",
     "RankLoads",
     "ReplicaSync",
     "SequenceEventData",
