@@ -5,7 +5,6 @@ from .echo import EchoEngine
 from .llm import EngineConfig, GenerateContext, LLMEngine
 from .publishing import (
     ComponentSnapshot,
-    KvEventLog,
     KvEventPublisher,
     MetricsBindings,
     MetricsContext,
@@ -23,7 +22,6 @@ __all__ = [
     "EchoEngine",
     "EngineConfig",
     "GenerateContext",
-    "KvEventLog",
     "KvEventPublisher",
     "LLMEngine",
     "MetricsBindings",

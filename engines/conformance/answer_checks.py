@@ -269,7 +269,7 @@ async def _limited(trial: Trial, known: Baseline, **limits: int | bool | None) -
         try:
             answer.expect_whole("LimitUsageMismatch")
         except ConformanceFailure as failure:
-            if failure.name == "LimitUsageMismatch" and known.is_steady and not known.continues(answer):
+            if failure.name == "LimitUsageMismatch" and known.is_steady and not known.plain.continues(answer.generated):
                 raise failed("TokensLeftOver", f"{answer.generated}, of {known.plain}", cause=failure) from failure
             raise
     return answer

@@ -342,11 +342,11 @@ def has_left_over(first: Outcome, second: Outcome) -> bool:
 
 @define
 class Baseline:
-    """Undisturbed answers to the requests that are repeated later."""
+    """Undisturbed answers to the requests that are repeated later; empty where the first one failed."""
 
-    natural: Outcome
+    natural: Outcome = Outcome((), ())
     """The first one: to the request as it is."""
-    plain: Outcome
+    plain: Outcome = Outcome((), ())
     """To the request that is repeated: the same one, or limited to fewer tokens."""
     is_steady: bool = False
     """Whether the same request always got the same answer."""
@@ -366,15 +366,6 @@ class Baseline:
     def tokens_in(self, seconds: float) -> float:
         """How many tokens of an answer come in that time, at the pace of the first one."""
         return self.natural.length * seconds / self.alone_s if self.alone_s and self.natural.length else inf
-
-    @classmethod
-    def nothing(cls) -> Baseline:
-        """Of an engine whose first answer failed."""
-        return cls(Outcome((), ()), Outcome((), ()))
-
-    def continues(self, answer: Answer) -> bool:
-        """Whether the plain answer and this one begin with the same tokens."""
-        return self.plain.continues(answer.generated)
 
     def contradicts(self, request: PreprocessedRequest, answer: Answer) -> bool:
         """Whether the answer, which came to its end, has other tokens than the request got alone."""

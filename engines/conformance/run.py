@@ -189,7 +189,7 @@ async def _alone(trial: Trial, found: FailureLog) -> tuple[Baseline, Conformance
     try:
         known, alone = await answer_checks.check_alone(trial), None
     except ConformanceFailure as failure:
-        known, alone = Baseline.nothing(), failure
+        known, alone = Baseline(), failure
         found.add(failure)
     if alone is None or alone.name not in _LAST:
         await found.note_each(partial(engine_checks.check_loop, trial, known.natural.length or 1), but=alone)

@@ -14,14 +14,13 @@ from engines import (
     DisaggregationMode,
     EchoEngine,
     EngineConfig,
-    KvEventLog,
     KvEventPublisher,
     PushSource,
     ShutdownTimes,
     Worker,
     WorkerConfig,
 )
-from engines.publishing import recovery_engine
+from engines.publishing import KvEventLog, recovery_engine
 from pipeline import AsyncEngine, CannotConnect, Context, InvalidArgument
 from pipeline.errors import BackendUnknown
 from pipeline.network import Added, EndpointId, Event, Runtime, Scope

@@ -11,8 +11,9 @@ import anyio
 import pytest
 from attrs import evolve
 
-from engines import KvEventLog, ShutdownTimes, Worker, WorkerConfig
+from engines import ShutdownTimes, Worker, WorkerConfig
 from engines.mocker import MockEngine, MockEngineArgs
+from engines.publishing import KvEventLog
 from operators import KvPushRouter, PushRouter
 from operators.kv import (
     EventLog,
