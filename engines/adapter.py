@@ -6,7 +6,7 @@
 Source: dynamo lib/backend-common/src/adapter.rs and engine.rs. Other than there the contract is enforced in
 production too: a breach becomes a typed error.
 
-AbortWatch: calls `abort` at most once, when a request is stopped or killed and its engine may be notified.
+AbortWatch calls `abort` at most once; other than there it is no task:
 
 | role                 | what happens                        | abort                             |
 |----------------------|-------------------------------------|-----------------------------------|
@@ -14,8 +14,6 @@ AbortWatch: calls `abort` at most once, when a request is stopped or killed and 
 | all but decode       | stop or kill                        | at once                           |
 | decode, token seen   | stop or kill                        | at once                           |
 | decode, none so far  | stop or kill                        | when the first token fires        |
-
-Source: dynamo lib/backend-common/src/adapter.rs, the cancellation monitor. Other than there it is no task.
 """
 
 from __future__ import annotations

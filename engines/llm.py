@@ -58,11 +58,7 @@ class GenerateContext(Context[None]):
     __slots__ = ("_first_token", "inner")
 
     def __init__(
-        self,
-        inner: AnyContext,
-        first_token: FirstToken | None = None,
-        *,
-        metadata: Mapping[str, str] | None = None,
+        self, inner: AnyContext, first_token: FirstToken | None = None, *, metadata: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(None, id=inner.id, metadata=metadata, control=inner.control)
         self.inner = inner

@@ -7,14 +7,7 @@ and returns the time of each step.
 from .args import MockEngineArgs, ReasoningArgs, SglangArgs, TrtllmArgs
 from .engine import MODEL, MockEngine
 from .request import RecordedOutputs
-from .timing import (
-    ClassicTiming,
-    InterpolatedTiming,
-    PolynomialTiming,
-    PredictedTiming,
-    Predictor,
-    TimingModel,
-)
+from .timing import ClassicTiming, InterpolatedTiming, PolynomialTiming, PredictedTiming, Predictor, TimingModel
 from .transfer import TransferExchange, transfer_order
 
 __all__ = [

@@ -28,13 +28,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        plan: RequestPlan,
-        rank: Rank,
-        control: Control,
-        *,
-        params: Any = None,
-        last_delay_s: float = 0.0,
+        self, plan: RequestPlan, rank: Rank, control: Control, *, params: Any = None, last_delay_s: float = 0.0
     ) -> None:
         self.rank = rank
         self.channel = Channel()

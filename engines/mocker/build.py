@@ -84,11 +84,7 @@ def _of_other_workers(args: MockEngineArgs) -> Iterator[tuple[str, str]]:
 
 
 def make_scheduler(
-    args: MockEngineArgs,
-    *,
-    on_event: OnEvent | None = None,
-    timing: TimingModel | None = None,
-    seed_offset: int = 0,
+    args: MockEngineArgs, *, on_event: OnEvent | None = None, timing: TimingModel | None = None, seed_offset: int = 0
 ) -> Scheduler:
     """Return one rank's scheduler with its pool. Workers with other offsets draw other numbers.
 

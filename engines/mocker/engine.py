@@ -37,15 +37,7 @@ from .rank import Rank
 from .request import RecordedOutputs, RequestPlan, checked_rank, plan_request
 from .scheduling import AT_ONCE_TOKENS, u32s
 from .timing import TimingModel
-from .transfer import (
-    Receiver,
-    Sender,
-    TransferExchange,
-    TransferKey,
-    TransferTiming,
-    transfer_delay_ms,
-    transferred,
-)
+from .transfer import Receiver, Sender, TransferExchange, TransferKey, TransferTiming, transfer_delay_ms, transferred
 from .zmq_events import EventFeed
 
 _log = logging.getLogger(__name__)

@@ -1,15 +1,11 @@
-"""IdleProbe: probes one endpoint when it is idle, and reports whether it is ready.
+"""Probes: small requests, with a marker, that show that an engine works; and whether its endpoint is ready.
 
     real traffic ──► TrafficObserver ──► adapter      a good item: ready, and the idle time begins anew
     idle for `idle_s` ──► probe ──► adapter           a good first item: ready, anything else: not ready
-
-Source: dynamo lib/runtime/src/health_check.rs, and the health payload of lib/backend-common/src/worker.rs.
-
-Probes: small requests that show that an engine works, with a marker.
-
     payload ──stamp──► {..., "_HEALTH_CHECK": true} ──ProbeEngine──► adapter ──► engine
 
-Source: dynamo lib/backend-common/src/health.rs and components/src/dynamo/health_check.py.
+Source: dynamo lib/runtime/src/health_check.rs, lib/backend-common/src/{worker,health}.rs, and
+components/src/dynamo/health_check.py.
 """
 
 from __future__ import annotations

@@ -25,11 +25,7 @@ class Role:
     """Whether generating tokens takes time, several of them at once included."""
 
 
-ROLES = {
-    "aggregated": Role(),
-    "prefill": Role(charges_tokens=False),
-    "decode": Role(charges_prompts=False),
-}
+ROLES = {"aggregated": Role(), "prefill": Role(charges_tokens=False), "decode": Role(charges_prompts=False)}
 """By worker type. The prompts of a decode worker are computed by a prefill worker."""
 
 

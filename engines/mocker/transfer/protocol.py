@@ -283,7 +283,9 @@ class Transfer:
             raise ContractViolation(f"{outcome} is no outcome of {kind}", rule="H3")
         self._outcomes[kind] = outcome
         if self.is_ending:
-            return self._complete() if self._is_clean() else []
+            issued = [cancel for cancel in _CANCELS.values() if cancel in self._outcomes]
+            is_clean = self.result is None and all(self._outcomes[cancel] is not None for cancel in issued)
+            return self._complete() if is_clean else []
         if outcome is ActionOutcome.FAILED:
             return self.give_up("failed")
         return [] if self._steps[self._at].fact else self._advance()
@@ -326,11 +328,6 @@ class Transfer:
     def _issue(self, kind: ActionKind, delay_ms: float | None = None) -> TransferAction:
         self._outcomes[kind] = None
         return TransferAction(kind, delay_ms)
-
-    def _is_clean(self) -> bool:
-        """Return whether the last cancel has just been acknowledged."""
-        issued = [cancel for cancel in _CANCELS.values() if cancel in self._outcomes]
-        return self.result is None and all(self._outcomes[cancel] is not None for cancel in issued)
 
     def _complete(self) -> list[TransferAction]:
         self.result = self._reason or "succeeded"

@@ -47,16 +47,15 @@ _log = logging.getLogger(__name__)
 
 TransferRole = Literal["source", "destination"]
 
-_WAITING_FOR: dict[ActionKind, TransferRole] = {
-    ActionKind.SUBMIT_PREFILL: "source",
-    ActionKind.RESERVE_DESTINATION: "destination",
-    ActionKind.START_TRANSFER: "destination",
+_SIDE: dict[ActionKind, TransferRole] = {
+    **dict.fromkeys((ActionKind.SUBMIT_PREFILL, ActionKind.RELEASE_SOURCE, ActionKind.CANCEL_SOURCE), "source"),
+    **dict.fromkeys((ActionKind.RESERVE_DESTINATION, ActionKind.START_TRANSFER), "destination"),
+    **dict.fromkeys((ActionKind.ACTIVATE_DESTINATION, ActionKind.CANCEL_DESTINATION), "destination"),
 }
-"""The actions that wait, and the side in whose task they run."""
-_TO_CANCEL: dict[ActionKind, TransferRole] = {
-    ActionKind.CANCEL_SOURCE: "source",
-    ActionKind.CANCEL_DESTINATION: "destination",
-}
+"""The side that takes each action."""
+_WAITING = (ActionKind.SUBMIT_PREFILL, ActionKind.RESERVE_DESTINATION, ActionKind.START_TRANSFER)
+"""The actions that run in the task of their side; all others at once, in the task of their cause."""
+_CANCELS = (ActionKind.CANCEL_SOURCE, ActionKind.CANCEL_DESTINATION)
 _FIRST: dict[TransferOrder, TransferRole] = {"source_first": "source", "destination_first": "destination"}
 _OTHER: dict[TransferRole, TransferRole] = {"source": "destination", "destination": "source"}
 
@@ -180,17 +179,15 @@ class TransferSession:
 
     def _do(self, action: TransferAction) -> list[TransferAction]:
         kind = action.kind
-        if kind in _WAITING_FOR:
-            self.turns[_WAITING_FOR[kind]] = action
-            self._wake()
-        elif kind in _TO_CANCEL:
-            return self._cancel(kind, _TO_CANCEL[kind])
+        if kind in _CANCELS:
+            return self._cancel(kind, _SIDE[kind])
+        if kind in _WAITING:
+            self.turns[_SIDE[kind]] = action
         elif kind is ActionKind.COMPLETE:
             self._on_over(self)
-            self._wake()
         else:
-            role: TransferRole = "destination" if kind is ActionKind.ACTIVATE_DESTINATION else "source"
-            return self._apply(kind, role)
+            return self._apply(kind, _SIDE[kind])
+        self._wake()
         return []
 
     def _apply(self, kind: ActionKind, role: TransferRole) -> list[TransferAction]:
