@@ -13,7 +13,6 @@ Source: dynamo lib/runtime/src/system_health.rs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,8 +26,6 @@ from .probe import IdleProbe, IdleProbeSettings, ProbeEngine, TrafficObserver
 if TYPE_CHECKING:
     from ..adapter import RequestAdapter
 
-
-_log = logging.getLogger(__name__)
 
 STARTING_HEALTH = Variable(
     "DYN_SYSTEM_STARTING_HEALTH_STATUS",
@@ -48,15 +45,13 @@ def is_healthy(
 
 
 class SystemHealth:
-    """Endpoints by name, with their targets and callbacks. For one thread."""
+    """Endpoints by name, with their targets. For one thread."""
 
     def __init__(self, *, process_ready: bool = False, required: Sequence[str] = ()) -> None:
         self._process_ready = process_ready
         self._required = tuple(required)
         self._ready: dict[str, bool] = {}
         self._targets: set[str] = set()
-        self._callbacks: dict[object, Callable[[bool], object]] = {}
-        self._last = self.is_healthy
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
@@ -79,46 +74,21 @@ class SystemHealth:
         self._ready[name] = not is_probed
         if is_target:
             self._targets.add(name)
-        self._notify()
         return True
 
     def set_ready(self, name: str, is_ready: bool) -> None:
         """Set whether an endpoint is ready; an unknown one is ignored."""
         if name in self._ready:
             self._ready[name] = is_ready
-            self._notify()
 
     def set_process_ready(self, is_ready: bool) -> None:
         """Set whether the process is ready, which counts without targets."""
         self._process_ready = is_ready
-        self._notify()
 
     def forget(self, name: str) -> None:
         """Remove an endpoint."""
         self._ready.pop(name, None)
         self._targets.discard(name)
-        self._notify()
-
-    def on_change(self, callback: Callable[[bool], object]) -> Callable[[], None]:
-        """Call back whenever `is_healthy` changes; return a function that removes the callback. It must not wait."""
-        key = object()
-        self._callbacks[key] = callback
-
-        def forget() -> None:
-            self._callbacks.pop(key, None)
-
-        return forget
-
-    def _notify(self) -> None:
-        now = self.is_healthy
-        if now is self._last:
-            return
-        self._last = now
-        for callback in list(self._callbacks.values()):
-            try:
-                callback(now)
-            except Exception:
-                _log.exception("a health callback failed")
 
 
 TokenEngine = AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]]
