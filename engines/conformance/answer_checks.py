@@ -203,27 +203,19 @@ async def check_paused_reader(trial: Trial, alone: ConformanceFailure | None) ->
     """A request beside one that is begun and not read on. Raises HeldUpByPausedReader and ConcurrentGenerateFailed."""
     if (trial.config.max_num_seqs or 2) < 2:
         return  # it serves one at a time, as it declares
-    found: ConformanceFailure | None = None
+    failures: list[ConformanceFailure] = []
     try:
         async with trial.answer() as (paused, _):
             if await paused.begin(trial.within_s) and not paused.is_complete:
-                found = await failure_of(answered(trial))
+                failures = await gathered([partial(answered, trial)])
     except ConformanceFailure:
-        if found is None:
+        if not failures:
             raise
-    if found is None or (alone is not None and found.name == alone.name):
+    if not failures or (alone is not None and failures[0].name == alone.name):
         return
+    found = failures[0]
     name = CONCURRENTLY if found.after_s is None else "HeldUpByPausedReader"
     raise failed(name, f"beside one that is not read on: {found}", cause=found, after_s=found.after_s)
-
-
-async def failure_of(check: Awaitable[object]) -> ConformanceFailure | None:
-    """The failure that the check raises."""
-    try:
-        await check
-    except ConformanceFailure as failure:
-        return failure
-    return None
 
 
 async def check_bad(trial: Trial, bad_request: PreprocessedRequest) -> None:
