@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cyclopts.help import PlainFormatter
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
@@ -15,8 +17,8 @@ _COLUMN = 34
 """Where descriptions begin."""
 
 
-class PlainHelp:
-    """Prints the pages; cyclopts calls it for each part."""
+class PlainHelp(PlainFormatter):
+    """Prints the parts of a page; cyclopts calls it for each."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Print one part of a page: each option, and beside or below it what it means."""
@@ -32,18 +34,5 @@ class PlainHelp:
                 lines.append(name)
                 name = ""
             lines += [f"{name:{_COLUMN}}{described[0]}", *(f"{'':{_COLUMN}}{line}" for line in described[1:])]
-        self._print(console, "\n".join(line.rstrip() for line in lines))
-
-    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
-        """Print how the command is called."""
-        if usage:
-            self._print(console, f"Usage: {str(usage).strip().removeprefix('Usage: ')}")
-
-    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
-        """Print what the command does, or another paragraph of the page."""
-        text = str(getattr(description, "primary_renderable", description or ""))
-        if text.strip():
-            self._print(console, "\n".join(wrap(text, min(console.width, _WIDEST))))
-
-    def _print(self, console: Console, text: str) -> None:
+        text = "\n".join(line.rstrip() for line in lines)
         console.print(f"{text}\n", highlight=False, markup=False, soft_wrap=True)
