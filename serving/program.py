@@ -14,6 +14,7 @@ from engines import LLMEngine, ShutdownTimes, SystemHealth, Worker
 from engines.worker import ProcessWatch
 from pipeline import InvalidArgument
 from pipeline.network import Runtime
+from pipeline.telemetry import Tracer
 
 from .access import Gate
 from .deployment import (
@@ -129,7 +130,7 @@ async def host_worker(front: Frontend) -> None:
                 environment=environment,
                 health=health,
                 kv_event_log=event_log,
-                tracer=front.options.tracer,
+                tracer=front.tracer,
                 watch=watch,
             )
             front.telemetry.add_text(worker.native_metrics)
@@ -175,8 +176,9 @@ class Frontend:
         environment: Mapping[str, str],
         watch: ProcessWatch,
         options: ServerOptions,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.config, self.environment, self.watch, self.options = config, environment, watch, options
+        self.config, self.environment, self.watch, self.tracer = config, environment, watch, tracer
         self.telemetry = Telemetry(prefix=METRICS_PREFIX.of(environment), environment=environment)
         self.availability = Availability()
         self.models = ""
@@ -185,14 +187,14 @@ class Frontend:
         self._listener = listener
         self._http = evolve(
             HttpOptions.from_environment(environment),
-            access_log=options.access_log,
+            access_log=options.log.access_log,
             limits=options.limits,
-            request_limits=config.request_limits,
+            request_limits=options.request_limits,
         )
 
     def hosting(self) -> HostOptions:
         """Return how to host the graph behind the server."""
-        return HostOptions(self.environment, self.telemetry.component_metrics, tracer=self.options.tracer)
+        return HostOptions(self.environment, self.telemetry.component_metrics, tracer=self.tracer)
 
     def server(self, graph: StandardGraph) -> HttpServer:
         """Return the server of the graph, for the clients that the options admit."""
@@ -204,7 +206,7 @@ class Frontend:
             options=evolve(self._http, shows_internals=gate.shows_internals(listener)),
             availability=self.availability,
             telemetry=self.telemetry,
-            tracer=self.options.tracer,
+            tracer=self.tracer,
             access=Access(gate.keys, gate.proxies, gate.cors_origins),
         )
         server = HttpServer(

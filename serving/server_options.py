@@ -1,18 +1,39 @@
-"""ServerOptions: how a program's server behaves, beside the graph it serves; AccessOptions: who may use it."""
+"""ServerOptions: where a server listens, what it logs, whom it admits and how much of it one client may take."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Literal
 
 from attrs import frozen
 
+from pipeline.protocols.limits import PromptWork, RequestLimits
 from pipeline.settings import PORT, setting
 
 from .limits import HttpLimits
 
-if TYPE_CHECKING:
-    from pipeline.telemetry import Tracer
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@frozen
+class ListenOptions:
+    """Where a server listens."""
+
+    group: ClassVar[str] = "Server"
+
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", PORT)
+
+
+@frozen
+class LogOptions:
+    """What a program that serves logs, and how."""
+
+    group: ClassVar[str] = "Logging"
+
+    log_level: LogLevel = setting("warning", "Least serious messages shown.")
+    log_format: Literal["text", "json"] = setting("text", "Form of messages: text, or JSON, an object a line.")
+    access_log: bool = setting(False, "Log every request when its answer ends; costs speed.")
 
 
 @frozen
@@ -44,12 +65,11 @@ class AccessOptions:
 
 @frozen
 class ServerOptions:
-    """What the options of a command that serves come to."""
+    """The server before a graph or a worker."""
 
-    limits: HttpLimits = HttpLimits()
-    """Bounds of requests, connections and clients."""
-    access_log: bool = False
-    """Whether every request is logged."""
-    access: AccessOptions = AccessOptions()
-    tracer: Tracer | None = None
-    """Makes the spans of requests; None: there are none."""
+    listen: ListenOptions
+    log: LogOptions
+    limits: HttpLimits
+    request_limits: RequestLimits
+    prompt_work: PromptWork
+    access: AccessOptions

@@ -28,7 +28,6 @@ from .options import (
     LogLevelOption,
     ModelOptions,
     ServedGraph,
-    ServerSettings,
     WorkerOptions,
     engine_args_named,
     graph_config,
@@ -52,7 +51,7 @@ program = App(
 
 
 @command(program)
-def serve(graph: ServedGraph, server: ServerSettings, settled: Settled) -> None:
+def serve(graph: ServedGraph, server: ServerOptions, settled: Settled) -> None:
     """Serve a model over the OpenAI API until interrupted."""
     limits = {"request_limits": server.request_limits, "prompt_work": server.prompt_work}
     config = graph.config(settled.environment, **limits)
@@ -63,7 +62,7 @@ def serve(graph: ServedGraph, server: ServerSettings, settled: Settled) -> None:
 
 @command(program)
 def worker(
-    engine: HostedEngine, model: ModelOptions, registered: WorkerOptions, server: ServerSettings, settled: Settled
+    engine: HostedEngine, model: ModelOptions, registered: WorkerOptions, server: ServerOptions, settled: Settled
 ) -> None:
     """Host one engine as a worker, with an OpenAI server beside it, until interrupted."""
     from engines import DisaggregationMode, WorkerConfig
@@ -91,7 +90,7 @@ def _run_server(
     main: Callable[[Frontend], Awaitable[None]],
     watch_of: Callable[[Mapping[str, str]], ProcessWatch],
     config: GraphConfig,
-    server: ServerSettings,
+    server: ServerOptions,
     environment: Mapping[str, str],
 ) -> None:
     """Run a program that serves on the address, watched to its end. Raise what keeps it from serving."""
@@ -101,14 +100,13 @@ def _run_server(
 
     with ExitStack() as opening:
         tracer = opening.enter_context(exporting(environment))
-        options = ServerOptions(server.limits, server.log.access_log, server.access, tracer)
         listener = opening.enter_context(listen(server.listen.host, server.listen.port))
         opened = opening.pop_all()
     watch = watch_of(environment)
     watch.start()
     try:
         with opened, engine_args_named(config):
-            run(lambda: main(Frontend(config, listener, environment, watch, options)))
+            run(lambda: main(Frontend(config, listener, environment, watch, server, tracer)))
     finally:
         watch.over()  # a thread that an engine left behind may still hold up the end
 

@@ -14,38 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from attrs import asdict, frozen
 
 from pipeline import InvalidArgument
-from pipeline.protocols.limits import BusyThresholds, PromptWork, RequestLimits
-from pipeline.settings import ANY, PORT, at_least, required, setting
+from pipeline.protocols.limits import BusyThresholds
+from pipeline.settings import ANY, at_least, required, setting
 
-from ..limits import HttpLimits
 from ..routers import RouterName
-from ..server_options import AccessOptions
+from ..server_options import LogLevel
 
 if TYPE_CHECKING:
     from ..deployment import GraphConfig
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-@frozen
-class ListenOptions:
-    """Where a server listens."""
-
-    group: ClassVar[str] = "Server"
-
-    host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", PORT)
-
-
-@frozen
-class LogOptions:
-    """What a program that serves logs, and how."""
-
-    group: ClassVar[str] = "Logging"
-
-    log_level: LogLevel = setting("warning", "Least serious messages shown.")
-    log_format: Literal["text", "json"] = setting("text", "Form of messages: text, or JSON, an object a line.")
-    access_log: bool = setting(False, "Log every request when its answer ends; costs speed.")
 
 
 @frozen
@@ -266,18 +242,6 @@ class ReplayGraph(GraphOptions):
 
     engine: MockerOptions
     pool: ReplayPool
-
-
-@frozen
-class ServerSettings:
-    """The server before a graph or a worker: where it listens, what it admits and what it logs."""
-
-    listen: ListenOptions
-    log: LogOptions
-    limits: HttpLimits
-    request_limits: RequestLimits
-    prompt_work: PromptWork
-    access: AccessOptions
 
 
 def graph_config(engine: EngineOptions, environment: Mapping[str, str], **others: Any) -> GraphConfig:
