@@ -18,7 +18,8 @@ from pipeline.settings import settings_of
 
 from ..terminal import echo
 from .commands import Command, check_variables, commands, flattened
-from .sources import ENVIRONMENT_TABLE, Settled, Value
+from .options import EngineOptions
+from .sources import ENVIRONMENT_TABLE, Settled
 
 _SHOWN = ("serve", "worker", "graph", "replay", "replay sweep")
 
@@ -44,6 +45,8 @@ def _show(made: Command, options: dict[str, Any]) -> None:
 
 def lines_of(settled: Settled) -> Iterator[str]:
     """Yield the lines of a settings file with these values; each ends with a comment that names the origin."""
+    from ..secrets import shown_engine_args
+
     group = ""
     for record, values in settled.values.items():
         known = settings_of(record)
@@ -51,11 +54,12 @@ def lines_of(settled: Settled) -> Iterator[str]:
             if known[name].group != group:
                 group = known[name].group
                 yield f"\n# {group}"
-            value = _shown_arguments(values, each) if name == "engine_arg" else each.value
-            if value is None:
-                yield f"# {name} is not set"
-            else:
-                yield f"{f'{name} = {as_toml(value)}':40}  # {origin_of(each)}"
+            value = each.value
+            if name == "engine_arg":  # without what may be a secret: the output is often passed on
+                texts = shown_engine_args(values["engine"].value, EngineOptions(value).engine_args)
+                value = [f"{argument}={text}" for argument, text in texts.items()]
+            origin = each.origin if each.origin == "default" else f"{each.origin}: {each.place}"
+            yield f"# {name} is not set" if value is None else f"{f'{name} = {as_toml(value)}':40}  # {origin}"
 
 
 def _lines_of_variables(environment: Mapping[str, str]) -> Iterator[str]:
@@ -72,11 +76,6 @@ def _lines_of_variables(environment: Mapping[str, str]) -> Iterator[str]:
         yield f"{f'{name} = {as_toml(text)}':40}  # {origin}"
 
 
-def origin_of(value: Value) -> str:
-    """Return where a value comes from, in words."""
-    return value.origin if value.origin == "default" else f"{value.origin}: {value.place}"
-
-
 def as_toml(value: Any) -> str:
     """Return a value in TOML."""
     if isinstance(value, Mapping):
@@ -84,12 +83,3 @@ def as_toml(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(as_toml, value))}]"
     return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
-
-
-def _shown_arguments(values: Mapping[str, Value], given: Value) -> list[str]:
-    """Return the arguments of the engine, without those that may be secrets: the output is often passed on."""
-    from ..secrets import shown_engine_args
-    from .options import EngineOptions
-
-    texts = EngineOptions(given.value).engine_args
-    return [f"{name}={text}" for name, text in shown_engine_args(values["engine"].value, texts).items()]

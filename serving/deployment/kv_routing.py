@@ -42,7 +42,6 @@ from operators.kv import (
 )
 from pipeline import InvalidArgument, Unavailable
 from pipeline.network import EndpointId, Runtime, Workers
-from pipeline.protocols.card import ModelDeploymentCard
 from pipeline.settings import Variable, whole
 
 from ..settings_file import read_toml, read_yaml, wrong
@@ -79,7 +78,10 @@ async def kv_stage(
     has published its card yet, InvalidArgument for a policy file that is wrong, and as KvRouter does.
     """
     settings = _settings(config, pool.worker_type)
-    card = await _first_card(pool.endpoint, runtime)
+    models = await runtime.discovery.models(pool.endpoint.path)
+    if not models:
+        raise Unavailable(f"no worker at {pool.endpoint} has published its card")
+    card = models[0].card  # workers of one endpoint are alike in what counts here
     profile = policy_profile(config.kv_router.router_policy_config, card.display_name, config.kv_router)
     meter = None if hosting.metrics is None else hosting.metrics.meter
     counted = RouterMetrics(
@@ -129,14 +131,6 @@ def _settings(config: GraphConfig, worker_type: WorkerType) -> KvRouterConfig:
 def event_log(worker_id: int, dp_rank: int) -> EventLog:
     """Return the log in which a worker keeps its events, for routers that missed some."""
     return EventLog(WorkerRank(worker_id, dp_rank))
-
-
-async def _first_card(endpoint: EndpointId, runtime: Runtime) -> ModelDeploymentCard:
-    """Return the card of the first worker: workers of one endpoint are alike in what counts here."""
-    models = await runtime.discovery.models(endpoint.path)
-    if not models:
-        raise Unavailable(f"no worker at {endpoint} has published its card")
-    return models[0].card
 
 
 def kv_router_config(

@@ -178,7 +178,9 @@ async def prefill_stage(
 
     The end of the block waits for prefills under way. Raise as `routing_to`.
     """
-    endpoint = prefill_endpoint(decode.endpoint)
+    endpoint, conditional = prefill_endpoint(decode.endpoint), None
+    if decode.kv_router is not None and config.kv_router.conditional_disagg_enabled:  # only it knows what is cached
+        conditional = ConditionalDisaggregation(config.kv_router, decode.kv_router)
     async with routing_to(endpoint, config, hosting, runtime, "prefill") as prefill:
         await prefill.workers.wait_for_instances(config.prefill_workers)
         async with PrefillRouter(
@@ -186,7 +188,7 @@ async def prefill_stage(
             prefill.push.health.changes(),
             scheduler=runtime.scheduler,
             settings=PrefillSettings(enforce_disagg=True) if config.enforce_disagg else None,
-            conditional=_conditional(decode, config),
+            conditional=conditional,
             rng=None if config.seed is None else Random(config.seed),
             tracer=hosting.tracer,
         ) as stage:
@@ -204,10 +206,3 @@ def _pool(prefill: Routing, tracer: Tracer | None) -> PrefillPool:
 def prefill_endpoint(endpoint: EndpointId) -> EndpointId:
     """Return the endpoint of the prefill workers of the workers at an endpoint."""
     return evolve(endpoint, component=DisaggregationMode.PREFILL.component)
-
-
-def _conditional(decode: Routing, config: GraphConfig) -> ConditionalDisaggregation | None:
-    """Return the rule for prompts that are not worth a prefill; only the router `kv` knows what is cached."""
-    if (router := decode.kv_router) is None or not config.kv_router.conditional_disagg_enabled:
-        return None
-    return ConditionalDisaggregation(config.kv_router, router)
