@@ -3,7 +3,6 @@
 from pipeline.extras import brought_by
 
 with brought_by("report", by=__name__):
-    from .page import report_page
-    from .sweeps import pareto_page, scaling_page, sweep_page
+    from .page import pareto_page, report_page, scaling_page, sweep_page
 
 __all__ = ["pareto_page", "report_page", "scaling_page", "sweep_page"]

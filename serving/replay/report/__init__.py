@@ -21,8 +21,8 @@ from .figures import (
     titled,
     worker_name,
 )
-from .report import INTERRUPTED, Balance, ErrorReport, Goodput, Report, RequestReport, WorkerReport
-from .series import Series, WorkerSeries
+from .report import INTERRUPTED, Balance, ErrorReport, Report, RequestReport, WorkerReport
+from .series import Series
 from .settings import replay_settings
 from .summary import Limits, make_report, request_report
 from .tables import comparison_text, console_to, new_table, report_text
@@ -42,13 +42,11 @@ __all__ = [
     "Distribution",
     "ErrorReport",
     "Figure",
-    "Goodput",
     "Limits",
     "Report",
     "RequestReport",
     "Series",
     "WorkerReport",
-    "WorkerSeries",
     "best",
     "compared",
     "comparison_text",

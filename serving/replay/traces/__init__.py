@@ -4,11 +4,10 @@ from .dynamo import DynamoRecords
 from .mooncake import AGENTIC_FIELDS, read_row
 from .reading import first_requests, read_trace
 from .synthetic import SyntheticLoad
-from .trace import BadLine, Prompt, Session, Trace, TraceFormat, Turn, hash_tokens
+from .trace import Prompt, Session, Trace, TraceFormat, Turn, hash_tokens
 
 __all__ = [
     "AGENTIC_FIELDS",
-    "BadLine",
     "DynamoRecords",
     "Prompt",
     "Session",
