@@ -60,14 +60,6 @@ class DueRequest:
 
 
 @define(eq=False)
-class _Open:
-    """A session that has begun and not ended: with a turn in flight, or before the next one."""
-
-    session: Session
-    history: array[int] | None
-
-
-@define(eq=False)
 class Schedule:
     """The load of a trace: open loop (recorded arrivals) or closed loop (a number of sessions at a time).
 
@@ -79,7 +71,8 @@ class Schedule:
     speed_up: float
     _sessions_at_a_time: int | None
     _heap: list[tuple[float, int, int]] = field(factory=list)
-    _open: dict[int, _Open] = field(factory=dict)
+    _open: dict[int, array[int] | None] = field(factory=dict)
+    """The sessions that have begun and not ended, with their history in a delta trace."""
     _in_flight: set[_Place] = field(factory=set)
     _next_session: int = 0
     _left_to_wait_for: dict[int, int] = field(factory=dict)
@@ -155,10 +148,9 @@ class Schedule:
         due = []
         while self._heap and self._heap[0][0] <= now_ms + SAME_MOMENT_MS:
             due_ms, session_index, turn_index = heappop(self._heap)
-            one = self._open[session_index]
-            turn = one.session.turns[turn_index]
+            session, history = self.trace.sessions[session_index], self._open[session_index]
             self._in_flight.add((session_index, turn_index))
-            due.append(DueRequest(due_ms, session_index, turn_index, one.session, turn, one.history))
+            due.append(DueRequest(due_ms, session_index, turn_index, session, session.turns[turn_index], history))
         self.sent_requests += len(due)
         return due
 
@@ -175,15 +167,14 @@ class Schedule:
         if place not in self._in_flight:
             raise InvalidArgument(f"request {due.name!r} is not in flight", field="due")
         self._in_flight.remove(place)
-        one = self._open[due.session_index]
-        next_turn = due.turn_index + 1
-        if goes_on and next_turn < len(one.session.turns):
-            if one.history is not None:
-                one.history = array("I", [*due.token_ids(), *output_token_ids])
-            delay_ms = one.session.turns[next_turn].delay_ms / self.speed_up
+        turns, next_turn = due.session.turns, due.turn_index + 1
+        if goes_on and next_turn < len(turns):
+            if due.history is not None:
+                self._open[due.session_index] = array("I", [*due.token_ids(), *output_token_ids])
+            delay_ms = turns[next_turn].delay_ms / self.speed_up
             heappush(self._heap, (now_ms + delay_ms, due.session_index, next_turn))
             return
-        self.unsent_requests += len(one.session.turns) - next_turn
+        self.unsent_requests += len(turns) - next_turn
         del self._open[due.session_index]
         self._fill(now_ms)
         if goes_on:
@@ -192,8 +183,7 @@ class Schedule:
             self._abandon(due.name)
 
     def _begin(self, index: int, at_ms: float) -> None:
-        history = array("I") if self.trace.format is TraceFormat.MOONCAKE_DELTA else None
-        self._open[index] = _Open(self.trace.sessions[index], history)
+        self._open[index] = array("I") if self.trace.format is TraceFormat.MOONCAKE_DELTA else None
         heappush(self._heap, (at_ms, index, 0))
 
     def _fill(self, now_ms: float) -> None:

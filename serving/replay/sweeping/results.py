@@ -87,7 +87,7 @@ def _cost(run: SweepRun, report: Report, figure: str) -> tuple[float, ...] | Non
     """Less is better."""
     if not report.ttft.samples:
         return None
-    value = report.prefix_cache_reused_ratio if figure == FRONTS["reuse"] else report.value(figure)
+    value = report.figures[figure]
     return (run.workers, -report.completed_requests, -value if figure == FRONTS["reuse"] else value)
 
 
