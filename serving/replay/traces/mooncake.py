@@ -21,12 +21,12 @@ from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from pipeline import InvalidArgument
 
 from .fields import Fields
-from .trace import BadLine, Prompt, Session, Turn
+from .trace import BLOCK_TOKENS, BadLine, Prompt, Session, Turn
 
 AGENTIC_FIELDS = ("wait_for", "branches", "tool_wait_ms", "prefix_reset")
 """Fields of the format agentic_mooncake only."""
@@ -36,46 +36,42 @@ AGENTIC_FIELDS = ("wait_for", "branches", "tool_wait_ms", "prefix_reset")
 class TraceRow:
     """One line of a trace, in our names and units. A field is None if the line lacks it."""
 
-    hash_ids: array[int]
-    """One for each block of the prompt."""
-    output_tokens: int
-    input_tokens: int | None = None
-    timestamp_ms: float | None = None
+    turn: Turn
+    """Without its name, its line and its delay, which depend on the other lines."""
+    timestamp_ms: float | None
     """The arrival."""
-    request_id: str | None = None
-    session_id: str | None = None
-    delay_ms: float | None = None
+    request_id: str | None
+    session_id: str | None
+    delay_ms: float | None
     """Time after the turn before."""
-    priority: int | None = None
-    strict_priority: int | None = None
-    policy_class: str | None = None
-    output_token_ids: array[int] | None = None
-    wait_for: tuple[str, ...] = ()
-    """Ids of the requests that end before this one begins."""
-    tool_wait_ms: float | None = None
+    tool_wait_ms: float | None
     """Time of tools after the last request it waits for."""
 
 
-def read_row(value: Any, *, agentic: bool = False) -> TraceRow:
+def read_row(value: Any, block_size_tokens: int = BLOCK_TOKENS, *, agentic: bool = False) -> TraceRow:
     """Return the row of a JSON value. Raise InvalidArgument with all problems."""
     fields = Fields.of(value)
     hash_ids = fields.ids("hash_ids", is_needed=True)
     if hash_ids is not None and not hash_ids:
         fields.problem("hash_ids is empty")
     output_tokens = fields.whole("output_length", "output_tokens", is_needed=True)
+    input_tokens = fields.whole("input_length", "input_tokens", low=1)
     row = TraceRow(
-        hash_ids=hash_ids or array("I"),
-        output_tokens=output_tokens or 0,
-        input_tokens=fields.whole("input_length", "input_tokens", low=1),
         timestamp_ms=fields.number("timestamp", "created_time"),
         request_id=fields.text("request_id"),
         session_id=fields.text("session_id"),
         delay_ms=fields.number("delay", "delay_ms"),
-        priority=fields.whole("priority", low=-(2**31), high=2**31 - 1),
-        strict_priority=fields.whole("strict_priority"),
-        policy_class=fields.text("policy_class"),
-        output_token_ids=_recorded(fields, output_tokens),
-        wait_for=fields.texts("wait_for") if agentic else (),
+        turn=Turn(
+            "",
+            0,
+            Prompt.of(hash_ids or array("I"), block_size_tokens, input_tokens),
+            output_tokens or 0,
+            priority=fields.whole("priority", low=-(2**31), high=2**31 - 1),
+            strict_priority=fields.whole("strict_priority"),
+            policy_class=fields.text("policy_class"),
+            recorded=_recorded(fields, output_tokens),
+            wait_for=tuple(dict.fromkeys(fields.texts("wait_for"))) if agentic else (),
+        ),
         tool_wait_ms=fields.number("tool_wait_ms") if agentic else None,
     )
     _check_kind(fields, row, agentic)
@@ -105,9 +101,9 @@ def _check_kind(fields: Fields, row: TraceRow, agentic: bool) -> None:
     fields.flag("prefix_reset")
     if row.request_id is None:
         fields.problem("request_id is missing")
-    elif row.request_id in row.wait_for:
+    elif row.request_id in row.turn.wait_for:
         fields.problem("it waits for itself")
-    if not row.wait_for and (row.delay_ms or row.tool_wait_ms):
+    if not row.turn.wait_for and (row.delay_ms or row.tool_wait_ms):
         fields.problem("delay and tool_wait_ms are of rows that wait for others")
 
 
@@ -193,13 +189,13 @@ class SessionRows:
     def add(self, value: Any, index: int) -> None:
         """Add a line. Raise InvalidArgument if it is invalid; then it counts only for the numbers of later turns."""
         turn_index = self._names.count_turn(value)
-        row = read_row(value)
+        row = read_row(value, self.block_size_tokens)
         known = None if row.session_id is None else self._named.get(row.session_id)
         session = known or _SessionBuilder(row.session_id, row.timestamp_ms, row.timestamp_ms)
         problems: list[str] = []
         delay_ms = session.think_ms(row, problems)
         name = self._names.take(row, index, turn_index, problems)
-        session.turns.append(make_turn(row, name, index, self.block_size_tokens, delay_ms))
+        session.turns.append(evolve(row.turn, name=name, line=index + 1, delay_ms=delay_ms))
         if row.timestamp_ms is not None:
             session.last_timestamp_ms = row.timestamp_ms
         if known is None:
@@ -209,21 +205,6 @@ class SessionRows:
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
         return [session_of(one.session_id, one.turns, one.arrival_ms, self._named) for one in self._all], []
-
-
-def make_turn(row: TraceRow, name: str, index: int, block_size_tokens: int, delay_ms: float) -> Turn:
-    return Turn(
-        name=name,
-        line=index + 1,
-        prompt=Prompt.of(row.hash_ids, block_size_tokens, row.input_tokens),
-        output_tokens=row.output_tokens,
-        delay_ms=delay_ms,
-        priority=row.priority,
-        strict_priority=row.strict_priority,
-        policy_class=row.policy_class,
-        recorded=row.output_token_ids,
-        wait_for=tuple(dict.fromkeys(row.wait_for)),
-    )
 
 
 @define
@@ -239,10 +220,10 @@ class AgenticRows:
     _rows: list[tuple[TraceRow, Turn]] = field(factory=list)
 
     def add(self, value: Any, index: int) -> None:
-        row = read_row(value, agentic=True)
+        row = read_row(value, self.block_size_tokens, agentic=True)
         delay_ms = (row.delay_ms or 0.0) + (row.tool_wait_ms or 0.0)
         name = self._names.take(row, index)
-        self._rows.append((row, make_turn(row, name, index, self.block_size_tokens, delay_ms)))
+        self._rows.append((row, evolve(row.turn, name=name, line=index + 1, delay_ms=delay_ms)))
 
     def finish(self) -> tuple[list[Session], list[BadLine]]:
         """Return all sessions that can begin, and the lines of the others."""

@@ -22,7 +22,8 @@ def problems(value: Any, **kwargs: bool) -> list[str]:
 
 def test_a_row_has_lengths_ids_and_arrival() -> None:
     row = read_row(PLAIN)
-    assert (list(row.hash_ids), row.input_tokens, row.output_tokens, row.timestamp_ms) == ([3, 4], 700, 5, 27.0)
+    assert (list(row.turn.prompt.hash_ids), row.turn.prompt.tokens) == ([3, 4], 700)
+    assert (row.turn.output_tokens, row.timestamp_ms) == (5, 27.0)
 
 
 def test_aliases_are_the_names_themselves() -> None:
@@ -62,9 +63,10 @@ def test_router_hints_and_recorded_outputs_are_read() -> None:
             "output_token_ids": [8, 9],
         }
     )
-    assert (row.priority, row.strict_priority, row.policy_class, row.request_id) == (-2, 3, "batch", "r")
-    assert row.output_token_ids is not None
-    assert list(row.output_token_ids) == [8, 9]
+    assert (row.turn.priority, row.turn.strict_priority, row.turn.policy_class) == (-2, 3, "batch")
+    assert row.request_id == "r"
+    assert row.turn.recorded is not None
+    assert list(row.turn.recorded) == [8, 9]
 
 
 def test_agentic_fields_are_read_where_they_belong() -> None:
@@ -72,7 +74,7 @@ def test_agentic_fields_are_read_where_they_belong() -> None:
         {**PLAIN, "request_id": "b", "wait_for": ["a"], "tool_wait_ms": 5, "branches": ["c"], "prefix_reset": True},
         agentic=True,
     )
-    assert (row.wait_for, row.tool_wait_ms) == (("a",), 5.0)
+    assert (row.turn.wait_for, row.tool_wait_ms) == (("a",), 5.0)
 
 
 @pytest.mark.parametrize("name", AGENTIC_FIELDS)
@@ -146,7 +148,7 @@ def test_a_value_that_is_not_an_object_is_refused(value: Any) -> None:
 def test_any_object_is_a_row_or_is_refused_with_its_problems(value: dict[str, Any]) -> None:
     for agentic in (False, True):
         try:
-            outcome = bool(read_row(value, agentic=agentic).hash_ids)
+            outcome = bool(read_row(value, agentic=agentic).turn.prompt.hash_ids)
         except InvalidArgument as error:
             outcome = bool(str(error))
         assert outcome
