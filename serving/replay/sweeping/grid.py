@@ -36,6 +36,8 @@ _GRAPH = (
 )
 _BUSY = tuple(one.name for one in fields(BusyThresholds))
 _ROUTER = tuple(one.name for one in fields(KvRouterConfig))
+_DRIVE = ("speed_up", "concurrency")
+"""Fields of a run outside graph and load."""
 _LOAD = tuple(one.name for one in fields(SyntheticLoad))
 _ENGINE = "engine_args."
 _NEEDS_PREFILL = ("enforce_disagg", "conditional_disagg_")
@@ -44,13 +46,6 @@ _COUNTED = {"workers": "worker", "prefill_workers": "prefill worker"}
 _SAFE = " =,.+"
 """Characters that are not quoted in the name of a file."""
 _LONGEST = 160
-
-
-def _drive(speed_up: float = 1.0, concurrency: int | None = None) -> None:
-    """The parameters of a run outside graph and load, by its signature."""
-
-
-_DRIVE = tuple(signature(_drive).parameters)
 
 
 @frozen
@@ -167,7 +162,7 @@ def _values(name: str, values: Sequence[Any], arguments: Mapping[str, Any], load
 
 def _owner(name: str, arguments: Mapping[str, Any], load: SyntheticLoad | None) -> Any:
     """Return the owner of a name; None for the engine, whose arguments are texts. Raise InvalidArgument."""
-    for names, owner in ((_GRAPH, GraphConfig), (_DRIVE, _drive), (_BUSY, BusyThresholds), (_ROUTER, KvRouterConfig)):
+    for names, owner in ((_GRAPH, GraphConfig), (_DRIVE, SweepRun), (_BUSY, BusyThresholds), (_ROUTER, KvRouterConfig)):
         if name in names:
             return owner
     if name in _LOAD:
@@ -199,7 +194,6 @@ def _run(
         return {name: value for name, value in chosen.items() if name in names}
 
     others = {*_GRAPH, *_DRIVE, *_BUSY, *_ROUTER, *_LOAD}
-    made_with = {**common, **of(_DRIVE)}
     engine_args = {name.removeprefix(_ENGINE): value for name, value in chosen.items() if name not in others}
     try:
         config = GraphConfig(
@@ -219,7 +213,7 @@ def _run(
         place = f"{FIELD}.{own}" if own in chosen else error.field
         raise InvalidArgument(f"{label_of(chosen)}: {error}", field=place) from error
     name = label_of({name: value for name, value in chosen.items() if name in varied}) or config.router
-    return SweepRun(name, dict(chosen), config, made_with["speed_up"], made_with["concurrency"], made)
+    return SweepRun(name, dict(chosen), config, load=made, **{**common, **of(_DRIVE)})
 
 
 def label_of(parameters: Mapping[str, Any]) -> str:
