@@ -44,7 +44,7 @@ class Access:
         """Return what Starlette runs before the routes, outermost first."""
         found: list[Middleware] = []
         if self.proxies:
-            found.append(Middleware(_behind_proxies, self.proxies))
+            found.append(Middleware(self.proxies.around))
         if self.cors_origins:
             # A preflight request has no key, so CORS stands outside the keys. A key is a header that a page must know,
             # not a cookie that the browser adds, so credentials stay off and any origin may be allowed.
@@ -60,11 +60,6 @@ class Access:
         if self.keys is not None:
             found.append(Middleware(KeyGuard, self.keys, (options.live_path, options.health_path)))
         return found
-
-
-def _behind_proxies(app: ASGIApp, proxies: TrustedProxies) -> ASGIApp:
-    application: ASGIApp = proxies.around(app)
-    return application
 
 
 class KeyGuard:

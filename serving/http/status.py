@@ -29,6 +29,8 @@ def _port(text: str) -> int | None:
     return None if text.startswith("-") and text[1:].isdecimal() else whole(0, 2**16 - 1)(text)
 
 
+_WORDS = {True: "ready", False: "notready"}
+
 STATUS_PORT: Variable[int | None] = Variable(
     "DYN_SYSTEM_PORT", None, "Port of a worker's status, on all addresses; 0 takes a free one, below 0: none.", _port
 )
@@ -43,9 +45,9 @@ def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[
 
     async def state(_: Request) -> Response:
         ready = health.is_healthy
-        endpoints = {name: _word(is_ready) for name, is_ready in health.endpoints.items()}
+        endpoints = {name: _WORDS[is_ready] for name, is_ready in health.endpoints.items()}
         uptime_s = round(anyio.current_time() - begun_s, 3)
-        body = encode({"status": _word(ready), "uptime": uptime_s, "endpoints": endpoints})
+        body = encode({"status": _WORDS[ready], "uptime": uptime_s, "endpoints": endpoints})
         return Response(body, 200 if ready else 503, media_type="application/json")
 
     async def metrics(_: Request) -> Response:
@@ -57,10 +59,6 @@ def status_app(health: SystemHealth, telemetry: Telemetry, environment: Mapping[
         Route("/metrics", metrics),
     ]
     return Edge(routes, {HTTPException: _unroutable}, HttpOptions(), telemetry.refusals)
-
-
-def _word(is_ready: bool) -> str:
-    return "ready" if is_ready else "notready"
 
 
 async def _unroutable(_: Request, error: Exception) -> Response:
