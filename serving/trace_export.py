@@ -69,7 +69,6 @@ def exporting(environment: Mapping[str, str]) -> Iterator[Tracer | None]:
     if not names:
         yield None
         return
-    from .http import SCHEMA_URL
 
     made = [_exporter(name) for name in names]
     provider = _provider(environment, made)

@@ -160,7 +160,7 @@ async def test_the_router_reports_each_event_it_applies() -> None:
     router = kv_router(
         static_workers({1: ScriptedEngine([])}),
         block_size_tokens=BLOCK,
-        on_event=lambda *told: counted.append(told),
+        on_event=lambda *counts: counted.append(counts),
     )
     with router, router.follow(events):
         async with anyio.create_task_group() as tasks:

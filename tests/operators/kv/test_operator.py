@@ -70,10 +70,10 @@ class Graph:
         return len(self.router.loads)
 
     @property
-    def asked(self) -> dict[int, list[Context[PreprocessedRequest]]]:
+    def received(self) -> dict[int, list[Context[PreprocessedRequest]]]:
         return {worker_id: engine.requests for worker_id, engine in self.engines.items() if engine.requests}
 
-    async def ask(self, request: PreprocessedRequest, **context: Any) -> list[Any]:
+    async def send(self, request: PreprocessedRequest, **context: Any) -> list[Any]:
         return await (await self.engine.generate(Context(request, **context))).collect()
 
 
@@ -97,38 +97,40 @@ def named(**hints: Any) -> PreprocessedRequest:
 async def test_the_worker_that_was_given_the_prompt_before_gets_it_again() -> None:
     graph = Graph()
     for _ in range(4):
-        await graph.ask(prompt(64))
-    assert [len(requests) for requests in graph.asked.values()] == [4]
+        await graph.send(prompt(64))
+    assert [len(requests) for requests in graph.received.values()] == [4]
 
 
 @pytest.mark.parametrize("text", ["query_instance_id:", "query_instance_id:decode"])
 async def test_a_query_books_sends_and_records_nothing(text: str) -> None:
     graph = Graph()
-    (item,) = await graph.ask(prompt(annotations=[text], tracker=tracker()))
-    said = item.data.disaggregated_params
-    assert said["token_ids"] == list(range(8))
-    assert said["worker_id"]["decode_worker_id"] == said["worker_id"]["prefill_worker_id"] in (1, 2, 3)
-    assert to_plain(item.data.routing_data) == said
-    assert (item.event, graph.asked, graph.booked) == (None, {}, 0)
+    (item,) = await graph.send(prompt(annotations=[text], tracker=tracker()))
+    named_workers = item.data.disaggregated_params
+    assert named_workers["token_ids"] == list(range(8))
+    assert (
+        named_workers["worker_id"]["decode_worker_id"] == named_workers["worker_id"]["prefill_worker_id"] in (1, 2, 3)
+    )
+    assert to_plain(item.data.routing_data) == named_workers
+    assert (item.event, graph.received, graph.booked) == (None, {}, 0)
     blocks = graph.router.route_request(Context(prompt()), RequestPhase.AGGREGATED).blocks
     assert graph.router.lookup.find(blocks, 0.0).device == {}
 
 
 async def test_the_annotation_without_a_colon_is_not_a_query() -> None:
     graph = Graph()
-    await graph.ask(prompt(annotations=["query_instance_id"]))
-    assert len(graph.asked) == 1
+    await graph.send(prompt(annotations=["query_instance_id"]))
+    assert len(graph.received) == 1
 
 
 async def test_a_query_without_a_tracker_names_no_worker() -> None:
-    (item,) = await Graph().ask(prompt(annotations=["query_instance_id:"]))
+    (item,) = await Graph().send(prompt(annotations=["query_instance_id:"]))
     assert item.data.disaggregated_params == {"worker_id": None, "token_ids": list(range(8))}
     assert item.data.routing_data == RoutingData(token_ids=list(range(8)))
 
 
 async def test_a_query_about_a_named_worker_answers_with_that_one() -> None:
-    asked = evolve(named(backend_instance_id=2), annotations=["query_instance_id:"], tracker=tracker())
-    (item,) = await Graph().ask(asked)
+    received = evolve(named(backend_instance_id=2), annotations=["query_instance_id:"], tracker=tracker())
+    (item,) = await Graph().send(received)
     assert item.data.disaggregated_params["worker_id"]["decode_worker_id"] == 2
 
 
@@ -146,14 +148,14 @@ async def test_the_phase_decides_which_named_worker_counts(
     phase: RequestPhase, hints: dict[str, int], expected: int
 ) -> None:
     graph = Graph()
-    await graph.ask(evolve(named(**hints), tracker=tracker(phase)))
-    assert list(graph.asked) == [expected]
+    await graph.send(evolve(named(**hints), tracker=tracker(phase)))
+    assert list(graph.received) == [expected]
 
 
 async def test_the_selected_rank_is_in_the_request_that_is_sent() -> None:
     graph, request = Graph(), Context(prompt(routing=RoutingHints(priority=5)))
     await (await graph.engine.generate(request)).collect()
-    ((sent,),) = graph.asked.values()
+    ((sent,),) = graph.received.values()
     assert (sent.id, sent.control) == (request.id, request.control)
     assert sent.payload == evolve(request.payload, routing=RoutingHints(priority=5, dp_rank=0))
     assert request.payload.routing == RoutingHints(priority=5)
@@ -161,8 +163,8 @@ async def test_the_selected_rank_is_in_the_request_that_is_sent() -> None:
 
 async def test_a_prefill_carries_its_rank_under_both_names() -> None:
     graph = Graph()
-    await graph.ask(prompt(tracker=tracker(RequestPhase.PREFILL)))
-    ((sent,),) = graph.asked.values()
+    await graph.send(prompt(tracker=tracker(RequestPhase.PREFILL)))
+    ((sent,),) = graph.received.values()
     assert sent.payload.routing is not None
     assert (sent.payload.routing.prefill_dp_rank, sent.payload.routing.dp_rank) == (0, 0)
 
@@ -170,12 +172,12 @@ async def test_a_prefill_carries_its_rank_under_both_names() -> None:
 async def test_a_named_worker_that_is_not_allowed_or_not_there_is_an_error() -> None:
     graph = Graph()
     with pytest.raises(InvalidArgument, match="not among the allowed"):
-        await graph.ask(named(backend_instance_id=1, allowed_worker_ids={2}))
+        await graph.send(named(backend_instance_id=1, allowed_worker_ids={2}))
     with pytest.raises(Unavailable, match="worker 9"):
-        await graph.ask(named(backend_instance_id=9))
+        await graph.send(named(backend_instance_id=9))
     with pytest.raises(Unavailable, match="has ranks 0 to 0, not 1"):
-        await graph.ask(named(backend_instance_id=1, dp_rank=1))
-    assert (graph.asked, graph.booked) == ({}, 0)
+        await graph.send(named(backend_instance_id=1, dp_rank=1))
+    assert (graph.received, graph.booked) == ({}, 0)
 
 
 @pytest.mark.parametrize("mode", ["direct", "round_robin"])
@@ -184,7 +186,7 @@ async def test_the_choice_reaches_the_pools_router_through_other_stages_in_every
     engine = graph.stage >> identity() >> PushRouter(graph.workers, mode)
     for _ in range(3):
         await (await engine.generate(Context(named(backend_instance_id=3)))).collect()
-    assert graph.asked.keys() == {3}
+    assert graph.received.keys() == {3}
 
 
 # -- the account
@@ -205,7 +207,7 @@ async def test_a_failed_push_leaves_no_booking() -> None:
     for engine in graph.engines.values():
         engine._fails = CannotConnect("not now")
     with pytest.raises(CannotConnect, match="not now"):
-        await graph.ask(prompt())
+        await graph.send(prompt())
     assert graph.booked == 0
 
 
@@ -225,7 +227,7 @@ async def test_the_prompt_counts_as_computed_at_the_first_token() -> None:
 async def test_what_is_cached_is_no_prompt_work(first: int, second: int, left: int) -> None:
     graph = Graph(worker_ids=[1])
     if first:
-        await graph.ask(prompt(first))
+        await graph.send(prompt(first))
     async with await graph.engine.generate(Context(prompt(second))):
         loads = graph.router.loads.sequences.project((), graph.router.loads.sequences.ranks(), 0.0)
         assert (list(loads.prefill_tokens), list(loads.requests)) == ([left], [1])
@@ -245,8 +247,8 @@ async def test_all_blocks_an_item_fills_are_added(tracks: bool, expected: list[i
 
 async def test_blocks_weigh_less_the_nearer_the_expected_end() -> None:
     graph = Graph(tokens(8), worker_ids=[1], router_track_output_blocks=True)
-    asked = prompt(4, routing=RoutingHints(expected_output_tokens=16))
-    async with await graph.engine.generate(Context(asked)) as stream:
+    received = prompt(4, routing=RoutingHints(expected_output_tokens=16))
+    async with await graph.engine.generate(Context(received)) as stream:
         await stream.__anext__()
         (blocks,) = graph.router.loads.sequences.project((), graph.router.loads.sequences.ranks(), 0.0).decode_blocks
     assert blocks == 2  # three of half a block each, rounded half up
@@ -302,7 +304,7 @@ async def test_an_account_that_cannot_be_kept_does_not_disturb_the_answer(
         raise ValueError("broken account")
 
     monkeypatch.setattr(LoadBook, step, fails)
-    assert [len(item.data.token_ids) for item in await graph.ask(prompt())] == [0, 1, 1]
+    assert [len(item.data.token_ids) for item in await graph.send(prompt())] == [0, 1, 1]
     assert (tried, "broken account" in caplog.text) == ([step], True)
 
 
@@ -387,10 +389,10 @@ async def test_a_stop_frees_the_request_when_its_stream_has_ended() -> None:
 
 async def test_the_tracker_records_the_choice() -> None:
     graph, times = Graph(), tracker()
-    await graph.ask(prompt(8))
-    await graph.ask(prompt(16, tracker=times))
+    await graph.send(prompt(8))
+    await graph.send(prompt(16, tracker=times))
     assert (times.kv_hit_rate, times.isl_tokens, times.cached_tokens, times.osl_tokens) == (0.5, 16, 8, 1)
-    (worker_id,) = graph.asked
+    (worker_id,) = graph.received
     info = times.worker_info()
     assert info is not None
     assert (info.prefill_worker_id, info.decode_worker_id, info.decode_dp_rank) == (worker_id, worker_id, 0)
@@ -400,8 +402,8 @@ async def test_the_tracker_records_the_choice() -> None:
 async def test_a_choice_is_logged_in_the_shape_that_tools_read(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "operators.kv.operator")
     graph = Graph(worker_ids=[7])
-    for asked in (prompt(8), prompt(18), named(backend_instance_id=7), prompt(annotations=["query_instance_id:"])):
-        await graph.ask(asked)
+    for received in (prompt(8), prompt(18), named(backend_instance_id=7), prompt(annotations=["query_instance_id:"])):
+        await graph.send(received)
     assert caplog.messages == [
         "[ROUTING] Best: worker_7 dp_rank=0 with 0/2 blocks overlap",
         "[ROUTING] Best: worker_7 dp_rank=0 with 2/5 blocks overlap",
@@ -410,10 +412,10 @@ async def test_a_choice_is_logged_in_the_shape_that_tools_read(caplog: pytest.Lo
 
 async def test_the_reasons_come_first_if_requested() -> None:
     graph = Graph()
-    event, answer = await graph.ask(prompt(annotations=[ROUTER_DECISION]))
+    event, answer = await graph.send(prompt(annotations=[ROUTER_DECISION]))
     assert (event.event, answer.data.token_ids) == (ROUTER_DECISION, [0])
     reasons = json.loads(event.comment[0])
-    ((worker_id, _),) = graph.asked.items()
+    ((worker_id, _),) = graph.received.items()
     assert reasons["worker_id"] == worker_id
     assert [one["rank"] for one in reasons["candidates"]] == [[1, 0], [2, 0], [3, 0]]
     assert {one["cost"] for one in reasons["candidates"]} == {reasons["cost"]} == {4.0}
@@ -421,7 +423,7 @@ async def test_the_reasons_come_first_if_requested() -> None:
 
 async def test_reasons_that_are_not_finite_are_omitted_and_the_request_goes_on() -> None:
     graph = Graph(prefill_load_scale=1.7e308)
-    event, answer = await graph.ask(prompt(annotations=[ROUTER_DECISION]))
+    event, answer = await graph.send(prompt(annotations=[ROUTER_DECISION]))
     reasons = json.loads(event.comment[0])
     assert ("cost" in reasons, reasons["margin"], reasons["prompt_blocks"]) == (False, 0.0, 2)
     assert [sorted(one)[-1] for one in reasons["candidates"]] == ["rank"] * 3
@@ -436,8 +438,8 @@ async def test_reasons_that_cannot_be_written_leave_no_booking(monkeypatch: pyte
 
     monkeypatch.setattr(Decision, "report", broken)
     with pytest.raises(ValueError, match="no reasons"):
-        await graph.ask(prompt(annotations=[ROUTER_DECISION]))
-    assert (graph.asked, graph.booked) == ({}, 0)
+        await graph.send(prompt(annotations=[ROUTER_DECISION]))
+    assert (graph.received, graph.booked) == ({}, 0)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # dropped on purpose
@@ -478,7 +480,7 @@ async def test_the_operator_contract_in_sessions() -> None:
 async def test_direct_sends_to_the_named_worker_unchanged(hints: dict[str, int]) -> None:
     graph, request = Graph(), named(**hints)
     await (await (DirectRouter() >> PushRouter(graph.workers)).generate(Context(request))).collect()
-    ((worker_id, (sent,)),) = graph.asked.items()
+    ((worker_id, (sent,)),) = graph.received.items()
     assert worker_id == 2
     assert sent.payload is request
 

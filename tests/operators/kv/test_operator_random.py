@@ -51,7 +51,7 @@ class Flaky(ScriptedEngine):
         return await super().generate(request)
 
 
-def asked(seed: int) -> PreprocessedRequest:
+def payload_of(seed: int) -> PreprocessedRequest:
     rng = Random(seed)
     hints = RoutingHints(backend_instance_id=1 + rng.randrange(4)) if rng.random() < 0.2 else None  # 4 is not there
     return PreprocessedRequest([seed] * rng.randrange(1, 40), routing=hints)
@@ -61,7 +61,7 @@ async def one(graph: AsyncEngine[Any, Any], seed: int, ending: str) -> None:
     """One request that ends in that way, whatever it meets, perhaps while it still waits for its place."""
     rng = Random(seed)
     metadata = {"x-dynamo-session-id": str(seed % 3)} if rng.random() < 0.3 else {}
-    request = Context(asked(seed), metadata=metadata)
+    request = Context(payload_of(seed), metadata=metadata)
     await anyio.sleep(rng.random() * 10)
     async with ended(request, ending, rng.random() * 2, rng.random()):
         await read(await graph.generate(request), ending, rng.randrange(4))

@@ -52,7 +52,7 @@ class Graph:
         assert self.router.sessions is not None
         return self.router.sessions.peek("s")
 
-    async def ask(self, **routing: Any) -> list[Any]:
+    async def send(self, **routing: Any) -> list[Any]:
         return await (await self.open(**routing)).collect()
 
     async def open(self, **routing: Any) -> ResponseStream[Any]:
@@ -68,7 +68,7 @@ async def test_requests_of_a_session_go_where_its_first_went() -> None:
     graph = Graph()
     async with anyio.create_task_group() as tasks:
         for _ in range(12):
-            tasks.start_soon(graph.ask)
+            tasks.start_soon(graph.send)
     await (await graph.engine.generate(asking("x-dynamo-session-id"))).collect()
     assert graph.counts == [13]
 
@@ -77,7 +77,7 @@ async def test_without_a_time_to_live_the_header_means_nothing() -> None:
     graph = Graph(ttl_s=None)
     async with anyio.create_task_group() as tasks:
         for _ in range(12):
-            tasks.start_soon(graph.ask)
+            tasks.start_soon(graph.send)
     assert len(graph.counts) > 1
 
 
@@ -94,13 +94,13 @@ async def test_an_idle_session_is_forgotten_and_a_running_one_is_not() -> None:
 
 async def test_a_worker_that_fails_the_session_is_replaced_once() -> None:
     graph = Graph()
-    await graph.ask()
+    await graph.send()
     before = graph.bound
     assert before is not None
     graph.engines[before.worker_id].broken = True
     while graph.bound in (before, None):  # the retry may meet the same worker by chance
         try:
-            await graph.ask()
+            await graph.send()
         except CannotConnect:
             assert graph.bound is None
     assert len(graph.router.loads) == 0
@@ -108,31 +108,31 @@ async def test_a_worker_that_fails_the_session_is_replaced_once() -> None:
 
 async def test_a_request_that_names_the_failed_worker_is_not_sent_elsewhere() -> None:
     graph = Graph()
-    await graph.ask()
+    await graph.send()
     before = graph.bound
     assert before is not None
     graph.engines[before.worker_id].broken = True
     with pytest.raises(CannotConnect):
-        await graph.ask(backend_instance_id=before.worker_id)
+        await graph.send(backend_instance_id=before.worker_id)
     assert (graph.bound, graph.counts) == (None, [1])
 
 
 async def test_a_cancelled_request_leaves_the_session_bound() -> None:
     graph = Graph()
-    await graph.ask()
+    await graph.send()
     before = graph.bound
     with anyio.move_on_after(0.5):
-        await graph.ask()
+        await graph.send()
     assert graph.bound == before is not None
     assert len(graph.router.loads) == 0
 
 
 async def test_a_request_may_not_name_another_worker_than_its_session() -> None:
     graph = Graph()
-    await graph.ask(backend_instance_id=2)
+    await graph.send(backend_instance_id=2)
     with pytest.raises(InvalidArgument, match="bound to worker 2"):
-        await graph.ask(backend_instance_id=3)
-    await graph.ask(backend_instance_id=2)
+        await graph.send(backend_instance_id=3)
+    await graph.send(backend_instance_id=2)
     assert (graph.bound, graph.counts) == (WorkerRank(2), [2])
     await anyio.sleep(11)
     assert graph.bound is None  # the refused one holds nothing
@@ -143,37 +143,37 @@ async def test_a_query_reads_the_session_and_reserves_nothing() -> None:
 
     async def query() -> Any:
         tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
-        asked = PreprocessedRequest([1, 2, 3, 4], annotations=["query_instance_id:"], tracker=tracker)
-        stream = await graph.engine.generate(Context(asked, metadata={"x-dynamo-session-id": "s"}))
+        payload = PreprocessedRequest([1, 2, 3, 4], annotations=["query_instance_id:"], tracker=tracker)
+        stream = await graph.engine.generate(Context(payload, metadata={"x-dynamo-session-id": "s"}))
         (item,) = await stream.collect()
         assert item.data is not None
         return item.data.disaggregated_params["worker_id"]["decode_worker_id"]
 
     await query()
     assert graph.bound is None
-    await graph.ask(backend_instance_id=3)
+    await graph.send(backend_instance_id=3)
     assert [await query() for _ in range(5)] == [3] * 5
 
 
 async def test_a_request_that_may_not_go_to_its_sessions_worker_goes_elsewhere_and_binds_anew() -> None:
     """It named no worker itself."""
     graph = Graph()
-    await graph.ask(backend_instance_id=2)
-    await graph.ask(allowed_worker_ids={3})
+    await graph.send(backend_instance_id=2)
+    await graph.send(allowed_worker_ids={3})
     assert (graph.bound, graph.counts, len(graph.router.loads)) == (WorkerRank(3), [1, 1], 0)
 
 
 async def test_a_query_of_a_session_whose_worker_cannot_take_it_is_answered_without_it() -> None:
     graph = Graph()
-    await graph.ask(backend_instance_id=2)
+    await graph.send(backend_instance_id=2)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
-    asked = PreprocessedRequest(
+    payload = PreprocessedRequest(
         [1, 2, 3, 4],
         annotations=["query_instance_id:"],
         tracker=tracker,
         routing=RoutingHints(allowed_worker_ids={3}),
     )
-    (item,) = await (await graph.engine.generate(Context(asked, metadata={SESSION_HEADER: "s"}))).collect()
+    (item,) = await (await graph.engine.generate(Context(payload, metadata={SESSION_HEADER: "s"}))).collect()
     assert item.data is not None
     assert item.data.disaggregated_params["worker_id"]["decode_worker_id"] == 3
     assert graph.bound == WorkerRank(2)
@@ -182,7 +182,7 @@ async def test_a_query_of_a_session_whose_worker_cannot_take_it_is_answered_with
 async def test_one_that_waits_for_the_first_may_be_stopped() -> None:
     graph, second = Graph(), asking()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(graph.ask)
+        tasks.start_soon(graph.send)
         await anyio.sleep(0.1)
         tasks.start_soon(stop_soon, second)
         with pytest.raises(Cancelled, match=f"Request {second.id} was cancelled"):
@@ -199,8 +199,8 @@ async def stop_soon(request: Context[Any]) -> None:
 async def test_when_the_first_fails_the_next_is_first() -> None:
     graph = Graph()
     with anyio.move_on_after(0.5):
-        await graph.ask()
-    await graph.ask()
+        await graph.send()
+    await graph.send()
     assert graph.bound is not None
     await anyio.sleep(11)
     assert graph.bound is None

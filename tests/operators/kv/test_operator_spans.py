@@ -54,7 +54,7 @@ class Measured:
             workers
         )
 
-    async def ask(
+    async def send(
         self, count: int = 4, request_id: str = "r1", *, tracker: RequestTracker | None = None, **fields: Any
     ) -> None:
         request = PreprocessedRequest(list(range(count)), tracker=tracker, **fields)
@@ -109,8 +109,8 @@ async def test_the_counters_are_there_before_any_traffic() -> None:
 async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
     """The mean time between tokens is recorded at each block that is filled, tracked or not."""
     measured = Measured()
-    await measured.ask()
-    await measured.ask(8, tracker=tracker())
+    await measured.send()
+    await measured.send(8, tracker=tracker())
     assert measured.seen == {
         **ZERO,
         "requests_total": [2],
@@ -126,7 +126,7 @@ async def test_a_request_with_a_tracker_is_measured_in_full() -> None:
 
 async def test_without_a_tracker_only_tokens_are_measured() -> None:
     measured = Measured()
-    await measured.ask()
+    await measured.send()
     assert measured.seen == {
         **ZERO,
         "requests_total": [1],
@@ -138,13 +138,13 @@ async def test_without_a_tracker_only_tokens_are_measured() -> None:
 
 async def test_an_answer_without_tokens_counts() -> None:
     measured = Measured([])
-    await measured.ask()
+    await measured.send()
     assert (measured.seen["requests_total"], measured.seen["output_sequence_tokens"]) == ([1], [1, 0])
 
 
 async def test_a_query_is_no_traffic() -> None:
     measured = Measured()
-    await measured.ask(tracker=tracker(), annotations=["query_instance_id:"])
+    await measured.send(tracker=tracker(), annotations=["query_instance_id:"])
     assert measured.seen == ZERO
     assert measured.points("dynamo_router_overhead_") == []
 
@@ -152,10 +152,10 @@ async def test_a_query_is_no_traffic() -> None:
 async def test_a_failed_selection_counts_nothing_and_a_failed_push_no_answer() -> None:
     measured = Measured(fails=CannotConnect("not now"))
     with pytest.raises(Unavailable):
-        await measured.ask(routing=RoutingHints(backend_instance_id=9))
+        await measured.send(routing=RoutingHints(backend_instance_id=9))
     assert measured.seen == ZERO
     with pytest.raises(CannotConnect):
-        await measured.ask()
+        await measured.send()
     assert measured.seen == {**ZERO, "requests_started_total": [1], "input_sequence_tokens": [1, 4]}
 
 
@@ -169,9 +169,9 @@ TWO_TOKENS = [Wait(1), Annotated(LLMEngineOutput([1])), Wait(4), Annotated(LLMEn
 async def test_the_transfer_is_from_the_first_token_of_prefill_to_that_of_decode() -> None:
     prefill, decode, times = Measured(TWO_TOKENS), Measured(TWO_TOKENS), tracker()
     times.phase = RequestPhase.PREFILL
-    await prefill.ask(tracker=times)
+    await prefill.send(tracker=times)
     times.phase = RequestPhase.DECODE
-    await decode.ask(tracker=times)
+    await decode.send(tracker=times)
     assert times.kv_transfer_estimated_latency_s == 4 + 1
     assert decode.seen[TRANSFER] == [1, 5]
     assert TRANSFER not in prefill.seen
@@ -181,7 +181,7 @@ async def test_the_transfer_is_from_the_first_token_of_prefill_to_that_of_decode
 async def test_one_half_alone_transfers_nothing(phase: RequestPhase) -> None:
     measured, times = Measured(TWO_TOKENS), tracker()
     times.phase = phase
-    await measured.ask(tracker=times)
+    await measured.send(tracker=times)
     assert (times.prefill_complete is not None) == (phase is RequestPhase.PREFILL)
     assert (times.decode_first_token is not None) == (phase is RequestPhase.DECODE)
     assert times.kv_transfer_estimated_latency_s is None
@@ -192,9 +192,9 @@ async def test_a_later_attempt_is_no_second_transfer() -> None:
     decode, times = Measured(TWO_TOKENS), tracker()
     times.record_prefill_complete()
     times.phase = RequestPhase.DECODE
-    await decode.ask(tracker=times)
+    await decode.send(tracker=times)
     times.begin_attempt(2)
-    await decode.ask(tracker=times)
+    await decode.send(tracker=times)
     assert decode.seen[TRANSFER] == [1, 1]
 
 
@@ -207,10 +207,10 @@ async def test_a_prefill_that_ends_behind_its_decode_changes_neither_length_nor_
     found: list[tuple[Any, ...]] = []
     times.phase = RequestPhase.PREFILL
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(prefill.ask, tracker=times))
+        tasks.start_soon(partial(prefill.send, tracker=times))
         await anyio.sleep(2)
         times.phase = RequestPhase.DECODE
-        await decode.ask(tracker=times)
+        await decode.send(tracker=times)
         found.append((times.osl_tokens, times.total_time_ms, times.avg_itl_ms))
     found.append((times.osl_tokens, times.total_time_ms, times.avg_itl_ms))
     assert found == [(2, 7000, 6000)] * 2
@@ -224,9 +224,9 @@ async def test_a_choice_against_the_longest_prefix_is_counted_with_what_it_lost(
     """Credit for what is cached is so low that the load of the worker that has it decides."""
     measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], worker_ids=(1, 2), overlap_score_credit=0.1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(measured.ask, 12)  # in flight, and its three blocks are on its worker
+        tasks.start_soon(measured.send, 12)  # in flight, and its three blocks are on its worker
         await anyio.sleep(1)
-        await measured.ask(12, "r2")
+        await measured.send(12, "r2")
     assert measured.seen["non_max_overlap_selections_total"] == [1]
     assert measured.seen["overlap_blocks_lost"] == [1, 3]
 
@@ -234,9 +234,9 @@ async def test_a_choice_against_the_longest_prefix_is_counted_with_what_it_lost(
 async def test_what_the_best_worker_had_is_measured_beside_what_the_chosen_one_had() -> None:
     measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], worker_ids=(1, 2), overlap_score_credit=0.1)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(measured.ask, 12)
+        tasks.start_soon(measured.send, 12)
         await anyio.sleep(1)
-        await measured.ask(16, "r2", tracker=tracker())
+        await measured.send(16, "r2", tracker=tracker())
     assert measured.seen["kv_hit_rate"] == [1, 0.0]
     assert measured.seen["best_available_overlap"] == [1, 0.75]
 
@@ -244,8 +244,8 @@ async def test_what_the_best_worker_had_is_measured_beside_what_the_chosen_one_h
 async def test_a_tie_and_a_pinned_request_give_nothing_up() -> None:
     measured = Measured(worker_ids=(1, 2))
     for worker_id in (1, 2, 2, 1):
-        await measured.ask(12, routing=RoutingHints(backend_instance_id=worker_id))
-    await measured.ask(12)
+        await measured.send(12, routing=RoutingHints(backend_instance_id=worker_id))
+    await measured.send(12)
     assert measured.seen["non_max_overlap_selections_total"] == [0]
     assert "overlap_blocks_lost" not in measured.seen
 
@@ -257,10 +257,10 @@ async def test_a_refusal_is_counted_by_the_limit_that_was_reached() -> None:
     only_one = PolicyClass("small", prefill_busy_threshold=0, request_queue_limit_per_worker=0)
     measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], profile=PolicyProfile.single(only_one))
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(measured.ask)
+        tasks.start_soon(measured.send)
         await anyio.sleep(1)
         with pytest.raises(QueueRejected):
-            await measured.ask()
+            await measured.send()
     refused = measured.points("dynamo_frontend_router_queue_backpressure_total")
     assert [labels for _, labels, point in refused if point.value == 1] == [
         {"model": "m", "worker_type": "decode", "policy_class": "small", "reason": "request_limit"}
@@ -275,9 +275,9 @@ async def test_each_step_of_a_search_is_timed_and_waiting_belongs_to_scheduling(
     one_at_a_time = PolicyProfile.single(PolicyClass(prefill_busy_threshold=0))
     measured = Measured([Wait(10), Annotated(LLMEngineOutput([1]))], profile=one_at_a_time)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(measured.ask)
+        tasks.start_soon(measured.send)
         await anyio.sleep(1)
-        tasks.start_soon(measured.ask, 4, "r2")
+        tasks.start_soon(measured.send, 4, "r2")
     spent = {name: (labels, point.count, point.sum) for name, labels, point in measured.points("dynamo_router_")}
     assert spent == {
         "overhead_block_hashing_ms": ({"router_id": "r"}, 2, 0),
@@ -290,7 +290,7 @@ async def test_each_step_of_a_search_is_timed_and_waiting_belongs_to_scheduling(
 
 async def test_what_is_not_needed_is_neither_hashed_nor_timed() -> None:
     measured = Measured(overlap_score_credit=0, router_track_active_blocks=False)
-    await measured.ask()
+    await measured.send()
     names = [name for name, *_ in measured.points("dynamo_router_overhead_")]
     assert names == ["indexer_find_matches_ms", "scheduling_ms", "total_ms"]
 
@@ -298,7 +298,7 @@ async def test_what_is_not_needed_is_neither_hashed_nor_timed() -> None:
 async def test_a_search_that_fails_is_not_timed_as_one() -> None:
     measured = Measured()
     with pytest.raises(Unavailable):
-        await measured.ask(routing=RoutingHints(backend_instance_id=9))
+        await measured.send(routing=RoutingHints(backend_instance_id=9))
     names = [name for name, *_ in measured.points("dynamo_router_overhead_")]
     assert names == ["block_hashing_ms", "seq_hashing_ms", "indexer_find_matches_ms"]
 
@@ -369,5 +369,5 @@ async def test_an_error_is_on_the_step_it_came_from() -> None:
 
 async def test_a_request_that_is_not_traced_has_no_spans() -> None:
     spans = Spans()
-    await spans.measured.ask()
+    await spans.measured.send()
     assert spans.ended == {}

@@ -189,14 +189,14 @@ def test_each_covered_token_is_listed_once_in_its_block(
 ) -> None:
     objects = [MmObject(mm_hash, [(start, end)]) for mm_hash, start, end in ranges]
     covered = [(mm_hash, i) for mm_hash, start, end in ranges for i in range(start, min(end, total))]
-    told = [
+    covered_by_parts = [
         (found.mm_hash, index * size + i)
         for index, info in enumerate(media_of_blocks(objects, size, total))
         for found in (info.mm_objects if info else [])
         for start, end in found.offsets
         for i in range(start, end)
     ]
-    assert sorted(told) == sorted(covered)
+    assert sorted(covered_by_parts) == sorted(covered)
 
 
 def test_an_image_has_a_token_of_its_own_beyond_every_vocabulary() -> None:
@@ -257,12 +257,12 @@ def route(tokens: list[int]) -> RouteRequest:
 
 
 async def test_with_threads_the_hashes_are_made_there_and_found_in_the_loop(hashing_threads: list[int]) -> None:
-    request, asked = Context(None), route(list(range(100)))
+    request, routed = Context(None), route(list(range(100)))
     offer_threads(request, PromptThreads())
-    await hash_beside_the_loop(asked, request)
+    await hash_beside_the_loop(routed, request)
     plain = PromptBlocks(list(range(100)), 4)
-    assert asked.blocks.local_hashes == plain.local_hashes
-    assert asked.blocks.sequence_hashes == plain.sequence_hashes
+    assert routed.blocks.local_hashes == plain.local_hashes
+    assert routed.blocks.sequence_hashes == plain.sequence_hashes
     there, here = hashing_threads
     assert (there != get_ident(), here) == (True, get_ident())
 

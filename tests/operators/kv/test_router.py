@@ -184,10 +184,10 @@ async def test_blocks_that_are_not_tracked_are_in_use_all_the_same(
     router = router_of(1, config=config)
     await reserved(router, prompt(4))
     await reserved(router, prompt(4, first=100), "other")
-    asked = prompt(tokens)
-    decision = router.advise(asked)
+    request = prompt(tokens)
+    decision = router.advise(request)
     assert decision.chosen.active_decode_blocks + decision.chosen.additional_blocks == reported
-    assert router.potential_decode_blocks(asked, decision) == in_use
+    assert router.potential_decode_blocks(request, decision) == in_use
 
 
 async def test_an_empty_prompt_and_a_booked_id_are_refused() -> None:

@@ -44,30 +44,30 @@ def prompt(adapter: str | None = "french", *, first: int = 0, **given: Any) -> R
     return RouteRequest(blocks=blocks, **given)
 
 
-def asked(router: KvRouter, request: RouteRequest) -> set[int]:
+def chosen(router: KvRouter, request: RouteRequest) -> set[int]:
     """The workers the request may go to."""
     return {rank.worker_id for rank in router.advise(request).ranks}
 
 
 async def test_a_request_goes_where_its_adapter_is_loaded() -> None:
     router = router_of(loaded({"french": {2, 3}, "german": {1}}))
-    assert asked(router, prompt("french")) == {2, 3}
-    assert asked(router, prompt("german")) == {1}
-    assert asked(router, prompt(None)) == asked(router, prompt("")) == asked(router, prompt("greek")) == {1, 2, 3}
+    assert chosen(router, prompt("french")) == {2, 3}
+    assert chosen(router, prompt("german")) == {1}
+    assert chosen(router, prompt(None)) == chosen(router, prompt("")) == chosen(router, prompt("greek")) == {1, 2, 3}
 
 
 async def test_allowed_workers_are_narrowed_and_never_widened() -> None:
     router = router_of(loaded({"french": {2, 3}}))
-    assert asked(router, prompt(allowed_worker_ids={1, 2})) == {2}
-    assert asked(router, prompt(allowed_worker_ids={1})) == {1}
+    assert chosen(router, prompt(allowed_worker_ids={1, 2})) == {2}
+    assert chosen(router, prompt(allowed_worker_ids={1})) == {1}
 
 
 async def test_workers_that_are_not_there_narrow_nothing() -> None:
     health = loaded({"french": {3, 9}})
     router = router_of(health)
-    assert asked(router, prompt()) == {3}
+    assert chosen(router, prompt()) == {3}
     health.left_out(3)
-    assert asked(router, prompt()) == {1, 2}
+    assert chosen(router, prompt()) == {1, 2}
 
 
 async def test_a_named_worker_takes_the_request_without_the_adapter_too() -> None:
@@ -78,7 +78,7 @@ async def test_a_named_worker_takes_the_request_without_the_adapter_too() -> Non
 async def test_required_taints_hold_beside_the_adapter() -> None:
     configs = {i: ModelRuntimeConfig(taints={"a"} if i == 1 else {"b"}) for i in (1, 2, 3)}
     router = router_of(loaded({"french": {1, 2}}, configs))
-    assert asked(router, prompt(constraints=RoutingConstraints({"b"}))) == {2}
+    assert chosen(router, prompt(constraints=RoutingConstraints({"b"}))) == {2}
     with pytest.raises(Unavailable):
         router.advise(prompt(constraints=RoutingConstraints({"c"})))
 
@@ -87,12 +87,12 @@ async def test_a_request_that_waits_for_its_adapter_holds_up_no_other() -> None:
     router = router_of(loaded({"french": {2}}), profile=PolicyProfile.single(PolicyClass(prefill_busy_threshold=0)))
     placed: dict[str, int] = {}
 
-    async def ask(name: str, request: RouteRequest) -> None:
+    async def send(name: str, request: RouteRequest) -> None:
         placed[name] = (await router.reserve(request, request_id=name)).rank.worker_id
 
     async with anyio.create_task_group() as tasks:
         for name, request in [("a", prompt()), ("b", prompt(first=100)), ("c", prompt(None)), ("d", prompt("german"))]:
-            tasks.start_soon(ask, name, request)
+            tasks.start_soon(send, name, request)
             for _ in range(5):
                 await checkpoint()
         assert (placed["a"], sorted(placed), len(router.queue)) == (2, ["a", "c", "d"], 1)
@@ -105,11 +105,11 @@ async def test_a_change_of_adapters_moves_the_queue() -> None:
     first = await router.reserve(prompt(), request_id="a")
     placed: list[int] = []
 
-    async def ask() -> None:
+    async def send() -> None:
         placed.append((await router.reserve(prompt(first=100), request_id="b")).rank.worker_id)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
+        tasks.start_soon(send)
         for _ in range(5):
             await checkpoint()
         assert (placed, first.is_live) == ([], True)

@@ -33,7 +33,7 @@ class Waiters:
         self.placed: dict[str, Reservation] = {}
         self.failed: dict[str, Exception] = {}
 
-    async def ask(self, request_id: str, request: RouteRequest | None = None, control: Control | None = None) -> None:
+    async def send(self, request_id: str, request: RouteRequest | None = None, control: Control | None = None) -> None:
         """Send a request; return when it is placed, refused or waits."""
         own = prompt(first=100 * ord(request_id))  # shared with no other, so nothing of it is cached
         self._tasks.start_soon(self._ask, request_id, request or own, control)
@@ -57,7 +57,7 @@ async def test_a_request_waits_while_all_are_busy_and_goes_when_one_is_free() ->
     waiters = Waiters(router, tasks)
     async with tasks:
         for name in "abcd":
-            await waiters.ask(name)
+            await waiters.send(name)
         assert (list(waiters.placed), len(router.queue)) == (["a", "b"], 2)
         waiters.placed["b"].mark_prefill_completed()
         await settled()
@@ -73,7 +73,7 @@ async def test_each_that_goes_sees_the_one_before() -> None:
     waiters = Waiters(router, tasks)
     async with tasks:
         for name in "abc":
-            await waiters.ask(name)
+            await waiters.send(name)
         waiters.placed["a"].release()
         await settled()
         assert (list(waiters.placed), len(router.queue)) == (["a", "b"], 1)
@@ -85,9 +85,9 @@ async def test_a_request_for_a_busy_worker_holds_up_no_other() -> None:
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
-        await waiters.ask("a", prompt(worker_id=1))
-        await waiters.ask("b", prompt(worker_id=1))
-        await waiters.ask("c", prompt(worker_id=2))
+        await waiters.send("a", prompt(worker_id=1))
+        await waiters.send("b", prompt(worker_id=1))
+        await waiters.send("c", prompt(worker_id=2))
         assert list(waiters.placed) == ["a", "c"]
         tasks.cancel_scope.cancel()
 
@@ -107,8 +107,8 @@ async def test_one_that_is_given_up_waits_no_more_and_lets_others_pass(how: str)
     first, second = Waiters(router, given_up), Waiters(router, tasks)
     async with tasks:
         async with given_up:
-            await first.ask("b", control=control)
-            await second.ask("c")
+            await first.send("b", control=control)
+            await second.send("c")
             {"stop": control.stop, "kill": control.kill, "cancel": given_up.cancel_scope.cancel}[how]()
         assert (len(router.queue), len(router.loads)) == (1, 1)
         before.release()
@@ -122,7 +122,7 @@ async def test_a_booking_whose_caller_has_gone_meanwhile_is_undone() -> None:
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
-        await waiters.ask("b")
+        await waiters.send("b")
         tasks.cancel_scope.cancel()
         before.release()  # books b, whose task has not learned of its end yet
         assert len(router.loads) == 1
@@ -135,7 +135,7 @@ async def test_a_booking_that_is_there_wins_over_a_stop() -> None:
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
-        await waiters.ask("b", control=control)
+        await waiters.send("b", control=control)
         before.release()
         control.stop()
         await settled()
@@ -149,7 +149,7 @@ async def test_a_full_queue_refuses_and_books_nothing() -> None:
     waiters = Waiters(router, tasks)
     async with tasks:
         for name in "abc":
-            await waiters.ask(name)
+            await waiters.send(name)
         assert isinstance(waiters.failed["c"], QueueRejected)
         assert (len(router.queue), len(router.loads)) == (1, 1)
         tasks.cancel_scope.cancel()
@@ -161,9 +161,9 @@ async def test_closing_fails_requests_that_wait_and_that_come() -> None:
     waiters = Waiters(router, tasks)
     async with tasks:
         with router:
-            await waiters.ask("a")
-            await waiters.ask("b")
-        await waiters.ask("c")
+            await waiters.send("a")
+            await waiters.send("b")
+        await waiters.send("c")
     assert {name: type(error) for name, error in waiters.failed.items()} == {"b": Unavailable, "c": Unavailable}
     assert waiters.placed["a"].release()
 
@@ -174,8 +174,8 @@ async def test_after_a_long_wait_what_is_cached_is_looked_up_again(refresh_after
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
-        await waiters.ask("a", prompt(first=500))
-        await waiters.ask("b", prompt())
+        await waiters.send("a", prompt(first=500))
+        await waiters.send("b", prompt())
         await anyio.sleep(5)
         router.lookup.record(WorkerRank(1), prompt().blocks, anyio.current_time())
         waiters.placed["a"].release()
@@ -188,8 +188,8 @@ async def test_a_booking_that_is_not_released_expires_and_the_queue_goes_on() ->
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
         waiters = Waiters(router, tasks)
-        await waiters.ask("a")
-        await waiters.ask("b")
+        await waiters.send("a")
+        await waiters.send("b")
         await anyio.sleep(200)
         assert (list(waiters.placed), waiters.placed["a"].is_live) == (["a", "b"], False)
         assert not waiters.placed["a"].release()
@@ -202,8 +202,8 @@ async def test_modelled_prompt_work_makes_room_by_time_alone() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(router.run)
         waiters = Waiters(router, tasks)
-        await waiters.ask("a")
-        await waiters.ask("b")
+        await waiters.send("a")
+        await waiters.send("b")
         await anyio.sleep(2.5)
         assert list(waiters.placed) == ["a"]
         await anyio.sleep(0.8)
@@ -216,8 +216,8 @@ async def test_advice_books_nothing_even_while_others_wait() -> None:
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
-        await waiters.ask("a")
-        await waiters.ask("b")
+        await waiters.send("a")
+        await waiters.send("b")
         assert router.advise(prompt()).rank == WorkerRank(1)
         assert (len(router.loads), len(router.queue)) == (1, 1)
         tasks.cancel_scope.cancel()
@@ -229,8 +229,8 @@ async def test_a_worker_that_comes_takes_what_waits() -> None:
     tasks = anyio.create_task_group()
     waiters = Waiters(router, tasks)
     async with tasks:
-        await waiters.ask("a")
-        await waiters.ask("b")
+        await waiters.send("a")
+        await waiters.send("b")
         assert list(waiters.placed) == ["a"]
         health.publish({1: ModelRuntimeConfig(), 2: ModelRuntimeConfig()})
         await settled()
@@ -242,8 +242,8 @@ async def test_a_request_for_a_worker_that_leaves_fails_and_waits_no_more() -> N
     router = router_of(1, 2, profile=ONE_AT_A_TIME, health=health)
     async with anyio.create_task_group() as tasks:
         waiters = Waiters(router, tasks)
-        await waiters.ask("a", prompt(worker_id=1))
-        await waiters.ask("b", prompt(worker_id=1))
+        await waiters.send("a", prompt(worker_id=1))
+        await waiters.send("b", prompt(worker_id=1))
         health.publish({2: ModelRuntimeConfig()})
         await settled()
         assert (waiters.placed["a"].is_live, type(waiters.failed["b"])) == (False, Unavailable)

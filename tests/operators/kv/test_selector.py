@@ -175,9 +175,9 @@ def test_advice_for_a_request_changes_nothing() -> None:
     sequences.book("r1", A, SequenceLoad([1, 2], 16), 0.0)
     candidates = pool.candidates(RoutingRules())
 
-    def asked() -> Decision:
+    def decide() -> Decision:
         return chosen(candidates, sequences.project([1, 2, 3, 4], candidates.ranks, 1.0))
 
-    first, second = asked(), asked()
+    first, second = decide(), decide()
     assert (first.rank, first.attributes()) == (B, second.attributes())
     assert (len(sequences), sequences.project([], [B], 1.0).requests[0]) == (1, 0)

@@ -60,8 +60,8 @@ def new(count: int = 8, *, first: int = 0, **fields: Any) -> NewRequest:
     return NewRequest(tokens=list(range(first, first + count)), **fields)
 
 
-async def ask(router: RouterService, asked: Any, request_id: str = "r", **settings: Any) -> RouterResponse:
-    async with await router.generate(Context(asked, id=request_id, **settings)) as stream:
+async def send(router: RouterService, payload: Any, request_id: str = "r", **settings: Any) -> RouterResponse:
+    async with await router.generate(Context(payload, id=request_id, **settings)) as stream:
         (item,) = [item async for item in stream]
     assert item.data is not None
     return item.data
@@ -69,23 +69,23 @@ async def ask(router: RouterService, asked: Any, request_id: str = "r", **settin
 
 async def test_new_books_under_the_id_of_the_request() -> None:
     router = service(7)
-    assert await ask(router, new(), "a") == NewResponse(7, 0, 0)
-    assert await ask(router, new(), "b") == NewResponse(7, 0, 2)
+    assert await send(router, new(), "a") == NewResponse(7, 0, 0)
+    assert await send(router, new(), "b") == NewResponse(7, 0, 2)
     booking = router.router.loads.sequences.get("a")
     assert booking is not None
     assert booking.rank == WorkerRank(7)
     with pytest.raises(DuplicateRequest):
-        await ask(router, new(), "a")
+        await send(router, new(), "a")
 
 
 async def test_a_plain_object_is_a_request_too() -> None:
     router = service(7)
-    assert await ask(router, {"method": "new", "tokens": [1, 2, 3, 4]}) == NewResponse(7)
-    assert await ask(router, {"method": "mark_free"}) == FreeMarked(True)
+    assert await send(router, {"method": "new", "tokens": [1, 2, 3, 4]}) == NewResponse(7)
+    assert await send(router, {"method": "mark_free"}) == FreeMarked(True)
     assert len(router.router.loads) == 0
     for wrong in ({"method": "old"}, None, b"{}", RouterRequest()):
         with pytest.raises(InvalidArgument):
-            await ask(router, wrong)
+            await send(router, wrong)
 
 
 async def test_the_fields_of_new_reach_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ async def test_the_fields_of_new_reach_the_choice(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(router.router, "reserve", recorded)
     media = [BlockExtraInfo([MmObject(7, [])]), None]
-    asked = new(block_mm_infos=media, lora_name="a", cache_namespace="t", priority_jump=2.5, strict_priority=3)
-    await ask(router, asked, metadata={"policy-class": "batch"})
+    payload = new(block_mm_infos=media, lora_name="a", cache_namespace="t", priority_jump=2.5, strict_priority=3)
+    await send(router, payload, metadata={"policy-class": "batch"})
     (request,) = seen
     assert (request.priority_jump_s, request.strict_priority, request.policy_class) == (2.5, 3, "batch")
     hints = RoutingHints(lora_name="a", cache_namespace="t")
@@ -112,19 +112,19 @@ async def test_the_fields_of_new_reach_the_choice(monkeypatch: pytest.MonkeyPatc
 async def test_taints_narrow_the_choice() -> None:
     health = published({1: ModelRuntimeConfig(taints={"a"}), 2: ModelRuntimeConfig(taints={"b"})})
     router = service(1, 2, health=health)
-    assert await ask(router, new(routing_constraints=RoutingConstraints({"b"}))) == NewResponse(2)
+    assert await send(router, new(routing_constraints=RoutingConstraints({"b"}))) == NewResponse(2)
     with pytest.raises(Unavailable):
-        await ask(router, new(routing_constraints=RoutingConstraints({"c"})), "other")
+        await send(router, new(routing_constraints=RoutingConstraints({"c"})), "other")
 
 
 async def test_marks_without_an_id_are_for_the_request_itself() -> None:
     router = service(7)
     for request_id, named in (("a", None), ("b", "  "), ("c", "")):
-        await ask(router, new(first=100 * ord(request_id)), request_id)
+        await send(router, new(first=100 * ord(request_id)), request_id)
         assert prefill_tokens(router) > 0
-        assert await ask(router, MarkPrefill(named), request_id) == PrefillMarked(True)
+        assert await send(router, MarkPrefill(named), request_id) == PrefillMarked(True)
         assert prefill_tokens(router) == 0
-        assert await ask(router, MarkFree(named), request_id) == FreeMarked(True)
+        assert await send(router, MarkFree(named), request_id) == FreeMarked(True)
         assert len(router.router.loads) == 0
 
 
@@ -134,9 +134,9 @@ def prefill_tokens(router: RouterService) -> int:
 
 async def test_marks_may_name_the_request_and_work_when_their_own_is_stopped() -> None:
     router = service(7)
-    await ask(router, new(), "a")
-    for asked, answer in ((MarkPrefill("a"), PrefillMarked(True)), (MarkFree("a"), FreeMarked(True))):
-        request = Context[RouterRequest](asked, id="other")
+    await send(router, new(), "a")
+    for payload, answer in ((MarkPrefill("a"), PrefillMarked(True)), (MarkFree("a"), FreeMarked(True))):
+        request = Context[RouterRequest](payload, id="other")
         request.control.stop()
         async with await router.generate(request) as stream:
             assert [item.data async for item in stream] == [answer]
@@ -145,12 +145,12 @@ async def test_marks_may_name_the_request_and_work_when_their_own_is_stopped() -
 
 async def test_marking_twice_is_once_and_an_unknown_request_is_free() -> None:
     router = service(7)
-    await ask(router, new(), "a")
-    assert [await ask(router, MarkPrefill("a")) for _ in range(2)] == [PrefillMarked(True)] * 2
-    assert [await ask(router, MarkFree("a")) for _ in range(2)] == [FreeMarked(True)] * 2
-    assert await ask(router, MarkPrefill("a")) == PrefillMarked(False)
-    assert await ask(router, MarkPrefill("unheard-of")) == PrefillMarked(False)
-    assert await ask(router, MarkFree("unheard-of")) == FreeMarked(True)
+    await send(router, new(), "a")
+    assert [await send(router, MarkPrefill("a")) for _ in range(2)] == [PrefillMarked(True)] * 2
+    assert [await send(router, MarkFree("a")) for _ in range(2)] == [FreeMarked(True)] * 2
+    assert await send(router, MarkPrefill("a")) == PrefillMarked(False)
+    assert await send(router, MarkPrefill("unheard-of")) == PrefillMarked(False)
+    assert await send(router, MarkFree("unheard-of")) == FreeMarked(True)
 
 
 async def test_a_booking_made_elsewhere_is_not_touched() -> None:
@@ -159,33 +159,33 @@ async def test_a_booking_made_elsewhere_is_not_touched() -> None:
     placement = await router.router.reserve(
         router.router.route_request(request, RequestPhase.AGGREGATED), request_id="theirs"
     )
-    assert await ask(router, MarkPrefill("theirs")) == PrefillMarked(False)
-    assert await ask(router, MarkFree("theirs")) == FreeMarked(False)
+    assert await send(router, MarkPrefill("theirs")) == PrefillMarked(False)
+    assert await send(router, MarkFree("theirs")) == FreeMarked(False)
     assert placement.is_live
 
 
 async def test_a_booking_that_is_never_freed_expires_and_is_forgotten() -> None:
     router = service(7, expiry_s=10.0)
     for number in range(100):
-        await ask(router, new(), str(number))
+        await send(router, new(), str(number))
     assert len(router._reservations) == 100
     await anyio.sleep(40)
-    await ask(router, new(), "late")
+    await send(router, new(), "late")
     assert list(router.router.loads.sequences._bookings) == ["late"]
-    assert await ask(router, MarkPrefill("0")) == PrefillMarked(False)
-    await ask(router, new(), "later")
+    assert await send(router, MarkPrefill("0")) == PrefillMarked(False)
+    await send(router, new(), "later")
     assert list(router._reservations) == ["late", "later"]
 
 
 async def test_potential_loads_are_those_with_the_prompt_and_book_nothing() -> None:
     router = service(1, 2)
-    await ask(router, new(routing_constraints=RoutingConstraints()), "a")
-    answer = await ask(router, LoadsRequest(tokens=list(range(12))))
+    await send(router, new(routing_constraints=RoutingConstraints()), "a")
+    answer = await send(router, LoadsRequest(tokens=list(range(12))))
     assert isinstance(answer, LoadsResponse)
     assert sorted((load.potential_prefill_tokens, load.active_requests) for load in answer.loads) == [(12, 0), (12, 1)]
     assert (answer.pending_count, answer.pending_isl_tokens, len(router.router.loads)) == (0, 0, 1)
     with pytest.raises(Unavailable):
-        await ask(service(), LoadsRequest(tokens=[1]))
+        await send(service(), LoadsRequest(tokens=[1]))
 
 
 async def settled() -> None:
@@ -198,39 +198,39 @@ async def test_a_request_waits_its_turn_and_a_mark_lets_it_go() -> None:
     answers = dict[str, RouterResponse]()
 
     async def waits(request_id: str, count: int) -> None:
-        answers[request_id] = await ask(router, NewRequest(tokens=list(range(100, 100 + count))), request_id)
+        answers[request_id] = await send(router, NewRequest(tokens=list(range(100, 100 + count))), request_id)
 
-    await ask(router, new(), "a")
+    await send(router, new(), "a")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(waits, "b", 12)
         await settled()
         tasks.start_soon(waits, "c", 20)
         await settled()
-        loads = await ask(router, LoadsRequest(tokens=[1]))
+        loads = await send(router, LoadsRequest(tokens=[1]))
         assert isinstance(loads, LoadsResponse)
         assert (loads.pending_count, loads.pending_isl_tokens, list(answers)) == (2, 32, [])
-        await ask(router, MarkPrefill("a"))
+        await send(router, MarkPrefill("a"))
         await settled()
         assert list(answers) == ["b"]
-        await ask(router, MarkFree("b"))
+        await send(router, MarkFree("b"))
     assert answers == {"b": NewResponse(7), "c": NewResponse(7)}
 
 
 async def test_a_full_queue_is_an_answer() -> None:
     limited = PolicyClass("batch", prefill_busy_threshold=0, request_queue_limit_per_worker=0)
     router = service(7, profile=PolicyProfile.single(limited))
-    await ask(router, new(), "a")
+    await send(router, new(), "a")
     rejection = QueueRejection("batch", "requests", 0, 0)
-    assert await ask(router, new(), "b") == QueueRejectedResponse(rejection)
+    assert await send(router, new(), "b") == QueueRejectedResponse(rejection)
 
 
 async def test_a_queue_that_is_too_deep_is_backpressure() -> None:
     router = service(7, profile=ONE_AT_A_TIME, tiers=[DepthTier(0, 5)])
-    await ask(router, new(), "a")
+    await send(router, new(), "a")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, router, new(), "b")
+        tasks.start_soon(send, router, new(), "b")
         await settled()
-        assert await ask(router, new(), "c") == BackpressureResponse(8, 5)
+        assert await send(router, new(), "c") == BackpressureResponse(8, 5)
         tasks.cancel_scope.cancel()
     assert len(router.router.queue) == 0
 
@@ -242,7 +242,7 @@ async def test_a_request_that_is_given_up_books_nothing(how: str) -> None:
     getattr(early.control, how)()
     with pytest.raises(Cancelled):
         await router.generate(early)
-    await ask(router, new(), "a")
+    await send(router, new(), "a")
     waiting, failed = Context[RouterRequest](new(), id="b"), list[Exception]()
 
     async def waits() -> None:
@@ -291,8 +291,8 @@ async def test_it_is_served_and_called_over_the_runtime() -> None:
         workers = runtime.workers("ns/router/generate", Annotated[RouterResponse])
         (instance_id,) = await workers.wait_for_instances()
 
-        async def call(asked: RouterRequest, request_id: str) -> RouterResponse | None:
-            async with await workers.engine(instance_id).generate(Context(asked, id=request_id)) as stream:
+        async def call(payload: RouterRequest, request_id: str) -> RouterResponse | None:
+            async with await workers.engine(instance_id).generate(Context(payload, id=request_id)) as stream:
                 (item,) = [item async for item in stream]
                 return item.data
 
@@ -305,12 +305,12 @@ async def test_it_is_served_and_called_over_the_runtime() -> None:
             await call(NewRequest(tokens=[]), "c")
 
 
-@pytest.mark.parametrize("asked", [new(), LoadsRequest(tokens=[1, 2]), MarkPrefill("a"), MarkFree("a")])
-async def test_the_engine_contract_holds(asked: RouterRequest, check_engine: Any) -> None:
+@pytest.mark.parametrize("payload", [new(), LoadsRequest(tokens=[1, 2]), MarkPrefill("a"), MarkFree("a")])
+async def test_the_engine_contract_holds(payload: RouterRequest, check_engine: Any) -> None:
     config = KvRouterConfig(overlap_score_credit=0.0)  # so that each answer is like the first
     await check_engine(
         lambda: service(7, config=config),
-        request=asked,
+        request=payload,
         bad_request={"method": "old"},
         open_count=lambda router: len(router.router.queue),
     )

@@ -198,8 +198,8 @@ def test_the_watch_knows_which_workers_are_busy(world: World) -> None:
     world.report(1, kv_used_blocks=1)
     world.watch.close()
     assert world.watch.busy() == set()
-    nobody = frozenset[int]()
-    assert seen == [nobody, {1}, nobody, {1}, {1, 2}, {2}, nobody, "completed"]
+    none_busy = frozenset[int]()
+    assert seen == [none_busy, {1}, none_busy, {1}, {1, 2}, {2}, none_busy, "completed"]
     world.report(1, kv_used_blocks=95)
     assert world.watch.busy() == set()
 

@@ -87,9 +87,9 @@ async def test_a_request_returns_to_no_worker_it_has_failed_on(mode: RouterMode,
             tokens, raised = await outcome(Migration(2) >> router)
             assert (raised, tokens >= 1) == (None, True)
     assert streams.open == []
-    asked = [len(engine.requests) for i, engine in engines.items() if i != healthy]
+    sent = [len(engine.requests) for i, engine in engines.items() if i != healthy]
     assert len(engines[healthy].requests) == 4
-    assert max(asked) <= 4
+    assert max(sent) <= 4
     assert {i: load.in_flight for i, load in router.loads.current().items()} == {1: 0, 2: 0, 3: 0}
 
 
@@ -123,18 +123,18 @@ async def test_a_selection_leaves_them_out_too() -> None:
     state = MigrationState()
     state.exclude(1, GONE)
     router = PushRouter(static_workers({1: ScriptedEngine([]), 2: ScriptedEngine([])}), "round_robin")
-    asked = Context(PreprocessedRequest([1], migration_state=state))
-    assert [router.select_worker(asked) for _ in range(3)] == [2, 2, 2]
-    assert router.select_worker(asked, advances=False) == 2
+    sent = Context(PreprocessedRequest([1], migration_state=state))
+    assert [router.select_worker(sent) for _ in range(3)] == [2, 2, 2]
+    assert router.select_worker(sent, advances=False) == 2
 
 
 async def test_the_stand_in_for_one_that_vanished_is_none_that_failed() -> None:
     state = MigrationState()
     state.exclude(1, GONE)
-    asked = Context(PreprocessedRequest([1], migration_state=state))
+    sent = Context(PreprocessedRequest([1], migration_state=state))
     pool = Shrinking([1, 2], leaving=[2])
     with pytest.raises(Unavailable):
-        await PushRouter(pool.workers, "round_robin", cooldown_s=0).generate(asked)
+        await PushRouter(pool.workers, "round_robin", cooldown_s=0).generate(sent)
 
 
 async def test_the_failure_is_noted_before_it_is_seen() -> None:
@@ -149,12 +149,12 @@ async def test_the_failure_is_noted_before_it_is_seen() -> None:
 
 def test_what_is_no_fault_of_the_worker_is_not_noted() -> None:
     state = MigrationState()
-    asked = PreprocessedRequest([1], migration_state=state)
+    sent = PreprocessedRequest([1], migration_state=state)
     for error in (InvalidArgument("no"), BackendUnknown("bug"), Unavailable("none")):
-        note_failure(asked, 1, error)
+        note_failure(sent, 1, error)
     assert state.excluded_worker_ids == []
-    note_failure(asked, 1, GONE)
-    assert without_failed([1, 2], asked) == [2]
+    note_failure(sent, 1, GONE)
+    assert without_failed([1, 2], sent) == [2]
 
 
 @pytest.mark.parametrize("payload", [None, 5, "text", PreprocessedRequest([1])])
@@ -185,12 +185,12 @@ async def test_requests_at_the_same_time_do_not_mix() -> None:
     router = PushRouter(static_workers({i: Picky(i) for i in (1, 2, 3)}), "random", Random(3), cooldown_s=0)
     found: list[Any] = []
 
-    async def ask(model: str) -> None:
+    async def send(model: str) -> None:
         found.append(await outcome(Migration(2) >> router, PreprocessedRequest([1], model=model)))
 
     async with anyio.create_task_group() as tasks:
         for n in range(12):
-            tasks.start_soon(ask, str(n % 3 + 1))
+            tasks.start_soon(send, str(n % 3 + 1))
     assert found == [(1, None)] * 12
 
 
@@ -206,8 +206,8 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
         graph = link(Migration(3), KvPushRouter(kv), push)
         assert await outcome(graph, PreprocessedRequest(list(range(8)), tracker=tracker)) == (12, None)
         assert len(kv.loads) == 0
-    asked = {i: len(engine.requests) for i, engine in engines.items()}
-    assert sorted(asked.values()) == [0, 1, 1]
+    sent = {i: len(engine.requests) for i, engine in engines.items()}
+    assert sorted(sent.values()) == [0, 1, 1]
     last = next(i for i, engine in engines.items() if engine.requests and len(engine.requests[0].payload.token_ids) > 8)
     assert (tracker.osl_tokens, tracker.isl_tokens, tracker.decode_worker.worker_id) == (12, 8, last)
 

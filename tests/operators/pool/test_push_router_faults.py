@@ -112,20 +112,20 @@ async def test_each_instance_is_back_at_its_own_time() -> None:
 async def test_a_listener_that_fails_when_an_instance_is_back_breaks_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    error, heard = Disconnected("lost"), list[tuple[int, ...]]()
+    error, received = Disconnected("lost"), list[tuple[int, ...]]()
 
-    def hear(ids: tuple[int, ...]) -> None:
-        heard.append(ids)
-        if len(heard) == 3:
+    def receive(ids: tuple[int, ...]) -> None:
+        received.append(ids)
+        if len(received) == 3:
             raise LookupError("broken")
 
     async with AnyIOScheduler() as scheduler:
         engine = PushRouter(pool({1: ScriptedEngine([Fail(error)]), **answering(2)}), cooldown_s=5)
-        engine.health.changes(scheduler).pipe(ops.map(routable_in)).subscribe(hear)
+        engine.health.changes(scheduler).pipe(ops.map(routable_in)).subscribe(receive)
         for _ in range(2):
             await meet(engine, 1, error)
             await anyio.sleep(6)
-    assert heard == [(1, 2), (2,), (1, 2), (2,), (1, 2)]
+    assert received == [(1, 2), (2,), (1, 2), (2,), (1, 2)]
     assert "a subscriber failed" in caplog.text
 
 

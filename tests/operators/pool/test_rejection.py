@@ -31,10 +31,10 @@ class Saying:
     """A gate that answers as it was made."""
 
     def __init__(self, refusal: PenstockError | None = None) -> None:
-        self.says = refusal
+        self.answer = refusal
 
     def refusal(self) -> PenstockError | None:
-        return self.says
+        return self.answer
 
 
 async def refused(stage: Rejection) -> AllBusy:

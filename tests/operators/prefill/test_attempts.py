@@ -77,7 +77,7 @@ async def test_a_prefill_that_ignores_a_stop_is_killed() -> None:
             began_s = anyio.current_time()
             await (await graph.generate(request.child(request.payload))).collect()
             assert anyio.current_time() - began_s == pytest.approx(expected_s)
-        assert [asked.is_killed for asked in below.requests] == [True, False]
+        assert [sent.is_killed for sent in below.requests] == [True, False]
         assert router.prefills == 1
 
 
@@ -123,11 +123,11 @@ async def test_a_request_that_waits_at_its_end_gets_an_error() -> None:
     async with anyio.create_task_group() as tasks:
         async with prefill_world(script=[Stall()], drain_timeout_s=5) as it:
 
-            async def told() -> None:
+            async def gets_error() -> None:
                 with pytest.raises(PrefillError, match="given up"):
                     await it.collect()
 
-            tasks.start_soon(told)
+            tasks.start_soon(gets_error)
             await anyio.sleep(1)
         it.assert_idle()
 

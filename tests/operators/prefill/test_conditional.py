@@ -59,12 +59,16 @@ async def test_a_cached_prompt_is_prefilled_where_it_decodes() -> None:
         assert (len(it.prefills), engine.requests[0].payload.annotations) == (1, ["other"])
         event, *items = await it.collect(claim)
         assert (event.event, json.loads(event.comment[0]), len(items)) == ("x-bypass-remote-prefill", True, 2)
-        asked = engine.requests[1].payload
-        assert asked.annotations == ["other", "x-bypass-remote-prefill"]
-        assert (asked.routing.decode_worker_id, asked.routing.dp_rank) == (5, 0)
-        assert (asked.prefill_result, asked.bootstrap_info, asked.router_config_override) == (None, None, None)
-        assert asked.tracker.phase is RequestPhase.DECODE
-        assert asked.stop_conditions.max_tokens == 5
+        forwarded = engine.requests[1].payload
+        assert forwarded.annotations == ["other", "x-bypass-remote-prefill"]
+        assert (forwarded.routing.decode_worker_id, forwarded.routing.dp_rank) == (5, 0)
+        assert (forwarded.prefill_result, forwarded.bootstrap_info, forwarded.router_config_override) == (
+            None,
+            None,
+            None,
+        )
+        assert forwarded.tracker.phase is RequestPhase.DECODE
+        assert forwarded.stop_conditions.max_tokens == 5
         assert len(it.prefills) == 1
         it.assert_idle()
 

@@ -113,26 +113,26 @@ def test_a_worker_of_which_nothing_is_known_has_no_meeting_point() -> None:
     assert bootstrap_endpoint(None) is None
 
 
-TOLD = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
+MEETING = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 12345, "bootstrap_room": 987654321}
 
 
 def test_a_prefill_worker_may_send_the_meeting_point_itself() -> None:
-    assert bootstrap_from_params({**TOLD, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
+    assert bootstrap_from_params({**MEETING, "worker_id": {}}) == BootstrapInfo("10.0.0.5", 12345, 987654321)
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        *({k: v for k, v in TOLD.items() if k != missing} for missing in TOLD),
-        {**TOLD, "bootstrap_port": 70000},
-        {**TOLD, "bootstrap_port": -1},
-        {**TOLD, "bootstrap_port": True},
-        {**TOLD, "bootstrap_port": "12345"},
-        {**TOLD, "bootstrap_room": 2**64},
-        {**TOLD, "bootstrap_host": 5},
+        *({k: v for k, v in MEETING.items() if k != missing} for missing in MEETING),
+        {**MEETING, "bootstrap_port": 70000},
+        {**MEETING, "bootstrap_port": -1},
+        {**MEETING, "bootstrap_port": True},
+        {**MEETING, "bootstrap_port": "12345"},
+        {**MEETING, "bootstrap_room": 2**64},
+        {**MEETING, "bootstrap_host": 5},
         None,
         "text",
-        [TOLD],
+        [MEETING],
     ],
 )
 def test_an_incomplete_meeting_point_is_none(params: Any) -> None:

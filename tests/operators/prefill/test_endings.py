@@ -90,7 +90,7 @@ async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str)
             tasks.start_soon(read, graph, request)
             await anyio.sleep(1)
             getattr(request, verb)()
-        assert [asked.is_stopped for asked in engine.requests] == [True]
+        assert [attempt.is_stopped for attempt in engine.requests] == [True]
         assert [load.decode_blocks for load in kv.loads.sequences.loads(kv.loads.clock())] == [0]
 
 
@@ -111,7 +111,7 @@ async def test_a_request_that_is_stopped_when_decode_is_due_is_still_decodes_bus
         async with prefill_world(configs=configs, below=lambda _, below=below: below) as it:
             clients.append(Context(prompt()))
             assert await (await it.graph.generate(clients[-1])).collect() == []
-            assert [asked.is_killed for asked in below.requests] == [verb == "kill"]
+            assert [attempt.is_killed for attempt in below.requests] == [verb == "kill"]
 
 
 async def expect_free(tracker: Any) -> None:

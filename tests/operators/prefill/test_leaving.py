@@ -112,7 +112,7 @@ async def test_a_prompt_that_is_computed_is_handed_over_all_the_same(how: str) -
         assert it.decodes[0].is_stopped
 
 
-class Asked(Operator[Any, Any, Any, Any]):
+class Recorded(Operator[Any, Any, Any, Any]):
     """Passes everything on; notes of each request whether the prefill it follows was stopped by then."""
 
     def __init__(self) -> None:
@@ -129,11 +129,11 @@ class Asked(Operator[Any, Any, Any, Any]):
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
 async def test_at_no_turn_does_decode_wait_for_blocks_that_will_not_come(how: str, meets: bool, mode: str) -> None:
     """A prefill that was sent is stopped before decode gets the request, or it is not and decode gets it."""
-    asked, script, withdrawn = Asked(), [Wait(1), prefilled()], 0
-    async with prefill_world(mode, script, configs=promising(meets), below=lambda decode: asked >> decode) as it:
-        asked.prefills = lambda: it.prefills
+    recorded, script, withdrawn = Recorded(), [Wait(1), prefilled()], 0
+    async with prefill_world(mode, script, configs=promising(meets), below=lambda decode: recorded >> decode) as it:
+        recorded.prefills = lambda: it.prefills
 
-        async def ask(request: Context[Any]) -> None:
+        async def send(request: Context[Any]) -> None:
             with suppress(Cancelled):
                 async with await it.graph.generate(request) as stream:
                     assert not any([item.is_error async for item in stream])
@@ -141,7 +141,7 @@ async def test_at_no_turn_does_decode_wait_for_blocks_that_will_not_come(how: st
         for turns in range(20):
             request = Context(prompt())
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask, request)
+                tasks.start_soon(send, request)
                 for _ in range(turns):
                     await checkpoint()
                 tasks.cancel_scope.cancel() if how == "cancel" else getattr(request, how)()
@@ -151,7 +151,7 @@ async def test_at_no_turn_does_decode_wait_for_blocks_that_will_not_come(how: st
             assert was_asked or all(mine)
             withdrawn += bool(mine) and not was_asked
             it.assert_idle()
-    assert not any(asked.too_late)
+    assert not any(recorded.too_late)
     assert withdrawn or meets  # whether a stop comes between its being sent and decode depends on the loop
 
 

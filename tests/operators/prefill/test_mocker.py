@@ -39,8 +39,8 @@ class Disaggregated:
     exchange: TransferExchange
 
     async def collect(self, **fields: Any) -> list[int]:
-        asked = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6), **fields)
-        items = await (await self.graph.generate(Context(asked))).collect()
+        payload = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6), **fields)
+        items = await (await self.graph.generate(Context(payload))).collect()
         return [token for item in items if item.data is not None for token in item.data.token_ids]
 
     def blocks_held(self) -> int:
@@ -69,11 +69,11 @@ async def disaggregated(
             stage = KvPushRouter(chooses)
             side = KvPrefill(stage, stage >> PushRouter(prefill))
         endpoint = DisaggregatedEndpoint("127.0.0.1", 9000) if meets else None
-        told = {i: ModelRuntimeConfig(disaggregated_endpoint=endpoint) for i in (1, 2)}
+        runtime_configs = {i: ModelRuntimeConfig(disaggregated_endpoint=endpoint) for i in (1, 2)}
         scheduler = await stack.enter_async_context(AnyIOScheduler())
         router = PrefillRouter(
             side,
-            present_workers(1, 2, configs=told).views,
+            present_workers(1, 2, configs=runtime_configs).views,
             scheduler=scheduler,
             conditional=ConditionalDisaggregation(config, decides) if conditional else None,
             rng=Random(3),
@@ -90,8 +90,8 @@ async def disaggregated(
 @pytest.mark.parametrize("meets", [False, True])
 async def test_an_answer_in_two_halves_is_the_one_of_a_single_worker(meets: bool, kv: bool) -> None:
     async with as_engine(MockEngine(ARGS)) as alone:
-        asked = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6))
-        items = await (await alone.generate(Context(asked))).collect()
+        payload = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6))
+        items = await (await alone.generate(Context(payload))).collect()
     expected = [token for item in items if item.data is not None for token in item.data.token_ids]
     async with disaggregated(meets=meets, kv=kv) as it:
         tracker = track_request(lambda: 0)
@@ -134,10 +134,10 @@ async def test_many_at_once_all_come_through() -> None:
 
 async def test_a_decode_worker_prefills_what_the_router_sends_it_so() -> None:
     async with disaggregated(conditional=True) as it:
-        asked = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6))
+        payload = PreprocessedRequest(list(PROMPT), stop_conditions=StopConditions(max_tokens=6))
         events, answers = [], []
         for _ in range(2):
-            items = await (await it.graph.generate(Context(asked))).collect()
+            items = await (await it.graph.generate(Context(payload))).collect()
             events.append([item.event for item in items if item.event is not None])
             answers.append([token for item in items if item.data is not None for token in item.data.token_ids])
         assert events == [[], ["x-bypass-remote-prefill"]]  # the second time it is cached where it decoded

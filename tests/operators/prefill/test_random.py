@@ -25,11 +25,11 @@ from tests.operators.endings import BACKENDS, ENDINGS, all_closed, ended, read, 
 from .worlds import present_workers
 
 ERROR = Disconnected("lost")
-TOLD = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
+MEETING = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 2}
 
 
 def handed(rng: Random) -> Annotated[LLMEngineOutput]:
-    params = rng.choice([{"handle": 1}, {"handle": 1}, TOLD, None, {"worker_id": {"prefill_worker_id": 1}}])
+    params = rng.choice([{"handle": 1}, {"handle": 1}, MEETING, None, {"worker_id": {"prefill_worker_id": 1}}])
     return Annotated(LLMEngineOutput([1], disaggregated_params=params))
 
 

@@ -153,7 +153,7 @@ def test_constraints_of_user_and_topology_hold_together() -> None:
     own = RoutingConstraints({"user.required"}, {"user.preferred": 0.25, "dynamo.topology/rack=rack-7": 0.1})
     both = RoutingConstraints({TAINT, "user.required"}, {"user.preferred": 0.25, "dynamo.topology/rack=rack-7": 0.85})
     assert (merged(own, theirs), merged(None, theirs)) == (both, theirs)
-    asked = decode_request(PreprocessedRequest([1], routing=RoutingHints(routing_constraints=own)), 7, INFO, theirs)
-    assert asked.routing is not None
-    assert asked.routing.routing_constraints == both
+    payload = decode_request(PreprocessedRequest([1], routing=RoutingHints(routing_constraints=own)), 7, INFO, theirs)
+    assert payload.routing is not None
+    assert payload.routing.routing_constraints == both
     assert own.required_taints == {"user.required"}

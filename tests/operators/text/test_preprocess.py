@@ -29,7 +29,7 @@ def text(**fields: Any) -> CompletionRequest:
     return from_plain({"model": "m", "prompt": "hi", **fields}, CompletionRequest)
 
 
-async def ask(
+async def preprocess(
     request: ChatCompletionRequest | CompletionRequest, model: Model | None = None, **options: Any
 ) -> tuple[PreprocessedRequest, ResponseStream[Any], AnyContext]:
     """The request the next stage got, the caller's stream, and the caller's context."""
@@ -44,7 +44,7 @@ async def ask(
 async def preprocessed(
     request: ChatCompletionRequest | CompletionRequest, model: Model | None = None, **options: Any
 ) -> PreprocessedRequest:
-    payload, stream, _ = await ask(request, model, **options)
+    payload, stream, _ = await preprocess(request, model, **options)
     await stream.aclose()
     return payload
 
@@ -205,7 +205,7 @@ async def test_without_annotations_the_stream_is_the_next_stages_own() -> None:
 
 async def test_annotations_come_first_and_in_order() -> None:
     wanted = ["token_ids", "formatted_prompt", "request_id", "of no meaning"]
-    _, stream, context = await ask(chat(nvext={"annotations": wanted}))
+    _, stream, context = await preprocess(chat(nvext={"annotations": wanted}))
     items = await stream.collect()
     assert [(item.event, item.comment) for item in items[:3]] == [
         ("request_id", [f'"{context.id}"']),
@@ -217,13 +217,13 @@ async def test_annotations_come_first_and_in_order() -> None:
 
 async def test_ids_that_were_given_are_not_announced() -> None:
     nvext = {"annotations": ["token_ids", "formatted_prompt"], "token_data": [1, 2]}
-    _, stream, _ = await ask(chat(nvext=nvext))
+    _, stream, _ = await preprocess(chat(nvext=nvext))
     events = [item.event for item in await stream.collect() if item.event]
     assert events == ["formatted_prompt"]
 
 
 async def test_a_prompt_in_ids_has_no_text_to_announce() -> None:
-    _, stream, _ = await ask(text(prompt=[1], nvext={"annotations": ["token_ids", "formatted_prompt"]}))
+    _, stream, _ = await preprocess(text(prompt=[1], nvext={"annotations": ["token_ids", "formatted_prompt"]}))
     assert [item.event for item in await stream.collect() if item.event] == ["token_ids"]
 
 

@@ -126,13 +126,13 @@ async def test_a_request_that_ends_while_its_text_is_in_a_thread_ends_at_once(en
     graph: Segment[Any, Any] = link(Preprocess(model(tokenizer), work=IN_A_THREAD), below)
     context = Context(text("x" * 100_000))
 
-    async def ask() -> None:
+    async def send() -> None:
         with pytest.raises(Cancelled) as caught:
             await graph.generate(context)
         errors.append(caught.value)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
+        tasks.start_soon(send)
         assert await anyio.to_thread.run_sync(tokenizer.begun.wait, PATIENCE_S)
         getattr(context, ending)()
         for _ in range(5):

@@ -281,14 +281,14 @@ class Kv:
     def end(self) -> Annotated[Any]:
         return Annotated(LLMEngineOutput([], finish_reason=FinishReason.LENGTH))
 
-    async def ask(self, **nvext: Any) -> list[Any]:
+    async def send(self, **nvext: Any) -> list[Any]:
         items = await (await self.graph.generate(Context(chat(nvext=nvext)))).collect()
         return routing_data_of([item for item in items if item.data is not None])
 
 
 async def test_a_kv_router_fills_in_whatever_there_is() -> None:
     kv = Kv()
-    first, *between, end = await kv.ask(**BOTH)
+    first, *between, end = await kv.send(**BOTH)
     worker_id = first.worker_id.decode_worker_id
     assert worker_id in (1, 2)
     assert first == RoutingData(worker_id=WorkerIdInfo(worker_id, 0, worker_id, 0))
@@ -298,7 +298,7 @@ async def test_a_kv_router_fills_in_whatever_there_is() -> None:
 
 
 async def test_a_query_is_answered_with_workers_and_tokens() -> None:
-    (only,) = await Kv().ask(annotations=["query_instance_id:"], extra_fields=["timing"])
+    (only,) = await Kv().send(annotations=["query_instance_id:"], extra_fields=["timing"])
     assert only.worker_id.decode_worker_id in (1, 2)
     assert (only.token_ids, only.timing) == (list(b"hello"), None)
 

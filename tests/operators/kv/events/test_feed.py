@@ -43,14 +43,14 @@ class Workers:
     def __init__(self, *ranks: WorkerRank, takes_s: float = 1.0, kept: int = 1024) -> None:
         self.logs = {rank: EventLog(rank, kept_events=kept) for rank in ranks}
         self.takes_s = takes_s
-        self.asked: list[tuple[WorkerRank, int | None]] = []
+        self.requests: list[tuple[WorkerRank, int | None]] = []
         self.asked_at_s: list[float] = []
         self.scripted: list[RecoveryAnswer | Exception | None] = []
         self.under_way = 0
         self.most_at_once = 0
 
     async def recover(self, rank: WorkerRank, start: int | None) -> RecoveryReply | None:
-        self.asked.append((rank, start))
+        self.requests.append((rank, start))
         self.asked_at_s.append(anyio.current_time())
         self.under_way += 1
         self.most_at_once = max(self.most_at_once, self.under_way)
@@ -97,7 +97,7 @@ async def test_a_worker_that_appears_is_queried_for_everything() -> None:
     async with running(feed):
         await anyio.sleep(2)
         assert held(feed, 1) == [RANK]
-        assert (workers.asked, feed.under_repair) == ([(RANK, None)], [])
+        assert (workers.requests, feed.under_repair) == ([(RANK, None)], [])
         feed.receive(workers.logs[RANK].record(root(2)))
         assert held(feed, 2) == [RANK]
 
@@ -114,7 +114,7 @@ async def test_events_that_arrive_during_a_repair_follow_it() -> None:
         assert held(feed, 1) == []
         await anyio.sleep(1)
         assert [held(feed, block) for block in (1, 2, 3)] == [[RANK]] * 3
-        assert len(workers.asked) == 1
+        assert len(workers.requests) == 1
 
 
 async def test_a_gap_is_queried_and_the_state_stays_meanwhile() -> None:
@@ -129,7 +129,7 @@ async def test_a_gap_is_queried_and_the_state_stays_meanwhile() -> None:
         assert (held(feed, 1), held(feed, 2), held(feed, 3)) == ([RANK], [], [])
         await anyio.sleep(1)
         assert (held(feed, 1), held(feed, 2), held(feed, 3)) == ([RANK], [RANK], [RANK])
-        assert workers.asked == [(RANK, None), (RANK, 2)]
+        assert workers.requests == [(RANK, None), (RANK, 2)]
 
 
 async def test_an_event_seen_before_is_not_applied_again() -> None:
@@ -190,7 +190,7 @@ async def test_a_worker_that_does_not_answer_is_queried_again(trouble: RecoveryA
         assert (held(feed, 1), feed.under_repair) == ([], [RANK])
         await anyio.sleep(2)
         assert ([held(feed, block) for block in (1, 2, 3)], feed.under_repair) == ([[RANK]] * 3, [])
-        assert workers.asked[-1] == (RANK, None)
+        assert workers.requests[-1] == (RANK, None)
 
 
 async def test_an_answer_that_takes_too_long_is_not_waited_for() -> None:
@@ -256,7 +256,7 @@ async def test_a_rank_with_progress_is_queried_as_often_as_it_takes() -> None:
         feed.receive(events[9])
         await anyio.sleep(60)
         assert [held(feed, block) for block in (1, 8, 9, 10)] == [[RANK]] * 4
-        assert len(workers.asked) == 9
+        assert len(workers.requests) == 9
 
 
 async def test_a_rank_that_goes_as_its_answer_comes_stays_gone() -> None:
@@ -284,7 +284,7 @@ async def test_a_rank_that_lost_too_much_meanwhile_is_queried_again() -> None:
             feed.receive(log.record(root(block)))
         await anyio.sleep(5)
         assert [held(feed, block) for block in (1, 3, 5)] == [[RANK]] * 3
-        assert workers.asked == [(RANK, None), (RANK, 1)]
+        assert workers.requests == [(RANK, None), (RANK, 1)]
 
 
 async def test_a_worker_that_goes_during_its_repair_leaves_nothing() -> None:
@@ -297,7 +297,7 @@ async def test_a_worker_that_goes_during_its_repair_leaves_nothing() -> None:
         assert workers.under_way == 0
         feed.receive(workers.logs[RANK].record(root(2)))
         await anyio.sleep(10)
-    assert (feed.index.workers(), feed.under_repair, len(workers.asked)) == ([], [], 1)
+    assert (feed.index.workers(), feed.under_repair, len(workers.requests)) == ([], [], 1)
 
 
 async def test_what_an_older_life_of_a_worker_answers_is_not_taken() -> None:
@@ -329,7 +329,7 @@ async def test_events_of_another_residency_domain_change_nothing_and_are_counted
         assert [held(feed, block) for block in (1, 2, 5)] == [[RANK], [], [RANK]]
     unsupported = [(kind, "unsupported_residency_domain") for kind in ("stored", "removed", "cleared")]
     assert counted == [("stored", "ok"), *unsupported, ("stored", "ok")]
-    assert len(workers.asked) == 1
+    assert len(workers.requests) == 1
 
 
 async def test_a_clear_of_another_residency_domain_makes_nothing_void() -> None:
@@ -399,7 +399,7 @@ async def test_only_events_of_ranks_that_were_added_count() -> None:
         feed.receive(EventLog(rank).record(root(1)))
     async with running(feed):
         await anyio.sleep(2)
-    assert (feed.index.workers(), workers.asked) == ([], [(RANK, None)])
+    assert (feed.index.workers(), workers.requests) == ([], [(RANK, None)])
 
 
 async def test_a_cancelled_run_leaves_its_repairs_to_the_next() -> None:

@@ -30,9 +30,9 @@ WAIT_S = 5.0
 
 
 def subscriber(endpoint: str = "tcp://127.0.0.1:1", **settings: Any) -> tuple[EngineSubscriber, list[RouterEvent]]:
-    made, heard = EngineSubscriber(endpoint, worker_id=7, block_size_tokens=BLOCK, **settings), list[RouterEvent]()
-    made.events.subscribe(heard.append)
-    return made, heard
+    made, received = EngineSubscriber(endpoint, worker_id=7, block_size_tokens=BLOCK, **settings), list[RouterEvent]()
+    made.events.subscribe(received.append)
+    return made, received
 
 
 def message(sequence: int, *events: Any, rank: int | None = None) -> list[bytes]:
@@ -50,11 +50,11 @@ def stored(first: int, parent: int | None = None) -> EngineEvent:
 
 
 def test_the_events_of_each_rank_are_numbered_without_a_gap() -> None:
-    made, heard = subscriber()
+    made, received = subscriber()
     made.receive(message(0, ["BlockRemoved", [1]], ["BlockRemoved", [2], "FOO"], ["BlockRemoved", [3], "CPU"]))
     made.receive(message(1, ["BlockRemoved", [4]], rank=3))
     made.receive(message(2, ["AllBlocksCleared"], ["Unheard"]))
-    assert heard == [
+    assert received == [
         RouterEvent(7, KvEvent(1, KvRemoved([1]))),
         RouterEvent(7, KvEvent(2, KvRemoved([3])), "host_pinned"),
         RouterEvent(7, KvEvent(1, KvRemoved([4]), 3)),
@@ -64,13 +64,13 @@ def test_the_events_of_each_rank_are_numbered_without_a_gap() -> None:
 
 
 def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
-    made, heard = subscriber()
+    made, received = subscriber()
     for sequence in (0, 1, 4):
         made.receive(message(sequence, ["BlockRemoved", [1]], rank=sequence % 2))
     assert made.lost_batches == 2
     made.receive(message(0, ["BlockRemoved", [2]]))
     made.receive(message(3, ["BlockRemoved", [3]]))
-    assert [(event.event.dp_rank, event.event.event_id, event.event.data) for event in heard[3:]] == [
+    assert [(event.event.dp_rank, event.event.event_id, event.event.data) for event in received[3:]] == [
         (0, 3, KvCleared()),
         (1, 2, KvCleared()),
         (0, 4, KvRemoved([2])),
@@ -80,18 +80,18 @@ def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
 
 
 def test_what_was_published_before_it_joined_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    made, heard = subscriber()
+    made, received = subscriber()
     made.receive(message(18, ["BlockRemoved", [1]]))
-    assert (made.lost_batches, len(heard)) == (18, 1)
+    assert (made.lost_batches, len(received)) == (18, 1)
     assert "18 messages" in caplog.text
 
 
 def test_a_message_that_is_none_is_counted_and_spoils_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    made, heard = subscriber()
+    made, received = subscriber()
     for _ in range(5):
         made.receive([b"", b"", b""])
     made.receive(message(0, ["BlockRemoved", [1]]))
-    assert (made.malformed, len(heard), len(caplog.records)) == (5, 1, 3)
+    assert (made.malformed, len(received), len(caplog.records)) == (5, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +107,21 @@ def test_a_message_that_is_none_is_counted_and_spoils_no_other(caplog: pytest.Lo
 def test_a_message_over_a_limit_is_refused_and_counted(
     limits: WireLimits, frames: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made, heard = subscriber(limits=limits)
+    made, received = subscriber(limits=limits)
     made.receive(message(0, ["BlockRemoved", [1]]))
     for _ in range(5):
         made.receive(frames)
-    assert (made.refused, made.malformed, len(heard)) == ({reason: 5}, 0, 1)
+    assert (made.refused, made.malformed, len(received)) == ({reason: 5}, 0, 1)
     assert [reason in record.getMessage() for record in caplog.records] == [True] * 3
     made.receive(message(2, ["BlockRemoved", [1]]))
-    assert (len(heard), made.lost_batches) == (2, 1), "what was in it is lost"
+    assert (len(received), made.lost_batches) == (2, 1), "what was in it is lost"
 
 
 def test_a_message_at_the_limits_is_taken() -> None:
     frames = message(0, *[["BlockRemoved", [1]]] * 3, rank=3)
-    made, heard = subscriber(limits=WireLimits(message_bytes=sum(map(len, frames)), events=3, ranks=4))
+    made, received = subscriber(limits=WireLimits(message_bytes=sum(map(len, frames)), events=3, ranks=4))
     made.receive(frames)
-    assert (len(heard), made.refused) == (1, {})
+    assert (len(received), made.refused) == (1, {})
 
 
 @pytest.mark.parametrize("field", ["message_bytes", "events", "ranks"])
@@ -152,10 +152,10 @@ def publisher(port: int = 0) -> closing[ZmqPublisher]:
     return closing(ZmqPublisher(port, block_size_tokens=BLOCK, clock=lambda: 12.5))
 
 
-async def until_heard(made: ZmqPublisher, heard: list[RouterEvent], count: int = 1) -> None:
+async def until_received(made: ZmqPublisher, received: list[RouterEvent], count: int = 1) -> None:
     """A subscription takes a moment: publishes the removal of a block that no worker has until so many events came."""
     with anyio.fail_after(WAIT_S):
-        while len(heard) < count:
+        while len(received) < count:
             made.publish([EngineEvent(KvRemoved([0]))])
             await anyio.sleep(0.005)
 
@@ -171,63 +171,63 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_what_an_engine_publishes_decides_where_a_prompt_goes() -> None:
     workers = static_workers({worker_id: ScriptedEngine([]) for worker_id in (3, 7)})
     with publisher() as engine, kv_router(workers, block_size_tokens=BLOCK) as router:
-        made, heard = subscriber(engine.endpoint)
+        made, received = subscriber(engine.endpoint)
         with router.follow(made.events):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(router.run)
                 tasks.start_soon(made.run)
-                await until_heard(engine, heard)
+                await until_received(engine, received)
                 engine.publish([stored(100), stored(104, parent=100)])
                 blocks = PromptBlocks(list(range(100, 112)), BLOCK)
                 await until(lambda: router.overlap_blocks(blocks, WorkerRank(7)) == 2)
                 assert router.overlap_blocks(blocks, WorkerRank(3)) == 0
                 tasks.cancel_scope.cancel()
-    assert [event.event.event_id for event in heard] == list(range(1, len(heard) + 1))
+    assert [event.event.event_id for event in received] == list(range(1, len(received) + 1))
 
 
 async def test_it_connects_again_to_an_engine_that_was_restarted_and_takes_a_burst() -> None:
     with publisher() as first:
-        made, heard = subscriber(first.endpoint)
+        made, received = subscriber(first.endpoint)
         port, count = int(first.endpoint.rpartition(":")[2]), 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(made.run)
-            await until_heard(first, heard)
-            before, lost = len(heard), made.lost_batches
+            await until_received(first, received)
+            before, lost = len(received), made.lost_batches
             for number in range(500):
                 first.publish([EngineEvent(KvRemoved([number]))])
-            await until(lambda: len(heard) >= before + 500)
+            await until(lambda: len(received) >= before + 500)
             assert made.lost_batches == lost
             first.close()
             with publisher(port) as second:
-                count = len(heard)
-                await until_heard(second, heard, count + 2)
+                count = len(received)
+                await until_received(second, received, count + 2)
             tasks.cancel_scope.cancel()
-    assert heard[count].event.data == KvCleared()
+    assert received[count].event.data == KvCleared()
 
 
 async def test_a_message_that_is_too_large_does_not_end_the_connection() -> None:
     """ZeroMQ ends it for good."""
     with publisher() as engine:
-        made, heard = subscriber(engine.endpoint, limits=WireLimits(message_bytes=2000))
+        made, received = subscriber(engine.endpoint, limits=WireLimits(message_bytes=2000))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(made.run)
-            await until_heard(engine, heard)
-            count = len(heard)
+            await until_received(engine, received)
+            count = len(received)
             engine.publish([EngineEvent(KvRemoved(list(range(2**60, 2**60 + 1000))))])
-            await until_heard(engine, heard, count + 2)
+            await until_received(engine, received, count + 2)
             tasks.cancel_scope.cancel()
     assert made.refused == {"too_large": 1}
     assert made.lost_batches > 0
-    assert all(event.event.data in (KvRemoved([0]), KvCleared()) for event in heard)
+    assert all(event.event.data in (KvRemoved([0]), KvCleared()) for event in received)
 
 
 async def test_it_runs_once_at_a_time_and_leaves_nothing_open() -> None:
     with publisher() as engine:
-        made, heard = subscriber(engine.endpoint)
+        made, received = subscriber(engine.endpoint)
         for _ in range(2):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(made.run)
-                await until_heard(engine, heard, len(heard) + 1)
+                await until_received(engine, received, len(received) + 1)
                 with pytest.raises(ContractViolation):
                     await made.run()
                 tasks.cancel_scope.cancel()

@@ -96,8 +96,10 @@ def test_marks_alone_wake_the_queue_and_publish_nothing() -> None:
 
 def test_a_modelled_prompt_begins_when_its_event_is_received() -> None:
     sequences = ActiveSequences()
-    told = [ActiveSequenceEvent(name, WORKER, AddRequest.of(SequenceLoad([], 100, 10.0)), ELSEWHERE) for name in "ab"]
-    apply_events(sequences, [(3.0, told[0]), (5.0, told[1])])
+    booking = [
+        ActiveSequenceEvent(name, WORKER, AddRequest.of(SequenceLoad([], 100, 10.0)), ELSEWHERE) for name in "ab"
+    ]
+    apply_events(sequences, [(3.0, booking[0]), (5.0, booking[1])])
     assert sequences.project([], [WORKER], 8.0).prefill_tokens[0] == 150
     take(sequences, event(MarkPrefillCompleted(), "a"), at_s=8.0)
     assert sequences.project([], [WORKER], 13.0).prefill_tokens[0] == 50
@@ -120,14 +122,14 @@ def test_an_untracked_prompt_counts_no_tokens() -> None:
     ],
 )
 def test_events_travel_and_come_back_equal(data: SequenceEventData) -> None:
-    told = ActiveSequenceEvent("r1", WORKER, data, 2**64 - 1, "adapter")
-    assert from_json(to_json(told), ActiveSequenceEvent) == told
-    assert from_msgpack(to_msgpack(told), ActiveSequenceEvent) == told
+    booking = ActiveSequenceEvent("r1", WORKER, data, 2**64 - 1, "adapter")
+    assert from_json(to_json(booking), ActiveSequenceEvent) == booking
+    assert from_msgpack(to_msgpack(booking), ActiveSequenceEvent) == booking
 
 
 def test_the_wire_form_is_that_of_other_routers() -> None:
-    told = ActiveSequenceEvent("r1", WORKER, AddRequest.of(SequenceLoad([1], 5, 1.5)), 3)
-    assert to_plain(told) == {
+    booking = ActiveSequenceEvent("r1", WORKER, AddRequest.of(SequenceLoad([1], 5, 1.5)), 3)
+    assert to_plain(booking) == {
         "request_id": "r1",
         "worker": {"worker_id": 7, "dp_rank": 1},
         "data": {
@@ -149,8 +151,8 @@ def test_the_wire_form_is_that_of_other_routers() -> None:
 
 def test_absent_parts_have_their_defaults() -> None:
     plain = {"request_id": "r1", "worker": {"worker_id": 7}, "data": {"AddRequest": {}}, "router_id": 3, "more": 1}
-    told = from_plain(plain, ActiveSequenceEvent)
-    assert told == ActiveSequenceEvent("r1", WorkerRank(7), AddRequest(), 3)
+    booking = from_plain(plain, ActiveSequenceEvent)
+    assert booking == ActiveSequenceEvent("r1", WorkerRank(7), AddRequest(), 3)
 
 
 GOOD: dict[str, Any] = {"request_id": "r", "worker": {"worker_id": 1}, "data": "Free", "router_id": 1}

@@ -106,9 +106,9 @@ async def test_two_routers_see_the_same_loads_and_choose_like_one(script: list[t
             if step == "wait":
                 await anyio.sleep(size / 10)
             elif step == "book":
-                asked = prompt(size, first=which % 3)
-                assert grown or two[who].advise(asked).costs == single.advise(asked).costs
-                booked = await placed(two[who], asked, str(number))
+                wanted = prompt(size, first=which % 3)
+                assert grown or two[who].advise(wanted).costs == single.advise(wanted).costs
+                booked = await placed(two[who], wanted, str(number))
                 pinned = prompt(size, first=which % 3, worker_id=booked.rank.worker_id)
                 mine.append((booked, await placed(single, pinned, str(number))))
             elif mine:
@@ -253,12 +253,12 @@ async def test_an_end_long_after_expiry_does_not_end_the_same_id_booked_anew() -
 
 async def test_an_end_is_published_once_however_often_it_is_released() -> None:
     async with Runtime.in_process() as runtime:
-        told: list[object] = []
-        heard = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
-        with heard.subscribe(lambda event: told.append(event.payload.data)):
+        payloads: list[object] = []
+        bookings = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
+        with bookings.subscribe(lambda event: payloads.append(event.payload.data)):
             booked = await placed(router_of(ReplicaSync(runtime.events, ENDPOINT)), prompt(), "r")
             assert [booked.release() for _ in range(2)] == [True, False]
-        assert told[1:] == [Free()]
+        assert payloads[1:] == [Free()]
 
 
 async def test_a_closed_router_receives_nothing_and_still_publishes_its_ends() -> None:
@@ -284,10 +284,10 @@ async def test_an_end_at_another_router_makes_room_for_requests_that_wait(how: s
         booked = await placed(here, prompt(), "a")
         got: list[Reservation] = []
 
-        async def ask() -> None:
+        async def place() -> None:
             got.append(await placed(there, prompt(first=100), "b"))
 
-        tasks.start_soon(ask)
+        tasks.start_soon(place)
         await anyio.sleep(1)
         assert (got, len(there.queue)) == ([], 1)
         getattr(booked, how)()
@@ -304,14 +304,14 @@ async def test_those_that_wait_go_before_one_that_comes_when_room_was_made_elsew
         booked = await placed(here, prompt(), "a")
         got: list[str] = []
 
-        async def ask(name: str) -> None:
+        async def place(name: str) -> None:
             await placed(there, prompt(first=100 * len(name), policy_class=name), name)
             got.append(name)
 
-        tasks.start_soon(ask, "slow")
+        tasks.start_soon(place, "slow")
         await settled()
         booked.release()
-        tasks.start_soon(ask, "fast")
+        tasks.start_soon(place, "fast")
         await settled()
         assert (got, len(there.queue)) == (["slow"], 1)
         tasks.cancel_scope.cancel()
@@ -343,19 +343,19 @@ async def test_a_listener_that_releases_while_others_are_placed_places_more_and_
         first, second = [await placed(router, prompt(first=n), str(n)) for n in (100, 200)]
         got: list[Reservation] = []
 
-        async def ask(name: str) -> None:
+        async def place(name: str) -> None:
             got.append(await placed(router, prompt(first=100 * len(name)), name))
 
         for name in ("aaa", "bbbb", "ccccc"):
-            tasks.start_soon(ask, name)
+            tasks.start_soon(place, name)
             await settled()
-        heard = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
+        bookings = runtime.events.subscribe(Scope("ns", "workers"), ACTIVE_SEQUENCES_TOPIC, ActiveSequenceEvent)
 
         def release_another(event: Event[ActiveSequenceEvent]) -> None:
             if event.payload.request_id == "aaa":
                 second.release()
 
-        with heard.subscribe(release_another):
+        with bookings.subscribe(release_another):
             first.release()
         await settled()
         assert sorted(one.request_id for one in got) == ["aaa", "bbbb"]

@@ -83,7 +83,7 @@ class World:
         self.log.append(placement.rank)
         return placement
 
-    async def ask(self, request_id: str, request: RouteRequest, control: Control) -> None:
+    async def send(self, request_id: str, request: RouteRequest, control: Control) -> None:
         try:
             placement = await self.router.reserve(request, request_id=request_id, control=control)
         except Exception as error:
@@ -153,7 +153,7 @@ class World:
             for step in range(steps):
                 if self.random.random() < 0.6:
                     self.controls.append(Control())
-                    tasks.start_soon(self.ask, f"r{step}", self.request(), self.controls[-1])
+                    tasks.start_soon(self.send, f"r{step}", self.request(), self.controls[-1])
                 else:
                     self.change()
                 for _ in range(5):
@@ -176,15 +176,15 @@ async def test_a_blocked_queue_is_not_looked_through_for_workers_that_no_request
     world = World(plain=False, seed=1)
     looked: list[str] = []
 
-    async def ask(number: int, worker_id: int) -> None:
+    async def send(number: int, worker_id: int) -> None:
         blocks = PromptBlocks([number] * 12, BLOCK)
-        await world.ask(f"r{number}", RouteRequest(blocks=blocks, worker_id=worker_id, dp_rank=0), Control())
+        await world.send(f"r{number}", RouteRequest(blocks=blocks, worker_id=worker_id, dp_rank=0), Control())
 
     for worker_id in (1, 2):
-        await ask(worker_id, worker_id)
+        await send(worker_id, worker_id)
     async with anyio.create_task_group() as tasks:
         for number in (3, 4, 5):
-            tasks.start_soon(ask, number, 1)
+            tasks.start_soon(send, number, 1)
         while len(world.router.queue) < 3:
             await checkpoint()
         pop = world.router.queue._queue.pop
