@@ -19,10 +19,10 @@ BOS, EOS = "<|begin|>", "<|end|>"
 @pytest.fixture(scope="session")
 def byte_level_json() -> str:
     """A small byte-level vocabulary: many characters take several tokens."""
-    tokenizer: Any = Tokenizer(models.BPE(unk_token=None))
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer: Any = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=320,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -44,7 +44,7 @@ def word_pieces() -> HuggingFaceTokenizer:
     """Words that bring their leading space, and byte tokens for all that is no word."""
     words = ["<s>", "</s>", "▁Hello", "▁world", "▁", "a", "日"]
     vocabulary = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
-    tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, fuse_unk=False))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, fuse_unk=False))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

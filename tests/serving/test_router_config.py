@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -251,6 +250,6 @@ def test_without_pyyaml_the_error_names_what_to_install(tmp_path: Path, monkeypa
 
 
 def test_the_same_block_may_be_named_twice_in_a_policy_file(tmp_path: Path) -> None:
-    anchored: Any = POLICIES.replace("models:\n  small:", "models:\n  small: &small").rstrip() + "\n  tiny: *small\n"
+    anchored = POLICIES.replace("models:\n  small:", "models:\n  small: &small").rstrip() + "\n  tiny: *small\n"
     document = policy_document(written(tmp_path, anchored, "policy.yaml"))
     assert document.models["tiny"] == document.models["small"]

@@ -79,7 +79,7 @@ def test_no_booking_and_no_place_in_the_queue_is_left(
     requests: list[tuple[int, str]], backend: Any, queues: bool, session_ttl_s: float | None
 ) -> None:
     async def run() -> None:
-        workers: Any = static_workers({i: Flaky(script) for i in (1, 2, 3)})
+        workers = static_workers({i: Flaky(script) for i in (1, 2, 3)})
         threshold = BUSY_ABOVE_TOKENS if queues else None
         router = kv_router(
             workers,

@@ -37,7 +37,7 @@ class Slow(ScriptedEngine):
 class Graph:
     def __init__(self, script: Sequence[Any] = ANSWER, ttl_s: float | None = 10.0) -> None:
         self.engines = {worker_id: Slow(script) for worker_id in (1, 2, 3, 4)}
-        workers: Any = static_workers(self.engines)
+        workers = static_workers(self.engines)
         # Without credit for what is cached nothing but the session keeps requests together.
         config = KvRouterConfig(overlap_score_credit=0.0)
         self.router = kv_router(workers, config, block_size_tokens=4, rng=Random(1), session_ttl_s=ttl_s)

@@ -47,7 +47,7 @@ class Measured:
         meter = MeterProvider([self._reader], shutdown_on_exit=False).get_meter("test")
         metrics = RouterMetrics(meter, namespace="ns", component="comp", router_id="r", model="m")
         engines = {worker_id: ScriptedEngine(script, fails=fails) for worker_id in worker_ids}
-        workers: Any = static_workers(engines)
+        workers = static_workers(engines)
         chosen = KvRouterConfig(**{"use_kv_events": False, **config})
         self.router = kv_router(workers, chosen, block_size_tokens=4, rng=Random(1), profile=profile)
         self.engine: Segment[Any, Any] = KvPushRouter(self.router, metrics=metrics, tracer=tracer) >> PushRouter(

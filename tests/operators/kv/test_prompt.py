@@ -298,9 +298,7 @@ async def test_the_router_hashes_a_long_prompt_in_its_threads_and_nowhere_else(h
 
 @pytest.mark.parametrize(("tokens", "has_threads"), [(8, False), (9, True)])
 async def test_only_long_prompts_bring_their_threads_along(tokens: int, has_threads: bool) -> None:
-    graph: Any = link(
-        Preprocess(Model.byte_level("m"), work=PromptWork(inline_prompt_characters=8)), ScriptedEngine([])
-    )
+    graph = link(Preprocess(Model.byte_level("m"), work=PromptWork(inline_prompt_characters=8)), ScriptedEngine([]))
     request = Context(from_plain({"model": "m", "prompt": [1] * tokens}, CompletionRequest))
     await (await graph.generate(request)).aclose()
     assert (offered_threads(request) is not None) is has_threads

@@ -30,7 +30,7 @@ class Graph:
 
     def __init__(self, engines: dict[int, ScriptedEngine], limit: int = 3) -> None:
         self.engines = engines
-        workers: Any = static_workers(engines)
+        workers = static_workers(engines)
         self.router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, session_ttl_s=60)
         push: PushRouter[Any, Any] = PushRouter(workers, cooldown_s=0)
         self.graph = link(Migration(limit), KvPushRouter(self.router), push)

@@ -199,7 +199,7 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
     first: list[Any] = [Annotated(LLMEngineOutput([n])) for n in range(5)]
     rest: list[Any] = [Annotated(LLMEngineOutput([n])) for n in range(5, 12)]
     engines = {i: ScriptedEngine(lambda p: rest if len(p.token_ids) > 8 else [*first, Fail(GONE)]) for i in (1, 2, 3)}
-    workers: Any = static_workers(engines)
+    workers = static_workers(engines)
     push: PushRouter[Any, Any] = PushRouter(workers)
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     with kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, health=push.health) as kv:
@@ -213,7 +213,7 @@ async def test_the_kv_router_sends_it_elsewhere_and_the_tracker_knows_the_whole_
 
 
 async def test_where_no_worker_continues_the_tracker_names_the_one_that_answered() -> None:
-    workers: Any = static_workers({7: ScriptedEngine([item(1), Fail(GONE)])})
+    workers = static_workers({7: ScriptedEngine([item(1), Fail(GONE)])})
     tracker = RequestTracker(anyio.current_time, lambda: 0, lambda: anyio.Semaphore(1))
     with kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4) as kv:
         graph = link(Migration(3), KvPushRouter(kv), PushRouter(workers, cooldown_s=0))

@@ -121,7 +121,7 @@ class Pool:
     """Workers 1 and 2, of which the first refuses every request; `reports` are what they report."""
 
     def __init__(self, thresholds: BusyThresholds | None = None) -> None:
-        engines: Any = {1: ScriptedEngine([], fails=WorkerOverloaded("full")), 2: ScriptedEngine([1])}
+        engines = {1: ScriptedEngine([], fails=WorkerOverloaded("full")), 2: ScriptedEngine([1])}
         workers: Workers[Any, Any] = static_workers(engines)
         loads = WorkerLoads(workers)
         self.reports: Subject[ActiveLoad] = Subject()

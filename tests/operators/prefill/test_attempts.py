@@ -20,10 +20,17 @@ from pipeline.protocols import RequestPhase
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, Faults, ScriptedEngine, Stall, Wait
 
-from .worlds import SlowToAnswer, everywhere, meeting_at, prefill_world, prefilled, present_workers, prompt, tokens
-
-MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
-
+from .worlds import (
+    Mode,
+    SlowToAnswer,
+    everywhere,
+    meeting_at,
+    prefill_world,
+    prefilled,
+    present_workers,
+    prompt,
+    tokens,
+)
 
 ERROR = Disconnected("lost")
 
@@ -66,8 +73,8 @@ async def test_an_attempt_that_was_cancelled_is_replaced_once_decode_has_the_req
 
 
 async def test_a_prefill_that_ignores_a_stop_is_killed() -> None:
-    below: Any = ScriptedEngine([prefilled()])
-    workers: Any = static_workers({1: Faults(stall_after=0) >> below})
+    below = ScriptedEngine([prefilled()])
+    workers = static_workers({1: Faults(stall_after=0) >> below})
     health = present_workers(1, configs={1: meeting_at()})
     side = PushPrefill(PushRouter(workers))
     async with AnyIOScheduler() as scheduler:
@@ -141,13 +148,15 @@ async def test_a_scheduler_that_ends_too_holds_up_nothing() -> None:
         with anyio.CancelScope() as everything, anyio.fail_after(60):
             async with prefill_world("round_robin", configs=configs) as it:
                 opened.append(it)
-                select = it.pool.router.select_worker
+                assert isinstance(it.pool, PushPrefill)
+                router: Any = it.pool.router
+                select = router.select_worker
 
                 def cancel(request: Any, select: Any = select, scope: Any = everything, **options: Any) -> Any:
                     scope.cancel()
                     return select(request, **options)
 
-                it.pool.router.select_worker = cancel
+                router.select_worker = cancel
                 await it.collect(prompt(tracker=tracker))
         assert everything.cancelled_caught
         opened[0].assert_idle()
@@ -157,7 +166,7 @@ async def test_a_scheduler_that_ends_too_holds_up_nothing() -> None:
 async def test_behind_its_end_nothing_begins() -> None:
     """Not even for a request that came before and waited for its phase."""
     tracker = track_request(lambda: 0)
-    engine: Any = ScriptedEngine([prefilled()])
+    engine = ScriptedEngine([prefilled()])
     async with AnyIOScheduler() as scheduler, anyio.create_task_group() as tasks:
         side = PushPrefill(PushRouter(static_workers({1: engine})))
         async with PrefillRouter(side, present_workers(1).views, scheduler=scheduler) as router:
@@ -180,7 +189,7 @@ async def test_behind_its_end_nothing_begins() -> None:
 
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(mode: str, meets: bool) -> None:
+async def test_a_decode_that_breaks_goes_on_with_a_prefill_of_its_own(mode: Mode, meets: bool) -> None:
     script = [Wait(60), prefilled()]
     configs = everywhere() if meets else {}
     async with prefill_world(mode, script, configs=configs) as it:

@@ -35,15 +35,12 @@ from pipeline.testing import ScriptedEngine, Wait
 
 from .worlds import meeting_at, prefill_world, prefilled, present_workers, prompt
 
-MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
-
-
 # -- conditional disaggregation
 
 
 def decode_pool(**settings: Any) -> tuple[Any, ConditionalDisaggregation]:
     engine = ScriptedEngine([Annotated(LLMEngineOutput([1]))] * 2)
-    workers: Any = static_workers({5: engine})
+    workers = static_workers({5: engine})
     config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True, **settings)
     health = present_workers(5, configs={5: ModelRuntimeConfig(max_num_batched_tokens=16)})
     kv = kv_router(workers, config, block_size_tokens=4, rng=Random(1), worker_type="decode", health=health)

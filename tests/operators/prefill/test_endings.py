@@ -20,7 +20,7 @@ from pipeline.protocols import PreprocessedRequest, RequestPhase, RoutingHints
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Fail, OpenStreams, ScriptedEngine, Stall, Wait, check_operator
 
-from .worlds import SlowToAnswer, everywhere, prefill_world, prefilled, present_workers, prompt, tokens
+from .worlds import Mode, SlowToAnswer, everywhere, prefill_world, prefilled, present_workers, prompt, tokens
 
 
 @pytest.mark.parametrize("meets", [False, True])
@@ -28,7 +28,7 @@ async def test_the_operator_contract(meets: bool) -> None:
     async with AnyIOScheduler() as scheduler:
 
         def router() -> PrefillRouter:
-            workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
+            workers = static_workers({1: ScriptedEngine([prefilled()])})
             side = PushPrefill(PushRouter(workers))
             health = present_workers(1, configs=everywhere() if meets else {})
             return PrefillRouter(side, health.views, scheduler=scheduler)
@@ -81,7 +81,7 @@ async def read(graph: Any, request: Any) -> None:
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 async def test_a_kv_router_below_sends_decode_of_an_ended_request_too(verb: str) -> None:
     engine = ScriptedEngine(tokens(1))
-    pool: Any = static_workers({5: engine})
+    pool = static_workers({5: engine})
     kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
     request = Context(prompt())
     async with prefill_world(script=[Wait(2), prefilled()]) as it:
@@ -108,7 +108,11 @@ async def test_a_request_that_is_stopped_when_decode_is_due_is_still_decodes_bus
 
     for configs in cases:
         below = Stopping(tokens(1))
-        async with prefill_world(configs=configs, below=lambda _, below=below: below) as it:
+
+        def in_place_of_decode(_: object, below: Stopping = below) -> Stopping:
+            return below
+
+        async with prefill_world(configs=configs, below=in_place_of_decode) as it:
             clients.append(Context(prompt()))
             assert await (await it.graph.generate(clients[-1])).collect() == []
             assert [attempt.is_killed for attempt in below.requests] == [verb == "kill"]
@@ -204,7 +208,7 @@ async def test_a_task_cancelled_while_decode_begins_ends_decode() -> None:
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
-async def test_at_no_turn_does_an_end_leave_a_prefill_without_decode(how: str, meets: bool, mode: str) -> None:
+async def test_at_no_turn_does_an_end_leave_a_prefill_without_decode(how: str, meets: bool, mode: Mode) -> None:
 
     async def read_unless_cancelled(graph: Any, request: Any) -> None:
         with suppress(Cancelled):
@@ -287,7 +291,7 @@ async def test_a_caller_that_has_gone_gets_no_error_of_a_failed_prefill(verb: st
 
 async def test_a_scheduler_that_does_not_run_is_an_error_and_holds_nothing() -> None:
     tracker = track_request(lambda: 0)
-    workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
+    workers = static_workers({1: ScriptedEngine([prefilled()])})
     router = PrefillRouter(PushPrefill(PushRouter(workers)), present_workers(1).views, scheduler=AnyIOScheduler())
     request: Context[PreprocessedRequest] = Context(prompt(tracker=tracker))
     with pytest.raises(PenstockError):

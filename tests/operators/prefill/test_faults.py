@@ -48,14 +48,11 @@ from pipeline.testing import Fail, ScriptedEngine, Stall, Wait
 
 from .worlds import everywhere, prefill_world, prefilled, present_workers, prompt, tokens
 
-MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
-
-
 # -- refusals
 
 
 async def test_backpressure_sends_nothing_in_a_kv_pool() -> None:
-    workers: Any = static_workers({1: ScriptedEngine([Stall()])})
+    workers = static_workers({1: ScriptedEngine([Stall()])})
     kv = kv_router(
         workers,
         KvRouterConfig(use_kv_events=False),
@@ -82,7 +79,7 @@ async def test_backpressure_sends_nothing_in_a_kv_pool() -> None:
 
 
 async def test_backpressure_sends_nothing_in_a_plain_pool() -> None:
-    workers: Any = static_workers({1: (prefill := ScriptedEngine([prefilled()]))})
+    workers = static_workers({1: (prefill := ScriptedEngine([prefilled()]))})
     side = PushPrefill(PushRouter(workers, busy=BehaviorSubject[AbstractSet[int]]({1})))
     decode = ScriptedEngine(tokens(1))
     async with (

@@ -38,7 +38,7 @@ async def test_a_prompt_is_hashed_once_for_each_size_of_block(
         return hashed(tokens, size, **options)
 
     monkeypatch.setattr(block_hash, "block_hash_array", counted)
-    pool: Any = static_workers({9: ScriptedEngine(tokens(1))})
+    pool = static_workers({9: ScriptedEngine(tokens(1))})
     config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=True)
     router = kv_router(pool, config, block_size_tokens=block_size_tokens, worker_type="decode")
     graph = KvPushRouter(router) >> PushRouter(pool)

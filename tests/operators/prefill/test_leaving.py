@@ -19,7 +19,7 @@ from pipeline.protocols import RequestPhase
 from pipeline.protocols.card import STOPS_PREFILLS, DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.testing import OpenStreams, ScriptedEngine, Stall, Wait
 
-from .worlds import PrefillWorld, SlowToSend, everywhere, prefill_world, prefilled, prompt, tokens
+from .worlds import Mode, PrefillWorld, SlowToSend, everywhere, prefill_world, prefilled, prompt, tokens
 
 ENDINGS = pytest.mark.parametrize("how", ["stop", "kill", "cancel"])
 KINDS = pytest.mark.parametrize("meets", [False, True])
@@ -127,7 +127,7 @@ class Recorded(Operator[Any, Any, Any, Any]):
 @ENDINGS
 @KINDS
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_at_no_turn_does_decode_wait_for_blocks_that_will_not_come(how: str, meets: bool, mode: str) -> None:
+async def test_at_no_turn_does_decode_wait_for_blocks_that_will_not_come(how: str, meets: bool, mode: Mode) -> None:
     """A prefill that was sent is stopped before decode gets the request, or it is not and decode gets it."""
     recorded, script, withdrawn = Recorded(), [Wait(1), prefilled()], 0
     async with prefill_world(mode, script, configs=promising(meets), below=lambda decode: recorded >> decode) as it:
@@ -195,7 +195,7 @@ async def test_decode_that_ends_by_itself_leaves_its_prefill_to_end() -> None:
 
 
 async def test_decode_that_fails_withdraws_its_prefill() -> None:
-    broken: Any = [*tokens(1), Annotated.from_error(Disconnected("lost"))]
+    broken = [*tokens(1), Annotated.from_error(Disconnected("lost"))]
     async with prefill_world(script=[Wait(60), prefilled()], configs=promising(True), decode=broken) as it:
         assert (await it.collect())[-1].is_error
         await anyio.sleep(1)
@@ -204,8 +204,8 @@ async def test_decode_that_fails_withdraws_its_prefill() -> None:
 
 async def test_a_prefill_that_is_stopped_when_its_turn_comes_is_not_sent() -> None:
     """The KV router may place it in the very moment it is stopped; decode of such a request is sent."""
-    engine: Any = ScriptedEngine([prefilled()])
-    pool: Any = static_workers({5: engine})
+    engine = ScriptedEngine([prefilled()])
+    pool = static_workers({5: engine})
     kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="prefill")
     tracker = track_request(lambda: 0)
     for phase, sent in ((RequestPhase.PREFILL, 0), (RequestPhase.DECODE, 1)):

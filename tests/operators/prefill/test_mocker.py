@@ -58,8 +58,8 @@ async def disaggregated(
         for worker_id, half in halves.items():
             engine = MockEngine(evolve(ARGS, worker_type=half), exchange=exchange)
             workers[worker_id] = await stack.enter_async_context(as_engine(engine, mode=DisaggregationMode(half)))
-        prefill: Any = static_workers({i: workers[i] for i in (1, 2)}, name="prefill")
-        decode: Any = static_workers({i: workers[i] for i in (11, 12)}, name="decode")
+        prefill = static_workers({i: workers[i] for i in (1, 2)}, name="prefill")
+        decode = static_workers({i: workers[i] for i in (11, 12)}, name="decode")
         config = KvRouterConfig(use_kv_events=False, conditional_disagg_enabled=conditional)
         decides = kv_router(decode, config, block_size_tokens=4, rng=Random(1), worker_type="decode")
         config_of_prefill = evolve(config, router_track_active_blocks=False)

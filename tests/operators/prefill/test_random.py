@@ -99,7 +99,8 @@ def test_nothing_is_left(
     endpoint = ModelRuntimeConfig(disaggregated_endpoint=DisaggregatedEndpoint("h", 1) if meets else None)
 
     async def run() -> None:
-        workers: Any = static_workers({i: Flaky(prefills=True) for i in (1, 2, 3)})
+        engines = {i: Flaky(prefills=True) for i in (1, 2, 3)}
+        workers = static_workers(engines)
         side, chosen_by = side_of(kv, workers)
         decode = Flaky(prefills=False)
         limits = PrefillSettings(prefill_timeout_s=15)
@@ -118,7 +119,7 @@ def test_nothing_is_left(
                 if leaves_s is not None:
                     tasks.start_soon(leave, router, leaves_s)
             assert router.prefills == 0
-            assert decode.open == sum(workers.engine(i).open for i in (1, 2, 3)) == 0
+            assert decode.open == sum(engine.open for engine in engines.values()) == 0
         with anyio.fail_after(1):
             for tracker in trackers:
                 (await tracker.set_phase(RequestPhase.AGGREGATED)).release()

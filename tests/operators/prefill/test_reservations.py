@@ -17,7 +17,7 @@ from pipeline.protocols.card import ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import ScriptedEngine, Stall
 
-from .worlds import everywhere, prefill_world, prefilled, present_workers, prompt, tokens
+from .worlds import Mode, everywhere, prefill_world, prefilled, present_workers, prompt, tokens
 
 UNREACHABLE = ModelRuntimeConfig(
     topology_domains={"zone": "a"}, kv_transfer_domain="zone", kv_transfer_enforcement="required"
@@ -30,7 +30,7 @@ async def test_a_kv_router_decides_once_for_each_prefill(monkeypatch: pytest.Mon
     for configs in cases:
         async with prefill_world(configs=configs) as it:
             steps: list[str] = []
-            router = it.pool.router
+            router = it.kv
             for part, step in ((router, "_select"), (router.loads, "enter")):
                 original = getattr(part, step)
 
@@ -41,17 +41,17 @@ async def test_a_kv_router_decides_once_for_each_prefill(monkeypatch: pytest.Mon
                 monkeypatch.setattr(part, step, counted)
             await it.collect()
             assert (steps, len(it.prefills)) == (["_select", "enter"], 1)
-            assert len(it.pool.router.loads) == 0
+            assert len(it.kv.loads) == 0
 
 
 @pytest.mark.parametrize("mode", ["kv", "round_robin"])
-async def test_a_reservation_is_given_back_where_the_plan_fails(mode: str) -> None:
+async def test_a_reservation_is_given_back_where_the_plan_fails(mode: Mode) -> None:
     async with prefill_world(mode, configs={9: UNREACHABLE}) as it:
         with pytest.raises(TopologyError):
             await it.collect()
         assert it.prefills == []
         if mode == "kv":
-            assert len(it.pool.router.loads) == 0
+            assert len(it.kv.loads) == 0
         it.health.publish({})
         await it.collect()
         assert mode == "kv" or len(it.engines[1].requests) == 1, "the turn was given back"
@@ -71,7 +71,7 @@ class Refusing(Operator[Any, Any, Any, Any]):
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_reservation_that_no_stage_takes_is_given_back(waits: bool) -> None:
-    workers: Any = static_workers({1: ScriptedEngine([prefilled()])})
+    workers = static_workers({1: ScriptedEngine([prefilled()])})
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="prefill")
     stage = KvPushRouter(router)
     pool = KvPrefill(stage, Refusing(waits) >> stage >> PushRouter(workers))
@@ -93,7 +93,7 @@ async def test_a_reservation_that_no_stage_takes_is_given_back(waits: bool) -> N
 @pytest.mark.parametrize("verb", ["stop", "kill"])
 async def test_a_prefill_that_waits_for_room_leaves_the_queue_with_its_client(verb: str) -> None:
     engine = ScriptedEngine([Stall()])
-    workers: Any = static_workers({1: engine})
+    workers = static_workers({1: engine})
     one_prompt = PolicyProfile.single(PolicyClass(prefill_busy_threshold=4))
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, profile=one_prompt)
     stage = KvPushRouter(router)

@@ -38,10 +38,18 @@ from pipeline.protocols import (
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import Probe, ScriptedEngine, Stall, Wait
 
-from .worlds import PARAMS, everywhere, meeting_at, prefill_world, prefilled, present_workers, prompt, tokens
-
-MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
-
+from .worlds import (
+    MODES,
+    PARAMS,
+    Mode,
+    everywhere,
+    meeting_at,
+    prefill_world,
+    prefilled,
+    present_workers,
+    prompt,
+    tokens,
+)
 
 # -- activation
 
@@ -151,7 +159,7 @@ async def test_news_that_fail_switch_it_off() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_decode_begins_before_prefill_is_done(mode: str) -> None:
+async def test_decode_begins_before_prefill_is_done(mode: Mode) -> None:
     configs = everywhere()
     async with prefill_world(mode, [Wait(5), prefilled()], configs=configs) as it:
         assert len(await it.collect()) == 3
@@ -215,7 +223,7 @@ async def test_the_prefill_has_its_own_control_and_the_same_id_and_metadata() ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_without_a_meeting_point_decode_waits_for_the_result(mode: str) -> None:
+async def test_without_a_meeting_point_decode_waits_for_the_result(mode: Mode) -> None:
     link, details = TraceLink("a" * 32, "b" * 16), PromptTokensDetails(3)
     usage = CompletionUsage(8, 1, 9, details)
     script = [
@@ -268,7 +276,7 @@ async def test_a_query_raises_what_the_request_would_meet() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_worker_the_request_names_prefills(mode: str) -> None:
+async def test_a_worker_the_request_names_prefills(mode: Mode) -> None:
     async with prefill_world(mode) as it:
         for worker_id in (3, 3, 1):
             await it.collect(prompt(routing=RoutingHints(prefill_worker_id=worker_id, decode_worker_id=9)))
@@ -326,7 +334,7 @@ async def test_events_before_the_prefills_answer_are_passed_over() -> None:
 
 
 async def test_a_query_of_instances_names_both_workers() -> None:
-    pool: Any = static_workers({5: ScriptedEngine([])})
+    pool = static_workers({5: ScriptedEngine([])})
     kv = kv_router(pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, worker_type="decode")
     cases: list[Any] = [{}, everywhere()]
     for configs in cases:
@@ -354,7 +362,7 @@ async def test_the_prefill_pool_is_drawn_at_its_side() -> None:
 
 async def test_a_plain_pool_may_have_other_stages_above_its_router() -> None:
     engines = {i: ScriptedEngine([prefilled()]) for i in (1, 2)}
-    workers: Any = static_workers(engines)
+    workers = static_workers(engines)
     push, probe = PushRouter(workers), Probe()
     side = PushPrefill(push, probe >> push)
     async with (

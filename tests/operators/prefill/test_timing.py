@@ -20,7 +20,7 @@ from .worlds import everywhere, prefill_world, prefilled, prompt, tokens
 
 def below_a_kv_router(decode: Any) -> Any:
     """Worker 9 decodes."""
-    workers: Any = static_workers({9: decode}, name="decode")
+    workers = static_workers({9: decode}, name="decode")
     router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1))
     return KvPushRouter(router) >> PushRouter(workers)
 

@@ -8,13 +8,11 @@ import pytest
 from pipeline.llm import track_request
 from pipeline.protocols import RequestPhase, RoutingHints
 
-from .worlds import prefill_world, prompt
-
-MODES = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
+from .worlds import MODES, Mode, prefill_world, prompt
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_every_prefill_worker_gets_its_share_of_the_requests(mode: str) -> None:
+async def test_every_prefill_worker_gets_its_share_of_the_requests(mode: Mode) -> None:
     """The worker is chosen anew for each request, also where chance decides."""
     async with prefill_world(mode, workers=tuple(range(1, 7))) as it:
         for number in range(120):
@@ -25,7 +23,7 @@ async def test_every_prefill_worker_gets_its_share_of_the_requests(mode: str) ->
 
 @pytest.mark.parametrize("mode", ["direct", *MODES])
 async def test_a_request_that_names_its_prefill_worker_goes_there_also_if_prefill_was_switched_off_meanwhile(
-    mode: str,
+    mode: Mode,
 ) -> None:
     """Switching off is for requests to come; this one had begun, and only waited for its phase."""
     tracker = track_request(lambda: 0)

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 from attrs import define
 
 from operators import KvPrefill, KvPushRouter, PrefillRouter, PrefillSettings, PushPrefill, PushRouter
-from operators.kv import KvRouterConfig, kv_router
-from pipeline import Annotated, Context, ResponseStream, Segment
+from operators.kv import KvRouter, KvRouterConfig, kv_router
+from operators.pool.push_router import RouterMode
+from operators.prefill import ConditionalDisaggregation
+from pipeline import Annotated, AsyncEngine, Context, ResponseStream, Segment
 from pipeline.network import static_workers
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from pipeline.protocols.card import DisaggregatedEndpoint, ModelRuntimeConfig
 from pipeline.rx import AnyIOScheduler
 from pipeline.testing import ScriptedEngine
 from tests.operators.kv.worlds import GivenHealth
+
+Steps = list[Any] | Callable[[PreprocessedRequest], list[Any]]
+"""The steps of a scripted worker, or how they follow from the payload."""
+
+Mode = RouterMode | Literal["kv"]
+"""How a pool of prefill workers is routed."""
+
+MODES: list[Mode] = ["kv", "round_robin", "random", "power_of_two_choices", "least_loaded", "device_aware_weighted"]
+"""All of them in which the router chooses."""
 
 PARAMS = {"handle": "h", "worker_id": {"prefill_worker_id": 2, "prefill_dp_rank": 0}}
 
@@ -54,7 +65,7 @@ def present_workers(*worker_ids: int, configs: Mapping[int, ModelRuntimeConfig] 
 class Waited(ScriptedEngine):
     """Records, for each request it gets, how many items the others had given by then."""
 
-    def __init__(self, script: Any, others: Mapping[int, ScriptedEngine]) -> None:
+    def __init__(self, script: Steps, others: Mapping[int, ScriptedEngine]) -> None:
         super().__init__(script)
         self._others = others
         self.items_before: list[int] = []
@@ -73,12 +84,17 @@ class PrefillWorld:
     decode: Waited
     """The decode worker."""
     router: PrefillRouter
-    pool: Any
-    """A KvPrefill or a PushPrefill."""
+    pool: KvPrefill | PushPrefill
     health: GivenHealth
     """The prefill workers the router knows, with their settings; a test changes them."""
     graph: Segment[Any, Any]
     """The router above the decode worker."""
+
+    @property
+    def kv(self) -> KvRouter:
+        """The KV router of the prefill workers."""
+        assert isinstance(self.pool, KvPrefill)
+        return self.pool.router
 
     @property
     def prefills(self) -> list[Context[Any]]:
@@ -97,7 +113,7 @@ class PrefillWorld:
 
     def put_in_front(self, slow: type[SlowToAnswer]) -> None:
         """Have the pool answer, or send, only after three seconds."""
-        slowed: Any = slow(self.pool)
+        slowed = slow(self.pool)
         self.router._side.pool = slowed
 
     def assert_idle(self) -> None:
@@ -114,15 +130,15 @@ def prompt(**fields: Any) -> PreprocessedRequest:
 
 @asynccontextmanager
 async def prefill_world(
-    mode: Any = "kv",
-    script: Any = None,
+    mode: Mode = "kv",
+    script: Steps | None = None,
     *,
-    decode: Any = None,
+    decode: Steps | None = None,
     configs: Mapping[int, ModelRuntimeConfig] | None = None,
     workers: Sequence[int] = (1, 2, 3),
     present: Sequence[int] | None = None,
-    conditional: Any = None,
-    below: Any = None,
+    conditional: ConditionalDisaggregation | None = None,
+    below: Callable[[ScriptedEngine], AsyncEngine[Any, Any]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[PrefillWorld]:
     """Open a world for the block.
@@ -137,13 +153,13 @@ async def prefill_world(
     settings: fields of PrefillSettings
     """
     engines = {i: ScriptedEngine([prefilled()] if script is None else script) for i in workers}
-    pool: Any = static_workers(engines, name="prefill")
+    pool = static_workers(engines, name="prefill")
     if mode == "kv":
         kv = kv_router(
             pool, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1), worker_type="prefill"
         )
         stage = KvPushRouter(kv)
-        side: Any = KvPrefill(stage, stage >> PushRouter(pool))
+        side: KvPrefill | PushPrefill = KvPrefill(stage, stage >> PushRouter(pool))
     else:
         side = PushPrefill(PushRouter(pool, mode, Random(1)))
     health = present_workers(*(workers if present is None else present), configs=configs)

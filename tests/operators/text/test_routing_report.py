@@ -227,7 +227,7 @@ async def test_the_answer_is_whole_though_several_workers_gave_it() -> None:
         i: ScriptedEngine(lambda p: rest if len(p.token_ids) > 5 else [*first, Fail(Disconnected("gone"))])
         for i in (1, 2)
     }
-    push: Any = PushRouter(static_workers(engines), cooldown_s=0)
+    push = PushRouter(static_workers(engines), cooldown_s=0)
     request = Context(chat(nvext=BOTH))
     graph = tracked() >> Migration(1) >> Detokenize(MODEL) >> push
     items = await (await graph.generate(request)).collect()
@@ -274,7 +274,7 @@ class Kv:
     def __init__(self) -> None:
         letters = [Annotated(LLMEngineOutput(list(pair))) for pair in (b"ab", b"cd", b"ef")]
         script = [Wait(2), letters[0], Wait(1), letters[1], Wait(1), letters[2], Wait(1), self.end()]
-        workers: Any = static_workers({i: ScriptedEngine(script) for i in (1, 2)})
+        workers = static_workers({i: ScriptedEngine(script) for i in (1, 2)})
         self.router = kv_router(workers, KvRouterConfig(use_kv_events=False), block_size_tokens=4, rng=Random(1))
         self.graph = tracked() >> Detokenize(MODEL) >> KvPushRouter(self.router) >> PushRouter(workers)
 

@@ -66,12 +66,12 @@ TEXTS = st.lists(PARTS, min_size=1, max_size=40).map("".join)
 
 def made(name: str) -> HuggingFaceTokenizer:
     """A small byte-level BPE that splits as the model of this name does, with added tokens of all kinds."""
-    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[name])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(WORDS * 3, trainer)
@@ -147,7 +147,7 @@ def test_no_piece_is_longer_than_the_limit(text: str) -> None:
     ],
 )
 def test_a_tokenizer_that_is_not_understood_has_one_piece_and_no_limit(change: dict[str, Any]) -> None:
-    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
     for part, value in change.items():
         setattr(tokenizer, part, value)

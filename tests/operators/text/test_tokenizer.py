@@ -105,14 +105,14 @@ def test_the_first_id_that_is_no_token_is_found(
 
 
 def test_the_gaps_of_a_vocabulary_are_no_tokens() -> None:
-    made: Any = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
     assert HuggingFaceTokenizer(made).first_unknown([0, 5, 3]) == 2
     assert HuggingFaceTokenizer(made).first_unknown([0, 5]) is None
 
 
 def test_truncation_and_padding_of_the_file_are_off(byte_level_json: str, tmp_path: Path) -> None:
     """Issue 12, point 24: a prompt of ten words became five tokens, and padding was billed."""
-    made: Any = tokenizers.Tokenizer.from_str(byte_level_json)
+    made = tokenizers.Tokenizer.from_str(byte_level_json)
     plain = made.encode("the quick brown fox jumps over the lazy dog", add_special_tokens=False).ids
     made.enable_truncation(max_length=5)
     made.enable_padding(length=64, pad_id=0)

@@ -158,7 +158,7 @@ CALL = {"id": "i", "function": {"name": "f", "arguments": '{"a": 1}'}}
     ],
 )
 def test_a_request_beyond_a_limit_is_refused_with_the_limit(limit: str, fields: dict[str, Any], value: int) -> None:
-    kind: Any = ChatCompletionRequest if "messages" in fields else CompletionRequest
+    kind = ChatCompletionRequest if "messages" in fields else CompletionRequest
     body = json.dumps({"model": "m", **fields}).encode()
 
     def check(threshold: int) -> None:
@@ -358,7 +358,7 @@ def test_bodies_that_wait_to_be_parsed_are_bounded_also_when_their_clients_have_
 )
 def test_no_error_repeats_much_of_its_request(path: str, field: dict[str, Any]) -> None:
     body = json.dumps({"model": "m", **field}).encode()
-    kind: Any = ChatCompletionRequest if path == CHAT else CompletionRequest
+    kind = ChatCompletionRequest if path == CHAT else CompletionRequest
 
     def check() -> None:
         validate(parse(body, kind))

@@ -167,7 +167,7 @@ async def test_a_request_that_takes_too_long_is_a_504_before_its_first_item(stre
 async def test_a_stream_that_takes_too_long_ends_in_order(engine_type: Any) -> None:
     telemetry = Telemetry()
     scripted = ScriptedEngine([*[token("a"), Wait(4)] * 5, Stall()])
-    engine: Any = scripted if engine_type is ScriptedEngine else Stubborn([token("a")] * 3)
+    engine = scripted if engine_type is ScriptedEngine else Stubborn([token("a")] * 3)
     began = anyio.current_time()
     exchange = await chat(limited(engine, telemetry, request_timeout_s=10), stream=True).run()
     assert 10 <= anyio.current_time() - began <= 12.5 + KILL_GRACE_S

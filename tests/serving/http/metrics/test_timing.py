@@ -204,9 +204,9 @@ async def test_the_worker_with_the_latest_request_is_the_last_to_be_dropped(
 
 @pytest.mark.parametrize("nvext", [None, BOTH])
 async def test_a_client_that_leaves_closes_everything(telemetry: Telemetry, nvext: Any) -> None:
-    output: Any = LLMEngineOutput(list(b"a"))
+    output = LLMEngineOutput(list(b"a"))
     model = Model.byte_level("m")
-    push: Any = PushRouter(static_workers({1: ScriptedEngine([Wait(1), output, Stall()])}))
+    push = PushRouter(static_workers({1: ScriptedEngine([Wait(1), output, Stall()])}))
     graph = Preprocess(model, wall_ms=wall_ms) >> Detokenize(model) >> push
     with watch_streams() as streams:
         exchange = chat(app({"m": graph}), stream=True, nvext=nvext)
