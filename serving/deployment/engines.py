@@ -72,7 +72,8 @@ def _hint(make: Callable[..., Any], parameter: str, name: str) -> Any:
 
 def _converted(text: str, hint: Any, name: str) -> Any:
     is_union = isinstance(hint, types.UnionType) or get_origin(hint) is typing.Union
-    kinds = [str if get_origin(kind) is Literal else kind for kind in (get_args(hint) if is_union else (hint,))]
+    parts: tuple[Any, ...] = get_args(hint) if is_union else (hint,)
+    kinds = [str if get_origin(part) is Literal else part for part in parts]
     # The narrowest first: any text is a text, and `none` is not a number.
     for kind in sorted(kinds, key=lambda kind: kind is str):
         if attrs.has(kind):
