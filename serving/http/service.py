@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from operators import Model, Preprocess
 from pipeline import Annotated, AsyncEngine
@@ -29,13 +29,10 @@ class ServedModel:
     graph: Graph
     created: int = field(init=False, factory=lambda: int(time.time()))
     """When it was first served, in seconds since the epoch."""
-    context_length_tokens: int | None = field(init=False)
+    context_length_tokens: int | None = field(
+        init=False, default=Factory(lambda self: _context_length(self.graph), takes_self=True)
+    )
     """Tokens of a prompt and its answer at most; None if unknown."""
-
-    @context_length_tokens.default
-    def _context_length(self) -> int | None:
-        model = _model(self.graph)
-        return None if model is None else model.context_length
 
     def info(self, options: HttpOptions) -> ModelInfo:
         """Return the model as the list of models shows it."""
@@ -56,16 +53,11 @@ class Service:
     options: HttpOptions
     availability: Availability
     telemetry: Telemetry
-    time_limits: TimeLimits = field(init=False)
-    open_requests: OpenRequests = field(init=False)
-
-    @time_limits.default
-    def _limits(self) -> TimeLimits:
-        return TimeLimits.of(self.options)
-
-    @open_requests.default
-    def _requests(self) -> OpenRequests:
-        return OpenRequests(self.options.limits, self.time_limits.period_s)
+    time_limits: TimeLimits = field(init=False, default=Factory(lambda s: TimeLimits.of(s.options), takes_self=True))
+    open_requests: OpenRequests = field(
+        init=False,
+        default=Factory(lambda self: OpenRequests(self.options.limits, self.time_limits.period_s), takes_self=True),
+    )
 
     def instances(self) -> list[str]:
         """Return the present instances of the graphs' worker pools, each once."""
@@ -80,6 +72,11 @@ def served(graph: Graph | Mapping[str, Graph]) -> dict[str, ServedModel]:
             raise ValueError("this graph does not say which model it serves: pass a mapping of names to graphs")
         graph = {model.name: graph}
     return {name: ServedModel(name, each) for name, each in graph.items()}
+
+
+def _context_length(graph: Graph) -> int | None:
+    model = _model(graph)
+    return None if model is None else model.context_length
 
 
 def _model(graph: Graph) -> Model | None:

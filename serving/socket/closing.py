@@ -82,7 +82,7 @@ class ClosingConnection(asyncio.Protocol):
     """The state of a connection and its end."""
 
     _host: AppHost
-    _shared: Connections = field(init=False)
+    _shared: Connections = field(init=False, default=Factory(lambda self: self._host.connections, takes_self=True))
     _state: State = field(init=False, default=State.HEAD)
     _held: bytes = field(init=False, default=b"")
     _at: int = field(init=False, default=0)
@@ -99,16 +99,12 @@ class ClosingConnection(asyncio.Protocol):
     transport: Any = field(init=False, default=None)
     client: tuple[str, int] | None = field(init=False, default=None)
     """Address of the peer; None on a Unix socket."""
-    server: tuple[str, int | None] | None = field(init=False, default=None)
+    server: tuple[str, int] | None = field(init=False, default=None)
     scheme: str = field(init=False, default="http")
     write_paused: bool = field(init=False, default=False)
     """Whether the transport has enough to write for now."""
     writable: Waiters = field(init=False, factory=Waiters)
     """Woken when `write_paused` is cleared, or the connection is lost."""
-
-    @_shared.default
-    def _connections(self) -> Connections:
-        return self._host.connections
 
     def write(self, data: bytes) -> None:
         """Write a part of an answer."""

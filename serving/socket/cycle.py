@@ -35,7 +35,7 @@ class Channel(Protocol):
 
     transport: Any
     client: tuple[str, int] | None
-    server: tuple[str, int | None] | None
+    server: tuple[str, int] | None
     scheme: str
     write_paused: bool
     writable: Waiters

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import anyio
-from attrs import define, field
+from attrs import Factory, define, field
 
 from pipeline import Annotated
 from pipeline.errors import ExceededLimit
@@ -72,9 +72,8 @@ class ReplyWriter:
     _write: Message | None = field(init=False, default=None)
     _space: anyio.Event | None = field(init=False, default=None)
     _ended: Wakeup | None = field(init=False, default=None)
-    _keep_alive: _KeepAlive | None = field(init=False)
+    _keep_alive: _KeepAlive | None = field(init=False, default=Factory(lambda self: self._timer(), takes_self=True))
 
-    @_keep_alive.default
     def _timer(self) -> _KeepAlive | None:
         return None if self._keep_alive_s is None else _KeepAlive(self, self._keep_alive_s)
 
@@ -275,12 +274,8 @@ class StreamedReply(Reply):
     _chunks: Chunks
     _overload_status: int
     """Status in the event of a refusal by overload."""
-    _not_begun: int = field(init=False)
+    _not_begun: int = field(init=False, default=Factory(lambda self: self._chunks.form.prompts, takes_self=True))
     """Prompts without an item."""
-
-    @_not_begun.default
-    def _prompts(self) -> int:
-        return self._chunks.form.prompts
 
     def begin(self) -> None:
         self._not_begun -= 1
