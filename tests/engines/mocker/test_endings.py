@@ -20,19 +20,11 @@ from pipeline.protocols import (
     StopConditions,
 )
 
+from .worlds import Steady, assert_empty
+
 ARGS = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64)
 SLOW = evolve(ARGS, worker_type="prefill", kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=0.01)
 """A prefill worker that sends its last chunk a second after the one before it, for a prompt of ten tokens."""
-
-
-class Steady:
-    """Takes 10 ms for a prompt and 20 ms for a token."""
-
-    def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
-        return 10.0 if batch else 0.0
-
-    def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
-        return 20.0
 
 
 def request(prompt: int = 10, max_tokens: int = 5, choices: int = 1, **fields: Any) -> PreprocessedRequest:
@@ -42,14 +34,6 @@ def request(prompt: int = 10, max_tokens: int = 5, choices: int = 1, **fields: A
         sampling_options=SamplingOptions(n=choices),
         **fields,
     )
-
-
-def assert_empty(engine: MockEngine) -> None:
-    for rank in engine.ranks:
-        rank.scheduler.pool.check()
-        assert rank.scheduler.pool.active == 0
-        assert rank.scheduler.is_idle
-        assert rank.live == 0
 
 
 def assert_each_choice_ends_at_most_once(chunks: list[LLMEngineOutput], choices: int) -> None:

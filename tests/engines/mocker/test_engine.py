@@ -29,6 +29,8 @@ from pipeline.protocols.kv import RouterEvent
 from pipeline.protocols.openai import BYPASS_REMOTE_PREFILL
 from pipeline.testing import check_engine
 
+from .worlds import assert_empty
+
 SMALL = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=64, max_num_seqs=8)
 
 
@@ -43,14 +45,6 @@ async def running(engine: MockEngine) -> AsyncIterator[Any]:
     async with as_engine(engine) as served:
         yield served
     assert_empty(engine)
-
-
-def assert_empty(engine: MockEngine) -> None:
-    for rank in engine.ranks:
-        rank.scheduler.pool.check()
-        assert rank.scheduler.pool.active == 0
-        assert rank.scheduler.is_idle
-        assert rank.live == 0
 
 
 async def answer(served: Any, payload: PreprocessedRequest, **context: Any) -> list[LLMEngineOutput]:

@@ -18,18 +18,10 @@ from engines.publishing import EngineMetrics, MetricsContext
 from pipeline import Context
 from pipeline.protocols import PreprocessedRequest, RoutingHints, SamplingOptions, StopConditions
 
+from .worlds import Steady
+
 CONTEXT = MetricsContext("m", "backend", 0.0, EngineMetrics())
 FIRST, GAP, WHOLE = "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"
-
-
-class Steady:
-    """Takes 10 ms for a prompt and 20 ms for a token."""
-
-    def prefill_ms(self, batch: int, mean_prompt_tokens: int, mean_cached_tokens: int) -> float:
-        return 10.0 if batch else 0.0
-
-    def decode_ms(self, batch: int, active_kv_tokens: int, total_kv_tokens: int, mean_context_tokens: int) -> float:
-        return 20.0
 
 
 def request(prompt: int, max_tokens: int, rank: int = 0, **fields: Any) -> PreprocessedRequest:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import anyio
 import pytest
 
-from serving.cli import main
 from serving.cli import progress as progress_bars
 from serving.live.client import network
 from tests.serving.worlds import program
@@ -24,20 +22,6 @@ from tests.serving.worlds import program
 Replay = Callable[..., tuple[int, str, str]]
 
 LOAD = ("--input-tokens", 200, "--output-tokens", 5, "--requests", 12, "--arrival-interval-ms", 10)
-
-
-@pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Replay:
-    """The program without its process: exit code, output and errors."""
-
-    def run(*options: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", "replay", *map(str, options)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return int(end.value.code or 0), said.out, said.err
-
-    return run
 
 
 def test_a_replay_against_a_server_that_is_interrupted_the_second_time(
