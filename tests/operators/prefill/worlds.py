@@ -113,7 +113,7 @@ class PrefillWorld:
 
     def put_in_front(self, slow: type[SlowToAnswer]) -> None:
         """Have the pool answer, or send, only after three seconds."""
-        slowed = slow(self.pool)
+        slowed: Any = slow(self.pool)
         self.router._side.pool = slowed
 
     def assert_idle(self) -> None:
