@@ -34,6 +34,7 @@ from pipeline import (
     PenstockError,
     ReleaseOnce,
     ResponseStream,
+    State,
     unless_killed,
     until_killed,
 )
@@ -152,7 +153,7 @@ class RequestAdapter(AsyncEngine[PreprocessedRequest, Annotated[LLMEngineOutput]
         steady = False
         try:
             async for chunk in source:
-                if control.is_killed:
+                if control.state is State.KILLED:
                     return
                 # Nearly every chunk comes this way: an ordinary one of the only choice.
                 if steady and type(chunk) is LLMEngineOutput and chunk.finish_reason is None and not chunk.index:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from anyio import CancelScope, Event, NoEventLoopError, get_current_task
@@ -177,17 +177,16 @@ class Wakeup:
             return
         if self._loop is None:
             waiting.set()
-        else:
-            _wake(waiting)
+        elif not waiting.done():  # a cancelled wait has left it behind
+            waiting.set_result(None)
 
-    async def wait(self) -> None:
-        """Return at the next `wake`."""
+    def wait(self) -> Awaitable[None]:
+        """Return at the next `wake`. Await it at once; on asyncio it is the bare future, without a frame of its own."""
         if self._loop is None:
             self._waiting = event = Event()
-            await event.wait()
-        else:
-            self._waiting = future = self._loop.create_future()
-            await future
+            return event.wait()
+        self._waiting = future = self._loop.create_future()
+        return cast("Awaitable[None]", future)
 
 
 class Timer(Wakeup):

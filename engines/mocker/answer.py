@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 from anyio.lowlevel import checkpoint
 
-from pipeline import Control
+from pipeline import Control, State
 from pipeline.protocols import CompletionUsage, FinishReason, LLMEngineOutput, PromptTokensDetails
 
 from .rank import Channel, Rank
@@ -72,17 +72,20 @@ class Answer:
 
     async def chunks(self) -> AsyncGenerator[LLMEngineOutput, None]:
         """Yield the answer. Raises InvalidArgument if the rank can never serve it, and the rank's own failure."""
-        outputs, control = self.channel.outputs, self.control
-        is_plain = len(self.sequences) == 1 and self._plan.logprobs is None
+        channel, control = self.channel, self.control
+        outputs = channel.outputs
+        is_rich = len(self.sequences) > 1 or self._plan.logprobs is not None
         while True:
-            while outputs and not control.is_stopped:
+            while outputs and control.state is State.RUNNING:
                 sequence, token_ids, is_finished = outputs.popleft()
-                if is_plain and self._emitted_tokens:
-                    # Nearly every chunk comes this way, and is nothing but its tokens.
-                    self._emitted_tokens += len(token_ids)
-                    yield LLMEngineOutput(token_ids)
-                elif token_ids:
-                    yield self._chunk(sequence, token_ids)
+                is_first = not self._emitted_tokens
+                self._emitted_tokens += len(token_ids)
+                if token_ids:  # nearly every chunk is nothing but these
+                    yield (
+                        self._chunk(sequence, token_ids, is_first)
+                        if is_first or is_rich
+                        else LLMEngineOutput(token_ids)
+                    )
                 if is_finished:
                     if await self._is_cut_short():
                         break
@@ -90,20 +93,21 @@ class Answer:
                     yield self._last(sequence, FinishReason.LENGTH, with_usage=self._is_done)
                     if self._is_done:
                         return
-            if control.is_stopped:
+            if control.state is not State.RUNNING:
                 if not control.is_killed:
                     yield self.cancelled()
                 return
-            self._check()
-            await self.channel.news.wait()
+            if channel.error is not None:
+                raise channel.error
+            await channel.news.wait()
 
     async def finished(self) -> None:
         """Return when the rank has finished every choice; raises as `chunks`."""
-        while True:
-            self._check()
+        while self.channel.error is None:
             if not any(self.rank.follows(sequence) for sequence in self.sequences):
                 return
             await self.channel.news.wait()
+        raise self.channel.error
 
     def cancelled(self) -> LLMEngineOutput:
         """Return the last chunk of an abandoned answer: of a choice without its terminal chunk."""
@@ -114,11 +118,6 @@ class Answer:
     def _is_done(self) -> bool:
         return len(self._finished) == len(self.sequences)
 
-    def _check(self) -> None:
-        """Raise the error that ended the request on the rank."""
-        if self.channel.error is not None:
-            raise self.channel.error
-
     async def _is_cut_short(self) -> bool:
         """Wait before the very last chunk if there is a delay; return whether a stop came meanwhile."""
         if self._last_delay_s and len(self._finished) + 1 == len(self.sequences):
@@ -126,16 +125,13 @@ class Answer:
                 await self.control.stopped()
         return self.control.is_stopped
 
-    def _chunk(self, sequence: Sequence, token_ids: list[int]) -> LLMEngineOutput:
+    def _chunk(self, sequence: Sequence, token_ids: list[int], is_first: bool) -> LLMEngineOutput:
         chunk = LLMEngineOutput(token_ids)
         if len(self.sequences) > 1:
             chunk.index = sequence.owner
-        if not self._emitted_tokens:
-            self._emitted_tokens = len(token_ids)
+        if is_first:
             chunk.completion_usage = self._usage()
             chunk.disaggregated_params = self._params
-        else:
-            self._emitted_tokens += len(token_ids)
         if self._plan.logprobs is not None:
             chunk.log_probs, chunk.top_logprobs = log_probabilities(token_ids, self._plan.logprobs)
         return chunk

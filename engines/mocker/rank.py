@@ -231,32 +231,30 @@ class Rank:
 
     async def run(self) -> None:
         """Run the step loop until it is cancelled; requests that wait then get EngineShutdown."""
+        due_s, now, timer = 0.0, clock(), Timer()
+        is_exact = timer.is_exact
+        least_s = 0.0 if is_exact else MIN_SLEEP_S
         try:
-            await self._run()
+            while True:
+                if self.scheduler.is_idle:
+                    await self._wait_for_work()
+                if is_exact:
+                    await timer.settle()  # a request of this very moment is in time for the step
+                done = self._step()
+                if done.did_nothing:
+                    await self._wait_for_work()
+                    continue
+                now_s = now()
+                due_s = max(due_s, now_s) + done.duration_ms / 1000
+                if due_s - now_s >= least_s:
+                    await timer.wait_until(due_s)
+                else:
+                    await checkpoint()
+                self._deliver(done, now())
         finally:
             self._has_ended = True
             self.fail_all(_ended)
             self._wake_reservations()
-
-    async def _run(self) -> None:
-        due_s, now, timer = 0.0, clock(), Timer()
-        least_s = 0.0 if timer.is_exact else MIN_SLEEP_S
-        while True:
-            if self.scheduler.is_idle:
-                await self._wait_for_work()
-            if timer.is_exact:
-                await timer.settle()  # a request of this very moment is in time for the step
-            done = self._step()
-            if done.did_nothing:
-                await self._wait_for_work()
-                continue
-            now_s = now()
-            due_s = max(due_s, now_s) + done.duration_ms / 1000
-            if due_s - now_s >= least_s:
-                await timer.wait_until(due_s)
-            else:
-                await checkpoint()
-            self._deliver(done, now())
 
     async def _wait_for_work(self) -> None:
         self._show()

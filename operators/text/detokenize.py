@@ -183,7 +183,7 @@ async def _decode(
     async with stream:
         try:
             async for item in stream:
-                if item.is_error:
+                if item.event is not None and item.is_error:
                     errors.append(item)
                     break
                 ready = decoding.convert(item)

@@ -41,13 +41,17 @@ async def test_a_wakeup_without_a_waiting_task_is_lost() -> None:
     assert scope.cancelled_caught
 
 
+async def _wait(wakeup: Wakeup) -> None:
+    await wakeup.wait()
+
+
 async def test_a_wait_can_be_cancelled_and_a_wakeup_after_it_does_no_harm() -> None:
     wakeup = Wakeup()
     with anyio.move_on_after(1):
         await wakeup.wait()
     wakeup.wake()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wakeup.wait)
+        tasks.start_soon(_wait, wakeup)
         await anyio.wait_all_tasks_blocked()
         wakeup.wake()
 
@@ -55,7 +59,7 @@ async def test_a_wait_can_be_cancelled_and_a_wakeup_after_it_does_no_harm() -> N
 async def test_a_wakeup_and_a_cancellation_at_once_do_not_fail() -> None:
     wakeup = Wakeup()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wakeup.wait)
+        tasks.start_soon(_wait, wakeup)
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
         wakeup.wake()

@@ -177,7 +177,7 @@ class Scheduler:
             self._plan_prompts_first(plan, done)
         else:
             self._advance_running(plan, done)
-            if not done.preempted:
+            if not done.preempted and (self._queue.waiting or self._queue.ready):
                 self._admit(plan, done)
         done.scheduled_tokens = self._max_tokens - plan.budget
         if plan.paying:
@@ -187,7 +187,7 @@ class Scheduler:
         return done
 
     def _plan_prompts_first(self, plan: StepPlan, done: StepResult) -> None:
-        for sequence in self.running:
+        for sequence in tuple(self._running):
             if sequence.computed < sequence.prompt_tokens and sequence.stage is SequenceState.RUNNING:
                 self._advance(sequence, plan, done)
         if not done.preempted:
@@ -197,7 +197,7 @@ class Scheduler:
 
     def _advance_running(self, plan: StepPlan, done: StepResult) -> None:
         """Give each running sequence its missing tokens. The first case is nearly always the one."""
-        for sequence in self.running:
+        for sequence in tuple(self._running):
             if plan.budget <= 0:
                 break
             length = sequence.length

@@ -154,32 +154,26 @@ class ReplyWriter:
 
     async def _run(self) -> None:
         """Send the waiting frames; the last frame of a finished answer closes it."""
+        is_last = False
         try:
             if not self._begun:
                 self._begun = True
-                await self._deliver({"type": "http.response.start", "status": 200, "headers": self._headers})
-            while self._frames or self._finished:
+                self._write = {"type": "http.response.start", "status": 200, "headers": self._headers}
+                await self._send(self._write)
+            while not is_last and (self._frames or self._finished):
                 body = self._take()
                 is_last = self._finished and not self._frames
-                await self._deliver({"type": "http.response.body", "body": body, "more_body": not is_last})
-                if is_last:
-                    break
+                self._write = {"type": "http.response.body", "body": body, "more_body": not is_last}
+                await self._send(self._write)
         except OSError:  # raised by some servers if the client is gone; others only return it from `receive`
             self._lose()
         except Exception as failure:
             self.failure = failure
             self._lose()
         finally:
-            self._task = None
+            self._task = self._write = None
             if self._ended is not None:
                 self._ended.wake()
-
-    async def _deliver(self, message: Message) -> None:
-        self._write = message
-        try:
-            await self._send(message)
-        finally:
-            self._write = None
 
     def _take(self) -> bytes:
         """Remove and return the next write: all frames, or the first of them if they are long."""
