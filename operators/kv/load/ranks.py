@@ -43,8 +43,9 @@ class PromptLoad:
     _prompts: dict[str, _Prompt] = field(factory=dict)
     tokens: int = 0
     """Those of all prompts, in full."""
+    timed: int = 0
+    """How many have an expected duration: with one of them `tokens_at` changes by itself."""
     _duration_ns: int = 0
-    _unmodelled: int = 0
     _anchored_ns: int = 0
 
     def add(self, request_id: str, tokens: int, duration_s: float | None, now_s: float) -> None:
@@ -54,7 +55,7 @@ class PromptLoad:
         prompt = self._prompts[request_id] = _Prompt(tokens, None if duration_s is None else _ns(duration_s))
         self.tokens += tokens
         self._duration_ns += prompt.duration_ns or 0
-        self._unmodelled += prompt.duration_ns is None
+        self.timed += prompt.duration_ns is not None
 
     def remove(self, request_id: str, now_s: float) -> bool:
         """Stops counting a prompt; False if it is not counted."""
@@ -65,18 +66,13 @@ class PromptLoad:
         del self._prompts[request_id]
         self.tokens -= prompt.tokens
         self._duration_ns -= prompt.duration_ns or 0
-        self._unmodelled -= prompt.duration_ns is None
+        self.timed -= prompt.duration_ns is not None
         if is_anchor:
             self._anchored_ns = _ns(now_s)
         elif prompt.duration_ns is not None:
             # What was taken off for it goes with it: the others are as far as they were.
             self._anchored_ns = min(self._anchored_ns + prompt.duration_ns, max(_ns(now_s), self._anchored_ns))
         return True
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether `tokens_at` changes by itself."""
-        return self._unmodelled < len(self._prompts)
 
     def tokens_at(self, now_s: float) -> int:
         """The tokens still to compute."""
@@ -88,7 +84,7 @@ class PromptLoad:
         elapsed_ns = max(0, _ns(now_s) - self._anchored_ns)
         if duration_ns == 0:
             return self.tokens - anchor.tokens
-        if self._unmodelled:
+        if self.timed < len(self._prompts):
             left = -(-anchor.tokens * max(0, duration_ns - elapsed_ns) // duration_ns)
             return self.tokens - anchor.tokens + left
         return max(0, self.tokens - anchor.tokens * elapsed_ns // duration_ns)
@@ -98,7 +94,7 @@ class PromptLoad:
 
         Raises MissingDuration if some prompt came without one.
         """
-        if self._unmodelled:
+        if self.timed < len(self._prompts):
             raise MissingDuration("an active prompt has no expected duration")
         if not self._prompts:
             return 0

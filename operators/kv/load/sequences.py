@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from random import Random
 
@@ -323,7 +322,7 @@ class ActiveSequences:
         number, prompts = slot.number, slot.prompts
         self._decode_blocks[number] = slot.blocks.active_blocks
         self._requests[number] = len(slot.request_ids)
-        if prompts.is_timed:
+        if prompts.timed:
             self._prefill_tokens[number] = prompts.tokens_at(now_s)
             self._timed[number] = slot
         else:
@@ -336,11 +335,10 @@ class ActiveSequences:
         numbers = [0 if slot is None else slot.number for slot in slots]
         self._prepared = ranks
         self._positions = {number: position for position, number in enumerate(numbers) if number}
-        self._take = itemgetter(*numbers) if len(numbers) > 1 else partial(_taken, numbers)
-
-
-def _taken(numbers: Sequence[int], column: Sequence[int]) -> Sequence[int]:
-    return [column[number] for number in numbers]
+        alone = (
+            slice(numbers[0], numbers[0] + 1) if numbers else slice(0)
+        )  # one rank, or none: itemgetter gives no column
+        self._take = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(alone)
 
 
 def tracking_hashes(local_hashes: Sequence[int], settings: RequestSettings, rng: Random) -> list[int]:

@@ -19,7 +19,7 @@ def load(*prompts: tuple[str, int, float | None, float]) -> PromptLoad:
 
 def test_without_prompts_nothing_is_left() -> None:
     empty = load()
-    assert (empty.tokens_at(9.0), empty.remaining_ms_at(9.0), empty.is_timed) == (0, 0, False)
+    assert (empty.tokens_at(9.0), empty.remaining_ms_at(9.0), empty.timed) == (0, 0, 0)
 
 
 def test_time_is_taken_off_the_sum_while_all_prompts_have_durations() -> None:
@@ -47,7 +47,7 @@ def test_what_is_left_of_the_oldest_is_rounded_up() -> None:
 
 def test_unmodelled_prompts_count_in_full() -> None:
     unmodelled = load(("p1", 100, None, 0.0))
-    assert (unmodelled.tokens_at(50.0), unmodelled.is_timed) == (100, False)
+    assert (unmodelled.tokens_at(50.0), unmodelled.timed) == (100, 0)
 
 
 def test_a_prompt_that_takes_no_time_counts_nothing_while_it_is_oldest() -> None:
@@ -96,7 +96,7 @@ def test_the_figures_never_leave_their_bounds_and_end_at_zero(
         else:
             assert kept.remove(str(name), float(now)) == (active.pop(str(name), None) is not None)
         assert 0 <= kept.tokens_at(float(now)) <= sum(tokens for tokens, _ in active.values())
-        assert kept.is_timed == any(duration is not None for _, duration in active.values())
+        assert kept.timed == sum(duration is not None for _, duration in active.values())
     for left in list(active):
         kept.remove(left, 1e3)
     assert kept.tokens_at(1e3) == kept.remaining_ms_at(1e3) == 0
