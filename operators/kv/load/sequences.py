@@ -335,10 +335,10 @@ class ActiveSequences:
         numbers = [0 if slot is None else slot.number for slot in slots]
         self._prepared = ranks
         self._positions = {number: position for position, number in enumerate(numbers) if number}
-        alone = (
-            slice(numbers[0], numbers[0] + 1) if numbers else slice(0)
-        )  # one rank, or none: itemgetter gives no column
-        self._take = itemgetter(*numbers) if len(numbers) > 1 else itemgetter(alone)
+        if len(numbers) > 1:
+            self._take = itemgetter(*numbers)
+        else:  # with one position `itemgetter` returns no sequence
+            self._take = itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
 
 
 def tracking_hashes(local_hashes: Sequence[int], settings: RequestSettings, rng: Random) -> list[int]:
