@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from pipeline import PenstockError, ResponseStream
-from pipeline.protocols import LLMEngineOutput, PrefillResult, PromptTokensDetails, TraceLink
+from pipeline.protocols import LLMEngineOutput, PromptTokensDetails, TraceLink
 
 from ..kv import ends_badly
 from ..pool import Output
@@ -29,10 +29,6 @@ class PrefillOutput:
     """Where the prompt's tokens came from."""
     link: TraceLink | None = None
     """The span of the prefill worker."""
-
-    @property
-    def result(self) -> PrefillResult:
-        return PrefillResult(self.params, self.details)
 
 
 async def read_prefill(

@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 
 from pipeline.protocols import (
     BootstrapInfo,
+    PrefillResult,
     PreprocessedRequest,
     RouterConfigOverride,
     RoutingConstraints,
@@ -175,7 +176,8 @@ def decode_request(
     if isinstance(handed, BootstrapInfo):
         decode.bootstrap_info = handed
     else:
-        decode.prefill_result, decode.migration_link = handed.result, handed.link
+        decode.prefill_result = PrefillResult(handed.params, handed.details)
+        decode.migration_link = handed.link
     known: dict[str, Any] = {"prefill_worker_id": worker_id}
     if constraints is not None and not constraints.is_empty:
         own = None if request.routing is None else request.routing.routing_constraints

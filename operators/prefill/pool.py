@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from attrs import frozen
+from attrs import define, frozen
 
-from pipeline import AsyncEngine, Cancelled, Context, ReleaseOnce, ResponseStream, Unavailable
+from pipeline import AsyncEngine, Cancelled, Context, ResponseStream, Unavailable
 from pipeline.protocols import PreprocessedRequest, RequestPhase, RoutingHints
 from pipeline.rx import Disposable, DisposableBase, Observable
 
@@ -47,13 +48,13 @@ def named_worker(hints: RoutingHints | None) -> PrefillWorker | None:
     return PrefillWorker(hints.prefill_worker_id, rank)
 
 
-@frozen
+@define
 class PrefillReservation:
     """A worker that was chosen for one prefill, with what is booked for it."""
 
     worker: PrefillWorker
-    give_back: ReleaseOnce
-    """Release it for a prefill that is not sent. It does nothing once the pool's router has taken the request."""
+    give_back: Callable[[], object]
+    """Called once, also for a prefill that was sent: it does nothing if the pool's router has taken the request."""
 
 
 class PrefillPool(Protocol):
@@ -119,7 +120,7 @@ class KvPrefill:
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
         rank = await self.stage.reserve(request)
-        return PrefillReservation(_worker(rank), ReleaseOnce(self.stage.give_back, request))
+        return PrefillReservation(_worker(rank), partial(self.stage.give_back, request))
 
     async def send(
         self, request: Context[PreprocessedRequest], reservation: PrefillReservation
@@ -159,16 +160,16 @@ class PushPrefill:
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
         if (named := named_worker(request.payload.routing)) is not None:
-            return PrefillReservation(named, ReleaseOnce(_nothing))
+            return PrefillReservation(named, _nothing)
         worker_id = self.router.select_worker(request)
-        return PrefillReservation(PrefillWorker(worker_id), ReleaseOnce(self.router.give_back_turn))
+        return PrefillReservation(PrefillWorker(worker_id), self.router.give_back_turn)
 
     async def send(
         self, request: Context[PreprocessedRequest], reservation: PrefillReservation
     ) -> ResponseStream[Output]:
         if request.is_stopped:
             raise Cancelled("stopped before its prefill was sent")
-        reservation.give_back.cancel()
+        reservation.give_back = _nothing
         worker = reservation.worker
         if (tracker := request.payload.tracker) is not None:
             tracker.record_prefill_start()
@@ -183,7 +184,7 @@ class PushPrefill:
 
 
 def _nothing() -> None:
-    """What is given back of a worker that the request names: its router chose nothing."""
+    """What is given back of a worker that the request names, or that was sent the request."""
 
 
 _log = logging.getLogger(__name__)

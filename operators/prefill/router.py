@@ -208,7 +208,7 @@ class PrefillRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, O
     async def _decode_payload(self, request: Context[PreprocessedRequest], prefill: PrefillTask) -> PreprocessedRequest:
         """Return decode's request, once decode may begin. Raise Cancelled where there will be no blocks to fetch."""
         handed = await prefill.ready()
-        (await _tracker(request).set_phase(RequestPhase.DECODE)).release()
+        (await prefill.tracker.set_phase(RequestPhase.DECODE)).release()
         if prefill.is_withdrawn and not prefill.is_done:
             raise Cancelled("stopped before its prompt was computed")
         plan = prefill.plan

@@ -149,7 +149,7 @@ class PrefillTask:
     """Whether the prefill was stopped, because its client left in time."""
     _client_left: bool = field(default=False, init=False)
     _has_ended: bool = field(default=False, init=False)
-    _tracker: RequestTracker = field(init=False)
+    tracker: RequestTracker = field(init=False)
     _sent_before: int = field(init=False)
     """How many prefills of the request were sent when this one began: they go one after the other."""
     _handed: BootstrapInfo | PrefillOutput | None = field(default=None, init=False)
@@ -159,7 +159,7 @@ class PrefillTask:
     def __attrs_post_init__(self) -> None:
         tracker = self.request.payload.tracker
         assert tracker is not None
-        self._tracker, self._sent_before = tracker, tracker.prefills_sent
+        self.tracker, self._sent_before = tracker, tracker.prefills_sent
 
     # -- for the owner
 
@@ -177,6 +177,8 @@ class PrefillTask:
 
     def give_up(self) -> None:
         """End it if it has not ended, or never began: what waits for it is woken, and the phase is free."""
+        if self._has_ended:
+            return
         self.permit.release()
         if self.state not in _OVER:
             self._fail(PrefillError("prefill was given up", cause=Unavailable("the prefill router is closing")))
@@ -255,7 +257,7 @@ class PrefillTask:
 
     def _may_stop(self) -> bool:
         """Whether no transfer of blocks can have begun, and the worker, if it has the request, may be sent a stop."""
-        was_handed = self._tracker.prefills_sent > self._sent_before
+        was_handed = self.tracker.prefills_sent > self._sent_before
         if self.state is PrefillState.RESERVING or (self.state is PrefillState.SENDING and not was_handed):
             return True
         if self.state not in _NO_OUTPUT or self.decode_state in (DecodeState.FETCHING, DecodeState.SETTLED):
@@ -298,7 +300,7 @@ class PrefillTask:
             self.plan = self.resolve(reservation.worker)
             return await self.pool.send(request.with_payload(self.plan.request), reservation)
         finally:
-            reservation.give_back.release()
+            reservation.give_back()
 
     def _not_sent(self, error: Exception) -> PenstockError:
         if self.state is PrefillState.RESERVING:
@@ -317,8 +319,8 @@ class PrefillTask:
     def _on_first(self, data: LLMEngineOutput | None) -> None:
         """The prompt is computed: decode may begin, if the output has a meeting point."""
         self._move(PrefillEvent.OUTPUT)
-        self._tracker.record_prefill_complete()
-        self._tracker.record_prefill_cached(cached_tokens(data))
+        self.tracker.record_prefill_complete()
+        self.tracker.record_prefill_cached(cached_tokens(data))
         bootstrap = None if data is None else bootstrap_from_params(data.disaggregated_params)
         if bootstrap is not None and self._handed is None:
             handed_over(data)  # raises for parameters that decode could not use
@@ -351,13 +353,14 @@ class PrefillTask:
 
     def _move(self, event: PrefillEvent) -> None:
         self.state = TRANSITIONS[self.state][event]
-        if self._waiting:
+        if self.state in _OVER:  # no condition is about a state before
             self._wake()
 
     def _wake(self) -> None:
         """Wake what waits for a condition that holds now. May be called in a plain callback of the loop."""
         for event, is_so in [*self._waiting.items()]:
             if is_so():
+                del self._waiting[event]
                 event.set()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -370,4 +373,4 @@ class PrefillTask:
         try:
             await event.wait()
         finally:
-            del self._waiting[event]
+            self._waiting.pop(event, None)

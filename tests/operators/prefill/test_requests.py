@@ -43,7 +43,7 @@ def test_an_answer_that_hands_nothing_over_is_an_error(first: Any, text: str) ->
 
 @pytest.mark.parametrize("params", [{"ctx_request_id": 0, "request_type": "context_only"}, {"a": None}, 0, "", []])
 def test_whatever_else_is_handed_over_as_it_is(params: Any) -> None:
-    assert handed_over(LLMEngineOutput([1], disaggregated_params=params)).result.disaggregated_params == params
+    assert handed_over(LLMEngineOutput([1], disaggregated_params=params)).params == params
 
 
 # -- the two requests
