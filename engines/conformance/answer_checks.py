@@ -19,7 +19,7 @@ from attrs import evolve
 
 from pipeline.protocols import FinishReason, PreprocessedRequest
 
-from .answers import Answer, Baseline, Outcome, Trial, has_left_over, limited
+from .answers import Answer, Outcome, Trial, has_left_over, limited
 from .failures import CONCURRENTLY, ConformanceFailure, failed, not_served
 
 CONCURRENT = 8
@@ -54,42 +54,41 @@ async def answered(
     return answer
 
 
-async def check_alone(trial: Trial) -> Baseline:
+async def check_alone(trial: Trial) -> None:
     """One request, of which the rest is learnt. Raises GenerateFailed and whatever is wrong with a stream."""
     # Not raced: a race has scopes of its own, which would be in disorder before the engine's are seen.
     answer = await answered(trial, raced=False)
-    generated, times = Outcome.of(answer), answer.times_s
-    gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
-    return Baseline(generated, generated, gap_s=gap_s, alone_s=times[-1] - times[0])
+    times = answer.times_s
+    trial.natural = trial.plain = Outcome.of(answer)
+    trial.gap_s = max((after - before for before, after in pairwise(times)), default=0.0)
+    trial.alone_s = times[-1] - times[0]
 
 
-async def shortened(trial: Trial, known: Baseline) -> Trial:
-    """The trial with a limit on its request where the answer is long: it is repeated about a hundred times.
+async def shorten(trial: Trial) -> None:
+    """Put a limit on the trial's request where the answer is long: it is repeated about a hundred times.
 
     Raises what is wrong with a stream.
     """
-    tokens = max(_FEWEST, int(min(_PLENTY, known.tokens_in(_LONG_S))))
-    if known.natural.length <= tokens:
-        return trial
-    trial = evolve(trial, request=limited(trial.request, max_tokens=tokens))
-    known.plain = Outcome.of(await answered(trial))
-    return trial
+    tokens = max(_FEWEST, int(min(_PLENTY, trial.tokens_in(_LONG_S))))
+    if trial.natural.length > tokens:
+        request = limited(trial.request, max_tokens=tokens)
+        trial.plain, trial.request = Outcome.of(await answered(trial, request)), request
 
 
-async def check_same(trial: Trial, known: Baseline) -> None:
+async def check_same(trial: Trial) -> None:
     """The same request again. Raises TokensLeftOver, and what is wrong with a stream."""
     again = [await answered(trial) for _ in range(_SAME)]
     for one in map(Outcome.of, again):
-        if one.tokens != known.plain.tokens and has_left_over(known.plain, one):
-            raise failed("TokensLeftOver", f"the same request got {known.plain}, then {one}")
-    known.is_steady = all(Outcome.of(answer) == known.plain for answer in again)
-    known.is_steady_by_chunk = known.is_steady and all(answer.chunks == again[0].chunks for answer in again)
-    known.answers = [(trial.request, known.plain if known.is_steady else None)]
+        if one.tokens != trial.plain.tokens and has_left_over(trial.plain, one):
+            raise failed("TokensLeftOver", f"the same request got {trial.plain}, then {one}")
+    trial.is_steady = all(Outcome.of(answer) == trial.plain for answer in again)
+    trial.is_steady_by_chunk = trial.is_steady and all(answer.chunks == again[0].chunks for answer in again)
+    trial.repeated = [(trial.request, trial.plain if trial.is_steady else None)]
 
 
-async def learn_beginning(trial: Trial, known: Baseline) -> None:
+async def learn_beginning(trial: Trial) -> None:
     """How the answer to the long request begins. Raises TokensLeftOver, and what is wrong with a stream."""
-    if not known.is_steady:
+    if not trial.is_steady:
         return
     begins: list[Outcome] = []
     for _ in range(2):
@@ -97,12 +96,12 @@ async def learn_beginning(trial: Trial, known: Baseline) -> None:
             while len(answer.chunks) < _BEGINNING and await answer.begin(trial.within_s):
                 pass
         begins.append(Outcome.of(answer))
-        await check_nothing_left_over(trial, known, "behind a closed one")
+        await check_nothing_left_over(trial, "behind a closed one")
     first, second = begins
-    known.begins = first if first == second else None
+    trial.begins = first if first == second else None
 
 
-async def learn_others(trial: Trial, known: Baseline, *, varies: bool) -> None:
+async def learn_others(trial: Trial, *, varies: bool) -> None:
     """Learns what other requests get alone: a short one and, with `varies`, the same tokens in another order.
 
     One that the engine does not serve is left out.
@@ -110,20 +109,18 @@ async def learn_others(trial: Trial, known: Baseline, *, varies: bool) -> None:
     ids, requests = trial.request.token_ids, list[PreprocessedRequest]()
     if varies:
         requests += [evolve(deepcopy(trial.request), token_ids=ids) for ids in (ids[::-1], [*ids[1:], *ids[:2]])]
-    if known.plain.length > _SHORT:
+    if trial.plain.length > _SHORT:
         requests.append(limited(trial.request, max_tokens=_SHORT))
     for request in requests:
         try:
             generated = Outcome.of(await answered(trial, request))
-            known.answers.append((request, generated if known.is_steady else None))
+            trial.repeated.append((request, generated if trial.is_steady else None))
         except ConformanceFailure:
             continue
 
 
 async def check_concurrent(
     trial: Trial,
-    known: Baseline,
-    alone: ConformanceFailure | None,
     *,
     requests: int = CONCURRENT,
     name: str = CONCURRENTLY,
@@ -132,8 +129,8 @@ async def check_concurrent(
 
     Raises StreamsShareState, or the failure of that name for what one alone did not show.
     """
-    sent = [request for request, _ in known.answers] or [trial.request]
-    within_s = trial.within_s + requests * known.alone_s  # they may be served one behind the other
+    sent = [request for request, _ in trial.repeated] or [trial.request]
+    within_s = trial.within_s + requests * trial.alone_s  # they may be served one behind the other
     begun = [anyio.Event() for _ in range(requests)]
 
     async def one(number: int) -> None:
@@ -145,14 +142,14 @@ async def check_concurrent(
                 await answer.begin(within_s)
                 begun[number].set()
                 await answer.drain("GenerateFailed", within_s)
-                if known.contradicts(request, answer):
+                if trial.contradicts(request, answer):
                     raise failed("StreamsShareState", f"the prompt {request.token_ids} got {Outcome.of(answer)}")
                 answer.expect_whole()
         finally:
             begun[number].set()
 
     found = await gathered([partial(one, number) for number in range(requests)])
-    if news := [failure for failure in found if alone is None or failure.name != alone.name]:
+    if news := [failure for failure in found if not trial.failed_alone(failure)]:
         raise _concurrent_failure(name, news, requests, trial.within_s)
 
 
@@ -169,13 +166,15 @@ def _concurrent_failure(
     return failed(name, detail, cause=news[0], after_s=news[0].after_s and within_s)
 
 
-async def check_nothing_left_over(trial: Trial, known: Baseline, after: str) -> None:
+async def check_nothing_left_over(trial: Trial, after: str) -> None:
     """Requests alone, behind others that were disturbed. Raises TokensLeftOver and NotServedAfterwards."""
-    for request, expected in known.answers or [(trial.request, None)]:
+    if trial.alone is not None:
+        return  # it fails behind others, too
+    for request, expected in trial.repeated or [(trial.request, None)]:
         try:
             async with trial.answer(request) as (answer, _):
                 await answer.drain("GenerateFailed", trial.within_s)
-                if known.contradicts(request, answer):
+                if trial.contradicts(request, answer):
                     got = f"got {Outcome.of(answer)}, before that {expected}"
                     raise failed("TokensLeftOver", f"{after}, {request.token_ids} {got}")
                 answer.expect_whole()
@@ -199,7 +198,7 @@ async def gathered(checks: Sequence[Callable[[], Awaitable[object]]]) -> list[Co
     return found
 
 
-async def check_paused_reader(trial: Trial, alone: ConformanceFailure | None) -> None:
+async def check_paused_reader(trial: Trial) -> None:
     """A request beside one that is begun and not read on. Raises HeldUpByPausedReader and ConcurrentGenerateFailed."""
     if (trial.config.max_num_seqs or 2) < 2:
         return  # it serves one at a time, as it declares
@@ -211,7 +210,7 @@ async def check_paused_reader(trial: Trial, alone: ConformanceFailure | None) ->
     except ConformanceFailure:
         if not failures:
             raise
-    if not failures or (alone is not None and failures[0].name == alone.name):
+    if not failures or trial.failed_alone(failures[0]):
         return
     found = failures[0]
     name = CONCURRENTLY if found.after_s is None else "HeldUpByPausedReader"
@@ -242,73 +241,73 @@ MOST_TOKENS = 512
 """Requests for longer answers are not repeated."""
 
 
-async def check_max_tokens(trial: Trial, known: Baseline) -> None:
+async def check_max_tokens(trial: Trial) -> None:
     """Raises MaxTokensIgnored, LimitNotNamed and LimitUsageMismatch."""
-    natural = known.natural.length
+    natural = trial.natural.length
     for limit in (*_FEW, natural + _MORE):
-        if not _may_ask(trial, known, limit):
+        if not _may_ask(trial, limit):
             continue
-        answer = await _limited(trial, known, max_tokens=limit)
-        _expect_within(answer, known, limit, limit if known.is_steady and limit <= natural else 0)
-        if known.is_steady and limit < natural and any(reason != FinishReason.LENGTH for reason in answer.reasons):
+        answer = await _limited(trial, max_tokens=limit)
+        _expect_within(answer, trial, limit, limit if trial.is_steady and limit <= natural else 0)
+        if trial.is_steady and limit < natural and any(reason != FinishReason.LENGTH for reason in answer.reasons):
             raise failed("LimitNotNamed", f"of {natural} tokens max_tokens={limit} left {Outcome.of(answer)}")
 
 
-async def _limited(trial: Trial, known: Baseline, **limits: int | bool | None) -> Answer:
+async def _limited(trial: Trial, **limits: int | bool | None) -> Answer:
     """The answer. Raises TokensLeftOver instead of a miscount where tokens came that are of something else."""
     async with trial.answer(limited(trial.request, **limits)) as (answer, _):
         await answer.drain("GenerateFailed", trial.within_s)
         try:
             answer.expect_whole("LimitUsageMismatch")
         except ConformanceFailure as failure:
-            if failure.name == "LimitUsageMismatch" and known.is_steady and not known.plain.continues(answer.generated):
-                raise failed("TokensLeftOver", f"{answer.generated}, of {known.plain}", cause=failure) from failure
+            if failure.name == "LimitUsageMismatch" and trial.is_steady and not trial.plain.continues(answer.generated):
+                raise failed("TokensLeftOver", f"{answer.generated}, of {trial.plain}", cause=failure) from failure
             raise
     return answer
 
 
-def _expect_within(answer: Answer, known: Baseline, limit: int, least: int = 0) -> None:
-    own_limit = known.natural.length if known.natural.is_limited else limit
+def _expect_within(answer: Answer, trial: Trial, limit: int, least: int = 0) -> None:
+    own_limit = trial.natural.length if trial.natural.is_limited else limit
     for tokens, reason in zip(answer.generated, answer.reasons, strict=True):
         is_cut_early = reason == FinishReason.LENGTH and len(tokens) < min(limit, own_limit)
         if not least <= len(tokens) <= limit or is_cut_early:
             raise failed("MaxTokensIgnored", f"with max_tokens={limit} there are {len(tokens)} ({reason})")
 
 
-async def check_min_tokens(trial: Trial, known: Baseline) -> None:
+async def check_min_tokens(trial: Trial) -> None:
     """Answers that must not end where they would by themselves. Raises MinTokensIgnored."""
-    if (tokens := await _beyond_the_end(trial, known)) is None:
+    if (tokens := await _beyond_the_end(trial)) is None:
         return
     for most in (tokens, None):
-        answer = await _unless_refused(trial, known, min_tokens=tokens, max_tokens=most)
+        answer = await _unless_refused(trial, min_tokens=tokens, max_tokens=most)
         # Without max_tokens a limit of the engine's own may come first.
         if answer is not None and not _has(answer, tokens, but_for_length=most is None):
             detail = f"with min_tokens={tokens} and max_tokens={most} there are {Outcome.of(answer)}"
             raise failed("MinTokensIgnored", detail)
 
 
-async def check_ignore_eos(trial: Trial, known: Baseline) -> None:
+async def check_ignore_eos(trial: Trial) -> None:
     """Answers that must go on to their limit. Raises IgnoreEosIgnored."""
-    tokens = await _beyond_the_end(trial, known)
+    tokens = await _beyond_the_end(trial)
     if tokens is None:
         return
-    answer = await _unless_refused(trial, known, ignore_eos=True, max_tokens=tokens)
+    answer = await _unless_refused(trial, ignore_eos=True, max_tokens=tokens)
     if answer is not None and not _has(answer, tokens):
         raise failed("IgnoreEosIgnored", f"of {tokens} tokens came {Outcome.of(answer)}")
-    known.goes_on = answer is not None
+    trial.goes_on = answer is not None
 
 
-async def _beyond_the_end(trial: Trial, known: Baseline) -> int | None:
+async def _beyond_the_end(trial: Trial) -> int | None:
     """A few tokens more than an answer has by itself; None if that is unknown, or too much."""
-    if (end := await _natural_end(trial, known)) is None:
+    if (end := await _natural_end(trial)) is None:
         return None
     tokens = trial.room(end + _MORE, trial.request)
-    return tokens if end < tokens and _may_ask(trial, known, tokens) else None
+    return tokens if end < tokens and _may_ask(trial, tokens) else None
 
 
-def _may_ask(trial: Trial, known: Baseline, tokens: int) -> bool:
+def _may_ask(trial: Trial, tokens: int) -> bool:
     """Whether there is room and time for an answer of so many tokens."""
-    return tokens <= min(MOST_TOKENS, trial.room(tokens, trial.request), known.tokens_in(trial.within_s / 2))
+    return tokens <= min(MOST_TOKENS, trial.room(tokens, trial.request), trial.tokens_in(trial.within_s / 2))
 
 
 def _has(answer: Answer, tokens: int, *, but_for_length: bool = False) -> bool:
@@ -318,48 +317,48 @@ def _has(answer: Answer, tokens: int, *, but_for_length: bool = False) -> bool:
     )
 
 
-async def _natural_end(trial: Trial, known: Baseline) -> int | None:
+async def _natural_end(trial: Trial) -> int | None:
     """After how many tokens an answer ends by itself, as far as is known; None if a limit of the engine comes first."""
-    natural = known.natural.length
-    if not known.natural.is_limited:
+    natural = trial.natural.length
+    if not trial.natural.is_limited:
         return natural
     more = trial.room(natural + _FAR, trial.request)
-    if more <= natural or not _may_ask(trial, known, more):
+    if more <= natural or not _may_ask(trial, more):
         return None
-    answer = Outcome.of(await _limited(trial, known, max_tokens=more))
+    answer = Outcome.of(await _limited(trial, max_tokens=more))
     return None if answer.is_limited and answer.length < more else answer.length
 
 
-async def _unless_refused(trial: Trial, known: Baseline, **limits: int | bool | None) -> Answer | None:
+async def _unless_refused(trial: Trial, **limits: int | bool | None) -> Answer | None:
     """The answer, which has no more tokens than it may have; None if the engine refuses to give it."""
     try:
-        answer = await _limited(trial, known, **limits)
+        answer = await _limited(trial, **limits)
     except ConformanceFailure as failure:
         if failure.is_refusal:
             return None
         raise
     if (limit := limits.get("max_tokens")) is not None:
-        _expect_within(answer, known, limit)
+        _expect_within(answer, trial, limit)
     return answer
 
 
-async def check_choices(trial: Trial, known: Baseline) -> None:
+async def check_choices(trial: Trial) -> None:
     """Two choices. Raises ChoicesIgnored, and whatever is wrong with a stream."""
-    if len(known.plain.tokens) > 1:
+    if len(trial.plain.tokens) > 1:
         return  # all requests had several choices
     try:
-        limit = max(1, min(known.plain.length, _MOST_OF_EACH))
+        limit = max(1, min(trial.plain.length, _MOST_OF_EACH))
         two = evolve(
             limited(trial.request, max_tokens=limit), sampling_options=evolve(trial.request.sampling_options, n=2)
         )
         async with trial.answer(two) as (answer, _):
             await _drain_choices(trial, answer)
             missing = [index for index, reason in enumerate(answer.reasons) if reason is None]
-            empty = [index for index, tokens in enumerate(answer.generated) if not tokens and known.plain.length]
-            if answer.chunks and (missing or (empty and known.is_steady)):
+            empty = [index for index, tokens in enumerate(answer.generated) if not tokens and trial.plain.length]
+            if answer.chunks and (missing or (empty and trial.is_steady)):
                 raise failed("ChoicesIgnored", f"choice {(missing or empty)[0]} of 2 did not come")
             answer.expect_whole("LimitUsageMismatch")
-            _expect_within(answer, known, limit)
+            _expect_within(answer, trial, limit)
     except ConformanceFailure as failure:
         if not failure.is_refusal:
             raise

@@ -3,13 +3,13 @@
 They are read as the adapter reads them, cancelled by a kill unless the engine ends by itself. Every step may be in
 another task than the one before.
 
-A Baseline holds an engine's undisturbed answers, to compare others with. From the tokens of an engine that answers
+A Trial holds an engine's undisturbed answers, to compare others with. From the tokens of an engine that answers
 differently each time nothing follows; of such an engine only counts are checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from inspect import isawaitable
@@ -29,8 +29,8 @@ from pipeline.wire import from_msgpack, to_msgpack
 from ..chunks import ChunkContract
 from ..llm import Chunks, EngineConfig, GenerateContext, LLMEngine
 from .bounded_calls import bounded
-from .failures import ConformanceFailure, failed
-from .inspection import Turns, failure_in, held_by
+from .failures import ConformanceFailure, FailureLog, failed, not_served
+from .inspection import Rest, Turns, failure_in, held_by
 
 LONG_MAX_TOKENS = 10_000
 """Of a request that is disturbed: more than an engine can answer before, where its context has room."""
@@ -53,24 +53,115 @@ def limited(request: PreprocessedRequest, **limits: Any) -> PreprocessedRequest:
 
 
 @frozen
+class Outcome:
+    """An answer: the tokens of each choice and why it ended; the number of the chunks does not matter."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    reasons: tuple[FinishReason | None, ...]
+
+    @classmethod
+    def of(cls, answer: Answer) -> Outcome:
+        return cls(tuple(map(tuple, answer.generated)), tuple(answer.reasons))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest choice."""
+        return max(map(len, self.tokens), default=0)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a limit ended it, and not the engine by itself."""
+        return FinishReason.LENGTH in self.reasons
+
+    def continues(self, generated: Sequence[Sequence[int]]) -> bool:
+        """Whether each choice begins as this one goes, as far as this one goes."""
+        pairs = zip(self.tokens, generated, strict=False)
+        return all(tuple(new[: len(known)]) == known[: len(new)] for known, new in pairs)
+
+    def __str__(self) -> str:
+        return " and ".join(
+            f"{list(tokens)} ({reason})" for tokens, reason in zip(self.tokens, self.reasons, strict=True)
+        )
+
+
+def has_left_over(first: Outcome, second: Outcome) -> bool:
+    """Whether the second answer is the first one behind tokens of something else."""
+    for before, now in zip(first.tokens, second.tokens, strict=False):
+        for at in range(1, len(now)):
+            rest = now[at:]
+            if (
+                len(rest) > 1
+                and rest == before[: len(rest)]
+                and (len(now) > len(before) or len(rest) > len(before) / 2)
+            ):
+                return True
+    return False
+
+
+@define
 class Trial:
-    """A started engine and the settings of its check.
+    """A started engine, the settings of its check, and what is known so far of its undisturbed answers.
 
     `within_s` bounds each step that is not disturbed, `deadline_s` what follows a stop or a close, and `at_once_s` what
-    follows a kill where the engine promises to end by itself.
+    follows a kill where the engine promises to end by itself. The answers are empty where the first one failed.
     """
 
     engine: LLMEngine
     request: PreprocessedRequest
     config: EngineConfig
+    found: FailureLog
     deadline_s: float
     within_s: float
     at_once_s: float
-    turns: Turns = field(factory=Turns)
-    other_threads: frozenset[Thread] = frozenset()
+    turns: Turns
+    other_threads: frozenset[Thread]
     """Those that were there before the engine."""
+    rest: Rest = field(init=False)
+    """What goes on without a request; looked at before the first one."""
+    alone: ConformanceFailure | None = None
+    """What the first request failed with."""
+    natural: Outcome = Outcome((), ())
+    """The first answer: to the request as it is."""
+    plain: Outcome = Outcome((), ())
+    """To the request that is repeated: the same one, or limited to fewer tokens."""
+    is_steady: bool = False
+    """Whether the same request always got the same answer."""
+    is_steady_by_chunk: bool = False
+    """Whether it came in the same chunks, too."""
+    begins: Outcome | None = None
+    """How the answer to the long request begins, if that is always the same."""
     goes_on: bool = False
     """Whether the engine goes on to the limit of a request that wants its end ignored."""
+    gap_s: float = 0.0
+    """The longest time that a chunk of the first answer took."""
+    alone_s: float = 0.0
+    """How long the first answer took."""
+    repeated: list[tuple[PreprocessedRequest, Outcome | None]] = field(factory=list)
+    """Requests with other prompts, too, and what each got alone, if that is always the same."""
+
+    async def passes(self, *checks: Check, but: ConformanceFailure | None = None, is_behind: bool = False) -> bool:
+        """Return whether all checks passed. Ends early when time ran out: later checks would take as long again.
+
+        A failure that breaks the same rule as `but` is not recorded. With `is_behind` the checks are after others: a
+        request without an answer in time had one when it was alone.
+        """
+        went_well = True
+        for check in checks:
+            if self.found.is_out_of_time:
+                return False
+            try:
+                await check(self)
+            except ConformanceFailure as failure:
+                went_well = False
+                if is_behind and failure.name == "GenerateFailed" and failure.after_s is not None:
+                    failure = not_served("behind others", failure)
+                if but is None or failure.rule != but.rule:
+                    self.found.add(failure)
+        return went_well
+
+    def failed_alone(self, failure: ConformanceFailure) -> bool:
+        """Whether the first request failed in the same way."""
+        return self.alone is not None and failure.name == self.alone.name
 
     @property
     def long_request(self) -> PreprocessedRequest:
@@ -83,6 +174,19 @@ class Trial:
         """Return that many tokens, or as many as the context has room for behind the prompt."""
         length = self.config.context_length
         return tokens if length is None else min(tokens, length - len(request.token_ids))
+
+    def tokens_in(self, seconds: float) -> float:
+        """How many tokens of an answer come in that time, at the pace of the first one."""
+        return self.natural.length * seconds / self.alone_s if self.alone_s and self.natural.length else inf
+
+    def contradicts(self, request: PreprocessedRequest, answer: Answer) -> bool:
+        """Whether the answer, which came to its end, has other tokens than the request got alone."""
+        wanted = (request.token_ids, request.stop_conditions)
+        same = (outcome for other, outcome in self.repeated if (other.token_ids, other.stop_conditions) == wanted)
+        known = next(same, None)
+        if known is None or not answer.is_complete or any(map(is_given_up, answer.reasons)):
+            return False
+        return Outcome.of(answer).tokens != known.tokens
 
     @asynccontextmanager
     async def answer(
@@ -116,6 +220,10 @@ class Trial:
         for chunks in both:
             if (aclose := getattr(chunks, "aclose", None)) is not None:
                 await bounded("CloseFailed", "closing", aclose, self.deadline_s, shield=True)
+
+
+Check = Callable[[Trial], Awaitable[object]]
+"""Raises the ConformanceFailure it finds."""
 
 
 async def _unless_refused(step: Any) -> Any:
@@ -292,86 +400,3 @@ class Answer:
         if usage.total_tokens != prompt + usage.completion_tokens:
             total = f"{prompt} and {usage.completion_tokens} are reported as {usage.total_tokens}"
             raise failed("PromptTokensMismatch", total)
-
-
-@frozen
-class Outcome:
-    """An answer: the tokens of each choice and why it ended; the number of the chunks does not matter."""
-
-    tokens: tuple[tuple[int, ...], ...]
-    reasons: tuple[FinishReason | None, ...]
-
-    @classmethod
-    def of(cls, answer: Answer) -> Outcome:
-        return cls(tuple(map(tuple, answer.generated)), tuple(answer.reasons))
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest choice."""
-        return max(map(len, self.tokens), default=0)
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether a limit ended it, and not the engine by itself."""
-        return FinishReason.LENGTH in self.reasons
-
-    def continues(self, generated: Sequence[Sequence[int]]) -> bool:
-        """Whether each choice begins as this one goes, as far as this one goes."""
-        pairs = zip(self.tokens, generated, strict=False)
-        return all(tuple(new[: len(known)]) == known[: len(new)] for known, new in pairs)
-
-    def __str__(self) -> str:
-        return " and ".join(
-            f"{list(tokens)} ({reason})" for tokens, reason in zip(self.tokens, self.reasons, strict=True)
-        )
-
-
-def has_left_over(first: Outcome, second: Outcome) -> bool:
-    """Whether the second answer is the first one behind tokens of something else."""
-    for before, now in zip(first.tokens, second.tokens, strict=False):
-        for at in range(1, len(now)):
-            rest = now[at:]
-            if (
-                len(rest) > 1
-                and rest == before[: len(rest)]
-                and (len(now) > len(before) or len(rest) > len(before) / 2)
-            ):
-                return True
-    return False
-
-
-@define
-class Baseline:
-    """Undisturbed answers to the requests that are repeated later; empty where the first one failed."""
-
-    natural: Outcome = Outcome((), ())
-    """The first one: to the request as it is."""
-    plain: Outcome = Outcome((), ())
-    """To the request that is repeated: the same one, or limited to fewer tokens."""
-    is_steady: bool = False
-    """Whether the same request always got the same answer."""
-    is_steady_by_chunk: bool = False
-    """Whether it came in the same chunks, too."""
-    begins: Outcome | None = None
-    """How the answer to the long request begins, if that is always the same."""
-    goes_on: bool = False
-    """Whether the engine goes on to the limit of a request that wants its end ignored."""
-    gap_s: float = 0.0
-    """The longest time that a chunk of the first answer took."""
-    alone_s: float = 0.0
-    """How long the first answer took."""
-    answers: list[tuple[PreprocessedRequest, Outcome | None]] = field(factory=list)
-    """Requests with other prompts, too, and what each got alone, if that is always the same."""
-
-    def tokens_in(self, seconds: float) -> float:
-        """How many tokens of an answer come in that time, at the pace of the first one."""
-        return self.natural.length * seconds / self.alone_s if self.alone_s and self.natural.length else inf
-
-    def contradicts(self, request: PreprocessedRequest, answer: Answer) -> bool:
-        """Whether the answer, which came to its end, has other tokens than the request got alone."""
-        wanted = (request.token_ids, request.stop_conditions)
-        same = (outcome for other, outcome in self.answers if (other.token_ids, other.stop_conditions) == wanted)
-        known = next(same, None)
-        if known is None or not answer.is_complete or any(map(is_given_up, answer.reasons)):
-            return False
-        return Outcome.of(answer).tokens != known.tokens

@@ -9,7 +9,6 @@ the reason to look again, and the shortest of several tries counts.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
@@ -23,98 +22,39 @@ from ..adapter import RequestAdapter
 from ..llm import EngineConfig, GenerateContext, LLMEngine
 from ..publishing import EngineMetrics, MetricsContext
 from .answer_checks import answered, gathered
-from .answers import Baseline, Trial, limited
+from .answers import Trial, limited
 from .bounded_calls import bounded
-from .failures import ConformanceFailure, failed
-from .inspection import LONG_S, LOOK_S, Running, Turns, is_idle_in_pool, stack_of
+from .failures import failed
+from .inspection import LONG_S, Running, Turns
 from .stop_checks import abort, not_observed, overrides_abort
 
-_SHORTEST_S, _LONGEST_S = 0.25, 1.0
-"""How long a look at an engine at rest takes."""
-_TOKENS, _SAMPLES = 12, 5
-_FEW = 6
-"""Turns that may be those of a timer, which the first request began."""
-_CALLS = 6
-"""Of a stack, those that are looked at."""
 
-
-@frozen
-class Rest:
-    """What goes on while there is no request: turns of the loop, and where the threads are."""
-
-    turns_per_s: float
-    places: dict[threading.Thread, set[str]]
-
-    @classmethod
-    async def of(cls, trial: Trial) -> Rest:
-        """Looks on for a while, at threads that were not there before the engine was made, too."""
-        places: dict[threading.Thread, set[str]] = {}
-        turns = trial.turns
-        begun = turns.count
-        for _ in range(_SAMPLES):
-            for thread in set(threading.enumerate()) - trial.other_threads:
-                places.setdefault(thread, set()).add(_place(thread))
-            await anyio.sleep(_SHORTEST_S / _SAMPLES)
-        return cls((turns.count - begun) / _SHORTEST_S, places)
-
-    async def is_back(self, turns: Turns, gap_s: float, within_s: float) -> bool:
-        """Whether it is about as quiet again within the time, for some gaps between two tokens."""
-        window_s = min(_LONGEST_S, max(_SHORTEST_S, _TOKENS * gap_s))
-        most = 1.5 * self.turns_per_s * window_s + _FEW
-        for _ in range(max(1, round(within_s / window_s))):
-            begun = turns.count
-            await anyio.sleep(window_s)
-            if turns.count - begun <= most and self._threads_are_back():
-                return True
-        return False
-
-    def _threads_are_back(self) -> bool:
-        for thread, places in self.places.items():
-            if thread.is_alive() and not is_idle_in_pool(thread) and _place(thread) not in places:
-                thread.join(LOOK_S)  # in virtual time it would get none
-                if _place(thread) not in places:
-                    return False
-        return True
-
-
-def _place(thread: threading.Thread) -> str:
-    return repr(stack_of(thread)[:_CALLS])
-
-
-async def check_left_by_close(trial: Trial, rest: Rest, gap_s: float) -> None:
+async def check_left_by_close(trial: Trial) -> None:
     """A request that is closed. Raises TasksLeftByStream, ThreadsLeftByStream and WorkLeftByStream."""
-    await _expect_nothing_left(trial, rest, gap_s, "closed", lambda context: None)
+    await _expect_nothing_left(trial, "closed", lambda context: None)
 
 
-async def check_left_by_stop(trial: Trial, rest: Rest, gap_s: float) -> None:
+async def check_left_by_stop(trial: Trial) -> None:
     """Requests that are killed or stopped. Raises the same, or AbortIgnored if `abort` could have ended it."""
-    await _expect_nothing_left(trial, rest, gap_s, "killed", lambda context: context.kill())
-    await _expect_nothing_left(trial, rest, gap_s, "stopped", lambda context: context.stop(), reads_on=True)
+    await _expect_nothing_left(trial, "killed", lambda context: context.kill())
+    await _expect_nothing_left(trial, "stopped", lambda context: context.stop())
 
 
-async def _expect_nothing_left(
-    trial: Trial,
-    rest: Rest,
-    gap_s: float,
-    how: str,
-    disturb: Callable[[GenerateContext], None],
-    *,
-    reads_on: bool = False,
-) -> None:
+async def _expect_nothing_left(trial: Trial, how: str, disturb: Callable[[GenerateContext], None]) -> None:
     before = Running.now()
     async with trial.answer(long=True) as (answer, context):
         await answer.begin(trial.within_s)
         disturb(context)
         if context.is_stopped:
             await gathered([lambda: abort(trial, context)])  # what it raises is reported by another check
-        if reads_on:
+        if how == "stopped":
             await answer.drain(not_observed(trial), trial.deadline_s)
     tasks, threads = await before.left(trial.deadline_s, may_idle=True)
     may_be_abort = how != "closed" and overrides_abort(trial.engine)
     for name, left in (("TasksLeftByStream", tasks), ("ThreadsLeftByStream", threads)):
         if left:
             raise failed("AbortIgnored" if may_be_abort else name, f"{how}: {_named(left)}")
-    if not await rest.is_back(trial.turns, gap_s, trial.deadline_s):
+    if not await trial.rest.is_back(trial.turns, trial.gap_s, trial.deadline_s):
         raise failed("AbortIgnored" if may_be_abort else "WorkLeftByStream", f"{how}, {trial.deadline_s:g} s later")
 
 
@@ -163,8 +103,9 @@ class Look:
         return self.longest_s >= _AT_ONCE_S or len(self.long) >= max(1.0, _SHARE * self.tokens)
 
 
-async def check_loop(trial: Trial, tokens: int) -> None:
-    """Behind a first answer of so many tokens. Raises LoopBlocked."""
+async def check_loop(trial: Trial) -> None:
+    """Behind the first answer. Raises LoopBlocked."""
+    tokens = trial.natural.length or 1
     looks = [Look.now(trial.turns, tokens)]
     while looks[-1].is_blocked:
         shortest = min(look.longest_s for look in looks)
@@ -197,14 +138,12 @@ _NEED_SAME = ("E7", "E10")
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
-async def check_hosted(
-    trial: Trial, known: Baseline, bad_request: PreprocessedRequest | None
-) -> list[ConformanceFailure]:
-    """What `check_engine` finds, each named by its rule."""
+async def check_hosted(trial: Trial, bad_request: PreprocessedRequest | None) -> None:
+    """Note what `check_engine` finds, each named by its rule."""
     from pipeline.testing import ENGINE_RULES, check_engine  # a tool of tests, which a worker does not need
 
-    rules = [rule for rule in ENGINE_RULES if known.is_steady_by_chunk or rule not in _NEED_SAME]
-    request = _request(trial, known)
+    rules = [rule for rule in ENGINE_RULES if trial.is_steady_by_chunk or rule not in _NEED_SAME]
+    request = _request(trial)
     send, receive = anyio.create_memory_object_stream[Work](_MOST_ABORTS)
     adapter = RequestAdapter(trial.engine, spawn=send.send_nowait)
 
@@ -213,7 +152,6 @@ async def check_hosted(
         async for work in receive:
             await work()
 
-    found: list[ConformanceFailure] = []
     async with receive, create_task_group() as tasks:
         tasks.start_soon(abort)
         for rule in rules:
@@ -229,17 +167,17 @@ async def check_hosted(
                     rules=[rule],
                 )
             except ExceptionGroup as group:
-                found += [failed(rule, str(each), cause=each) for each in group.exceptions]
+                for each in group.exceptions:
+                    trial.found.add(failed(rule, str(each), cause=each))
                 if anyio.current_time() - begun_s >= trial.within_s:
                     break  # the others would take as long
         send.close()
         tasks.cancel_scope.cancel()
-    return found
 
 
-def _request(trial: Trial, known: Baseline) -> PreprocessedRequest:
+def _request(trial: Trial) -> PreprocessedRequest:
     """One with well more items than may still come after a stop, if the engine serves that."""
-    is_affordable = min(trial.room(_LENGTH, trial.request), known.tokens_in(trial.within_s / 2)) >= _LENGTH
+    is_affordable = min(trial.room(_LENGTH, trial.request), trial.tokens_in(trial.within_s / 2)) >= _LENGTH
     if trial.goes_on and is_affordable:
         return limited(trial.request, ignore_eos=True, max_tokens=_LENGTH)
     return trial.request
@@ -253,29 +191,29 @@ async def start(engine: LLMEngine, within_s: float) -> EngineConfig:
     return config
 
 
-async def check_model(config: EngineConfig) -> None:
+async def check_model(trial: Trial) -> None:
     """Raises EmptyModelInConfig."""
-    if not config.model:
+    if not trial.config.model:
         raise failed("EmptyModelInConfig")
 
 
-async def check_kv_event_sources(engine: LLMEngine, within_s: float) -> None:
+async def check_kv_event_sources(trial: Trial) -> None:
     """Raises KvEventSourcesFailed and KvEventSourcesNotIdempotent."""
 
     async def ranks() -> list[int]:
-        return [source.dp_rank for source in await engine.kv_event_sources()]
+        return [source.dp_rank for source in await trial.engine.kv_event_sources()]
 
-    await _expect_stable(ranks, "KvEventSourcesFailed", "KvEventSourcesNotIdempotent", within_s)
+    await _expect_stable(ranks, "KvEventSourcesFailed", "KvEventSourcesNotIdempotent", trial.within_s)
 
 
-async def check_setup_metrics(engine: LLMEngine, within_s: float) -> None:
+async def check_setup_metrics(trial: Trial) -> None:
     """Raises SetupMetricsFailed and ComponentMetricsNotIdempotent."""
     context = MetricsContext("test-model", "test", 0.0, EngineMetrics())
 
     async def ranks() -> list[int]:
-        return list((await engine.setup_metrics(context)).dp_ranks)
+        return list((await trial.engine.setup_metrics(context)).dp_ranks)
 
-    await _expect_stable(ranks, "SetupMetricsFailed", "ComponentMetricsNotIdempotent", within_s)
+    await _expect_stable(ranks, "SetupMetricsFailed", "ComponentMetricsNotIdempotent", trial.within_s)
 
 
 async def _expect_stable(call: Callable[[], Awaitable[list[int]]], fails: str, changes: str, within_s: float) -> None:

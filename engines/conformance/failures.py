@@ -5,8 +5,7 @@ Source: dynamo lib/backend-common/src/testing.rs, ConformanceFailure.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable
 from typing import TypeVar
 
 from attrs import define, field
@@ -147,35 +146,3 @@ class FailureLog:
         except ConformanceFailure as failure:
             self.add(failure)
             return None
-
-    async def note_each(self, *checks: Callable[[], Awaitable[object]], but: ConformanceFailure | None = None) -> bool:
-        """Return whether all checks passed. Ends early when time ran out: later checks would take as long again.
-
-        A failure that breaks the same rule as `but` is not recorded.
-        """
-        went_well = True
-        for check in checks:
-            if self.is_out_of_time:
-                return False
-            try:
-                await check()
-            except ConformanceFailure as failure:
-                went_well = False
-                if but is None or failure.rule != but.rule:
-                    self.add(failure)
-        return went_well
-
-    async def note_behind(
-        self, *checks: Callable[[], Awaitable[object]], but: ConformanceFailure | None = None
-    ) -> bool:
-        """As `note_each`, for checks after others: a request without an answer in time had one when it was alone."""
-
-        async def served(check: Callable[[], Awaitable[object]]) -> None:
-            try:
-                await check()
-            except ConformanceFailure as failure:
-                if failure.name == "GenerateFailed" and failure.after_s is not None:
-                    raise not_served("behind others", failure) from failure
-                raise
-
-        return await self.note_each(*(partial(served, check) for check in checks), but=but)

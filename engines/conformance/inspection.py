@@ -293,3 +293,54 @@ def stack_of(thread: threading.Thread) -> list[tuple[str, int]]:
         calls.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
     return calls
+
+
+_SHORTEST_S, _LONGEST_S = 0.25, 1.0
+"""How long a look at an engine at rest takes."""
+_TOKENS, _SAMPLES = 12, 5
+_FEW = 6
+"""Turns that may be those of a timer, which the first request began."""
+_CALLS = 6
+"""Of a stack, those that are looked at."""
+
+
+@frozen
+class Rest:
+    """What goes on while there is no request: turns of the loop, and where the threads are."""
+
+    turns_per_s: float
+    places: dict[threading.Thread, set[str]]
+
+    @classmethod
+    async def now(cls, turns: Turns, other_threads: frozenset[threading.Thread]) -> Rest:
+        """Looks on for a while, at the turns and at all threads but those others."""
+        places: dict[threading.Thread, set[str]] = {}
+        begun = turns.count
+        for _ in range(_SAMPLES):
+            for thread in set(threading.enumerate()) - other_threads:
+                places.setdefault(thread, set()).add(_place(thread))
+            await anyio.sleep(_SHORTEST_S / _SAMPLES)
+        return cls((turns.count - begun) / _SHORTEST_S, places)
+
+    async def is_back(self, turns: Turns, gap_s: float, within_s: float) -> bool:
+        """Whether it is about as quiet again within the time, for some gaps between two tokens."""
+        window_s = min(_LONGEST_S, max(_SHORTEST_S, _TOKENS * gap_s))
+        most = 1.5 * self.turns_per_s * window_s + _FEW
+        for _ in range(max(1, round(within_s / window_s))):
+            begun = turns.count
+            await anyio.sleep(window_s)
+            if turns.count - begun <= most and self._threads_are_back():
+                return True
+        return False
+
+    def _threads_are_back(self) -> bool:
+        for thread, places in self.places.items():
+            if thread.is_alive() and not is_idle_in_pool(thread) and _place(thread) not in places:
+                thread.join(LOOK_S)  # in virtual time it would get none
+                if _place(thread) not in places:
+                    return False
+        return True
+
+
+def _place(thread: threading.Thread) -> str:
+    return repr(stack_of(thread)[:_CALLS])

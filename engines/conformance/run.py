@@ -19,16 +19,15 @@ from functools import partial
 from inspect import isawaitable
 
 import anyio
-from attrs import evolve, frozen
 
 from pipeline.protocols import PreprocessedRequest
 
 from ..llm import EngineConfig, GenerateContext, LLMEngine
 from . import answer_checks, engine_checks, stop_checks
-from .answers import Baseline, Trial, mock_context
+from .answers import Check, Trial, mock_context
 from .bounded_calls import Call, Watchdog, watchdog
 from .failures import AFTERWARDS, ConformanceFailure, FailureLog
-from .inspection import CANCEL_SCOPE, LOCK, TASK_GROUP, Running, Turns, watch_turns
+from .inspection import CANCEL_SCOPE, LOCK, TASK_GROUP, Rest, Running, Turns, watch_turns
 
 EngineFactory = Callable[[], LLMEngine | Awaitable[LLMEngine]]
 
@@ -58,8 +57,8 @@ async def run_conformance(
 
         async def check(config: EngineConfig) -> None:
             sent = request or PreprocessedRequest([1, 2, 3], model=config.model)
-            trial = Trial(engine, sent, config, deadline_s, within_s, at_once_s, turns, before.threads)
-            await check_started(trial, found, bad_request, varies=request is None)
+            trial = Trial(engine, sent, config, found, deadline_s, within_s, at_once_s, turns, before.threads)
+            await check_started(trial, bad_request, varies=request is None)
 
         await _live(engine, found, check)
         if "CleanupFailed" not in found:
@@ -149,133 +148,96 @@ _OF_THE_CONFIG = {
 """After these the rules of AsyncEngine are checked, too; what fails them otherwise has failed before."""
 
 
-async def check_started(
-    trial: Trial, found: FailureLog, bad_request: PreprocessedRequest | None, *, varies: bool
-) -> None:
+async def check_started(trial: Trial, bad_request: PreprocessedRequest | None, *, varies: bool) -> None:
     """Check a started engine. With `varies` it also gets other prompts than that of the trial."""
-    await found.note_each(
-        partial(engine_checks.check_model, trial.config),
-        partial(engine_checks.check_kv_event_sources, trial.engine, trial.within_s),
-        partial(engine_checks.check_setup_metrics, trial.engine, trial.within_s),
+    found = trial.found
+    await trial.passes(
+        engine_checks.check_model, engine_checks.check_kv_event_sources, engine_checks.check_setup_metrics
     )
     if bad_request is not None:
         await found.note(answer_checks.check_bad(trial, bad_request))
-    rest = await engine_checks.Rest.of(trial)
+    trial.rest = await Rest.now(trial.turns, trial.other_threads)
     trial.turns.clear()
-    known, alone = await _alone(trial, found)
+    await _alone(trial)
     if not found.failures.keys().isdisjoint(_LAST):
         return
-    course = _Course(found, known, alone, rest)
-    if alone is None:
-        trial = await course.again(trial, varies=varies)
-    together = "TokensLeftOver" not in found and await found.note_each(  # they would be in these, too
-        partial(answer_checks.check_concurrent, trial, known, alone),
-        partial(answer_checks.check_paused_reader, trial, alone),
+    if trial.alone is None:
+        await _again(trial, varies=varies)
+    together = "TokensLeftOver" not in found and await trial.passes(  # they would be in these, too
+        answer_checks.check_concurrent, answer_checks.check_paused_reader
     )
-    if alone is None:
-        trial = await course.limit(trial)
-    await found.note_each(partial(engine_checks.check_loop_since, trial))
-    await course.disturb(trial, together=together)
+    if trial.alone is None:
+        await _limit(trial)
+    await trial.passes(engine_checks.check_loop_since)
+    await _disturb(trial, together=together)
     if found.failures.keys() <= _OF_THE_CONFIG:
-        for failure in await engine_checks.check_hosted(
-            trial, known, None if "BadRequestServed" in found else bad_request
-        ):
-            found.add(failure)
-    await found.note_each(partial(engine_checks.check_loop_since, trial))
+        await engine_checks.check_hosted(trial, None if "BadRequestServed" in found else bad_request)
+    await trial.passes(engine_checks.check_loop_since)
 
 
-async def _alone(trial: Trial, found: FailureLog) -> tuple[Baseline, ConformanceFailure | None]:
-    """One request; returns what is known then, and what it failed with."""
+async def _alone(trial: Trial) -> None:
+    """Check one request."""
     try:
-        known, alone = await answer_checks.check_alone(trial), None
+        await answer_checks.check_alone(trial)
     except ConformanceFailure as failure:
-        known, alone = Baseline(), failure
-        found.add(failure)
-    if alone is None or alone.name not in _LAST:
-        await found.note_each(partial(engine_checks.check_loop, trial, known.natural.length or 1), but=alone)
-    return known, alone
+        trial.alone = failure
+        trial.found.add(failure)
+    if trial.alone is None or trial.alone.name not in _LAST:
+        await trial.passes(engine_checks.check_loop, but=trial.alone)
 
 
-@frozen
-class _Course:
-    """What is behind the first request, which failed with `alone` or not. The engine was at rest before."""
+async def _again(trial: Trial, *, varies: bool) -> None:
+    """Check the same and other requests, one at a time."""
+    await trial.found.note(answer_checks.shorten(trial))
+    await trial.passes(answer_checks.check_same)
+    await answer_checks.learn_others(trial, varies=varies)
+    await trial.passes(_left_over("behind a short one"))
 
-    found: FailureLog
-    known: Baseline
-    alone: ConformanceFailure | None
-    rest: engine_checks.Rest
 
-    async def again(self, trial: Trial, *, varies: bool) -> Trial:
-        """Check the same and other requests, one at a time; return the trial for the checks that follow."""
-        trial = await self.found.note(answer_checks.shortened(trial, self.known)) or trial
-        await self.found.note_each(partial(answer_checks.check_same, trial, self.known))
-        await answer_checks.learn_others(trial, self.known, varies=varies)
-        await self.found.note_each(
-            partial(answer_checks.check_nothing_left_over, trial, self.known, "behind a short one")
+async def _limit(trial: Trial) -> None:
+    """Check requests with limits."""
+    await trial.passes(answer_checks.check_max_tokens, _left_over("behind a limited one"))
+    if "TokensLeftOver" not in trial.found:  # they would be in all that follow
+        await trial.passes(
+            answer_checks.check_min_tokens,
+            answer_checks.check_ignore_eos,
+            answer_checks.check_choices,
+            _left_over("behind others with limits"),
         )
-        return trial
+        await trial.passes(answer_checks.learn_beginning)
 
-    async def limit(self, trial: Trial) -> Trial:
-        """Check requests with limits; return the trial for the checks that follow."""
-        found, known = self.found, self.known
-        await found.note_each(
-            partial(answer_checks.check_max_tokens, trial, known),
-            partial(answer_checks.check_nothing_left_over, trial, known, "behind a limited one"),
-        )
-        if "TokensLeftOver" in found:
-            return trial  # they would be in all that follow
-        await found.note_each(
-            partial(answer_checks.check_min_tokens, trial, known),
-            partial(answer_checks.check_ignore_eos, trial, known),
-            partial(answer_checks.check_choices, trial, known),
-            partial(answer_checks.check_nothing_left_over, trial, known, "behind others with limits"),
-        )
-        trial = evolve(trial, goes_on=known.goes_on)
-        await found.note_each(partial(answer_checks.learn_beginning, trial, known))
-        return trial
 
-    async def disturb(self, trial: Trial, *, together: bool) -> None:
-        """Requests that are closed, stopped or killed, and others behind and beside them."""
-        found, known, alone = self.found, self.known, self.alone
-        left_by_close = partial(engine_checks.check_left_by_close, trial, self.rest, known.gap_s)
-        left_by_stop = partial(engine_checks.check_left_by_stop, trial, self.rest, known.gap_s)
-        leaves_nothing = await found.note_behind(left_by_close)
-        went_well = await self._stop(trial) and leaves_nothing
-        await found.note_each(partial(engine_checks.check_loop_since, trial))
-        went_well &= await found.note_behind(
-            partial(self._nothing_left_over, trial, "behind stopped ones"),
-            partial(stop_checks.check_close, trial, answer_checks.CONCURRENT if together else 1),
-            partial(engine_checks.check_loop_since, trial),
-        )
-        if "CloseFailed" not in found:  # what is killed is closed, too
-            went_well &= await found.note_behind(
-                partial(self._nothing_left_over, trial, "behind closed ones"),
-                partial(stop_checks.check_kill, trial),
-                partial(self._nothing_left_over, trial, "behind killed ones"),
-                partial(stop_checks.check_cancelled_reader, trial),
-                *([left_by_stop] if leaves_nothing else []),
-            )
-        if (
-            went_well
-            and together
-            and await found.note_each(partial(answer_checks.check_concurrent, trial, known, alone, name=AFTERWARDS))
-        ):
-            await found.note_each(partial(stop_checks.check_neighbours, trial, known, alone))
+def _left_over(after: str) -> Check:
+    return partial(answer_checks.check_nothing_left_over, after=after)
 
-    async def _nothing_left_over(self, trial: Trial, after: str) -> None:
-        if self.alone is None:  # else the request fails behind others, too
-            await answer_checks.check_nothing_left_over(trial, self.known, after)
 
-    async def _stop(self, trial: Trial) -> bool:
-        """Whether stops at all moments go well. What fails without a wait is not tried in one."""
-        return await self.found.note_behind(
-            partial(stop_checks.check_stop_before, trial, self.known),
-            partial(stop_checks.check_stop_between, trial, self.known),
-            but=self.alone,
-        ) and await self.found.note_behind(
-            *(
-                partial(stop_checks.check_stop_in_wait, trial, self.known, behind, timed=timed)
-                for behind, timed in _WAITS
-            ),
-            but=self.alone,
+async def _disturb(trial: Trial, *, together: bool) -> None:
+    """Requests that are closed, stopped or killed, and others behind and beside them."""
+    leaves_nothing = await trial.passes(engine_checks.check_left_by_close, is_behind=True)
+    went_well = await _stop(trial) and leaves_nothing
+    await trial.passes(engine_checks.check_loop_since)
+    went_well &= await trial.passes(
+        _left_over("behind stopped ones"),
+        partial(stop_checks.check_close, requests=answer_checks.CONCURRENT if together else 1),
+        engine_checks.check_loop_since,
+        is_behind=True,
+    )
+    if "CloseFailed" not in trial.found:  # what is killed is closed, too
+        went_well &= await trial.passes(
+            _left_over("behind closed ones"),
+            stop_checks.check_kill,
+            _left_over("behind killed ones"),
+            stop_checks.check_cancelled_reader,
+            *([engine_checks.check_left_by_stop] if leaves_nothing else []),
+            is_behind=True,
         )
+    if went_well and together and await trial.passes(partial(answer_checks.check_concurrent, name=AFTERWARDS)):
+        await trial.passes(stop_checks.check_neighbours)
+
+
+async def _stop(trial: Trial) -> bool:
+    """Whether stops at all moments go well. What fails without a wait is not tried in one."""
+    in_waits = [partial(stop_checks.check_stop_in_wait, behind=behind, timed=timed) for behind, timed in _WAITS]
+    return await trial.passes(
+        stop_checks.check_stop_before, stop_checks.check_stop_between, but=trial.alone, is_behind=True
+    ) and await trial.passes(*in_waits, but=trial.alone, is_behind=True)

@@ -18,7 +18,7 @@ from pipeline.protocols import FinishReason, LLMEngineOutput
 
 from ..llm import GenerateContext, LLMEngine
 from .answer_checks import CONCURRENT, check_concurrent, gathered
-from .answers import Answer, Baseline, Trial
+from .answers import Answer, Trial
 from .bounded_calls import Call, bounded, run_beside
 from .failures import CONCURRENTLY, ConformanceFailure, failed
 
@@ -53,22 +53,19 @@ class Stopped:
         return [now[len(then) :] for then, now in zip(self.generated, answer.generated, strict=True)]
 
 
-async def check_stop_before(trial: Trial, known: Baseline) -> None:
+async def check_stop_before(trial: Trial) -> None:
     """A stop before the first read. Raises CancellationNotObserved and CancellationIgnored."""
     async with trial.answer(long=True) as (answer, context):
         stopped = Stopped.now(answer, context)
-
-        async def abort_early() -> None:
-            # There is nothing to abort yet, and a host only logs what this raises.
-            await gathered([lambda: abort(trial, context)])
-
+        # There is nothing to abort yet, and a host only logs what this raises.
+        abort_early = partial(gathered, [partial(abort, trial, context)])
         await _all(lambda: answer.drain("CancellationNotObserved", trial.deadline_s), abort_early)
         if not is_cancelled(last := answer.expect_some()):
             raise failed("CancellationIgnored", f"the last chunk is {last!r}")
-        _expect_counted(answer, stopped, known)
+        _expect_counted(answer, stopped, trial)
 
 
-async def check_stop_between(trial: Trial, known: Baseline) -> None:
+async def check_stop_between(trial: Trial) -> None:
     """A stop behind the first chunk. Raises the same, TokenRepeatedAfterStop, AbortFailed and AbortIgnored."""
 
     async with trial.answer(long=True) as (answer, context):
@@ -77,12 +74,12 @@ async def check_stop_between(trial: Trial, known: Baseline) -> None:
         observed = not_observed(trial)
         await _all(lambda: answer.drain(observed, trial.deadline_s), lambda: abort(trial, context))
         more = len(answer.chunks) - stopped.chunks
-        if not _was_done(answer, known, more) and not is_cancelled(last := answer.expect_some()):
+        if not _was_done(answer, trial, more) and not is_cancelled(last := answer.expect_some()):
             raise failed("CancellationIgnored", f"after {more} more chunks the last one is {last!r}")
-        _expect_counted(answer, stopped, known)
+        _expect_counted(answer, stopped, trial)
 
 
-async def check_stop_in_wait(trial: Trial, known: Baseline, behind: int, *, timed: bool) -> None:
+async def check_stop_in_wait(trial: Trial, behind: int, *, timed: bool) -> None:
     """A stop while a reader waits for the next chunk, from another task, `timed` in the middle of the usual wait.
 
     Raises StopInWaitIgnored, StopInWaitUnanswered, and what a stop between two chunks may raise.
@@ -92,7 +89,7 @@ async def check_stop_in_wait(trial: Trial, known: Baseline, behind: int, *, time
             if not await answer.begin(trial.within_s) or answer.is_complete:
                 return
         stopped: Stopped | None = None
-        wait_s = known.gap_s / 2 if timed else 0.0
+        wait_s = trial.gap_s / 2 if timed else 0.0
 
         async def stop() -> None:
             nonlocal stopped
@@ -105,19 +102,19 @@ async def check_stop_in_wait(trial: Trial, known: Baseline, behind: int, *, time
 
         await _all(lambda: answer.drain(not_observed(trial), wait_s + trial.deadline_s), stop)
         if stopped is not None:
-            _expect_answered(answer, stopped, known)
+            _expect_answered(answer, stopped, trial)
 
 
-def _expect_answered(answer: Answer, stopped: Stopped, known: Baseline) -> None:
+def _expect_answered(answer: Answer, stopped: Stopped, trial: Trial) -> None:
     more = len(answer.chunks) - stopped.chunks
     if not more:
         raise failed("StopInWaitUnanswered", f"it just ended behind {stopped.chunks} chunks")
     # One chunk may have been ready when the stop came.
     last = answer.chunks[-1]
-    if not is_cancelled(last) and not _was_done(answer, known, more - answer.choices):
+    if not is_cancelled(last) and not _was_done(answer, trial, more - answer.choices):
         name = "StopInWaitUnanswered" if last.finish_reason is None else "StopInWaitIgnored"
         raise failed(name, f"after {more} more chunks the last one is {last!r}")
-    _expect_counted(answer, stopped, known)
+    _expect_counted(answer, stopped, trial)
 
 
 async def abort(trial: Trial, context: GenerateContext) -> None:
@@ -136,31 +133,31 @@ async def _all(*acts: Callable[[], Awaitable[object]]) -> None:
         raise failure
 
 
-def _was_done(answer: Answer, known: Baseline, more: int) -> bool:
+def _was_done(answer: Answer, trial: Trial, more: int) -> bool:
     """Whether the engine had nothing left to do when the stop came but to end each choice."""
     if not answer.is_complete or more > answer.choices:
         return False
-    if known.is_steady:
-        return answer.tokens >= sum(map(len, known.plain.tokens))
+    if trial.is_steady:
+        return answer.tokens >= sum(map(len, trial.plain.tokens))
     return FinishReason.LENGTH not in answer.reasons
 
 
-def _expect_counted(answer: Answer, stopped: Stopped, known: Baseline) -> None:
+def _expect_counted(answer: Answer, stopped: Stopped, trial: Trial) -> None:
     """Raises StopUsageMismatch, and TokenRepeatedAfterStop where the engine's answers are known."""
-    begins, more = known.begins, stopped.more(answer)
+    begins, more = trial.begins, stopped.more(answer)
     if begins is not None and not begins.continues(answer.generated):
         name = "TokenRepeatedAfterStop" if begins.continues(stopped.generated) else "TokensLeftOver"
         raise failed(name, f"the answer is {answer.generated}, and begins with {begins.tokens} when it is not stopped")
     if begins is None and any(
-        _is_repeated(then, now, known) for then, now in zip(stopped.generated, more, strict=True)
+        _is_repeated(then, now, trial) for then, now in zip(stopped.generated, more, strict=True)
     ):
         raise failed("TokenRepeatedAfterStop", f"behind {stopped.generated} came {more}")
     answer.expect_counted("StopUsageMismatch")
 
 
-def _is_repeated(generated: list[int], more: list[int], known: Baseline) -> bool:
+def _is_repeated(generated: list[int], more: list[int], trial: Trial) -> bool:
     """Whether the tokens are the last ones again, of an engine that never generates a token twice in a row."""
-    plain = known.plain
+    plain = trial.plain
     if not more or generated[-len(more) :] != more:
         return False
     return plain.length > 1 and all(one != two for tokens in plain.tokens for one, two in pairwise(tokens))
@@ -252,7 +249,7 @@ async def check_close(trial: Trial, requests: int = CONCURRENT) -> None:
     await _all(*[close] * requests)
 
 
-async def check_neighbours(trial: Trial, known: Baseline, alone: ConformanceFailure | None) -> None:
+async def check_neighbours(trial: Trial) -> None:
     """Requests beside one that is stopped and one that is killed. Raises what concurrent requests may raise."""
 
     async def stop() -> None:
@@ -267,7 +264,7 @@ async def check_neighbours(trial: Trial, known: Baseline, alone: ConformanceFail
             context.kill()
 
     async def neighbour() -> None:
-        await check_concurrent(trial, known, alone, requests=2)
+        await check_concurrent(trial, requests=2)
 
     disturbed_or_not = await gathered([neighbour, stop, kill])
     for failure in disturbed_or_not:
