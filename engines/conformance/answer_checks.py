@@ -19,7 +19,7 @@ from attrs import evolve
 
 from pipeline.protocols import FinishReason, PreprocessedRequest
 
-from .answers import Answer, Outcome, Trial, has_left_over, limited
+from .answers import Answer, Outcome, Trial, limited
 from .failures import CONCURRENTLY, ConformanceFailure, failed, not_served
 
 CONCURRENT = 8
@@ -79,11 +79,20 @@ async def check_same(trial: Trial) -> None:
     """The same request again. Raises TokensLeftOver, and what is wrong with a stream."""
     again = [await answered(trial) for _ in range(_SAME)]
     for one in map(Outcome.of, again):
-        if one.tokens != trial.plain.tokens and has_left_over(trial.plain, one):
+        if one.tokens != trial.plain.tokens and _has_left_over(trial.plain, one):
             raise failed("TokensLeftOver", f"the same request got {trial.plain}, then {one}")
     trial.is_steady = all(Outcome.of(answer) == trial.plain for answer in again)
     trial.is_steady_by_chunk = trial.is_steady and all(answer.chunks == again[0].chunks for answer in again)
     trial.repeated = [(trial.request, trial.plain if trial.is_steady else None)]
+
+
+def _has_left_over(first: Outcome, second: Outcome) -> bool:
+    """Whether the second answer is the first one behind tokens of something else."""
+    for before, now in zip(first.tokens, second.tokens, strict=False):
+        for size in range(2, len(now)):
+            if now[-size:] == before[:size] and (len(now) > len(before) or size > len(before) / 2):
+                return True
+    return False
 
 
 async def learn_beginning(trial: Trial) -> None:

@@ -84,20 +84,6 @@ class Outcome:
         )
 
 
-def has_left_over(first: Outcome, second: Outcome) -> bool:
-    """Whether the second answer is the first one behind tokens of something else."""
-    for before, now in zip(first.tokens, second.tokens, strict=False):
-        for at in range(1, len(now)):
-            rest = now[at:]
-            if (
-                len(rest) > 1
-                and rest == before[: len(rest)]
-                and (len(now) > len(before) or len(rest) > len(before) / 2)
-            ):
-                return True
-    return False
-
-
 @define
 class Trial:
     """A started engine, the settings of its check, and what is known so far of its undisturbed answers.
