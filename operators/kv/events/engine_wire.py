@@ -28,6 +28,7 @@ from pipeline import InvalidArgument
 from pipeline.errors import InvalidMessage
 from pipeline.llm import SEED, hash_seed
 from pipeline.protocols import BlockExtraInfo, MmObject
+from pipeline.protocols.field_rules import U32, skip
 from pipeline.wire import from_msgpack, from_plain
 
 SALT_PREFIX = "dynamo-cache-salt:"
@@ -99,10 +100,13 @@ class Origin:
     """Where blocks are and whose they are, in the engine's words; None where it sends none."""
 
     medium: str | None = None
-    group: int | None = None
-    kind: str | None = None
+    group: U32 | None = skip(name="group_idx")
+    kind: str | None = skip(name="kv_cache_spec_kind")
     locality: str | None = None
     ownership: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.medium, self.kind = self.medium or None, self.kind or None
 
 
 @define
@@ -224,9 +228,9 @@ def decode_event(value: Any) -> EngineEvent:
         if tag == "BlockStored":
             return _stored(fields)
         if tag == "BlockRemoved":
-            return EngineRemoved(_names(fields), _origin(fields))
-        return EngineCleared(_origin(fields)) if tag == "AllBlocksCleared" else EngineIgnored()
-    except InvalidMessage as error:
+            return EngineRemoved(_names(fields), from_plain(fields, Origin))
+        return EngineCleared(from_plain(fields, Origin)) if tag == "AllBlocksCleared" else EngineIgnored()
+    except (InvalidMessage, InvalidArgument) as error:
         return Undecodable(str(error))
 
 
@@ -260,33 +264,36 @@ def _tail(after: list[Any]) -> dict[str, Any]:
     return fields | {"kv_cache_spec_kind": next((value for value in early if type(value) is str), None)}
 
 
+@define
+class _StoredFields:
+    """What a store has beside its hashes and its origin."""
+
+    token_ids: list[U32] | list[tuple[U32, U32]]
+    """As pairs, each token with the one behind it."""
+    block_size: U32
+    lora_name: str | None = None
+    extra_keys: Any = None
+    cache_salt: str | None = None
+    block_mm_infos: list[BlockExtraInfo | None] | None = None
+
+
 def _stored(fields: dict[str, Any]) -> EngineStored:
     if isinstance(salted := fields.get("lora_name"), dict):  # how another engine sends the salt in an array
         fields = {**fields, "lora_name": None, "cache_salt": salted.get("cache_salt")}
-    parent, lora = fields.get("parent_block_hash"), _text(fields.get("lora_name"), "lora_name")
-    tokens, is_eagle = _tokens(fields.get("token_ids"))
-    keys = fields.get("extra_keys")
+    parent, read = fields.get("parent_block_hash"), from_plain(fields, _StoredFields)
+    tokens: list[Any] = read.token_ids
+    if is_in_pairs := bool(tokens) and type(tokens[0]) is tuple:
+        tokens = [first for first, _ in tokens] + [tokens[-1][1]]
     return EngineStored(
         names=_names(fields),
         parent=None if parent is None else _hash(parent),
         token_ids=tokens,
-        block_size_tokens=_count(fields.get("block_size"), "block_size"),
-        lora_name=lora,
-        namespace=_text(fields.get("cache_salt"), "cache_salt") or cache_namespace(keys, lora),
-        media=_media(fields.get("block_mm_infos")) or media_of(keys, lora),
-        is_eagle=is_eagle or fields.get("is_eagle") is True,
-        origin=_origin(fields),
-    )
-
-
-def _origin(fields: dict[str, Any]) -> Origin:
-    group = fields.get("group_idx")
-    return Origin(
-        medium=_text(fields.get("medium"), "medium") or None,
-        group=None if group is None else _count(group, "group_idx"),
-        kind=_text(fields.get("kv_cache_spec_kind"), "kv_cache_spec_kind") or None,
-        locality=_text(fields.get("locality"), "locality"),
-        ownership=_text(fields.get("ownership"), "ownership"),
+        block_size_tokens=read.block_size,
+        lora_name=read.lora_name,
+        namespace=read.cache_salt or cache_namespace(read.extra_keys, read.lora_name),
+        media=read.block_mm_infos or media_of(read.extra_keys, read.lora_name),
+        is_eagle=is_in_pairs or fields.get("is_eagle") is True,
+        origin=from_plain(fields, Origin),
     )
 
 
@@ -304,31 +311,3 @@ def _hash(value: Any) -> int:
     if type(value) is not int or not -(2**63) <= value < 2**64:
         raise InvalidMessage(f"not a block hash: {shortened(value)}")
     return value % 2**64
-
-
-def _tokens(values: Any) -> tuple[list[int], bool]:
-    """The tokens, and whether they came as pairs of neighbours."""
-    if type(values) is not list:
-        raise InvalidMessage("token_ids is a list")
-    if values and all(type(pair) is list and len(pair) == 2 for pair in values):
-        return [_count(first, "token_ids") for first, _ in values] + [_count(values[-1][1], "token_ids")], True
-    return [_count(token, "token_ids") for token in values], False
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is not int or not 0 <= value < 2**32:
-        raise InvalidMessage(f"{name}: expected an integer from 0 to 2^32 - 1")
-    return value
-
-
-def _text(value: Any, name: str) -> str | None:
-    if value is not None and type(value) is not str:
-        raise InvalidMessage(f"{name}: expected a text")
-    return value
-
-
-def _media(value: Any) -> list[BlockExtraInfo | None]:
-    try:
-        return from_plain(value, list[BlockExtraInfo | None]) if value is not None else []
-    except InvalidArgument as error:
-        raise InvalidMessage(f"block_mm_infos: {error}") from error
