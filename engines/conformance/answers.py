@@ -176,11 +176,17 @@ class Trial:
 
     @asynccontextmanager
     async def answer(
-        self, request: PreprocessedRequest | None = None, *, long: bool = False, raced: bool = True
+        self,
+        request: PreprocessedRequest | None = None,
+        *,
+        long: bool = False,
+        is_begun: bool = False,
+        raced: bool = True,
     ) -> AsyncIterator[tuple[Answer, GenerateContext]]:
         """A fresh answer and its context, closed behind the block; a failure in the block goes before one of closing.
 
-        Without `raced` a kill ends it only if the engine does. Raises GenerateFailed and CloseFailed.
+        With `is_begun` its first chunk has been read. Without `raced` a kill ends it only if the engine does. Raises
+        GenerateFailed and CloseFailed.
         """
         sent = deepcopy(request or (self.long_request if long else self.request))
         before, context = deepcopy(sent), mock_context()
@@ -194,7 +200,10 @@ class Trial:
             raise failed("GenerateFailed", f"it gave {type(chunks).__name__}")
         read = until_killed(chunks, context.inner) if raced and not self.engine.ends_on_kill else chunks
         try:
-            yield Answer(read, chunks, before, sent), context
+            answer = Answer(read, chunks, before, sent)
+            if is_begun:
+                await answer.begin(self.within_s)
+            yield answer, context
         except BaseException:
             with suppress(ConformanceFailure):
                 await self._close(read, chunks)

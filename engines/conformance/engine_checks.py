@@ -42,8 +42,7 @@ async def check_left_by_stop(trial: Trial) -> None:
 
 async def _expect_nothing_left(trial: Trial, how: str, disturb: Callable[[GenerateContext], None]) -> None:
     before = Running.now()
-    async with trial.answer(long=True) as (answer, context):
-        await answer.begin(trial.within_s)
+    async with trial.answer(long=True, is_begun=True) as (answer, context):
         disturb(context)
         if context.is_stopped:
             await gathered([lambda: abort(trial, context)])  # what it raises is reported by another check

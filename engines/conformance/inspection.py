@@ -44,14 +44,9 @@ LOCK, CANCEL_SCOPE, TASK_GROUP = "LockHeldOverYield", "CancelScopeHeldOverYield"
 
 _LOOPS = ("anyio", "asyncio", "trio")
 _KINDS = {
-    "Lock": LOCK,
-    "StrictFIFOLock": LOCK,
-    "Condition": LOCK,
-    "CapacityLimiter": LOCK,
-    "CancelScope": CANCEL_SCOPE,
-    "Timeout": CANCEL_SCOPE,
-    "TaskGroup": TASK_GROUP,
-    "NurseryManager": TASK_GROUP,
+    **dict.fromkeys(("Lock", "StrictFIFOLock", "Condition", "CapacityLimiter"), LOCK),
+    **dict.fromkeys(("CancelScope", "Timeout"), CANCEL_SCOPE),
+    **dict.fromkeys(("TaskGroup", "NurseryManager"), TASK_GROUP),
 }
 """Class of a loop's library -> the failure. A semaphore is no lock: any task may release it."""
 _TEXTS = {

@@ -68,8 +68,7 @@ async def check_stop_before(trial: Trial) -> None:
 async def check_stop_between(trial: Trial) -> None:
     """A stop behind the first chunk. Raises the same, TokenRepeatedAfterStop, AbortFailed and AbortIgnored."""
 
-    async with trial.answer(long=True) as (answer, context):
-        await answer.begin(trial.within_s)
+    async with trial.answer(long=True, is_begun=True) as (answer, context):
         stopped = Stopped.now(answer, context)
         observed = not_observed(trial)
         await _all(lambda: answer.drain(observed, trial.deadline_s), lambda: abort(trial, context))
@@ -171,9 +170,7 @@ async def check_kill(trial: Trial) -> None:
     """Kills at several turns of the loop, and several requests at a time. Raises KillIgnored."""
 
     async def kill(turns: int, *, is_begun: bool = True) -> None:
-        async with trial.answer(long=True) as (answer, context):
-            if is_begun:
-                await answer.begin(trial.within_s)
+        async with trial.answer(long=True, is_begun=is_begun) as (answer, context):
             await _expect_end_after_kill(trial, answer, context, turns)
 
     for is_begun in (False, True):
@@ -243,8 +240,8 @@ async def check_close(trial: Trial, requests: int = CONCURRENT) -> None:
     """Closes behind the first chunk, so many at a time. Raises CloseFailed."""
 
     async def close() -> None:
-        async with trial.answer(long=True) as (answer, _):
-            await answer.begin(trial.within_s)
+        async with trial.answer(long=True, is_begun=True):
+            pass
 
     await _all(*[close] * requests)
 
@@ -253,14 +250,12 @@ async def check_neighbours(trial: Trial) -> None:
     """Requests beside one that is stopped and one that is killed. Raises what concurrent requests may raise."""
 
     async def stop() -> None:
-        async with trial.answer(long=True) as (answer, context):
-            await answer.begin(trial.within_s)
+        async with trial.answer(long=True, is_begun=True) as (answer, context):
             context.stop()
             await answer.drain("CancellationNotObserved", trial.deadline_s)
 
     async def kill() -> None:
-        async with trial.answer(long=True) as (answer, context):
-            await answer.begin(trial.within_s)
+        async with trial.answer(long=True, is_begun=True) as (_, context):
             context.kill()
 
     async def neighbour() -> None:
