@@ -82,8 +82,10 @@ class GuidedDecodingOptions:
         structural_tag: Any = None,
     ) -> GuidedDecodingOptions | None:
         """Return the options, or None if no kind is set; a backend alone selects nothing."""
-        options = cls(json, regex, choice or None, grammar, backend, whitespace_pattern, structural_tag)
-        return options if options.kinds() else None
+        kinds = json, regex, grammar, whitespace_pattern, structural_tag
+        if not choice and kinds.count(None) == len(kinds):
+            return None
+        return cls(json, regex, choice or None, grammar, backend, whitespace_pattern, structural_tag)
 
 
 def bracket_depth(text: str) -> int:

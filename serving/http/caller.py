@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import anyio
 from attrs import evolve, frozen
 from starlette.types import Scope
 
@@ -50,11 +49,6 @@ class Caller:
     def may_use(self, model: str) -> bool:
         """Return whether the caller may use the model, and see that it exists."""
         return self.key is None or self.key.models is None or model in self.key.models
-
-    def spend(self, tokens: int) -> None:
-        """Count the tokens of a request that is over against the rate of the caller's key."""
-        if self.held is not None:
-            self.held.spend(anyio.current_time(), tokens)
 
 
 def caller_of(scope: Scope) -> Caller:

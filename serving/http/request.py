@@ -71,7 +71,7 @@ class RequestHeaders:
     def request_id(self) -> str:
         """Return the client's id if it is a UUID, otherwise a new one: ids stay unique and safe to print."""
         for name in (REQUEST_ID, _OLDER_REQUEST_ID):
-            if (known := uuid_of(self.values.get(name))) is not None:
+            if (text := self.values.get(name)) is not None and (known := uuid_of(text)) is not None:
                 return known
         return str(uuid4())
 
@@ -102,9 +102,9 @@ class RequestHeaders:
             raise Refusal(415, "Expected request with `Content-Type: application/json`")
 
 
-def uuid_of(text: str | None) -> str | None:
+def uuid_of(text: str) -> str | None:
     """Return the UUID in the text in its canonical form, None if the text is not a UUID."""
-    if text is None or len(text) > _UUID_TEXT_MAX:
+    if len(text) > _UUID_TEXT_MAX:
         return None
     try:
         return str(UUID(text))

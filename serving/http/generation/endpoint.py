@@ -37,7 +37,7 @@ from ...openai import (
 )
 from ...problems import CLIENT_GONE, Problem, Refusal, explain
 from ..body import parse_body, read_body
-from ..caller import apply_key
+from ..caller import Caller, apply_key
 from ..metrics import RequestMeter
 from ..open_requests import OpenRequest, RequestClock
 from ..request import JSON_HEADERS, RequestRecord
@@ -73,9 +73,10 @@ NOT_IMPLEMENTED = ("functions", "function_call")
 
 @frozen(eq=False)
 class _Incoming:
-    """A request as it came: its record, and two arguments of ASGI."""
+    """A request as it came: its record, its caller, and two arguments of ASGI."""
 
     record: RequestRecord
+    caller: Caller
     receive: Receive
     send: Send
 
@@ -90,9 +91,9 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Every error becomes an answer, unless the client is gone."""
         record = RequestRecord.of(scope)
-        incoming = _Incoming(record, receive, send)
+        incoming = _Incoming(record, caller := record.caller, receive, send)
         try:
-            open_request = self._service.open_requests.admit(record.caller.identity)
+            open_request = self._service.open_requests.admit(caller.identity)
         except PenstockError as error:
             await self._refuse(incoming, error)
             return
@@ -127,7 +128,7 @@ class GenerationEndpoint:
         request.nvext = apply_headers(request.nvext, headers.values) if options.nvext else None
         if not options.shows_workers:
             request.nvext = without_routing(request.nvext)
-        apply_key(incoming.record.caller, request, headers.values, nvext=options.nvext)
+        apply_key(incoming.caller, request, headers.values, nvext=options.nvext)
         return request
 
     def _find_model(self, request: OpenAIRequest) -> ServedModel:
@@ -165,7 +166,8 @@ class GenerationEndpoint:
                 self._service.availability.leave(generation.context)
                 usage = generation.usage
                 meter.add_prompts(usage)
-                record.caller.spend(usage.prompt_tokens + usage.completion_tokens)
+                if (held := incoming.caller.held) is not None:
+                    held.spend(anyio.current_time(), usage.prompt_tokens + usage.completion_tokens)
                 if record.span.is_recording:
                     answer_id, reasons = self._api.id_prefix + record.id, meter.finish_reasons
                     record.span.annotate(
@@ -193,9 +195,10 @@ class GenerationEndpoint:
         record.context = context = Context(request, id=record.id, metadata=metadata)
         record.span.attach(context, record.headers.values)
         record.drop_headers()
+        prompts: list[OpenAIRequest] = [request]
         if has_prompts(request):  # validated here: the graph sees the prompts one by one
             self._validate(request)
-        prompts = one_per_prompt(request)
+            prompts = one_per_prompt(request)
         if record.span.is_recording:
             record.span.annotate(request_attributes(request, self._api.endpoint, len(prompts)))
         return Generation(

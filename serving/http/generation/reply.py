@@ -72,10 +72,11 @@ class ReplyWriter:
     _write: Message | None = field(init=False, default=None)
     _space: anyio.Event | None = field(init=False, default=None)
     _ended: Wakeup | None = field(init=False, default=None)
-    _keep_alive: _KeepAlive | None = field(init=False, default=Factory(lambda self: self._timer(), takes_self=True))
+    _keep_alive: _KeepAlive | None = field(init=False, default=None)
 
-    def _timer(self) -> _KeepAlive | None:
-        return None if self._keep_alive_s is None else _KeepAlive(self, self._keep_alive_s)
+    def __attrs_post_init__(self) -> None:
+        if self._keep_alive_s is not None:
+            self._keep_alive = _KeepAlive(self, self._keep_alive_s)
 
     @property
     def write(self) -> object:

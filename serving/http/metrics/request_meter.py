@@ -42,7 +42,8 @@ class RequestMeter:
     _now: Callable[[], float] = field(init=False, factory=clock)
     started_s: float = field(init=False, default=Factory(lambda self: self._now(), takes_self=True))
     """When the request began, by the loop's clock."""
-    _last: float = field(init=False, default=Factory(lambda self: self.started_s, takes_self=True))
+    _last_s: float = field(init=False, default=0.0)
+    """When the last tokens came; set once it has begun."""
 
     @classmethod
     def of(cls, telemetry: Telemetry, model: str | None, endpoint: str, streams: bool) -> RequestMeter:
@@ -85,14 +86,14 @@ class RequestMeter:
             return
         now = self._now()
         if self._has_begun:
-            self._series.gaps.observe((now - self._last) / count, count)
+            self._series.gaps.observe((now - self._last_s) / count, count)
         else:
             self._has_begun = True
             self.first_tokens_s = now - self.started_s
             self._series.queued(-1)
             self._series.active(1)
             self._series.first_token_s(self.first_tokens_s)
-        self._last = now
+        self._last_s = now
         self.output_tokens += count
 
     def add_finish_reason(self, reason: FinishReason) -> None:
