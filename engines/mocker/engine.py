@@ -163,7 +163,8 @@ class MockEngine(LLMEngine):
             return
         answer = self._answers[context.id] = self._answer(request, plan, context.control)
         try:
-            await answer.prepare()
+            if long_prompt is not None:
+                await answer.prepare()
             async with aclosing(self._chunks(request, answer, context.id)) as chunks:
                 async for chunk in chunks:
                     yield chunk

@@ -199,9 +199,9 @@ def plan_request(
         recorded = remaining_output(recorded, request)
     wanted = _output_tokens(stop, args.worker_type, recorded)
     seed = (options.seed or 0) % _U64
-    outputs = (
+    outputs = [
         _output(args, wanted, (seed + choice * _CHOICE_SEED) % _U64, token_ids, recorded) for choice in range(choices)
-    )
+    ]
     adapter, namespace = (None, None) if routing is None else (routing.lora_name, routing.cache_namespace)
     return RequestPlan(
         request.token_ids,

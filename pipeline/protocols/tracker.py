@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, Self
 
-from attrs import Factory, define, field
+from attrs import define, field
 
 from .timing import RequestPhase, RouterChoice, RouterDecision, RoutingData, TimingInfo, WorkerIdInfo, worker_label
 
@@ -81,8 +81,8 @@ class RequestTracker:
     _clock: Callable[[], float]
     _wall_ms: Callable[[], int]
     _gate: Callable[[], PermitGate] = field(repr=False)
-    received: float = field(init=False, default=Factory(lambda self: self._clock(), takes_self=True))
-    received_ms: int = field(init=False, default=Factory(lambda self: self._wall_ms(), takes_self=True))
+    received: float = field(init=False)
+    received_ms: int = field(init=False)
     phase: RequestPhase = field(init=False, default=RequestPhase.AGGREGATED)
     prefill_start: float | None = field(init=False, default=None)
     prefills_sent: int = field(init=False, default=0)
@@ -110,6 +110,9 @@ class RequestTracker:
     _external_timing: TimingInfo | None = field(init=False, default=None)
     _external_workers: WorkerIdInfo | None = field(init=False, default=None)
     _opened_gate: PermitGate | None = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self.received, self.received_ms = self._clock(), self._wall_ms()
 
     async def set_phase(self, phase: RequestPhase) -> PhasePermit:
         """Wait until the phase before is let go, then begin this one; the caller releases the permit.

@@ -16,7 +16,7 @@ from math import inf, isfinite
 from typing import Self
 
 import anyio
-from attrs import Factory, define, field, frozen
+from attrs import define, field, frozen
 
 from pipeline import AnyContext, ResourceExhausted
 from pipeline.errors import ExceededLimit
@@ -213,10 +213,13 @@ class RequestClock:
 
     _limits: TimeLimits
     _began_s: float
-    _items_s: float = field(init=False, default=Factory(lambda self: self._began_s, takes_self=True))
-    _write_s: float = field(init=False, default=Factory(lambda self: self._began_s, takes_self=True))
+    _items_s: float = field(init=False)
+    _write_s: float = field(init=False)
     _items: int = field(init=False, default=0)
     _write: object = field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._items_s = self._write_s = self._began_s
 
     def stalled_write(self, now_s: float, write: object) -> ExceededLimit | None:
         """Return the limit if the same write is under way for too long; None stands for no write."""

@@ -66,7 +66,7 @@ class Chunks(ABC):
 
     def _whole(self, output: BackendOutput, index: int) -> bytes | None:
         """Return the event of the whole record: a choice's first and last chunk, and chunks with more than text."""
-        nvext = self.form.nvext(output)
+        nvext = None if self._plain else self.form.nvext(output)
         shows_logprobs = self.form.logprobs is not None and bool(output.log_probs)
         if not (output.text or output.finish_reason or nvext or shows_logprobs):
             return None
