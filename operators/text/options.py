@@ -44,7 +44,9 @@ def stop_conditions(request: GenerationRequest, eos_token_ids: Sequence[int]) ->
 
 def _stops(request: GenerationRequest) -> tuple[list[str], list[int]]:
     """The stop strings and stop ids of the field `stop`, which holds either."""
-    given = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if request.stop is None:
+        return [], []
+    given = [request.stop] if isinstance(request.stop, str) else request.stop
     return [s for s in given if isinstance(s, str)], [s for s in given if isinstance(s, int)]
 
 

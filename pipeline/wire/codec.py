@@ -97,7 +97,7 @@ def _record_decoder(cls: type) -> Decode:
         except (InvalidRecord, KeyError):
             _raise_first(read, value)
             raise
-        if rest is not None:
+        if rest is not None and not keys.issuperset(value):
             setattr(record, rest, {key: item for key, item in value.items() if key not in keys})
         return record
 

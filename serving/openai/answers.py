@@ -48,7 +48,7 @@ class Chunks(ABC):
         self._plain = not (form.continuous_usage or form.logprobs or form.extra_fields)
         self._choices_per_prompt = form.choices_per_prompt
         self._around: dict[int, tuple[bytes, bytes] | None] = {}
-        """By choice that has begun: the bytes around its text; None if they change."""
+        """By choice that has begun: the bytes around its text; None before its second text, and if they change."""
 
     def frame(self, output: BackendOutput, prompt: int = 0) -> bytes | None:
         """Return the event of one item, None if there is nothing to show, as for half a character."""
@@ -58,6 +58,9 @@ class Chunks(ABC):
                 return None
             if (around_text := self._around.get(index)) is not None:
                 return around_text[0] + encode(text) + around_text[1]
+            if index in self._around:
+                before, after = self._around[index] = around(self._finished(self._chunk([self._text_choice(index)])))
+                return before + encode(text) + after
         return self._whole(output, index)
 
     def usage_frame(self) -> bytes:
@@ -73,8 +76,7 @@ class Chunks(ABC):
         is_first = index not in self._around
         plain = self._finished(self._chunk([self._choice(output, index, first=is_first)]))
         if is_first:
-            text_chunk = self._finished(self._chunk([self._text_choice(index)])) if self._plain else None
-            self._around[index] = None if text_chunk is None else around(text_chunk)
+            self._around[index] = None
         return event(plain if nvext is None else plain | {"nvext": to_plain(nvext)})
 
     def _finished(self, chunk: ChatCompletionChunk | Completion) -> dict[str, Any]:

@@ -166,9 +166,9 @@ def apply_headers(nvext: NvExt | None, headers: Mapping[str, str]) -> NvExt | No
 
     The first readable one of a header and its older names counts; without a readable header `nvext` itself comes back.
     """
-    texts = {name.lower(): value.strip() for name, value in headers.items()}
-    if HEADERS.keys().isdisjoint(texts):
+    if HEADERS.keys().isdisjoint(map(str.lower, headers)):
         return nvext
+    texts = {name.lower(): value.strip() for name, value in headers.items()}
     worker = _integer(texts, _WORKER, 0, _U64_MAX)
     prefill_rank = _integer(texts, _PREFILL_DP_RANK, 0, U32_MAX)
     found = {
