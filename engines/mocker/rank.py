@@ -241,7 +241,7 @@ class Rank:
                 if is_exact:
                     await timer.settle()  # a request of this very moment is in time for the step
                 done = self._step()
-                if done.did_nothing:
+                if not done.scheduled_tokens and done.did_nothing:  # nearly every step computes tokens
                     await self._wait_for_work()
                     continue
                 now_s = now()
