@@ -15,74 +15,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import islice
+from math import inf
 from typing import Literal, TypeAlias
 
 from attrs import define, field
 
 from pipeline import InvalidArgument
-
-
-@define(eq=False)
-class IntervalSums:
-    """Sums by interval. An interval contains its begin, but not its end."""
-
-    interval_ms: float
-    by_interval: defaultdict[int, float] = field(factory=lambda: defaultdict(float))
-
-    def interval(self, at_ms: float) -> int:
-        return int(at_ms // self.interval_ms)
-
-    def add(self, at_ms: float, amount: float = 1.0) -> None:
-        self.by_interval[self.interval(at_ms)] += amount
-
-    def add_sorted(self, times_ms: Sequence[float]) -> None:
-        """Add 1 at each of the times, which are in order."""
-        at = 0
-        while at < len(times_ms):
-            interval = self.interval(times_ms[at])
-            end = bisect_left(times_ms, interval + 1, at, key=self.interval)
-            self.by_interval[interval] += end - at
-            at = end
-
-    def values(self, intervals: int) -> list[float]:
-        """Return the sums of the first `intervals`."""
-        return [self.by_interval.get(interval, 0.0) for interval in range(intervals)]
-
-
-@define(eq=False)
-class IntervalMeans:
-    """Average number of concurrent things in each interval."""
-
-    interval_ms: float
-    _parts: defaultdict[int, float] = field(factory=lambda: defaultdict(float))
-    """Milliseconds in the intervals where a thing began or ended."""
-    _changes: defaultdict[int, int] = field(factory=lambda: defaultdict(int))
-    """Change of the number of things that last for the whole interval."""
-
-    def add(self, begin_ms: float, end_ms: float) -> None:
-        """Add a thing that lasted from one time to another."""
-        first, last = int(begin_ms // self.interval_ms), int(end_ms // self.interval_ms)
-        if first == last:
-            self._parts[first] += end_ms - begin_ms
-            return
-        self._parts[first] += (first + 1) * self.interval_ms - begin_ms
-        self._parts[last] += end_ms - last * self.interval_ms
-        self._changes[first + 1] += 1
-        self._changes[last] -= 1
-
-    def means(self, intervals: int, end_ms: float) -> list[float]:
-        """Return the averages of the first `intervals`; the last one ends with the replay."""
-        whole, found = 0, []
-        for interval in range(intervals):
-            whole += self._changes.get(interval, 0)
-            lasted_ms = min(self.interval_ms, end_ms - interval * self.interval_ms) or self.interval_ms
-            found.append((self._parts.get(interval, 0.0) + whole * self.interval_ms) / lasted_ms)
-        return found
-
 
 INTERVAL_MS = 10_000.0
 """Interval of the series, by default."""
@@ -109,6 +51,21 @@ def to_nanosecond(time_ms: float) -> float:
 def elapsed_ms(begin_ms: float, end_ms: float) -> float:
     """Return the time between two times, without rounding error below a picosecond."""
     return round(end_ms - begin_ms, 9)
+
+
+def interval_of(time_ms: float, interval_ms: float) -> int:
+    """Return the number of the interval at a time. An interval contains its begin, but not its end."""
+    return int(time_ms // interval_ms)
+
+
+def count_sorted(times_ms: Sequence[float], interval_ms: float) -> dict[int, int]:
+    """Return how many of the times, which are in order, are in each interval; many of one interval cost little."""
+    counts, at = {}, 0
+    while at < len(times_ms):
+        interval = interval_of(times_ms[at], interval_ms)
+        end = bisect_left(times_ms, interval + 1, at, key=lambda time_ms: interval_of(time_ms, interval_ms))
+        counts[interval], at = end - at, end
+    return counts
 
 
 def _since(begin_ms: float | None, end_ms: float | None) -> float | None:
@@ -250,12 +207,11 @@ class Samples:
     workers: dict[tuple[Role, int], WorkerSample] = field(factory=dict)
     gaps_ms: array[float] = field(factory=lambda: array("d"), repr=False)
     """Between the tokens of all completed requests."""
-    tokens_over_time: IntervalSums = field(init=False)
+    tokens_by_interval: Counter[int] = field(factory=Counter, init=False)
 
     def __attrs_post_init__(self) -> None:
-        if not self.interval_ms > 0:
-            raise InvalidArgument(f"must be above 0, got {self.interval_ms}", field="interval_ms")
-        self.tokens_over_time = IntervalSums(self.interval_ms)
+        if not 0 < self.interval_ms < inf:
+            raise InvalidArgument(f"must be finite and above 0, got {self.interval_ms}", field="interval_ms")
 
     def arrived(
         self,
@@ -280,7 +236,7 @@ class Samples:
         if sample.end_ms is not None:
             raise InvalidArgument(f"request {sample.name!r} is over already", field="sample")
         times = sample.close(now_ms, status)
-        self.tokens_over_time.add_sorted(times)
+        self.tokens_by_interval.update(count_sorted(times, self.interval_ms))
         if status is Status.COMPLETED:
             self.gaps_ms.extend(map(elapsed_ms, times, islice(times, 1, None)))
 

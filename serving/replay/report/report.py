@@ -224,8 +224,8 @@ class Report:
 
         Raise InvalidArgument unless it is a JSON object, and for a figure that is missing or of the wrong type.
         """
-        plain = wire.from_json(data, dict[str, Any])
-        return cls(**{name: _read(name, plain) for name in _KINDS})
+        plain = _NEWER | wire.from_json(data, dict[str, Any])
+        return wire.from_plain({name: _nested(name, keys, plain) for name, keys in _KEYS.items()}, cls)
 
 
 def _written_out(value: Any) -> Any:
@@ -247,28 +247,14 @@ def _keys(field: attrs.Attribute[Any], kind: Any) -> dict[str, str]:
     return {part.name: f"{field.name}_{part.name}" for part in attrs.fields(parts)} if parts else {}
 
 
-def _read(name: str, plain: dict[str, Any]) -> Any:
-    keys = _KEYS[name]
+def _nested(name: str, keys: Mapping[str, str], plain: Mapping[str, Any]) -> Any:
+    """Return the plain value of a field. Raise InvalidArgument if a figure of it is missing."""
     if name == "goodput" and not any(key in plain for key in keys.values()):
         return None
-    if keys:
-        return _structured({part: _need(plain, key) for part, key in keys.items()}, _KINDS[name], name)
-    return _structured(plain.get(name, _NEWER[name]) if name in _NEWER else _need(plain, name), _KINDS[name], name)
-
-
-def _need(plain: dict[str, Any], key: str) -> Any:
-    if key not in plain:
-        raise InvalidArgument(f"the report has no {key}", field=key)
-    return plain[key]
-
-
-def _structured(value: Any, kind: Any, name: str) -> Any:
-    try:
-        return wire.from_plain(value, kind)
-    except InvalidArgument as error:
-        joint = "." if error.field and not error.field.startswith("[") else ""
-        place = f"{name}{joint}{error.field}"
-        raise InvalidArgument(f"{place}: {error}", field=place, cause=error) from error
+    for key in keys.values() or (name,):
+        if key not in plain:
+            raise InvalidArgument(f"the report has no {key}", field=key)
+    return {part: plain[key] for part, key in keys.items()} if keys else plain[name]
 
 
 _KINDS = cast(dict[str, Any], {one.name: one.type for one in attrs.fields(attrs.resolve_types(Report))})

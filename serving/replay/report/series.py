@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import inf
 
-from attrs import frozen
+from attrs import define, field, frozen
 
-from pipeline import InvalidArgument
+from pipeline.protocols.field_rules import InvalidRecord
 
-from ..samples import IntervalMeans, IntervalSums, RequestSample, Role, Samples, Status
+from ..samples import RequestSample, Role, Samples, Status, interval_of
 from .distribution import rank
+
+
+@define(eq=False)
+class IntervalMeans:
+    """Average number of concurrent things in each interval."""
+
+    interval_ms: float
+    _parts: defaultdict[int, float] = field(factory=lambda: defaultdict(float))
+    """Milliseconds in the intervals where a thing began or ended."""
+    _changes: defaultdict[int, int] = field(factory=lambda: defaultdict(int))
+    """Change of the number of things that last for the whole interval."""
+
+    def add(self, begin_ms: float, end_ms: float) -> None:
+        """Add a thing that lasted from one time to another."""
+        first, last = interval_of(begin_ms, self.interval_ms), interval_of(end_ms, self.interval_ms)
+        if first == last:
+            self._parts[first] += end_ms - begin_ms
+            return
+        self._parts[first] += (first + 1) * self.interval_ms - begin_ms
+        self._parts[last] += end_ms - last * self.interval_ms
+        self._changes[first + 1] += 1
+        self._changes[last] -= 1
+
+    def means(self, intervals: int, end_ms: float) -> list[float]:
+        """Return the averages of the first `intervals`; the last one ends with the replay."""
+        whole, found = 0, []
+        for interval in range(intervals):
+            whole += self._changes.get(interval, 0)
+            lasted_ms = min(self.interval_ms, end_ms - interval * self.interval_ms) or self.interval_ms
+            found.append((self._parts.get(interval, 0.0) + whole * self.interval_ms) / lasted_ms)
+        return found
 
 
 @frozen
@@ -43,7 +74,7 @@ class Series:
 
     def __attrs_post_init__(self) -> None:
         if not 0 < self.interval_ms < inf:
-            raise InvalidArgument(f"must be finite and above 0, got {self.interval_ms}", field="interval_ms")
+            raise InvalidRecord(f"must be finite and above 0, got {self.interval_ms}", "interval_ms")
 
 
 def make_series(samples: Samples, end_ms: float) -> Series:
@@ -51,26 +82,26 @@ def make_series(samples: Samples, end_ms: float) -> Series:
     width, requests = samples.interval_ms, samples.requests
     latest_ms = max([end_ms, *(sample.arrival_ms for sample in requests)], default=0.0)
     intervals = int(latest_ms // width) + 1 if requests else 0
-    arrivals, completions, running = IntervalSums(width), IntervalSums(width), IntervalMeans(width)
+    arrivals, completions, running = Counter[int](), Counter[int](), IntervalMeans(width)
     ttfts: defaultdict[int, list[float]] = defaultdict(list)
     for sample in requests:
-        arrivals.add(sample.arrival_ms)
+        arrived = interval_of(sample.arrival_ms, width)
+        arrivals[arrived] += 1
         running.add(sample.arrival_ms, _end(sample, latest_ms))
         if sample.status is Status.COMPLETED and sample.end_ms is not None:
-            completions.add(sample.end_ms)
+            completions[interval_of(sample.end_ms, width)] += 1
             if sample.ttft_ms is not None:
-                ttfts[arrivals.interval(sample.arrival_ms)].append(sample.ttft_ms)
+                ttfts[arrived].append(sample.ttft_ms)
     ordered = [sorted(ttfts.get(interval, ())) for interval in range(intervals)]
-    tokens = samples.tokens_over_time.values(intervals)
     lasted_s = [(min(width, latest_ms - interval * width) or width) / 1000 for interval in range(intervals)]
     return Series(
         interval_ms=width,
-        arrivals=[int(value) for value in arrivals.values(intervals)],
-        completions=[int(value) for value in completions.values(intervals)],
+        arrivals=[arrivals[interval] for interval in range(intervals)],
+        completions=[completions[interval] for interval in range(intervals)],
         running=running.means(intervals, latest_ms),
         mean_ttft_ms=[sum(values) / len(values) if values else None for values in ordered],
         p99_ttft_ms=[values[rank(len(values), 99)] if values else None for values in ordered],
-        output_tok_s=[count / lasted for count, lasted in zip(tokens, lasted_s, strict=True)],
+        output_tok_s=[samples.tokens_by_interval[interval] / lasted for interval, lasted in enumerate(lasted_s)],
         workers=list(_workers(samples, intervals, latest_ms)),
     )
 
@@ -89,19 +120,20 @@ def stays(sample: RequestSample, end_ms: float) -> Iterator[tuple[tuple[Role, in
 def _workers(samples: Samples, intervals: int, end_ms: float) -> Iterator[WorkerSeries]:
     width = samples.interval_ms
     loads: defaultdict[tuple[Role, int], IntervalMeans] = defaultdict(lambda: IntervalMeans(width))
-    cached: defaultdict[tuple[Role, int], IntervalSums] = defaultdict(lambda: IntervalSums(width))
-    prompts: defaultdict[tuple[Role, int], IntervalSums] = defaultdict(lambda: IntervalSums(width))
+    cached: defaultdict[tuple[Role, int], Counter[int]] = defaultdict(Counter)
+    prompts: defaultdict[tuple[Role, int], Counter[int]] = defaultdict(Counter)
     for sample in samples.requests:
         for place, begin_ms, over_ms in stays(sample, end_ms):
             loads[place].add(begin_ms, over_ms)
         place_of_prompt = computed_at(sample)
         if place_of_prompt is not None and sample.status is Status.COMPLETED:
-            cached[place_of_prompt].add(sample.arrival_ms, sample.hit_tokens)
-            prompts[place_of_prompt].add(sample.arrival_ms, sample.input_tokens)
+            arrived = interval_of(sample.arrival_ms, width)
+            cached[place_of_prompt][arrived] += sample.hit_tokens
+            prompts[place_of_prompt][arrived] += sample.input_tokens
     for role, worker in sorted(samples.workers.keys() | loads.keys()):
         place = role, worker
-        parts = zip(cached[place].values(intervals), prompts[place].values(intervals), strict=True)
-        rates = [part / whole if whole else None for part, whole in parts]
+        hits, wholes = cached[place], prompts[place]
+        rates = [hits[at] / wholes[at] if wholes[at] else None for at in range(intervals)]
         yield WorkerSeries(worker, role, loads[place].means(intervals, end_ms), rates)
 
 

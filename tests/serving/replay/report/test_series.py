@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from pipeline import InvalidArgument
 from serving.replay import Samples, make_report
 from serving.replay.report import Series
-from serving.replay.samples import IntervalMeans, IntervalSums, Status
+from serving.replay.report.series import IntervalMeans
+from serving.replay.samples import Status, count_sorted, interval_of
 
 
 def series(samples: Samples) -> Series:
@@ -63,9 +66,10 @@ def test_a_request_that_moves_loads_each_worker_for_its_time() -> None:
     assert (zero.load, one.load) == ([0.4, 0.0], [0.4, 0.0])
 
 
-def test_an_interval_lasts_some_time() -> None:
+@pytest.mark.parametrize("interval_ms", [0, -1.0, math.inf, math.nan])
+def test_an_interval_lasts_some_time(interval_ms: float) -> None:
     with pytest.raises(InvalidArgument):
-        Samples(interval_ms=0)
+        Samples(interval_ms=interval_ms)
 
 
 def test_a_report_has_no_series_without_requests_or_if_switched_off() -> None:
@@ -92,11 +96,7 @@ def test_interval_means_add_up_to_the_whole_time(spans: list[tuple[float, float]
 
 @given(st.lists(st.floats(0, 1000), max_size=30), st.sampled_from([0.1, 7.5, 100.0, 5000.0]))
 def test_times_in_order_are_counted_as_one_by_one(times: list[float], width: float) -> None:
-    at_once, singly = IntervalSums(width), IntervalSums(width)
-    at_once.add_sorted(sorted(times))
-    for at in times:
-        singly.add(at)
-    assert at_once.by_interval == singly.by_interval
+    assert count_sorted(sorted(times), width) == Counter(interval_of(at, width) for at in times)
 
 
 def test_a_replay_that_ends_with_an_interval_loses_no_token() -> None:
