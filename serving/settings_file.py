@@ -28,15 +28,16 @@ def read_yaml(path: Path, field: str) -> Any:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise wrong(path, "reading YAML needs PyYAML: install penstock[serve]", field, error) from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            _check_keys(node)
+            return node
+
     text = _text(path, field)
     try:
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-            _check_keys(node, yaml.MappingNode, set())
-            return None if node is None else loader.construct_document(node)
-        finally:
-            loader.dispose()
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise wrong(path, f"is no YAML: {_what(error)}", field, error) from error
     except (ValueError, RecursionError) as error:  # a date that is none, or a file too deep
@@ -59,22 +60,14 @@ def _text(path: Path, field: str) -> str:
         raise InvalidArgument(f"{str(path)!r} is no path: {error}", field=field, cause=error) from error
 
 
-def _check_keys(node: Any, mapping: type, seen: set[int]) -> None:
-    """Raises ValueError for an object with a key twice, of which YAML would keep the last; aliases may be circular."""
-    if node is None or isinstance(node.value, str) or id(node) in seen:
-        return
-    seen.add(id(node))
+def _check_keys(node: Any) -> None:
+    """Raise ValueError for an object with a key twice, of which YAML would keep the last."""
     keys = set()
-    for entry in node.value:
-        if isinstance(node, mapping):
-            key, value = entry
-            if isinstance(key.value, str):
-                if (key.tag, key.value) in keys:
-                    raise ValueError(f"{key.value} comes twice, line {key.start_mark.line + 1}")
-                keys.add((key.tag, key.value))
-            _check_keys(value, mapping, seen)
-        else:
-            _check_keys(entry, mapping, seen)
+    for key, _ in node.value:
+        if isinstance(key.value, str):
+            if (key.tag, key.value) in keys:
+                raise ValueError(f"{key.value} comes twice, line {key.start_mark.line + 1}")
+            keys.add((key.tag, key.value))
 
 
 def _what(error: Any) -> str:
