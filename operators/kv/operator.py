@@ -24,7 +24,6 @@ from pipeline.protocols import (
     LLMEngineOutput,
     PreprocessedRequest,
     RequestPhase,
-    RequestTracker,
     RouterChoice,
     RoutingData,
     RoutingHints,
@@ -120,7 +119,9 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             reservation.release()
 
     async def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
-        route = self.router.route_request(request, _phase(request.payload.tracker))
+        tracker = request.payload.tracker
+        phase = RequestPhase.AGGREGATED if tracker is None else tracker.phase
+        route = self.router.route_request(request, phase)
         await hash_beside_the_loop(route, request)
         return route
 
@@ -131,7 +132,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             reservation = await self.router.reserve(route, request_id=request.id, control=request.control, steps=steps)
         if (tracker := request.payload.tracker) is not None:
             tracker.record_router_queue_depth(waiting)
-        if route.worker_id is None:
+        if route.worker_id is None and _log.isEnabledFor(logging.DEBUG):
             # Tools parse this line; its shape is that of the original.
             (worker_id, dp_rank), decision = reservation.rank, reservation.decision
             blocks, text = decision.prompt.blocks, "[ROUTING] Best: worker_%d dp_rank=%d with %d/%d blocks overlap"
@@ -144,12 +145,13 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         self, request: Context[PreprocessedRequest], reservation: Reservation, next: Next, entry: Entered | None = None
     ) -> ResponseStream[Output]:
         """Send the request to the reserved worker, and account for its stream; `entry` is its place in a session."""
-        payload, phase, decision = request.payload, _phase(request.payload.tracker), reservation.decision
+        payload, tracker, decision = request.payload, request.payload.tracker, reservation.decision
+        phase = RequestPhase.AGGREGATED if tracker is None else tracker.phase
         try:
             if request.is_stopped and phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
                 raise Cancelled("stopped before its prefill was sent")
             self._note(request, decision)
-            self._metrics.routed(len(payload.token_ids), payload.tracker, decision)
+            self._metrics.routed(len(payload.token_ids), tracker, decision)
             reasons = _reasons(decision) if payload.has_annotation(ROUTER_DECISION) else None
             sent = request.with_payload(_with_rank(payload, decision.rank, phase))
             assign_worker(sent, decision.rank.worker_id, is_accounted=True)
@@ -163,7 +165,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         except BaseException:
             reservation.release()
             raise
-        reservation.meter = RequestMeter(self._metrics, payload.tracker, phase)
+        reservation.meter = RequestMeter(self._metrics, tracker, phase)
         reservation.forget_decision()
         held = [ReleaseOnce(reservation.release)]
         if entry is not None:
@@ -298,10 +300,6 @@ def _dispatch_attributes(
 def _shows_a_lost_worker(error: BaseException) -> bool:
     """Whether another worker may succeed with the request; not so after a cancellation or for an invalid request."""
     return isinstance(error, PenstockError) and error.facts.retry
-
-
-def _phase(tracker: RequestTracker | None) -> RequestPhase:
-    return RequestPhase.AGGREGATED if tracker is None else tracker.phase
 
 
 def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPhase) -> PreprocessedRequest:

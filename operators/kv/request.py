@@ -24,7 +24,6 @@ from pipeline.threads import GiveUp
 from ..text import offered_threads
 from .eligibility import RoutingRules, WorkerPool, narrowed_to_adapter
 from .prompt import PromptBlocks
-from .selection import Prompt
 from .types import WorkerRank
 
 POLICY_CLASS = "policy-class"
@@ -90,10 +89,6 @@ class RouteRequest:
             prompt_tokens=len(request.token_ids),
             expected_output_tokens=hints.expected_output_tokens,
         )
-
-    @property
-    def prompt(self) -> Prompt:
-        return Prompt(len(self.blocks.token_ids), self.blocks.block_size_tokens)
 
     @property
     def partition(self) -> Hashable:

@@ -85,7 +85,7 @@ class Reservation(ActiveRequest):
         after = self.output_tokens
         first_block_tokens = -self.prompt_tokens % self.block_size_tokens
         if self.next_step_tokens == 1:
-            self.mark_prefill_completed()
+            self._kept(self.book.finish_prefill)
             if self.meter is not None:
                 self.meter.first_token()
             self.next_step_tokens = first_block_tokens + 1

@@ -71,27 +71,21 @@ class KvRouter:
     ) -> None:
         self.pool, self.lookup, self.loads, self.queue, self.selector = pool, lookup, loads, queue, selector
         self.config, self.sessions = config, sessions
+        self.block_size_tokens = lookup.block_size_tokens
+        """The KV block size of the workers."""
+        self.worker_type = selector.worker_type
+        """What the workers of the pool do."""
         self._duration = prefill_duration if config.router_prefill_load_model != "none" else None
         self._following = CompositeDisposable()
         self._tasks: TaskGroup | None = None
         loads.on_room = queue.drain
         pool.follow(self._on_workers)
 
-    @property
-    def worker_type(self) -> WorkerType:
-        """What the workers of the pool do."""
-        return self.selector.worker_type
-
-    @property
-    def block_size_tokens(self) -> int:
-        """The KV block size of the workers."""
-        return self.lookup.block_size_tokens
-
     # -- requests
 
     def route_request(self, request: Context[PreprocessedRequest], phase: RequestPhase) -> RouteRequest:
         """Return what the request needs of this router, with the hashes of earlier routers, if they are shared."""
-        size, is_eagle, payload = self.lookup.block_size_tokens, self.lookup.is_eagle, request.payload
+        size, is_eagle, payload = self.block_size_tokens, self.lookup.is_eagle, request.payload
         route = RouteRequest.of_request(payload, size, phase=phase, is_eagle=is_eagle, metadata=request.metadata)
         return with_shared_hashes(route, request)
 
@@ -238,7 +232,7 @@ class KvRouter:
             steps.begin("seq_hashing")
             _ = blocks.sequence_hashes
         steps.begin("indexer_find_matches")
-        return self._find(blocks)
+        return self.lookup.find(blocks, self.loads.clock())
 
     def _select(
         self,
@@ -250,8 +244,8 @@ class KvRouter:
         now_s: float,
     ) -> Decision:
         loads = self.loads.sequences.project(hashes, candidates.ranks, now_s)
-        rng, worker_type = self.selector.rng, self.selector.worker_type
-        return select_worker(request.prompt, candidates, overlap, loads, settings, rng, worker_type)
+        prompt = Prompt(len(request.blocks.token_ids), self.block_size_tokens)
+        return select_worker(prompt, candidates, overlap, loads, settings, self.selector.rng, self.worker_type)
 
     def _place(self, queued: QueuedRequest, must_refresh: bool) -> Reservation:
         """Select a worker and book the request there."""
@@ -263,7 +257,7 @@ class KvRouter:
         reservation = Reservation(
             request_id=queued.request_id,
             book=self.loads,
-            block_size_tokens=self.lookup.block_size_tokens,
+            block_size_tokens=self.block_size_tokens,
             prompt_tokens=request.prompt_tokens,
             expected_output_tokens=request.expected_output_tokens,
             lora_name=request.blocks.lora_name,

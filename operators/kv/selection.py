@@ -44,7 +44,7 @@ from pipeline.protocols import RouterConfigOverride
 
 from .config import KvRouterConfig
 from .eligibility import Candidates
-from .index import CandidateOverlap, Overlap
+from .index import CandidateOverlap, Overlap, in_tokens
 from .load import Column, RankLoads
 from .types import PlacementRule, RequestSettings, WorkerRank
 
@@ -305,14 +305,15 @@ def select_worker(
         column = [cost * multiplier for cost, multiplier in zip(column, candidates.multipliers, strict=True)]
     position = pick(column, settings.temperature, rng)
     rank = candidates.ranks[position]
+    effective_blocks = overlap.effective_blocks(rank, settings)
     return Decision(
         rank,
         column[position],
         _margin(column, position),
         seen.device[position],
         seen.best_device,
-        overlap.effective_blocks(rank, settings),
-        overlap.cached_tokens(rank, settings, prompt.block_size_tokens),
+        effective_blocks,
+        in_tokens(effective_blocks, prompt.block_size_tokens),
         prompt,
         candidates.ranks,
         column,

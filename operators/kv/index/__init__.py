@@ -8,7 +8,7 @@ from .block_run import (
     KvIndexError,
     ParentBlockNotFound,
 )
-from .overlap import CandidateOverlap, Overlap
+from .overlap import CandidateOverlap, Overlap, in_tokens
 from .predicted import PredictedIndex, deepest
 from .prefix_index import KvIndex, Outcome
 
@@ -25,4 +25,5 @@ __all__ = [
     "ParentBlockNotFound",
     "PredictedIndex",
     "deepest",
+    "in_tokens",
 ]

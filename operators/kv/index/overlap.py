@@ -57,8 +57,8 @@ class Overlap:
         return tiers.device + settings.host_cache_hit_weight * tiers.host + settings.disk_cache_hit_weight * tiers.disk
 
     def cached_tokens(self, rank: WorkerRank, settings: RequestSettings, block_size_tokens: int) -> int:
-        """The effective blocks in tokens, rounded half up; may exceed the prompt."""
-        return floor(self.effective_blocks(rank, settings) * block_size_tokens + 0.5)
+        """The effective blocks in tokens; may exceed the prompt."""
+        return in_tokens(self.effective_blocks(rank, settings), block_size_tokens)
 
     def shared_blocks_beyond(self, device_blocks: float) -> int:
         """Blocks of the shared cache at or behind this position, which is rounded half up."""
@@ -101,4 +101,9 @@ class CandidateOverlap:
         best = self.best_device
         if self.overlap.has_lower_tiers:
             best = max((self.overlap.effective_blocks(rank, settings) for rank in self.zero_by_rank), default=0)
-        return floor(best * block_size_tokens + 0.5)
+        return in_tokens(best, block_size_tokens)
+
+
+def in_tokens(blocks: float, block_size_tokens: int) -> int:
+    """The blocks in tokens, rounded half up."""
+    return floor(blocks * block_size_tokens + 0.5)
