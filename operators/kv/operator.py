@@ -148,12 +148,13 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         payload, tracker, decision = request.payload, request.payload.tracker, reservation.decision
         phase = RequestPhase.AGGREGATED if tracker is None else tracker.phase
         try:
-            if request.is_stopped and phase is RequestPhase.PREFILL:  # decode of such a request takes blocks
+            if phase is RequestPhase.PREFILL and request.is_stopped:  # decode of such a request takes blocks
                 raise Cancelled("stopped before its prefill was sent")
             self._note(request, decision)
             self._metrics.routed(len(payload.token_ids), tracker, decision)
             reasons = _reasons(decision) if payload.has_annotation(ROUTER_DECISION) else None
-            sent = request.with_payload(_with_rank(payload, decision.rank, phase))
+            ranked = _with_rank(payload, decision.rank, phase)
+            sent = request if ranked is payload else request.with_payload(ranked)
             assign_worker(sent, decision.rank.worker_id, is_accounted=True)
             if request.trace is None:
                 stream = await next.generate(sent)
@@ -303,12 +304,15 @@ def _shows_a_lost_worker(error: BaseException) -> bool:
 
 
 def _with_rank(payload: PreprocessedRequest, rank: WorkerRank, phase: RequestPhase) -> PreprocessedRequest:
-    """A copy of the request with the rank that is to compute it."""
+    """A copy of the request with the rank that is to compute it; the request itself if it has that already."""
+    hints, is_prefill, dp_rank = payload.routing, phase is RequestPhase.PREFILL, rank.dp_rank
+    if hints is not None and hints.dp_rank == dp_rank and (not is_prefill or hints.prefill_dp_rank == dp_rank):
+        return payload
     ranked = shallow_copy(payload)
-    hints = ranked.routing = RoutingHints() if payload.routing is None else shallow_copy(payload.routing)
-    hints.dp_rank = rank.dp_rank
-    if phase is RequestPhase.PREFILL:
-        hints.prefill_dp_rank = rank.dp_rank
+    hints = ranked.routing = RoutingHints() if hints is None else shallow_copy(hints)
+    hints.dp_rank = dp_rank
+    if is_prefill:
+        hints.prefill_dp_rank = dp_rank
     return ranked
 
 

@@ -59,7 +59,7 @@ class PromptBlocks:
             self.token_ids,
             self.block_size_tokens,
             seed=hash_seed(self.lora_name, self.cache_namespace),
-            media=media_hashes(self.media),
+            media=media_hashes(self.media) if self.media else (),
             is_eagle=self.is_eagle,
         )
 

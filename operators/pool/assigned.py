@@ -25,7 +25,8 @@ class Assigned(NamedTuple):
     is_accounted: bool
 
 
-_ASSIGNED: Mark[Assigned] = Mark("operators.pool.assigned")
+ASSIGNED: Mark[Assigned] = Mark("operators.pool.assigned")
+"""What `PushRouter` takes: `assign_worker` puts it."""
 
 
 def assign_worker(request: Context[Any], worker_id: int, *, is_accounted: bool = False) -> None:
@@ -34,12 +35,7 @@ def assign_worker(request: Context[Any], worker_id: int, *, is_accounted: bool =
     With `is_accounted` the caller counts the request as load and records the worker and the choice in the request's
     tracker, and PushRouter does neither.
     """
-    _ASSIGNED.put(request, Assigned(worker_id, is_accounted))
-
-
-def take_assigned_worker(request: Context[Any]) -> Assigned | None:
-    """Return the worker that was assigned and remove the mark; None if there is no mark."""
-    return _ASSIGNED.take(request)
+    ASSIGNED.put(request, Assigned(worker_id, is_accounted))
 
 
 class DirectRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):

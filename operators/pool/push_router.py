@@ -36,7 +36,7 @@ from pipeline.errors import Refused
 from pipeline.protocols import RouterChoice
 from pipeline.telemetry import annotate, trace_link
 
-from .assigned import take_assigned_worker
+from .assigned import ASSIGNED
 from .health import COOLDOWN_S, InstanceHealth, all_failed, note_failure, without_failed
 from .load import UNCOUNTED, WorkerLoads
 from .pickers import DeviceAware, Picker, RoundRobin, Uncounted, least_loaded, power_of_two, random_pick
@@ -143,7 +143,7 @@ class PushRouter(AsyncEngine[In, Out], Generic[In, Out]):
     # -- requests
 
     async def generate(self, request: Context[In]) -> ResponseStream[Out]:
-        if (assigned := take_assigned_worker(request)) is not None:
+        if (assigned := ASSIGNED.take(request)) is not None:
             return await self._send(request, self._present(assigned.worker_id), is_accounted=assigned.is_accounted)
         if self._pick is None:
             return await self._send(request, self._present(_named_instance(request.payload)))

@@ -293,7 +293,7 @@ class PrefillTask:
         return await spanned(self.request, "prefill", self._send, tracer=self.tracer)
 
     async def _send(self, request: Context[PreprocessedRequest]) -> ResponseStream[Output]:
-        self.link = trace_link(request)
+        self.link = None if request.trace is None else trace_link(request)
         reservation = await self.pool.reserve(request)
         try:
             self._move(PrefillEvent.RESERVED)
