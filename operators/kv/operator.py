@@ -14,6 +14,7 @@ from pipeline import (
     AsyncEngine,
     Cancelled,
     Context,
+    Control,
     Operator,
     PenstockError,
     ReleaseOnce,
@@ -31,7 +32,6 @@ from pipeline.protocols import (
 from pipeline.protocols.openai import QUERY_INSTANCE_ID
 from pipeline.telemetry import annotate
 
-from ..marks import Mark
 from ..pool import Next, Output, assign_worker
 from ..records import shallow_copy
 from .metrics import RequestMeter, RouterMetrics, span_below
@@ -46,10 +46,6 @@ _log = logging.getLogger(__name__)
 
 ROUTER_DECISION = "router_decision"
 """Annotation that requests an event of this name before the answer: the chosen worker, and why."""
-
-
-_RESERVED: Mark[Reservation] = Mark("operators.kv.reserved")
-"""The reservation of a request for which `KvPushRouter.reserve` was called, until `generate` takes it."""
 
 
 class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Output]):
@@ -84,12 +80,14 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         self.router = router
         self._metrics = RouterMetrics(worker_type=router.worker_type) if metrics is None else metrics
         self._tracer = tracer
+        self._reserved: dict[Control, Reservation] = {}
+        """What `reserve` has reserved, by the request's control, until `generate` or `give_back` takes it."""
 
     async def generate(
         self, request: Context[PreprocessedRequest], next: AsyncEngine[PreprocessedRequest, Output]
     ) -> ResponseStream[Output]:
         has_sessions = self.router.sessions is not None
-        if not has_sessions and (reservation := _RESERVED.take(request)) is not None:
+        if not has_sessions and (reservation := self._reserved.pop(request.control, None)) is not None:
             return await self._send(request, reservation, next)
         route = await self._route(request)
         session_id = session_id_of(request.metadata) if has_sessions else None
@@ -97,8 +95,8 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             return self._answer(request, route, session_id)
         if session_id is not None:
             return await self._in_session(request, route, session_id, next)
-        reservation = _RESERVED.take(request) if has_sessions else None
-        return await self._send(request, reservation or await self._reserved(request, route), next)
+        reservation = self._reserved.pop(request.control, None) if has_sessions else None
+        return await self._send(request, reservation or await self._reserve(request, route), next)
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> WorkerRank:
         """Reserve a worker for a request, in its turn if all are busy; `generate` then sends it there.
@@ -109,13 +107,13 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         route = await self._route(request)
         if request.payload.get_annotation_value(QUERY_INSTANCE_ID) is not None:
             return self.router.advise(route).rank
-        reservation = await self._reserved(request, route)
-        _RESERVED.put(request, reservation)
+        reservation = await self._reserve(request, route)
+        self._reserved[request.control] = reservation
         return reservation.decision.rank
 
     def give_back(self, request: Context[PreprocessedRequest]) -> None:
         """Release what `reserve` has reserved, if `generate` has not taken it."""
-        if (reservation := _RESERVED.take(request)) is not None:
+        if (reservation := self._reserved.pop(request.control, None)) is not None:
             reservation.release()
 
     async def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
@@ -125,7 +123,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
         await hash_beside_the_loop(route, request)
         return route
 
-    async def _reserved(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Reservation:
+    async def _reserve(self, request: Context[PreprocessedRequest], route: RouteRequest) -> Reservation:
         """Reserve a worker, and record how many requests waited before this one."""
         waiting = len(self.router.queue)
         with self._metrics.steps(self.router.loads.clock, request, self._tracer) as steps:
@@ -228,7 +226,7 @@ class KvPushRouter(Operator[PreprocessedRequest, Output, PreprocessedRequest, Ou
             entry = await sessions.enter(session_id, request.id, request.control)
             try:
                 pinned = route if isinstance(entry, Claimed) else _in_session_of(entry.rank, route)
-                reservation = _RESERVED.take(request) or await self._reserved(request, pinned)
+                reservation = self._reserved.pop(request.control, None) or await self._reserve(request, pinned)
                 return await self._send(request, reservation, next, entry)
             except BaseException as error:
                 if isinstance(entry, Claimed):

@@ -165,8 +165,8 @@ class ActiveSequences:
         """Stop counting the prompt; return False if that was done before, or the request is not live."""
         if (slot := self._slot_of(request)) is None:
             return False
-        removed = slot.prompts.remove(request.request_id, now_s)
-        self._refresh(slot, now_s)
+        if removed := slot.prompts.remove(request.request_id, now_s):
+            self._refresh(slot, now_s)
         return removed
 
     def grow(self, request: ActiveRequest, weight: float | None, now_s: float) -> bool:
