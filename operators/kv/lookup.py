@@ -60,7 +60,8 @@ class PrefixLookup:
         """The device blocks of each rank that has some."""
         scores: dict[WorkerRank, int] = {}
         if self.feed is not None:
-            self._warn_if_stalled(self.feed)
+            if self.feed.is_stalled:
+                self._warn_of_stall()
             scores = self.feed.index.find_matches(blocks.local_hashes)
         if self._routed is not None:
             scores = deepest(scores, self._routed.find_matches(blocks.local_hashes, now_s))
@@ -121,10 +122,11 @@ class PrefixLookup:
             feed.receive(event.payload, event.publisher_id)
         else:
             feed.receive(event)
-        self._warn_if_stalled(feed)
+        if feed.is_stalled:
+            self._warn_of_stall()
 
-    def _warn_if_stalled(self, feed: EventFeed) -> None:
-        if self._is_followed and not self._has_warned and feed.is_stalled:
+    def _warn_of_stall(self) -> None:
+        if self._is_followed and not self._has_warned:
             self._has_warned = True
             _log.warning("KV events are kept and not applied while KvRouter.run does not run: start it in a task")
 

@@ -120,7 +120,7 @@ class KvPrefill:
 
     async def reserve(self, request: Context[PreprocessedRequest]) -> PrefillReservation:
         rank = await self.stage.reserve(request)
-        return PrefillReservation(_worker(rank), partial(self.stage.give_back, request))
+        return PrefillReservation(PrefillWorker(*rank), partial(self.stage.give_back, request))
 
     async def send(
         self, request: Context[PreprocessedRequest], reservation: PrefillReservation
@@ -128,7 +128,7 @@ class KvPrefill:
         return await self.engine.generate(request)
 
     def find(self, request: Context[PreprocessedRequest], *, takes_turn: bool = False) -> PrefillWorker:
-        return _worker(self.advise(request)[0])
+        return PrefillWorker(*self.advise(request)[0])
 
     def advise(self, request: Context[PreprocessedRequest]) -> tuple[WorkerRank, int]:
         """Return the rank a request would go to now, and the prompt tokens in flight there. Raise as `find`."""
@@ -137,10 +137,6 @@ class KvPrefill:
 
     def _route(self, request: Context[PreprocessedRequest]) -> RouteRequest:
         return self.router.route_request(request, RequestPhase.PREFILL)
-
-
-def _worker(rank: WorkerRank) -> PrefillWorker:
-    return PrefillWorker(rank.worker_id, rank.dp_rank)
 
 
 @frozen
