@@ -73,7 +73,7 @@ class KvRouter:
         self.config, self.sessions = config, sessions
         self.block_size_tokens = lookup.block_size_tokens
         """The KV block size of the workers."""
-        self.worker_type = selector.worker_type
+        self.worker_type: WorkerType = selector.worker_type
         """What the workers of the pool do."""
         self._duration = prefill_duration if config.router_prefill_load_model != "none" else None
         self._following = CompositeDisposable()

@@ -28,7 +28,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 NEEDS: dict[str, str] = {
     "serving.cli": "serving.cli needs cyclopts: pip install 'penstock[serve]'",
     **dict.fromkeys(
-        ("serving.http", *(f"serving.http.{part}" for part in ("generation", "metrics", "openapi", "request"))),
+        ("serving.http", *(f"serving.http.{part}" for part in ("generation", "metrics"))),
         "serving.http needs starlette: pip install 'penstock[serve]'",
     ),
     "serving.live": "serving.live needs httpx2: pip install 'penstock[serve]'",
