@@ -150,6 +150,7 @@ class PrefillTask:
     _client_left: bool = field(default=False, init=False)
     _has_ended: bool = field(default=False, init=False)
     tracker: RequestTracker = field(init=False)
+    """That of the payload: shared with the client's request, its phases and times are those of both halves."""
     _sent_before: int = field(init=False)
     """How many prefills of the request were sent when this one began: they go one after the other."""
     _handed: BootstrapInfo | PrefillOutput | None = field(default=None, init=False)

@@ -32,11 +32,13 @@ from tests.graphs.worlds import Fleet, Half, Host, open_fleet
 AT_ONCE = 60
 LIMIT = 3
 ACTIONS = ("none",) * 7 + ("stop", "kill", "close", "drop", "cancel")
-WAYS = ("abort", "fail", "drain", "stall", "stall", "silence", "all")
+WAYS = ("abort", "fail", "drain", "stall", "stall", "silence", "silence", "all")
 FINAL = {"Unavailable"}
 """Errors of the routers that end a request: there is no worker, or none that the request has not failed on."""
 BROKEN = {"Disconnected", "ResponseTimeout", "PrefillError", "BackendEngineShutdown"}
 """Errors after which a request migrates: shown if it has migrated too often, or if no worker could continue."""
+WITHOUT_BLOCKS = {"BackendDisconnected"}
+"""Errors of a decode whose blocks do not come: shown to a client that has stopped its request, else a PrefillError."""
 
 
 @frozen
@@ -250,7 +252,7 @@ class Run:
     def failure(self, request: Context[Any], error: PenstockError, attempts: int) -> str | None:
         """The error's name if a request may have failed with it, else None."""
         name = error.type_name
-        if name == "Cancelled":
+        if name == "Cancelled" or name in WITHOUT_BLOCKS:
             return name if request.is_stopped else None
         if name in FINAL:
             return name

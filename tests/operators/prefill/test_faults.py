@@ -346,6 +346,32 @@ async def test_decode_that_fails_of_itself_ends_with_its_own_error(error: Pensto
         it.assert_idle()
 
 
+@pytest.mark.parametrize("raises", [False, True])
+async def test_a_request_stopped_while_its_error_waits_for_the_prefills_ends_with_decodes_own(raises: bool) -> None:
+    """There is no client any more for whom a migration could help."""
+    lost = BackendDisconnected("the source left")
+    step = Fail(lost) if raises else Annotated[Any].from_error(lost)
+    script = [Wait(1), Fail(ERROR)]
+    async with prefill_world(script=script, configs=everywhere(), decode=[Wait(0.5), step]) as it:
+        request = Context(prompt())
+        stream = await it.graph.generate(request)
+        async with anyio.create_task_group() as tasks:
+
+            async def stop() -> None:
+                await anyio.sleep(0.7)
+                request.stop()
+
+            tasks.start_soon(stop)
+            if raises:
+                with pytest.raises(BackendDisconnected) as caught:
+                    await stream.collect()
+                assert caught.value is lost
+            else:
+                assert [item.extract_error() for item in await stream.collect()] == [lost]
+        await anyio.sleep(1)
+        it.assert_idle()
+
+
 async def test_an_error_behind_the_first_item_is_decodes_own() -> None:
     error = BackendError("mine")
     decode = [*tokens(1), Wait(2), Fail(error)]
