@@ -67,7 +67,10 @@ _COUNTED_S = 1.0
 
 
 class ProcessWatch:
-    """See the module. `start` it in any thread, and install its handlers in the main one, by `listening`."""
+    """See the module. `start` it in any thread, and install its handlers in the main one, by `listening`.
+
+    Its times are real ones, of the system's monotonic clock: it acts where no event loop and no clock of one can.
+    """
 
     def __init__(self, deadline_s: float, *, second_s: float = 0.0, exit: Exit = os._exit) -> None:
         self._deadline_s, self._second_s, self._exit = deadline_s, second_s, exit
