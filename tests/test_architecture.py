@@ -47,7 +47,7 @@ FACES = {
     *(f"pipeline.{part}" for part in ("errors", "extras", "foreign", "loop", "settings", "threads", "virtual_time")),
     *(
         f"pipeline.{folder}"
-        for folder in ("graph", "llm", "network", "protocols", "rx", "telemetry", "testing", "wire")
+        for folder in ("graph", "llm", "llm.kv_events", "network", "protocols", "rx", "telemetry", "testing", "wire")
     ),
     *(
         f"pipeline.protocols.{group}"
@@ -113,7 +113,7 @@ DOORS = {
     "tokenizers": {"operators/text/tokenizer.py"},
     "transformers": {"engines/transformers.py"},
     "uvicorn": {"serving/access/gate.py", "serving/server.py"},
-    "zmq": {"engines/mocker/zmq_events.py", "operators/kv/events/zmq.py"},
+    "zmq": {"engines/mocker/zmq_events.py", "pipeline/llm/kv_events/subscriber.py"},
     "xxhash": {"pipeline/llm/block_hash.py", "pipeline/wire/frames.py"},
     "yaml": {"serving/settings_file.py"},
 }

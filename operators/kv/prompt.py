@@ -17,7 +17,7 @@ from typing import overload
 
 from attrs import frozen
 
-from pipeline.llm import block_hash_array, hash_seed, sequence_hashes
+from pipeline.llm import block_hash_array, hash_seed, media_hashes, sequence_hashes
 from pipeline.protocols import BlockExtraInfo, MmObject, PreprocessedRequest
 
 _PAD_BASE, _PAD_RANGE = 1_000_000, 1 << 30
@@ -67,11 +67,6 @@ class PromptBlocks:
     def sequence_hashes(self) -> list[int]:
         """The hash of each whole block with everything before it."""
         return sequence_hashes(self.local_hashes)
-
-
-def media_hashes(infos: Iterable[BlockExtraInfo | None]) -> list[list[int]]:
-    """For each block the hashes of the media in it, which is what its own hash depends on."""
-    return [[found.mm_hash for found in info.mm_objects] if info is not None else [] for info in infos]
 
 
 def media_of_blocks(

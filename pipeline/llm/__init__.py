@@ -1,6 +1,6 @@
 """What knows tokens and is no record: block hashes, model folders, request tracking."""
 
-from .block_hash import SEED, block_hash_array, block_hashes, hash_seed, sequence_hashes
+from .block_hash import SEED, block_hash_array, block_hashes, hash_seed, media_hashes, sequence_hashes
 from .model_folder import (
     architectural_context_length,
     card_from_folder,
@@ -19,6 +19,7 @@ __all__ = [
     "card_from_folder",
     "checked_file",
     "hash_seed",
+    "media_hashes",
     "read_object",
     "sequence_hashes",
     "track_request",

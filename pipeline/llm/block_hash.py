@@ -22,6 +22,7 @@ from sys import byteorder
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from ..errors import InvalidArgument
+from ..protocols import BlockExtraInfo
 
 SEED = 1337
 
@@ -102,6 +103,11 @@ def _media_bytes(found: Sequence[int]) -> bytes:
     if byteorder == "big":
         words.byteswap()
     return words.tobytes()
+
+
+def media_hashes(infos: Iterable[BlockExtraInfo | None]) -> list[list[int]]:
+    """Return for each block the hashes of the media in it, which is what its own hash depends on."""
+    return [[found.mm_hash for found in info.mm_objects] if info is not None else [] for info in infos]
 
 
 def sequence_hashes(local_hashes: Iterable[int], parent: int | None = None) -> list[int]:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.events import (
+from pipeline import InvalidArgument
+from pipeline.llm import block_hashes, hash_seed
+from pipeline.llm.kv_events import (
     AmbiguousNamespace,
     EngineBatch,
     EngineChange,
@@ -17,8 +19,6 @@ from operators.kv.events import (
     Filtered,
     Namespaces,
 )
-from pipeline import InvalidArgument
-from pipeline.llm import block_hashes, hash_seed
 from pipeline.protocols.kv import KvCleared, KvRemoved, KvStored
 
 from .worlds import convert, one, stored

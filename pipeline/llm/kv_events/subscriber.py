@@ -25,7 +25,7 @@ from pipeline.errors import InvalidMessage
 from pipeline.protocols.kv import KvCleared, KvEvent, KvEventData, RouterEvent, StorageTier
 from pipeline.rx import Observable, Subject
 
-from .engine import DuplicateFilter, EngineChange, EngineEvents, Filtered, merged
+from .engine_changes import DuplicateFilter, EngineChange, EngineEvents, Filtered, merged
 from .engine_wire import EngineBatch, RefusalReason, RefusedMessage, WireLimits, decode_frames
 
 if TYPE_CHECKING:

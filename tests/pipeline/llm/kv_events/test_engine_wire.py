@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from operators.kv.events import (
+from pipeline.errors import InvalidMessage
+from pipeline.llm import block_hashes
+from pipeline.llm.kv_events import (
     EngineBatch,
     EngineChange,
     EngineCleared,
@@ -22,8 +24,6 @@ from operators.kv.events import (
     decode_event,
     decode_frames,
 )
-from pipeline.errors import InvalidMessage
-from pipeline.llm import block_hashes
 from pipeline.protocols import BlockExtraInfo, MmObject
 from pipeline.protocols.kv import KvRemoved, KvStored, StoredBlock
 from pipeline.wire import to_msgpack

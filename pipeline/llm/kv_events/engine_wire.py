@@ -1,4 +1,4 @@
-"""What an inference engine sends of its cache over ZMQ, read into records; `engine.py` has their meaning.
+"""What an inference engine sends of its cache over ZMQ, read into records; `engine_changes.py` has their meaning.
 
     topic │ sequence, 8 bytes big endian │ MessagePack [time_s, [event, ...], data_parallel_rank]
 

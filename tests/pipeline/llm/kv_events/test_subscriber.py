@@ -12,11 +12,11 @@ import pytest
 
 from engines.mocker.zmq_events import EngineEvent, ZmqPublisher
 from operators.kv import kv_router
-from operators.kv.events import EngineSubscriber, WireLimits
 from operators.kv.prompt import PromptBlocks
 from operators.kv.types import WorkerRank
 from pipeline import ContractViolation, InvalidArgument
 from pipeline.llm import block_hashes
+from pipeline.llm.kv_events import EngineSubscriber, WireLimits
 from pipeline.network import static_workers
 from pipeline.protocols.kv import KvCleared, KvEvent, KvRemoved, KvStored, RouterEvent, StoredBlock
 from pipeline.testing import ScriptedEngine

@@ -25,10 +25,9 @@ from typing import Literal
 from attrs import frozen
 
 from pipeline import InvalidArgument
-from pipeline.llm import block_hashes, hash_seed
+from pipeline.llm import block_hashes, hash_seed, media_hashes
 from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StorageTier, StoredBlock
 
-from ..prompt import media_hashes
 from .engine_wire import (
     EngineBatch,
     EngineCleared,

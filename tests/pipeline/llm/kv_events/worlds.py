@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from operators.kv.events import (
+from pipeline.llm.kv_events import (
     EngineBatch,
     EngineChange,
     EngineEvents,

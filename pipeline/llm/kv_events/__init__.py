@@ -1,0 +1,45 @@
+"""KV events of engines: read off the wire, converted into changes that routers apply, and followed."""
+
+from .engine_changes import (
+    AmbiguousNamespace,
+    DuplicateFilter,
+    EngineChange,
+    EngineEvents,
+    Filtered,
+    Namespaces,
+    merged,
+)
+from .engine_wire import (
+    EngineBatch,
+    EngineCleared,
+    EngineIgnored,
+    EngineRemoved,
+    EngineStored,
+    Origin,
+    Undecodable,
+    WireLimits,
+    decode_event,
+    decode_frames,
+)
+from .subscriber import EngineSubscriber
+
+__all__ = [
+    "AmbiguousNamespace",
+    "DuplicateFilter",
+    "EngineBatch",
+    "EngineChange",
+    "EngineCleared",
+    "EngineEvents",
+    "EngineIgnored",
+    "EngineRemoved",
+    "EngineStored",
+    "EngineSubscriber",
+    "Filtered",
+    "Namespaces",
+    "Origin",
+    "Undecodable",
+    "WireLimits",
+    "decode_event",
+    "decode_frames",
+    "merged",
+]
