@@ -17,6 +17,7 @@ from .pool import (
     random_pick,
 )
 from .prefill import KvPrefill, PrefillError, PrefillRouter, PrefillSettings, PushPrefill
+from .switch import ModelNotFound, Switch
 from .text import ByteTokenizer, ChatTemplate, Detokenize, HuggingFaceTokenizer, Model, Preprocess, Tokenizer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "KvRouterConfig",
     "Migration",
     "Model",
+    "ModelNotFound",
     "Picker",
     "PrefillError",
     "PrefillRouter",
@@ -43,6 +45,7 @@ __all__ = [
     "PushRouter",
     "Rejection",
     "RoundRobin",
+    "Switch",
     "Tokenizer",
     "kv_router",
     "least_loaded",

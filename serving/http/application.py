@@ -2,6 +2,7 @@
 
     app(graph)                                   one graph, under its model's name
     app({"llama": graph, "echo": other})         several
+    app(Switch({"llama": graph}))                several, which may come and go: see operators.Switch
 
 Source: dynamo lib/llm/src/http/service/{service_v2,openai,health,metrics}.rs.
 """

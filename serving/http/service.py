@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attrs import Factory, field, frozen
 
-from operators import Model, Preprocess
+from operators import Model, Preprocess, Switch
 from pipeline import Annotated, AsyncEngine
 from pipeline.protocols import BackendOutput
 from pipeline.protocols.openai import ModelInfo
@@ -27,10 +28,13 @@ class ServedModel:
 
     name: str
     graph: Graph
+    """What takes the requests for it."""
+    own: Graph = field(default=Factory(lambda self: self.graph, takes_self=True))
+    """The part of the graph that is for this model: all of it, but for stages above a switch."""
     created: int = field(init=False, factory=lambda: int(time.time()))
     """When it was first served, in seconds since the epoch."""
     context_length_tokens: int | None = field(
-        init=False, default=Factory(lambda self: _context_length(self.graph), takes_self=True)
+        init=False, default=Factory(lambda self: _context_length(self.own), takes_self=True)
     )
     """Tokens of a prompt and its answer at most; None if unknown."""
 
@@ -61,13 +65,40 @@ class Service:
 
     def instances(self) -> list[str]:
         """Return the present instances of the graphs' worker pools, each once."""
-        stages = [stage for model in self.models.values() for stage in model.graph.parts()]
+        stages = [stage for model in self.models.values() for stage in model.own.parts()]
         return sorted({member for stage in stages for member in stage.members()})
 
 
-def served(graph: Graph | Mapping[str, Graph]) -> dict[str, ServedModel]:
-    """Return the models of one graph or several. Raise ValueError for a single graph without a model in it."""
+class SwitchedModels(Mapping[str, ServedModel]):
+    """The models of a graph that ends in a switch, as the switch has them at each moment."""
+
+    def __init__(self, graph: Graph, switch: Switch[Any, Any]) -> None:
+        self._graph, self._switch = graph, switch
+        self._known: dict[str, ServedModel] = {}
+
+    def __getitem__(self, name: str) -> ServedModel:
+        graphs, known = self._switch.graphs, self._known.get(name)
+        own = graphs[name]
+        if known is None or known.own is not own:
+            self._known = {each: model for each, model in self._known.items() if graphs.get(each) is model.own}
+            known = self._known[name] = ServedModel(name, own if self._graph is self._switch else self._graph, own)
+        return known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._switch.graphs)
+
+    def __len__(self) -> int:
+        return len(self._switch.graphs)
+
+
+def served(graph: Graph | Mapping[str, Graph]) -> Mapping[str, ServedModel]:
+    """Return the models of one graph or several; those of a graph that ends in a Switch come and go with its graphs.
+
+    Raise ValueError for a single graph without a model in it.
+    """
     if not isinstance(graph, Mapping):
+        if isinstance(switch := graph.parts()[-1], Switch):
+            return SwitchedModels(graph, switch)
         if (model := _model(graph)) is None:
             raise ValueError("this graph does not say which model it serves: pass a mapping of names to graphs")
         graph = {model.name: graph}
