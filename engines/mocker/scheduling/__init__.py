@@ -1,6 +1,6 @@
 """Scheduling of the mock engine: sequences, steps, blocks, and each engine's policy."""
 
-from .blocks import BlockPool, OnEvent
+from ...block_pool import BlockPool, OnEvent
 from .policies import Burst, NoEvictPolicy, Policy, SglangPolicy, VllmPolicy, accept_rates
 from .scheduler import ROLES, Scheduler
 from .sequence import AT_ONCE_TOKENS, Sequence, SequenceState, u32s

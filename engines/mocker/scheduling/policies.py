@@ -18,7 +18,7 @@ from attrs import frozen
 
 from pipeline import InvalidArgument
 
-from .blocks import BlockPool
+from ...block_pool import BlockPool
 from .sequence import Sequence
 
 UNBOUNDED = maxsize

@@ -8,8 +8,8 @@ from attrs import frozen
 
 from pipeline import ContractViolation
 
+from ...block_pool import BlockPool
 from ..timing import PolynomialTiming, StepTime
-from .blocks import BlockPool
 from .policies import UNBOUNDED, Burst, Policy, VllmPolicy
 from .sequence import NEVER, Sequence, SequenceState
 from .step import Queue, StepPlan, StepResult

@@ -12,8 +12,8 @@ from typing import Any
 from pipeline import ContractViolation, InvalidArgument
 from pipeline.llm import SEED, block_hashes, sequence_hashes
 
+from ...block_pool import BlockPool
 from ..tokens import Output
-from .blocks import BlockPool
 
 NEVER = maxsize
 """A token count that no sequence reaches."""

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from pipeline import ContractViolation
 
-from .blocks import BlockPool
+from ...block_pool import BlockPool
 from .policies import Load, Policy
 from .sequence import Sequence, SequenceState
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.mocker.scheduling import BlockPool
+from engines.block_pool import BlockPool
 from pipeline.protocols.kv import KvCleared, KvEventData, KvRemoved, KvStored, StoredBlock
 
 

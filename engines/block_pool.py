@@ -1,4 +1,4 @@
-"""BlockPool: the physical blocks of a simulated KV cache, shared by prefix and evicted by age."""
+"""BlockPool: the physical blocks of a KV cache, shared by prefix and evicted by age; bookkeeping only."""
 
 from __future__ import annotations
 
