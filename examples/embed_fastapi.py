@@ -1,6 +1,7 @@
-"""Embed a graph in a FastAPI app: as an OpenAI-compatible API under a prefix, and called from a route of one's own.
+"""Embed a graph in a FastAPI app: as an OpenAI-compatible API under a prefix, and called from routes of one's own.
 
 uvicorn examples.embed_fastapi:application        then: curl localhost:8000/ai/v1/models
+                                                        curl -N "localhost:8000/stream?text=hello"
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from engines import EchoEngine, as_engine
 from operators import Detokenize, Model, Preprocess, PushRouter
@@ -18,7 +20,7 @@ from pipeline.protocols.openai import ChatCompletionRequest, ChatMessage
 from serving.http import app
 
 model = Model.byte_level("echo")
-engine = as_engine(EchoEngine())
+engine = as_engine(EchoEngine(delay_s=0.01))
 graph = Preprocess(model) >> Detokenize(model) >> PushRouter(static_workers({1: engine}))
 
 
@@ -32,8 +34,20 @@ application = FastAPI(lifespan=lifespan)
 application.mount("/ai", app(graph))
 
 
-@application.get("/shout")
-async def shout(text: str) -> str:
+async def answer(text: str) -> AsyncIterator[str]:
+    """Yield the texts of the answer. When the client leaves, the task is cancelled, and that closes the whole stream."""
     chat = ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content=text)])
     async with await graph.generate(Context(chat)) as stream:
-        return "".join([item.data.text.upper() async for item in stream if item.data and item.data.text])
+        async for item in stream:
+            if item.data and item.data.text:
+                yield item.data.text
+
+
+@application.get("/shout")
+async def shout(text: str) -> str:
+    return "".join([part.upper() async for part in answer(text)])
+
+
+@application.get("/stream")
+async def stream(text: str) -> StreamingResponse:
+    return StreamingResponse(answer(text), media_type="text/plain")

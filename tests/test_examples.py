@@ -50,7 +50,7 @@ def test_the_answer_of_the_whole_graph_is_the_same_when_a_worker_breaks() -> Non
 def test_the_fastapi_example_serves_its_route_and_the_api_under_its_prefix() -> None:
     command = [sys.executable, "-c", _ASK_FASTAPI]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-    assert done.stdout.split() == ['"HEY"', "echo", "hey"], done.stderr
+    assert done.stdout.split() == ['"HEY"', "hey", "echo", "hey"], done.stderr
 
 
 _ASK_FASTAPI = """
@@ -59,9 +59,42 @@ from examples.embed_fastapi import application
 
 with TestClient(application) as client:
     print(client.get("/shout?text=hey").text)
+    print(client.get("/stream?text=hey").text)
     print(client.get("/ai/v1/models").json()["data"][0]["id"])
     chat = {"model": "echo", "messages": [{"role": "user", "content": "hey"}]}
     print(client.post("/ai/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"])
+"""
+
+
+def test_a_client_that_leaves_the_fastapi_example_closes_the_whole_stream() -> None:
+    command = [sys.executable, "-W", "error", "-c", _LEAVE_FASTAPI]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.split() == ["open", "True", "left", "0"], done.stderr
+
+
+_LEAVE_FASTAPI = """
+import anyio
+from examples.embed_fastapi import application, engine
+from pipeline.testing import watch_streams
+
+SCOPE = {"type": "http", "method": "GET", "path": "/stream", "raw_path": b"/stream", "query_string": b"text=" + b"a" * 500,
+         "headers": [], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+
+async def main():
+    with watch_streams() as streams:
+        left = anyio.Event()
+        async def receive():
+            await left.wait()
+            return {"type": "http.disconnect"}
+        async def send(message):
+            if message.get("body"):
+                print("open", len(streams.open) > 0) if not left.is_set() else None
+                left.set()
+        async with engine:
+            await application(SCOPE, receive, send)
+            print("left", len(streams.open))
+
+anyio.run(main)
 """
 
 
