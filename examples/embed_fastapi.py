@@ -35,7 +35,7 @@ application.mount("/ai", app(graph))
 
 
 async def answer(text: str) -> AsyncIterator[str]:
-    """Yield the texts of the answer. When the client leaves, the task is cancelled, and that closes the whole stream."""
+    """Yield the texts of the answer. A client that leaves cancels the task, which closes the whole stream."""
     chat = ChatCompletionRequest(model="echo", messages=[ChatMessage(role="user", content=text)])
     async with await graph.generate(Context(chat)) as stream:
         async for item in stream:

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,8 +78,10 @@ import anyio
 from examples.embed_fastapi import application, engine
 from pipeline.testing import watch_streams
 
-SCOPE = {"type": "http", "method": "GET", "path": "/stream", "raw_path": b"/stream", "query_string": b"text=" + b"a" * 500,
-         "headers": [], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+SCOPE = {
+    "type": "http", "method": "GET", "path": "/stream", "raw_path": b"/stream", "query_string": b"text=" + b"a" * 500,
+    "headers": [], "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
+}
 
 async def main():
     with watch_streams() as streams:
@@ -95,6 +98,36 @@ async def main():
             print("left", len(streams.open))
 
 anyio.run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray Serve is not installed")
+def test_the_ray_serve_example_streams_and_sees_a_client_leave() -> None:
+    command = [sys.executable, "-c", _ASK_RAY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=180)
+    assert "echo\nstreams True\nleft 1.0\n" in done.stdout, done.stderr
+
+
+_ASK_RAY = """
+import time
+import httpx2
+from ray import init, serve
+from examples.embed_ray_serve import application
+
+init(num_cpus=2, include_dashboard=False)
+serve.run(application)
+print(httpx2.get("http://127.0.0.1:8000/v1/models").json()["data"][0]["id"])
+chat = {"model": "echo", "stream": True, "messages": [{"role": "user", "content": "hello there " * 20}]}
+with httpx2.stream("POST", "http://127.0.0.1:8000/v1/chat/completions", json=chat) as answer:
+    times = [time.monotonic() for line in answer.iter_lines() if line]
+    print("streams", times[-1] - times[0] > 1)
+with httpx2.stream("POST", "http://127.0.0.1:8000/v1/chat/completions", json=chat) as answer:
+    next(answer.iter_lines())
+time.sleep(1)
+metrics = httpx2.get("http://127.0.0.1:8000/metrics").text.splitlines()
+print("left", next(line.split()[-1] for line in metrics if line.startswith("dynamo_frontend_disconnected_clients ")))
+serve.shutdown()
 """
 
 
