@@ -54,7 +54,7 @@ FACES = {
         for group in ("card", "field_rules", "kv", "limits", "openai", "runtime_config", "timing")
     ),
     *("operators", *(f"operators.{folder}" for folder in ("kv", "migration", "pool", "prefill", "text"))),
-    *("engines", *(f"engines.{folder}" for folder in ("conformance", "mocker", "worker"))),
+    *("engines", *(f"engines.{folder}" for folder in ("conformance", "mocker", "upstream", "worker"))),
     *(
         "serving",
         *(f"serving.{part}" for part in ("access", "cli", "deployment", "http", "live", "openai", "replay", "socket")),
@@ -82,7 +82,7 @@ DOORS = {
     "json5": {"pipeline/llm/model_folder.py"},
     "cyclopts": {f"serving/cli/{name}.py" for name in ("app", "effective", "help", "commands", "replay")},
     "httptools": {"serving/socket/__init__.py", "serving/socket/http1.py"},
-    "httpx2": {f"serving/live/{name}.py" for name in ("client", "stream")},
+    "httpx2": {f"engines/upstream/{name}.py" for name in ("client", "http_exchange")},
     "jinja2": {"operators/text/chat_template.py"},
     "msgspec": {
         "pipeline/wire/codec.py",

@@ -9,7 +9,8 @@
 from pipeline.extras import brought_by
 
 with brought_by("serve", by=__name__):
-    from .client import Address as Address
+    from engines.upstream import Address as Address
+
     from .engine import LiveEngine, find_server, live_graph
 
 __all__ = ["LiveEngine", "find_server", "live_graph"]

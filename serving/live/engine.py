@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
+from engines.upstream import Address, Client, Exchange, Transport, of_status
 from pipeline import (
     Annotated,
     AnyContext,
@@ -30,8 +31,7 @@ from pipeline.telemetry import inject
 from pipeline.wire import from_json
 
 from ..openai import encode
-from .client import Address, Client, Transport
-from .stream import AnswerReader, Exchange, of_status
+from .stream import AnswerReader
 
 SILENCE_S = 600.0
 """Default of the longest wait for a server to send anything."""
@@ -216,7 +216,7 @@ async def find_server(
     A server without that page is used with `model` as it is. Raise InvalidArgument for an invalid URL and for a model
     that the server does not have, Unavailable if it has no model, and the errors of `LiveEngine` if it does not answer.
     """
-    address = Address.parse(url)
+    address = Address.parse(url, field="live")
     try:
         models = await _models(address, api_key, transport)
     except PenstockError as error:

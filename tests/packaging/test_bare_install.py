@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 NEEDS: dict[str, str] = {
+    "engines.upstream": "engines.upstream needs httpx2: pip install 'penstock[upstream]'",
     "serving.cli": "serving.cli needs cyclopts: pip install 'penstock[serve]'",
     **dict.fromkeys(
         ("serving.http", *(f"serving.http.{part}" for part in ("generation", "metrics"))),
@@ -38,6 +39,7 @@ NEEDS: dict[str, str] = {
 """Faces that an extra brings, with the last line of their error without it."""
 
 EXAMPLE_NEEDS: dict[str, str] = {
+    "engines.upstream": "engines.upstream needs httpx2: pip install 'penstock[upstream]'",
     "embed_fastapi": "No module named 'fastapi'",
     "replay_in_test": "the table of a report needs rich: pip install 'penstock[serve]'",
     "swap_in_test": "No module named 'pytest'",

@@ -15,8 +15,8 @@ from typing import Any
 import anyio
 import pytest
 
+from engines.upstream import network
 from serving.cli import progress as progress_bars
-from serving.live.client import network
 from tests.serving.worlds import program
 
 Replay = Callable[..., tuple[int, str, str]]

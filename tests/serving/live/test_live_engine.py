@@ -245,7 +245,7 @@ def test_a_url_may_end_in_v1_or_not(url: str, shown: str) -> None:
 )
 def test_any_other_text_is_refused(url: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        Address.parse(url)
+        Address.parse(url, field="live")
     assert caught.value.field == "live"
 
 

@@ -14,10 +14,10 @@ from anyio.abc import ByteStream
 from attrs import define, field
 from starlette.types import ASGIApp
 
+from engines.upstream import network
 from pipeline import Context
 from pipeline.protocols import LLMEngineOutput, PreprocessedRequest, StopConditions
 from serving.live import Address, LiveEngine
-from serving.live.client import network
 
 
 @define

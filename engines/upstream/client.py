@@ -24,18 +24,21 @@ class Address:
     url: httpx2.URL
 
     @classmethod
-    def parse(cls, text: str) -> Address:
-        """Return the address in a URL, with or without `/v1` at its end. Raise InvalidArgument for any other text."""
+    def parse(cls, text: str, *, field: str = "upstream") -> Address:
+        """Return the address in a URL, with or without `/v1` at its end.
+
+        Raise InvalidArgument, which names the setting `field`, for any other text.
+        """
         try:
             url = httpx2.URL(text)
         except httpx2.InvalidURL as error:
-            raise InvalidArgument(f"{text!r} is no URL: {error}", field="live") from error
+            raise InvalidArgument(f"{text!r} is no URL: {error}", field=field) from error
         if url.scheme not in ("http", "https") or not url.host:
-            raise InvalidArgument(f"expected a URL such as http://127.0.0.1:8000, got {text!r}", field="live")
+            raise InvalidArgument(f"expected a URL such as http://127.0.0.1:8000, got {text!r}", field=field)
         if url.userinfo:
-            raise InvalidArgument("a user and a password do not fit in the URL; OPENAI_API_KEY is sent", field="live")
+            raise InvalidArgument("a user and a password do not fit in the URL; the API key is sent", field=field)
         if url.query or url.fragment or not _is_plain(text):
-            raise InvalidArgument(f"a scheme, a host, a port and a path are all that fit, got {text!r}", field="live")
+            raise InvalidArgument(f"a scheme, a host, a port and a path are all that fit, got {text!r}", field=field)
         return cls(url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"), query=None, fragment=None))
 
     def __str__(self) -> str:

@@ -1,0 +1,17 @@
+"""Engines whose work is done by a server over HTTP: discovery, requests in tokens, KV events, load, hand-over.
+
+What is imported under its own name again is for sibling packages; users take the names of `__all__`.
+"""
+
+from pipeline.extras import brought_by
+
+with brought_by("upstream", by=__name__):
+    from .client import Address as Address
+    from .client import Client as Client
+    from .client import Transport as Transport
+    from .client import network as network
+    from .errors import of_frame as of_frame
+    from .errors import of_status as of_status
+    from .http_exchange import Exchange as Exchange
+
+__all__: list[str] = []

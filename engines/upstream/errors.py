@@ -1,0 +1,72 @@
+"""The errors of servers as errors of the tree: of a status and its body, and of an error within a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline import InvalidArgument, PenstockError
+from pipeline.errors import (
+    OVERLOADED,
+    BackendCannotConnect,
+    BackendResponseTimeout,
+    BackendUnknown,
+    ResourceExhausted,
+    StatusError,
+    Unavailable,
+)
+from pipeline.wire import from_json
+
+_MESSAGE_MAX = 300
+"""Characters of a server's message that are kept."""
+
+_OF_STATUS: dict[int, type[PenstockError]] = {
+    429: ResourceExhausted,
+    OVERLOADED: ResourceExhausted,
+    503: Unavailable,
+    502: BackendCannotConnect,
+    504: BackendResponseTimeout,
+}
+
+
+def of_status(status: int, body: bytes) -> PenstockError:
+    """Return the error of an answer with a status other than 200.
+
+    Too many requests, overload and 503 are refusals; any other 4xx keeps its status.
+    """
+    return _error(status, f"HTTP {status}: {_message(body)}")
+
+
+def of_frame(frame: Any, *, has_tokens: bool) -> PenstockError:
+    """Return the error of an error event. After tokens it is a failure, whatever its status: nothing was refused."""
+    code = frame.get("code") if isinstance(frame, dict) else None
+    text = _text(frame) or "the answer ends with an error without a message"
+    is_status = isinstance(code, int) and 400 <= code < 600
+    return _error(code, text) if is_status and not has_tokens and isinstance(code, int) else BackendUnknown(text)
+
+
+def _error(status: int, text: str) -> PenstockError:
+    if (kind := _OF_STATUS.get(status)) is not None:
+        return kind(text)
+    return StatusError(text, status=status) if status < 500 else BackendUnknown(text)
+
+
+def _message(body: bytes) -> str:
+    """Return the message in a body of the usual forms, else its text."""
+    try:
+        text = _text(from_json(body, dict[str, Any]))
+    except InvalidArgument:
+        text = ""
+    return text or _short(body.decode("utf-8", "replace")) or "no message"
+
+
+def _text(plain: Any) -> str:
+    """Return the message in an object, or in the object that is its `error`."""
+    if isinstance(plain, dict):
+        inner = plain.get("error")
+        plain = _text(inner) if inner else next((plain[name] for name in ("message", "detail") if plain.get(name)), "")
+    return _short(plain if isinstance(plain, str) else str(plain or ""))
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MESSAGE_MAX else line[: _MESSAGE_MAX - 1] + "…"
