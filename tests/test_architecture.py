@@ -54,7 +54,7 @@ FACES = {
         for group in ("card", "field_rules", "kv", "limits", "openai", "runtime_config", "timing")
     ),
     *("operators", *(f"operators.{folder}" for folder in ("kv", "migration", "pool", "prefill", "text"))),
-    *("engines", *(f"engines.{folder}" for folder in ("conformance", "mocker", "upstream", "worker"))),
+    *("engines", *(f"engines.{folder}" for folder in ("conformance", "mocker", "torch", "upstream", "worker"))),
     *(
         "serving",
         *(f"serving.{part}" for part in ("access", "cli", "deployment", "http", "live", "openai", "replay", "socket")),
@@ -111,7 +111,7 @@ DOORS = {
         for name in ("application", "body", "caller", "edge", "generation/*", "guard", "request", "status")
     },
     "tokenizers": {"operators/text/tokenizer.py"},
-    "transformers": {"engines/transformers.py"},
+    "transformers": {"engines/torch/loading.py"},
     "uvicorn": {"serving/access/gate.py", "serving/server.py"},
     "zmq": {"engines/mocker/zmq_events.py", "pipeline/llm/kv_events/subscriber.py"},
     "xxhash": {"pipeline/llm/block_hash.py", "pipeline/wire/frames.py"},

@@ -160,4 +160,4 @@ def test_every_path_the_readme_links_to_exists() -> None:
 
 
 def test_every_example_is_run_here() -> None:
-    assert set(EXAMPLES) == {*PRINTED, "embed_fastapi"}
+    assert set(EXAMPLES) == {*PRINTED, "embed_fastapi", "embed_ray_serve"}
