@@ -113,7 +113,7 @@ DOORS = {
     "tokenizers": {"operators/text/tokenizer.py"},
     "transformers": {"engines/torch/loading.py"},
     "uvicorn": {"serving/access/gate.py", "serving/server.py"},
-    "zmq": {"engines/mocker/zmq_events.py", "pipeline/llm/kv_events/subscriber.py"},
+    "zmq": {"engines/mocker/zmq_events.py", "pipeline/llm/kv_events/zmq_sockets.py"},
     "xxhash": {"pipeline/llm/block_hash.py", "pipeline/wire/frames.py"},
     "yaml": {"serving/settings_file.py"},
 }

@@ -21,6 +21,7 @@ from .engine_wire import (
     decode_event,
     decode_frames,
 )
+from .follower import EngineFollower, ReplayLimits
 from .subscriber import EngineSubscriber
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "EngineChange",
     "EngineCleared",
     "EngineEvents",
+    "EngineFollower",
     "EngineIgnored",
     "EngineRemoved",
     "EngineStored",
@@ -37,6 +39,7 @@ __all__ = [
     "Filtered",
     "Namespaces",
     "Origin",
+    "ReplayLimits",
     "Undecodable",
     "WireLimits",
     "decode_event",
