@@ -111,7 +111,11 @@ FilterReason = Literal[
     "unknown_kind",
     "non_main_attention_group",
     "unlearned_group_idx",
+    "no_tokens",
+    "other_block_size",
     "fewer_hashes_than_blocks",
+    "fewer_blocks_than_hashes",
+    "repeated_block",
 ]
 
 MEDIA: dict[str | None, StorageTier] = {
@@ -205,8 +209,8 @@ class EngineEvents:
         if isinstance(event, EngineRemoved):
             namespaces.removed(event.names, tier)
             return EngineChange(dp_rank, KvRemoved(event.names), tier)
-        if self._has_unnamed_blocks(event):
-            return Filtered(dp_rank, "fewer_hashes_than_blocks")
+        if (reason := self._not_its_hashes(event)) is not None:
+            return Filtered(dp_rank, reason)
         try:
             namespace = namespaces.of_store(event.parent, event.namespace)
         except AmbiguousNamespace:
@@ -234,25 +238,27 @@ class EngineEvents:
             return "unknown_kind"
         return "non_main_attention_group" if learned else "non_main_attention_kind"
 
-    def _has_unnamed_blocks(self, event: EngineStored) -> bool:
-        """Whether the tokens fill more blocks than there are names, so that which name is of which block is unknown.
+    def _not_its_hashes(self, event: EngineStored) -> FilterReason | None:
+        """Return why the tokens cannot be those of the hashes: no block may be known under the name of another.
 
-        Groups of other attention announce some of their blocks only.
+        Groups of other attention announce some of their blocks only, and blocks further away may come without tokens.
         """
-        blocks = (len(event.token_ids) - event.is_eagle) // self.block_size_tokens
-        if event.block_size_tokens != self.block_size_tokens or blocks <= len(event.names):
-            return False
-        self._warn("an engine gives the tokens of %d blocks and the names of %d", blocks, len(event.names))
-        return True
-
-    def _stored(self, event: EngineStored, namespace: str | None) -> KvEventData:
-        """A store of the blocks whose tokens are there; a removal of nothing for one that is malformed."""
-        if len({event.parent, *event.names}) < len(event.names) + 1:
-            self._warn("an engine stores a block twice, or below itself")
-            return KvRemoved([])
+        blocks = max(0, len(event.token_ids) - event.is_eagle) // self.block_size_tokens
+        names = len(event.names)
+        if not event.token_ids and names:
+            return "no_tokens"
         if event.block_size_tokens != self.block_size_tokens:
             self._warn("an engine has blocks of %d tokens, the router others", event.block_size_tokens)
-            return KvStored(event.parent, [])
+            return "other_block_size"
+        if blocks != names:
+            self._warn("an engine gives the tokens of %d blocks and the names of %d", blocks, names)
+            return "fewer_hashes_than_blocks" if names < blocks else "fewer_blocks_than_hashes"
+        if len({event.parent, *event.names}) <= names:
+            self._warn("an engine stores a block twice, or below itself")
+            return "repeated_block"
+        return None
+
+    def _stored(self, event: EngineStored, namespace: str | None) -> KvStored:
         local = block_hashes(
             event.token_ids,
             self.block_size_tokens,
@@ -260,8 +266,6 @@ class EngineEvents:
             media=media_hashes(event.media),
             is_eagle=event.is_eagle,
         )
-        if len(local) < len(event.names):
-            self._warn("an engine names %d blocks and gives the tokens of %d", len(event.names), len(local))
         media = [*event.media, *[None] * len(local)]
         return KvStored(event.parent, list(map(StoredBlock, event.names, local, media)))
 

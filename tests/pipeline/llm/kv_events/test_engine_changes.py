@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from pipeline.llm.kv_events import (
     Filtered,
     Namespaces,
 )
-from pipeline.protocols.kv import KvCleared, KvRemoved, KvStored
+from pipeline.protocols.kv import KvCleared, KvStored
 
 from .worlds import convert, one, stored
 
@@ -215,21 +214,41 @@ def test_adapter_and_media_enter_the_hash() -> None:
     assert local_of(EngineEvents(2), stored(lora_name="adapter-a", block_mm_infos=[info])) == expected
 
 
-def test_blocks_are_converted_as_far_as_their_tokens_go(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (stored([1, 2, 3], token_ids=[10, 11, 12, 13, 14]), "fewer_blocks_than_hashes"),
+        (stored([1], token_ids=[10, 11, 12, 13]), "fewer_hashes_than_blocks"),
+        (stored(block_size=4, parent_block_hash=3), "other_block_size"),
+        (stored([1, 1], token_ids=[10, 11, 12, 13]), "repeated_block"),
+        (stored([1, 2], token_ids=[10, 11, 12, 13], parent_block_hash=2), "repeated_block"),
+    ],
+)
+def test_a_store_whose_tokens_are_not_those_of_its_hashes_is_refused(
+    event: dict[str, Any], reason: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     events = EngineEvents(2)
-    result = one(events, stored([1, 2, 3], token_ids=[10, 11, 12, 13, 14]))
-    assert isinstance(result, EngineChange)
-    assert isinstance(result.change, KvStored)
-    assert [block.block_hash for block in result.change.blocks] == [1, 2]
-    with caplog.at_level(logging.WARNING):
-        for _ in range(10):
-            assert one(events, stored(block_size=4, parent_block_hash=3)) == EngineChange(0, KvStored(3, []))
+    for _ in range(10):
+        assert one(events, event) == Filtered(0, reason)
     assert len(caplog.records) == 3
 
 
-@pytest.mark.parametrize("event", [stored([1, 1]), stored([1, 2], parent_block_hash=2)])
-def test_a_store_below_itself_is_an_empty_removal(event: dict[str, Any]) -> None:
-    assert one(EngineEvents(2), event) == EngineChange(0, KvRemoved([]))
+@pytest.mark.parametrize("medium", ["GPU", "CPU", "STORAGE"])
+def test_a_store_without_tokens_is_refused_quietly(medium: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As engines announce a block of a lower tier whose tokens they do not remember."""
+    assert one(EngineEvents(2), stored(token_ids=[], block_size=0, medium=medium)) == Filtered(0, "no_tokens")
+    assert not caplog.records
+
+
+def test_tokens_behind_the_last_whole_block_are_left_out() -> None:
+    result = one(EngineEvents(2), stored([1], token_ids=[10, 11, 12]))
+    assert local_of(EngineEvents(2), stored([1], token_ids=[10, 11, 12])) == block_hashes([10, 11], 2)[0]
+    assert isinstance(result, EngineChange)
+
+
+@pytest.mark.parametrize("field", [{"session_id": "s-1"}, {"lora_id": 3}, {"kv_cache_spec_sliding_window": 128}])
+def test_fields_that_do_not_matter_to_a_router_change_nothing(field: dict[str, Any]) -> None:
+    assert one(EngineEvents(2), stored(**field)) == one(EngineEvents(2), stored())
 
 
 def test_messages_that_did_not_arrive_are_counted() -> None:
@@ -279,8 +298,11 @@ def test_no_store_claims_a_block_under_the_name_of_another(names: int, tokens: i
     blocks = max(0, tokens - is_eagle) // 2
     event = {**stored(token_ids=list(range(tokens)), is_eagle=is_eagle), "block_hashes": list(range(1, names + 1))}
     result = one(EngineEvents(2), event)
-    if blocks > names:
-        assert result == Filtered(0, "fewer_hashes_than_blocks")
+    if blocks != names:
+        reason: Any = (
+            "fewer_hashes_than_blocks" if blocks > names else "fewer_blocks_than_hashes" if tokens else "no_tokens"
+        )
+        assert result == Filtered(0, reason)
         return
     assert isinstance(result, EngineChange)
     assert isinstance(result.change, KvStored)
