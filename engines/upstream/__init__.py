@@ -10,8 +10,30 @@ with brought_by("upstream", by=__name__):
     from .client import Client as Client
     from .client import Transport as Transport
     from .client import network as network
+    from .connectors import (
+        CONNECTORS,
+        KvConnector,
+        LmCache,
+        MooncakePush,
+        NixlPull,
+        PrefillServer,
+        Taken,
+        kv_connector,
+    )
     from .errors import of_frame as of_frame
     from .errors import of_status as of_status
     from .http_exchange import Exchange as Exchange
+    from .leases import Lease, Leases
 
-__all__: list[str] = []
+__all__ = [
+    "CONNECTORS",
+    "KvConnector",
+    "Lease",
+    "Leases",
+    "LmCache",
+    "MooncakePush",
+    "NixlPull",
+    "PrefillServer",
+    "Taken",
+    "kv_connector",
+]
