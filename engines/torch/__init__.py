@@ -1,5 +1,9 @@
-"""Language models in this process, by torch and transformers. Importing this loads neither of them."""
+"""Language models in this process, by torch and transformers. Importing this loads neither of them.
 
+What an engine decides, `Batcher` and what it uses, knows no tensors.
+"""
+
+from .batching import Batcher
 from .loading import (
     Dtype,
     LoadedModel,
@@ -10,14 +14,39 @@ from .loading import (
     load_model,
     load_text,
 )
+from .order import ModelFacts, Order, order_of
+from .planning import Chunk, Load, StepPlan, groups, share_budget
+from .sampling import Limits, Sampling, sampling_of
+from .settings import Role, TorchSettings
+from .slots import Choice, Drawn, HeldBlocks, KvBytes, News, Stage
 
 __all__ = [
+    "Batcher",
+    "Choice",
+    "Chunk",
+    "Drawn",
     "Dtype",
+    "HeldBlocks",
+    "KvBytes",
+    "Limits",
+    "Load",
     "LoadedModel",
     "LoadedText",
     "LoadingProgress",
+    "ModelFacts",
     "ModelFiles",
+    "News",
+    "Order",
     "ReportProgress",
+    "Role",
+    "Sampling",
+    "Stage",
+    "StepPlan",
+    "TorchSettings",
+    "groups",
     "load_model",
     "load_text",
+    "order_of",
+    "sampling_of",
+    "share_budget",
 ]
