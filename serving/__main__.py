@@ -9,7 +9,7 @@ _EXTRA = {
     *("uvicorn", "uvloop", "yaml"),
 }
 """The libraries of the extra `serve`."""
-_OTHER_EXTRAS = {"plotly": "report"}
+_OTHER_EXTRAS = {"plotly": "report", **dict.fromkeys(("torch", "transformers", "gguf", "accelerate"), "torch")}
 """The extras of libraries that only some commands need."""
 
 

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from engines import LLMEngine, ShutdownTimes, SystemHealth, Worker
 from engines.worker import ProcessWatch
+from operators import Model
 from pipeline import InvalidArgument
 from pipeline.network import Runtime
 from pipeline.telemetry import Tracer
@@ -110,20 +111,22 @@ async def host_worker(front: Frontend) -> None:
     """
     config, environment, watch = front.config, front.environment, front.watch
     health = SystemHealth.from_environment(environment)
-    metrics, model = front.telemetry.component_metrics, config.load_model()
-    made: list[LLMEngine] = []
+    metrics, made = front.telemetry.component_metrics, list[tuple[Model, LLMEngine]]()
 
     async def make(_: Interrupts) -> None:
-        made.extend(await config.make_engines(1))
+        model = await config.loaded_model()
+        (engine,) = await config.make_engines(1)
+        made.append((model, engine))
 
     with _status_listener(environment) as status, front.admin_listener() as admin:
         async with Runtime.in_process(metrics=metrics) as runtime, AsyncExitStack() as opened:
             await until_signalled(make, watch)  # a factory may take long; later the worker handles signals itself
             if not made:
                 return
+            ((model, engine),) = made
             settings = config.worker_settings(model)
             worker = Worker(
-                made[0],
+                engine,
                 settings,
                 runtime=runtime,
                 metrics=metrics,

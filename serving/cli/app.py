@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from attrs import asdict
 from cyclopts import App
 
 from pipeline import InvalidArgument
@@ -70,7 +69,7 @@ def worker(
     mode = DisaggregationMode.parse(registered.disaggregation_mode)
     hosted = WorkerConfig(disaggregation_mode=mode, **registered.worker_fields())
     limits = {"request_limits": server.request_limits, "prompt_work": server.prompt_work}
-    config = graph_config(engine, settled.environment, worker=hosted, **asdict(model), **limits)
+    config = graph_config(engine, settled.environment, worker=hosted, **model.graph_fields(), **limits)
     from ..program import host_worker, worker_watch
 
     _run_server(host_worker, worker_watch, config, server, settled.environment)

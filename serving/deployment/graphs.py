@@ -80,7 +80,7 @@ async def hosted_graph(config: GraphConfig, hosting: HostOptions) -> AsyncIterat
     The end of the block accepts no new requests, lets those that run finish in the time of the runtime, then ends all
     workers at once.
     """
-    model = config.load_model()
+    model = await config.loaded_model()
     rng = None if config.seed is None else Random(config.seed)
     async with Runtime.in_process(rng=rng, metrics=hosting.metrics) as runtime, AsyncExitStack() as stages:
         fleet = Fleet(config, hosting, model, runtime)
