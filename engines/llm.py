@@ -113,6 +113,9 @@ class EngineConfig:
     abandoned, and its blocks are freed. A prefill router then forwards the stop of a client that has left to this
     worker, as long as the prefill has yielded no item and no decode worker was given its blocks; without the promise
     it does so only as long as the prefill was not sent."""
+    publishes_kv_events: bool | None = None
+    """False: it caches prefixes of prompts and publishes no KV events, so that a KV router predicts from what it sends
+    there what this worker has cached. None: what has no KV event source caches nothing."""
     runtime_data: dict[str, Any] = field(factory=dict)
     """Further facts for the worker's card, by name."""
 

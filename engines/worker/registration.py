@@ -242,6 +242,7 @@ def runtime_config_of(worker: WorkerConfig, engine: EngineConfig, environment: M
         exclude_tools_when_tool_choice_none=worker.exclude_tools_when_tool_choice_none,
         data_parallel_start_rank=engine.data_parallel_start_rank or 0,
         data_parallel_size=1 if engine.data_parallel_size is None else engine.data_parallel_size,
+        kv_event_publishing_enabled=engine.publishes_kv_events,
         enable_local_indexer=worker.enable_local_indexer and worker.disaggregation_mode.may_index,
         runtime_data=engine.runtime_data | ({STOPS_PREFILLS: True} if engine.stops_prefills else {}),
         disaggregated_endpoint=endpoint,

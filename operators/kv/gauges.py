@@ -1,4 +1,5 @@
-"""RouterGauges: what is in flight on each rank of a KV router and what waits in it, looked at when metrics are read.
+"""RouterGauges: what is in flight and cached on each rank of a KV router and what waits in it, looked at when metrics
+are read.
 
 Nothing is kept between two looks, so a worker that was removed is not shown any more.
 
@@ -17,6 +18,7 @@ from pipeline.telemetry import Instrument, Metrics
 
 from .metrics import shown_type
 from .router import KvRouter
+from .types import WorkerRank
 
 Seen = Iterable[tuple[dict[str, str], float]]
 
@@ -28,6 +30,11 @@ _RANK, _CLASS = ("decode_blocks", "prefill_tokens"), ("requests", "isl_tokens", 
 ROUTER_GAUGES = (
     Instrument("worker_active_decode_blocks", "observed", "", "KV blocks of the requests routed to a rank", _WORKER),
     Instrument("worker_active_prefill_tokens", "observed", "", "Prompt tokens a rank has still to compute", _WORKER),
+    Instrument(
+        *("worker_known_cached_blocks", "observed", ""),
+        "KV blocks that the router knows on a rank: by its events, or approximately, by what was routed there",
+        (*_WORKER, "index"),
+    ),
     Instrument("router_queue_pending_requests", "observed", "", "Requests that wait in the router", _QUEUE),
     Instrument("router_queue_pending_isl_tokens", "observed", "", "Tokens of the prompts that wait", _QUEUE),
     Instrument(
@@ -47,6 +54,7 @@ class RouterGauges:
         metrics = Metrics(meter, rows=ROUTER_GAUGES)
         self._forget = [
             *(metrics.observe(f"worker_active_{figure}", partial(self._ranks, figure)) for figure in _RANK),
+            metrics.observe("worker_known_cached_blocks", self._cached),
             *(metrics.observe(f"router_queue_pending_{figure}", partial(self._classes, figure)) for figure in _CLASS),
         ]
 
@@ -64,8 +72,18 @@ class RouterGauges:
     def _ranks(self, figure: str) -> Seen:
         loads = self._router.loads
         for load in loads.sequences.loads(loads.clock()):
-            worker_id, dp_rank = worker_label(load.rank.worker_id), str(load.rank.dp_rank)
-            yield {"worker_id": worker_id, "dp_rank": dp_rank, "worker_type": self._type}, getattr(load, figure)
+            yield self._labels(load.rank), getattr(load, figure)
+
+    def _cached(self) -> Seen:
+        for rank, kind, blocks in self._router.lookup.held_blocks():
+            yield self._labels(rank) | {"index": kind}, blocks
+
+    def _labels(self, rank: WorkerRank) -> dict[str, str]:
+        return {
+            "worker_id": worker_label(rank.worker_id),
+            "dp_rank": str(rank.dp_rank),
+            "worker_type": self._type,
+        }
 
     def _classes(self, figure: str) -> Seen:
         for name, usage in self._router.queue.waiting_by_class().items():

@@ -1,17 +1,20 @@
 """PrefixLookup: how much of a prompt each rank has cached, by KV events, by what was routed there, or by both.
 
     use_kv_events        index, fed by the event feed       with a predicted time to live also what was routed
+                         for workers without events what was routed, for router_ttl_secs
     otherwise            what was routed, for router_ttl_secs
     no credit            nothing is known, and nothing kept
 
-Source: dynamo lib/llm/src/kv_router/indexer.rs.
+Source: dynamo lib/llm/src/kv_router/indexer.rs. Other than there, workers with and without events may be in one pool.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
+from typing import Literal
 
 from pipeline.network import EndpointId, Event, EventPlane, Scope
 from pipeline.protocols.kv import KV_EVENTS_TOPIC, RecoveryReply, RouterEvent
@@ -24,6 +27,11 @@ from .prompt import PromptBlocks
 from .types import WorkerRank
 
 _log = logging.getLogger(__name__)
+
+IndexKind = Literal["events", "approximate"]
+"""How the router knows what a rank has cached: by its KV events, or by what was routed there."""
+
+_NO_WORKERS: AbstractSet[int] = frozenset()
 
 
 class PrefixLookup:
@@ -47,12 +55,9 @@ class PrefixLookup:
         self.feed = None
         if config.has_index and config.use_kv_events:
             self.feed = EventFeed(KvIndex(), recover or _keeps_nothing, counted=on_event)
-        ttl_s = config.router_predicted_ttl_secs if config.use_kv_events else config.router_ttl_secs
-        self._routed: PredictedIndex | None = None
-        if config.has_index and ttl_s is not None:
-            self._routed = PredictedIndex(
-                ttl_s, limit_blocks=config.router_max_tree_size, pruned_share=config.router_prune_target_ratio
-            )
+        self._predicted = None if self.feed is None else _routed(config, config.router_predicted_ttl_secs)
+        self._approximate = _routed(config, config.router_ttl_secs) if config.has_index else None
+        self._without_events = _NO_WORKERS
         self._ranks: Mapping[int, range] = {}
         self._is_followed = self._has_warned = False
 
@@ -63,42 +68,69 @@ class PrefixLookup:
             if self.feed.is_stalled:
                 self._warn_of_stall()
             scores = self.feed.index.find_matches(blocks.local_hashes)
-        if self._routed is not None:
-            scores = deepest(scores, self._routed.find_matches(blocks.local_hashes, now_s))
+        if self._predicted is not None:
+            scores = deepest(scores, self._predicted.find_matches(blocks.local_hashes, now_s))
+        if self._approximate is not None and (self._without_events or self.feed is None):
+            scores = deepest(scores, self._approximate.find_matches(blocks.local_hashes, now_s))
         return Overlap(device=scores) if scores else Overlap()
+
+    def kind_of(self, worker_id: int) -> IndexKind:
+        """Return how the router knows what this worker has cached."""
+        return "approximate" if self.feed is None or worker_id in self._without_events else "events"
+
+    def held_blocks(self) -> Iterator[tuple[WorkerRank, IndexKind, int]]:
+        """Yield each rank with its kind of index and its blocks there; nothing without an index. For any thread."""
+        if (approximate := self._approximate) is None:
+            return
+        for worker_id, dp_ranks in self._ranks.items():
+            kind = self.kind_of(worker_id)
+            for rank in (WorkerRank(worker_id, dp_rank) for dp_rank in dp_ranks):
+                if self.feed is not None and kind == "events":
+                    yield rank, kind, self.feed.index.held_blocks(rank)
+                else:
+                    yield rank, kind, approximate.blocks_of(rank)
 
     def record(self, rank: WorkerRank, blocks: PromptBlocks, now_s: float) -> None:
         """Record that the prompt is sent there. A failure is logged: routing does not depend on it."""
-        if self._routed is None:
+        index = self._approximate if self.kind_of(rank.worker_id) == "approximate" else self._predicted
+        if index is None:
             return
         try:
-            self._routed.record(rank, blocks.local_hashes, blocks.sequence_hashes, now_s)
+            index.record(rank, blocks.local_hashes, blocks.sequence_hashes, now_s)
         except Exception as error:
             _log.warning("what %s was given is not recorded: %s", rank, error)
 
     def expire(self, now_s: float) -> None:
         """Evict what was routed longer ago than its time to live."""
-        if self._routed is not None:
-            self._routed.expire(now_s)
+        for index in (self._predicted, self._approximate):
+            if index is not None:
+                index.expire(now_s)
 
-    def set_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
-        """Drop the workers that are gone and the ranks that no longer exist, and follow the others."""
+    def set_workers(
+        self, gone: Sequence[int], ranks: Mapping[int, range], without_events: AbstractSet[int] = _NO_WORKERS
+    ) -> None:
+        """Drop the workers that are gone and the ranks that no longer exist, and follow the others.
+
+        What is known of a worker that has events now and had none before, or the other way round, is dropped too.
+        """
         lost = [
             WorkerRank(worker_id, dp_rank)
             for worker_id, before in self._ranks.items()
             if worker_id not in gone
             for dp_rank in set(before).difference(ranks.get(worker_id, ()))
         ]
-        for source in (self.feed, self._routed):
+        changed = ((without_events ^ self._without_events) & self._ranks.keys()) - set(gone)
+        for source in (self.feed, self._predicted, self._approximate):
             if source is not None:
-                for worker_id in gone:
+                for worker_id in (*gone, *changed):
                     source.remove_worker(worker_id)
                 for rank in lost:
                     source.remove_rank(rank)
-        self._ranks = dict(ranks)
+        self._ranks, self._without_events = dict(ranks), without_events
         if self.feed is not None:
             for worker_id, dp_ranks in ranks.items():
-                self.feed.add_worker(worker_id, dp_ranks)
+                if worker_id not in without_events:
+                    self.feed.add_worker(worker_id, dp_ranks)
 
     def follow(self, events: Observable[RouterEvent] | Observable[Event[RouterEvent]]) -> DisposableBase:
         """Take in events, plain or as the event plane brings them, until disposed.
@@ -129,6 +161,12 @@ class PrefixLookup:
         if self._is_followed and not self._has_warned:
             self._has_warned = True
             _log.warning("KV events are kept and not applied while KvRouter.run does not run: start it in a task")
+
+
+def _routed(config: KvRouterConfig, ttl_s: float | None) -> PredictedIndex | None:
+    """Return an index of what was routed; None without a time to live."""
+    limit_blocks, pruned_share = config.router_max_tree_size, config.router_prune_target_ratio
+    return None if ttl_s is None else PredictedIndex(ttl_s, limit_blocks=limit_blocks, pruned_share=pruned_share)
 
 
 async def _keeps_nothing(rank: WorkerRank, first_id: int | None) -> RecoveryReply | None:

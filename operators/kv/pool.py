@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pipeline import InvalidArgument
@@ -50,6 +51,12 @@ class RouterPool:
         if (view := self._health.view) is not self._view:
             self._on_view(view)
         return self._pool
+
+    @property
+    def without_events(self) -> AbstractSet[int]:
+        """The workers whose engines cache prefixes and publish no KV events, by their cards."""
+        configs = self._pool.configs
+        return frozenset(i for i, config in configs.items() if config.kv_event_publishing_enabled is False)
 
     def candidates(self, request: RouteRequest) -> Candidates:
         """The ranks that may take the request now. Raises what `WorkerPool.candidates` raises."""

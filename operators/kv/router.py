@@ -217,7 +217,7 @@ class KvRouter:
 
     def _on_workers(self, gone: Sequence[int], ranks: Mapping[int, range]) -> None:
         self.loads.set_workers(gone, ranks)
-        self.lookup.set_workers(gone, ranks)
+        self.lookup.set_workers(gone, ranks, self.pool.without_events)
         self.queue.drain()
 
     def _find(self, blocks: PromptBlocks) -> Overlap:

@@ -75,6 +75,10 @@ class PredictedIndex:
         self.expire(now_s)
         return self._index.find_matches(local_hashes)
 
+    def blocks_of(self, rank: WorkerRank) -> int:
+        """The number of blocks that the rank should hold, of what was not evicted yet."""
+        return self._index.held_blocks(rank)
+
     def expire(self, now_s: float) -> None:
         """Evict entries past their TTL."""
         now = _steps(now_s)

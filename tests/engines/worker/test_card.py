@@ -55,6 +55,12 @@ def test_the_card_carries_the_promise_that_prefills_may_be_stopped(promises: boo
     assert config.runtime_data["own"] == 1
 
 
+@pytest.mark.parametrize("publishes", [None, False, True])
+def test_the_card_shows_whether_the_engine_publishes_kv_events(publishes: bool | None) -> None:
+    config = card(publishes_kv_events=publishes).runtime_config
+    assert from_json(to_json(config), ModelRuntimeConfig).kv_event_publishing_enabled is publishes
+
+
 @pytest.mark.parametrize(("mode", "needs"), [(MODES.DECODE, []), (MODES.PREFILL, [[DECODE]])])
 def test_a_decode_worker_that_may_prefill_needs_no_other_worker(mode: DisaggregationMode, needs: list[Any]) -> None:
     assert card({"disaggregation_mode": mode, "may_prefill": True}).needs == needs

@@ -135,6 +135,15 @@ async def test_two_routers_show_themselves_side_by_side_until_each_is_closed() -
     assert scraped.series("worker_active_decode_blocks") == scraped.series("router_queue_pending_requests") == []
 
 
+async def test_each_rank_shows_the_blocks_it_has_and_how_the_router_knows() -> None:
+    scraped, router = Scraped(), router_of()
+    with RouterGauges(router, scraped.meter):
+        (await router.reserve(prompt(10, worker_id=2), request_id="r")).release()
+        shown = scraped.series("worker_known_cached_blocks")
+    labels = {"dp_rank": "0", "worker_type": "decode", "index": "approximate"}
+    assert shown == [({"worker_id": "1", **labels}, 0), ({"worker_id": "2", **labels}, 2)]
+
+
 async def test_a_rank_that_is_no_worker_of_the_router_is_not_shown() -> None:
     """Another router of the same workers may publish loads of one that this one has not seen yet, or sees no more."""
     scraped, router = Scraped(), router_of()

@@ -91,7 +91,7 @@ async def test_a_record_that_fails_does_not_stop_the_routing(
     def fails(*_: Any) -> None:
         raise ValueError("full")
 
-    monkeypatch.setattr(router.lookup._routed, "record", fails)
+    monkeypatch.setattr(router.lookup._approximate, "record", fails)
     assert (await reserved(router, prompt())).is_live
     assert "full" in caplog.text
 

@@ -45,6 +45,7 @@ LABELS = {
     "dynamo_router_overhead_total_ms": {"router_id"},
     "dynamo_frontend_worker_active_decode_blocks": WORKER,
     "dynamo_frontend_worker_active_prefill_tokens": WORKER,
+    "dynamo_frontend_worker_known_cached_blocks": WORKER | {"index"},
     "dynamo_frontend_router_queue_pending_requests": QUEUE,
     "dynamo_frontend_router_queue_pending_isl_tokens": QUEUE,
     "dynamo_frontend_router_queue_pending_cached_tokens": QUEUE,
